@@ -1,0 +1,83 @@
+"""The trainer's own sections of a run's configuration. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A frozen section; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ParallelConfig(Section):
+    """The layout. World size = tp * pp * cp * dp; expert parallelism is laid over the same ranks."""
+
+    tp: int = Field(1, ge=1)
+    pp: int = Field(1, ge=1)
+    vpp: int = Field(1, ge=1)
+    cp: int = Field(1, ge=1)
+    ep: int = Field(1, ge=1)
+    etp: int = Field(1, ge=1)
+    dp: int = Field(1, ge=1)
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @model_validator(mode="after")
+    def expert_ranks_divide_the_world(self) -> ParallelConfig:
+        ranks = self.tp * self.cp * self.dp
+        if ranks % (self.ep * self.etp):
+            raise ValueError(
+                f"parallel.ep * parallel.etp = {self.ep * self.etp} does not divide tp * cp * dp = {ranks}: "
+                "raise parallel.dp or lower parallel.ep"
+            )
+        return self
+
+
+class PrecisionConfig(Section):
+    """What the rollout's weights are stored in, and whether the trainer trains through that rounding."""
+
+    format: Literal["bf16", "fp8"] = "fp8"
+    scope: Literal["all", "experts"] = "all"
+    qat: bool = False
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(1e-6, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = Field(1.0, gt=0)
+
+
+class ReplayConfig(Section):
+    """`r3`: training takes the experts the rollout took. `off`: it routes by itself; agreement is measured either way."""
+
+    mode: Literal["r3", "off"] = "r3"
+
+
+class TrainerConfig(Section):
+    """Everything one trainer rank needs, in one value."""
+
+    hf_config: str  # directory holding config.json
+    parallel: ParallelConfig
+    precision: PrecisionConfig
+    optimizer: OptimizerConfig
+    replay: ReplayConfig
+    seed: int = 0
+    temperature: float = Field(1.0, gt=0)  # the rollout's: log-probs are of logits / temperature
+    router_bias_update_rate: float = Field(0.0, ge=0)  # 0 freezes e_score_correction_bias
+    params_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    recompute: Literal["none", "full"] = "none"
+    distributed_optimizer: bool = True
+    logprob_chunk: int = Field(4096, ge=1)  # rows of logits turned into fp32 at once

@@ -1,0 +1,130 @@
+"""One run's whole configuration: the sections, and the checks that span sections. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megatron_bridge.config import OptimizerConfig, ParallelConfig, PrecisionConfig, ReplayConfig, Section
+from rollout.config import DataConfig, PublishConfig, RolloutConfig
+
+
+class MakeConfig(Section):
+    """Fetch *makes* the checkpoint: a random model of `config`, then a supervised warm-up with the project's trainer."""
+
+    config: str  # a Hugging Face config.json
+    tokenizer: str  # directory with tokenizer.json and tokenizer_config.json
+    corpus: str  # jsonl of problems, none of them in data.train or data.eval
+    answer_key: str = "sloppy"  # column of the corpus that is learnt
+    validation: str  # jsonl of problems of the corpus' kind; the warm-up stops on them
+    seed: int = 0
+    lr: float = Field(3e-3, gt=0)
+    lr_warmup_steps: int = Field(50, ge=0)
+    batch: int = Field(128, ge=1)  # problems a step
+    max_steps: int = Field(1500, ge=0)
+    check_every: int = Field(50, ge=1)
+    target: float = Field(0.1, ge=0, le=1)  # mean probability of the right answer on `validation` that ends the warm-up
+    router_bias_update_rate: float = Field(1e-3, ge=0)
+
+
+class ModelConfig(Section):
+    path: str  # hub name, local directory, or a name for the model that `make` makes
+    revision: str | None = None  # of a hub name; a commit hash pins it
+    make: MakeConfig | None = None
+
+
+class TrainLoopConfig(Section):
+    steps: int = Field(100, ge=0)
+    groups_per_step: int = Field(64, ge=1)
+    samples_per_group: int = Field(8, ge=1)
+    max_tokens_per_rank: int = Field(8192, ge=1)  # packed tokens in a micro-batch
+    router_bias_update_rate: float = Field(0.0, ge=0)
+    recompute: Literal["none", "full"] = "none"
+
+
+class AlgorithmConfig(Section):
+    name: str = "grpo"
+    clip_low: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.28, gt=0)
+    normalize_std: bool = True  # divide advantages by the group's standard deviation
+    shuffle_advantages: bool = False  # control run: advantages dealt out at random over the batch
+
+
+class BufferConfig(Section):
+    max_staleness: int = Field(0, ge=0)
+
+
+class EvalConfig(Section):
+    every: int = Field(25, ge=0)  # 0: only before the first and after the last step
+    samples: int = Field(1, ge=1)  # k of avg@k and pass@k; 1 is greedy
+    max_prompts: int | None = None
+
+
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0)  # 0: only after the last step
+    keep: int = Field(2, ge=1)
+
+
+class AlignmentConfig(Section):
+    deterministic: bool = False
+
+
+class RewardConfig(Section):
+    name: str = "exact_number"
+
+
+class ClusterConfig(Section):
+    """What to ask the Ray cluster for."""
+
+    nodes: int = Field(1, ge=1)
+    gpus_per_node: int = Field(0, ge=0)  # 0: CPU ranks
+    colocate: bool = True  # trainer and rollout share the GPUs, in turns
+    stage_dir: str | None = None  # node-local directory; None: inside the run directory
+
+
+class RunConfig(Section):
+    """The resolved configuration of one run."""
+
+    seed: int = 0
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    replay: ReplayConfig = ReplayConfig()
+    train: TrainLoopConfig = TrainLoopConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    reward: RewardConfig = RewardConfig()
+    buffer: BufferConfig = BufferConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    publish: PublishConfig = PublishConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    alignment: AlignmentConfig = AlignmentConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def ranks_fit_the_cluster(self) -> RunConfig:
+        c, world = self.cluster, self.parallel.world_size
+        gpus = c.nodes * c.gpus_per_node
+        if c.gpus_per_node and world > gpus:
+            raise ValueError(
+                f"parallel needs {world} ranks, cluster has {c.nodes} nodes x {c.gpus_per_node} GPUs = {gpus}: "
+                "lower parallel.dp or raise cluster.nodes"
+            )
+        engine_gpus = self.rollout.servers * self.rollout.sglang.tp_size
+        if c.gpus_per_node and self.rollout.engine == "sglang":
+            free = gpus if c.colocate else gpus - world
+            if engine_gpus > free:
+                raise ValueError(
+                    f"rollout needs {self.rollout.servers} servers x {self.rollout.sglang.tp_size} GPUs = "
+                    f"{engine_gpus}, {free} are free for it: lower rollout.servers or raise cluster.nodes"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def this_version_knows_it(self) -> RunConfig:
+        if self.buffer.max_staleness and self.alignment.deterministic:
+            raise ValueError("alignment.deterministic = true needs buffer.max_staleness = 0: set one of the two back")
+        return self

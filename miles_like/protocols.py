@@ -1,0 +1,92 @@
+"""The seams. Nothing here has a body; nothing here names a concrete class.
+
+Letters: G samples a prompt, T packed tokens, N samples a pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from miles_like.types import (
+    NamedTensor,
+    Prompt,
+    PublishReport,
+    Sample,
+    SampleGroup,
+    SamplingParams,
+    Stat,
+    StepReport,
+    TrainBatch,
+)
+
+
+class RolloutEngine(Protocol):
+    """One server or many."""
+
+    async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
+        """`n` unscored samples of each prompt, in the order of `prompts`."""
+
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def weight_version(self) -> int: ...
+    async def close(self) -> None: ...
+
+
+class WeightPublisher(Protocol):
+    """Lives in every trainer rank: draining the stream is collective, one rank sends."""
+
+    def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport: ...
+
+
+class Trainer(Protocol):
+    """All ranks together, seen as one."""
+
+    @property
+    def dp_size(self) -> int: ...
+    async def step(self, batch: TrainBatch) -> StepReport: ...
+    async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
+        """Forward only: the loss function's statistics, reduced over the batch."""
+
+    async def publish(self, *, version: int) -> PublishReport: ...
+    async def save(self, path: Path) -> None: ...
+    async def load(self, path: Path) -> None: ...
+    async def close(self) -> None: ...
+
+
+class LossFn(Protocol):
+    """Per-token loss of one micro-batch. The trainer sums it over loss_mask and divides by TrainBatch.loss_tokens."""
+
+    def __call__(
+        self,
+        *,
+        logprobs: Tensor,  # [T] fp32, of the labels under the weights being trained; carries the gradient
+        entropy: Tensor,  # [T] fp32, no gradient
+        rollout_logprobs: Tensor,  # [T] fp32
+        advantages: Tensor,  # [T] fp32
+        loss_mask: Tensor,  # [T] bool
+        cu_seqlens: Tensor,  # [N+1] int32
+    ) -> tuple[Tensor, Mapping[str, Stat]]: ...
+
+
+class Algorithm(Protocol):
+    """Advantages and loss, bundled under a name."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def loss(self) -> LossFn: ...
+    def advantages(self, group: SampleGroup) -> Sequence[float]:
+        """[G], one for each sample."""
+
+
+class RewardFn(Protocol):
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float: ...
+
+
+class MetricSink(Protocol):
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,201 @@
+"""Values that cross a package boundary.
+
+Letters: G samples a prompt, S tokens a sample, R response tokens, N samples a pack, T packed tokens, L MoE layers,
+K experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from torch import Tensor
+
+from routing_replay.trace import RoutingTrace
+
+
+class Finish(StrEnum):
+    """Why a sample ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class VersionSpan(NamedTuple):
+    """Weights `version` generated the response tokens [start, end) of a sample (counted from the response's start)."""
+
+    version: int
+    start: int
+    end: int
+
+
+class NamedTensor(NamedTuple):
+    """A whole, unsharded tensor under its Hugging Face name."""
+
+    name: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A question, tokenized once; nothing downstream tokenizes it again."""
+
+    id: str  # stable over runs
+    token_ids: tuple[int, ...]
+    answer: str
+    text: str = ""
+    source: str = ""
+    meta: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise ValueError(f"prompt {self.id!r} has no tokens: give it a non-empty prompt text")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One answer. Streams are over all S tokens, prompt first; what belongs to the prompt is masked."""
+
+    prompt_id: str
+    index: int  # 0..G-1 within its group
+    token_ids: Tensor  # [S] int64
+    loss_mask: Tensor  # [S] bool: True where the policy sampled the token
+    logprobs: Tensor  # [S] fp32: rollout log p(token i | tokens < i), natural log; 0 where not loss_mask
+    routing: RoutingTrace | None  # [S-1, L, K]
+    versions: tuple[VersionSpan, ...]
+    finish: Finish
+    text: str
+    reward: float | None = None
+
+    def __post_init__(self) -> None:
+        s = len(self.token_ids)
+        if not len(self.loss_mask) == len(self.logprobs) == s:
+            raise ValueError(
+                f"sample {self.prompt_id}/{self.index}: streams of unequal length: "
+                f"{s} tokens, {len(self.loss_mask)} mask, {len(self.logprobs)} log-probs"
+            )
+        if s and bool(self.loss_mask[0]):
+            raise ValueError(f"sample {self.prompt_id}/{self.index}: token 0 has no predecessor to be predicted from")
+        if self.routing is not None and len(self.routing) != s - 1:
+            raise ValueError(
+                f"sample {self.prompt_id}/{self.index}: {len(self.routing)} routing rows for {s} tokens; want {s - 1}"
+            )
+
+    @property
+    def response_len(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleGroup:
+    """All samples of one prompt: the unit that advantages are computed over and the buffer hands out."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]  # [G]
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest weight version any token of the group was sampled from."""
+        return min((v.version for s in self.samples for v in s.versions), default=0)
+
+    @property
+    def rewards(self) -> list[float]:
+        """[G]; raises ValueError when a sample was not scored."""
+        out = []
+        for s in self.samples:
+            if s.reward is None:
+                raise ValueError(f"sample {s.prompt_id}/{s.index} has no reward")
+            out.append(s.reward)
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """N samples end to end, already shifted: position t holds an input token and everything about its label."""
+
+    tokens: Tensor  # [T] int64, inputs
+    labels: Tensor  # [T] int64, the token after each input
+    positions: Tensor  # [T] int64, from 0 in each sample
+    cu_seqlens: Tensor  # [N+1] int32
+    loss_mask: Tensor  # [T] bool, of the label
+    advantages: Tensor  # [T] fp32
+    rollout_logprobs: Tensor  # [T] fp32, of the label
+    routing: RoutingTrace | None  # [T, L, K]
+
+    def __post_init__(self) -> None:
+        t = len(self.tokens)
+        lengths = {
+            "labels": len(self.labels),
+            "positions": len(self.positions),
+            "loss_mask": len(self.loss_mask),
+            "advantages": len(self.advantages),
+            "rollout_logprobs": len(self.rollout_logprobs),
+            "cu_seqlens[-1]": int(self.cu_seqlens[-1]),
+            "routing": t if self.routing is None else len(self.routing),
+        }
+        wrong = {k: n for k, n in lengths.items() if n != t}
+        if wrong:
+            raise ValueError(f"micro-batch of {t} tokens has streams of other lengths: {wrong}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainBatch:
+    """One optimizer step."""
+
+    grid: tuple[tuple[MicroBatch, ...], ...]  # [dp][micro]: every row has the same number of micro-batches
+    loss_tokens: int  # labels with loss over the whole grid: the one denominator
+    versions: tuple[int, int]  # oldest and newest weight version in it
+
+    def __post_init__(self) -> None:
+        if len({len(row) for row in self.grid}) != 1:
+            raise ValueError(
+                f"rows of {[len(r) for r in self.grid]} micro-batches: each data-parallel rank needs as many"
+            )
+
+
+class Reduce(StrEnum):
+    """How a statistic combines over micro-batches and ranks."""
+
+    MEAN = "mean"  # sum of totals / sum of counts
+    MAX = "max"
+
+
+class Stat(NamedTuple):
+    """A statistic that can still be combined: `total` over `count` items (MEAN), or the largest so far (MAX)."""
+
+    total: Tensor  # [] fp32
+    count: Tensor  # [] fp32
+    reduce: Reduce = Reduce.MEAN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one optimizer step says of itself, already reduced over all ranks."""
+
+    version: int  # weight version after the step
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to draw a response; the field names are SGLang's."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: the whole vocabulary
+    stop_token_ids: tuple[int, ...] = ()
+    sampling_seed: int | None = None  # sample i of a prompt draws from a stream keyed by (sampling_seed, i)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishReport:
+    """One weight publication."""
+
+    version: int
+    bytes: int  # sent to each server
+    seconds: float  # whole publication
+    pause_seconds: float  # of it, the servers generated nothing

@@ -1,0 +1,74 @@
+"""The rollout's own sections of a run's configuration. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A frozen section; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SGLangFlags(Section):
+    """Flags of a stock SGLang server that this project sets; names are SGLang's own with underscores."""
+
+    tp_size: int = Field(1, ge=1)
+    ep_size: int = Field(1, ge=1)
+    dp_size: int = Field(1, ge=1)
+    enable_dp_attention: bool = False
+    moe_a2a_backend: Literal["none", "deepep"] = "none"
+    deepep_mode: Literal["auto", "normal", "low_latency"] = "auto"
+    mem_fraction_static: float = Field(0.8, gt=0, lt=1)
+    kv_cache_dtype: str = "auto"
+    chunked_prefill_size: int | None = None
+    max_running_requests: int | None = None
+    context_length: int | None = None
+    attention_backend: str | None = None
+    enable_memory_saver: bool = False
+
+
+class EmbeddedFlags(Section):
+    """The CPU engine."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights are the decoded codes
+    threads: int = Field(2, ge=1)
+    max_running_requests: int = Field(512, ge=1)
+    max_total_tokens: int = Field(65536, ge=64)  # slots in the KV cache
+    context_length: int = Field(1024, ge=8)
+
+
+class RolloutConfig(Section):
+    engine: Literal["embedded", "sglang"] = "embedded"
+    servers: int = Field(1, ge=1)
+    max_new_tokens: int = Field(64, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = -1
+    prompts_per_request: int = Field(16, ge=1)  # prompts in one HTTP request
+    start_timeout_s: float = Field(120.0, gt=0)
+    request_timeout_s: float = Field(120.0, gt=0)
+    port: int | None = Field(None, ge=1, le=65535)  # of the first server; None: any free port
+    embedded: EmbeddedFlags = EmbeddedFlags()
+    sglang: SGLangFlags = SGLangFlags()
+
+
+class PublishConfig(Section):
+    path: Literal["tensor", "disk"] = "tensor"
+    pause_mode: Literal["abort", "retract", "in_place"] = "retract"
+    bucket_bytes: int = Field(256 << 20, ge=1)  # tensors sent in one request
+    verify: bool = True  # ask the servers for checksums after every publication
+
+
+class DataConfig(Section):
+    train: str
+    eval: str | None = None
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    id_key: str = "id"
+    template: Literal["plain", "chat"] = "plain"
+    instruction: str = ""  # put after each prompt
+    max_prompt_tokens: int = Field(512, ge=1)
