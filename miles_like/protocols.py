@@ -5,13 +5,14 @@ Letters: G samples a prompt, T packed tokens, N samples a pack.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from miles_like.types import (
+    MicroBatch,
     NamedTensor,
     Prompt,
     PublishReport,
@@ -89,4 +90,17 @@ class RewardFn(Protocol):
 
 class MetricSink(Protocol):
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class RankTrainer(Protocol):
+    """One rank of the trainer; every call but `dp_rank` is collective."""
+
+    @property
+    def dp_rank(self) -> int: ...
+    def step(self, row: Sequence[MicroBatch], loss_tokens: int, version: int) -> StepReport: ...
+    def evaluate(self, row: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]: ...
+    def export(self) -> Iterator[NamedTensor]: ...
+    def save(self, path: Path) -> None: ...
+    def load(self, path: Path) -> None: ...
     def close(self) -> None: ...

@@ -1,0 +1,249 @@
+"""Ray: trainer ranks and rollout servers as actors, one task a node for staging. The only file that imports ray.
+
+What an actor runs is handed in as a picklable factory, so this file knows no concrete trainer, publisher or server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from miles_like.placement import Slot
+from miles_like.protocols import RankTrainer, WeightPublisher
+from miles_like.types import MicroBatch, PublishReport, StepReport, TrainBatch
+
+TrainerFactory = Callable[[int, int, str, int], RankTrainer]  # (rank, world, host, port)
+PublisherFactory = Callable[[bool], WeightPublisher]  # (does this rank send?)
+
+
+def start_ray(address: str | None) -> None:
+    """Join the cluster at `address` (or Ray's own RAY_ADDRESS); without either start a local one for this process.
+
+    Raises ValueError when the cluster does not answer.
+    """
+    if ray.is_initialized():
+        return
+    # the local cluster serves this process alone, on loopback
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = address or os.environ.get("RAY_ADDRESS")
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if address is None:
+        ray.init(address="local", include_dashboard=False, object_store_memory=512 << 20, **quiet)
+        return
+    try:
+        ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError) as e:
+        raise ValueError(
+            f"no Ray cluster answers at {address}: start one with `ray start --head`, or leave it out"
+        ) from e
+
+
+def stop_ray() -> None:
+    ray.shutdown()
+
+
+def node_ids() -> list[str]:
+    """Ids of the cluster's living nodes; node number k of a placement is the k-th of them."""
+    return sorted(n["NodeID"] for n in ray.nodes() if n["Alive"])
+
+
+def on_every_node(work: Callable[[], Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Run `work` once on each node, all at once; their results in node order. The first failure is raised."""
+    task = ray.remote(num_cpus=0)(work)
+    refs = [task.options(scheduling_strategy=_at(node)).remote() for node in node_ids()]
+    return [_get(ref, "staging") for ref in refs]
+
+
+def _at(node: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
+def _options(slot: Slot, log: Path) -> dict[str, Any]:
+    nodes = node_ids()
+    if slot.node >= len(nodes):
+        raise ValueError(
+            f"{slot.role} {slot.index} belongs on node {slot.node}; the Ray cluster has {len(nodes)} nodes"
+        )
+    # ranks of a CPU run share two cores: one thread each, or they fight over them
+    environment = {"OMP_NUM_THREADS": "1"} if not slot.gpus else {}
+    return {
+        "num_cpus": 0,
+        "num_gpus": len(slot.gpus) * (0.4 if slot.role == "rollout" else 0.6),
+        "scheduling_strategy": _at(nodes[slot.node]),
+        "runtime_env": {"env_vars": environment},
+        "name": f"{slot.role}-{slot.index}-{slot.node_rank}-{os.getpid()}-{log.name}",
+    }
+
+
+def _log_to(path: Path) -> None:
+    """Everything this actor process prints goes to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+class _Rank:
+    """One trainer rank."""
+
+    def __init__(self, log: Path) -> None:
+        _log_to(log)
+        self.publisher: WeightPublisher | None = None
+
+    def address(self) -> tuple[str, int]:
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return ray.util.get_node_ip_address(), int(s.getsockname()[1])
+
+    def start(self, factory: TrainerFactory, rank: int, world: int, host: str, port: int) -> int:
+        self.rank = rank
+        self.trainer = factory(rank, world, host, port)
+        return self.trainer.dp_rank
+
+    def connect(self, factory: PublisherFactory) -> None:
+        self.publisher = factory(self.rank == 0)
+
+    def step(self, row: Sequence[MicroBatch], loss_tokens: int, version: int) -> StepReport:
+        return self.trainer.step(row, loss_tokens, version)
+
+    def evaluate(self, row: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]:
+        return self.trainer.evaluate(row, loss_tokens)
+
+    def publish(self, version: int) -> PublishReport:
+        assert self.publisher is not None, "publish before connect"
+        return self.publisher.publish(self.trainer.export(), version=version)
+
+    def save(self, path: Path) -> None:
+        self.trainer.save(path)
+
+    def load(self, path: Path) -> None:
+        self.trainer.load(path)
+
+    def close(self) -> None:
+        self.trainer.close()
+
+
+class RayTrainer:
+    """All trainer ranks as actors, seen as one `Trainer`."""
+
+    def __init__(self, factory: TrainerFactory, slots: Sequence[Slot], dp_size: int, log_dir: Path) -> None:
+        """Starts every rank and waits until all have built their model. Raises RuntimeError when one cannot."""
+        self.dp_size = dp_size
+        actor = ray.remote(_Rank)
+        logs = [log_dir / f"trainer_rank{s.index}.log" for s in slots]
+        self._ranks = [
+            actor.options(**_options(s, log)).remote(log.resolve()) for s, log in zip(slots, logs, strict=True)
+        ]
+        host, port = _get(self._ranks[0].address.remote(), "trainer rank 0")
+        world = len(slots)
+        started = [rank.start.remote(factory, i, world, host, port) for i, rank in enumerate(self._ranks)]
+        self._dp_ranks = [_get(ref, f"trainer rank {i}") for i, ref in enumerate(started)]
+        self._version = 0
+
+    def connect(self, factory: PublisherFactory) -> None:
+        """Give every rank its publisher."""
+        for i, rank in enumerate(self._ranks):
+            _get(rank.connect.remote(factory), f"trainer rank {i}")
+
+    async def step(self, batch: TrainBatch) -> StepReport:
+        self._version += 1
+        rows = self._rows(batch)
+        reports = await self._all("step", [(row, batch.loss_tokens, self._version) for row in rows])
+        return reports[0]
+
+    async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
+        return (await self._all("evaluate", [(row, batch.loss_tokens) for row in self._rows(batch)]))[0]
+
+    async def publish(self, *, version: int) -> PublishReport:
+        self._version = version
+        return (await self._all("publish", [(version,)] * len(self._ranks)))[0]
+
+    async def save(self, path: Path) -> None:
+        await self._all("save", [(path.resolve(),)] * len(self._ranks))
+
+    async def load(self, path: Path) -> None:
+        await self._all("load", [(path.resolve(),)] * len(self._ranks))
+
+    async def close(self) -> None:
+        for rank in self._ranks:
+            ray.kill(rank)
+
+    def _rows(self, batch: TrainBatch) -> list[ray.ObjectRef]:
+        """Rank -> its row of the grid: put once a row, so ranks that share a row share the bytes."""
+        puts = [ray.put(row) for row in batch.grid]
+        return [puts[d] for d in self._dp_ranks]
+
+    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        refs = [getattr(r, method).remote(*a) for r, a in zip(self._ranks, arguments, strict=True)]
+        try:
+            return list(await asyncio.gather(*refs))
+        except RayError as e:
+            raise RuntimeError(f"{method}: {_said(e)}") from None
+
+
+class _Server:
+    """Owns one rollout server process; it dies with this actor."""
+
+    def __init__(self, log: Path) -> None:
+        _log_to(log)
+
+    def start(self, launch: Callable[[], Any]) -> str:
+        self.handle = launch()
+        return str(self.handle.url)
+
+    def stop(self) -> None:
+        self.handle.stop()
+
+
+class RayServers:
+    """Rollout servers, each a process owned by an actor on its node."""
+
+    def __init__(self, launches: Sequence[tuple[Slot, Callable[[], Any]]], log_dir: Path) -> None:
+        """Starts all; `wait` returns when they answer."""
+        actor = ray.remote(_Server)
+        logs = [log_dir / f"rollout_actor{s.index}.{s.node_rank}.log" for s, _ in launches]
+        self._actors = [
+            actor.options(**_options(s, log)).remote(log.resolve()) for (s, _), log in zip(launches, logs, strict=True)
+        ]
+        self._started = [a.start.remote(launch) for a, (_, launch) in zip(self._actors, launches, strict=True)]
+        self._heads = [s.node_rank == 0 for s, _ in launches]
+
+    def wait(self) -> list[str]:
+        """URL of every server. Raises RuntimeError when one did not come up."""
+        urls = [_get(ref, f"rollout server {i}") for i, ref in enumerate(self._started)]
+        return [url for url, head in zip(urls, self._heads, strict=True) if head]
+
+    def stop(self) -> None:
+        for i, a in enumerate(self._actors):
+            _get(a.stop.remote(), f"stopping rollout server {i}")
+            ray.kill(a)
+
+
+def _get(ref: ray.ObjectRef, who: str) -> Any:
+    try:
+        return ray.get(ref)
+    except RayError as e:
+        raise RuntimeError(f"{who}: {_said(e)}") from None
+
+
+def _said(error: RayError) -> str:
+    """The one sentence a user needs of a remote failure; the traceback is in the actor's log."""
+    if isinstance(error, RayTaskError):
+        return str(error.cause) if isinstance(error.cause, (ValueError, RuntimeError)) else repr(error.cause)
+    if isinstance(error, RayActorError):
+        return "a worker process died (killed, or out of memory): see logs/ in the run directory, then run again"
+    return str(error)
