@@ -1,0 +1,322 @@
+"""SGLang 0.5.23's endpoint names, all of them, and /generate as typed values, both ways. No I/O.
+
+The other endpoints' messages, and how weights are put into one, are in rollout/wire_control.py.
+
+A key that a request lacks takes SGLang's own default. A key that a reply lacks is a ValueError naming key and endpoint:
+a silently absent log-prob or expert id would be trained on as if it were there.
+
+Letters: P prompts in a request, G samples a prompt, R response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from miles_like.types import Finish, SamplingParams
+
+GENERATE = "/generate"
+HEALTH = "/health"
+MODEL_INFO = "/model_info"
+SERVER_INFO = "/server_info"
+FLUSH_CACHE = "/flush_cache"
+ABORT = "/abort_request"
+PAUSE = "/pause_generation"
+CONTINUE = "/continue_generation"
+BEGIN_UPDATE = "/begin_weight_update"
+END_UPDATE = "/end_weight_update"
+UPDATE_FROM_TENSOR = "/update_weights_from_tensor"
+UPDATE_FROM_DISK = "/update_weights_from_disk"
+UPDATE_VERSION = "/update_weight_version"
+CHECKSUM = "/weights_checker"
+
+Json = dict[str, Any]
+
+# Keys of SGLang's sampling_params that change nothing when they hold this value; with another one they are refused.
+_NEUTRAL: dict[str, object] = {
+    "stop": None,
+    "stop_regex": None,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "logit_bias": None,
+    "custom_params": None,
+    "beam_width": None,
+    "watermark": None,
+    "choice": None,
+}
+_TEXT_ONLY = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"}
+_READ = {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "sampling_seed", "n", "ignore_eos"}
+
+
+class WireSpan(NamedTuple):
+    """Response tokens [start, end) were sampled under the weights called `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """`n` samples of each of P prompts. `single`: one prompt sent as a flat list (its reply for n = 1 is no list)."""
+
+    input_ids: tuple[tuple[int, ...], ...]  # [P][prompt tokens]
+    sampling: tuple[SamplingParams, ...]  # [P]
+    n: int = 1
+    ignore_eos: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1  # -1: of the response only
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
+    rid: tuple[str, ...] | None = None  # [P]
+    single: bool = False
+
+    def __post_init__(self) -> None:
+        p = len(self.input_ids)
+        if p == 0 or not all(self.input_ids):
+            raise ValueError(f"{GENERATE}: input_ids is empty: send at least one token of at least one prompt")
+        if len(self.sampling) != p:
+            raise ValueError(f"{GENERATE}: {len(self.sampling)} sampling_params for {p} prompts")
+        if self.rid is not None and len(set(self.rid)) != p:
+            raise ValueError(f"{GENERATE}: {len(set(self.rid))} different rids for {p} prompts")
+        if self.single and p != 1:
+            raise ValueError(f"{GENERATE}: a single request of {p} prompts")
+        if self.n < 1:
+            raise ValueError(f"{GENERATE}: n = {self.n}, want at least 1")
+        for s in self.sampling:
+            _check_sampling(s)
+
+    def to_json(self) -> Json:
+        params = [_sampling_to_json(s, self.n, self.ignore_eos) for s in self.sampling]
+        out: Json = {
+            "input_ids": list(self.input_ids[0]) if self.single else [list(ids) for ids in self.input_ids],
+            "sampling_params": params[0] if self.single else params,
+            "return_logprob": self.return_logprob,
+            "logprob_start_len": self.logprob_start_len,
+            "return_routed_experts": self.return_routed_experts,
+            "routed_experts_start_len": self.routed_experts_start_len,
+        }
+        if self.rid is not None:
+            out["rid"] = self.rid[0] if self.single else list(self.rid)
+        return out
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> GenerateRequest:
+        """Read a request as SGLang does: unknown top-level keys are ignored, unknown sampling keys are a ValueError."""
+        raw = body.get("input_ids")
+        if not isinstance(raw, list) or not raw:
+            raise ValueError(f"{GENERATE}: input_ids is missing or empty: this server takes token ids, not text")
+        if body.get("stream"):
+            raise ValueError(f"{GENERATE}: stream = true is not served: ask for whole replies")
+        single = isinstance(raw[0], int)
+        rows = [raw] if single else raw
+        if not all(isinstance(r, list) and r and all(type(t) is int and t >= 0 for t in r) for r in rows):
+            raise ValueError(f"{GENERATE}: input_ids must be a list of token ids or a list of such lists, none empty")
+        given = body.get("sampling_params") or {}
+        dicts = given if isinstance(given, list) else [given] * len(rows)
+        read = [_sampling_from_json(d) for d in dicts]
+        extras = {(n, ignore_eos) for _, n, ignore_eos in read}
+        if len(extras) != 1:
+            raise ValueError(f"{GENERATE}: n and ignore_eos must be the same for every prompt of a request")
+        n, ignore_eos = extras.pop()
+        rid = body.get("rid")
+        return cls(
+            input_ids=tuple(tuple(r) for r in rows),
+            sampling=tuple(s for s, _, _ in read),
+            n=n,
+            ignore_eos=ignore_eos,
+            return_logprob=bool(body.get("return_logprob")),
+            logprob_start_len=_integer(body, "logprob_start_len", -1),
+            return_routed_experts=bool(body.get("return_routed_experts")),
+            routed_experts_start_len=_integer(body, "routed_experts_start_len", 0),
+            rid=None if rid is None else (rid,) if isinstance(rid, str) else tuple(rid),
+            single=single,
+        )
+
+
+def _integer(body: Mapping[str, Any], key: str, default: int) -> int:
+    value = body.get(key)
+    if value is None:
+        return default
+    if type(value) is not int:
+        raise ValueError(f"{key} = {value!r} is not an integer")
+    return value
+
+
+def _check_sampling(s: SamplingParams) -> None:
+    if s.max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens = {s.max_new_tokens}, want at least 0")
+    if s.temperature < 0:
+        raise ValueError(f"temperature = {s.temperature}, want at least 0 (0 is greedy)")
+    if not 0 < s.top_p <= 1:
+        raise ValueError(f"top_p = {s.top_p}, want 0 < top_p <= 1")
+    if s.top_k < 1 and s.top_k != -1:
+        raise ValueError(f"top_k = {s.top_k}, want -1 (whole vocabulary) or at least 1")
+
+
+def _sampling_to_json(s: SamplingParams, n: int, ignore_eos: bool) -> Json:
+    out: Json = {"max_new_tokens": s.max_new_tokens, "temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k}
+    if s.stop_token_ids:
+        out["stop_token_ids"] = list(s.stop_token_ids)
+    if s.sampling_seed is not None:
+        out["sampling_seed"] = s.sampling_seed
+    if n != 1:
+        out["n"] = n
+    if ignore_eos:
+        out["ignore_eos"] = True
+    return out
+
+
+def _sampling_from_json(d: object) -> tuple[SamplingParams, int, bool]:
+    if not isinstance(d, dict):
+        raise ValueError(f"sampling_params is {type(d).__name__}, want an object")
+    for key, value in d.items():
+        if key in _NEUTRAL:
+            if value is not None and value != _NEUTRAL[key] and value != []:
+                raise ValueError(f"sampling_params.{key} = {value!r} is not served: leave it out")
+        elif key not in _READ and key not in _TEXT_ONLY:
+            raise ValueError(f"sampling_params has an unknown key {key!r}; known: {', '.join(sorted(_READ))}")
+    for key in ("temperature", "top_p"):
+        if not isinstance(d.get(key, 1.0), (int, float)):
+            raise ValueError(f"{key} = {d[key]!r} is not a number")
+    seed = d.get("sampling_seed")
+    sampling = SamplingParams(
+        max_new_tokens=_integer(d, "max_new_tokens", 128),
+        temperature=float(d.get("temperature", 1.0)),
+        top_p=float(d.get("top_p", 1.0)),
+        top_k=_integer(d, "top_k", -1),
+        stop_token_ids=tuple(int(t) for t in d.get("stop_token_ids") or ()),
+        sampling_seed=None if seed is None else int(seed),
+    )
+    return sampling, _integer(d, "n", 1), bool(d.get("ignore_eos"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateReply:
+    """One sample. Log-probs are natural, of logits / temperature, before top-k and top-p."""
+
+    rid: str
+    output_ids: NDArray[np.int64]  # [R], the stop token included
+    logprobs: NDArray[np.float32] | None  # [R]; None: not asked for
+    finish: Finish
+    prompt_tokens: int
+    weight_version: str  # at the end
+    weight_versions: tuple[WireSpan, ...]  # tile [0, R)
+    matched: int | None = None  # token id that stopped it
+    text: str | None = None  # None: a server without a tokenizer
+    routed_experts: str | None = None  # RoutingTrace.from_wire reads it
+    cached_tokens: int = 0
+    abort_message: str = ""
+
+    def to_json(self) -> Json:
+        ids = self.output_ids.tolist()
+        reason: Json = {"type": self.finish.value}
+        if self.finish is Finish.STOP:
+            reason["matched"] = self.matched
+        elif self.finish is Finish.LENGTH:
+            reason["length"] = len(ids)
+        else:
+            reason |= {"message": self.abort_message, "status_code": None, "err_type": None}
+        meta: Json = {
+            "id": self.rid,
+            "finish_reason": reason,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": len(ids),
+            "cached_tokens": self.cached_tokens,
+            "weight_version": self.weight_version,
+            "weight_versions": [s._asdict() for s in self.weight_versions],
+        }
+        if self.logprobs is not None:
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = [(p, t, None) for p, t in zip(self.logprobs.tolist(), ids, strict=True)]
+            meta["output_token_logprobs_length"] = len(ids)
+        if self.routed_experts is not None:
+            meta["routed_experts"] = self.routed_experts
+        out: Json = {"output_ids": ids, "meta_info": meta}
+        return out if self.text is None else {"text": self.text} | out
+
+    @classmethod
+    def from_json(cls, body: object, *, want_logprobs: bool = False) -> GenerateReply:
+        """Raises ValueError naming a missing key, or streams that do not belong together."""
+        top = an_object(body, GENERATE)
+        meta = an_object(need(top, "meta_info", GENERATE), GENERATE)
+        reason = an_object(need(meta, "finish_reason", GENERATE), GENERATE)
+        kind = need(reason, "type", GENERATE)
+        if kind not in set(Finish):
+            raise ValueError(f"{GENERATE}: finish_reason {kind!r} is none of {', '.join(Finish)}")
+        ids = np.asarray(need(top, "output_ids", GENERATE), dtype=np.int64)
+        r, matched = len(ids), reason.get("matched")
+        if need(meta, "completion_tokens", GENERATE) != r:
+            raise ValueError(f"{GENERATE}: {r} output_ids but completion_tokens = {meta['completion_tokens']}")
+        logprobs = None
+        if "output_token_logprobs" in meta or (want_logprobs and r):
+            logprobs = _logprobs(need(meta, "output_token_logprobs", GENERATE), ids)
+        elif want_logprobs:
+            logprobs = np.zeros(0, np.float32)
+        version = str(need(meta, "weight_version", GENERATE))
+        return cls(
+            rid=str(need(meta, "id", GENERATE)),
+            output_ids=ids,
+            logprobs=logprobs,
+            finish=Finish(kind),
+            prompt_tokens=int(need(meta, "prompt_tokens", GENERATE)),
+            weight_version=version,
+            weight_versions=_spans(need(meta, "weight_versions", GENERATE) if r else [], r),
+            matched=matched if isinstance(matched, int) else None,
+            text=top.get("text"),
+            routed_experts=meta.get("routed_experts"),
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+            abort_message=str(reason.get("message") or ""),
+        )
+
+
+def replies_from_json(body: object, *, want: int, want_logprobs: bool) -> list[GenerateReply]:
+    """A whole reply, an object or a flat item-major list, as `want` samples; another number is a ValueError."""
+    rows = body if isinstance(body, list) else [body]
+    if len(rows) != want:
+        raise ValueError(f"{GENERATE}: {len(rows)} samples came back, {want} were asked for")
+    return [GenerateReply.from_json(r, want_logprobs=want_logprobs) for r in rows]
+
+
+def an_object(value: object, endpoint: str) -> Mapping[str, Any]:
+    """`value` when it is a JSON object, else a ValueError naming the endpoint."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{endpoint}: the reply holds {type(value).__name__} where an object was expected")
+    return value
+
+
+def need(obj: Mapping[str, Any], key: str, endpoint: str) -> Any:
+    """`obj[key]`, or a ValueError naming key and endpoint."""
+    if key not in obj:
+        raise ValueError(f"{endpoint}: the reply has no {key!r} (it has {', '.join(sorted(obj)) or 'nothing'})")
+    return obj[key]
+
+
+def _logprobs(rows: Sequence[Sequence[Any]], ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    out = np.fromiter(map(itemgetter(0), rows), dtype=np.float32, count=len(rows))
+    of = np.fromiter(map(itemgetter(1), rows), dtype=np.int64, count=len(rows))
+    if not np.array_equal(of, ids):
+        raise ValueError(f"{GENERATE}: output_token_logprobs are of {len(of)} tokens, output_ids are {len(ids)} others")
+    if not np.isfinite(out).all():
+        raise ValueError(f"{GENERATE}: a log-prob of token {int(of[~np.isfinite(out)][0])} is not finite")
+    return out
+
+
+def _spans(rows: Sequence[Mapping[str, Any]], r: int) -> tuple[WireSpan, ...]:
+    spans = tuple(WireSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in rows)
+    edges = [0, *(s.end for s in spans)]
+    if edges[-1] != r or any(s.start != e for s, e in zip(spans, edges, strict=False)):
+        raise ValueError(f"{GENERATE}: weight_versions {list(spans)} do not tile {r} response tokens")
+    return spans

@@ -1,0 +1,243 @@
+"""The control endpoints of SGLang 0.5.23 as typed values, both ways, and how weights are put into a request. No I/O.
+
+Defaults are SGLang's own. `load_format` SAFETENSORS is read by the embedded engine only: it carries no pickle.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+
+from miles_like.types import NamedTensor
+from rollout.wire import CHECKSUM, MODEL_INFO, UPDATE_FROM_DISK, UPDATE_FROM_TENSOR, Json, an_object, need
+
+SAFETENSORS = "safetensors"
+
+
+class PauseMode(StrEnum):
+    """What /pause_generation does with the requests that are running."""
+
+    ABORT = "abort"  # they end with what they have
+    RETRACT = "retract"  # back to the queue; their keys and values are computed anew after the pause
+    IN_PLACE = "in_place"  # frozen, keys and values kept; the cache cannot be flushed meanwhile
+
+    def to_json(self) -> Json:
+        return {"mode": self.value}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> PauseMode:
+        mode = body.get("mode", cls.ABORT)
+        if mode not in set(cls):
+            raise ValueError(f"mode {mode!r} is none of {', '.join(cls)}")
+        return cls(mode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequest:
+    """An unknown rid is no error."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+    def to_json(self) -> Json:
+        return {"rid": self.rid, "abort_all": self.abort_all}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> AbortRequest:
+        return cls(rid=str(body.get("rid") or ""), abort_all=bool(body.get("abort_all")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateFromTensor:
+    """Part of the new weights, inline; only between begin and end of an update."""
+
+    tensors: tuple[str, ...]  # base64, one for each tensor-parallel rank; SAFETENSORS: exactly one
+    load_format: str | None = None
+    flush_cache: bool = True  # a server paused IN_PLACE refuses it
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+    def to_json(self) -> Json:
+        return {
+            "serialized_named_tensors": list(self.tensors),
+            "load_format": self.load_format,
+            "flush_cache": self.flush_cache,
+            "abort_all_requests": self.abort_all_requests,
+            "weight_version": self.weight_version,
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> UpdateFromTensor:
+        tensors = need(body, "serialized_named_tensors", UPDATE_FROM_TENSOR)
+        if not isinstance(tensors, list) or not tensors or not all(isinstance(t, str) for t in tensors):
+            raise ValueError(f"{UPDATE_FROM_TENSOR}: serialized_named_tensors must be a list of base64 strings")
+        return cls(
+            tensors=tuple(tensors),
+            load_format=body.get("load_format"),
+            flush_cache=bool(body.get("flush_cache", True)),
+            abort_all_requests=bool(body.get("abort_all_requests")),
+            weight_version=body.get("weight_version"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateFromDisk:
+    """Whole new weights from a Hugging Face directory that the server can read; needs no begin and end."""
+
+    model_path: str
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    keep_pause: bool = False
+
+    def to_json(self) -> Json:
+        return {
+            "model_path": self.model_path,
+            "flush_cache": self.flush_cache,
+            "abort_all_requests": self.abort_all_requests,
+            "weight_version": self.weight_version,
+            "keep_pause": self.keep_pause,
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> UpdateFromDisk:
+        return cls(
+            model_path=str(need(body, "model_path", UPDATE_FROM_DISK)),
+            flush_cache=bool(body.get("flush_cache", True)),
+            abort_all_requests=bool(body.get("abort_all_requests")),
+            weight_version=body.get("weight_version"),
+            keep_pause=bool(body.get("keep_pause")),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateVersion:
+    new_version: str
+    abort_all_requests: bool = True
+
+    def to_json(self) -> Json:
+        return {"new_version": self.new_version, "abort_all_requests": self.abort_all_requests}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> UpdateVersion:
+        if not isinstance(body.get("new_version"), str):
+            raise ValueError(f"new_version = {body.get('new_version')!r} is not a string")
+        return cls(new_version=body["new_version"], abort_all_requests=bool(body.get("abort_all_requests", True)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What begin, update and end of an update answer, with HTTP 200 or 400."""
+
+    success: bool
+    message: str = ""
+
+    def to_json(self) -> Json:
+        return {"success": self.success, "message": self.message}
+
+    @classmethod
+    def from_json(cls, body: object, endpoint: str) -> Outcome:
+        obj = an_object(body, endpoint)
+        return cls(success=bool(need(obj, "success", endpoint)), message=str(obj.get("message") or ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The part of /model_info that is read: `weight_version` is the current one (/server_info holds the launch's)."""
+
+    model_path: str
+    weight_version: str
+
+    def to_json(self) -> Json:
+        return {"model_path": self.model_path, "weight_version": self.weight_version, "is_generation": True}
+
+    @classmethod
+    def from_json(cls, body: object) -> ModelInfo:
+        obj = an_object(body, MODEL_INFO)
+        return cls(
+            model_path=str(need(obj, "model_path", MODEL_INFO)),
+            weight_version=str(need(obj, "weight_version", MODEL_INFO)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChecksumReply:
+    """Hashes of the weights a server computes with. A stock server hashes its own fused, sharded tensors."""
+
+    per_engine: str  # sha256 hex
+    ranks: tuple[Mapping[str, str], ...]  # of each rank: parameter name -> hash; SGLang's has 16 hex digits
+    per_gpu: tuple[str, ...]  # sha256 hex
+
+    def to_json(self) -> Json:
+        ranks = [
+            {"checksums": dict(r), "per_gpu_checksum": g, "parallelism_info": []}
+            for r, g in zip(self.ranks, self.per_gpu, strict=True)
+        ]
+        return {"success": True, "message": "", "ranks": ranks, "per_engine_checksum": self.per_engine}
+
+    @classmethod
+    def from_json(cls, body: object) -> ChecksumReply:
+        obj = an_object(body, CHECKSUM)
+        ranks = [an_object(r, CHECKSUM) for r in need(obj, "ranks", CHECKSUM)]
+        return cls(
+            per_engine=str(need(obj, "per_engine_checksum", CHECKSUM)),
+            ranks=tuple(dict(need(r, "checksums", CHECKSUM)) for r in ranks),
+            per_gpu=tuple(str(need(r, "per_gpu_checksum", CHECKSUM)) for r in ranks),
+        )
+
+
+def error_message(status: int, body: bytes) -> str:
+    """The text of an error reply: {"error": {"message"}}, {"error": text}, {"success", "message"}, else its start."""
+    try:
+        obj = json.loads(body)
+    except ValueError:
+        obj = None
+    if isinstance(obj, dict):
+        error = obj.get("error")
+        if isinstance(error, dict) and "message" in error:
+            return f"HTTP {status}: {error['message']}"
+        for text in (error, obj.get("message"), obj.get("detail")):
+            if isinstance(text, str) and text:
+                return f"HTTP {status}: {text}"
+    start = body[:200].decode("utf-8", "replace").strip()
+    return f"HTTP {status}: {start}" if start else f"HTTP {status} without a message"
+
+
+def encode_safetensors(tensors: Iterable[NamedTensor]) -> str:
+    """Base64 of a safetensors file. Raises ValueError when a name comes twice."""
+    named: dict[str, Any] = {}
+    for name, tensor in tensors:
+        if name in named:
+            raise ValueError(f"tensor {name!r} comes twice in one request")
+        named[name] = tensor.detach().cpu().contiguous()
+    return base64.b64encode(safetensors.torch.save(named)).decode("ascii")
+
+
+def decode_safetensors(payload: str) -> list[NamedTensor]:
+    """The inverse of `encode_safetensors`, sorted by name. Raises ValueError when the payload is damaged."""
+    try:
+        named = safetensors.torch.load(base64.b64decode(payload, validate=True))
+    except binascii.Error as e:
+        raise ValueError(f"weights are not base64: {e}") from None
+    except SafetensorError as e:
+        raise ValueError(f"weights are not safetensors bytes: {e}") from None
+    return [NamedTensor(name, named[name]) for name in sorted(named)]
+
+
+def encode_sglang_pickle(tensors: Iterable[NamedTensor], tp_size: int) -> tuple[str, ...]:
+    """SGLang's own encoding: base64 of pickled [(name, tensor)], the same for each of `tp_size` ranks.
+
+    Only ever sent to a server that this run started; never read here. Tensors go inline, on the CPU: SGLang's loader
+    shards them.
+    """
+    items = [(name, tensor.detach().cpu().contiguous()) for name, tensor in tensors]
+    return (base64.b64encode(pickle.dumps(items)).decode("ascii"),) * tp_size
