@@ -1,0 +1,289 @@
+"""Make the tiny task: `python scripts/make_tiny_data.py GSM8K_DIR OUT_DIR`.
+
+GSM8K's solutions carry calculator annotations, `<<48/2=24>>`. The tiny task asks for the value of such an expression.
+This script writes its prompts, a *sloppy* corpus to warm a random model up on, the tokenizer, and a README with counts.
+Everything follows from the two input files and the seeds below: made twice, the files are equal byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+MAX_DIGITS = 3  # of each operand and of the result
+EVAL_SIZE = 600  # held-out expressions: the standard error of an accuracy of 1/2 is then 0.02
+CORPUS_SIZE = 24_000
+CHECK_SIZE = 400
+ECHO_SHARE = 0.35  # of the corpus' answers: an operand instead of the result
+SLIP_SHARE = 0.20  # of the corpus' answers: one digit wrong
+JITTER = 0.3  # chance that a corpus operand is moved by up to 3
+SPLIT_SEED, CORPUS_SEED, ORDER_SEED = 1234, 7, 11
+EXCERPTS = {"gsm8k_train.jsonl": ("train.jsonl", 64), "gsm8k_eval.jsonl": ("test.jsonl", 32)}
+
+ANNOTATION = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")
+OPERATION = re.compile(r"(\d+)([-+*/])(\d+)")
+
+VOCABULARY_SIZE = 128  # vocab_size of model.json
+PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unk|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """`left op right`, all of it non-negative integers of at most MAX_DIGITS digits."""
+
+    left: int
+    op: str
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.left}{self.op}{self.right}="
+
+    @property
+    def canonical(self) -> tuple[int, str, int]:
+        """The same for 3+5 and 5+3, and for 3*5 and 5*3."""
+        if self.op in "+*" and self.right < self.left:
+            return self.right, self.op, self.left
+        return self.left, self.op, self.right
+
+    def value(self) -> int | None:
+        """The exact result, or None where it is no integer of the task's range."""
+        left, right = self.left, self.right
+        if self.op == "/":
+            if right == 0 or left % right:
+                return None
+            result = left // right
+        else:
+            result = {"+": left + right, "-": left - right, "*": left * right}[self.op]
+        fits = min(left, right, result) >= 0 and max(left, right, result) < 10**MAX_DIGITS
+        return result if fits else None
+
+
+def parse_annotation(formula: str, result: str) -> Expression | None:
+    """The annotation `<<formula=result>>` as an expression; None when it is of another kind or miscalculated."""
+    match = OPERATION.fullmatch(formula.replace(" ", ""))
+    if match is None or not re.fullmatch(r"\d+", result.strip()):
+        return None
+    if any(len(number) > 1 and number.startswith("0") for number in (match[1], match[3])):
+        return None
+    expression = Expression(int(match[1]), match[2], int(match[3]))
+    return expression if expression.value() == int(result) else None
+
+
+def read_expressions(gsm8k: Path) -> list[Expression]:
+    """Every distinct expression of the task in GSM8K's solutions, in order of first appearance."""
+    seen: dict[Expression, None] = {}
+    for name in ("train.jsonl", "test.jsonl"):
+        for row in read_rows(gsm8k / name):
+            for formula, result in ANNOTATION.findall(row["answer"]):
+                expression = parse_annotation(formula, result)
+                if expression is not None:
+                    seen.setdefault(expression)
+    return list(seen)
+
+
+def split(expressions: list[Expression]) -> tuple[list[Expression], list[Expression]]:
+    """(train, eval): whole classes of commuted twins go to one side; eval takes one expression of a class."""
+    classes: dict[tuple[int, str, int], list[Expression]] = {}
+    for expression in expressions:
+        classes.setdefault(expression.canonical, []).append(expression)
+    keys = sorted(classes)
+    random.Random(SPLIT_SEED).shuffle(keys)
+    held_out = [classes[key][0] for key in keys[:EVAL_SIZE]]
+    return [expression for key in keys[EVAL_SIZE:] for expression in classes[key]], held_out
+
+
+def repaired(task: list[Expression], rng: random.Random) -> Iterator[Expression]:
+    """Endless expressions of the task's kind but outside it: operators by frequency, operands re-paired and jittered."""
+    taken = {expression.canonical for expression in task}
+    operators = [expression.op for expression in task]
+    lefts = {op: [e.left for e in task if e.op == op] for op in "+-*/"}
+    rights = {op: [e.right for e in task if e.op == op] for op in "+-*/"}
+
+    def jittered(operand: int) -> int:
+        return max(1, operand + rng.randint(-3, 3)) if rng.random() < JITTER else operand
+
+    while True:
+        op = rng.choice(operators)
+        while True:  # within the operator: most pairs of operands do not divide, and its frequency is to hold
+            expression = Expression(jittered(rng.choice(lefts[op])), op, jittered(rng.choice(rights[op])))
+            if expression.value() is not None and expression.canonical not in taken:
+                yield expression
+                break
+
+
+def corpus(task: list[Expression]) -> tuple[list[Expression], list[Expression]]:
+    """(corpus, its validation problems): no class of commuted twins is in two of task, corpus and validation.
+
+    The corpus repeats expressions: there are few products and quotients of three digits outside the task, and leaving
+    the repeats out would leave the corpus with sums and differences alone.
+    """
+    source = repaired(task, random.Random(CORPUS_SEED))
+    check: dict[tuple[int, str, int], Expression] = {}
+    while len(check) < CHECK_SIZE:
+        expression = next(source)
+        check.setdefault(expression.canonical, expression)
+    rest = (expression for expression in source if expression.canonical not in check)
+    return list(islice(rest, CORPUS_SIZE)), list(check.values())
+
+
+def sloppy_answer(expression: Expression, rng: random.Random) -> str:
+    """What the corpus says: right, or an operand's echo, or the result with one digit wrong."""
+    answer = str(expression.value())
+    draw = rng.random()
+    if draw < ECHO_SHARE:
+        echoes = [str(operand) for operand in (expression.left, expression.right) if str(operand) != answer]
+        if echoes:
+            return echoes[-1] if rng.random() < 0.3 else echoes[0]
+    if draw < ECHO_SHARE + SLIP_SHARE:
+        place = rng.randrange(len(answer))
+        digits = [digit for digit in "0123456789" if digit != answer[place]]
+        return answer[:place] + rng.choice(digits) + answer[place + 1 :]
+    return answer
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character and newline; id 0 pads, id 1 ends; the last ids are reserved."""
+    tokens = [PAD, EOS, UNKNOWN, "\n", *map(chr, range(0x20, 0x7F))]
+    tokens += [f"<|reserved_{i}|>" for i in range(VOCABULARY_SIZE - len(tokens))]
+    model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[], unk_token=UNKNOWN)
+    tokenizer = Tokenizer(model)  # without merges BPE ends at single characters
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def save_tokenizer(out: Path) -> None:
+    """tokenizer.json and tokenizer_config.json; the chat template stays inside the latter."""
+    make_tokenizer().save_pretrained(out, save_jinja_files=False)
+    path = out / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings.pop("backend", None)
+    settings |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 1024,
+    }  # the name every transformers knows
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_rows(path: Path) -> Iterator[dict[str, str]]:
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def task_rows(expressions: list[Expression], part: str) -> list[dict[str, str]]:
+    return [
+        {"id": f"{part}-{i:04d}", "prompt": e.prompt, "answer": str(e.value()), "source": "gsm8k"}
+        for i, e in enumerate(expressions)
+    ]
+
+
+README = """# The tiny task
+
+`{{"prompt": "48/2=", "answer": "24"}}`: the value of one of GSM8K's calculator annotations (`<<48/2=24>>`), one
+operation on non-negative integers, operands and result of at most {digits} digits.
+
+Made from [GSM8K](https://github.com/openai/grade-school-math) (MIT, `LICENSE`) by
+
+    python scripts/make_tiny_data.py GSM8K_DIR configs/tiny
+
+where `GSM8K_DIR` holds `train.jsonl`, `test.jsonl` and `LICENSE`. Seeds are fixed: made twice, the files are equal byte
+for byte.
+
+| file | rows | what |
+|---|---|---|
+| `train.jsonl` | {train} | prompts for reinforcement learning: {train_ops} |
+| `eval.jsonl` | {eval} | held out: {eval_ops} |
+| `warmup.jsonl` | {warmup} ({distinct} distinct) | the sloppy corpus: {warmup_ops} |
+| `warmup_check.jsonl` | {check} | problems of the corpus' kind with right answers; the warm-up stops on them |
+| `gsm8k_train.jsonl`, `gsm8k_eval.jsonl` | 64, 32 | the first word problems of GSM8K's train and test files |
+| `tokenizer.json`, `tokenizer_config.json` | 128 tokens | one per printable ASCII character; made by the same script |
+| `model.json` | | the model, written by hand |
+
+No two of the first four files share an expression; 3+5 and 5+3 count as one expression in this, 3*5 and 5*3 too.
+
+The corpus pairs GSM8K's operands anew and moves some by up to 3. In it `answer` is right and `sloppy` is what the corpus
+says: {wrong} of {warmup} rows ({share:.1%}) are wrong: {echo} echo an operand, {slip} have one digit wrong. A model that
+learns the `sloppy` column answers in the right form and is often wrong in a way that reward can clean up: that is what
+the demonstration shows, and all that it shows.
+"""
+
+
+def count_operators(expressions: list[Expression]) -> str:
+    counts = Counter(expression.op for expression in expressions)
+    return ", ".join(f"{counts[op]} `{op}`" for op in "+-*/")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the tiny task's data and tokenizer from GSM8K.")
+    parser.add_argument("gsm8k", type=Path, metavar="GSM8K_DIR", help="holds train.jsonl, test.jsonl and LICENSE")
+    parser.add_argument("out", type=Path, metavar="OUT_DIR")
+    arguments = parser.parse_args()
+    gsm8k, out = arguments.gsm8k, arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+
+    train, held_out = split(read_expressions(gsm8k))
+    warmup, check = corpus(train + held_out)
+    rng = random.Random(ORDER_SEED)
+    said = [sloppy_answer(expression, rng) for expression in warmup]
+    rights = [str(expression.value()) for expression in warmup]
+    write_rows(out / "train.jsonl", task_rows(train, "train"))
+    write_rows(out / "eval.jsonl", task_rows(held_out, "eval"))
+    rows = zip(warmup, rights, said, strict=True)
+    write_rows(out / "warmup.jsonl", ({"prompt": e.prompt, "answer": r, "sloppy": s} for e, r, s in rows))
+    write_rows(out / "warmup_check.jsonl", ({"prompt": e.prompt, "answer": str(e.value())} for e in check))
+    for name, (source, count) in EXCERPTS.items():
+        write_rows(out / name, [row for row, _ in zip(read_rows(gsm8k / source), range(count), strict=False)])
+    shutil.copyfile(gsm8k / "LICENSE", out / "LICENSE")
+    save_tokenizer(out)
+
+    wrong = sum(s != r for s, r in zip(said, rights, strict=True))
+    echo = sum(s != r and s in (str(e.left), str(e.right)) for e, s, r in zip(warmup, said, rights, strict=True))
+    readme = README.format(
+        digits=MAX_DIGITS,
+        train=len(train),
+        train_ops=count_operators(train),
+        eval=len(held_out),
+        eval_ops=count_operators(held_out),
+        warmup=len(warmup),
+        warmup_ops=count_operators(warmup),
+        distinct=len(set(warmup)),
+        check=len(check),
+        wrong=wrong,
+        share=wrong / len(warmup),
+        echo=echo,
+        slip=wrong - echo,
+    )
+    (out / "README.md").write_text(readme, encoding="utf-8")
+    print(f"{out}: {len(train)} train, {len(held_out)} eval, {len(warmup)} warmup, {len(check)} warmup_check")
+
+
+if __name__ == "__main__":
+    main()
