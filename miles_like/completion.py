@@ -1,8 +1,8 @@
 """Completion markers: a stage's output is whole exactly when its marker is there and fits.
 
 The marker is written last (temporary file, fsync, rename), holds the hash of the stage's typed inputs and, for every
-output file, size, modification time and SHA-256. A file whose size and time still fit is trusted; one whose time moved is
-hashed again; anything else makes the output invalid, and the stage is done over.
+output file, size, modification time and SHA-256. A file whose size and time still fit is trusted; one whose time moved
+is hashed again; anything else makes the output invalid, and the stage is done over.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The loop, on one page.
 
-Two tasks meet at the buffer. `produce` waits for a permit, asks the servers for one step's worth of groups, scores them and
-puts them into the buffer. `run` takes the oldest groups, trains on them, publishes the new weights, and only then gives the
-permit back. With 1 + max_staleness permits, a group is never trained more than max_staleness versions after its first
-token was sampled; with max_staleness = 0 there is one permit, and the loop is the synchronous one.
+Two tasks meet at the buffer. `produce` waits for a permit, asks the servers for one step's worth of groups, scores them
+and puts them into the buffer. `run` takes the oldest groups, trains on them, publishes the new weights, and only then
+gives the permit back. With 1 + max_staleness permits, a group is never trained more than max_staleness versions after
+its first token was sampled; with max_staleness = 0 there is one permit, and the loop is the synchronous one.
 """
 
 from __future__ import annotations

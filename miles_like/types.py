@@ -163,7 +163,8 @@ class Reduce(StrEnum):
     MAX = "max"
 
 
-class Stat(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Stat:
     """A statistic that can still be combined: `total` over `count` items (MEAN), or the largest so far (MAX)."""
 
     total: Tensor  # [] fp32
