@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,13 @@ def files_under(root: Path) -> list[Path]:
     )
 
 
-def write_marker(marker_dir: Path, *, stage: str, key: str, root: Path, facts: Mapping[str, Any] | None = None) -> None:
-    """Mark the files under `root` as the whole output of `stage` for inputs `key`."""
-    files = {}
-    for p in files_under(root):
+def write_marker(marker_dir: Path, *, stage: str, key: str, root: Path, files: Sequence[Path]) -> None:
+    """Mark `files` under `root` as the whole output of `stage` for inputs `key`."""
+    facts = {}
+    for p in files:
         st = p.stat()
-        files[str(p.relative_to(root))] = {"size": st.st_size, "mtime_ns": st.st_mtime_ns, "sha256": file_sha256(p)}
-    marker = {"stage": stage, "key": key, "root": str(root.resolve()), "files": files, "facts": dict(facts or {})}
+        facts[str(p.relative_to(root))] = {"size": st.st_size, "mtime_ns": st.st_mtime_ns, "sha256": file_sha256(p)}
+    marker = {"stage": stage, "key": key, "root": str(root.resolve()), "files": facts}
     marker_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(marker_dir / MARKER, json.dumps(marker, indent=1))
 

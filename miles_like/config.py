@@ -11,7 +11,7 @@ from rollout.config import DataConfig, PublishConfig, RolloutConfig
 
 
 class MakeConfig(Section):
-    """Fetch *makes* the checkpoint: a random model of `config`, then a supervised warm-up with the project's trainer."""
+    """Fetch *makes* the checkpoint: a random model of `config`, then a supervised warm-up by our own trainer."""
 
     config: str  # a Hugging Face config.json
     tokenizer: str  # directory with tokenizer.json and tokenizer_config.json
@@ -31,6 +31,7 @@ class MakeConfig(Section):
 class ModelConfig(Section):
     path: str  # hub name, local directory, or a name for the model that `make` makes
     revision: str | None = None  # of a hub name; a commit hash pins it
+    config: str | None = None  # a config.json to plan with before anything is fetched
     make: MakeConfig | None = None
 
 

@@ -1,0 +1,140 @@
+"""The command line. Errors a user can mend end in one sentence on stderr and exit status 2."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from miles_like import assemble
+from miles_like.config import RunConfig
+from miles_like.config_io import dump_config, load_config
+from miles_like.pipeline import STAGES, plan_stages, run_stages
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+convert = typer.Typer(no_args_is_help=True, help="Checkpoints from one form to another.")
+app.add_typer(convert, name="convert")
+
+SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override section.key of the config")]
+
+
+@contextlib.contextmanager
+def one_sentence() -> Iterator[None]:
+    """A user's mistake or a dead part as one sentence and a non-zero exit, not as a traceback."""
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError) as e:
+        if os.environ.get("MILES_LIKE_TRACEBACK"):
+            raise
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {' '.join(str(e).split())}", highlight=False)
+        raise typer.Exit(2) from None
+
+
+def pipeline(
+    config_path: Path,
+    run_dir: Path,
+    *,
+    stages: str = ",".join(STAGES),
+    overrides: list[str],
+    resume: bool = False,
+    fresh: bool = False,
+    dry_run: bool = False,
+    ray_address: str | None = None,
+) -> None:
+    """Run (or with `dry_run` only print) the selected stages of a configuration."""
+    console = Console()
+    with one_sentence():
+        if resume and fresh:
+            raise ValueError("--resume continues a run and --fresh throws it away: give one of the two")
+        config = load_config(config_path, overrides)
+        parts = assemble.pipeline_parts(config, console, ray_address)
+        planned = plan_stages(config, run_dir, parts, resume=resume)
+        selected = [s.strip() for s in stages.split(",") if s.strip()]
+        if dry_run:
+            print_plan(console, config, planned, selected, run_dir)
+            return
+        try:
+            run_stages(planned, selected, console, fresh=fresh)
+        finally:
+            assemble.shut_down()
+
+
+def print_plan(console: Console, config: RunConfig, planned: list, selected: list[str], run_dir: Path) -> None:
+    """What each stage would do: state, directory, bytes; processes and commands; the resolved configuration."""
+    for stage in planned:
+        state = "not selected" if stage.name not in selected else stage.why_not_done()
+        size = "size known once fetched" if stage.size is None else f"{stage.size:,} bytes"
+        console.print(f"[bold]{stage.name:>10}[/]  {stage.what}")
+        console.print(f"{'':12}{size} -> {stage.directory}  [{state or 'complete, would be skipped'}]", markup=False)
+    console.print()
+    for line in assemble.describe_processes(config, run_dir):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print()
+    console.print(dump_config(config), markup=False, soft_wrap=True)
+
+
+@app.command()
+def train(
+    config: Path,
+    run_dir: Annotated[Path, typer.Option("--run-dir")],
+    overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
+    resume: bool = False,
+    fresh: bool = False,
+    ray_address: Annotated[str | None, typer.Option("--ray-address")] = None,
+) -> None:
+    """All five stages of a configuration, ending in a trained model."""
+    pipeline(config, run_dir, overrides=overrides, resume=resume, fresh=fresh, ray_address=ray_address)
+
+
+@app.command()
+def dequantize(hf_dir: Path, out_dir: Path) -> None:
+    """A quantized Hugging Face directory as BF16."""
+    with one_sentence():
+        typer.echo(f"{assemble.dequantize(hf_dir, out_dir):,} bytes -> {out_dir}")
+
+
+@app.command()
+def quantize(hf_dir: Path, out_dir: Path, format: Annotated[str, typer.Option("--format")] = "fp8") -> None:
+    """A BF16 Hugging Face directory in a low-precision format."""
+    with one_sentence():
+        typer.echo(f"{assemble.quantize(hf_dir, out_dir, format):,} bytes -> {out_dir}")
+
+
+@convert.command("to-megatron")
+def to_megatron(hf_dir: Path, out_dir: Path) -> None:
+    """A BF16 Hugging Face directory as Megatron torch_dist shards that load in any layout."""
+    with one_sentence():
+        assemble.convert(hf_dir, out_dir)
+        typer.echo(f"-> {out_dir}")
+
+
+@app.command()
+def serve(
+    hf_dir: Path,
+    port: Annotated[int, typer.Option("--port")],
+    host: str = "127.0.0.1",
+    threads: int = 2,
+) -> None:
+    """The embedded engine behind SGLang's HTTP surface."""
+    with one_sentence():
+        assemble.serve(hf_dir, host=host, port=port, threads=threads)
+
+
+@app.command()
+def report(run_dir: Path) -> None:
+    """report.html and plots of a run directory."""
+    with one_sentence():
+        typer.echo(f"-> {assemble.report(run_dir)}")
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

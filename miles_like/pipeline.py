@@ -1,0 +1,275 @@
+"""The five stages: fetch, dequantize, convert, stage, train.
+
+Each is a function of typed inputs to an output directory that ends in a completion marker (completion.py). A stage's
+key is the hash of its inputs and of the key of the stage before it, and names its directory under the cache; so a stage
+whose marker fits is skipped, a changed input makes a new directory, and a half-written one is done over.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from miles_like.completion import file_sha256, files_under, input_key, read_marker, why_incomplete, write_marker
+from miles_like.config import ModelConfig, RunConfig
+from miles_like.dequantize import dequantize_checkpoint
+from miles_like.hf_checkpoint import HFCheckpoint
+from miles_like.staging import Copy, StageFiles
+
+STAGES = ("fetch", "dequantize", "convert", "stage", "train")
+SLOW_FACTS = ("logs", "tensorboard", "rollouts", "checkpoints")
+
+
+Run = Callable[[Path, Mapping[str, Path]], Path]  # (directory, roots of earlier stages) -> root of the data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage, planned: nothing has been touched yet."""
+
+    name: str
+    what: str  # one line for a reader
+    key: str
+    directory: Path  # holds the marker, and the data unless `run` says another root
+    size: int | None  # bytes it will write; None: known once the stage before it ran
+    run: Run
+    listed: Callable[[Path], list[Path]] = field(default=files_under)
+
+    def why_not_done(self) -> str | None:
+        return why_incomplete(self.directory, self.key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the stages need from above: everything that names a concrete trainer, server or cluster."""
+
+    make: Callable[[RunConfig, Path], None]  # write the checkpoint that `model.make` describes into a directory
+    convert: Callable[[Path, Path], None]  # Hugging Face directory -> torch_dist directory
+    on_every_node: Callable[[StageFiles], Sequence[Mapping[str, Any]]]
+    train: Callable[[RunConfig, Path, Path, Path, bool], None]  # (config, run_dir, served HF, weights, resume)
+    shapes_bytes: Callable[[Path], tuple[int, int]]  # config.json -> bytes as (stored, bf16)
+
+
+def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, resume: bool) -> list[Stage]:
+    """All five stages with their keys and directories. Reads configuration files only; writes nothing."""
+    cache = run_dir.parent / "cache"
+    stored, bf16 = _sizes(config.model, parts)
+    source = _source_inputs(config.model)
+    key = input_key("fetch", source)
+    stages = [
+        Stage(
+            name="fetch",
+            what=_fetch_what(config.model),
+            key=key,
+            directory=cache / f"fetch-{key}",
+            size=0 if Path(config.model.path).is_dir() else stored,
+            run=lambda out, _: _fetch(config, out, parts),
+        )
+    ]
+
+    def then(name: str, what: str, size: int | None, run: Run, **inputs: Any) -> None:
+        key = input_key(name, {"after": stages[-1].key, **inputs})
+        stages.append(Stage(name=name, what=what, key=key, directory=cache / f"{name}-{key}", size=size, run=run))
+
+    nodes = config.cluster.nodes
+    then("dequantize", "FP8 blocks -> BF16 safetensors, tensor by tensor", bf16, _dequantize)
+    then(
+        "convert",
+        "Hugging Face tensors -> Megatron torch_dist shards, loadable in any layout",
+        bf16,
+        lambda out, roots: _convert(out, roots, parts),
+    )
+    then(
+        "stage",
+        f"copy checkpoint and shards to {nodes} node(s), one Ray task a node, verified by SHA-256",
+        None if stored is None or bf16 is None else (stored + bf16) * nodes,
+        lambda out, roots: _stage(config.cluster.stage_dir, out, roots, parts),
+        nodes=nodes,
+        stage_dir=config.cluster.stage_dir,
+    )
+    train = config.train
+    key = input_key("train", {"after": stages[-1].key, "config": config.model_dump(mode="json"), "data": _data(config)})
+    stages.append(
+        Stage(
+            name="train",
+            what=f"{train.steps} steps of {train.groups_per_step} x {train.samples_per_group} samples",
+            key=key,
+            directory=run_dir,
+            size=None,
+            run=lambda out, roots: _train(config, out, roots, parts, resume),
+            listed=_small_facts,
+        )
+    )
+    return stages
+
+
+def run_stages(stages: Sequence[Stage], selected: Sequence[str], console: Console, *, fresh: bool) -> None:
+    """Run the selected stages in order; a stage that is whole is skipped unless `fresh`.
+
+    Raises ValueError when a stage needs the output of one that is neither selected nor whole.
+    """
+    unknown = [s for s in selected if s not in STAGES]
+    if unknown:
+        raise ValueError(f"no stage called {unknown[0]!r}; the stages are {', '.join(STAGES)}")
+    roots: dict[str, Path] = {}
+    for stage in stages:
+        why = stage.why_not_done()
+        if stage.name not in selected:
+            if why is None:
+                roots[stage.name] = _root(stage)
+            continue
+        if why is None and not fresh:
+            roots[stage.name] = _root(stage)
+            console.print(f"[bold]{stage.name:>10}[/]  complete, skipped: {roots[stage.name]}")
+            continue
+        missing = [s.name for s in stages[: stages.index(stage)] if s.name not in roots]
+        if missing:
+            raise ValueError(f"stage {stage.name} needs {', '.join(missing)}: add to --stages {','.join(missing)}")
+        console.print(f"[bold]{stage.name:>10}[/]  {stage.what} ({'--fresh' if why is None else why})")
+        roots[stage.name] = root = stage.run(stage.directory, roots)
+        write_marker(stage.directory, stage=stage.name, key=stage.key, root=root, files=stage.listed(root))
+
+
+def _root(stage: Stage) -> Path:
+    marker = read_marker(stage.directory)
+    assert marker is not None, stage.directory
+    return Path(marker["root"])
+
+
+def _clear(directory: Path) -> Path:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return directory / "data"
+
+
+# fetch
+
+
+def _source_inputs(model: ModelConfig) -> dict[str, Any]:
+    """What a fetched checkpoint is a function of."""
+    if model.make is not None:
+        make = model.make.model_dump(mode="json")
+        for name in ("config", "corpus", "validation"):
+            make[name] = _content(Path(make[name]))
+        make["tokenizer"] = _content(Path(make["tokenizer"]) / "tokenizer.json")
+        return {"make": make}
+    if Path(model.path).is_dir():
+        files = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(Path(model.path).glob("*"))}
+        return {"directory": str(Path(model.path).resolve()), "files": files}
+    return {"hub": model.path, "revision": model.revision}
+
+
+def _content(path: Path) -> str:
+    try:
+        return file_sha256(path)
+    except OSError as e:
+        raise ValueError(f"{path}: {e.strerror}: it is named in the configuration") from None
+
+
+def _fetch_what(model: ModelConfig) -> str:
+    if model.make is not None:
+        return f"make {model.path}: random weights of {Path(model.make.config).name}, supervised warm-up, FP8"
+    if Path(model.path).is_dir():
+        return f"check the local checkpoint {model.path}"
+    return f"download {model.path} at revision {model.revision or 'main'} from the hub, resumable"
+
+
+def _fetch(config: RunConfig, out: Path, parts: Parts) -> Path:
+    model = config.model
+    if model.make is not None:
+        data = _clear(out)
+        parts.make(config, data)
+        return data
+    if Path(model.path).is_dir():
+        HFCheckpoint(Path(model.path))  # every file there and whole
+        out.mkdir(parents=True, exist_ok=True)
+        return Path(model.path)
+    return _download(model, out / "data")
+
+
+def _download(model: ModelConfig, target: Path) -> Path:
+    """What was downloaded before a kill is kept: the hub client continues it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot_download(model.path, revision=model.revision, local_dir=target)
+    except HFValidationError:
+        raise ValueError(f"model.path = {model.path!r} is neither a directory nor a hub name (owner/name)") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
+        reason = str(e).strip().splitlines()[0]
+        raise ValueError(
+            f"could not download {model.path} at {model.revision or 'main'}: {reason}: check the name and the network, "
+            "then run again; what is downloaded is kept"
+        ) from None
+    HFCheckpoint(target)
+    return target
+
+
+# dequantize, convert, stage, train
+
+
+def _dequantize(out: Path, roots: Mapping[str, Path]) -> Path:
+    if "quantization_config" not in HFCheckpoint(roots["fetch"]).config:
+        out.mkdir(parents=True, exist_ok=True)
+        return roots["fetch"]  # it is BF16 already
+    data = _clear(out)
+    dequantize_checkpoint(roots["fetch"], data)
+    return data
+
+
+def _convert(out: Path, roots: Mapping[str, Path], parts: Parts) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    data = out / "data"
+    shutil.rmtree(data, ignore_errors=True)  # whole but without a marker: cheap to trust, cheaper to be sure
+    parts.convert(roots["dequantize"], data)
+    return data
+
+
+def _stage(stage_dir: str | None, out: Path, roots: Mapping[str, Path], parts: Parts) -> Path:
+    data = Path(stage_dir) / out.name if stage_dir else out / "data"
+    copies = []
+    for stage, name in (("fetch", "hf"), ("convert", "megatron")):
+        root = roots[stage]
+        facts = {
+            str(p.relative_to(root)): {"size": p.stat().st_size, "sha256": file_sha256(p)} for p in files_under(root)
+        }
+        copies.append(Copy(root, data / name, facts))
+    parts.on_every_node(StageFiles(tuple(copies)))
+    if not data.is_dir():
+        raise ValueError(f"staged to {data} on every node, but this machine is none of them: run on a cluster node")
+    return data
+
+
+def _train(config: RunConfig, run_dir: Path, roots: Mapping[str, Path], parts: Parts, resume: bool) -> Path:
+    if not resume:
+        for p in run_dir.glob("*") if run_dir.is_dir() else ():
+            shutil.rmtree(p) if p.is_dir() else p.unlink()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    parts.train(config, run_dir, roots["stage"] / "hf", roots["stage"] / "megatron", resume)
+    return run_dir
+
+
+def _small_facts(run_dir: Path) -> list[Path]:
+    """The files that tell a finished run; logs and checkpoints are left out (large, or still growing)."""
+    return [p for p in files_under(run_dir) if p.relative_to(run_dir).parts[0] not in SLOW_FACTS]
+
+
+def _data(config: RunConfig) -> dict[str, str]:
+    paths = {"train": config.data.train, "eval": config.data.eval}
+    return {k: _content(Path(p)) for k, p in paths.items() if p and Path(p).is_file()}
+
+
+def _sizes(model: ModelConfig, parts: Parts) -> tuple[int | None, int | None]:
+    if model.make is not None:
+        return parts.shapes_bytes(Path(model.make.config))
+    known = model.config or (model.path if Path(model.path).is_dir() else None)
+    if known is None:
+        return None, None
+    path = Path(known)
+    return parts.shapes_bytes(path / "config.json" if path.is_dir() else path)

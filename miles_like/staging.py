@@ -1,0 +1,80 @@
+"""Copy a stage's files to node-local storage, verified by checksum. Runs on every node, so it is self-contained."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_BLOCK = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Files under `source` (relative name -> size and sha256, as in a completion marker) that belong under `target`."""
+
+    source: Path
+    target: Path
+    files: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StageFiles:
+    """The work of one node; picklable."""
+
+    copies: tuple[Copy, ...]
+
+    def __call__(self) -> dict[str, Any]:
+        """Copy what is missing or differs. Raises ValueError on a checksum that does not match or a full disk."""
+        copied = skipped = 0
+        for c in self.copies:
+            for name, fact in c.files.items():
+                if _is_there(c.target / name, fact):
+                    skipped += int(fact["size"])
+                else:
+                    _copy(c.source / name, c.target / name, fact)
+                    copied += int(fact["size"])
+        return {"node": socket.gethostname(), "copied_bytes": copied, "skipped_bytes": skipped}
+
+
+def _is_there(path: Path, fact: Mapping[str, Any]) -> bool:
+    try:
+        if path.stat().st_size != fact["size"]:
+            return False
+        with path.open("rb") as f:
+            return hashlib.file_digest(f, "sha256").hexdigest() == fact["sha256"]
+    except OSError:
+        return False
+
+
+def _copy(source: Path, target: Path, fact: Mapping[str, Any]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + ".partial")
+    digest = hashlib.sha256()
+    try:
+        with source.open("rb") as read, partial.open("wb") as write:
+            while block := read.read(_BLOCK):
+                digest.update(block)
+                write.write(block)
+            write.flush()
+            os.fsync(write.fileno())
+    except OSError as e:
+        partial.unlink(missing_ok=True)
+        if e.errno == errno.ENOSPC:
+            raise ValueError(
+                f"{socket.gethostname()}: no space left for {target} ({fact['size']} bytes): "
+                "free some, or point cluster.stage_dir at a larger disk"
+            ) from None
+        raise ValueError(f"{socket.gethostname()}: {source} -> {target}: {e.strerror}") from None
+    if digest.hexdigest() != fact["sha256"]:
+        partial.unlink(missing_ok=True)
+        raise ValueError(
+            f"{socket.gethostname()}: {source} has sha256 {digest.hexdigest()[:12]}.., its marker says "
+            f"{str(fact['sha256'])[:12]}..: the source changed or is damaged; run the stage that makes it again"
+        )
+    os.replace(partial, target)

@@ -1,0 +1,44 @@
+"""Fetch, dequantize, convert, stage and train a DeepSeek-V3 model: one command from a checkpoint to a trained one.
+
+python scripts/run_deepseek.py                                             # the tiny model, everything on two CPU cores
+python scripts/run_deepseek.py --config configs/deepseek_v3_fp8.toml --run-dir runs/v3 --dry-run
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from miles_like.cli import SetOption, pipeline
+from miles_like.pipeline import STAGES
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(
+    config: Annotated[Path, typer.Option(help="TOML file")] = ROOT / "configs" / "tiny.toml",
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="where the run is kept")] = Path("runs/demo"),
+    stages: Annotated[str, typer.Option(help="any subset, by comma")] = ",".join(STAGES),
+    overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="redo what is complete")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")] = False,
+    ray_address: Annotated[str | None, typer.Option("--ray-address", help="join this Ray cluster")] = None,
+) -> None:
+    """The five stages of one configuration."""
+    pipeline(
+        config,
+        run_dir,
+        stages=stages,
+        overrides=overrides,
+        resume=resume,
+        fresh=fresh,
+        dry_run=dry_run,
+        ray_address=ray_address,
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
