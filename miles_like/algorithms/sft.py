@@ -1,0 +1,54 @@
+"""Supervised warm-up: negative log-likelihood of given answers.
+
+Letters: N samples a micro-batch, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from miles_like.algorithms.mismatch import mean_stat
+from miles_like.types import Stat
+
+
+@dataclass(frozen=True, slots=True)
+class NllLoss:
+    """-log p(label). Rollout log-probabilities and advantages are not looked at."""
+
+    def __call__(
+        self,
+        *,
+        logprobs: Tensor,  # [T] fp32, carries the gradient
+        entropy: Tensor,  # [T] fp32
+        rollout_logprobs: Tensor,  # [T]
+        advantages: Tensor,  # [T]
+        loss_mask: Tensor,  # [T] bool
+        cu_seqlens: Tensor,  # [N+1] int32
+    ) -> tuple[Tensor, Mapping[str, Stat]]:
+        """[T] loss, 0 where not `loss_mask`, and statistics:
+
+        * train/nll, train/entropy: means over tokens under loss, nats
+        * warmup/right_prob: mean over samples of the product of their label probabilities, which is the probability
+          that sampling at temperature 1 gives exactly this answer. The T positions must be whole samples.
+        """
+        loss = torch.where(loss_mask, -logprobs, 0.0)
+        answer, has_loss = sequence_logprobs(logprobs=logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
+        return loss, {
+            "train/nll": mean_stat(loss, loss_mask),
+            "train/entropy": mean_stat(entropy, loss_mask),
+            "warmup/right_prob": mean_stat(answer.exp(), has_loss),
+        }
+
+
+def sequence_logprobs(*, logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """([N] fp64 sum of each sample's log-probabilities under loss, [N] bool whether it has any), no gradient."""
+    lengths = cu_seqlens.diff().long()
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)  # [T]
+    values = torch.where(loss_mask, logprobs.detach(), 0.0).double()
+    sums = torch.zeros(len(lengths), dtype=torch.float64, device=values.device).index_add(0, owner, values)
+    tokens = torch.zeros_like(sums).index_add(0, owner, loss_mask.double())
+    return sums, tokens > 0

@@ -1,0 +1,251 @@
+"""Groups and their advantages -> one train batch. The one place where tokens are shifted.
+
+Letters: S tokens a sample, N samples a micro-batch, T packed tokens, F tokens of all samples end to end.
+
+A sample of S tokens is fed as its first S-1 tokens; position t of the batch holds input token t and everything about
+its label, token t+1. Samples are never split. What a step must satisfy, and how it is met:
+
+* every data-parallel row has the same number of micro-batches, or the ranks' collectives would hang;
+* no micro-batch is above `max_tokens` inputs, for memory;
+* rows, and micro-batches within a row, carry nearly equal token counts, for speed: samples go longest first to the
+  least loaded row, then longest first to the least loaded micro-batch of their row, with as few micro-batches as this
+  rule needs. (First-fit would fill micro-batches to the brim and leave the last nearly empty: as many tokens, a worse
+  pipeline.)
+
+A cell of the grid that gets no sample (fewer samples than cells) holds one masked token, copied with its routing row
+from a real sample, so that its rank has something legal to compute.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from miles_like.types import MicroBatch, Sample, SampleGroup, TrainBatch
+from routing_replay.trace import RoutingTrace
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Flat:
+    """All samples end to end, not yet shifted."""
+
+    names: Sequence[str]  # for messages
+    tokens: Tensor  # [F] int64
+    loss_mask: Tensor  # [F] bool
+    logprobs: Tensor  # [F] fp32
+    lengths: Ints  # [samples], S of each
+    advantages: NDArray[np.float32]  # [samples]
+    routing: Sequence[RoutingTrace] | None  # [samples], rows S-1 each
+
+    @property
+    def starts(self) -> Ints:
+        return np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
+
+    def loss_counts(self) -> Ints:
+        """[samples]: labels with loss of each."""
+        total = np.concatenate(([0], np.cumsum(self.loss_mask.numpy())))
+        counts: Ints = total[self.starts + self.lengths] - total[self.starts]
+        return counts
+
+
+def pack(
+    groups: Sequence[SampleGroup],
+    advantages: Sequence[Sequence[float]],
+    *,
+    dp_size: int,
+    max_tokens: int,
+    micro_multiple: int = 1,
+    drop_zero: bool = False,
+) -> TrainBatch:
+    """All samples of `groups` as one optimizer step for `dp_size` data-parallel rows.
+
+    `advantages[g][i]` belongs to `groups[g].samples[i]` and is put on each of its positions. `max_tokens` bounds the
+    inputs of a micro-batch. `micro_multiple`: the number of micro-batches is a multiple of it (an interleaved pipeline
+    schedule needs its number of stages). A sample without a label under loss trains nothing and is left out.
+
+    `drop_zero` also leaves out samples of zero advantage, which add nothing to the gradient of a pure policy-gradient
+    loss (their entropy and mismatch then go unmeasured). `loss_tokens` still counts them, so the loss remains the mean
+    over all tokens of the global batch and dropping changes speed, not the step. When every advantage is zero, none is
+    dropped: a step has to have a batch.
+
+    Raises ValueError: no sample, or none with a response token; a sample above `max_tokens`; advantages that do not
+    match the groups or are not finite; some samples with routing and some without.
+    """
+    samples, flat_advantages = _matched(groups, advantages)
+    traces = [s.routing for s in samples]
+    with_routing = sum(t is not None for t in traces)
+    if with_routing not in (0, len(samples)):
+        raise ValueError(
+            f"{with_routing} of {len(samples)} samples carry routing: replay needs all or none; "
+            "check that every rollout server returns routed experts"
+        )
+    flat = _Flat(
+        names=[f"{s.prompt_id}/{s.index}" for s in samples],
+        tokens=torch.cat([s.token_ids for s in samples]),
+        loss_mask=torch.cat([s.loss_mask for s in samples]),
+        logprobs=torch.cat([s.logprobs for s in samples]).float(),
+        lengths=np.array([len(s.token_ids) for s in samples], dtype=np.int64),
+        advantages=np.array(flat_advantages, dtype=np.float32),
+        routing=[t for t in traces if t is not None] if with_routing else None,
+    )
+    spans = [span.version for s in samples for span in s.versions] or [0]
+    return _pack(
+        flat,
+        dp_size=dp_size,
+        max_tokens=max_tokens,
+        micro_multiple=micro_multiple,
+        drop_zero=drop_zero,
+        versions=(min(spans), max(spans)),
+    )
+
+
+def pack_pairs(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    dp_size: int,
+    max_tokens: int,
+    micro_multiple: int = 1,
+) -> TrainBatch:
+    """Supervised (prompt ids, answer ids) pairs as one step: loss on the answers, advantage 1, no routing.
+
+    Raises ValueError as `pack` does, and for an empty prompt, whose first answer token nothing would predict.
+    """
+    for i, (prompt, _) in enumerate(pairs):
+        if not len(prompt):
+            raise ValueError(f"pair {i} of {len(pairs)} has an empty prompt: its first answer token has no predecessor")
+    if not pairs:
+        raise ValueError("0 pairs to pack: want at least 1")
+    sizes = np.array([[len(p), len(a)] for p, a in pairs], dtype=np.int64)
+    tokens = np.fromiter((t for pair in pairs for ids in pair for t in ids), dtype=np.int64, count=int(sizes.sum()))
+    mask = np.repeat(np.tile([False, True], len(pairs)), sizes.reshape(-1))
+    flat = _Flat(
+        names=[f"pair {i}" for i in range(len(pairs))],
+        tokens=torch.from_numpy(tokens),
+        loss_mask=torch.from_numpy(mask),
+        logprobs=torch.zeros(len(tokens)),
+        lengths=sizes.sum(1),
+        advantages=np.ones(len(pairs), dtype=np.float32),
+        routing=None,
+    )
+    return _pack(
+        flat, dp_size=dp_size, max_tokens=max_tokens, micro_multiple=micro_multiple, drop_zero=False, versions=(0, 0)
+    )
+
+
+def _matched(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> tuple[list[Sample], list[float]]:
+    if len(groups) != len(advantages):
+        raise ValueError(f"{len(groups)} groups but {len(advantages)} lists of advantages: give one list a group")
+    for group, values in zip(groups, advantages, strict=True):
+        if len(group.samples) != len(values):
+            raise ValueError(
+                f"group {group.prompt.id!r} has {len(group.samples)} samples but {len(values)} advantages: "
+                "give one a sample"
+            )
+        if not all(math.isfinite(a) for a in values):
+            raise ValueError(f"group {group.prompt.id!r} has advantages {list(values)}: check its rewards for nan")
+    samples = [s for g in groups for s in g.samples]
+    if not samples:
+        raise ValueError(f"0 samples in {len(groups)} groups: want at least 1")
+    return samples, [a for values in advantages for a in values]
+
+
+def _pack(
+    flat: _Flat, *, dp_size: int, max_tokens: int, micro_multiple: int, drop_zero: bool, versions: tuple[int, int]
+) -> TrainBatch:
+    if dp_size < 1 or micro_multiple < 1:
+        raise ValueError(f"dp_size {dp_size} and micro_multiple {micro_multiple} must be at least 1")
+    counts = flat.loss_counts()
+    if not counts.sum():
+        raise ValueError(f"0 response tokens in {len(counts)} samples: nothing to train on; check the rollout servers")
+    keep = counts > 0
+    if drop_zero and (keep & (flat.advantages != 0)).any():
+        keep &= flat.advantages != 0
+    kept = np.flatnonzero(keep)
+    inputs = flat.lengths - 1
+    longest = int(kept[inputs[kept].argmax()])
+    if inputs[longest] > max_tokens:
+        raise ValueError(
+            f"sample {flat.names[longest]} has {inputs[longest]} input tokens, a micro-batch holds {max_tokens}: "
+            "raise train.max_tokens_per_rank or lower rollout.max_new_tokens"
+        )
+    rows = _balance(kept, inputs[kept], bins=dp_size)
+    cells = _micro_batches(rows, inputs, max_tokens=max_tokens, multiple=micro_multiple)
+    starts = flat.starts
+    grid = tuple(
+        tuple(
+            _micro_batch(flat, np.sort(cell), starts) if len(cell) else _dummy(flat, int(kept[0]), starts)
+            for cell in row
+        )
+        for row in cells
+    )
+    return TrainBatch(grid=grid, loss_tokens=int(counts.sum()), versions=versions)
+
+
+def _balance(ids: Ints, weights: Ints, *, bins: int) -> list[Ints]:
+    """Longest first to the least loaded bin (Graham 1969: at most 4/3 of the best possible largest load)."""
+    heap = [(0, b) for b in range(bins)]
+    content: list[list[int]] = [[] for _ in range(bins)]
+    for i in np.argsort(-weights, kind="stable").tolist():
+        load, b = heap[0]
+        content[b].append(i)
+        heapq.heapreplace(heap, (load + int(weights[i]), b))
+    return [ids[np.array(c, dtype=np.int64)] for c in content]
+
+
+def _micro_batches(rows: Sequence[Ints], inputs: Ints, *, max_tokens: int, multiple: int) -> list[list[Ints]]:
+    """Split each row into the same number of bins of at most `max_tokens`.
+
+    Ends: with as many bins as samples each bin holds one, and each sample fits.
+    """
+    need = max(1, *(math.ceil(int(inputs[row].sum()) / max_tokens) for row in rows))
+    while True:
+        count = math.ceil(need / multiple) * multiple
+        cells = [_balance(row, inputs[row], bins=count) for row in rows]
+        if all(int(inputs[cell].sum()) <= max_tokens for row in cells for cell in row):
+            return cells
+        need = count + 1
+
+
+def _micro_batch(flat: _Flat, ids: Ints, starts: Ints) -> MicroBatch:
+    n = flat.lengths[ids] - 1
+    cu_seqlens = np.concatenate(([0], np.cumsum(n)))
+    positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], n)
+    at = torch.from_numpy(np.repeat(starts[ids], n) + positions)  # [T] of each input in the flat streams
+    return MicroBatch(
+        tokens=flat.tokens[at],
+        labels=flat.tokens[at + 1],
+        positions=torch.from_numpy(positions),
+        cu_seqlens=torch.from_numpy(cu_seqlens).to(torch.int32),
+        loss_mask=flat.loss_mask[at + 1],
+        advantages=torch.from_numpy(np.repeat(flat.advantages[ids], n)),
+        rollout_logprobs=flat.logprobs[at + 1],
+        routing=RoutingTrace.concat([flat.routing[i] for i in ids]) if flat.routing is not None else None,
+    )
+
+
+def _dummy(flat: _Flat, i: int, starts: Ints) -> MicroBatch:
+    """The first input of sample i, without loss."""
+    token = flat.tokens[int(starts[i])].reshape(1)
+    routing = None
+    if flat.routing is not None:
+        real = flat.routing[i]
+        routing = RoutingTrace(experts=real.experts[:1].clone(), layers=real.layers, num_experts=real.num_experts)
+    return MicroBatch(
+        tokens=token,
+        labels=token.clone(),
+        positions=torch.zeros(1, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        loss_mask=torch.zeros(1, dtype=torch.bool),
+        advantages=torch.zeros(1),
+        rollout_logprobs=torch.zeros(1),
+        routing=routing,
+    )

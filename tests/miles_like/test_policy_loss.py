@@ -1,0 +1,162 @@
+"""Losses against closed forms, autograd's finite differences and an independent expression.
+
+A loss must be exactly the function its name says, as every trained weight depends on it. Not covered: the trainer's
+sum over micro-batches and ranks, and its division by the batch's token count.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles_like.algorithms.policy_loss import ClippedLoss
+from miles_like.algorithms.sft import NllLoss, sequence_logprobs
+
+LOSS = ClippedLoss(clip_low=0.2, clip_high=0.28)
+
+
+def call(fn, logprobs, *, old=None, advantages=None, mask=None, cu=None, entropy=None):
+    t = len(logprobs)
+    return fn(
+        logprobs=logprobs,
+        entropy=torch.ones(t) if entropy is None else entropy,
+        rollout_logprobs=torch.zeros(t) if old is None else old,
+        advantages=torch.ones(t) if advantages is None else advantages,
+        loss_mask=torch.ones(t, dtype=torch.bool) if mask is None else mask,
+        cu_seqlens=torch.tensor([0, t] if cu is None else cu, dtype=torch.int32),
+    )
+
+
+def value(stat) -> float:
+    return float(stat.total / stat.count) if stat.reduce == "mean" else float(stat.total)
+
+
+def test_hand_made_ratios():
+    """Four quadrants: good and bad samples, each with the ratio inside and outside its bound."""
+    ratio = torch.tensor([1.1, 2.0, 0.5, 0.5, 2.0])
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])
+    loss, stats = call(LOSS, ratio.log(), advantages=advantages)
+    assert loss.tolist() == pytest.approx([-1.1, -1.28, -0.5, 0.8, 2.0])
+    assert value(stats["train/clip_frac/low"]) == pytest.approx(1 / 5)
+    assert value(stats["train/clip_frac/high"]) == pytest.approx(1 / 5)
+    assert value(stats["train/is_weight/mean"]) == pytest.approx(6.1 / 5)
+    assert value(stats["train/is_weight/max"]) == pytest.approx(2.0)
+    assert value(stats["train/pg_loss"]) == pytest.approx(-0.08 / 5, abs=1e-6)
+    assert value(stats["train/kl_old"]) == pytest.approx(-float(ratio.log().mean()))
+
+
+def independent(logp: float, old: float, a: float, low: float, high: float) -> float:
+    """The same by cases (Spinning Up's g(epsilon, A)): the bound binds only where the step would overshoot."""
+    r = math.exp(logp - old)
+    return -min(r * a, ((1 + high) if a >= 0 else (1 - low)) * a)
+
+
+@given(
+    rows=st.lists(st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-3, 3)), min_size=1, max_size=20),
+    low=st.floats(0.01, 1),
+    high=st.floats(0.01, 3),
+)
+def test_matches_an_independent_expression(rows, low, high):
+    logp, old, a = (torch.tensor(c, dtype=torch.float64) for c in zip(*rows, strict=True))
+    loss, _ = call(ClippedLoss(clip_low=low, clip_high=high), logp, old=old, advantages=a)
+    assert loss.tolist() == pytest.approx([independent(*row, low, high) for row in rows], rel=1e-9, abs=1e-12)
+
+
+def test_gradient_by_finite_differences():
+    g = torch.Generator().manual_seed(0)
+    logp = -3 * torch.rand(64, generator=g, dtype=torch.float64)
+    old = logp + 0.5 * torch.randn(64, generator=g, dtype=torch.float64)
+    ratio = (logp - old).exp()
+    near_a_kink = ((ratio - 0.8).abs() < 1e-3) | ((ratio - 1.28).abs() < 1e-3)
+    advantages = torch.randn(64, generator=g, dtype=torch.float64)
+    mask = (torch.rand(64, generator=g) < 0.8) & ~near_a_kink
+    assert 0 < int(((ratio > 1.28) & mask).sum()) < int(mask.sum())
+
+    def f(x):
+        return call(LOSS, x, old=old, advantages=advantages, mask=mask)[0]
+
+    assert torch.autograd.gradcheck(f, (logp.requires_grad_(),))
+
+
+def test_on_policy_gradient_is_the_policy_gradient():
+    """At ratio 1 the gradient of the loss by log p is -A: the step that REINFORCE takes."""
+    logp = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    advantages = torch.tensor([1.0, -2.0, 0.0])
+    call(LOSS, logp, old=logp.detach().clone(), advantages=advantages)[0].sum().backward()
+    assert logp.grad is not None and torch.equal(logp.grad, -advantages)
+
+
+def test_what_is_masked_neither_counts_nor_carries_gradient():
+    """Also where it would overflow: exp(200) on a masked position must not reach the sum or the gradient as nan."""
+    logp = torch.tensor([-1.0, 0.0, -1.0], requires_grad=True)
+    old = torch.tensor([-1.0, -200.0, -1.0])
+    mask = torch.tensor([True, False, True])
+    loss, stats = call(LOSS, logp, old=old, mask=mask, entropy=torch.tensor([1.0, 100.0, 3.0]))
+    loss.sum().backward()
+    assert loss.tolist() == [-1.0, 0.0, -1.0]
+    assert logp.grad is not None and logp.grad.tolist() == [-1.0, 0.0, -1.0]
+    assert value(stats["train/entropy"]) == 2.0
+    assert value(stats["train/is_weight/max"]) == 1.0
+    assert all(float(s.count) == 2 for s in stats.values())
+
+
+def test_a_nan_under_the_mask_is_not_hidden():
+    loss, stats = call(LOSS, torch.tensor([float("nan"), 0.0]))
+    assert loss.isnan().tolist() == [True, False]
+    assert value(stats["mismatch/nan_frac"]) == 0.5
+
+
+def test_a_batch_without_loss_tokens_gives_zeros():
+    """The masked token of a rank without samples: its statistics must add nothing to the others'."""
+    loss, stats = call(LOSS, torch.tensor([-1.0]), mask=torch.tensor([False]))
+    assert loss.tolist() == [0.0]
+    assert all(float(s.total) == 0 and float(s.count) == 0 for s in stats.values())
+
+
+def test_statistics_are_scalars_without_gradient():
+    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    for fn in (LOSS, NllLoss()):
+        for s in call(fn, logp)[1].values():
+            assert s.total.shape == s.count.shape == ()
+            assert s.total.dtype == s.count.dtype == torch.float32
+            assert not s.total.requires_grad
+
+
+def test_losses_travel_to_other_processes():
+    assert pickle.loads(pickle.dumps(LOSS)) == LOSS
+    assert pickle.loads(pickle.dumps(NllLoss())) == NllLoss()
+
+
+def test_bounds_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match=r"clip_low 1\.5"):
+        ClippedLoss(clip_low=1.5, clip_high=0.2)
+
+
+def test_nll_and_the_probability_of_the_right_answer():
+    """Three samples: probabilities 1/2 * 1/4, 1/8, and one without an answer, which is no sample to average over."""
+    p = torch.tensor([0.9, 0.5, 0.25, 0.3, 0.125, 0.7])
+    mask = torch.tensor([False, True, True, False, True, False])
+    logp = p.log().requires_grad_()
+    loss, stats = call(NllLoss(), logp, mask=mask, cu=[0, 3, 5, 6])
+    assert value(stats["warmup/right_prob"]) == pytest.approx(1 / 8)
+    assert float(stats["warmup/right_prob"].count) == 2
+    assert value(stats["train/nll"]) == pytest.approx(math.log(64) / 3)
+    loss.sum().backward()
+    assert logp.grad is not None and logp.grad.tolist() == [0, -1, -1, 0, -1, 0]
+
+
+@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=8), seed=st.integers(0, 99))
+def test_sequence_sums_match_a_plain_loop(lengths, seed):
+    g = torch.Generator().manual_seed(seed)
+    t = sum(lengths)
+    logp, mask = -torch.rand(t, generator=g), torch.rand(t, generator=g) < 0.5
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    sums, has = sequence_logprobs(logprobs=logp, loss_mask=mask, cu_seqlens=cu)
+    parts = list(zip(logp.split(lengths), mask.split(lengths), strict=True))
+    assert sums.tolist() == pytest.approx([float(x[m].double().sum()) for x, m in parts])
+    assert has.tolist() == [bool(m.any()) for _, m in parts]
