@@ -1,0 +1,351 @@
+"""A Hugging Face model directory as a stream of named tensors, both ways, in the memory of a few tensors.
+
+A safetensors file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range in the data)
+and the data without holes (huggingface/safetensors, "Format"). Files are checked when they are opened and read by
+`pread`, not mapped: a mapped file that is truncated later kills the process instead of raising.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from miles_like.types import NamedTensor
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_HEADER_ROOM = 128 << 10  # bytes kept free for a shard's header, which is known only when its data is written
+_COPIED_SUFFIXES = frozenset((".json", ".jinja", ".model", ".tiktoken", ".txt", ".py"))
+_REFETCH = "fetch the checkpoint again"
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor lies. `offset` is of its first byte in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    file: Path
+    offset: int
+
+
+class HFCheckpoint:
+    """A directory with config.json and model.safetensors, or the files that model.safetensors.index.json lists.
+
+    Everything but the data is read and checked at once; ValueError says which file is wrong and what to do. No file
+    stays open, so an object can be pickled.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.config: dict[str, Any] = _read_json(self.path / "config.json")
+        self._info: dict[str, TensorInfo] = {}
+        weight_map = self._weight_map()
+        for file in sorted(set(weight_map.values())) if weight_map else [_SINGLE]:
+            for name, info in _read_header(self.path / file).items():
+                if name in self._info:
+                    raise ValueError(f"{name} is in two files, {self._info[name].file} and {info.file}: {_REFETCH}")
+                self._info[name] = info
+        for name, file in (weight_map or {}).items():
+            if name not in self._info or self._info[name].file.name != file:
+                raise ValueError(f"{self.path / _INDEX} puts {name} into {file}, which does not have it: {_REFETCH}")
+        for name, info in self._info.items():
+            if weight_map and name not in weight_map:
+                raise ValueError(f"{info.file} has {name}, which {_INDEX} does not list: {_REFETCH}")
+
+    def _weight_map(self) -> dict[str, str] | None:
+        """Tensor name -> file name; None when one file holds all."""
+        if not (self.path / _INDEX).exists():
+            if not (self.path / _SINGLE).exists():
+                raise ValueError(
+                    f"{self.path} has neither {_SINGLE} nor {_INDEX}: not a safetensors checkpoint, or not whole"
+                )
+            return None
+        weight_map: dict[str, str] = _read_json(self.path / _INDEX).get("weight_map", {})
+        if not weight_map:
+            raise ValueError(f"{self.path / _INDEX} has no weight_map: {_REFETCH}")
+        for file in sorted(set(weight_map.values())):
+            if Path(file).name != file or not (self.path / file).exists():
+                raise ValueError(f"{self.path / file} is missing, {_INDEX} lists it: {_REFETCH}")
+        return weight_map
+
+    def names(self) -> list[str]:
+        """All tensors, in the order of the files and of the data in each."""
+        return list(self._info)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._info
+
+    def info(self, name: str) -> TensorInfo:
+        if name not in self._info:
+            raise ValueError(f"{self.path} has no tensor {name}; it has {len(self._info)} others")
+        return self._info[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors' data."""
+        return sum(i.nbytes for i in self._info.values())
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, in storage of its own. Raises ValueError when the file has been cut since it was opened."""
+        info = self.info(name)
+        return _pread(info, 0, info.nbytes).view(info.shape)
+
+    def read_rows(self, name: str, a: int, b: int) -> Tensor:
+        """Rows [a, b) of the first axis; only their bytes are read, and only they are in the storage."""
+        info = self.info(name)
+        if not info.shape or not 0 <= a <= b <= info.shape[0]:
+            raise ValueError(f"{name} is {list(info.shape)}: it has no rows {a} to {b}")
+        row = info.nbytes // max(1, info.shape[0])
+        return _pread(info, a * row, (b - a) * row).view(b - a, *info.shape[1:])
+
+    def stream(self) -> Iterator[NamedTensor]:
+        """Every tensor, one at a time."""
+        for name in self._info:
+            yield NamedTensor(name, self.read(name))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: is this a Hugging Face model directory?") from None
+    except ValueError as e:
+        raise ValueError(f"{path} is not JSON ({e}): {_REFETCH}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object: {_REFETCH}")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return out
+
+
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    """Name -> place, in the order of the data. Raises ValueError when header and file length do not fit."""
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if size < 8 + length and length < 100_000_000:
+            raise ValueError(f"{path} is truncated: {size} bytes, the header alone needs {8 + length}: {_REFETCH}")
+        if size < 8 or length >= 100_000_000:
+            raise ValueError(f"{path} is not a safetensors file ({size} bytes): {_REFETCH}")
+        raw = f.read(length)
+    try:
+        header = json.loads(raw, object_pairs_hook=_once)
+        entries = sorted(
+            (
+                (name, e["dtype"], tuple(e["shape"]), *e["data_offsets"])
+                for name, e in header.items()
+                if name != "__metadata__"
+            ),
+            key=lambda entry: (entry[3], entry[4]),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise ValueError(f"{path} has no valid safetensors header ({e}): {_REFETCH}") from None
+    out: dict[str, TensorInfo] = {}
+    end = 0
+    for name, dtype_name, shape, begin, stop in entries:
+        dtype = _DTYPES.get(dtype_name)
+        if dtype is None:
+            raise ValueError(f"{path}: {name} has dtype {dtype_name}; those read are {', '.join(_DTYPES)}")
+        nbytes = math.prod(shape) * dtype.itemsize
+        if begin != end or stop - begin != nbytes:
+            raise ValueError(f"{path}: {name} {list(shape)} {dtype_name} cannot lie at {begin}..{stop}: {_REFETCH}")
+        out[name] = TensorInfo(dtype, shape, nbytes, path, 8 + length + begin)
+        end = stop
+    want = 8 + length + end
+    if size < want:
+        raise ValueError(f"{path} is truncated: {size} of {want} bytes, {want - size} are missing: {_REFETCH}")
+    if size > want:
+        raise ValueError(f"{path} has {size} bytes, {size - want} more than its header tells of: {_REFETCH}")
+    return out
+
+
+def _pread(info: TensorInfo, skip: int, nbytes: int) -> Tensor:
+    """Bytes [skip, skip + nbytes) of the tensor's data as a flat tensor of its dtype."""
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    view = memoryview(buffer.numpy())
+    fd = os.open(info.file, os.O_RDONLY)
+    try:
+        done = 0
+        while done < nbytes:
+            got = os.preadv(fd, [view[done:]], info.offset + skip + done)
+            if not got:
+                raise ValueError(f"{info.file} ended {nbytes - done} bytes early: it was cut while it was read")
+            done += got
+    finally:
+        os.close(fd)
+    return buffer.view(info.dtype)
+
+
+def write_hf(
+    path: Path | str,
+    stream: Iterable[tuple[str, Tensor]],
+    config: dict[str, Any],
+    *,
+    copy_from: Path | str | None = None,
+    shard_bytes: int = 5 << 30,
+    nbytes: int | None = None,
+) -> int:
+    """Write a model directory; return the bytes of tensor data.
+
+    Tensors are written as they come, in files of about `shard_bytes`, into `path`.partial, which becomes `path` when all
+    is on disk; whatever goes wrong, no `path` is left and no .partial. `copy_from` is a model directory whose tokenizer,
+    generation config and the like are taken over. `nbytes`, where known, is checked against the free space beforehand.
+    Raises ValueError for a name twice, a dtype safetensors does not have, or a `path` that exists; OSError naming path
+    and bytes when the disk is full.
+    """
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} exists: remove it or choose another output directory")
+    if copy_from is not None and not Path(copy_from).is_dir():
+        raise ValueError(f"{copy_from} is not a directory: no tokenizer can be copied from it")
+    partial = path.with_name(path.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)  # of a process that was killed
+    partial.mkdir(parents=True)
+    shards = _ShardWriter(partial, shard_bytes)
+    try:
+        if nbytes is not None and nbytes > shutil.disk_usage(partial).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for name, tensor in stream:
+            shards.add(name, tensor)
+        shards.finish()
+        if copy_from is not None:
+            _copy_companions(Path(copy_from), partial)
+        _write_json(partial / "config.json", config)
+        for file in partial.iterdir():
+            _fsync(file)
+        _fsync(partial)
+        partial.replace(path)
+        _fsync(path.parent)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(e.errno, _disk_full(path, shards.total, nbytes)) from e
+    finally:
+        shards.file.close()
+        if partial.exists():
+            shutil.rmtree(partial)
+    return shards.total
+
+
+def _disk_full(path: Path, written: int, nbytes: int | None) -> str:
+    free = shutil.disk_usage(path.parent).free
+    need = f"it needs {nbytes} bytes" if nbytes is not None else "it needs more"
+    return (
+        f"disk full: {path} was not written, {need}, {written} bytes were written before {free} were left; "
+        "free some space or choose a directory on another disk"
+    )
+
+
+class _ShardWriter:
+    """Data first, header after: room for it is left at the start of each file, and the JSON padded with blanks."""
+
+    def __init__(self, directory: Path, shard_bytes: int) -> None:
+        self.directory = directory
+        self.shard_bytes = shard_bytes
+        self.headers: list[dict[str, dict[str, Any]]] = []  # of each file
+        self.names: set[str] = set()
+        self.total = 0
+        self._open_shard()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor. Raises ValueError for a name twice, or a dtype that safetensors files here do not have."""
+        if name in self.names:
+            raise ValueError(f"{name} came twice")
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise ValueError(f"{name}: {tensor.dtype} is not written; those that are: {', '.join(_DTYPES)}")
+        self.names.add(name)
+        shape, n = list(tensor.shape), tensor.nbytes
+        entry_bytes = len(json.dumps(name)) + len(str(shape)) + 96  # bound of its part of the header
+        full = self.size + n > self.shard_bytes or self.header_bytes + entry_bytes > _HEADER_ROOM
+        if full and self.headers[-1]:
+            self._close_shard()
+            self._open_shard()
+        self._write(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        place = [self.size, self.size + n]
+        self.headers[-1][name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": shape, "data_offsets": place}
+        self.size += n
+        self.header_bytes += entry_bytes
+        self.total += n
+
+    def finish(self) -> None:
+        """Close the last file, give all of them their names, write the index where there are several."""
+        self._close_shard()
+        count = len(self.headers)
+        if count == 1:
+            self._part(0).rename(self.directory / _SINGLE)
+            return
+        weight_map = {}
+        for i, header in enumerate(self.headers):
+            file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            self._part(i).rename(self.directory / file)
+            weight_map.update(dict.fromkeys(header, file))
+        _write_json(self.directory / _INDEX, {"metadata": {"total_size": self.total}, "weight_map": weight_map})
+
+    def _part(self, i: int) -> Path:
+        return self.directory / f"{i:05d}.data"
+
+    def _open_shard(self) -> None:
+        # unbuffered: nothing is left to be written, and to fail, when a failed write closes the file
+        self.file = self._part(len(self.headers)).open("wb", buffering=0)
+        self.file.seek(_HEADER_ROOM)
+        self.headers.append({})
+        self.size = 0
+        self.header_bytes = 64
+
+    def _close_shard(self) -> None:
+        header = {"__metadata__": {"format": "pt"}, **self.headers[-1]}
+        raw = json.dumps(header, separators=(",", ":")).encode().ljust(_HEADER_ROOM - 8)
+        assert len(raw) == _HEADER_ROOM - 8, f"a header of {len(raw)} bytes"
+        self.file.seek(0)
+        self._write(memoryview((_HEADER_ROOM - 8).to_bytes(8, "little") + raw))
+        self.file.close()
+
+    def _write(self, data: memoryview) -> None:
+        while len(data):  # the kernel writes at most 2 GiB a call
+            data = data[self.file.write(data) :]
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    """Tokenizer, chat template, generation config, model code, licence: all small files but weights and config.json."""
+    for file in sorted(source.iterdir()):
+        wanted = file.suffix in _COPIED_SUFFIXES or file.name.startswith("LICENSE")
+        if wanted and file.is_file() and file.name != "config.json" and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, target / file.name)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _fsync(path: Path) -> None:
+    """Of a file or a directory."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
