@@ -1,0 +1,251 @@
+"""A family of models is data: how its Hugging Face config reads as a Megatron config, and one table of its tensors.
+
+The table is read in both directions: every Hugging Face tensor of a model and its place in Megatron (checkpoint
+conversion), and every Megatron parameter and the Hugging Face tensors in it (publishing weights). Patterns hold `{i}`
+for the global layer number, from 0, and `{e}` for the global expert number.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import torch
+
+HFConfig = Mapping[str, Any]  # a parsed config.json
+
+
+class Split(StrEnum):
+    """How a Megatron parameter is spread over the tensor-parallel ranks (expert-tensor-parallel for experts)."""
+
+    REPLICATED = "replicated"  # every rank holds it whole
+    COLUMN = "column"  # rows of the matrix (outputs) are divided: concatenate on axis 0
+    ROW = "row"  # columns of the matrix (inputs) are divided: concatenate on axis 1
+    GATE_UP = "gate_up"  # gate over up, each divided like COLUMN: a rank holds [gate part; up part]
+    VOCAB = "vocab"  # COLUMN, whose last rank may hold padding rows after the vocabulary
+
+
+class Where(StrEnum):
+    """Which layers have the tensor."""
+
+    TOP = "top"  # outside the layers
+    EVERY = "every"
+    DENSE = "dense"
+    MOE = "moe"
+
+
+class Precision(StrEnum):
+    """The stored dtype."""
+
+    WEIGHT = "weight"  # the checkpoint's: BF16 or FP32
+    FP32 = "fp32"  # FP32 whatever the weights are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One line of a family's table."""
+
+    hf: tuple[str, ...]  # name patterns; two of them (gate, up) are stacked on axis 0 of one Megatron parameter
+    megatron: str  # name pattern of the parameter in GPTModel built from the local spec
+    shape: tuple[str, ...]  # of each Hugging Face tensor, as names of the family's `dims`
+    split: Split = Split.REPLICATED
+    where: Where = Where.EVERY
+    precision: Precision = Precision.WEIGHT
+    given: str | None = None  # the entry exists only where this dimension is not 0 ...
+    unless: str | None = None  # ... and this one is
+    linear: bool = False  # a Megatron parallel linear, which keeps an `_extra_state` object in checkpoints
+
+    @property
+    def per_expert(self) -> bool:
+        return "{e}" in self.megatron
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one Hugging Face tensor lives in Megatron."""
+
+    hf_name: str
+    shape: tuple[int, ...]  # of the Hugging Face tensor
+    entry: Entry
+    layer: int | None
+    expert: int | None
+    part: int  # index in entry.hf: 0, or 1 for the up half
+
+    @property
+    def megatron_name(self) -> str:
+        """Parameter name with the global layer and expert numbers."""
+        return self.entry.megatron.format(i=self.layer, e=self.expert)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What the bridge knows of a family of models. Its functions take a parsed config.json.
+
+    transformer_config: keyword arguments for Megatron's TransformerConfig that the architecture alone decides (layout,
+    precision and fusions are the caller's); raises ValueError for an option that the family cannot train.
+    dims: the dimensions that `table` names, 0 for a part that the model lacks. moe_layers: global numbers of the layers
+    with routed experts. skipped: patterns of checkpoint tensors that are known and not trained.
+    """
+
+    name: str
+    architectures: frozenset[str]
+    model_types: frozenset[str]
+    table: tuple[Entry, ...]
+    skipped: Callable[[HFConfig], tuple[str, ...]]
+    dims: Callable[[HFConfig], Mapping[str, int]]
+    moe_layers: Callable[[HFConfig], tuple[int, ...]]
+    transformer_config: Callable[[HFConfig], dict[str, Any]]
+
+    def bind(self, hf: HFConfig) -> TensorMap:
+        """The table for one model. Raises ValueError for an option that the family cannot train."""
+        self.transformer_config(hf)
+        return TensorMap(self, hf)
+
+    def vocab_size(self, hf: HFConfig) -> int:
+        return self.dims(hf)["vocab"]
+
+    def num_layers(self, hf: HFConfig) -> int:
+        return self.dims(hf)["layers"]
+
+    def num_experts(self, hf: HFConfig) -> int:
+        return self.dims(hf)["experts"]
+
+    def top_k(self, hf: HFConfig) -> int:
+        """Experts a token."""
+        return self.dims(hf)["top_k"]
+
+    def parameter_count(self, hf: HFConfig) -> int:
+        """Elements of all Hugging Face tensors, routing biases included; no walk over single experts."""
+        tensors = TensorMap(self, hf)
+        return sum(
+            len(entry.hf) * len(tensors.layers_of(entry)) * tensors.experts_of(entry) * math.prod(tensors.shape(entry))
+            for entry in tensors.entries
+        )
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A family's table applied to one model config, readable in both directions."""
+
+    family: Family
+    hf: HFConfig
+
+    @cached_property
+    def dims(self) -> Mapping[str, int]:
+        return self.family.dims(self.hf)
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """The lines that this model has."""
+        return tuple(
+            entry
+            for entry in self.family.table
+            if (entry.given is None or self.dims[entry.given]) and not (entry.unless and self.dims[entry.unless])
+        )
+
+    @cached_property
+    def moe_layers(self) -> frozenset[int]:
+        return frozenset(self.family.moe_layers(self.hf))
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The checkpoint's dtype for Precision.WEIGHT, from config.json; bfloat16 where it does not say."""
+        name = str(self.hf.get("dtype") or self.hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+        known = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+        if name not in known:
+            raise ValueError(f"config.json: dtype {name!r} is not trained: want one of {sorted(known)}")
+        return known[name]
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """The checkpoint's dtype of an entry's tensors."""
+        return torch.float32 if entry.precision is Precision.FP32 else self.weight_dtype
+
+    def shape(self, entry: Entry) -> tuple[int, ...]:
+        """Of one Hugging Face tensor of the entry."""
+        return tuple(self.dims[name] for name in entry.shape)
+
+    def layers_of(self, entry: Entry) -> tuple[int | None, ...]:
+        """Global layer numbers that have the entry; (None,) for a tensor outside the layers."""
+        if entry.where is Where.TOP:
+            return (None,)
+        return tuple(i for i in range(self.dims["layers"]) if self._has(entry, i))
+
+    def experts_of(self, entry: Entry) -> int:
+        return self.dims["experts"] if entry.per_expert else 1
+
+    def places(self) -> Iterator[Place]:
+        """Every Hugging Face tensor of the model, once."""
+        for entry in self.entries:
+            for layer in self.layers_of(entry):
+                for e in range(self.experts_of(entry)):
+                    expert = e if entry.per_expert else None
+                    yield from (self._place(entry, layer, expert, part) for part in range(len(entry.hf)))
+
+    def is_skipped(self, hf_name: str) -> bool:
+        """A known checkpoint tensor that is not trained."""
+        return any(pattern.fullmatch(hf_name) for pattern in self._skipped)
+
+    def place_of(self, hf_name: str) -> Place:
+        """Hugging Face name -> place in Megatron. Raises ValueError for a name that the model does not have."""
+        for entry, part, pattern in self._hf_patterns:
+            if match := pattern.fullmatch(hf_name):
+                layer, expert = self._numbers(match)
+                if self._exists(entry, layer, expert):
+                    return self._place(entry, layer, expert, part)
+        raise ValueError(
+            f"tensor {hf_name!r} is not one of family {self.family.name}'s with this config.json: "
+            "check num_hidden_layers, q_lora_rank, n_routed_experts and n_shared_experts against the checkpoint"
+        )
+
+    def parts_of(self, megatron_name: str) -> tuple[Place, ...]:
+        """Megatron parameter name (global numbers) -> the Hugging Face tensors in it, in order along axis 0.
+
+        Raises ValueError for a name that the model does not have.
+        """
+        for entry, pattern in self._megatron_patterns:
+            if match := pattern.fullmatch(megatron_name):
+                layer, expert = self._numbers(match)
+                if self._exists(entry, layer, expert):
+                    return tuple(self._place(entry, layer, expert, part) for part in range(len(entry.hf)))
+        raise ValueError(f"parameter {megatron_name!r} is not in family {self.family.name}'s table for this config")
+
+    def _place(self, entry: Entry, layer: int | None, expert: int | None, part: int) -> Place:
+        name = entry.hf[part].format(i=layer, e=expert)
+        return Place(hf_name=name, shape=self.shape(entry), entry=entry, layer=layer, expert=expert, part=part)
+
+    def _has(self, entry: Entry, layer: int) -> bool:
+        return entry.where is Where.EVERY or (entry.where is Where.MOE) == (layer in self.moe_layers)
+
+    def _exists(self, entry: Entry, layer: int | None, expert: int | None) -> bool:
+        layer_ok = layer is None or (layer < self.dims["layers"] and self._has(entry, layer))
+        return layer_ok and (expert is None or expert < self.dims["experts"])
+
+    @cached_property
+    def _hf_patterns(self) -> tuple[tuple[Entry, int, re.Pattern[str]], ...]:
+        return tuple((entry, part, _regex(p)) for entry in self.entries for part, p in enumerate(entry.hf))
+
+    @cached_property
+    def _megatron_patterns(self) -> tuple[tuple[Entry, re.Pattern[str]], ...]:
+        return tuple((entry, _regex(entry.megatron)) for entry in self.entries)
+
+    @cached_property
+    def _skipped(self) -> tuple[re.Pattern[str], ...]:
+        return tuple(re.compile(pattern) for pattern in self.family.skipped(self.hf))
+
+    @staticmethod
+    def _numbers(match: re.Match[str]) -> tuple[int | None, int | None]:
+        groups = match.groupdict()
+        return tuple(int(groups[k]) if k in groups else None for k in "ie")  # type: ignore[return-value]
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    number = r"(?P<{}>0|[1-9]\d*)"
+    escaped = re.escape(pattern)
+    for letter in "ie":
+        escaped = escaped.replace(re.escape("{" + letter + "}"), number.format(letter))
+    return re.compile(escaped)

@@ -1,0 +1,23 @@
+"""Which family a config.json belongs to: one dict, one file a family."""
+
+from __future__ import annotations
+
+from megatron_bridge.families import deepseek
+from megatron_bridge.families.base import Family, HFConfig
+
+FAMILIES: dict[str, Family] = {"deepseek": deepseek.FAMILY}
+
+
+def family_of(hf_config: HFConfig) -> Family:
+    """The family by `architectures`, or by `model_type` where that is absent. ValueError names the known ones."""
+    architectures = hf_config.get("architectures") or ()
+    for family in FAMILIES.values():
+        if family.architectures.intersection(architectures):
+            return family
+        if not architectures and hf_config.get("model_type") in family.model_types:
+            return family
+    known = sorted(name for family in FAMILIES.values() for name in family.architectures)
+    raise ValueError(
+        f"architecture {list(architectures)} (model_type {hf_config.get('model_type')!r}) is not supported: "
+        f"config.json must name one of {known}"
+    )
