@@ -15,7 +15,15 @@ from typing import Any
 
 from rich.console import Console
 
-from miles_like.completion import file_sha256, files_under, input_key, read_marker, why_incomplete, write_marker
+from miles_like.completion import (
+    file_sha256,
+    files_under,
+    input_key,
+    read_marker,
+    why_incomplete,
+    write_atomically,
+    write_marker,
+)
 from miles_like.config import ModelConfig, RunConfig
 from miles_like.dequantize import dequantize_checkpoint
 from miles_like.hf_checkpoint import HFCheckpoint
@@ -193,12 +201,17 @@ def _fetch(config: RunConfig, out: Path, parts: Parts) -> Path:
 
 
 def _download(model: ModelConfig, target: Path) -> Path:
-    """What was downloaded before a kill is kept: the hub client continues it."""
-    from huggingface_hub import snapshot_download
+    """What was downloaded before a kill is kept: the hub client continues it, at the commit it began with."""
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        snapshot_download(model.path, revision=model.revision, local_dir=target)
+        pinned = target.parent / "revision"
+        if not pinned.exists():
+            commit = HfApi().model_info(model.path, revision=model.revision).sha
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(pinned, str(commit))
+        snapshot_download(model.path, revision=pinned.read_text(), local_dir=target)
     except HFValidationError:
         raise ValueError(f"model.path = {model.path!r} is neither a directory nor a hub name (owner/name)") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
