@@ -61,7 +61,7 @@ class OptimizerConfig(Section):
 
 
 class ReplayConfig(Section):
-    """`r3`: training takes the experts the rollout took. `off`: it routes by itself; agreement is measured either way."""
+    """`r3`: training takes the rollout's experts. `off`: it routes by itself; agreement is measured either way."""
 
     mode: Literal["r3", "off"] = "r3"
 

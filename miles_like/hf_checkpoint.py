@@ -1,12 +1,13 @@
 """A Hugging Face model directory as a stream of named tensors, both ways, in the memory of a few tensors.
 
-A safetensors file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range in the data)
-and the data without holes (huggingface/safetensors, "Format"). Files are checked when they are opened and read by
+A safetensors file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range in the
+data) and the data without holes (huggingface/safetensors, "Format"). Files are checked when they are opened and read by
 `pread`, not mapped: a mapped file that is truncated later kills the process instead of raising.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -186,7 +187,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
 def _pread(info: TensorInfo, skip: int, nbytes: int) -> Tensor:
     """Bytes [skip, skip + nbytes) of the tensor's data as a flat tensor of its dtype."""
     buffer = torch.empty(nbytes, dtype=torch.uint8)
-    view = memoryview(buffer.numpy())
+    view = buffer.numpy().data
     fd = os.open(info.file, os.O_RDONLY)
     try:
         done = 0
@@ -211,10 +212,10 @@ def write_hf(
 ) -> int:
     """Write a model directory; return the bytes of tensor data.
 
-    Tensors are written as they come, in files of about `shard_bytes`, into `path`.partial, which becomes `path` when all
-    is on disk; whatever goes wrong, no `path` is left and no .partial. `copy_from` is a model directory whose tokenizer,
-    generation config and the like are taken over. `nbytes`, where known, is checked against the free space beforehand.
-    Raises ValueError for a name twice, a dtype safetensors does not have, or a `path` that exists; OSError naming path
+    Tensors are written as they come, in files of about `shard_bytes`, into `path`.partial, which becomes `path` when
+    all is on disk; whatever goes wrong, no `path` is left and no .partial. `copy_from` is a model directory whose
+    tokenizer, generation config and the like are taken over. `nbytes`, where known, is checked against the free space
+    beforehand. Raises ValueError for a name twice, a dtype safetensors does not have, or a `path` that exists; OSError naming path
     and bytes when the disk is full.
     """
     path = Path(path)
@@ -285,7 +286,7 @@ class _ShardWriter:
         if full and self.headers[-1]:
             self._close_shard()
             self._open_shard()
-        self._write(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        self._write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         place = [self.size, self.size + n]
         self.headers[-1][name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": shape, "data_offsets": place}
         self.size += n

@@ -55,7 +55,7 @@ class RoutingTrace:
         if bad.any():
             r, layer, _ = (int(x) for x in bad.nonzero()[0])
             raise ValueError(
-                f"row {r}, layer {self.layers[layer]}: expert ids {ids[r, layer].tolist()} outside 0..{self.num_experts - 1}"
+                f"row {r}, layer {self.layers[layer]}: ids {ids[r, layer].tolist()} outside 0..{self.num_experts - 1}"
             )
         ordered = ids.sort(-1).values
         twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
