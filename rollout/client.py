@@ -1,0 +1,287 @@
+"""One server, stock SGLang or embedded, as a RolloutEngine over HTTP.
+
+Letters: G samples a prompt, S tokens a sample, R response tokens, L MoE layers, K experts a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import torch
+
+from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, VersionSpan
+from rollout import wire
+from rollout.wire import GenerateReply, GenerateRequest, WireSpan
+from rollout.wire_control import (
+    AbortRequest,
+    ChecksumReply,
+    ModelInfo,
+    Outcome,
+    PauseMode,
+    UpdateVersion,
+    error_message,
+)
+from routing_replay.trace import RoutingTrace
+
+
+class RolloutError(RuntimeError):
+    """A server did not do what it was asked: one sentence saying which server, what happened and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingShape:
+    """What is needed to read `routed_experts`, whose wire form carries no shape."""
+
+    num_layers: int  # all decoder layers, dense ones too, no MTP layer
+    moe_layers: tuple[int, ...]  # [L] their numbers from 0
+    top_k: int  # K
+    num_experts: int
+
+
+def seed_of(seed: int, prompt_id: str, index: int | None = None) -> int:
+    """A sampling seed in [0, 2**31) from the run's seed, the prompt and, when given, the sample's index.
+
+    Hashed, so that neighbouring prompts do not share streams; the same in every process and on every run.
+    """
+    key = f"{seed}\0{prompt_id}" if index is None else f"{seed}\0{prompt_id}\0{index}"
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little") & 0x7FFFFFFF
+
+
+def failure(error: httpx.HTTPError, *, url: str, endpoint: str, timeout_s: float, log: Path | None) -> RolloutError:
+    """Say what an exception of httpx means to the user. `log`: of the server, when this run started it."""
+    look = f"see the end of {log}" if log else "see its log"
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return RolloutError(f"server {url} cannot be reached for {endpoint}: it is not running or has died; {look}")
+    if isinstance(error, httpx.TimeoutException):
+        return RolloutError(
+            f"server {url} did not answer {endpoint} within {timeout_s:g} s: it hangs or is overloaded; {look}, "
+            "or raise rollout.request_timeout_s"
+        )
+    if isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError):
+        return RolloutError(f"server {url} closed the connection during {endpoint}: it has died or was killed; {look}")
+    return RolloutError(f"server {url} failed at {endpoint}: {type(error).__name__}: {error}; {look}")
+
+
+def read_json(response: httpx.Response, *, url: str, endpoint: str, log: Path | None) -> Any:
+    """The body, or RolloutError for HTTP 4xx and 5xx and for a body that is no JSON."""
+    if response.status_code >= 400:
+        text = error_message(response.status_code, response.content)
+        look = f"; see the end of {log}" if log else ""
+        raise RolloutError(f"server {url} refused {endpoint}: {text}{look}")
+    try:
+        return json.loads(response.content) if response.content else None
+    except ValueError as e:
+        raise RolloutError(f"server {url} answered {endpoint} with no JSON ({e}): is it an SGLang server?") from None
+
+
+class SGLangClient:
+    """A RolloutEngine. Use it from one event loop.
+
+    samples_from: "server" sends a prompt once with `n` (one prefill for its G samples; the embedded engine gives each
+    its own random stream). "client" sends it G times with a seed each: a stock SGLang server with deterministic
+    inference draws all `n` samples of a request from one seed, so they would be clones.
+    decode: token ids -> text, for servers that run without a tokenizer; it goes before the server's own text.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        routing: RoutingShape | None,
+        prompts_per_request: int = 16,
+        request_timeout_s: float = 120.0,
+        pause_mode: PauseMode = PauseMode.RETRACT,
+        samples_from: Literal["server", "client"] = "server",
+        decode: Callable[[Sequence[int]], str] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._routing = routing
+        self._prompts_per_request = prompts_per_request
+        self._timeout_s = request_timeout_s
+        self._pause_mode = pause_mode
+        self._samples_from = samples_from
+        self._decode = decode
+        self._log = log
+        # No cap on connections: waiting for a free one would look like a hanging server.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+        timeout = httpx.Timeout(request_timeout_s, connect=min(10.0, request_timeout_s))
+        self._http = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=timeout, trust_env=False)
+
+    async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
+        """`n` samples of each prompt, in order. Raises RolloutError; what was still running is then cancelled."""
+        step = self._prompts_per_request
+        batches = [prompts[i : i + step] for i in range(0, len(prompts), step)]
+        tasks = [asyncio.create_task(self._generate_batch(b, n, params)) for b in batches]
+        try:
+            done = await asyncio.gather(*tasks)
+        finally:
+            for t in tasks:
+                t.cancel()
+        return [group for groups in done for group in groups]
+
+    async def _generate_batch(self, prompts: Sequence[Prompt], n: int, params: SamplingParams) -> list[SampleGroup]:
+        copies = n if self._samples_from == "client" else 1
+        seed = params.sampling_seed
+        sampling = []
+        for p in prompts:
+            for i in range(copies):
+                own = None if seed is None else seed_of(seed, p.id, i if copies > 1 else None)
+                sampling.append(replace(params, sampling_seed=own))
+        request = GenerateRequest(
+            input_ids=tuple(p.token_ids for p in prompts for _ in range(copies)),
+            sampling=tuple(sampling),
+            n=n // copies,
+            return_logprob=True,
+            return_routed_experts=self._routing is not None,
+        )
+        body = await self._call("POST", wire.GENERATE, request.to_json())
+        try:
+            replies = wire.replies_from_json(body, want=len(prompts) * n, want_logprobs=True)
+            return [
+                SampleGroup(
+                    prompt=p,
+                    samples=tuple(self._sample(p, j, r) for j, r in enumerate(replies[i * n : (i + 1) * n])),
+                )
+                for i, p in enumerate(prompts)
+            ]
+        except ValueError as e:
+            raise RolloutError(f"server {self.url} sent samples that cannot be used: {e}") from e
+
+    def _sample(self, prompt: Prompt, index: int, reply: GenerateReply) -> Sample:
+        before, r = len(prompt.token_ids), len(reply.output_ids)
+        if reply.prompt_tokens != before:
+            raise ValueError(f"prompt {prompt.id!r} has {before} tokens, the server counted {reply.prompt_tokens}")
+        response = torch.from_numpy(reply.output_ids)
+        loss_mask = torch.zeros(before + r, dtype=torch.bool)
+        loss_mask[before:] = True
+        logprobs = torch.zeros(before + r)
+        assert reply.logprobs is not None, "asked for"
+        logprobs[before:] = torch.from_numpy(reply.logprobs)
+        text = self._decode(reply.output_ids.tolist()) if self._decode else reply.text or ""
+        return Sample(
+            prompt_id=prompt.id,
+            index=index,
+            token_ids=torch.cat([torch.tensor(prompt.token_ids, dtype=torch.int64), response]),
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            routing=self._trace(reply, rows=before + r - 1),
+            versions=tuple(version_span(s) for s in reply.weight_versions),
+            finish=reply.finish,
+            text=text,
+        )
+
+    def _trace(self, reply: GenerateReply, *, rows: int) -> RoutingTrace | None:
+        shape = self._routing
+        if shape is None:
+            return None
+        if reply.routed_experts is None:
+            if reply.finish is Finish.ABORT:  # a request dropped before it was ever fed has none; it is not trained on
+                return None
+            raise ValueError("routed_experts is missing: start the server with --enable-return-routed-experts")
+        return RoutingTrace.from_wire(
+            reply.routed_experts,
+            rows=rows,
+            num_layers=shape.num_layers,
+            layers=shape.moe_layers,
+            top_k=shape.top_k,
+            num_experts=shape.num_experts,
+        )
+
+    async def pause(self, mode: PauseMode | None = None) -> None:
+        await self._call("POST", wire.PAUSE, (mode or self._pause_mode).to_json())
+
+    async def resume(self) -> None:
+        await self._call("POST", wire.CONTINUE, {})
+
+    async def flush_cache(self) -> None:
+        """Forget all keys and values. RolloutError while requests run or are paused in place."""
+        await self._send("POST", wire.FLUSH_CACHE)
+
+    async def abort(self, rid: str) -> None:
+        """End one request where it is; no error when it is unknown."""
+        await self._call("POST", wire.ABORT, AbortRequest(rid=rid).to_json())
+
+    async def abort_all(self) -> None:
+        await self._call("POST", wire.ABORT, AbortRequest(abort_all=True).to_json())
+
+    async def health(self) -> bool:
+        """Whether the server answers and says that it is well; never raises RolloutError."""
+        try:
+            return (await self._http.get(wire.HEALTH)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def model_info(self) -> ModelInfo:
+        body = await self._call("GET", wire.MODEL_INFO)
+        try:
+            return ModelInfo.from_json(body)
+        except ValueError as e:
+            raise RolloutError(f"server {self.url}: {e}") from None
+
+    async def server_info(self) -> wire.Json:
+        """All resolved arguments of the server, as it names them."""
+        return dict(await self._call("GET", wire.SERVER_INFO))
+
+    async def weight_version(self) -> int:
+        try:
+            return version_number((await self.model_info()).weight_version)
+        except ValueError as e:
+            raise RolloutError(f"server {self.url}: {e}") from None
+
+    async def checksum(self) -> ChecksumReply:
+        return ChecksumReply.from_json(await self._call("POST", wire.CHECKSUM, {"action": "checksum"}))
+
+    async def begin_weight_update(self) -> None:
+        await self._change(wire.BEGIN_UPDATE, {})
+
+    async def end_weight_update(self) -> None:
+        await self._change(wire.END_UPDATE, {})
+
+    async def set_weight_version(self, version: int) -> None:
+        body = UpdateVersion(new_version=str(version), abort_all_requests=False)
+        await self._change(wire.UPDATE_VERSION, body.to_json())
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _change(self, endpoint: str, body: wire.Json) -> None:
+        outcome = Outcome.from_json(await self._call("POST", endpoint, body), endpoint)
+        if not outcome.success:
+            raise RolloutError(f"server {self.url} refused {endpoint}: {outcome.message}")
+
+    async def _call(self, method: str, endpoint: str, body: wire.Json | None = None) -> Any:
+        response = await self._send(method, endpoint, body)
+        return read_json(response, url=self.url, endpoint=endpoint, log=self._log)
+
+    async def _send(self, method: str, endpoint: str, body: wire.Json | None = None) -> httpx.Response:
+        try:
+            # httpx limits each read, not their sum: a server that trickles would never time out.
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._http.request(method, endpoint, json=body)
+        except TimeoutError:
+            error = httpx.ReadTimeout("too slow")
+            raise failure(error, url=self.url, endpoint=endpoint, timeout_s=self._timeout_s, log=self._log) from None
+        except httpx.HTTPError as e:
+            raise failure(e, url=self.url, endpoint=endpoint, timeout_s=self._timeout_s, log=self._log) from e
+        if response.status_code >= 400:
+            read_json(response, url=self.url, endpoint=endpoint, log=self._log)
+        return response
+
+
+def version_number(text: str) -> int:
+    """The weight version as a number; ValueError when the server was started without one of ours."""
+    if not text.isdecimal():
+        raise ValueError(f"weight version {text!r} is not a number: start the server with --weight-version 0")
+    return int(text)
+
+
+def version_span(span: WireSpan) -> VersionSpan:
+    return VersionSpan(version_number(span.version), span.start, span.end)

@@ -1,0 +1,74 @@
+"""Many engines as one RolloutEngine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from miles_like.protocols import RolloutEngine
+from miles_like.types import Prompt, SampleGroup, SamplingParams
+
+
+class EnginePool:
+    """Splits prompts over engines by load. All engines serve the same weights.
+
+    A sampling seed is of the prompt, not of the engine, so where a prompt lands changes no token (given engines whose
+    rows do not depend on the batch).
+    """
+
+    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
+        if not engines:
+            raise ValueError("a pool of 0 engines: rollout.servers must be at least 1")
+        self._engines = tuple(engines)
+        self._load = [0] * len(engines)  # tokens at most, of prompts given out and not yet back
+
+    async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
+        """In the order of `prompts`. The first engine's error ends the call and cancels the others' share."""
+        costs = [len(p.token_ids) + n * params.max_new_tokens for p in prompts]
+        shares: list[list[int]] = [[] for _ in self._engines]
+        for i, cost in enumerate(costs):
+            e = min(range(len(self._engines)), key=self._load.__getitem__)
+            self._load[e] += cost
+            shares[e].append(i)
+
+        async def one(e: int) -> Sequence[SampleGroup]:
+            return await self._engines[e].generate([prompts[i] for i in shares[e]], n=n, params=params)
+
+        busy = [e for e, share in enumerate(shares) if share]
+        try:
+            done = await _all_or_first_error([one(e) for e in busy])
+        finally:
+            for e, share in enumerate(shares):
+                self._load[e] -= sum(costs[i] for i in share)
+        groups: list[SampleGroup | None] = [None] * len(prompts)
+        for e, part in zip(busy, done, strict=True):
+            for i, group in zip(shares[e], part, strict=True):
+                groups[i] = group
+        return [g for g in groups if g is not None]
+
+    async def pause(self) -> None:
+        await _all_or_first_error([e.pause() for e in self._engines])
+
+    async def resume(self) -> None:
+        await _all_or_first_error([e.resume() for e in self._engines])
+
+    async def weight_version(self) -> int:
+        """The version all engines serve. Raises ValueError naming each engine's when they differ."""
+        versions = await _all_or_first_error([e.weight_version() for e in self._engines])
+        if len(set(versions)) != 1:
+            each = ", ".join(f"{getattr(e, 'url', i)}: {v}" for i, (e, v) in enumerate(zip(self._engines, versions)))
+            raise ValueError(f"engines serve different weight versions ({each}): publish again before generating")
+        return int(versions[0])
+
+    async def close(self) -> None:
+        await _all_or_first_error([e.close() for e in self._engines])
+
+
+async def _all_or_first_error(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    tasks = [asyncio.ensure_future(c) for c in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for t in tasks:
+            t.cancel()

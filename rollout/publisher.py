@@ -1,0 +1,263 @@
+"""Push the trainer's weights into the rollout servers: a stream of whole tensors, encoded, in requests of bounded size.
+
+Every trainer rank has a publisher, because draining the stream is collective; one rank sends. Up to `hold_bytes` are
+encoded before the servers are paused, the rest while they wait, so a small model costs them only the transfer and a
+large one never lies whole in the sender's memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import httpx
+
+from miles_like.types import NamedTensor, PublishReport
+from quant.spec import QuantSpec
+from quant.stream import quantize_stream
+from rollout import wire
+from rollout.checksum import tensor_checksum
+from rollout.client import RolloutError, failure, read_json
+from rollout.config import PublishConfig
+from rollout.wire_control import (
+    SAFETENSORS,
+    ChecksumReply,
+    Outcome,
+    PauseMode,
+    UpdateFromTensor,
+    UpdateVersion,
+    encode_safetensors,
+    encode_sglang_pickle,
+)
+
+T = TypeVar("T")
+
+
+class _Bucket(NamedTuple):
+    payload: tuple[str, ...]
+    nbytes: int  # of the tensors
+    checksums: dict[str, str]  # empty where the servers' cannot be compared with them
+
+
+class ServerSet:
+    """Several servers asked the same thing at the same time, in threads."""
+
+    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+        self.urls = tuple(u.rstrip("/") for u in urls)
+        self._timeout_s = timeout_s
+        self._http = httpx.Client(timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)), trust_env=False)
+        self._threads = ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="publish")
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._http.close()
+
+    def ask(self, endpoint: str, body: wire.Json) -> list[Any]:
+        """POST to all; their bodies in order of `urls`. Raises RolloutError with a sentence of each that failed."""
+
+        def one(url: str) -> Any:
+            try:
+                response = self._http.post(url + endpoint, json=body)
+            except httpx.HTTPError as e:
+                raise failure(e, url=url, endpoint=endpoint, timeout_s=self._timeout_s, log=None) from e
+            return (
+                response.content
+                if endpoint == wire.FLUSH_CACHE and response.status_code < 400
+                else read_json(response, url=url, endpoint=endpoint, log=None)
+            )
+
+        return self._all(one)
+
+    def change(self, endpoint: str, body: wire.Json) -> None:
+        """`ask`, of an endpoint that answers with success or a reason."""
+        for url, answer in zip(self.urls, self.ask(endpoint, body), strict=True):
+            outcome = _parsed(url, lambda a=answer: Outcome.from_json(a, endpoint))
+            if not outcome.success:
+                raise RolloutError(f"server {url} refused {endpoint}: {outcome.message}")
+
+    def checksums(self) -> list[ChecksumReply]:
+        answers = self.ask(wire.CHECKSUM, {"action": "checksum"})
+        return [_parsed(u, lambda a=a: ChecksumReply.from_json(a)) for u, a in zip(self.urls, answers, strict=True)]
+
+    def _all(self, one: Callable[[str], T]) -> list[T]:
+        futures = [self._threads.submit(one, url) for url in self.urls]
+        errors = [f.exception() for f in futures]  # waits for all, so that none is still writing when one failed
+        said = [str(e) for e in errors if isinstance(e, RolloutError)]
+        for e in errors:
+            if e is not None and not isinstance(e, RolloutError):
+                raise e
+        if said:
+            raise RolloutError("; ".join(said))
+        return [f.result() for f in futures]
+
+
+def _parsed(url: str, parse: Callable[[], T]) -> T:
+    try:
+        return parse()
+    except ValueError as e:
+        raise RolloutError(f"server {url}: {e}") from None
+
+
+class TensorPublisher:
+    """WeightPublisher over /update_weights_from_tensor.
+
+    spec: how the servers' checkpoint is quantized; None: as the stream is. tp_size: of each stock server. send: whether
+    this rank is the one that talks to the servers. After any failure the servers stay paused, so half-updated weights
+    are never sampled from: the RuntimeError names the server and says that they are to be restarted.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        kind: Literal["embedded", "sglang"],
+        spec: QuantSpec | None,
+        config: PublishConfig,
+        send: bool,
+        tp_size: int = 1,
+        timeout_s: float = 600.0,
+        hold_bytes: int = 2 << 30,
+    ) -> None:
+        if not urls:
+            raise ValueError("no servers to publish to: rollout.servers must be at least 1")
+        self._urls = tuple(urls)
+        self._kind = kind
+        self._spec = spec
+        self._config = config
+        self._mode = PauseMode(config.pause_mode)
+        self._is_sender = send
+        self._tp_size = tp_size
+        self._timeout_s = timeout_s
+        self._hold_bytes = hold_bytes
+
+    def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:
+        """Collective over the trainer's ranks. Raises ValueError (weights that cannot be encoded) or RuntimeError."""
+        began = time.perf_counter()
+        stream = iter(weights)
+        nbytes, pause_s = 0, 0.0
+        try:
+            if self._is_sender:
+                nbytes, pause_s = self._send(stream, version)
+        finally:
+            for _ in stream:  # the other ranks wait in its collectives, even when sending has failed
+                pass
+        return PublishReport(version=version, bytes=nbytes, seconds=time.perf_counter() - began, pause_seconds=pause_s)
+
+    def _send(self, stream: Iterator[NamedTensor], version: int) -> tuple[int, float]:
+        buckets = self._encoded(stream)
+        held, size = [], 0
+        while size < self._hold_bytes and (bucket := next(buckets, None)) is not None:
+            held.append(bucket)
+            size += bucket.nbytes
+        if not held:
+            raise ValueError("no weights to publish: the stream is empty")
+        servers = ServerSet(self._urls, self._timeout_s)
+        began = time.perf_counter()
+        try:
+            servers.ask(wire.PAUSE, self._mode.to_json())
+            total = self._update(servers, itertools.chain(_emptying(held), buckets), version)
+            servers.ask(wire.CONTINUE, {})
+        except RolloutError as e:
+            raise RuntimeError(
+                f"weights of version {version} are not published: {e}. The servers are left paused, for they may hold "
+                "parts of two versions: restart them, or the run with --resume"
+            ) from e
+        finally:
+            servers.close()
+        return total, time.perf_counter() - began
+
+    def _update(self, servers: ServerSet, buckets: Iterator[_Bucket], version: int) -> int:
+        total, sent = 0, dict[str, str]()
+        servers.change(wire.BEGIN_UPDATE, {"selector": "all"})
+        for bucket, last in _with_last(buckets):
+            request = UpdateFromTensor(
+                tensors=bucket.payload,
+                load_format=SAFETENSORS if self._kind == "embedded" else None,
+                flush_cache=False,  # once, after the last: a flush that fails would fail the update that was made
+                weight_version=str(version) if last else None,
+            )
+            servers.change(wire.UPDATE_FROM_TENSOR, request.to_json())
+            total += bucket.nbytes
+            sent |= bucket.checksums
+        servers.change(wire.END_UPDATE, {})
+        finish(servers, self._mode, version)
+        if self._config.verify:
+            verify(servers, sent if self._kind == "embedded" else None)
+        return total
+
+    def _encoded(self, stream: Iterator[NamedTensor]) -> Iterator[_Bucket]:
+        hashed = self._config.verify and self._kind == "embedded"
+        for part in cut(quantize_stream(stream, self._spec), self._config.bucket_bytes):
+            if self._kind == "embedded":
+                payload: tuple[str, ...] = (encode_safetensors(part),)
+            else:
+                payload = encode_sglang_pickle(part, self._tp_size)
+            checksums = {t.name: tensor_checksum(t.name, t.tensor) for t in part} if hashed else {}
+            yield _Bucket(payload, sum(t.tensor.nbytes for t in part), checksums)
+
+
+def finish(servers: ServerSet, mode: PauseMode, version: int) -> None:
+    """Set the version, and forget keys and values of the old weights. Paused in place, running requests keep theirs."""
+    body = UpdateVersion(new_version=str(version), abort_all_requests=False)
+    servers.change(wire.UPDATE_VERSION, body.to_json())
+    if mode is not PauseMode.IN_PLACE:
+        servers.ask(wire.FLUSH_CACHE, {})
+
+
+def verify(servers: ServerSet, sent: dict[str, str] | None) -> None:
+    """Demand equal checksums of all servers and, where given, those of what was sent. Raises RolloutError."""
+    replies = servers.checksums()
+    first = replies[0]
+    for url, reply in zip(servers.urls[1:], replies[1:], strict=True):
+        if reply.per_engine != first.per_engine:
+            which = _differing(first.ranks[0], reply.ranks[0])
+            raise RolloutError(f"servers {servers.urls[0]} and {url} hold different weights ({which})")
+    if sent is not None and dict(first.ranks[0]) != sent:
+        which = _differing(sent, first.ranks[0])
+        raise RolloutError(f"server {servers.urls[0]} holds other weights than were sent ({which})")
+
+
+def _differing(a: Any, b: Any) -> str:
+    names = sorted(n for n in a.keys() | b.keys() if a.get(n) != b.get(n))
+    return f"{len(names)} tensors: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+
+
+def cut(stream: Iterable[tuple[str, Any]], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+    """Lists of about `bucket_bytes`, never empty. Raises ValueError when a name comes twice.
+
+    A module's tensors stay together, so that a server never sees codes without their scales; a bucket may therefore
+    exceed its size by one module's.
+    """
+    part: list[NamedTensor] = []
+    size, module, seen = 0, "", set[str]()
+    for name, tensor in stream:
+        if name in seen:
+            raise ValueError(f"tensor {name!r} comes twice in the weights to publish")
+        seen.add(name)
+        before, module = module, name.rpartition(".")[0]
+        if part and size + tensor.nbytes > bucket_bytes and module != before:
+            yield part
+            part, size = [], 0
+        part.append(NamedTensor(name, tensor))
+        size += tensor.nbytes
+    if part:
+        yield part
+
+
+def _emptying(items: list[_Bucket]) -> Iterator[_Bucket]:
+    """The items in order, each let go of once it is sent."""
+    items.reverse()
+    while items:
+        yield items.pop()
+
+
+def _with_last(items: Iterator[_Bucket]) -> Iterator[tuple[_Bucket, bool]]:
+    """Each item, and whether it is the last."""
+    item = next(items, None)
+    while item is not None:
+        after = next(items, None)
+        yield item, after is None
+        item = after

@@ -1,0 +1,257 @@
+"""Start, await and stop server processes, embedded or stock SGLang; both command lines are pure functions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from rollout.client import RolloutError
+from rollout.config import RolloutConfig
+from rollout.wire import HEALTH
+
+_POLL_S = 0.1
+_LOG_LINES = 20
+
+
+class ServerHandle:
+    """A running server process and all that it has started. As a context manager it is stopped at the end."""
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.url = url
+        self.log = log
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Of the process group's leader, which waits for the server."""
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def await_ready(self, timeout_s: float) -> None:
+        """Wait until /health answers 200. Raises RolloutError with the end of the log when it does not come up."""
+        deadline = time.monotonic() + timeout_s
+        with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as http:
+            while time.monotonic() < deadline:
+                self.check_alive()
+                try:
+                    if http.get(HEALTH).status_code == 200:
+                        return
+                except httpx.HTTPError:
+                    pass  # not listening yet
+                time.sleep(_POLL_S)
+        raise RolloutError(
+            f"server {self.url} was not ready within {timeout_s:g} s: raise rollout.start_timeout_s or read {self.log}"
+            f", which ends:\n{log_tail(self.log)}"
+        )
+
+    def check_alive(self) -> None:
+        """Raises RolloutError with the end of the log when the process has ended."""
+        code = self._process.poll()
+        if code is not None:
+            how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+            raise RolloutError(f"server {self.url} ended with {how}; {self.log} ends:\n{log_tail(self.log)}")
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """SIGTERM to its process group, SIGKILL after `grace_s`; nothing when it was stopped before."""
+        if self._process.poll() is None:
+            os.killpg(self.pid, signal.SIGTERM)
+            try:
+                self._process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.pid, signal.SIGKILL)
+                self._process.wait()
+                return
+        # The leader is gone; a worker process of the server that ignored SIGTERM may be left in the group.
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def __enter__(self) -> ServerHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def log_tail(log: Path, lines: int = _LOG_LINES) -> str:
+    """The last lines of a log; the reason a server died is there."""
+    if not log.exists():
+        return "(no log)"
+    with log.open("rb") as f:
+        f.seek(max(0, log.stat().st_size - 16384))
+        return "\n".join(f.read().decode("utf-8", "replace").splitlines()[-lines:]) or "(an empty log)"
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind((host, 0))
+        return int(s.getsockname()[1])
+
+
+def check_port(port: int, host: str = "127.0.0.1") -> None:
+    """Raises ValueError when something listens there: said before a server is started that would find out late."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            s.bind((host, port))
+        except OSError as e:
+            raise ValueError(
+                f"port {port} on {host} cannot be used ({e.strerror}): set rollout.port to another one, "
+                "or leave it out for any free port"
+            ) from None
+
+
+def start(command: list[str], *, url: str, log: Path) -> ServerHandle:
+    """Start `command` in a process group of its own that ends when this process does; both outputs go to `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    guard = [sys.executable, "-m", "rollout.guard", str(os.getpid()), *command]
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            guard, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return ServerHandle(url, process, log)
+
+
+def embedded_command(model_path: Path, config: RolloutConfig, *, port: int, weight_version: int = 0) -> list[str]:
+    """Command line of the CPU engine."""
+    e = config.embedded
+    return [
+        *(sys.executable, "-m", "rollout.embedded.server"),
+        *("--model-path", str(model_path)),
+        *("--host", "127.0.0.1"),
+        *("--port", str(port)),
+        *("--threads", str(e.threads)),
+        *("--dtype", e.dtype),
+        *("--max-total-tokens", str(e.max_total_tokens)),
+        *("--max-running-requests", str(e.max_running_requests)),
+        *("--context-length", str(e.context_length)),
+        *("--weight-version", str(weight_version)),
+    ]
+
+
+def sglang_command(
+    config: RolloutConfig,
+    model_path: Path,
+    *,
+    port: int,
+    host: str = "127.0.0.1",
+    node_rank: int = 0,
+    nnodes: int = 1,
+    dist_init_addr: str | None = None,
+    weight_version: int = 0,
+    return_routed_experts: bool = True,
+) -> list[str]:
+    """Command line of a stock SGLang 0.5.23 server on one of the `nnodes` nodes it spans.
+
+    Attention data parallelism is asked for as `--attn-dp-size`: the older `--dp-size N --enable-dp-attention` means the
+    same in 0.5.23 but is deprecated, and `--dp-size` now means whole replicas, which refuse weight updates.
+    The tokenizer is left out: token ids go in and come out, and the text is made on this side.
+    Raises ValueError for flags that contradict each other.
+    """
+    f = config.sglang
+    if f.dp_size > 1 and not f.enable_dp_attention:
+        raise ValueError(
+            f"rollout.sglang.dp_size = {f.dp_size} replicas inside one server take no weight updates: set "
+            "rollout.sglang.enable_dp_attention = true, or dp_size = 1 and raise rollout.servers"
+        )
+    if f.enable_dp_attention and f.tp_size % f.dp_size:
+        raise ValueError(f"rollout.sglang.dp_size = {f.dp_size} does not divide tp_size = {f.tp_size}")
+    if nnodes > 1 and dist_init_addr is None:
+        raise ValueError(f"a server over {nnodes} nodes needs dist_init_addr, HOST:PORT of its first node")
+    flags: list[tuple[str, object]] = [
+        ("--model-path", model_path),
+        ("--host", host),
+        ("--port", port),
+        ("--tp-size", f.tp_size),
+        ("--ep-size", f.ep_size),
+        ("--mem-fraction-static", f.mem_fraction_static),
+        ("--kv-cache-dtype", f.kv_cache_dtype),
+        ("--weight-version", weight_version),
+    ]
+    if f.enable_dp_attention:
+        flags.append(("--attn-dp-size", f.dp_size))
+    if f.moe_a2a_backend != "none":
+        flags += [("--moe-a2a-backend", f.moe_a2a_backend), ("--deepep-mode", f.deepep_mode)]
+    optional = ("chunked_prefill_size", "max_running_requests", "context_length", "attention_backend")
+    flags += [(f"--{k.replace('_', '-')}", getattr(f, k)) for k in optional if getattr(f, k) is not None]
+    if nnodes > 1:
+        flags += [("--nnodes", nnodes), ("--node-rank", node_rank), ("--dist-init-addr", dist_init_addr)]
+    command = [sys.executable, "-m", "sglang.launch_server", *(str(x) for pair in flags for x in pair)]
+    command.append("--skip-tokenizer-init")
+    if return_routed_experts:
+        command.append("--enable-return-routed-experts")
+    if f.enable_memory_saver:
+        command.append("--enable-memory-saver")
+    return command
+
+
+def launch_embedded(
+    model_path: Path, config: RolloutConfig, *, port: int | None, log_dir: Path, weight_version: int = 0
+) -> ServerHandle:
+    """Start a CPU engine and wait until it answers. Raises ValueError (port) or RolloutError (it did not come up)."""
+    port = _usable(port, "127.0.0.1")
+    command = embedded_command(model_path, config, port=port, weight_version=weight_version)
+    return _started(command, f"http://127.0.0.1:{port}", log_dir / f"embedded_{port}.log", config.start_timeout_s)
+
+
+def launch_sglang(
+    model_path: Path,
+    config: RolloutConfig,
+    *,
+    port: int | None,
+    log_dir: Path,
+    host: str = "127.0.0.1",
+    node_rank: int = 0,
+    nnodes: int = 1,
+    dist_init_addr: str | None = None,
+    weight_version: int = 0,
+    return_routed_experts: bool = True,
+) -> ServerHandle:
+    """Start this node's part of a stock server; on its first node wait until it answers (the others speak no HTTP)."""
+    port = _usable(port, host)
+    command = sglang_command(
+        config,
+        model_path,
+        port=port,
+        host=host,
+        node_rank=node_rank,
+        nnodes=nnodes,
+        dist_init_addr=dist_init_addr,
+        weight_version=weight_version,
+        return_routed_experts=return_routed_experts,
+    )
+    url, log = f"http://{host}:{port}", log_dir / f"sglang_{port}.{node_rank}.log"
+    return _started(command, url, log, config.start_timeout_s) if node_rank == 0 else start(command, url=url, log=log)
+
+
+def _usable(port: int | None, host: str) -> int:
+    if port is None:
+        return free_port(host)
+    check_port(port, host)
+    return port
+
+
+def _started(command: list[str], url: str, log: Path, timeout_s: float) -> ServerHandle:
+    handle = start(command, url=url, log=log)
+    ready = False
+    try:
+        handle.await_ready(timeout_s)
+        ready = True
+    finally:
+        if not ready:
+            handle.stop()
+    return handle
