@@ -24,7 +24,8 @@ def main() -> int:
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     while os.getppid() == parent:
         try:
-            return child.wait(_POLL_S)
+            code = child.wait(_POLL_S)
+            return code if code >= 0 else 128 - code  # as a shell says that a signal ended it
         except subprocess.TimeoutExpired:
             continue
     print(f"process {parent}, which started this server, is gone: ending", file=sys.stderr, flush=True)

@@ -57,7 +57,8 @@ class EnginePool:
         """The version all engines serve. Raises ValueError naming each engine's when they differ."""
         versions = await _all_or_first_error([e.weight_version() for e in self._engines])
         if len(set(versions)) != 1:
-            each = ", ".join(f"{getattr(e, 'url', i)}: {v}" for i, (e, v) in enumerate(zip(self._engines, versions)))
+            names = [getattr(e, "url", f"engine {i}") for i, e in enumerate(self._engines)]
+            each = ", ".join(f"{n}: {v}" for n, v in zip(names, versions, strict=True))
             raise ValueError(f"engines serve different weight versions ({each}): publish again before generating")
         return int(versions[0])
 

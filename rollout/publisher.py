@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import httpx
 
@@ -33,6 +33,7 @@ from rollout.wire_control import (
     encode_sglang_pickle,
 )
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -63,24 +64,22 @@ class ServerSet:
                 response = self._http.post(url + endpoint, json=body)
             except httpx.HTTPError as e:
                 raise failure(e, url=url, endpoint=endpoint, timeout_s=self._timeout_s, log=None) from e
-            return (
-                response.content
-                if endpoint == wire.FLUSH_CACHE and response.status_code < 400
-                else read_json(response, url=url, endpoint=endpoint, log=None)
-            )
+            if endpoint == wire.FLUSH_CACHE and response.status_code < 400:
+                return None  # it answers in prose
+            return read_json(response, url=url, endpoint=endpoint, log=None)
 
         return self._all(one)
 
     def change(self, endpoint: str, body: wire.Json) -> None:
         """`ask`, of an endpoint that answers with success or a reason."""
         for url, answer in zip(self.urls, self.ask(endpoint, body), strict=True):
-            outcome = _parsed(url, lambda a=answer: Outcome.from_json(a, endpoint))
+            outcome = _parsed(url, Outcome.from_json, answer, endpoint)
             if not outcome.success:
                 raise RolloutError(f"server {url} refused {endpoint}: {outcome.message}")
 
     def checksums(self) -> list[ChecksumReply]:
         answers = self.ask(wire.CHECKSUM, {"action": "checksum"})
-        return [_parsed(u, lambda a=a: ChecksumReply.from_json(a)) for u, a in zip(self.urls, answers, strict=True)]
+        return [_parsed(u, ChecksumReply.from_json, a) for u, a in zip(self.urls, answers, strict=True)]
 
     def _all(self, one: Callable[[str], T]) -> list[T]:
         futures = [self._threads.submit(one, url) for url in self.urls]
@@ -94,9 +93,9 @@ class ServerSet:
         return [f.result() for f in futures]
 
 
-def _parsed(url: str, parse: Callable[[], T]) -> T:
+def _parsed(url: str, parse: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     try:
-        return parse()
+        return parse(*args, **kwargs)
     except ValueError as e:
         raise RolloutError(f"server {url}: {e}") from None
 
@@ -208,15 +207,19 @@ def finish(servers: ServerSet, mode: PauseMode, version: int) -> None:
 
 
 def verify(servers: ServerSet, sent: dict[str, str] | None) -> None:
-    """Demand equal checksums of all servers and, where given, those of what was sent. Raises RolloutError."""
+    """Demand equal checksums of all servers and, where given, that each is of what was sent. Raises RolloutError.
+
+    What was sent may be more: an engine that does not draft skips the multi-token-prediction layers.
+    """
     replies = servers.checksums()
     first = replies[0]
     for url, reply in zip(servers.urls[1:], replies[1:], strict=True):
         if reply.per_engine != first.per_engine:
             which = _differing(first.ranks[0], reply.ranks[0])
             raise RolloutError(f"servers {servers.urls[0]} and {url} hold different weights ({which})")
-    if sent is not None and dict(first.ranks[0]) != sent:
-        which = _differing(sent, first.ranks[0])
+    held = first.ranks[0]
+    if sent is not None and any(sent.get(n) != c for n, c in held.items()):
+        which = _differing({n: sent.get(n) for n in held}, held)
         raise RolloutError(f"server {servers.urls[0]} holds other weights than were sent ({which})")
 
 

@@ -35,7 +35,16 @@ class ServerHandle:
         return self._process.pid
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._exit_code() is None
+
+    def _exit_code(self) -> int | None:
+        """None while it runs. An ended leader stays a zombie until `stop`, so that no other group gets its number."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is None:
+            return None
+        return end.si_status if end.si_code == os.CLD_EXITED else 128 + end.si_status
 
     def await_ready(self, timeout_s: float) -> None:
         """Wait until /health answers 200. Raises RolloutError with the end of the log when it does not come up."""
@@ -56,26 +65,23 @@ class ServerHandle:
 
     def check_alive(self) -> None:
         """Raises RolloutError with the end of the log when the process has ended."""
-        code = self._process.poll()
+        code = self._exit_code()
         if code is not None:
-            how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+            how = f"exit code {code}" if code <= 128 else f"signal {signal.Signals(code - 128).name}"
             raise RolloutError(f"server {self.url} ended with {how}; {self.log} ends:\n{log_tail(self.log)}")
 
     def stop(self, grace_s: float = 10.0) -> None:
         """SIGTERM to its process group, SIGKILL after `grace_s`; nothing when it was stopped before."""
-        if self._process.poll() is None:
+        if self._process.returncode is not None:
+            return
+        if self.alive():
             os.killpg(self.pid, signal.SIGTERM)
-            try:
-                self._process.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.pid, signal.SIGKILL)
-                self._process.wait()
-                return
-        # The leader is gone; a worker process of the server that ignored SIGTERM may be left in the group.
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        deadline = time.monotonic() + grace_s
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        # Also when the leader ended by itself: a worker process of the server may be left in the group.
+        os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
 
     def __enter__(self) -> ServerHandle:
         return self

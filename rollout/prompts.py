@@ -1,0 +1,169 @@
+"""Read prompts from json, jsonl, parquet or a hub name, tokenize each once, deal them out in a reproducible order."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import datasets
+
+from miles_like.types import Prompt
+from rollout.config import DataConfig
+
+_READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is used."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any: ...
+
+
+class Cursor(NamedTuple):
+    """Where a PromptSource stands: `position` prompts of epoch `epoch` are dealt."""
+
+    epoch: int
+    position: int
+
+
+class PromptSource:
+    """All prompts of one file, in memory, in an order that depends on (seed, epoch) only.
+
+    path: a file (.json, .jsonl, .parquet) or a hub name, optionally NAME:SPLIT (split "train" when left out).
+    Raises ValueError saying which file, row and column is at fault: a missing file or column, no rows, a prompt without
+    an answer or without text, the same id twice, a prompt of more than max_prompt_tokens.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, path: str, *, seed: int = 0) -> None:
+        rows = read_rows(path)
+        self._prompts = [_prompt(config, tokenizer, row, i, path) for i, row in enumerate(rows)]
+        _check_ids(self._prompts, path)
+        self._seed = seed
+        self._cursor = Cursor(0, 0)
+        self._order = self._shuffled(0)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def all(self) -> Sequence[Prompt]:
+        """Every prompt in file order, whatever was dealt."""
+        return tuple(self._prompts)
+
+    def take(self, k: int) -> list[Prompt]:
+        """The next k. Each epoch deals every prompt once, in a new order; a take may span two."""
+        out: list[Prompt] = []
+        while len(out) < k:
+            epoch, position = self._cursor
+            part = self._order[position : position + k - len(out)]
+            out += [self._prompts[i] for i in part]
+            if position + len(part) == len(self):
+                self._order = self._shuffled(epoch + 1)
+                self._cursor = Cursor(epoch + 1, 0)
+            else:
+                self._cursor = Cursor(epoch, position + len(part))
+        return out
+
+    def state(self) -> Cursor:
+        return self._cursor
+
+    def restore(self, cursor: Cursor) -> None:
+        """Go to where `state` was taken; the same file and seed then deal the same prompts."""
+        epoch, position = cursor
+        if not (epoch >= 0 and 0 <= position < len(self)):
+            raise ValueError(
+                f"a cursor at prompt {position} of epoch {epoch} does not fit {len(self)} prompts: "
+                "was data.train changed since the checkpoint?"
+            )
+        self._cursor = Cursor(epoch, position)
+        self._order = self._shuffled(epoch)
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self)))
+        # a str seed is hashed by sha512, the same in every process; a tuple would not be
+        random.Random(f"prompts {self._seed} {epoch}").shuffle(order)
+        return order
+
+
+def read_rows(path: str) -> Sequence[Mapping[str, Any]]:
+    """Rows of a file or of a hub name. Raises ValueError when there is no such file, it is damaged or has no rows."""
+    file = Path(path)
+    reader = _READERS.get(file.suffix)
+    if reader is None and (file.exists() or file.suffix in {".csv", ".txt", ".gz"}):
+        raise ValueError(f"{path}: prompts are read from {', '.join(_READERS)} files or a hub name, not from this")
+    if reader is not None:
+        if not file.is_file():
+            raise ValueError(f"{path}: no such file: check data.train and data.eval")
+        if file.stat().st_size == 0:
+            raise ValueError(f"{path} is empty: it has no prompts")
+        # The cache of a local file is of no use after this: nothing is left in the user's home.
+        with tempfile.TemporaryDirectory(prefix="prompts_") as cache:
+            rows = _load(path, reader, data_files=str(file), split="train", cache_dir=cache)
+    else:
+        name, _, split = path.partition(":")
+        rows = _load(path, name, split=split or "train")
+    if not rows:
+        raise ValueError(f"{path} has no rows: it has no prompts")
+    return rows
+
+
+def _load(path: str, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+    datasets.disable_progress_bars()
+    try:
+        return list(datasets.load_dataset(*args, **kwargs).to_list())
+    except (datasets.exceptions.DatasetGenerationError, datasets.exceptions.DatasetsError, OSError, ValueError) as e:
+        reason = e.__cause__ or e
+        raise ValueError(f"{path} cannot be read as prompts: {str(reason).strip().splitlines()[0]}") from e
+
+
+def _prompt(config: DataConfig, tokenizer: Tokenizer, row: Mapping[str, Any], i: int, path: str) -> Prompt:
+    where = f"{path}, row {i}"
+    for key in (config.prompt_key, config.answer_key):
+        if key not in row:
+            have = ", ".join(sorted(row))
+            raise ValueError(f"{path} has no column {key!r}; it has {have}: set data.prompt_key and data.answer_key")
+    question, answer = row[config.prompt_key], row[config.answer_key]
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"{where}: the prompt ({config.prompt_key}) is {question!r}, want text")
+    if answer is None or not str(answer).strip():
+        raise ValueError(
+            f"{where}: the prompt {question[:60]!r} has no answer ({config.answer_key}): it cannot be scored"
+        )
+    asked = question + config.instruction
+    text = asked
+    if config.template == "chat":
+        message = [{"role": "user", "content": asked}]
+        text = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+    ids = tuple(tokenizer.encode(text, add_special_tokens=False))  # a template writes its own special tokens
+    if len(ids) > config.max_prompt_tokens:
+        raise ValueError(
+            f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens = {config.max_prompt_tokens}: "
+            "raise it, or take the row out"
+        )
+    given = row.get(config.id_key)
+    name = str(given) if given is not None else hashlib.sha256(f"{asked}\0{answer}".encode()).hexdigest()[:16]
+    used = {config.prompt_key, config.answer_key, config.id_key, "source"}
+    return Prompt(
+        id=name,
+        token_ids=ids,
+        answer=str(answer),
+        text=text,
+        source=str(row.get("source") or ""),
+        meta={k: str(v) for k, v in row.items() if k not in used and v is not None},
+    )
+
+
+def _check_ids(prompts: Sequence[Prompt], path: str) -> None:
+    rows: dict[str, int] = {}
+    for i, p in enumerate(prompts):
+        if p.id in rows:
+            raise ValueError(
+                f"{path}: rows {rows[p.id]} and {i} are the same prompt ({p.id!r}): give each row its own id"
+            )
+        rows[p.id] = i
