@@ -1,0 +1,105 @@
+"""Model, optimizer and step number <-> a `torch_dist` directory that any layout can read.
+
+A directory is written beside its name as NAME.partial and renamed when every rank is done, so a directory that has its
+name is whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException, check_is_distributed_checkpoint
+from megatron.core.optimizer import ChainedOptimizer
+
+from megatron_bridge.model import PolicyModel
+from megatron_bridge.optimizer import prime_state
+from megatron_bridge.parallel import ParallelContext
+
+# fully_reshardable: the optimizer's state is stored by parameter, so that another tp, pp, ep or dp can read it.
+_METADATA: dict[str, Any] = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def _model_state(model: PolicyModel, parallel: ParallelContext) -> dict[str, Any]:
+    """The sharded state of the unwrapped model: keys without "module."."""
+    return model.sharded_state_dict(metadata=_METADATA | {"dp_cp_group": parallel.dp_cp_group})  # type: ignore[no-any-return]
+
+
+def _full_state(
+    model: PolicyModel, optimizer: ChainedOptimizer, parallel: ParallelContext, step: int, *, loading: bool
+) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": _model_state(model, parallel), "step": step}
+    metadata = _METADATA | {"dp_cp_group": parallel.dp_cp_group}
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+    return state
+
+
+def save_checkpoint(
+    path: Path, model: PolicyModel, optimizer: ChainedOptimizer, parallel: ParallelContext, *, step: int
+) -> None:
+    """Write everything a resumed run needs. Collective. Raises ValueError when `path` exists."""
+    if path.exists():
+        raise ValueError(f"checkpoint {path} exists: remove it or save under another name")
+    partial = path.with_name(path.name + ".partial")
+    dist.barrier()  # nobody looks for `path` any more
+    if parallel.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    prime_state(optimizer)
+    state = _full_state(model, optimizer, parallel, step, loading=False)
+    dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
+    dist.barrier()
+    if parallel.rank == 0:
+        partial.rename(path)
+    dist.barrier()
+
+
+def _check(path: Path) -> None:
+    if not path.is_dir() or not check_is_distributed_checkpoint(str(path)):
+        raise ValueError(
+            f"{path} is not a complete torch_dist checkpoint: it has no metadata.json; give another directory"
+        )
+
+
+def _read(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    try:
+        return dist_checkpointing.load(state, str(path))  # type: ignore[no-any-return]
+    except (CheckpointingException, KeyError, torch.distributed.checkpoint.CheckpointException) as e:
+        first = str(e).strip().splitlines()
+        raise ValueError(
+            f"checkpoint {path} does not fit this model: {first[0] if first else type(e).__name__}; "
+            "check that it was made from the same model config"
+        ) from e
+
+
+def load_checkpoint(path: Path, model: PolicyModel, optimizer: ChainedOptimizer, parallel: ParallelContext) -> int:
+    """Read what `save_checkpoint` wrote, in any layout; returns its step. Collective.
+
+    Raises ValueError when the directory is missing, incomplete, or of another model.
+    """
+    _check(path)
+    prime_state(optimizer)
+    state = _read(_full_state(model, optimizer, parallel, 0, loading=True), path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
+
+
+def load_weights(path: Path, model: PolicyModel, optimizer: ChainedOptimizer, parallel: ParallelContext) -> None:
+    """Read a converted model (keys as in the unwrapped GPTModel) and refresh the optimizer's fp32 copies. Collective.
+
+    Raises ValueError when the directory is missing, incomplete, or of another model.
+    """
+    _check(path)
+    model.load_state_dict(_read(_model_state(model, parallel), path))
+    optimizer.reload_model_params()

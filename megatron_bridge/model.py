@@ -1,0 +1,169 @@
+"""Stock megatron-core GPTModel for one rank, from a Hugging Face config: built, converted to bf16, wrapped for gradients.
+
+Letters: T packed tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
+
+from megatron_bridge.config import TrainerConfig
+from megatron_bridge.device import DeviceEnv
+from megatron_bridge.families.base import HFConfig
+from megatron_bridge.families.registry import family_of
+from megatron_bridge.local_modules import localize
+from megatron_bridge.logprobs import label_logprobs
+from megatron_bridge.parallel import ParallelContext
+
+assert hasattr(GPTModel, "_postprocess"), "GPTModel._postprocess is gone: PolicyModel overrides it"
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage answers labels with log-probabilities instead of a [T, V] tensor of logits."""
+
+    def __init__(self, *args: Any, temperature: float, logprob_chunk: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.temperature, self.logprob_chunk = temperature, logprob_chunk
+
+    def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """[2, T] fp32 on the last stage, given labels [1, T] and loss_mask [1, T] bool: the log-probability of each label
+        with loss (0 elsewhere) and the entropy of its distribution (no gradient). Else what GPTModel returns."""
+        labels, loss_mask = kwargs["labels"], kwargs["loss_mask"]
+        if not self.post_process or labels is None:
+            return super()._postprocess(hidden_states=hidden_states, **kwargs)  # type: ignore[no-any-return]
+        group = self.pg_collection.tp
+        # backward adds up the partial gradients of the vocabulary's shares
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        rows = loss_mask[0].nonzero()[:, 0]
+        logprobs, entropy = label_logprobs(
+            hidden[:, 0].index_select(0, rows),
+            self.output_layer.weight,
+            labels[0].index_select(0, rows),
+            temperature=self.temperature,
+            chunk=self.logprob_chunk,
+            group=group,
+        )
+        out = logprobs.new_zeros(2, labels.shape[1])
+        return out.index_copy(1, rows, torch.stack([logprobs, entropy]))
+
+
+def transformer_config(config: TrainerConfig, hf: HFConfig, parallel: ParallelContext, env: DeviceEnv) -> Any:
+    """The family's keywords plus everything that layout, precision and device decide."""
+    layout, bf16 = config.parallel, config.params_dtype == "bfloat16"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    family = dict(family_of(hf).transformer_config(hf))
+    moe = family.get("num_moe_experts") is not None
+    own: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        "bf16": bf16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "variable_seq_lengths": True,  # packs differ in length
+        "calculate_per_token_loss": True,  # gradients are sums; the step divides once, by the whole batch's tokens
+        "deallocate_pipeline_outputs": False,
+        "use_cpu_initialization": env.device.type == "cpu",
+        "bias_activation_fusion": True,  # SwiGLU as one autograd function: fewer saved tensors
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+    }
+    if config.recompute == "full":
+        own |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if moe:
+        own |= {
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_enable_routing_replay": True,
+            "moe_router_fusion": False,  # TransformerEngine's fused router never asks the replay
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_bias_update_rate": config.router_bias_update_rate,
+            "moe_grouped_gemm": env.transformer_engine,
+        }
+    kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
+    return kind(**(family | own))
+
+
+def _build_chunk(
+    config: TrainerConfig, hf: HFConfig, tf: Any, parallel: ParallelContext, env: DeviceEnv
+) -> PolicyModel:
+    spec = get_gpt_decoder_block_spec(tf, use_transformer_engine=env.transformer_engine, normalization=tf.normalization)
+    model = PolicyModel(
+        tf,
+        spec if env.transformer_engine else localize(spec),
+        vocab_size=family_of(hf).vocab_size(hf),
+        max_sequence_length=hf.get("max_position_embeddings", 4096),
+        pre_process=parallel.is_first_stage,
+        post_process=parallel.is_last_stage,
+        share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
+        position_embedding_type="rope",
+        rotary_base=hf.get("rope_theta", 10000),
+        parallel_output=True,
+        temperature=config.temperature,
+        logprob_chunk=config.logprob_chunk,
+    )
+    for name, param in model.named_parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+        if ".experts." in name:
+            # Experts have their own gradient buffer and optimizer at every ep, not only at ep > 1: otherwise the
+            # optimizer's checkpoint cannot be read at another ep ("Expected 2 entries").
+            param.allreduce = False  # type: ignore[attr-defined]
+    return model.to(env.device)
+
+
+def build_model(
+    config: TrainerConfig, hf: HFConfig, parallel: ParallelContext, env: DeviceEnv
+) -> list[DistributedDataParallel]:
+    """This rank's model chunks (one, without virtual stages), randomly initialised, each wrapped for gradient reduction.
+
+    With params_dtype "bfloat16" the parameters are bf16, but for the router's bias; gradients accumulate in fp32.
+    """
+    tf = transformer_config(config, hf, parallel, env)
+    model: torch.nn.Module = _build_chunk(config, hf, tf, parallel, env)
+    if tf.bf16:
+        model = Float16Module(tf, model)
+        for router in routers([model]):
+            router._maintain_float32_expert_bias()
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=config.distributed_optimizer, grad_reduce_in_fp32=True, bucket_size=None
+    )
+    return [DistributedDataParallel(tf, ddp, model)]
+
+
+def unwrap(chunk: torch.nn.Module) -> PolicyModel:
+    """The model inside its gradient and precision wrappers: parameter names without "module."."""
+    while not isinstance(chunk, PolicyModel):
+        chunk = chunk.module  # type: ignore[assignment]
+    return chunk
+
+
+def routers(chunks: list[Any]) -> list[TopKRouter]:
+    """This rank's routers in layer order; `layer_number - 1` is the global layer."""
+    return [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]

@@ -1,0 +1,148 @@
+"""The layout of ranks: process groups, this rank's place in each, and the checks that a layout can work at all.
+
+The only file that calls megatron's parallel_state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed import ProcessGroup
+
+from megatron_bridge.config import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ParallelContext:
+    """This rank's place. A group of size one is a group too: collectives over it are the identity."""
+
+    config: ParallelConfig
+    rank: int
+    world_size: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    ep_rank: int
+    etp_rank: int
+    tp_group: ProcessGroup
+    pp_group: ProcessGroup
+    dp_group: ProcessGroup
+    dp_cp_group: ProcessGroup
+    ep_group: ProcessGroup
+    etp_group: ProcessGroup
+    expert_dp_group: ProcessGroup
+    last_stage_rank: int  # global rank holding the loss of this rank's pipeline
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Tensor parallelism always splits the sequence too: with MoE megatron refuses it otherwise."""
+        return self.config.tp > 1
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.config.pp - 1
+
+
+def check_layout(
+    config: ParallelConfig, *, world_size: int, num_layers: int, num_experts: int | None, heads: int, vocab: int
+) -> None:
+    """Raises ValueError, with both numbers and the remedy, when the model cannot be laid out so."""
+    if config.world_size != world_size:
+        raise ValueError(
+            f"parallel.tp * pp * cp * dp = {config.world_size}, but {world_size} trainer ranks were started: "
+            f"set parallel.dp so that the product is {world_size}"
+        )
+    if config.cp > 1:
+        raise ValueError(f"parallel.cp = {config.cp}: context parallelism is not supported; set parallel.cp = 1")
+    if config.vpp > 1:
+        raise ValueError(
+            f"parallel.vpp = {config.vpp}: virtual pipeline stages are not supported; set parallel.vpp = 1"
+        )
+    if num_experts is None and config.ep > 1:
+        raise ValueError(f"parallel.ep = {config.ep}, but the model has no experts: set parallel.ep = 1")
+    if num_experts is not None and num_experts % config.ep:
+        raise ValueError(f"{num_experts} experts do not divide over parallel.ep = {config.ep}: choose a divisor")
+    if heads % config.tp:
+        raise ValueError(f"{heads} attention heads do not divide over parallel.tp = {config.tp}: choose a divisor")
+    if vocab % config.tp:
+        raise ValueError(f"a vocabulary of {vocab} does not divide over parallel.tp = {config.tp}: choose a divisor")
+    ends = [n for n in (config.first_stage_layers, config.last_stage_layers) if n is not None]
+    between, stages = num_layers - sum(ends), config.pp - len(ends)
+    if config.pp == 1 and ends:
+        raise ValueError("parallel.first_stage_layers and last_stage_layers need parallel.pp > 1: remove them")
+    if between < 0 or (stages == 0 and between) or (stages and between % stages):
+        raise ValueError(
+            f"{between} of {num_layers} layers do not divide over {stages} pipeline stages: set "
+            "parallel.first_stage_layers / last_stage_layers so that the rest divides, or lower parallel.pp"
+        )
+
+
+def init_parallel(
+    config: ParallelConfig,
+    *,
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    backend: str,
+    seed: int,
+    timeout_s: float = 600.0,
+) -> ParallelContext:
+    """Join the world and build every group. Collective over all ranks; one layout per process.
+
+    Raises ValueError when world_size is not what the layout needs.
+    """
+    if config.world_size != world_size:
+        check_layout(config, world_size=world_size, num_layers=1, num_experts=None, heads=1, vocab=1)
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{master_addr}:{master_port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    mpu.initialize_model_parallel(
+        config.tp,
+        config.pp,
+        config.vpp if config.vpp > 1 else None,
+        context_parallel_size=config.cp,
+        expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=config.etp,
+        create_gloo_process_groups=True,  # the optimizer's checkpoint gathers over them on any device
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return ParallelContext(
+        config=config,
+        rank=rank,
+        world_size=world_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        pp_rank=mpu.get_pipeline_model_parallel_rank(),
+        dp_rank=mpu.get_data_parallel_rank(),
+        ep_rank=mpu.get_expert_model_parallel_rank(),
+        etp_rank=mpu.get_expert_tensor_parallel_rank(),
+        tp_group=mpu.get_tensor_model_parallel_group(),
+        pp_group=mpu.get_pipeline_model_parallel_group(),
+        dp_group=mpu.get_data_parallel_group(),
+        dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
+        ep_group=mpu.get_expert_model_parallel_group(),
+        etp_group=mpu.get_expert_tensor_parallel_group(),
+        expert_dp_group=mpu.get_expert_data_parallel_group(),
+        last_stage_rank=mpu.get_pipeline_model_parallel_last_rank(),
+    )
+
+
+def close_parallel() -> None:
+    """Leave the world. Idempotent."""
+    if dist.is_initialized():
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()

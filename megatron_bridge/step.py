@@ -1,0 +1,170 @@
+"""Forward and backward over one step's micro-batches, by megatron's pipeline schedule. Knows no optimizer, no algorithm.
+
+The gradient left behind is d/dw of (sum of per-token losses over every loss token of the global batch) / loss_tokens,
+whatever the layout, the packing or the number of micro-batches. Letters: T packed tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch import Tensor
+
+from megatron_bridge.parallel import ParallelContext
+from megatron_bridge.replay_hook import RoutingReplay
+from megatron_bridge.shard import Shard, shard
+from miles_like.protocols import LossFn
+from miles_like.types import MicroBatch, Reduce, Stat
+
+_Stats = dict[str, Stat]
+
+
+class Step:
+    """One rank's part in every step."""
+
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        transformer_config: Any,
+        parallel: ParallelContext,
+        replay: RoutingReplay,
+        loss: LossFn,
+        device: torch.device,
+    ) -> None:
+        self.chunks, self.config, self.parallel = chunks, transformer_config, parallel
+        self.replay, self.loss, self.device = replay, loss, device
+
+    def run(self, row: Sequence[MicroBatch], loss_tokens: int, *, forward_only: bool = False) -> dict[str, float]:
+        """Accumulate the gradients of this data-parallel row and return metrics, equal on every rank. Collective.
+
+        Raises ValueError when loss_tokens is not the number of labels with loss over all rows, or in mode r3 when a
+        micro-batch has no routing or a recorded row was not used exactly once.
+        """
+        if loss_tokens < 1:
+            raise ValueError(f"a batch with {loss_tokens} loss tokens teaches nothing: drop it")
+        experts = self.config.num_moe_experts or 0
+        shards = [shard(b, self.parallel, self.device, layers=self.replay.layers, num_experts=experts) for b in row]
+        self.replay.load(shards, forward_only=forward_only)
+        self.config.finalize_model_grads_func = partial(_finalize, loss_tokens, self.parallel)
+        if not forward_only:
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+        with torch.no_grad() if forward_only else nullcontext():
+            outputs: list[_Stats] = get_forward_backward_func()(
+                forward_step_func=self._forward,
+                data_iterator=iter(enumerate(shards)),
+                model=self.chunks[0],
+                num_microbatches=len(shards),
+                seq_length=shards[0].tokens.shape[1],  # each micro-batch announces its own
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        self.replay.finish()
+        stats = _gather(outputs, self.parallel, self.device)
+        count = int(stats["train/loss"].count)
+        if count != loss_tokens:
+            raise ValueError(f"loss_tokens = {loss_tokens}, but the loss masks of all rows hold {count} tokens")
+        return {name: _value(stat) for name, stat in stats.items()} | self._routing()
+
+    def _forward(self, batches: Iterator[tuple[int, Shard]], model: Any) -> tuple[Tensor, Any]:
+        micro, s = next(batches)
+        self.replay.forward_of(micro)
+        output = model(s.tokens, s.positions, None, labels=s.labels, loss_mask=s.loss_mask, packed_seq_params=s.packed)
+        if output.requires_grad:
+            # The first thing that happens in this micro-batch's backward, before any layer is recomputed.
+            output.register_hook(lambda _grad: self.replay.backward_of(micro))
+        return output, partial(self._loss, s.batch)
+
+    def _loss(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, _Stats]:
+        """(sum of the losses, number of loss tokens, statistics) of one micro-batch; output [2, P] fp32."""
+        t = len(batch.tokens)
+        per_token, stats = self.loss(
+            logprobs=output[0, :t],
+            entropy=output[1, :t].detach(),
+            rollout_logprobs=batch.rollout_logprobs,
+            advantages=batch.advantages,
+            loss_mask=batch.loss_mask,
+            cu_seqlens=batch.cu_seqlens,
+        )
+        total = torch.where(batch.loss_mask, per_token, 0.0).sum()  # a masked label may well be infinite
+        count = batch.loss_mask.sum()
+        return total, count.to(torch.int), dict(stats) | {"train/loss": Stat(total.detach(), count)}
+
+    def _routing(self) -> dict[str, float]:
+        """Over all ranks: each counted its own rows of its own layers."""
+        r = self.replay
+        counts = torch.tensor([r.agreed, r.compared, r.replayed, r.routed], dtype=torch.float64, device=self.device)
+        dist.all_reduce(counts)
+        agreed, compared, replayed, routed = counts.tolist()
+        out = {"routing/replay_coverage": replayed / routed} if routed else {}
+        return out | ({"routing/agreement": agreed / compared} if compared else {})
+
+
+def _finalize(
+    loss_tokens: int, parallel: ParallelContext, model: list[Any], num_tokens: Tensor | None, **kwargs: Any
+) -> None:
+    """Megatron adds `num_tokens` up over data-parallel ranks and divides by the sum: let the sum be loss_tokens."""
+    assert num_tokens is not None
+    share = torch.full_like(num_tokens, loss_tokens if parallel.dp_cp_group.rank() == 0 else 0)
+    finalize_model_grads(model, share, **kwargs)
+
+
+def _combine(a: Stat, b: Stat) -> Stat:
+    if a.reduce is Reduce.MAX:
+        return Stat(torch.maximum(a.total, b.total), a.count + b.count, a.reduce)
+    return Stat(a.total + b.total, a.count + b.count, a.reduce)
+
+
+def _value(stat: Stat) -> float:
+    if stat.reduce is Reduce.MAX:
+        return float(stat.total)
+    return float(stat.total / stat.count) if stat.count else math.nan
+
+
+def _gather(outputs: Sequence[Mapping[str, Stat]], parallel: ParallelContext, device: torch.device) -> _Stats:
+    """Statistics combined over micro-batches, data-parallel ranks, and told to every pipeline stage."""
+    local: _Stats = {}
+    for stats in outputs:
+        for name, stat in stats.items():
+            local[name] = _combine(local[name], stat) if name in local else stat
+    kinds = _share_names({name: str(stat.reduce) for name, stat in sorted(local.items())}, parallel, device)
+    # Tensor-parallel ranks hold the same numbers: one of them speaks.
+    mine = parallel.is_last_stage and parallel.tp_rank == 0
+    sums = torch.zeros(len(kinds), 2, dtype=torch.float64, device=device)
+    tops = torch.full((len(kinds),), -math.inf, dtype=torch.float64, device=device)
+    if mine:
+        for i, (name, kind) in enumerate(kinds.items()):
+            sums[i, 1] = local[name].count
+            if kind == Reduce.MAX:
+                tops[i] = local[name].total
+            else:
+                sums[i, 0] = local[name].total
+    dist.all_reduce(sums)
+    dist.all_reduce(tops, dist.ReduceOp.MAX)
+    return {
+        name: Stat(tops[i] if kind == Reduce.MAX else sums[i, 0], sums[i, 1], Reduce(kind))
+        for i, (name, kind) in enumerate(kinds.items())
+    }
+
+
+def _share_names(kinds: dict[str, str], parallel: ParallelContext, device: torch.device) -> dict[str, str]:
+    """Only the last pipeline stage ran the loss function; the others learn the statistics' names from it, as JSON."""
+    if parallel.config.pp == 1:
+        return kinds
+    text = json.dumps(kinds).encode()
+    size = torch.tensor([len(text)], device=device)
+    dist.broadcast(size, parallel.last_stage_rank, group=parallel.pp_group)
+    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if parallel.is_last_stage:
+        data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    dist.broadcast(data, parallel.last_stage_rank, group=parallel.pp_group)
+    return json.loads(bytes(data.tolist()))  # type: ignore[no-any-return]

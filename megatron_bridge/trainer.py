@@ -1,0 +1,127 @@
+"""One rank of the trainer: everything a step needs, behind six calls.
+
+All ranks make the same calls in the same order; each is collective.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatron_bridge.device import init_device
+
+_ENV = init_device()  # before anything below imports megatron
+
+from megatron_bridge.checkpoint import load_checkpoint, load_weights, save_checkpoint  # noqa: E402
+from megatron_bridge.config import TrainerConfig  # noqa: E402
+from megatron_bridge.families.registry import family_of  # noqa: E402
+from megatron_bridge.hf_export import export_hf  # noqa: E402
+from megatron_bridge.model import build_model, unwrap  # noqa: E402
+from megatron_bridge.optimizer import NonFiniteGradient, apply_gradients, build_optimizer, learning_rate  # noqa: E402
+from megatron_bridge.parallel import check_layout, close_parallel, init_parallel  # noqa: E402
+from megatron_bridge.replay_hook import RoutingReplay  # noqa: E402
+from megatron_bridge.step import Step  # noqa: E402
+from miles_like.protocols import LossFn  # noqa: E402
+from miles_like.types import MicroBatch, NamedTensor, StepReport  # noqa: E402
+
+
+def read_hf_config(directory: Path) -> dict[str, object]:
+    """A model directory's config.json. Raises ValueError when it is missing or not a JSON object."""
+    path = directory / "config.json"
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist: give a Hugging Face model directory") from None
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path} is not JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return value
+
+
+class MegatronTrainer:
+    """A rank. `rank` and `world_size` count trainer ranks only; each owns its process.
+
+    Raises ValueError when the layout does not fit the model or the number of ranks.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, *, rank: int, world_size: int, master_addr: str, master_port: int, loss: LossFn
+    ) -> None:
+        self.config, self.hf = config, read_hf_config(Path(config.hf_config))
+        self.family = family_of(self.hf)
+        architecture = self.family.transformer_config(self.hf)
+        check_layout(
+            config.parallel,
+            world_size=world_size,
+            num_layers=architecture["num_layers"],
+            num_experts=architecture.get("num_moe_experts"),
+            heads=architecture["num_attention_heads"],
+            vocab=self.family.vocab_size(self.hf),
+        )
+        self.parallel = init_parallel(
+            config.parallel,
+            rank=rank,
+            world_size=world_size,
+            master_addr=master_addr,
+            master_port=master_port,
+            backend=_ENV.backend,
+            seed=config.seed,
+        )
+        self.chunks = build_model(config, self.hf, self.parallel, _ENV)
+        self.model = unwrap(self.chunks[0])
+        self.optimizer = build_optimizer(config, self.chunks)
+        tf = self.model.config
+        tf.grad_scale_func = self.optimizer.scale_loss
+        tf.no_sync_func = self.chunks[0].no_sync
+        replay = RoutingReplay(self.chunks, mode=config.replay.mode, recompute=config.recompute == "full")
+        self._step = Step(self.chunks, tf, self.parallel, replay, loss, _ENV.device)
+        self.steps_done = 0
+
+    @property
+    def dp_rank(self) -> int:
+        """Which row of a batch's grid this rank trains on."""
+        return self.parallel.dp_rank
+
+    def step(self, row: Sequence[MicroBatch], loss_tokens: int, version: int) -> StepReport:
+        """One optimizer step on this rank's row; `version` is the weight version after it.
+
+        Raises RuntimeError on every rank, before a weight changes, when the loss or the gradient norm is not finite.
+        """
+        metrics = self._step.run(row, loss_tokens)
+        where = f"in step {self.steps_done}, seen by rank {self.parallel.rank}; the weights are unchanged"
+        if not math.isfinite(metrics["train/loss"]):
+            raise RuntimeError(f"the loss is {metrics['train/loss']} {where}")
+        lr = learning_rate(self.config.optimizer, self.steps_done)
+        try:
+            norm = apply_gradients(self.optimizer, lr=lr, clip=self.config.optimizer.clip_grad)
+        except NonFiniteGradient as e:
+            raise RuntimeError(f"the {e} {where}") from None
+        self.steps_done += 1
+        return StepReport(version=version, metrics=metrics | {"train/grad_norm": norm, "train/lr": lr})
+
+    def evaluate(self, row: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]:
+        """The loss function's statistics and train/loss, forward only; nothing changes."""
+        return self._step.run(row, loss_tokens, forward_only=True)
+
+    def export(self) -> Iterator[NamedTensor]:
+        """The weights as whole Hugging Face tensors, one at a time. Draining it is collective."""
+        return export_hf(self.chunks, self.family, self.hf, self.parallel)
+
+    def load_weights(self, path: Path) -> None:
+        """Weights from a converted `torch_dist` directory; the optimizer starts anew."""
+        load_weights(path, self.model, self.optimizer, self.parallel)
+
+    def save(self, path: Path) -> None:
+        """Weights, optimizer state and step number, readable at any layout."""
+        save_checkpoint(path, self.model, self.optimizer, self.parallel, step=self.steps_done)
+
+    def load(self, path: Path) -> None:
+        """What `save` wrote."""
+        self.steps_done = load_checkpoint(path, self.model, self.optimizer, self.parallel)
+
+    def close(self) -> None:
+        """Leave the world of ranks. Idempotent."""
+        close_parallel()
