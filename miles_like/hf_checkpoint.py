@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,9 +138,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise ValueError("a name occurs twice")
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            raise ValueError(f"{key} occurs twice")
+        out[key] = value
     return out
 
 
@@ -157,7 +160,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         header = json.loads(raw, object_pairs_hook=_once)
         entries = sorted(
             (
-                (name, e["dtype"], tuple(e["shape"]), *e["data_offsets"])
+                (name, e["dtype"], tuple(map(int, e["shape"])), *map(int, e["data_offsets"]))
                 for name, e in header.items()
                 if name != "__metadata__"
             ),
@@ -215,8 +218,8 @@ def write_hf(
     Tensors are written as they come, in files of about `shard_bytes`, into `path`.partial, which becomes `path` when
     all is on disk; whatever goes wrong, no `path` is left and no .partial. `copy_from` is a model directory whose
     tokenizer, generation config and the like are taken over. `nbytes`, where known, is checked against the free space
-    beforehand. Raises ValueError for a name twice, a dtype safetensors does not have, or a `path` that exists; OSError naming path
-    and bytes when the disk is full.
+    beforehand. Raises ValueError for a name twice, a dtype that is not written, or a `path` that exists; OSError naming
+    path and bytes when the disk is full.
     """
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -226,9 +229,9 @@ def write_hf(
     partial = path.with_name(path.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)  # of a process that was killed
-    partial.mkdir(parents=True)
     shards = _ShardWriter(partial, shard_bytes)
     try:
+        partial.mkdir(parents=True)
         if nbytes is not None and nbytes > shutil.disk_usage(partial).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for name, tensor in stream:
@@ -247,7 +250,7 @@ def write_hf(
             raise
         raise OSError(e.errno, _disk_full(path, shards.total, nbytes)) from e
     finally:
-        shards.file.close()
+        shards.close()
         if partial.exists():
             shutil.rmtree(partial)
     return shards.total
@@ -269,9 +272,10 @@ class _ShardWriter:
         self.directory = directory
         self.shard_bytes = shard_bytes
         self.headers: list[dict[str, dict[str, Any]]] = []  # of each file
+        self.size = self.header_bytes = 0  # of the last file
         self.names: set[str] = set()
         self.total = 0
-        self._open_shard()
+        self._file: FileIO | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Append a tensor. Raises ValueError for a name twice, or a dtype that safetensors files here do not have."""
@@ -283,8 +287,7 @@ class _ShardWriter:
         shape, n = list(tensor.shape), tensor.nbytes
         entry_bytes = len(json.dumps(name)) + len(str(shape)) + 96  # bound of its part of the header
         full = self.size + n > self.shard_bytes or self.header_bytes + entry_bytes > _HEADER_ROOM
-        if full and self.headers[-1]:
-            self._close_shard()
+        if self._file is None or (full and self.headers[-1]):
             self._open_shard()
         self._write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         place = [self.size, self.size + n]
@@ -294,8 +297,10 @@ class _ShardWriter:
         self.total += n
 
     def finish(self) -> None:
-        """Close the last file, give all of them their names, write the index where there are several."""
-        self._close_shard()
+        """End the last file, give all of them their names, write the index where there are several."""
+        if self._file is None:
+            self._open_shard()  # a file without tensors is a checkpoint too
+        self._end_shard()
         count = len(self.headers)
         if count == 1:
             self._part(0).rename(self.directory / _SINGLE)
@@ -307,28 +312,38 @@ class _ShardWriter:
             weight_map.update(dict.fromkeys(header, file))
         _write_json(self.directory / _INDEX, {"metadata": {"total_size": self.total}, "weight_map": weight_map})
 
+    def close(self) -> None:
+        """Leave the file that is being written as it is."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def _part(self, i: int) -> Path:
         return self.directory / f"{i:05d}.data"
 
     def _open_shard(self) -> None:
+        if self._file is not None:
+            self._end_shard()
         # unbuffered: nothing is left to be written, and to fail, when a failed write closes the file
-        self.file = self._part(len(self.headers)).open("wb", buffering=0)
-        self.file.seek(_HEADER_ROOM)
+        self._file = self._part(len(self.headers)).open("wb", buffering=0)
+        self._file.seek(_HEADER_ROOM)
         self.headers.append({})
         self.size = 0
         self.header_bytes = 64
 
-    def _close_shard(self) -> None:
+    def _end_shard(self) -> None:
+        assert self._file is not None
         header = {"__metadata__": {"format": "pt"}, **self.headers[-1]}
         raw = json.dumps(header, separators=(",", ":")).encode().ljust(_HEADER_ROOM - 8)
         assert len(raw) == _HEADER_ROOM - 8, f"a header of {len(raw)} bytes"
-        self.file.seek(0)
+        self._file.seek(0)
         self._write(memoryview((_HEADER_ROOM - 8).to_bytes(8, "little") + raw))
-        self.file.close()
+        self.close()
 
     def _write(self, data: memoryview) -> None:
+        assert self._file is not None
         while len(data):  # the kernel writes at most 2 GiB a call
-            data = data[self.file.write(data) :]
+            data = data[self._file.write(data) :]
 
 
 def _copy_companions(source: Path, target: Path) -> None:
