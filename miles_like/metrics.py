@@ -1,0 +1,154 @@
+"""Figures of a step: reduction, phases, and what the groups themselves say. docs/metrics.md defines every key.
+
+Letters: G samples a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from miles_like.types import Finish, Reduce, Sample, SampleGroup, Stat
+
+# A metric's better direction, for "best" in tables; what is not here has none.
+HIGHER_IS_BETTER = ("rollout/reward/mean", "eval/", "mismatch/ess", "routing/", "perf/tokens_per_s", "perf/mfu")
+LOWER_IS_BETTER = ("mismatch/", "rollout/truncated_frac", "rollout/zero_std_group_frac", "perf/", "sync/seconds")
+
+
+def better(key: str) -> int:
+    """+1 when larger is better, -1 when smaller is, 0 when neither."""
+    if key.startswith(HIGHER_IS_BETTER):
+        return 1
+    return -1 if key.startswith(LOWER_IS_BETTER) else 0
+
+
+def combine(stats: Iterable[Mapping[str, Stat]]) -> dict[str, float]:
+    """Statistics of several micro-batches (or ranks) as one figure each.
+
+    MEAN: sum of totals over sum of counts, so micro-batches weigh by their tokens. MAX: the largest over those that
+    counted something. A key that counted nothing anywhere is left out. Raises ValueError when a key changes its reduce.
+    """
+    parts: dict[str, list[Stat]] = {}
+    for one in stats:
+        for key, stat in one.items():
+            parts.setdefault(key, []).append(stat)
+    out = {}
+    for key, found in parts.items():
+        if len({s.reduce for s in found}) > 1:
+            raise ValueError(f"metric {key!r} is reduced by {sorted({s.reduce.value for s in found})}: choose one")
+        counted = [s for s in found if float(s.count) > 0]
+        if not counted:
+            continue
+        totals = [float(s.total) for s in counted]
+        if found[0].reduce is Reduce.MAX:
+            out[key] = math.nan if any(math.isnan(t) for t in totals) else max(totals)
+        else:
+            out[key] = _sum(totals) / _sum(float(s.count) for s in counted)
+    return out
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Exact where finite; math.fsum alone raises on inf - inf."""
+    found = list(values)
+    return math.fsum(found) if all(math.isfinite(v) for v in found) else sum(found)
+
+
+class Timer:
+    """Seconds of wall time by phase, accumulated until `pop`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds to `perf/{name}_s`, also when the body raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def pop(self) -> dict[str, float]:
+        """`perf/{name}_s` of every phase since the last call."""
+        out = {f"perf/{name}_s": s for name, s in self._seconds.items()}
+        self._seconds = {}
+        return out
+
+
+def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str, float]:
+    """What scored groups say about their rollout; `version`: the weights they are about to train.
+
+    Raises ValueError for no group, or a sample without reward.
+    """
+    samples = [s for g in groups for s in g.samples]
+    if not samples:
+        raise ValueError(f"0 samples in {len(groups)} groups: nothing to measure")
+    rewards = [g.rewards for g in groups]
+    flat = [r for g in rewards for r in g]
+    stale = [version - g.oldest_version for g in groups]
+    return {
+        "rollout/reward/mean": statistics.fmean(flat),
+        "rollout/reward/std": statistics.pstdev(flat),
+        "rollout/len/mean": statistics.fmean(s.response_len for s in samples),
+        "rollout/truncated_frac": statistics.fmean(s.finish is Finish.LENGTH for s in samples),
+        "rollout/zero_std_group_frac": statistics.fmean(len(set(r)) < 2 for r in rewards),
+        "async/staleness/mean": statistics.fmean(stale),
+        "async/staleness/max": float(max(stale)),
+    }
+
+
+def pass_at_k(*, n: int, correct: int, k: int) -> float:
+    """Probability that at least one of k samples drawn without return from n, `correct` of them right, is right.
+
+    1 - C(n - c, k) / C(n, k), the unbiased estimator of HumanEval (arXiv:2107.03374, eq. 1).
+    """
+    if not (1 <= k <= n and 0 <= correct <= n):
+        raise ValueError(f"pass@{k} of {n} samples with {correct} right: want 1 <= k <= n and 0 <= right <= n")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def eval_metrics(groups: Sequence[SampleGroup], *, name: str, right: float = 1.0) -> dict[str, float]:
+    """`eval/{name}/avg@k`, the mean reward over prompts and samples, and `pass@k` when k > 1; k is G, equal in all.
+
+    A sample is right at a reward of at least `right`. Raises ValueError for no group or groups of different sizes.
+    """
+    sizes = {len(g.samples) for g in groups}
+    if len(sizes) != 1:
+        raise ValueError(f"eval set {name!r} has {len(groups)} groups of {sorted(sizes)} samples: want one size")
+    k = sizes.pop()
+    rewards = [g.rewards for g in groups]
+    out = {f"eval/{name}/avg@{k}": statistics.fmean(r for g in rewards for r in g)}
+    if k > 1:
+        solved = (pass_at_k(n=k, correct=sum(r >= right for r in g), k=k) for g in rewards)
+        out[f"eval/{name}/pass@{k}"] = statistics.fmean(solved)
+    return out
+
+
+def write_rollouts(path: Path, groups: Sequence[SampleGroup]) -> None:
+    """One readable JSON object a sample, for people and for the report; replaces the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as out:
+        for group in groups:
+            for sample in group.samples:
+                out.write(json.dumps(_readable(group, sample), ensure_ascii=False) + "\n")
+
+
+def _readable(group: SampleGroup, sample: Sample) -> dict[str, object]:
+    n = sample.response_len
+    return {
+        "prompt_id": group.prompt.id,
+        "index": sample.index,
+        "prompt": group.prompt.text,
+        "response": sample.text,
+        "answer": group.prompt.answer,
+        "reward": sample.reward,
+        "finish": sample.finish.value,
+        "tokens": n,
+        "logprob_mean": float(sample.logprobs[sample.loss_mask].mean()) if n else None,
+        "versions": [list(v) for v in sample.versions],
+    }
