@@ -11,11 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import TypeVar
 
+from miles_like.algorithms.mismatch import finish
+from miles_like.buffer import DataBuffer
 from miles_like.protocols import Algorithm, MetricSink, Trainer
 from miles_like.types import Prompt, SampleGroup, TrainBatch
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -24,84 +30,93 @@ class Controller:
 
     trainer: Trainer
     algorithm: Algorithm
+    buffer: DataBuffer
     next_prompts: Callable[[], Sequence[Prompt]]  # one step's worth
-    rollout: Callable[[Sequence[Prompt]], Awaitable[Sequence[SampleGroup]]]  # sampled and scored
+    rollout: Callable[[int, Sequence[Prompt]], Awaitable[Sequence[SampleGroup]]]  # for a step: sampled and scored
     pack: Callable[[Sequence[SampleGroup], Sequence[Sequence[float]]], TrainBatch]
     deal: Callable[[int, list[list[float]]], list[list[float]]]  # (step, advantages) -> advantages; a control shuffles
     evaluate: Callable[[int], Awaitable[Mapping[str, float]]]  # at a weight version
     describe: Callable[[int, Sequence[SampleGroup]], Mapping[str, float]]  # the rollout's own metrics
     keep: Callable[[int, Sequence[SampleGroup]], None]  # readable samples to disk
     save: Callable[[int], Awaitable[None]]  # checkpoint after a step
+    phase: Callable[[int, str], None]  # what is going on, for a progress bar
     sink: MetricSink
     max_staleness: int
     eval_every: int  # 0: only before the first and after the last step
     save_every: int  # 0: only after the last step
 
     async def run(self, *, first: int, steps: int) -> None:
-        """Steps first .. steps-1; step s trains weight version s and ends in version s + 1."""
-        ready: asyncio.Queue[tuple[Sequence[SampleGroup], float]] = asyncio.Queue()
+        """Steps first .. steps-1; step s trains on weight version s and ends in version s + 1."""
         permits = asyncio.Semaphore(1 + self.max_staleness)
-        self.sink.write(first, {"weight_version": float(first), **await self.evaluate(first)})
-        async with _background(self._produce(permits, ready)) as producer:
+        took: asyncio.Queue[tuple[int, float]] = asyncio.Queue()  # (groups, seconds) of each rollout, in order
+        self.sink.write(first, {"weight_version": float(first), **await self._evaluate(first)})
+        async with _background(self._produce(first, permits, took)) as producer:
             for step in range(first, steps):
                 began = time.perf_counter()
-                groups, rollout_s = await _first_of(ready.get(), producer)
+                self.phase(step, "rollout")
+                n, rollout_s = await _unless_dead(took.get(), producer)
+                groups = await self.buffer.take(n, version=step)
                 metrics = await self._train(step, groups)
-                last = step + 1 == steps
-                # the permit goes back after publish, and after an evaluation that must see these weights alone
-                if last or (self.eval_every and (step + 1) % self.eval_every == 0):
-                    metrics |= await self.evaluate(step + 1)
-                step_s = time.perf_counter() - began + (rollout_s if self.max_staleness else 0.0)
-                metrics |= {"weight_version": float(step + 1), "perf/rollout_s": rollout_s, "perf/step_s": step_s}
-                self.sink.write(step + 1, metrics)
-                self.keep(step + 1, groups)
-                if last or (self.save_every and (step + 1) % self.save_every == 0):
-                    await self.save(step + 1)
-                permits.release()
+                metrics |= {"perf/rollout_s": rollout_s, "perf/step_s": time.perf_counter() - began}
+                done, last = step + 1, step + 1 == steps
+                if last or (self.eval_every and done % self.eval_every == 0):
+                    metrics |= await self._evaluate(done)
+                self.sink.write(done, {"weight_version": float(done), **metrics})
+                self.keep(done, groups)
+                if last or (self.save_every and done % self.save_every == 0):
+                    self.phase(step, "save")
+                    await self.save(done)
+                permits.release()  # the next prompts see the weights just published
 
-    async def _produce(self, permits: asyncio.Semaphore, ready: asyncio.Queue) -> None:
-        while True:
+    async def _produce(self, first: int, permits: asyncio.Semaphore, took: asyncio.Queue[tuple[int, float]]) -> None:
+        for step in itertools.count(first):
             await permits.acquire()
             began = time.perf_counter()
-            groups = await self.rollout(self.next_prompts())
-            await ready.put((groups, time.perf_counter() - began))
+            prompts = self.next_prompts()
+            tickets = [self.buffer.admit() for _ in prompts]
+            groups = await self.rollout(step, prompts)
+            for ticket, group in zip(tickets, groups, strict=True):
+                await self.buffer.put(ticket, group)
+            await took.put((len(groups), time.perf_counter() - began))
 
     async def _train(self, step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
-        metrics = dict(self.describe(step, groups))
         advantages = self.deal(step, [list(self.algorithm.advantages(g)) for g in groups])
         began = time.perf_counter()
+        self.phase(step, "train")
         report = await self.trainer.step(self.pack(groups, advantages))
         trained = time.perf_counter()
+        self.phase(step, "publish")
         published = await self.trainer.publish(version=step + 1)
-        return (
-            metrics
-            | dict(report.metrics)
-            | {
-                "perf/train_s": trained - began,
-                "perf/publish_s": time.perf_counter() - trained,
-                "perf/pause_s": published.pause_seconds,
-                "sync/bytes": float(published.bytes),
-                "sync/seconds": published.seconds,
-            }
-        )
+        return {
+            **self.describe(step, groups),
+            **finish(report.metrics),
+            "perf/train_s": trained - began,
+            "perf/publish_s": time.perf_counter() - trained,
+            "perf/pause_s": published.pause_seconds,
+            "sync/bytes": float(published.bytes),
+            "sync/seconds": published.seconds,
+        }
+
+    async def _evaluate(self, version: int) -> Mapping[str, float]:
+        self.phase(version, "evaluate")
+        return await self.evaluate(version)
 
 
 @contextlib.asynccontextmanager
-async def _background(coroutine):
-    task = asyncio.ensure_future(coroutine)
+async def _background(work: Coroutine[object, object, None]) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(work)
     try:
         yield task
     finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task
+        await asyncio.wait({task})
 
 
-async def _first_of(wanted, producer: asyncio.Task):
-    """`wanted`, unless the producer dies first: then its exception."""
-    task = asyncio.ensure_future(wanted)
+async def _unless_dead(wanted: Coroutine[object, object, T], producer: asyncio.Task[None]) -> T:
+    """`wanted`; when the producer ends first, its exception."""
+    task = asyncio.create_task(wanted)
     await asyncio.wait({task, producer}, return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
-        return task.result()
-    task.cancel()
-    return producer.result()
+    if not task.done():
+        task.cancel()
+        producer.result()
+    return await task

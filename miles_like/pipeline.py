@@ -33,7 +33,15 @@ STAGES = ("fetch", "dequantize", "convert", "stage", "train")
 SLOW_FACTS = ("logs", "tensorboard", "rollouts", "checkpoints")
 
 
-Run = Callable[[Path, Mapping[str, Path]], Path]  # (directory, roots of earlier stages) -> root of the data
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a whole stage left: files under `root`, with size and SHA-256 as in its marker."""
+
+    root: Path
+    files: Mapping[str, Mapping[str, Any]]
+
+
+Run = Callable[[Path, Mapping[str, Output]], Path]  # (directory, earlier stages' outputs) -> root of the data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +98,13 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, resume: bool)
         "convert",
         "Hugging Face tensors -> Megatron torch_dist shards, loadable in any layout",
         bf16,
-        lambda out, roots: _convert(out, roots, parts),
+        lambda out, done: _convert(out, done, parts),
     )
     then(
         "stage",
         f"copy checkpoint and shards to {nodes} node(s), one Ray task a node, verified by SHA-256",
         None if stored is None or bf16 is None else (stored + bf16) * nodes,
-        lambda out, roots: _stage(config.cluster.stage_dir, out, roots, parts),
+        lambda out, done: _stage(config.cluster.stage_dir, out, done, parts),
         nodes=nodes,
         stage_dir=config.cluster.stage_dir,
     )
@@ -109,7 +117,7 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, resume: bool)
             key=key,
             directory=run_dir,
             size=None,
-            run=lambda out, roots: _train(config, out, roots, parts, resume),
+            run=lambda out, done: _train(config, out, done, parts, resume),
             listed=_small_facts,
         )
     )
@@ -124,29 +132,30 @@ def run_stages(stages: Sequence[Stage], selected: Sequence[str], console: Consol
     unknown = [s for s in selected if s not in STAGES]
     if unknown:
         raise ValueError(f"no stage called {unknown[0]!r}; the stages are {', '.join(STAGES)}")
-    roots: dict[str, Path] = {}
+    done: dict[str, Output] = {}
     for stage in stages:
         why = stage.why_not_done()
         if stage.name not in selected:
             if why is None:
-                roots[stage.name] = _root(stage)
+                done[stage.name] = _output(stage)
             continue
         if why is None and not fresh:
-            roots[stage.name] = _root(stage)
-            console.print(f"[bold]{stage.name:>10}[/]  complete, skipped: {roots[stage.name]}")
+            done[stage.name] = _output(stage)
+            console.print(f"[bold]{stage.name:>10}[/]  complete, skipped: {done[stage.name].root}")
             continue
-        missing = [s.name for s in stages[: stages.index(stage)] if s.name not in roots]
+        missing = [s.name for s in stages[: stages.index(stage)] if s.name not in done]
         if missing:
             raise ValueError(f"stage {stage.name} needs {', '.join(missing)}: add to --stages {','.join(missing)}")
         console.print(f"[bold]{stage.name:>10}[/]  {stage.what} ({'--fresh' if why is None else why})")
-        roots[stage.name] = root = stage.run(stage.directory, roots)
+        root = stage.run(stage.directory, done)
         write_marker(stage.directory, stage=stage.name, key=stage.key, root=root, files=stage.listed(root))
+        done[stage.name] = _output(stage)
 
 
-def _root(stage: Stage) -> Path:
+def _output(stage: Stage) -> Output:
     marker = read_marker(stage.directory)
     assert marker is not None, stage.directory
-    return Path(marker["root"])
+    return Output(Path(marker["root"]), marker["files"])
 
 
 def _clear(directory: Path) -> Path:
@@ -227,44 +236,41 @@ def _download(model: ModelConfig, target: Path) -> Path:
 # dequantize, convert, stage, train
 
 
-def _dequantize(out: Path, roots: Mapping[str, Path]) -> Path:
-    if "quantization_config" not in HFCheckpoint(roots["fetch"]).config:
+def _dequantize(out: Path, done: Mapping[str, Output]) -> Path:
+    if "quantization_config" not in HFCheckpoint(done["fetch"].root).config:
         out.mkdir(parents=True, exist_ok=True)
-        return roots["fetch"]  # it is BF16 already
+        return done["fetch"].root  # it is BF16 already
     data = _clear(out)
-    dequantize_checkpoint(roots["fetch"], data)
+    dequantize_checkpoint(done["fetch"].root, data)
     return data
 
 
-def _convert(out: Path, roots: Mapping[str, Path], parts: Parts) -> Path:
+def _convert(out: Path, done: Mapping[str, Output], parts: Parts) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     data = out / "data"
     shutil.rmtree(data, ignore_errors=True)  # whole but without a marker: cheap to trust, cheaper to be sure
-    parts.convert(roots["dequantize"], data)
+    parts.convert(done["dequantize"].root, data)
     return data
 
 
-def _stage(stage_dir: str | None, out: Path, roots: Mapping[str, Path], parts: Parts) -> Path:
+def _stage(stage_dir: str | None, out: Path, done: Mapping[str, Output], parts: Parts) -> Path:
     data = Path(stage_dir) / out.name if stage_dir else out / "data"
-    copies = []
-    for stage, name in (("fetch", "hf"), ("convert", "megatron")):
-        root = roots[stage]
-        facts = {
-            str(p.relative_to(root)): {"size": p.stat().st_size, "sha256": file_sha256(p)} for p in files_under(root)
-        }
-        copies.append(Copy(root, data / name, facts))
+    copies = [
+        Copy(done[stage].root, data / name, done[stage].files)
+        for stage, name in (("fetch", "hf"), ("convert", "megatron"))
+    ]
     parts.on_every_node(StageFiles(tuple(copies)))
     if not data.is_dir():
         raise ValueError(f"staged to {data} on every node, but this machine is none of them: run on a cluster node")
     return data
 
 
-def _train(config: RunConfig, run_dir: Path, roots: Mapping[str, Path], parts: Parts, resume: bool) -> Path:
+def _train(config: RunConfig, run_dir: Path, done: Mapping[str, Output], parts: Parts, resume: bool) -> Path:
     if not resume:
         for p in run_dir.glob("*") if run_dir.is_dir() else ():
             shutil.rmtree(p) if p.is_dir() else p.unlink()
     run_dir.mkdir(parents=True, exist_ok=True)
-    parts.train(config, run_dir, roots["stage"] / "hf", roots["stage"] / "megatron", resume)
+    parts.train(config, run_dir, done["stage"].root / "hf", done["stage"].root / "megatron", resume)
     return run_dir
 
 

@@ -1,0 +1,136 @@
+"""The composition root: what the pipeline and the command line are made of, by their concrete names."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_bridge.families.registry import family_of
+from megatron_bridge.stream_convert import convert_checkpoint
+from miles_like.config import RunConfig
+from miles_like.dequantize import dequantize_checkpoint
+from miles_like.hf_checkpoint import HFCheckpoint, write_hf
+from miles_like.make_checkpoint import make_checkpoint
+from miles_like.pipeline import Parts
+from miles_like.placement import plan_placement
+from miles_like.report import write_report
+from miles_like.train_stage import TrainStage
+from miles_like.workers import on_every_node, start_ray, stop_ray
+from quant.spec import QuantFormat, QuantSpec
+from quant.stream import quantize_stream
+from rollout.servers import embedded_command, sglang_command
+
+
+def pipeline_parts(config: RunConfig, console: Console, ray_address: str | None) -> Parts:
+    """What the five stages need; Ray is started by the first stage that uses it."""
+
+    def make(config: RunConfig, out: Path) -> None:
+        start_ray(ray_address)
+        make_checkpoint(config, out, console)
+
+    def stage(work: Any) -> Sequence[Mapping[str, Any]]:
+        start_ray(ray_address)
+        return on_every_node(work)
+
+    def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
+        start_ray(ray_address)
+        TrainStage(config, run_dir, served, weights, console).run(resume)
+
+    return Parts(make=make, convert=convert, on_every_node=stage, train=train, shapes_bytes=shapes_bytes)
+
+
+def shut_down() -> None:
+    stop_ray()
+
+
+def shapes_bytes(config_json: Path) -> tuple[int, int]:
+    """Bytes of a model of this config.json, (as stored, in BF16), from the family's table; nothing is loaded."""
+    try:
+        hf = json.loads(config_json.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ValueError(f"{config_json}: {e.strerror}") from None
+    except ValueError as e:
+        raise ValueError(f"{config_json} is not JSON: {e}") from None
+    tensors = family_of(hf).bind(hf)
+    spec = QuantSpec.from_hf(hf) or QuantSpec(format=QuantFormat.FP8)
+    stored = bf16 = 0
+    for place in tensors.places():
+        size = math.prod(place.shape)
+        plain = size * tensors.dtype(place.entry).itemsize
+        bf16 += plain
+        if spec.covers(place.hf_name, place.shape):
+            rows, columns = (-(-n // b) for n, b in zip(place.shape, spec.block, strict=True))
+            stored += size + 4 * rows * columns
+        else:
+            stored += plain
+    return stored, bf16
+
+
+def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
+    """Nodes, ranks and server command lines, as `--dry-run` prints them."""
+    plan = plan_placement(config.cluster, config.parallel, config.rollout)
+    p = config.parallel
+    lines = [
+        f"layout: TP{p.tp} x PP{p.pp} x CP{p.cp} x DP{p.dp}, EP{p.ep} x ETP{p.etp} over the same {p.world_size} ranks"
+    ]
+    for node in range(plan.nodes):
+        ranks = [s.index for s in plan.of("trainer") if s.node == node]
+        servers = [f"{s.index} (part {s.node_rank + 1} of {s.nnodes})" for s in plan.of("rollout") if s.node == node]
+        trainer = f"trainer ranks {ranks[0]}-{ranks[-1]}" if ranks else "no trainer rank"
+        lines.append(f"node {node}: {trainer}; rollout server {', '.join(servers) or 'none'}")
+    model = run_dir.parent / "cache" / "stage-..." / "data" / "hf"
+    for s in plan.of("rollout"):
+        port = (config.rollout.port or 30000) + s.index
+        if config.rollout.engine == "embedded":
+            command = embedded_command(model, config.rollout, port=port)
+        else:
+            head = next(x for x in plan.of("rollout") if x.index == s.index and x.node_rank == 0)
+            address = f"NODE{head.node}:{20000 + s.index}" if s.nnodes > 1 else None
+            command = sglang_command(
+                config.rollout,
+                model,
+                port=port,
+                host=f"NODE{s.node}",
+                node_rank=s.node_rank,
+                nnodes=s.nnodes,
+                dist_init_addr=address,
+            )
+        lines.append(f"node {s.node} runs: {' '.join(command)}")
+    return lines
+
+
+# single steps of the command line
+
+
+def dequantize(hf_dir: Path, out_dir: Path) -> int:
+    return dequantize_checkpoint(hf_dir, out_dir)
+
+
+def quantize(hf_dir: Path, out_dir: Path, format: str) -> int:
+    """BF16 directory -> quantized directory; returns bytes. Raises ValueError for an unknown format."""
+    known = [f.value for f in QuantFormat if f is not QuantFormat.BF16]
+    if format not in known:
+        raise ValueError(f"--format {format!r}: this version writes {', '.join(known)}")
+    hf, spec = HFCheckpoint(hf_dir), QuantSpec(format=QuantFormat(format))
+    config = hf.config | {"quantization_config": spec.to_hf()}
+    return write_hf(out_dir, quantize_stream(hf.stream(), spec), config, copy_from=hf_dir)
+
+
+def convert(hf_dir: Path, out_dir: Path) -> None:
+    convert_checkpoint(hf_dir, out_dir)
+
+
+def serve(hf_dir: Path, *, host: str, port: int, threads: int) -> None:
+    from rollout.embedded.server import main
+
+    main(["--model-path", str(hf_dir), "--host", host, "--port", str(port), "--threads", str(threads)])
+
+
+def report(run_dir: Path) -> Path:
+    write_report(run_dir)
+    return run_dir / "report.html"

@@ -1,0 +1,144 @@
+"""Picklable recipes for what runs inside a worker process: a trainer rank, a publisher, a rollout server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_bridge.config import TrainerConfig
+from miles_like.hf_checkpoint import write_hf
+from miles_like.protocols import LossFn, RankTrainer, WeightPublisher
+from miles_like.types import NamedTensor, PublishReport
+from quant.spec import QuantSpec
+from quant.stream import quantize_stream
+from rollout.config import PublishConfig, RolloutConfig
+from rollout.disk_publisher import DiskPublisher
+from rollout.publisher import TensorPublisher
+from rollout.servers import ServerHandle, launch_embedded, launch_sglang
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronFactory:
+    """One Megatron rank with the weights of a torch_dist directory."""
+
+    config: TrainerConfig
+    weights: Path
+    loss: LossFn
+
+    def __call__(self, rank: int, world: int, host: str, port: int) -> RankTrainer:
+        # megatron is imported where it runs: its CPU shims have no place in the driver
+        from megatron_bridge.trainer import MegatronTrainer
+
+        trainer = MegatronTrainer(
+            self.config, rank=rank, world_size=world, master_addr=host, master_port=port, loss=self.loss
+        )
+        trainer.load_weights(self.weights.resolve())
+        return trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherRecipe:
+    """Publish to running servers."""
+
+    urls: tuple[str, ...]
+    kind: Literal["embedded", "sglang"]
+    spec: QuantSpec | None
+    config: PublishConfig
+    tp_size: int
+    timeout_s: float
+    directory: Path  # of the disk path
+    hf_config: dict[str, Any]
+    copy_from: Path
+
+    def __call__(self, send: bool) -> WeightPublisher:
+        if self.config.path == "disk":
+            return DiskPublisher(
+                self.urls,
+                directory=self.directory,
+                hf_config=self.hf_config,
+                copy_from=self.copy_from,
+                spec=self.spec,
+                config=self.config,
+                send=send,
+                timeout_s=self.timeout_s,
+            )
+        return TensorPublisher(
+            self.urls,
+            kind=self.kind,
+            spec=self.spec,
+            config=self.config,
+            send=send,
+            tp_size=self.tp_size,
+            timeout_s=self.timeout_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWriter:
+    """A `WeightPublisher` whose public is a Hugging Face directory; also the recipe for itself."""
+
+    out: Path
+    hf_config: dict[str, Any]
+    spec: QuantSpec | None
+    copy_from: Path
+    send: bool = False
+
+    def __call__(self, send: bool) -> CheckpointWriter:
+        return CheckpointWriter(
+            out=self.out.resolve(),
+            hf_config=self.hf_config,
+            spec=self.spec,
+            copy_from=self.copy_from.resolve(),
+            send=send,
+        )
+
+    def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:
+        """Every rank drains the stream; the sending one writes it, encoded."""
+        stream, nbytes = iter(weights), 0
+        try:
+            if self.send:
+                nbytes = write_hf(
+                    self.out, quantize_stream(stream, self.spec), self.hf_config, copy_from=self.copy_from
+                )
+        finally:
+            for _ in stream:  # the other ranks wait in its collectives, even when writing has failed
+                pass
+        return PublishReport(version=version, bytes=nbytes, seconds=0.0, pause_seconds=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRecipe:
+    """Start one rollout server (or one node's part of it) and wait until it answers."""
+
+    model_path: Path
+    config: RolloutConfig
+    port: int | None
+    log_dir: Path
+    weight_version: int
+    host: str = "127.0.0.1"
+    node_rank: int = 0
+    nnodes: int = 1
+    dist_init_addr: str | None = None
+
+    def __call__(self) -> ServerHandle:
+        if self.config.engine == "embedded":
+            return launch_embedded(
+                self.model_path,
+                self.config,
+                port=self.port,
+                log_dir=self.log_dir,
+                weight_version=self.weight_version,
+            )
+        return launch_sglang(
+            self.model_path,
+            self.config,
+            port=self.port,
+            log_dir=self.log_dir,
+            host=self.host,
+            node_rank=self.node_rank,
+            nnodes=self.nnodes,
+            dist_init_addr=self.dist_init_addr,
+            weight_version=self.weight_version,
+        )

@@ -1,0 +1,110 @@
+"""Fetch's other half: make a checkpoint where none can be downloaded, in DeepSeek's own FP8 layout.
+
+Random weights -> Hugging Face BF16 -> Megatron shards -> supervised warm-up by the trainer that reinforcement learning
+will use -> Hugging Face FP8. Everything but the random draw is the same code that a real checkpoint goes through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from megatron_bridge.config import OptimizerConfig, ReplayConfig, TrainerConfig
+from megatron_bridge.families.registry import family_of
+from megatron_bridge.stream_convert import convert_checkpoint
+from miles_like.algorithms.sft import NllLoss
+from miles_like.config import MakeConfig, RunConfig
+from miles_like.factories import CheckpointWriter, MegatronFactory
+from miles_like.hf_checkpoint import write_hf
+from miles_like.placement import plan_placement
+from miles_like.warmup import random_weights, read_pairs, warm_up
+from miles_like.workers import RayTrainer
+from quant.spec import QuantFormat, QuantSpec
+
+
+def make_checkpoint(config: RunConfig, out: Path, console: Console) -> None:
+    """Write the checkpoint that `config.model.make` describes to `out`. Raises ValueError when the target is missed."""
+    make = config.model.make
+    assert make is not None
+    hf_config = json.loads(Path(make.config).read_text(encoding="utf-8"))
+    scratch = Path(tempfile.mkdtemp(prefix="make-", dir=out.parent))
+    try:
+        bf16, shards = scratch / "bf16", scratch / "megatron"
+        shapes = {p.hf_name: p.shape for p in family_of(hf_config).bind(hf_config).places()}
+        write_hf(bf16, random_weights(shapes, hf_config, make.seed), hf_config)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy2(Path(make.tokenizer) / name, bf16 / name)
+        convert_checkpoint(bf16, shards)
+        _warm_up_and_write(config, make, bf16, shards, hf_config, out, console)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _warm_up_and_write(
+    config: RunConfig,
+    make: MakeConfig,
+    bf16: Path,
+    shards: Path,
+    hf_config: dict[str, Any],
+    out: Path,
+    console: Console,
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bf16)
+    corpus, validation = (
+        read_pairs(
+            Path(path), key, lambda text: tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id
+        )
+        for path, key in ((make.corpus, make.answer_key), (make.validation, "answer"))
+    )
+    trainer = RayTrainer(
+        MegatronFactory(_trainer_config(config, make, bf16), shards, NllLoss()),
+        plan_placement(config.cluster, config.parallel, config.rollout).of("trainer"),
+        dp_size=config.parallel.dp,
+        log_dir=out.parent / "logs",
+    )
+
+    async def run() -> None:
+        with console.status("warm-up") as status:
+            report = await warm_up(
+                trainer,
+                make,
+                corpus=corpus,
+                validation=validation,
+                max_tokens=config.train.max_tokens_per_rank,
+                progress=lambda step, right: status.update(
+                    f"warm-up step {step} of at most {make.max_steps}: p(right answer) {right:.3f} of {make.target:.3f}"
+                ),
+            )
+        if make.max_steps and not report.reached:
+            console.print(
+                f"{'':12}warm-up stopped at {report.steps} steps with p(right answer) {report.right_prob:.3f}, "
+                f"below model.make.target = {make.target}"
+            )
+        else:
+            console.print(f"{'':12}warm-up: {report.steps} steps, p(right answer) {report.right_prob:.3f}")
+        spec = QuantSpec(format=QuantFormat.FP8)
+        quantized = hf_config | {"quantization_config": spec.to_hf()}
+        trainer.connect(CheckpointWriter(out=out, hf_config=quantized, spec=spec, copy_from=bf16))
+        await trainer.publish(version=0)
+        await trainer.close()
+
+    asyncio.run(run())
+
+
+def _trainer_config(config: RunConfig, make: MakeConfig, hf_dir: Path) -> TrainerConfig:
+    return TrainerConfig(
+        hf_config=str(hf_dir),
+        parallel=config.parallel,
+        precision=config.precision,
+        optimizer=OptimizerConfig(lr=make.lr, warmup_steps=make.lr_warmup_steps, beta2=0.98),
+        replay=ReplayConfig(mode="off"),
+        seed=make.seed,
+        router_bias_update_rate=make.router_bias_update_rate,
+    )

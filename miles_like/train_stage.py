@@ -1,0 +1,293 @@
+"""One training run, wired: servers, trainer ranks, prompts, reward and sinks around the loop, then the report."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_bridge.config import TrainerConfig
+from megatron_bridge.families.base import Family
+from megatron_bridge.families.registry import family_of
+from miles_like import run_state
+from miles_like.algorithms.advantages import shuffle_over_batch
+from miles_like.algorithms.registry import make_algorithm
+from miles_like.buffer import DataBuffer
+from miles_like.config import RunConfig
+from miles_like.config_io import dump_config
+from miles_like.controller import Controller
+from miles_like.factories import MegatronFactory, PublisherRecipe, ServerRecipe
+from miles_like.hf_checkpoint import HFCheckpoint
+from miles_like.metrics import eval_metrics, rollout_metrics, write_rollouts
+from miles_like.packing import pack
+from miles_like.placement import plan_placement
+from miles_like.report import write_report
+from miles_like.rewards import load_reward
+from miles_like.run_state import RunState
+from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
+from miles_like.types import Prompt, SampleGroup, SamplingParams
+from miles_like.workers import RayServers, RayTrainer
+from quant.spec import QuantFormat, QuantSpec
+from rollout.client import RoutingShape, SGLangClient, seed_of
+from rollout.episode import run_groups
+from rollout.pool import EnginePool
+from rollout.prompts import Cursor, PromptSource
+from rollout.wire_control import PauseMode
+
+
+class TrainStage:
+    """Everything that one training run is made of, started, wired and stopped."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, served: Path, weights: Path, console: Console) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.served = served
+        self.weights = weights
+        self.console = console
+        self.checkpoints = run_dir / "checkpoints"
+        self.hf = HFCheckpoint(served)
+        self.family: Family = family_of(self.hf.config)
+        self.spec = served_spec(config, self.hf)
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(served)
+        self.plan = plan_placement(config.cluster, config.parallel, config.rollout)
+        self.tokens_total = 0
+
+    def run(self, resume: bool) -> None:
+        (self.run_dir / "config.toml").write_text(dump_config(self.config), encoding="utf-8")
+        source = PromptSource(self.config.data, self.tokenizer, self.config.data.train, seed=self.config.seed)
+        held_out = self._held_out()
+        began = run_state.load_latest(self.checkpoints) if resume else None
+        started = time.perf_counter()
+        servers = self._servers(began[1].weight_version if began else 0)
+        try:
+            trainer = RayTrainer(
+                MegatronFactory(self._trainer_config(), self.weights, make_algorithm(self.config.algorithm).loss),
+                self.plan.of("trainer"),
+                dp_size=self.config.parallel.dp,
+                log_dir=self.run_dir / "logs",
+            )
+            urls = servers.wait()
+            self.console.print(
+                f"{'':12}{len(self.plan.of('trainer'))} trainer ranks, {len(urls)} rollout servers up "
+                f"after {time.perf_counter() - started:.0f} s"
+            )
+            asyncio.run(self._loop(trainer, urls, source, held_out, began))
+        finally:
+            servers.stop()
+        write_report(self.run_dir)
+        self.console.print(f"{'':12}report: {self.run_dir / 'report.html'}")
+
+    async def _loop(
+        self,
+        trainer: RayTrainer,
+        urls: Sequence[str],
+        source: PromptSource,
+        held_out: Sequence[Prompt],
+        began: tuple[Path, RunState] | None,
+    ) -> None:
+        config, first = self.config, 0
+        engine = EnginePool([self._client(url) for url in urls])
+        trainer.connect(self._publisher(urls))
+        if began is not None:
+            folder, state = began
+            first, self.tokens_total = state.step, state.tokens_total
+            await trainer.load(folder / "trainer")
+            await trainer.publish(version=first)
+            source.restore(Cursor(*divmod(state.prompt_cursor, len(source))))
+        reward = load_reward(config.reward.name)
+        sink = MultiSink(
+            [
+                JsonlSink(self.run_dir / "metrics.jsonl"),
+                TensorboardSink(self.run_dir / "tensorboard"),
+                ConsoleSink(steps=config.train.steps, console=self.console),
+            ]
+        )
+        with _Bar(config.train.steps, self.console) as (progress, task):
+            controller = Controller(
+                trainer=trainer,
+                algorithm=make_algorithm(config.algorithm),
+                buffer=DataBuffer(max_staleness=config.buffer.max_staleness),
+                next_prompts=lambda: source.take(config.train.groups_per_step),
+                rollout=lambda step, prompts: run_groups(
+                    engine, prompts, reward, n=config.train.samples_per_group, params=self._sampling(step)
+                ),
+                pack=partial(pack, dp_size=trainer.dp_size, max_tokens=config.train.max_tokens_per_rank),
+                deal=self._deal,
+                evaluate=partial(self._evaluate, engine, reward, held_out),
+                describe=self._describe,
+                keep=lambda step, groups: write_rollouts(self.run_dir / "rollouts" / f"step_{step}.jsonl", groups),
+                save=partial(self._save, trainer),
+                phase=lambda step, name: progress.update(task, completed=step, phase=name),
+                sink=sink,
+                max_staleness=config.buffer.max_staleness,
+                eval_every=config.eval.every,
+                save_every=config.checkpoint.every,
+            )
+            try:
+                await controller.run(first=first, steps=config.train.steps)
+            finally:
+                sink.close()
+                await engine.close()
+                await trainer.close()
+
+    # the parts
+
+    def _trainer_config(self) -> TrainerConfig:
+        c = self.config
+        return TrainerConfig(
+            hf_config=str(self.served.resolve()),
+            parallel=c.parallel,
+            precision=c.precision,
+            optimizer=c.optimizer,
+            replay=c.replay,
+            seed=c.seed,
+            temperature=c.rollout.temperature,
+            router_bias_update_rate=c.train.router_bias_update_rate,
+            recompute=c.train.recompute,
+        )
+
+    def _servers(self, version: int) -> RayServers:
+        c = self.config.rollout
+        first_port = {s.index: None if c.port is None else c.port + s.index for s in self.plan.of("rollout")}
+        launches = [
+            (
+                slot,
+                ServerRecipe(
+                    model_path=self.served.resolve(),
+                    config=c,
+                    port=first_port[slot.index],
+                    log_dir=(self.run_dir / "logs").resolve(),
+                    weight_version=version,
+                    node_rank=slot.node_rank,
+                    nnodes=slot.nnodes,
+                ),
+            )
+            for slot in self.plan.of("rollout")
+        ]
+        return RayServers(launches, self.run_dir / "logs")
+
+    def _client(self, url: str) -> SGLangClient:
+        c, hf = self.config.rollout, self.hf.config
+        layers = self.family.moe_layers(hf)
+        shape = RoutingShape(
+            num_layers=self.family.num_layers(hf),
+            moe_layers=layers,
+            top_k=self.family.top_k(hf),
+            num_experts=self.family.num_experts(hf),
+        )
+        return SGLangClient(
+            url,
+            routing=shape if layers else None,
+            prompts_per_request=c.prompts_per_request,
+            request_timeout_s=c.request_timeout_s,
+            pause_mode=PauseMode(self.config.publish.pause_mode),
+            samples_from="server" if c.engine == "embedded" else "client",
+            decode=lambda ids: str(self.tokenizer.decode(ids, skip_special_tokens=True)),
+            log=self.run_dir / "logs",
+        )
+
+    def _publisher(self, urls: Sequence[str]) -> PublisherRecipe:
+        c = self.config
+        return PublisherRecipe(
+            urls=tuple(urls),
+            kind=c.rollout.engine,
+            spec=self.spec,
+            config=c.publish,
+            tp_size=c.rollout.sglang.tp_size,
+            timeout_s=c.rollout.request_timeout_s,
+            directory=(self.run_dir / "published").resolve(),
+            hf_config=self.hf.config,
+            copy_from=self.served.resolve(),
+        )
+
+    def _held_out(self) -> Sequence[Prompt]:
+        c = self.config
+        if c.data.eval is None:
+            return ()
+        return PromptSource(c.data, self.tokenizer, c.data.eval).all()[: c.eval.max_prompts]
+
+    # what the loop calls
+
+    def _sampling(self, step: int) -> SamplingParams:
+        c = self.config.rollout
+        return SamplingParams(
+            max_new_tokens=c.max_new_tokens,
+            temperature=c.temperature,
+            top_p=c.top_p,
+            top_k=c.top_k,
+            stop_token_ids=(int(self.tokenizer.eos_token_id),),
+            sampling_seed=seed_of(self.config.seed, f"step {step}"),
+        )
+
+    def _deal(self, step: int, advantages: list[list[float]]) -> list[list[float]]:
+        if not self.config.algorithm.shuffle_advantages:
+            return advantages
+        return shuffle_over_batch(advantages, seed=seed_of(self.config.seed, f"shuffle {step}"))
+
+    def _describe(self, step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
+        metrics = rollout_metrics(groups, version=step)
+        self.tokens_total += sum(s.response_len for g in groups for s in g.samples)
+        return metrics | {"tokens_total": float(self.tokens_total)}
+
+    async def _evaluate(
+        self, engine: EnginePool, reward: Any, prompts: Sequence[Prompt], version: int
+    ) -> dict[str, float]:
+        if not prompts:
+            return {}
+        k = self.config.eval.samples
+        base = self._sampling(version)
+        params = SamplingParams(
+            max_new_tokens=base.max_new_tokens,
+            temperature=0.0 if k == 1 else base.temperature,
+            stop_token_ids=base.stop_token_ids,
+            sampling_seed=seed_of(self.config.seed, f"eval {version}"),
+        )
+        groups = await run_groups(engine, prompts, reward, n=k, params=params)
+        return eval_metrics(groups, name=Path(str(self.config.data.eval)).stem)
+
+    async def _save(self, trainer: RayTrainer, step: int) -> None:
+        await trainer.save(run_state.step_folder(self.checkpoints, step) / "trainer")
+        state = RunState(
+            step=step,
+            weight_version=step,
+            prompt_cursor=step * self.config.train.groups_per_step,
+            tokens_total=self.tokens_total,
+        )
+        run_state.save(self.checkpoints, state, keep=self.config.checkpoint.keep)
+
+
+class _Bar:
+    """A progress bar with the phase at hand; silent where the console is no terminal."""
+
+    def __init__(self, steps: int, console: Console) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.fields[phase]:<9}"), BarColumn(), MofNCompleteColumn())
+        self._progress = Progress(
+            *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+        )
+        self._steps = steps
+
+    def __enter__(self) -> tuple[Progress, Any]:
+        self._progress.start()
+        return self._progress, self._progress.add_task("train", total=self._steps, phase="")
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+def served_spec(config: RunConfig, hf: HFCheckpoint) -> QuantSpec | None:
+    """How the rollout's weights are stored. Raises ValueError when the checkpoint and `precision.format` disagree."""
+    spec = QuantSpec.from_hf(hf.config)
+    found = QuantFormat.BF16 if spec is None else spec.format
+    if found != config.precision.format:
+        raise ValueError(
+            f"precision.format = {config.precision.format!r}, but {hf.path} holds {found.value} weights: "
+            f"set precision.format = {found.value!r}, or serve a checkpoint in that format (miles-like quantize)"
+        )
+    return spec
