@@ -101,5 +101,7 @@ def load_weights(path: Path, model: PolicyModel, optimizer: ChainedOptimizer, pa
     Raises ValueError when the directory is missing, incomplete, or of another model.
     """
     _check(path)
-    model.load_state_dict(_read(_model_state(model, parallel), path))
+    state = _read(_model_state(model, parallel), path)
+    state.pop("content_metadata", None)  # what a checkpoint says of itself comes back among the tensors
+    model.load_state_dict(state)
     optimizer.reload_model_params()
