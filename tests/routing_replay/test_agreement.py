@@ -1,0 +1,35 @@
+"""Agreement of routings is of sets: the order within a row carries nothing.
+
+Letters: K experts a token.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from routing_replay.agreement import topk_agreement
+
+
+def test_by_hand() -> None:
+    """Same, permuted, one different, all different; uint8 against int64 where 200 would be negative as int8."""
+    a = torch.tensor([[1, 2, 3], [1, 2, 200], [1, 2, 3], [1, 2, 3]], dtype=torch.uint8)
+    b = torch.tensor([[1, 2, 3], [200, 1, 2], [1, 2, 4], [4, 5, 6]])
+    assert topk_agreement(a, b).tolist() == [True, True, False, False]
+
+
+def test_equals_python_sets() -> None:
+    """Python's own sets over random rows, about half of them permutations."""
+    g = torch.Generator().manual_seed(0)
+    a = torch.rand(500, 6, generator=g).argsort(-1)[:, :4]
+    b = torch.rand(500, 6, generator=g).argsort(-1)[:, :4]
+    b[::2] = a[::2].flip(-1)
+    want = [set(x) == set(y) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+    assert topk_agreement(a, b).tolist() == want
+    assert 250 < sum(want) < 500
+
+
+def test_other_shapes_are_refused() -> None:
+    """Broadcasting would compare a row with all of the others."""
+    with pytest.raises(ValueError, match=r"\(3, 2\).*\(1, 2\)"):
+        topk_agreement(torch.zeros(3, 2), torch.zeros(1, 2))

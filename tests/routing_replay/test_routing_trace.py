@@ -1,0 +1,129 @@
+"""The trace and its form on the wire.
+
+Letters: S tokens, L MoE layers, K experts a token, E experts.
+"""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from routing_replay.trace import RoutingTrace, id_dtype
+
+LAYERS, ALL_LAYERS, K, E = (1, 2, 4), 5, 4, 16
+
+
+def random_ids(rows: int, num_layers: int, *, num_experts: int = E, seed: int = 0) -> Tensor:
+    """[rows, L, K] int64, distinct in a row."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.rand(rows, num_layers, num_experts, generator=g).argsort(-1)[..., :K]
+
+
+def make(rows: int = 6, **kwargs: int) -> RoutingTrace:
+    ids = random_ids(rows, len(LAYERS), **kwargs)
+    experts = kwargs.get("num_experts", E)
+    return RoutingTrace(experts=ids.to(id_dtype(experts)), layers=LAYERS, num_experts=experts)
+
+
+def payload(ids: np.ndarray) -> str:
+    """What SGLang sends: base64 of little-endian int32 [rows, all layers, K]."""
+    return base64.b64encode(ids.astype("<i4").tobytes()).decode()
+
+
+def read(wire: str, *, rows: int = 6) -> RoutingTrace:
+    return RoutingTrace.from_wire(wire, rows=rows, num_layers=ALL_LAYERS, layers=LAYERS, top_k=K, num_experts=E)
+
+
+def test_wire_bytes_written_by_hand() -> None:
+    """One row, two layers, two experts, the first layer dense: the eight bytes of each number as SGLang lays them."""
+    wire = base64.b64encode(bytes([0] * 8 + [3, 0, 0, 0, 1, 0, 0, 0])).decode()
+    t = RoutingTrace.from_wire(wire, rows=1, num_layers=2, layers=(1,), top_k=2, num_experts=4)
+    assert t.experts.tolist() == [[[3, 1]]] and t.experts.dtype is torch.uint8
+    assert t.to_wire(num_layers=2) == wire
+
+
+@pytest.mark.parametrize("num_experts", [256, 257, 384])
+def test_round_trip(num_experts: int) -> None:
+    """Writing and reading is the identity, order within a row included; 257 experts need two bytes."""
+    t = make(num_experts=num_experts)
+    back = RoutingTrace.from_wire(
+        t.to_wire(num_layers=ALL_LAYERS), rows=6, num_layers=ALL_LAYERS, layers=LAYERS, top_k=K, num_experts=num_experts
+    )
+    assert torch.equal(back.experts, t.experts) and back.layers == LAYERS
+    assert back.experts.element_size() == (1 if num_experts == 256 else 2)
+
+
+def test_dense_layers_are_not_interpreted() -> None:
+    """A server may leave anything in the rows of layers that have no router."""
+    ids = np.full((6, ALL_LAYERS, K), 255, dtype="<i4")
+    ids[:, list(LAYERS)] = make().experts.numpy()
+    assert torch.equal(read(payload(ids)).experts, make().experts)
+
+
+def test_the_row_of_a_stop_at_the_edge_is_dropped() -> None:
+    """Then the server has fed the last sampled token too; that row predicts nothing."""
+    ids = np.zeros((7, ALL_LAYERS, K), dtype="<i4")
+    ids[:, list(LAYERS)] = random_ids(7, 3, seed=1).numpy()
+    assert torch.equal(read(payload(ids)).experts.long(), random_ids(7, 3, seed=1)[:6])
+
+
+@pytest.mark.parametrize("rows", [5, 8])
+def test_other_lengths_are_refused(rows: int) -> None:
+    """A missing row would shift every later one: silent, and the worst mismatch there is."""
+    ids = np.zeros((rows, ALL_LAYERS, K), dtype="<i4") + np.arange(K)
+    with pytest.raises(ValueError, match="6 rows"):
+        read(payload(ids))
+
+
+@pytest.mark.parametrize(("value", "message"), [(E, "0..15"), (-1, "-1"), (None, "twice")])
+def test_impossible_ids_are_refused(value: int | None, message: str) -> None:
+    """Expert 16 of 16, the sentinel of a missing row, and an expert twice (None: copied from its neighbour)."""
+    ids = np.zeros((6, ALL_LAYERS, K), dtype="<i4")
+    ids[:, list(LAYERS)] = make().experts.numpy()
+    ids[3, 2, 0] = ids[3, 2, 1] if value is None else value
+    with pytest.raises(ValueError, match=message):
+        read(payload(ids))
+
+
+def test_what_is_not_base64_is_refused() -> None:
+    """An error page, or JSON."""
+    with pytest.raises(ValueError, match="base64"):
+        read("[[1, 2]]")
+
+
+def test_check_names_row_and_layer() -> None:
+    """The layer by its global number."""
+    t = make()
+    t.experts[3, 1] = torch.tensor([1, 2, 2, 3])
+    with pytest.raises(ValueError, match=r"row 3, layer 2.*twice"):
+        t.check()
+    t.experts[3, 1] = torch.tensor([1, 2, 99, 3])
+    with pytest.raises(ValueError, match=r"row 3, layer 2.*outside 0..15"):
+        t.check()
+
+
+def test_a_trace_checks_its_own_shape() -> None:
+    """Layers, id type and order are what everything else relies on."""
+    ids = random_ids(6, 3).to(torch.uint8)
+    with pytest.raises(ValueError, match="2 MoE layers"):
+        RoutingTrace(experts=ids, layers=(1, 2), num_experts=E)
+    with pytest.raises(ValueError, match="uint8"):
+        RoutingTrace(experts=ids.to(torch.int16), layers=LAYERS, num_experts=E)
+    with pytest.raises(ValueError, match="ascending"):
+        RoutingTrace(experts=ids, layers=(2, 1, 4), num_experts=E)
+    with pytest.raises(ValueError, match="40000"):
+        id_dtype(40000)
+
+
+def test_concat_joins_rows_and_refuses_other_models() -> None:
+    """A pack has the rows of its samples in their order."""
+    a, b = make(2), make(3, seed=1)
+    both = RoutingTrace.concat([a, b])
+    assert len(both) == 5 and torch.equal(both.experts[2:], b.experts)
+    other = RoutingTrace(experts=b.experts, layers=(1, 2, 3), num_experts=E)
+    with pytest.raises(ValueError, match="different models"):
+        RoutingTrace.concat([a, other])

@@ -1,0 +1,143 @@
+"""The tape: right rows for each key, every row exactly once, every violation by name.
+
+Letters: L MoE layers, K experts a token, E experts.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from routing_replay.tape import ReplayTape
+from routing_replay.trace import RoutingTrace
+
+LAYERS, K, E = (1, 2), 4, 16
+
+
+def make(rows: int) -> RoutingTrace:
+    g = torch.Generator().manual_seed(rows)
+    ids = torch.rand(rows, len(LAYERS), E, generator=g).argsort(-1)[..., :K]
+    return RoutingTrace(experts=ids.to(torch.uint8), layers=LAYERS, num_experts=E)
+
+
+def loaded(*, expect_recompute: bool = False) -> ReplayTape:
+    tape = ReplayTape(expect_recompute=expect_recompute)
+    tape.load(0, make(5))
+    tape.load(1, make(7))
+    return tape
+
+
+def forward(tape: ReplayTape) -> None:
+    for micro in (0, 1):
+        for layer in LAYERS:
+            tape.topk(micro, layer)
+
+
+def test_each_key_has_its_rows() -> None:
+    """Rows of that micro-batch and that layer, order kept, as the int64 that gather takes; any order of asking."""
+    tape = loaded()
+    for micro, layer in ((1, 2), (0, 1), (1, 1), (0, 2)):
+        ids = tape.topk(micro, layer, rows=(5, 7)[micro])
+        assert ids.dtype is torch.int64
+        assert torch.equal(ids, make((5, 7)[micro]).experts[:, LAYERS.index(layer)].long())
+    tape.assert_drained()
+    assert tape.coverage == 1.0
+
+
+def test_recomputation_gets_the_same_rows_once_more() -> None:
+    """The backward pass must route as the forward pass did, or the gradient is of another function."""
+    tape = loaded(expect_recompute=True)
+    first = tape.topk(0, 1)
+    assert torch.equal(tape.topk(0, 1, recompute=True), first)
+    with pytest.raises(ValueError, match="micro-batch 0, layer 1: asked twice in the recomputation"):
+        tape.topk(0, 1, recompute=True)
+
+
+def test_asked_twice() -> None:
+    """A second forward pass over the same rows means that the step is not what was planned."""
+    tape = loaded()
+    tape.topk(0, 1)
+    with pytest.raises(ValueError, match="micro-batch 0, layer 1: asked twice in the forward pass"):
+        tape.topk(0, 1)
+
+
+def test_never_loaded() -> None:
+    """Micro-batches are numbered differently on the two sides."""
+    with pytest.raises(ValueError, match=r"micro-batch 2, layer 1: never loaded.*\[0, 1\]"):
+        loaded().topk(2, 1)
+
+
+def test_a_layer_of_another_stage() -> None:
+    """An ordinal in place of the global number."""
+    with pytest.raises(ValueError, match=r"micro-batch 0, layer 0: no routes.*\[1, 2\]"):
+        loaded().topk(0, 0)
+
+
+def test_other_rows() -> None:
+    """A slice that the tokens had and the trace had not."""
+    with pytest.raises(ValueError, match="micro-batch 1, layer 2: the router has 5 tokens, the trace 7 rows"):
+        loaded().topk(1, 2, rows=5)
+
+
+def test_unexpected_and_early_recomputation() -> None:
+    """Either the configuration lies, or a backward pass runs without its forward pass."""
+    with pytest.raises(ValueError, match=r"micro-batch 0, layer 1: .*not expect"):
+        loaded().topk(0, 1, recompute=True)
+    with pytest.raises(ValueError, match="micro-batch 0, layer 1: recomputed before"):
+        loaded(expect_recompute=True).topk(0, 1, recompute=True)
+
+
+def test_loaded_twice() -> None:
+    """The rows of a step that was never cleared."""
+    with pytest.raises(ValueError, match="micro-batch 0 was loaded twice"):
+        loaded().load(0, make(5))
+
+
+def test_a_refusal_uses_nothing_up() -> None:
+    """Otherwise the error that follows would be named instead of the cause."""
+    tape = loaded()
+    with pytest.raises(ValueError, match="tokens"):
+        tape.topk(0, 1, rows=4)
+    forward(tape)
+    tape.assert_drained()
+
+
+def test_rows_left_over_are_named() -> None:
+    """A layer that routed by itself although it should not have."""
+    tape = loaded()
+    tape.topk(0, 1)
+    with pytest.raises(ValueError, match=r"3 of 4 .*forward pass: \(micro-batch 0, layer 2\)"):
+        tape.assert_drained()
+
+
+def test_recomputation_left_over_is_named() -> None:
+    """Activations that should have been recomputed were kept, or recomputed without the tape."""
+    tape = loaded(expect_recompute=True)
+    forward(tape)
+    with pytest.raises(ValueError, match=r"4 of 4 .*recomputation: \(micro-batch 0, layer 1\)"):
+        tape.assert_drained()
+    for micro in (0, 1):
+        for layer in LAYERS:
+            tape.topk(micro, layer, recompute=True)
+    tape.assert_drained()
+
+
+def test_coverage_counts_rows() -> None:
+    """5 + 7 rows in two layers replayed, 8 routed by the router itself; recomputation counts nothing twice."""
+    tape = loaded(expect_recompute=True)
+    assert tape.coverage == 0.0
+    forward(tape)
+    tape.topk(0, 1, recompute=True)
+    tape.route_natively(8)
+    assert tape.coverage == 24 / 32
+
+
+def test_clear_begins_a_new_step() -> None:
+    """Nothing of the last step is left, neither rows nor marks."""
+    tape = loaded()
+    forward(tape)
+    tape.clear()
+    tape.assert_drained()
+    assert tape.coverage == 0.0
+    tape.load(0, make(3))
+    assert tape.topk(0, 1).shape == (3, K)
