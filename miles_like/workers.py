@@ -60,9 +60,13 @@ def node_ids() -> list[str]:
 
 def on_every_node(work: Callable[[], Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Run `work` once on each node, all at once; their results in node order. The first failure is raised."""
-    task = ray.remote(num_cpus=0)(work)
-    refs = [task.options(scheduling_strategy=_at(node)).remote() for node in node_ids()]
+    task = ray.remote(num_cpus=0)(_call)
+    refs = [task.options(scheduling_strategy=_at(node)).remote(work) for node in node_ids()]
     return [_get(ref, "staging") for ref in refs]
+
+
+def _call(work: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    return work()
 
 
 def _at(node: str) -> NodeAffinitySchedulingStrategy:
