@@ -70,7 +70,7 @@ class MathVerify:
     """
 
     def __init__(self, *, limit_s: float = 10.0, start_limit_s: float = 120.0) -> None:
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._start_limit_s = start_limit_s
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
@@ -125,7 +125,7 @@ class MathVerify:
 
     async def _exchange(self, process: asyncio.subprocess.Process, request: bytes) -> dict[str, object]:
         assert process.stdin is not None and process.stdout is not None
-        async with asyncio.timeout(self._limit_s):
+        async with asyncio.timeout(self.limit_s):
             process.stdin.write(request)
             await process.stdin.drain()
             line = await process.stdout.readline()

@@ -1,0 +1,254 @@
+"""A run's curves as PNG files.
+
+One look for all: a title that says what is drawn, its unit below, one x axis in optimizer steps, the Okabe-Ito colours
+(told apart with any colour vision), each line named at its end instead of in a box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+Rows = Sequence[Mapping[str, float]]
+
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
+COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
+DPI = 150
+INK, FAINT = "#222222", "#767676"
+PHASES = {"rollout": BLUE, "train": ORANGE, "publish": GREEN}  # perf/{phase}_s, bottom to top
+TITLES = {  # file -> what to say of it in the report
+    "reward": "Reward",
+    "accuracy": "Held-out accuracy",
+    "entropy": "Entropy",
+    "mismatch": "Trainer-rollout mismatch",
+    "routing": "Expert routes",
+    "time": "Time per step",
+}
+
+
+def series(rows: Rows, key: str) -> tuple[list[float], list[float]]:
+    """(steps, values) where the key is present and finite."""
+    found = [(r["step"], r[key]) for r in rows if key in r and math.isfinite(r[key])]
+    return [s for s, _ in found], [v for _, v in found]
+
+
+def write_plots(rows: Rows, folder: Path) -> list[Path]:
+    """A PNG for each of TITLES the rows have figures for, in that order. `rows` ascend in `step`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawers = (_reward, _accuracy, _entropy, _mismatch, _routing, _time)
+    written = []
+    for name, draw in zip(TITLES, drawers, strict=True):
+        figure = Figure(figsize=(7.2, 3.7), dpi=DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        if draw(figure.add_subplot(), rows):
+            path = folder / f"{name}.png"
+            figure.savefig(path)
+            written.append(path)
+    return written
+
+
+def _dress(ax: Axes, title: str, unit: str) -> None:
+    ax.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=22)
+    ax.text(0, 1.035, unit, transform=ax.transAxes, fontsize=9, color=FAINT, va="bottom")
+    ax.set_xlabel("optimizer step", fontsize=9, color=FAINT)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+    ax.tick_params(which="both", labelsize=9, colors=FAINT, length=0)
+    ax.grid(axis="y", color="#E4E4E4", linewidth=0.8)
+    ax.set_axisbelow(True)
+    left, right = ax.get_xlim()
+    if right - left < 2:  # a run of one or two steps
+        ax.set_xlim((left + right) / 2 - 1, (left + right) / 2 + 1)
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    ax.spines["bottom"].set_color("#BBBBBB")
+
+
+def _name_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Names at (x, y) of the lines' ends, pushed apart vertically until they do not overlap."""
+    if not ends:
+        return
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()  # fixes the scales that the pixel positions below depend on
+    placed = sorted(((float(ax.transData.transform((x, y))[1]), x, y, text, c) for x, y, text, c in ends))
+    gap = 14 * DPI / 72  # pixels between two lines of text of 9 points
+    heights = [p[0] for p in placed]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + gap)
+    top = float(ax.transAxes.transform((0, 1))[1])
+    heights = [h - max(0.0, heights[-1] - top) for h in heights]
+    for h, (at, x, y, text, colour) in zip(heights, placed, strict=True):
+        ax.annotate(
+            text,
+            (x, y),
+            xytext=(6, (h - at) * 72 / DPI),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=colour,
+            annotation_clip=False,
+        )
+
+
+def _smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean over the last `window` values, fewer at the start."""
+    return [math.fsum(values[max(0, i - window + 1) : i + 1]) / min(window, i + 1) for i in range(len(values))]
+
+
+def _window(count: int) -> int:
+    """Steps that a running mean over a run of `count` steps is taken over."""
+    return max(1, count // 15)
+
+
+def _noisy_line(ax: Axes, rows: Rows, key: str, colour: str) -> tuple[float, float] | None:
+    """Each step faintly, its running mean boldly; the end of the latter."""
+    steps, values = series(rows, key)
+    if not steps:
+        return None
+    window = _window(len(values))
+    mean = _smooth(values, window)
+    if window > 1:
+        ax.plot(steps, values, color=colour, alpha=0.3, linewidth=0.9)
+    ax.plot(steps, mean, color=colour, linewidth=2, marker="o" if len(steps) == 1 else None)
+    return steps[-1], mean[-1]
+
+
+def _reward(ax: Axes, rows: Rows) -> bool:
+    end = _noisy_line(ax, rows, "rollout/reward/mean", BLUE)
+    if end is None:
+        return False
+    window = _window(len(series(rows, "rollout/reward/mean")[0]))
+    smooth = f"; bold: mean over the last {window} steps" if window > 1 else ""
+    _dress(ax, "Reward of the sampled answers", f"mean over the step's samples{smooth}")
+    _name_ends(ax, [(*end, f"{end[1]:.2f}", BLUE)])
+    return True
+
+
+def _accuracy(ax: Axes, rows: Rows) -> bool:
+    keys = sorted({k for r in rows for k in r if k.startswith("eval/")})
+    ends = []
+    for key, colour in zip(keys, COLOURS * len(keys), strict=False):
+        steps, values = series(rows, key)
+        if steps:
+            ax.plot(steps, values, color=colour, linewidth=2, marker="o", markersize=5)
+            ends.append((steps[-1], values[-1], f"{key.removeprefix('eval/')}  {values[-1]:.1%}", colour))
+            if len(steps) > 1 and len(keys) == 1:
+                ax.annotate(
+                    f"{values[0]:.1%}",
+                    (steps[0], values[0]),
+                    xytext=(0, -14),
+                    textcoords="offset points",
+                    fontsize=9,
+                    color=colour,
+                    ha="left",
+                )
+    if not ends:
+        return False
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    _dress(ax, "Accuracy on held-out questions", "share answered right; never trained on")
+    ax.margins(y=0.15)
+    _name_ends(ax, ends)
+    return True
+
+
+def _entropy(ax: Axes, rows: Rows) -> bool:
+    end = _noisy_line(ax, rows, "train/entropy", PURPLE)
+    if end is None:
+        return False
+    _dress(ax, "Entropy of the policy", "nats a token, mean over response tokens")
+    ax.set_ylim(bottom=0)
+    _name_ends(ax, [(*end, f"{end[1]:.2f}", PURPLE)])
+    return True
+
+
+def _mismatch(ax: Axes, rows: Rows) -> bool:
+    lines = {
+        "mismatch/logprob_abs_diff_max": ("largest |Δ|", VERMILION),
+        "mismatch/logprob_abs_diff": ("mean |Δ|", BLUE),
+        "mismatch/kl": ("KL (k3)", GREEN),
+    }
+    measured = zeros = 0
+    ends = []
+    for key, (name, colour) in lines.items():
+        steps, values = series(rows, key)
+        positive = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0]
+        measured, zeros = measured + len(values), zeros + len(values) - len(positive)
+        if positive:
+            xs, ys = zip(*positive, strict=True)
+            ax.plot(xs, ys, color=colour, linewidth=1.6, marker="o" if len(xs) < 3 else None, markersize=5)
+            ends.append((xs[-1], ys[-1], name, colour))
+    if not measured:
+        return False
+    if ends:
+        ax.set_yscale("log")
+        left_out = f"; {zeros} exact zeros not drawn" if zeros else ""
+        _dress(ax, "Trainer and rollout disagree by", f"Δ: difference of log-probabilities of a token, nats{left_out}")
+        _name_ends(ax, ends)
+    else:
+        ax.text(0.5, 0.5, "exactly 0 at every step", transform=ax.transAxes, ha="center", fontsize=14, color=GREEN)
+        ax.set_yticks([])
+        _dress(ax, "Trainer and rollout disagree by", "Δ: difference of log-probabilities of a token, nats")
+    return True
+
+
+def _routing(ax: Axes, rows: Rows) -> bool:
+    lines = {
+        "routing/agreement": ("own choice agrees", BLUE),
+        "routing/replay_coverage": ("replayed", ORANGE),
+    }
+    ends = []
+    low = 1.0
+    for key, (name, colour) in lines.items():
+        steps, values = series(rows, key)
+        if steps:
+            low = min(low, *values)
+            ax.plot(steps, values, color=colour, linewidth=1.8, marker="o" if len(steps) == 1 else None)
+            ends.append((steps[-1], values[-1], name, colour))
+    if not ends:
+        return False
+    span = max(1 - low, 0.02)
+    ax.set_ylim(max(0.0, 1 - 1.15 * span), 1 + 0.05 * span)
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _dress(ax, "Expert routes", "share of (token, layer) pairs; agrees: the trainer's own experts are the rollout's")
+    _name_ends(ax, ends)
+    return True
+
+
+def _time(ax: Axes, rows: Rows) -> bool:
+    keys = [f"perf/{p}_s" for p in PHASES]
+    timed = [r for r in rows if any(math.isfinite(r.get(k, math.nan)) for k in keys)]
+    if not timed:
+        return False
+    steps = [r["step"] for r in timed]
+    floor = [0.0] * len(timed)
+    bars: list[tuple[str, str, list[float]]] = [
+        (phase, colour, [_seconds(r, f"perf/{phase}_s") for r in timed]) for phase, colour in PHASES.items()
+    ]
+    # What the phases leave of the step: evaluation, packing, checkpoints. None when phases overlap (asynchronous loop).
+    rest = [max(0.0, _seconds(r, "perf/step_s") - sum(_seconds(r, k) for k in keys)) for r in timed]
+    bars.append(("other", "#C8C8C8", rest))
+    width = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else 1.0
+    ends = []
+    for name, colour, seconds in bars:
+        if not any(seconds):
+            continue
+        ax.bar(steps, seconds, bottom=floor, width=width, color=colour, linewidth=0)
+        mean = math.fsum(seconds) / len(seconds)
+        middle = floor[-1] + seconds[-1] / 2
+        ends.append((steps[-1] + width / 2, middle, f"{name}  {mean:.2f} s", FAINT if name == "other" else colour))
+        floor = [f + s for f, s in zip(floor, seconds, strict=True)]
+    _dress(ax, "Time per step", "seconds; the figures are means over the run")
+    ax.margins(x=0.01)
+    _name_ends(ax, ends)
+    return True
+
+
+def _seconds(row: Mapping[str, float], key: str) -> float:
+    value = row.get(key, 0.0)
+    return value if math.isfinite(value) else 0.0

@@ -1,0 +1,141 @@
+"""report.html of a run directory: its curves, its figures, what it said first and last, its configuration."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from miles_like.plots import TITLES, write_plots
+from miles_like.sinks import first_last_best, headline_keys
+
+SHOWN_SAMPLES = 8
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1080px; margin: 2em auto;
+  padding: 0 1em; }
+h1 { font-size: 1.5em; margin-bottom: 0; } h2 { font-size: 1.15em; margin-top: 2.2em; }
+.sub { color: #666; margin-top: .2em; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 12px; }
+.plots img { width: 100%; border: 1px solid #e4e4e4; border-radius: 6px; }
+table { border-collapse: collapse; } th, td { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; }
+th { color: #666; font-weight: 600; } tr { border-bottom: 1px solid #eee; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+code, pre { font: 13px/1.45 ui-monospace, monospace; } pre { background: #f6f6f6; padding: 12px; overflow-x: auto; }
+td code { white-space: pre-wrap; overflow-wrap: anywhere; }
+.right { color: #00795a; } .wrong { color: #b04a00; }
+"""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `plots/*.png` and `report.html` into a run directory; returns the latter.
+
+    `config.toml` and `rollouts/` are shown when they are there. Raises ValueError when `metrics.jsonl` is missing,
+    empty or damaged.
+    """
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    images = write_plots(rows, run_dir / "plots")
+    name = html.escape(run_dir.resolve().name)
+    body = "\n".join(
+        [
+            f"<h1>{name}</h1>",
+            f'<p class="sub">{_subtitle(rows)}</p>',
+            '<div class="plots">',
+            *(f'<img src="plots/{p.name}" alt="{TITLES[p.stem]} over optimizer steps">' for p in images),
+            "</div>",
+            "<h2>Figures</h2>",
+            _figures(rows),
+            *_rollouts(run_dir / "rollouts"),
+            *_config(run_dir / "config.toml"),
+        ]
+    )
+    path = run_dir / "report.html"
+    path.write_text(
+        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width">\n<title>{name}</title>\n'
+        f"<style>{_STYLE}</style>\n<body>\n{body}\n</body>\n</html>\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Rows of a metrics file, one a step, ascending; null is nan.
+
+    A step written twice (once more after a resume) takes the later value of each key. A last line cut short by a kill
+    is left out. Raises ValueError for a missing or empty file, or another line that is no JSON object with a step.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: name the run directory of a run that has trained")
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    rows: dict[float, dict[str, float]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as e:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise ValueError(f"{path} line {number} is damaged ({e}): remove that line") from e
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise ValueError(f"{path} line {number} is no object with a step: remove that line")
+        values = {k: math.nan if v is None else float(v) for k, v in row.items()}
+        rows.setdefault(values["step"], {}).update(values)
+    if not rows:
+        raise ValueError(f"{path} has no step yet: wait for the run's first, or name another run directory")
+    return [rows[s] for s in sorted(rows)]
+
+
+def _subtitle(rows: Sequence[Mapping[str, float]]) -> str:
+    last = rows[-1]
+    parts = [f"{int(last['step'])} optimizer steps"]
+    if math.isfinite(last.get("wall_s", math.nan)):
+        parts.append(f"{last['wall_s']:.0f} s")
+    if math.isfinite(last.get("tokens_total", math.nan)):
+        parts.append(f"{last['tokens_total']:,.0f} response tokens")
+    return " · ".join(parts)
+
+
+def _figures(rows: Sequence[Mapping[str, float]]) -> str:
+    out = ['<table><tr><th>metric</th><th class="n">first</th><th class="n">last</th><th class="n">best</th></tr>']
+    for key in headline_keys(rows):
+        found = first_last_best(rows, key)
+        if found is not None:
+            cells = "".join(f'<td class="n">{"" if v is None else f"{v:.4g}"}</td>' for v in found)
+            out.append(f"<tr><td><code>{html.escape(key)}</code></td>{cells}</tr>")
+    return "\n".join([*out, "</table>"])
+
+
+def _rollouts(folder: Path) -> list[str]:
+    """The first sample of each of the first groups, at the first and the last step that was kept."""
+    files = {int(m[1]): p for p in folder.glob("step_*.jsonl") if (m := re.fullmatch(r"step_(\d+)\.jsonl", p.name))}
+    out: list[str] = []
+    for step in sorted({min(files), max(files)} if files else ()):
+        samples = [json.loads(line) for line in files[step].read_text(encoding="utf-8").splitlines()]
+        firsts = [s for s in samples if s["index"] == 0][:SHOWN_SAMPLES]
+        out.append(f"<h2>Samples at step {step}</h2>")
+        out.append(
+            '<table><tr><th>prompt</th><th>response</th><th>answer</th><th class="n">reward</th><th>end</th></tr>'
+        )
+        out += [_sample_row(s) for s in firsts]
+        out.append("</table>")
+    return out
+
+
+def _sample_row(sample: Mapping[str, object]) -> str:
+    reward = sample["reward"]
+    positive = isinstance(reward, int | float) and reward > 0
+    texts = "".join(f"<td><code>{html.escape(str(sample[k]))}</code></td>" for k in ("prompt", "response", "answer"))
+    shown = f"{reward:g}" if isinstance(reward, int | float) else ""
+    return (
+        f'<tr>{texts}<td class="n {"right" if positive else "wrong"}">{shown}</td>'
+        f"<td>{html.escape(str(sample['finish']))}</td></tr>"
+    )
+
+
+def _config(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    return ["<h2>Configuration</h2>", f"<pre>{html.escape(path.read_text(encoding='utf-8'))}</pre>"]

@@ -1,0 +1,199 @@
+"""Reduction, phases, figures of groups, evaluation estimators and sinks.
+
+A figure reduced wrongly misleads quietly: a mean over uneven micro-batches must weigh by tokens, and a nan must stay
+visible. Not covered: how the console looks in a terminal.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from made_samples import group, rewarded, sample
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from miles_like.metrics import (
+    Timer,
+    better,
+    combine,
+    eval_metrics,
+    pass_at_k,
+    rollout_metrics,
+    write_rollouts,
+)
+from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
+from miles_like.types import Finish, Reduce, Stat
+
+
+def stat(total: float, count: float, reduce: Reduce = Reduce.MEAN) -> Stat:
+    return Stat(total=torch.tensor(total), count=torch.tensor(count), reduce=reduce)
+
+
+@given(values=st.lists(st.lists(st.floats(-9, 9, width=32), max_size=5), min_size=1, max_size=6))
+def test_combining_is_the_statistic_of_the_union(values):
+    parts = [
+        {
+            "mean": stat(math.fsum(v), len(v)),
+            "max": stat(max(v, default=0.0), len(v), Reduce.MAX),
+        }
+        for v in values
+    ]
+    union = list(itertools.chain(*values))
+    got = combine(parts)
+    if not union:
+        assert got == {}
+    else:
+        assert got["mean"] == pytest.approx(sum(union) / len(union), rel=1e-4, abs=1e-4)
+        assert got["max"] == max(union)  # also when negative, though an empty part says 0
+
+
+def test_nan_stays_visible_and_mixed_reduces_are_refused():
+    assert math.isnan(combine([{"a": stat(math.nan, 1)}, {"a": stat(1, 1)}])["a"])
+    assert math.isnan(combine([{"a": stat(1, 1, Reduce.MAX)}, {"a": stat(math.nan, 1, Reduce.MAX)}])["a"])
+    assert math.isnan(combine([{"a": stat(math.inf, 1)}, {"a": stat(-math.inf, 1)}])["a"])
+    with pytest.raises(ValueError, match=r"'a' is reduced by \['max', 'mean'\]"):
+        combine([{"a": stat(1, 1)}, {"a": stat(1, 1, Reduce.MAX)}])
+
+
+def test_timer_adds_up_and_starts_afresh():
+    timer = Timer()
+    for _ in range(2):
+        with timer.phase("train"):
+            sum(range(1000))
+    with pytest.raises(KeyError), timer.phase("rollout"):
+        raise KeyError("a phase that fails is timed too")
+    first = timer.pop()
+    assert set(first) == {"perf/train_s", "perf/rollout_s"} and all(v > 0 for v in first.values())
+    assert timer.pop() == {}
+
+
+def test_rollout_figures_by_hand():
+    groups = [
+        rewarded([1, 0, 0, 0], version=3),
+        rewarded([1, 1], version=5),
+        group([sample(response_len=9, reward=0.0, finish=Finish.LENGTH, version=5)]),
+    ]
+    assert rollout_metrics(groups, version=5) == pytest.approx(
+        {
+            "rollout/reward/mean": 3 / 7,
+            "rollout/reward/std": math.sqrt(12 / 49),
+            "rollout/len/mean": (6 * 3 + 9) / 7,
+            "rollout/truncated_frac": 1 / 7,
+            "rollout/zero_std_group_frac": 2 / 3,
+            "async/staleness/mean": 2 / 3,
+            "async/staleness/max": 2.0,
+        }
+    )
+    with pytest.raises(ValueError, match="0 samples in 0 groups"):
+        rollout_metrics([], version=0)
+
+
+@given(n=st.integers(1, 7), data=st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, data):
+    correct, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    subsets = list(itertools.combinations(range(n), k))
+    want = sum(any(i < correct for i in s) for s in subsets) / len(subsets)
+    assert pass_at_k(n=n, correct=correct, k=k) == pytest.approx(want)
+
+
+def test_eval_figures():
+    groups = [rewarded([1, 0]), rewarded([0, 0]), rewarded([1, 1]), rewarded([0, 1])]
+    assert eval_metrics(groups, name="gsm8k") == {"eval/gsm8k/avg@2": 0.5, "eval/gsm8k/pass@2": 0.75}
+    assert eval_metrics([rewarded([1]), rewarded([0])], name="x") == {"eval/x/avg@1": 0.5}
+    with pytest.raises(ValueError, match=r"2 groups of \[1, 2\] samples"):
+        eval_metrics([rewarded([1]), rewarded([0, 1])], name="x")
+    with pytest.raises(ValueError, match="pass@3 of 2 samples"):
+        pass_at_k(n=2, correct=1, k=3)
+
+
+def test_rollouts_are_readable(tmp_path):
+    path = tmp_path / "rollouts" / "step_1.jsonl"
+    s = sample(text="24 £", reward=1.0, version=7)
+    write_rollouts(path, [group([s, sample(index=1, response_len=0, reward=0.0)], answer="24")])
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert "£" in path.read_text()
+    assert first.pop("logprob_mean") == pytest.approx(-0.003)
+    assert first == {
+        "prompt_id": "p",
+        "index": 0,
+        "prompt": "what?",
+        "response": "24 £",
+        "answer": "24",
+        "reward": 1.0,
+        "finish": "stop",
+        "tokens": 3,
+        "versions": [[7, 0, 3]],
+    }
+    assert second["logprob_mean"] is None and second["tokens"] == 0
+
+
+def test_jsonl_is_strict_json_flushed_at_once_and_appended(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.write(1, {"a": 1.5, "b": math.nan, "c": math.inf})
+    row = json.loads(path.read_text(), parse_constant=pytest.fail)  # before close: a kill must not lose it
+    assert row == {"step": 1, "a": 1.5, "b": None, "c": None, "nonfinite_count": 2}
+    sink.close()
+    again = JsonlSink(path)
+    again.write(2, {"a": 2.0})
+    again.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_tensorboard_reads_back_what_was_written(tmp_path):
+    sink = TensorboardSink(tmp_path)
+    sink.write(1, {"rollout/reward/mean": 0.25})
+    sink.write(2, {"rollout/reward/mean": 0.5})
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("rollout/reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_console_writes_one_plain_line_a_step_and_a_table():
+    out = io.StringIO()
+    sink = ConsoleSink(steps=20, console=Console(file=out, width=80, highlight=False))
+    sink.write(0, {"eval/tiny/avg@1": 0.3})
+    figures = {
+        "rollout/reward/mean": 0.25,
+        "eval/tiny/avg@1": 0.5,
+        "mismatch/kl": 1e-6,
+        "mismatch/logprob_abs_diff_max": 1e-3,
+        "perf/tokens_per_s_rollout": 12345.0,
+        "perf/tokens_per_s_train": 678.0,
+        "perf/rollout_s": 1.0,
+        "perf/train_s": 2.0,
+        "perf/publish_s": 0.5,
+    }
+    sink.write(1, figures)
+    lines = out.getvalue().splitlines()
+    assert lines == [
+        "step  0/20  tiny/avg@1 0.300",
+        "step  1/20  reward 0.250  tiny/avg@1 0.500  mismatch kl 1.0e-06 max 1.0e-03  "
+        "tok/s rollout 12.3k train 678  s rollout 1.00 train 2.00 publish 0.50",
+    ]
+    sink.close()
+    assert "\x1b" not in out.getvalue()
+    table = out.getvalue()
+    row = next(line for line in table.splitlines() if "eval/tiny/avg@1" in line)
+    assert [c.strip() for c in row.split("│")[2:5]] == ["0.3", "0.5", "0.5"]
+
+
+def test_multi_sink_reaches_all(tmp_path):
+    sink = MultiSink([JsonlSink(tmp_path / "a"), JsonlSink(tmp_path / "b")])
+    sink.write(1, {"x": 1.0})
+    sink.close()
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() != ""
+
+
+def test_which_way_is_better():
+    assert [better(k) for k in ("rollout/reward/mean", "eval/x/avg@1", "mismatch/ess")] == [1, 1, 1]
+    assert [better(k) for k in ("mismatch/kl", "perf/train_s")] == [-1, -1]
+    assert [better(k) for k in ("train/entropy", "rollout/len/mean", "rollout/reward/std")] == [0, 0, 0]

@@ -1,0 +1,186 @@
+"""Rewards on answers that a model might give.
+
+A reward decides what is learnt, so its edge cases are its contract: what is not in the asked-for form must not pay.
+Not covered: the judgement of math-verify itself, which has its own tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+import time
+import types
+
+import pytest
+from made_samples import group, sample
+
+from miles_like.rewards import REWARDS, MathVerify, exact_number, gsm8k, load_reward
+from miles_like.types import Finish
+
+GSM8K_ANSWER = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = <<48+24=72>>72.\n#### 72"
+
+
+def score(reward, text: str, answer: str = "24", finish: Finish = Finish.STOP) -> float:
+    s = sample(text=text, finish=finish)
+    return asyncio.run(reward(group([s], answer=answer).prompt, s))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "want"),
+    [
+        ("24", "24", 1),
+        (" 24\n", "24", 1),
+        ("24.0", "24", 1),
+        ("+24", "24", 1),
+        ("024", "24", 1),
+        ("-3", "-3", 1),
+        (".5", "0.5", 1),
+        ("1000", "1,000", 1),
+        ("0.1", "0.10", 1),
+        ("25", "24", 0),
+        ("", "24", 0),
+        ("24 apples", "24", 0),
+        ("2 4", "24", 0),
+        ("48/2", "24", 0),
+        ("2.4e1", "24", 0),
+        ("nan", "24", 0),
+        ("٢٤", "24", 0),
+        ("9" * 5000, "24", 0),
+        ("0.30000000000000004", "0.3", 0),
+    ],
+)
+def test_exact_number(text, answer, want):
+    assert score(exact_number, text, answer) == want
+
+
+def test_a_response_cut_at_the_limit_is_no_answer():
+    """`24` may be the beginning of `240`."""
+    assert score(exact_number, "24", finish=Finish.LENGTH) == 0
+    assert score(exact_number, "24", finish=Finish.ABORT) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("48 + 24 = 72\n#### 72", 1),
+        ("so the answer is 72.", 1),
+        ("#### 1,072", 0),
+        ("#### 72 clips, from 48", 1),
+        ("72 is what I first had, but it is 48", 0),
+        ("no number", 0),
+    ],
+)
+def test_gsm8k(text, want):
+    assert score(gsm8k, text, GSM8K_ANSWER) == want
+
+
+def test_an_answer_that_is_no_number_is_an_error_not_a_zero():
+    with pytest.raises(ValueError, match="prompt 'p' has the answer 'x', which is no number"):
+        score(exact_number, "24", "x")
+    with pytest.raises(ValueError, match="prompt 'p' has no answer"):
+        score(gsm8k, "24", "#### ")
+
+
+def test_math_verify_reads_gsm8k_and_latex_and_survives_a_bomb():
+    """One process for all of it, as its start imports sympy. The bomb is an integer power that no signal interrupts."""
+
+    async def run() -> None:
+        reward = MathVerify(limit_s=20)
+        try:
+            cases = [
+                ("The answer is \\boxed{72}.", GSM8K_ANSWER, 1),
+                ("The answer is $\\frac{144}{2}$.", GSM8K_ANSWER, 1),
+                ("73", GSM8K_ANSWER, 0),
+                ("I do not know", GSM8K_ANSWER, 0),
+                ("$\\sqrt{2}/2$", "\\frac{1}{\\sqrt{2}}", 1),
+            ]
+            for text, answer, want in cases:
+                s = sample(text=text)
+                assert await reward(group([s], answer=answer).prompt, s) == want, text
+            s = sample(text="24")
+            with pytest.raises(ValueError, match="prompt 'p': the reference answer"):
+                await reward(group([s], answer="$ $").prompt, s)
+            reward.limit_s = 0.5
+            s = sample(text="$9^{9^{9^{9}}}$")
+            assert await reward(group([s], answer="72").prompt, s) == 0 and reward.timeouts == 1
+        finally:
+            await reward.close()
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_hangs_is_killed_and_replaced(tmp_path, monkeypatch):
+    """With a stand-in for math-verify: `sleep` hangs in it. The loop keeps running while it waits, the hung answer
+    scores 0, and the next is judged by a new process."""
+    worker = tmp_path / "math_worker.py"
+    worker.write_text(
+        "import json, sys, time\n"
+        "print(json.dumps({'ready': True}), flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    r = json.loads(line)\n"
+        "    if r['answer'] == 'sleep': time.sleep(60)\n"
+        "    if r['answer'] == 'die': sys.exit(3)\n"
+        "    print(json.dumps({'right': r['answer'] == r['gold']}), flush=True)\n"
+    )
+    monkeypatch.setattr("miles_like.rewards.__file__", str(tmp_path / "rewards.py"))
+
+    async def run() -> None:
+        reward = MathVerify(limit_s=0.3)
+
+        async def ask(text: str) -> float:
+            s = sample(text=text)
+            return await reward(group([s], answer="24").prompt, s)
+
+        try:
+            ticks = 0
+            hung = asyncio.create_task(ask("sleep"))
+            while not hung.done():
+                ticks += 1
+                await asyncio.sleep(0.01)
+            assert await hung == 0 and reward.timeouts == 1 and ticks > 10
+            assert await ask("24") == 1
+            with pytest.raises(RuntimeError, match="the math-verify process ended on"):
+                await ask("die")
+            cancelled = asyncio.create_task(ask("sleep"))
+            await asyncio.sleep(0.1)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            assert await asyncio.gather(ask("25"), ask("24"), ask("x")) == [0, 1, 0]
+        finally:
+            await reward.close()
+
+    start = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - start < 20
+
+
+def test_load_by_name_and_by_path(monkeypatch):
+    assert load_reward("exact_number") is exact_number
+    assert all(callable(load_reward(name)) for name in REWARDS)
+
+    async def mine(prompt, sample):
+        return 0.5
+
+    @dataclasses.dataclass
+    class Callable:
+        async def __call__(self, prompt, sample):
+            return 0.25
+
+    def not_async(prompt, sample):
+        return 0.5
+
+    module = types.ModuleType("my_rewards")
+    module.mine, module.instance, module.not_async = mine, Callable(), not_async
+    monkeypatch.setitem(sys.modules, "my_rewards", module)
+    assert score(load_reward("my_rewards:mine"), "x") == 0.5
+    assert score(load_reward("my_rewards:instance"), "x") == 0.25
+    with pytest.raises(ValueError, match="is not async"):
+        load_reward("my_rewards:not_async")
+    with pytest.raises(ValueError, match="module my_rewards has no 'absent'"):
+        load_reward("my_rewards:absent")
+    with pytest.raises(ValueError, match="No module named 'no_such_rewards'"):
+        load_reward("no_such_rewards:f")
+    with pytest.raises(ValueError, match="'exact_nubmer': did you mean 'exact_number'"):
+        load_reward("exact_nubmer")

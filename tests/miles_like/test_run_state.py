@@ -1,0 +1,109 @@
+"""The loop's position survives a kill at any moment.
+
+`latest` must always name a whole checkpoint, so it is written last, in one rename. Not covered: the trainer's own files
+in the folder, and power loss (the fsync calls are there; a test cannot cut the power).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from miles_like import run_state
+from miles_like.run_state import RunState, load, load_latest, save, step_folder
+
+
+def state(step: int) -> RunState:
+    return RunState(step=step, weight_version=step, prompt_cursor=64 * step, tokens_total=1000 * step)
+
+
+def test_round_trip_and_keep(tmp_path):
+    assert load_latest(tmp_path) is None
+    for step in (5, 10, 15, 100):
+        folder = step_folder(tmp_path, step)
+        folder.mkdir()
+        (folder / "trainer.bin").write_text("weights")
+        assert save(tmp_path, state(step), keep=2) == folder
+    assert load_latest(tmp_path) == (tmp_path / "step_100", state(100))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_100", "step_15"]
+    assert (tmp_path / "step_15" / "trainer.bin").exists()
+
+
+def test_a_later_leftover_neither_counts_nor_pushes_out(tmp_path):
+    """A run resumed from step 5 after one that had reached 30: the folder of 30 is no checkpoint of this run."""
+    for step in (5, 30):
+        save(tmp_path, state(step), keep=5)
+    save(tmp_path, state(10), keep=2)
+    found = load_latest(tmp_path)
+    assert found is not None and found[1].step == 10
+    assert (tmp_path / "step_5").exists()
+
+
+@pytest.mark.parametrize("die_at", [1, 2])
+def test_a_kill_before_either_rename_leaves_the_old_checkpoint(tmp_path, monkeypatch, die_at):
+    save(tmp_path, state(1), keep=2)
+    renames = 0
+    real = run_state.Path.replace
+
+    def killed(self, target):
+        nonlocal renames
+        renames += 1
+        if renames == die_at:
+            raise KeyboardInterrupt
+        return real(self, target)
+
+    monkeypatch.setattr(run_state.Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, state(2), keep=2)
+    monkeypatch.undo()
+    assert load_latest(tmp_path) == (tmp_path / "step_1", state(1))
+    save(tmp_path, state(2), keep=2)
+    assert load_latest(tmp_path) == (tmp_path / "step_2", state(2))
+
+
+def test_contents_reach_the_disk_before_the_name(tmp_path, monkeypatch):
+    """Renamed before it is synced, a file may be found empty under its final name after a crash."""
+    calls: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append("sync"))
+    real = run_state.Path.replace
+    monkeypatch.setattr(run_state.Path, "replace", lambda s, t: (calls.append(f"rename {t.name}"), real(s, t))[1])
+    save(tmp_path, state(1), keep=1)
+    assert calls == ["sync", "rename run_state.json", "sync", "sync", "rename latest", "sync"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"format": 1, "st', "is damaged"),
+        ("[]", "holds list"),
+        (json.dumps({"format": 1, "step": 1}), "want"),
+        (
+            json.dumps({"format": 2, **dict.fromkeys(("step", "weight_version", "prompt_cursor", "tokens_total"), 1)}),
+            "2",
+        ),
+        (json.dumps({"format": 1, "step": 1, "weight_version": -1, "prompt_cursor": 0, "tokens_total": 0}), "-1"),
+        (json.dumps({"format": 1, "step": 9, "weight_version": 9, "prompt_cursor": 0, "tokens_total": 0}), "step_1"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, text, why):
+    save(tmp_path, state(1), keep=1)
+    path = tmp_path / "step_1" / "run_state.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"run_state.json.*{why}"):
+        load_latest(tmp_path)
+
+
+def test_missing_parts_are_named(tmp_path):
+    save(tmp_path, state(1), keep=1)
+    (tmp_path / "step_1" / "run_state.json").unlink()
+    with pytest.raises(ValueError, match=r"run_state\.json is missing"):
+        load_latest(tmp_path)
+    with pytest.raises(ValueError, match=r"step_7/run_state\.json is missing"):
+        load(tmp_path / "step_7")
+    (tmp_path / "latest").write_text("../elsewhere")
+    with pytest.raises(ValueError, match=r"latest holds '\.\./elsewhere'"):
+        load_latest(tmp_path)
+    with pytest.raises(ValueError, match=r"checkpoint\.keep 0"):
+        save(tmp_path, state(2), keep=0)
