@@ -1,0 +1,77 @@
+"""Configuration in and out, and every shipped configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from miles_like.config_io import dump_config, load_config, parse_override
+from miles_like.placement import plan_placement
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TINY = CONFIGS / "tiny.toml"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda p: p.stem)
+def test_every_shipped_configuration_loads_places_and_comes_back(path: Path, tmp_path: Path) -> None:
+    """A recipe that does not validate costs its user a cluster's start. Not covered: whether it trains well."""
+    config = load_config(path)
+    plan = plan_placement(config.cluster, config.parallel, config.rollout)
+    assert len(plan.of("trainer")) == config.parallel.world_size
+    copy = tmp_path / "config.toml"
+    copy.write_text(dump_config(config))
+    assert load_config(copy) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.stps=3", "unknown key 'train.stps'; the nearest known one is 'train.steps'"),
+        ("trian.steps=3", "unknown key 'trian'; the nearest known one is 'train'"),
+        ("model.make.sed=1", "'model.make.seed'"),
+        ("rollout.embedded.thread=1", "'rollout.embedded.threads'"),
+        ("train.steps=-1", "train.steps: Input should be greater than or equal to 0 (got -1)"),
+        ("parallel.ep=3", "parallel.ep * parallel.etp = 3 does not divide tp * cp * dp = 2"),
+        ("replay.mode=r4", "replay.mode"),
+        ("nonsense", "want section.key=value"),
+    ],
+)
+def test_a_wrong_override_says_what_where_and_the_nearest_key(override: str, said: str) -> None:
+    with pytest.raises(ValueError) as e:
+        load_config(TINY, [override])
+    assert said in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_extends_merges_by_section_and_paths_are_relative_to_their_own_file(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "base.toml").write_text(TINY.read_text().replace('"./tiny', f'"{CONFIGS}/tiny'))
+    (tmp_path / "child.toml").write_text(
+        'extends = "base/base.toml"\n[data]\ntrain = "./mine.jsonl"\n[train]\nsteps = 7\n'
+    )
+    config = load_config(tmp_path / "child.toml")
+    assert config.data.train == str(tmp_path / "mine.jsonl")
+    assert config.data.eval == f"{CONFIGS}/tiny/eval.jsonl"
+    assert (config.train.steps, config.train.groups_per_step) == (7, 64)
+
+
+def test_a_circle_of_extends_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('extends = "b.toml"\n')
+    (tmp_path / "b.toml").write_text('extends = "a.toml"\n')
+    with pytest.raises(ValueError, match=r"circle: a\.toml -> b\.toml -> a\.toml|circle: a\.toml -> b\.toml"):
+        load_config(tmp_path / "a.toml")
+
+
+def test_a_missing_or_broken_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no configuration file"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "broken.toml").write_text("[train\n")
+    with pytest.raises(ValueError, match="is not TOML"):
+        load_config(tmp_path / "broken.toml")
+
+
+def test_override_values_are_toml_and_fall_back_to_text() -> None:
+    assert parse_override("a.b=3") == {"a": {"b": 3}}
+    assert parse_override("a.b=3e-4") == {"a": {"b": 3e-4}}
+    assert parse_override("a=true") == {"a": True}
+    assert parse_override("a.b=grpo") == {"a": {"b": "grpo"}}
+    assert parse_override('a="x=y"') == {"a": "x=y"}

@@ -1,0 +1,160 @@
+"""The loop under fakes: order of events, staleness, and what happens when a part dies.
+
+Not covered here: real trainers and servers (tests/e2e).
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from miles_like.buffer import DataBuffer
+from miles_like.controller import Controller
+from miles_like.types import Finish, Prompt, PublishReport, Sample, SampleGroup, StepReport, TrainBatch, VersionSpan
+
+
+def group(prompt: Prompt, version: int) -> SampleGroup:
+    sample = Sample(
+        prompt_id=prompt.id,
+        index=0,
+        token_ids=torch.tensor([1, 2]),
+        loss_mask=torch.tensor([False, True]),
+        logprobs=torch.zeros(2),
+        routing=None,
+        versions=(VersionSpan(version, 0, 1),),
+        finish=Finish.STOP,
+        text="",
+        reward=1.0,
+    )
+    return SampleGroup(prompt=prompt, samples=(sample,))
+
+
+class World:
+    """All parts at once: it records what happens and when."""
+
+    dp_size = 1
+    name = "fake"
+    loss = None
+
+    def __init__(self, *, rollout_s: float = 0.0, train_s: float = 0.0, fail_at: int | None = None) -> None:
+        self.version, self.dealt = 0, 0
+        self.rollout_s, self.train_s, self.fail_at = rollout_s, train_s, fail_at
+        self.log: list[str] = []
+        self.rows: list[tuple[int, Mapping[str, float]]] = []
+        self.staleness: list[int] = []
+        self.trained: list[str] = []
+
+    def next_prompts(self) -> list[Prompt]:
+        self.dealt += 2
+        return [Prompt(id=str(i), token_ids=(1,), answer="") for i in (self.dealt - 2, self.dealt - 1)]
+
+    async def rollout(self, step: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
+        if step == self.fail_at:
+            raise RuntimeError("server http://x cannot be reached")
+        version = self.version
+        self.log.append(f"rollout {step} with {version}")
+        await asyncio.sleep(self.rollout_s)
+        return [group(p, version) for p in prompts]
+
+    def advantages(self, g: SampleGroup) -> list[float]:
+        return [0.0 for _ in g.samples]
+
+    def pack(self, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> TrainBatch:
+        self.staleness += [self.version - g.oldest_version for g in groups]
+        self.trained += [g.prompt.id for g in groups]
+        return None  # type: ignore[return-value]
+
+    async def step(self, batch: TrainBatch) -> StepReport:
+        self.log.append(f"train {self.version}")
+        await asyncio.sleep(self.train_s)
+        return StepReport(version=self.version + 1, metrics={"train/loss": 1.0})
+
+    async def publish(self, *, version: int) -> PublishReport:
+        self.version = version
+        return PublishReport(version=version, bytes=3, seconds=0.0, pause_seconds=0.0)
+
+    async def evaluate(self, version: int) -> Mapping[str, float]:
+        assert version == self.version
+        self.log.append(f"eval {version}")
+        return {"eval/x/avg@1": 0.5}
+
+    async def save(self, step: int) -> None:
+        self.log.append(f"save {step}")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.rows.append((step, metrics))
+
+    def run(
+        self, steps: int, *, first: int = 0, max_staleness: int = 0, eval_every: int = 0, save_every: int = 0
+    ) -> None:
+        self.version = first
+        controller = Controller(
+            trainer=self,
+            algorithm=self,
+            buffer=DataBuffer(max_staleness=max_staleness),
+            next_prompts=self.next_prompts,
+            rollout=self.rollout,
+            pack=self.pack,
+            deal=lambda step, advantages: advantages,
+            evaluate=self.evaluate,
+            describe=lambda step, groups: {},
+            keep=lambda step, groups: None,
+            save=self.save,
+            phase=lambda step, name: None,
+            sink=self,
+            max_staleness=max_staleness,
+            eval_every=eval_every,
+            save_every=save_every,
+        )
+        asyncio.run(asyncio.wait_for(controller.run(first=first, steps=steps), 20))
+
+
+def test_the_synchronous_loop_samples_from_the_weights_it_just_published() -> None:
+    """With max_staleness = 0 nothing is off-policy: rollout s uses version s, after train s-1."""
+    world = World(rollout_s=0.001, train_s=0.001)
+    world.run(3, save_every=2)
+    assert world.log == [
+        "eval 0",
+        *("rollout 0 with 0", "train 0"),
+        *("rollout 1 with 1", "train 1", "save 2"),
+        *("rollout 2 with 2", "train 2", "eval 3", "save 3"),
+    ]
+    assert set(world.staleness) == {0}
+    assert [step for step, _ in world.rows] == [0, 1, 2, 3]
+    assert [m["weight_version"] for _, m in world.rows] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_staleness_reaches_its_bound_and_never_exceeds_it(k: int) -> None:
+    """A permit is held from "prompt taken" to "trained and published", so at most k versions can pass in between."""
+    world = World(rollout_s=0.0, train_s=0.002)
+    world.run(8, max_staleness=k)
+    assert max(world.staleness) == k
+    assert world.trained == [str(i) for i in range(16)]  # the oldest admitted first, none lost, none twice
+
+
+def test_a_resumed_loop_begins_at_its_step() -> None:
+    world = World()
+    world.run(5, first=3)
+    assert [step for step, _ in world.rows] == [3, 4, 5]
+    assert "rollout 3 with 3" in world.log
+
+
+def test_a_rollout_that_dies_ends_the_run_with_its_own_sentence() -> None:
+    """Not a hang: the loop waits for groups and for the producer's death alike."""
+    world = World(fail_at=2)
+    with pytest.raises(RuntimeError, match="server http://x cannot be reached"):
+        world.run(5)
+    assert world.version == 2
+
+
+def test_every_row_has_the_timings(tmp_path: Path) -> None:
+    world = World(rollout_s=0.01, train_s=0.01)
+    world.run(1)
+    row = world.rows[-1][1]
+    assert row["perf/rollout_s"] >= 0.009
+    assert row["perf/train_s"] >= 0.009
+    assert row["perf/step_s"] >= row["perf/rollout_s"] + row["perf/train_s"] - 1e-3
+    assert row["sync/bytes"] == 3

@@ -1,0 +1,90 @@
+"""Completion markers and staging: an output is whole exactly when its marker says so and fits."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from miles_like.completion import MARKER, file_sha256, files_under, input_key, why_incomplete, write_marker
+from miles_like.staging import Copy, StageFiles
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    root = tmp_path / "out" / "data"
+    root.mkdir(parents=True)
+    (root / "a.bin").write_bytes(b"a" * 1000)
+    (root / "sub").mkdir()
+    (root / "sub" / "b.bin").write_bytes(b"b" * 10)
+    write_marker(root.parent, stage="s", key="k", root=root, files=files_under(root))
+    return root
+
+
+def touch_later(path: Path) -> None:
+    st = path.stat()
+    os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns + 10**9))
+
+
+def test_a_whole_output_is_whole(output: Path) -> None:
+    assert why_incomplete(output.parent, "k") is None
+    touch_later(output / "a.bin")  # copied by rsync, say: time moved, bytes did not
+    assert why_incomplete(output.parent, "k") is None
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda root: (root / "a.bin").unlink(), "a.bin is missing"),
+        (lambda root: (root / "a.bin").write_bytes(b"a" * 999), "999 bytes, not 1000"),
+        (lambda root: ((root / "a.bin").write_bytes(b"a" * 999 + b"x"), touch_later(root / "a.bin")), "was changed"),
+        (lambda root: (root.parent / MARKER).unlink(), "half-written"),
+        (lambda root: (root.parent / MARKER).write_text("{"), "half-written"),
+    ],
+)
+def test_any_harm_makes_it_incomplete_with_the_reason(output: Path, harm, reason: str) -> None:
+    """Trusting a damaged output is how a run trains on half a model."""
+    harm(output)
+    assert reason in str(why_incomplete(output.parent, "k"))
+
+
+def test_other_inputs_make_another_key(output: Path) -> None:
+    assert why_incomplete(output.parent, "other") == "made from other inputs"
+    assert input_key("s", {"a": 1}) != input_key("s", {"a": 2})
+    assert input_key("s", {"a": 1}) != input_key("t", {"a": 1})
+    assert input_key("s", {"a": 1, "b": 2}) == input_key("s", {"b": 2, "a": 1})
+
+
+def test_nothing_there_is_told_from_half_written(tmp_path: Path) -> None:
+    assert why_incomplete(tmp_path / "none", "k") == "not there"
+
+
+def copy_of(output: Path, target: Path) -> StageFiles:
+    return StageFiles((Copy(output, target, json.loads((output.parent / MARKER).read_text())["files"]),))
+
+
+def test_staging_copies_once_and_skips_what_is_there(output: Path, tmp_path: Path) -> None:
+    work = copy_of(output, tmp_path / "node")
+    assert work()["copied_bytes"] == 1010
+    assert file_sha256(tmp_path / "node" / "sub" / "b.bin") == file_sha256(output / "sub" / "b.bin")
+    (tmp_path / "node" / "a.bin").write_bytes(b"x" * 1000)  # as large, but damaged
+    again = work()
+    assert (again["copied_bytes"], again["skipped_bytes"]) == (1000, 10)
+
+
+def test_a_source_that_no_longer_fits_its_marker_is_refused_and_leaves_nothing(output: Path, tmp_path: Path) -> None:
+    work = copy_of(output, tmp_path / "node")
+    (output / "a.bin").write_bytes(b"x" * 1000)
+    with pytest.raises(ValueError, match=r"a\.bin has sha256 .* its marker says"):
+        work()
+    assert not list((tmp_path / "node").glob("a.bin*"))
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(output: Path) -> None:
+    """/dev/full refuses every write with ENOSPC, as a full disk does."""
+    target = output.parent / "full"
+    target.mkdir()
+    (target / "a.bin.partial").symlink_to("/dev/full")
+    with pytest.raises(ValueError, match=r"no space left for .*a\.bin \(1000 bytes\): free some"):
+        copy_of(output, target)()
+    assert not (target / "a.bin").exists()
