@@ -102,6 +102,15 @@ def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str,
     }
 
 
+def speed_metrics(groups: Sequence[SampleGroup], *, rollout_s: float, train_s: float) -> dict[str, float]:
+    """Tokens a second of a step's two halves: those sampled, and those fed to the trainer (prompts too)."""
+    samples = [s for g in groups for s in g.samples]
+    return {
+        "perf/tokens_per_s_rollout": sum(s.response_len for s in samples) / rollout_s,
+        "perf/tokens_per_s_train": sum(len(s.token_ids) - 1 for s in samples) / train_s,
+    }
+
+
 def pass_at_k(*, n: int, correct: int, k: int) -> float:
     """Probability that at least one of k samples drawn without return from n, `correct` of them right, is right.
 

@@ -26,6 +26,7 @@ from miles_like.metrics import (
     eval_metrics,
     pass_at_k,
     rollout_metrics,
+    speed_metrics,
     write_rollouts,
 )
 from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
@@ -93,6 +94,14 @@ def test_rollout_figures_by_hand():
     )
     with pytest.raises(ValueError, match="0 samples in 0 groups"):
         rollout_metrics([], version=0)
+
+
+def test_speeds_by_hand():
+    """Two samples of 2 prompt and 3 response tokens: 6 sampled in 2 s, 8 inputs trained in 4 s."""
+    assert speed_metrics([rewarded([0, 1])], rollout_s=2.0, train_s=4.0) == {
+        "perf/tokens_per_s_rollout": 3.0,
+        "perf/tokens_per_s_train": 2.0,
+    }
 
 
 @given(n=st.integers(1, 7), data=st.data())
