@@ -53,7 +53,7 @@ def pipeline(
             raise ValueError("--resume continues a run and --fresh throws it away: give one of the two")
         config = load_config(config_path, overrides)
         parts = assemble.pipeline_parts(config, console, ray_address)
-        planned = plan_stages(config, run_dir, parts, resume=resume)
+        planned = plan_stages(config, run_dir, parts, mode="resume" if resume else "fresh" if fresh else "auto")
         selected = [s.strip() for s in stages.split(",") if s.strip()]
         if dry_run:
             print_plan(console, config, planned, selected, run_dir)

@@ -11,11 +11,12 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
 from miles_like.completion import (
+    MARKER,
     file_sha256,
     files_under,
     input_key,
@@ -29,6 +30,7 @@ from miles_like.dequantize import dequantize_checkpoint
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.staging import Copy, StageFiles
 
+Mode = Literal["auto", "resume", "fresh"]
 STAGES = ("fetch", "dequantize", "convert", "stage", "train")
 SLOW_FACTS = ("logs", "tensorboard", "rollouts", "checkpoints")
 
@@ -71,7 +73,7 @@ class Parts:
     shapes_bytes: Callable[[Path], tuple[int, int]]  # config.json -> bytes as (stored, bf16)
 
 
-def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, resume: bool) -> list[Stage]:
+def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = "auto") -> list[Stage]:
     """All five stages with their keys and directories. Reads configuration files only; writes nothing."""
     cache = run_dir.parent / "cache"
     stored, bf16 = _sizes(config.model, parts)
@@ -117,7 +119,7 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, resume: bool)
             key=key,
             directory=run_dir,
             size=None,
-            run=lambda out, done: _train(config, out, done, parts, resume),
+            run=lambda out, done: _train(config, out, done, parts, mode),
             listed=_small_facts,
         )
     )
@@ -265,13 +267,29 @@ def _stage(stage_dir: str | None, out: Path, done: Mapping[str, Output], parts: 
     return data
 
 
-def _train(config: RunConfig, run_dir: Path, done: Mapping[str, Output], parts: Parts, resume: bool) -> Path:
-    if not resume:
+def _train(config: RunConfig, run_dir: Path, done: Mapping[str, Output], parts: Parts, mode: Mode) -> Path:
+    if mode == "auto":
+        _refuse_to_lose(run_dir)
+    if mode != "resume":
         for p in run_dir.glob("*") if run_dir.is_dir() else ():
             shutil.rmtree(p) if p.is_dir() else p.unlink()
+    (run_dir / MARKER).unlink(missing_ok=True)
     run_dir.mkdir(parents=True, exist_ok=True)
-    parts.train(config, run_dir, done["stage"].root / "hf", done["stage"].root / "megatron", resume)
+    parts.train(config, run_dir, done["stage"].root / "hf", done["stage"].root / "megatron", mode == "resume")
     return run_dir
+
+
+def _refuse_to_lose(run_dir: Path) -> None:
+    """A finished run of other inputs, or an unfinished one with a checkpoint, is worth a question."""
+    if (run_dir / MARKER).exists():
+        raise ValueError(
+            f"{run_dir} holds a finished run of other inputs, or changed since: choose another --run-dir, "
+            "--resume to train it on, or --fresh to replace it"
+        )
+    if (run_dir / "checkpoints" / "latest").exists():
+        raise ValueError(
+            f"{run_dir} holds an unfinished run with a checkpoint: --resume goes on from it, --fresh starts over"
+        )
 
 
 def _small_facts(run_dir: Path) -> list[Path]:
