@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -183,7 +182,7 @@ def _chunks(place: Place, tensors: TensorMap, chunk_bytes: int) -> Iterator[_Chu
         )
 
 
-def _objects(tensors: TensorMap) -> Iterator[str]:
+def extra_state_keys(tensors: TensorMap) -> Iterator[str]:
     """Keys of the `_extra_state` objects that stock loading insists on: one a parallel linear and expert."""
     for entry in tensors.entries:
         if entry.linear:
@@ -273,7 +272,7 @@ def _finish(directory: Path, units: int, tensors: TensorMap) -> None:
     torch.save([None], blob)  # every `_extra_state` is this, stored once
     empty_state = _data_path(directory, units)
     _write_whole(empty_state, blob.getvalue())
-    for key in _objects(tensors):
+    for key in extra_state_keys(tensors):
         index = MetadataIndex(key)
         items.append(WriteItem(index=index, type=WriteItemType.BYTE_IO))
         results.append(_result(index, empty_state.name, 0, len(blob.getvalue())))

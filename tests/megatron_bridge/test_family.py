@@ -1,0 +1,205 @@
+"""A family's table must be total in both directions: a name it misses is a weight that is silently never trained or
+never published, and a name it has twice is published twice. Oracles: the names and shapes that transformers saves, the
+state dict of the GPTModel that stock megatron-core builds from the family's config, and DeepSeek-V3's published size.
+Values, layouts and the meaning of the config (rope, router) are the laws' business.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_bridge.families.base import Split
+from megatron_bridge.families.registry import family_of
+from miles_like.hf_checkpoint import HFCheckpoint
+from tests.megatron_bridge.tiny_models import CONFIGS, leave, megatron_rank, sharded_state_dict, tiny
+from tests.spawn import free_port, run_ranks
+
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_table_names_what_transformers_saves(name: str, tmp_path: Path) -> None:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    hf = CONFIGS[name]
+    DeepseekV3ForCausalLM(DeepseekV3Config(**copy.deepcopy(hf))).save_pretrained(tmp_path)
+    saved = HFCheckpoint(tmp_path)
+    places = list(family_of(hf).bind(hf).places())
+    assert Counter(p.hf_name for p in places) == Counter(saved.names())
+    assert {p.hf_name: p.shape for p in places} == {n: saved.info(n).shape for n in saved.names()}
+
+
+def _megatron_tensors(rank: int, world_size: int, port: int, hf: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """{state-dict name: shape} and the checkpoint keys that stock saving would write for this config."""
+    (chunk,), parallel = megatron_rank(hf, rank, world_size, port)
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+
+    from megatron_bridge.model import unwrap
+
+    local = {k: tuple(v.shape) for k, v in unwrap(chunk).state_dict().items() if not k.endswith("_extra_state")}
+    sharded = sharded_state_dict(chunk, parallel)
+    apply_factories(sharded)
+    values = list(nested_values(sharded))
+    keys = {v.key: (tuple(v.global_shape), str(v.dtype)) for v in values if isinstance(v, ShardedTensor)}
+    objects = [v.unique_key for v in values if isinstance(v, ShardedObject)]
+    leave()
+    return local, (keys, objects)
+
+
+def _all_configs(rank: int, world_size: int, port: int, ports: list[int]) -> dict[str, Any]:
+    return {
+        name: _megatron_tensors(rank, world_size, port, hf)
+        for port, (name, hf) in zip(ports, CONFIGS.items(), strict=True)
+    }
+
+
+@pytest.fixture(scope="module")
+def megatron() -> dict[str, Any]:
+    (answer,) = run_ranks(_all_configs, 1, [free_port() for _ in CONFIGS])
+    return answer  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_megatron_tensor_is_in_the_table_once(name: str, megatron: dict[str, Any]) -> None:
+    local, _ = megatron[name]
+    tensors = family_of(CONFIGS[name]).bind(CONFIGS[name])
+    found: Counter[str] = Counter()
+    for megatron_name, shape in local.items():
+        parts = tensors.parts_of(megatron_name)
+        found.update(p.hf_name for p in parts)
+        assert all(p.megatron_name == megatron_name for p in parts)
+        assert shape == (parts[0].shape[0] * len(parts), *parts[0].shape[1:])
+    assert found == Counter(p.hf_name for p in tensors.places())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_converted_keys_are_those_stock_saving_writes(name: str, megatron: dict[str, Any]) -> None:
+    from megatron_bridge.stream_convert import checkpoint_key, extra_state_keys
+
+    _, (keys, objects) = megatron[name]
+    tensors = family_of(CONFIGS[name]).bind(CONFIGS[name])
+    wanted = {}
+    for p in tensors.places():
+        lead = () if p.expert is None else (tensors.dims["experts"],)
+        shape = (*lead, p.shape[0] * len(p.entry.hf), *p.shape[1:])
+        wanted[checkpoint_key(p)] = (shape, str(tensors.dtype(p.entry)))
+    assert keys == wanted
+    assert set(objects) <= set(extra_state_keys(tensors))
+
+
+def test_names_go_both_ways() -> None:
+    for hf in CONFIGS.values():
+        tensors = family_of(hf).bind(hf)
+        for place in tensors.places():
+            assert tensors.place_of(place.hf_name) == place
+            assert tensors.parts_of(place.megatron_name)[place.part] == place
+
+
+def test_two_parts_are_gate_and_up() -> None:
+    for entry in family_of(tiny()).table:
+        assert len(entry.hf) == (2 if entry.split is Split.GATE_UP else 1)
+
+
+def test_size_and_layers_of_deepseek_v3() -> None:
+    """671,026,404,352 weights (transformers' count of the published model, no draft layer) and 58 x 256 biases."""
+    family = family_of(DEEPSEEK_V3)
+    assert family.parameter_count(DEEPSEEK_V3) == 671_026_404_352 + 58 * 256
+    assert family.moe_layers(DEEPSEEK_V3) == tuple(range(3, 61))
+    assert (family.num_experts(DEEPSEEK_V3), family.top_k(DEEPSEEK_V3), family.num_layers(DEEPSEEK_V3)) == (256, 8, 61)
+    tensors = family.bind(DEEPSEEK_V3)
+    assert tensors.is_skipped("model.layers.61.eh_proj.weight")
+    assert not tensors.is_skipped("model.layers.60.mlp.gate.weight")
+
+
+def test_both_spellings_of_rope_mean_the_same() -> None:
+    old = tiny()
+    new = {k: v for k, v in old.items() if k not in ("rope_scaling", "rope_theta")}
+    scaling = {k: v for k, v in old["rope_scaling"].items() if k != "type"}
+    new["rope_parameters"] = {**scaling, "rope_type": "yarn", "rope_theta": old["rope_theta"]}
+    assert family_of(old).transformer_config(old) == family_of(new).transformer_config(new)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.mlp.gate.weight",  # layer 0 is dense
+        "model.layers.3.input_layernorm.weight",  # layers are 0..2
+        "model.layers.01.input_layernorm.weight",
+        "model.layers.1.mlp.experts.16.up_proj.weight",  # experts are 0..15
+        "model.layers.1.self_attn.q_proj.weight",  # with q_lora_rank there is none
+        "model.layers.1.self_attn.o_proj.weight_scale_inv",
+        "transformer.h.0.attn.weight",
+    ],
+)
+def test_unknown_name_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        family_of(tiny()).bind(tiny()).place_of(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"topk_method": "greedy"}, "topk_method"),
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_interleave": False}, "rope_interleave"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads"),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace"),
+        ({"num_experts_per_tok": 6}, "topk_group"),  # groups ranked by 3 experts in megatron-core, by 2 here
+        ({"n_group": 3}, "n_group"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "linear"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings"),
+        ({"kv_lora_rank": None}, "kv_lora_rank"),
+    ],
+)
+def test_unsupported_option_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    hf = tiny(**changes)
+    with pytest.raises(ValueError, match=named):
+        family_of(hf).bind(hf)
+
+
+def test_unsupported_architecture_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="LlamaForCausalLM"):
+        family_of(tiny(architectures=["LlamaForCausalLM"]))

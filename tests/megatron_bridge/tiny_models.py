@@ -1,0 +1,114 @@
+"""Small DeepSeek-V3 models for tests: configs, checkpoints of random weights, and one rank's Megatron model of them.
+
+Imports megatron-core only inside the functions that run in a rank's own process.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_bridge.families.registry import family_of
+from miles_like.hf_checkpoint import write_hf
+
+_TINY = Path(__file__).parents[2] / "configs" / "tiny" / "model.json"
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    """configs/tiny/model.json with some keys changed."""
+    return {**json.loads(_TINY.read_text()), **changes}
+
+
+CONFIGS = {
+    "tiny": tiny(),
+    "no_q_lora_no_yarn": tiny(q_lora_rank=None, rope_scaling=None, n_shared_experts=2, routed_scaling_factor=2.5),
+    "one_group": tiny(
+        n_group=1,
+        topk_group=1,
+        num_hidden_layers=4,
+        first_k_dense_replace=2,
+        rope_theta=50000.0,
+        rope_scaling={
+            "type": "yarn",
+            "factor": 40.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 0.7,  # unlike mscale_all_dim: cos and sin are scaled too
+            "mscale_all_dim": 1.0,
+        },
+    ),
+}
+
+
+def random_tensors(hf: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Every Hugging Face tensor of the model, random, in the checkpoint's dtype."""
+    tensors, g = family_of(hf).bind(hf), torch.Generator().manual_seed(seed)
+    return {p.hf_name: (0.05 * torch.randn(p.shape, generator=g)).to(tensors.dtype(p.entry)) for p in tensors.places()}
+
+
+def write_checkpoint(path: Path, hf: dict[str, Any], tensors: dict[str, Tensor], shard_bytes: int = 5 << 30) -> Path:
+    write_hf(path, iter(tensors.items()), hf, shard_bytes=shard_bytes)
+    return path
+
+
+def megatron_rank(
+    hf: dict[str, Any], rank: int, world_size: int, port: int, dtype: str = "bfloat16", **layout: int
+) -> tuple[list[Any], Any]:
+    """(model chunks, parallel context) of this rank; `tests.spawn` processes only. Close with `leave`."""
+    from megatron_bridge.device import init_device
+
+    env = init_device()
+    from megatron_bridge.config import OptimizerConfig, ParallelConfig, PrecisionConfig, ReplayConfig, TrainerConfig
+    from megatron_bridge.model import build_model
+    from megatron_bridge.parallel import init_parallel
+
+    config = TrainerConfig(
+        hf_config="",
+        parallel=ParallelConfig(**layout),
+        precision=PrecisionConfig(),
+        optimizer=OptimizerConfig(),
+        replay=ReplayConfig(),
+        params_dtype=dtype,
+    )
+    parallel = init_parallel(
+        config.parallel,
+        rank=rank,
+        world_size=world_size,
+        master_addr="127.0.0.1",
+        master_port=port,
+        backend=env.backend,
+        seed=1,
+        timeout_s=60,
+    )
+    return build_model(config, hf, parallel, env), parallel
+
+
+def leave() -> None:
+    from megatron_bridge.parallel import close_parallel
+
+    close_parallel()
+
+
+def sharded_state_dict(chunk: Any, parallel: Any) -> Any:
+    from megatron_bridge.model import unwrap
+
+    metadata = {"singleton_local_shards": False, "dp_cp_group": parallel.dp_cp_group}
+    return unwrap(chunk).sharded_state_dict(metadata=metadata)
+
+
+def load_converted(chunks: list[Any], parallel: Any, path: Path) -> None:
+    """Stock load of a converted checkpoint; all parameters are set to -7 first, so none is right by chance."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_bridge.model import unwrap
+
+    for chunk in chunks:
+        model = unwrap(chunk)
+        with torch.no_grad():
+            for value in [*model.parameters(), *model.buffers()]:
+                value.fill_(-7)
+        state = dist_checkpointing.load({"model": sharded_state_dict(chunk, parallel)}, str(path))
+        model.load_state_dict(state["model"], strict=True)
