@@ -101,7 +101,6 @@ def load_weights(path: Path, model: PolicyModel, optimizer: ChainedOptimizer, pa
     Raises ValueError when the directory is missing, incomplete, or of another model.
     """
     _check(path)
-    state = _read(_model_state(model, parallel), path)
-    state.pop("content_metadata", None)  # what a checkpoint says of itself comes back among the tensors
-    model.load_state_dict(state)
+    state = _read({"model": _model_state(model, parallel)}, path)  # what else the checkpoint holds comes back beside it
+    model.load_state_dict(state["model"])
     optimizer.reload_model_params()

@@ -1,4 +1,4 @@
-"""Which device, which collectives, and every shim that stock megatron-core 0.16.1 needs without CUDA or TransformerEngine.
+"""Device, collectives, and every shim that stock megatron-core 0.16.1 needs without CUDA or TransformerEngine.
 
 Each shim is one row of a table: what it replaces, why, and a check that it is still needed. A target that is gone, or a
 bug that is fixed, fails the start: the wheel is pinned exactly, so that only happens when the pin moves. On CUDA with
@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -259,6 +260,12 @@ NO_TE_SHIMS: tuple[Shim, ...] = (
 )
 
 
+def _quiet_imports() -> None:
+    """Megatron warns a dozen times, on import, that TransformerEngine and Apex are absent: that is known here."""
+    for message in ("Transformer Engine and Apex are not", "Apex is not installed", "full scope is deprecated"):
+        warnings.filterwarnings("ignore", message=message)
+
+
 class _QuietRngTracker(logging.Filter):
     """The tracker warns whenever the CPU generator moves inside a fork; on CPU it is the generator being forked."""
 
@@ -292,8 +299,8 @@ def _mock_missing_te_gemm() -> None:
 
 @functools.cache
 def init_device() -> DeviceEnv:
-    """Choose the device and make megatron-core importable on it. Call it before the first `import megatron`; later calls
-    return the same value.
+    """Choose the device and make megatron-core importable on it. Call it before the first `import megatron`; later
+    calls return the same value.
 
     Raises AssertionError when megatron was imported first, or when a shim's target moved.
     """
@@ -303,6 +310,7 @@ def init_device() -> DeviceEnv:
     if te:
         return env
     assert "megatron.core" not in sys.modules, "init_device() must run before the first import of megatron.core"
+    _quiet_imports()
     if cuda:
         importlib.import_module("megatron.core")
     else:

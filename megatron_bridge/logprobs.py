@@ -79,10 +79,10 @@ def label_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log p(label) and the entropy of p, p = softmax(hidden weight^T / temperature).
 
-    hidden [n, H] in the model's dtype, the same on every rank of `group` (its gradient is this rank's partial sum: enter
-    through a mapping that adds it up); weight [v, H], this rank's rows of the vocabulary; labels [n] int64 in 0..V-1.
+    hidden [n, H] in the model's dtype, the same on every rank of `group` (its gradient is this rank's partial sum:
+    enter through a mapping that adds it up); weight [v, H], this rank's rows of the vocabulary; labels [n] int64.
     Returns ([n] fp32, carries the gradient; [n] fp32, no gradient), the same on every rank. At most [chunk, v] logits
-    exist at a time. The logits are rounded to the model's dtype by the matrix product, then everything is fp32.
+    exist at a time. The matrix product rounds logits to the model's dtype; everything after it is fp32.
     """
     logprobs, entropy = _LabelLogprobs.apply(hidden, weight, labels, temperature, chunk, group)
     return logprobs, entropy

@@ -1,4 +1,4 @@
-"""Stock megatron-core GPTModel for one rank, from a Hugging Face config: built, converted to bf16, wrapped for gradients.
+"""Stock megatron-core GPTModel for one rank, from a Hugging Face config: built, cast to bf16, wrapped for gradients.
 
 Letters: T packed tokens, H hidden size.
 """
@@ -40,8 +40,8 @@ class PolicyModel(GPTModel):
         self.temperature, self.logprob_chunk = temperature, logprob_chunk
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """[2, T] fp32 on the last stage, given labels [1, T] and loss_mask [1, T] bool: the log-probability of each label
-        with loss (0 elsewhere) and the entropy of its distribution (no gradient). Else what GPTModel returns."""
+        """[2, T] fp32 on the last stage, given labels [1, T] and loss_mask [1, T] bool: log-probability of each label
+        with loss (0 elsewhere) and entropy of its distribution (no gradient). Else what GPTModel returns."""
         labels, loss_mask = kwargs["labels"], kwargs["loss_mask"]
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states=hidden_states, **kwargs)  # type: ignore[no-any-return]
@@ -141,7 +141,7 @@ def _build_chunk(
 def build_model(
     config: TrainerConfig, hf: HFConfig, parallel: ParallelContext, env: DeviceEnv
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks (one, without virtual stages), randomly initialised, each wrapped for gradient reduction.
+    """This rank's model chunks (one, without virtual stages), random, each wrapped for gradient reduction.
 
     With params_dtype "bfloat16" the parameters are bf16, but for the router's bias; gradients accumulate in fp32.
     """

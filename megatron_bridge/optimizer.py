@@ -55,7 +55,7 @@ def _torch_optimizers(optimizer: ChainedOptimizer) -> list[Any]:
 
 
 def prime_state(optimizer: ChainedOptimizer) -> None:
-    """Give torch's AdamW the state it would make on its first step: megatron reads its layout before loading into it."""
+    """Give torch's AdamW the state its first step would make: megatron reads its layout before loading into it."""
     for inner in _torch_optimizers(optimizer):
         for group in inner.param_groups:
             for p in group["params"]:

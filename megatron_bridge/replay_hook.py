@@ -1,8 +1,8 @@
 """Puts recorded expert choices where megatron's router asks for its top-k.
 
-Megatron calls `router.router_replay.get_replay_topk(...)` instead of its own top-k whenever that attribute is set, so no
-function is replaced. Which micro-batch is being routed is told by the schedule, not by counting calls: the step names
-it before each forward, and a hook on the micro-batch's output names it when its backward starts, which is when
+Megatron calls `router.router_replay.get_replay_topk(...)` instead of its own top-k whenever that attribute is set, so
+no function is replaced. Which micro-batch is being routed is told by the schedule, not by counting calls: the step
+names it before each forward, and a hook on the micro-batch's output names it when its backward starts, which is when
 recomputed activations ask again.
 
 Letters: t rows on this rank, E experts, K experts a token.

@@ -1,4 +1,4 @@
-"""Forward and backward over one step's micro-batches, by megatron's pipeline schedule. Knows no optimizer, no algorithm.
+"""Forward and backward over one step's micro-batches by megatron's schedule. Knows no optimizer, no algorithm.
 
 The gradient left behind is d/dw of (sum of per-token losses over every loss token of the global batch) / loss_tokens,
 whatever the layout, the packing or the number of micro-batches. Letters: T packed tokens.

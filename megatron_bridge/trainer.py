@@ -90,6 +90,7 @@ class MegatronTrainer:
 
         Raises RuntimeError on every rank, before a weight changes, when the loss or the gradient norm is not finite.
         """
+        self.optimizer.zero_grad()  # without a distributed optimizer, .grad is the buffer that gradients are added to
         metrics = self._step.run(row, loss_tokens)
         where = f"in step {self.steps_done}, seen by rank {self.parallel.rank}; the weights are unchanged"
         if not math.isfinite(metrics["train/loss"]):

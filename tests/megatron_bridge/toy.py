@@ -1,0 +1,138 @@
+"""A tiny model's batches and trainers for the tests of this package. Letters: T packed tokens, L MoE layers, K experts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_bridge.config import TrainerConfig
+from miles_like.types import MicroBatch, Reduce, Stat
+from routing_replay.trace import RoutingTrace
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny" / "model.json"
+LAYERS, EXPERTS, TOP_K, VOCAB = (1, 2), 16, 4, 128
+
+
+def hf_dir(where: Path) -> str:
+    """A directory that holds the tiny model's config.json."""
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "config.json").write_text(TINY.read_text())
+    return str(where)
+
+
+def config(hf: str, *, dtype: str = "float32", mode: str = "r3", lr: float = 1e-3, **more: Any) -> TrainerConfig:
+    layout = {k: more.pop(k) for k in list(more) if k in ("tp", "pp", "ep", "etp", "dp", "cp", "first_stage_layers")}
+    return TrainerConfig.model_validate(
+        {
+            "hf_config": hf,
+            "parallel": layout,
+            "precision": {},
+            # a large eps: where a gradient is rounding noise, Adam's step is its sign, and no two layouts would agree
+            "optimizer": {"lr": lr, "weight_decay": 0.1, "eps": 1e-4},
+            "replay": {"mode": mode},
+            "params_dtype": dtype,
+            **more,
+        }
+    )
+
+
+def sample(seed: int, length: int, *, learnable: bool = False) -> MicroBatch:
+    """One sample of `length` inputs, its second half with loss; routes are random sets."""
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(2, VOCAB, (length + 1,), generator=g)
+    if learnable:  # the next token is a function of the last
+        for i in range(length):
+            tokens[i + 1] = (tokens[i] * 7 + 3) % VOCAB
+    ids = torch.rand(length, len(LAYERS), EXPERTS, generator=g).topk(TOP_K, -1).indices.to(torch.uint8)
+    return MicroBatch(
+        tokens=tokens[:-1],
+        labels=tokens[1:],
+        positions=torch.arange(length),
+        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
+        loss_mask=torch.arange(length) >= length // 2,
+        advantages=torch.randn(1, generator=g).expand(length).contiguous(),
+        rollout_logprobs=-5 * torch.rand(length, generator=g),
+        routing=RoutingTrace(experts=ids, layers=LAYERS, num_experts=EXPERTS),
+    )
+
+
+def samples(n: int, seed: int = 0, **more: Any) -> list[MicroBatch]:
+    return [sample(seed * 1000 + i, 5 + (i * 7 + seed) % 13, **more) for i in range(n)]
+
+
+def pack(parts: Sequence[MicroBatch]) -> MicroBatch:
+    """Samples end to end in one micro-batch."""
+    ends = torch.tensor([0] + [len(p.tokens) for p in parts]).cumsum(0).to(torch.int32)
+    names = ("tokens", "labels", "positions", "loss_mask", "advantages", "rollout_logprobs")
+    joined: Mapping[str, Tensor] = {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
+    routing = [p.routing for p in parts if p.routing is not None]
+    return MicroBatch(
+        cu_seqlens=ends, routing=RoutingTrace.concat(routing) if len(routing) == len(parts) else None, **joined
+    )
+
+
+def grid(parts: Sequence[MicroBatch], *, dp: int, micros: int) -> tuple[list[list[MicroBatch]], int]:
+    """([dp][micro] micro-batches holding all the samples, number of loss tokens)."""
+    cells = [pack(parts[i :: dp * micros]) for i in range(dp * micros)]
+    rows = [cells[d * micros : (d + 1) * micros] for d in range(dp)]
+    return rows, sum(int(p.loss_mask.sum()) for p in parts)
+
+
+class PolicyGradient:
+    """-advantage * ratio, with an extra entropy statistic: enough to see signs, masks and reductions."""
+
+    def __call__(
+        self,
+        *,
+        logprobs: Tensor,
+        entropy: Tensor,
+        rollout_logprobs: Tensor,
+        advantages: Tensor,
+        loss_mask: Tensor,
+        cu_seqlens: Tensor,
+    ) -> tuple[Tensor, Mapping[str, Stat]]:
+        gap = torch.where(loss_mask, logprobs.detach() - rollout_logprobs, 0.0)
+        stats = {
+            "train/entropy": Stat((entropy * loss_mask).sum(), loss_mask.sum()),
+            "mismatch/logprob_abs_diff_max": Stat(gap.abs().max(), loss_mask.sum(), Reduce.MAX),
+        }
+        return -logprobs * (advantages + 0.5), stats
+
+
+class NegativeLogLikelihood(PolicyGradient):
+    def __call__(self, *, logprobs: Tensor, **more: Tensor) -> tuple[Tensor, Mapping[str, Stat]]:
+        return -logprobs, super().__call__(logprobs=logprobs, **more)[1]
+
+
+@contextmanager
+def trainer(cfg: TrainerConfig, rank: int, world_size: int, port: int, loss: Any = None) -> Iterator[Any]:
+    """A MegatronTrainer of this rank, closed afterwards."""
+    from megatron_bridge.trainer import MegatronTrainer
+
+    t = MegatronTrainer(
+        cfg, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port, loss=loss or PolicyGradient()
+    )
+    try:
+        yield t
+    finally:
+        t.close()
+
+
+def scramble(t: Any) -> None:
+    """Norm weights and routing biases away from their constant starts, the same on every rank that holds them."""
+    g = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, x in sorted([*t.model.named_parameters(), *t.model.named_buffers()]):
+            if "layernorm" in name or "expert_bias" in name:
+                x.add_(0.1 * torch.randn(x.shape, generator=g))
+    t.optimizer.reload_model_params()
+
+
+def hf_config() -> dict[str, Any]:
+    return json.loads(TINY.read_text())
