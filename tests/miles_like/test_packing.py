@@ -127,6 +127,13 @@ def test_few_micro_batches():
     assert all(len(m.tokens) == 18 for m in cells(batch))
 
 
+def test_a_micro_batch_more_rather_than_a_token_too_many():
+    """Inputs 5, 5, 4, 3, 3 into 10: two would hold them all, but longest-first gives 9 and 11, so there are three."""
+    groups = numbered([(1, 5), (1, 5), (1, 4), (1, 3), (1, 3)])
+    loads = [len(m.tokens) for m in cells(pack(groups, counting(groups), dp_size=1, max_tokens=10))]
+    assert len(loads) == 3 and sum(loads) == 20 and max(loads) <= 10
+
+
 def test_fewer_samples_than_rows_get_a_masked_token():
     groups = [group([sample(prompt_len=2, response_len=2, routing=True)])]
     batch = pack(groups, [[1.0]], dp_size=3, max_tokens=MAX)
