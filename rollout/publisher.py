@@ -20,7 +20,7 @@ from quant.spec import QuantSpec
 from quant.stream import quantize_stream
 from rollout import wire
 from rollout.checksum import tensor_checksum
-from rollout.client import RolloutError, failure, read_json
+from rollout.client import RolloutError, failure, no_certificates, read_json
 from rollout.config import PublishConfig
 from rollout.wire_control import (
     SAFETENSORS,
@@ -49,7 +49,8 @@ class ServerSet:
     def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
         self.urls = tuple(u.rstrip("/") for u in urls)
         self._timeout_s = timeout_s
-        self._http = httpx.Client(timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)), trust_env=False)
+        timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s))
+        self._http = httpx.Client(timeout=timeout, trust_env=False, verify=no_certificates())
         self._threads = ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="publish")
 
     def close(self) -> None:
@@ -159,7 +160,7 @@ class TensorPublisher:
             servers.ask(wire.PAUSE, self._mode.to_json())
             total = self._update(servers, itertools.chain(_emptying(held), buckets), version)
             servers.ask(wire.CONTINUE, {})
-        except RolloutError as e:
+        except (RolloutError, ValueError) as e:  # ValueError: weights that cannot be encoded, found late
             raise RuntimeError(
                 f"weights of version {version} are not published: {e}. The servers are left paused, for they may hold "
                 "parts of two versions: restart them, or the run with --resume"

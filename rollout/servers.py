@@ -13,7 +13,7 @@ from types import TracebackType
 
 import httpx
 
-from rollout.client import RolloutError
+from rollout.client import RolloutError, no_certificates
 from rollout.config import RolloutConfig
 from rollout.wire import HEALTH
 
@@ -49,7 +49,7 @@ class ServerHandle:
     def await_ready(self, timeout_s: float) -> None:
         """Wait until /health answers 200. Raises RolloutError with the end of the log when it does not come up."""
         deadline = time.monotonic() + timeout_s
-        with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as http:
+        with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False, verify=no_certificates()) as http:
             while time.monotonic() < deadline:
                 self.check_alive()
                 try:

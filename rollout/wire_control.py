@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
 import json
 import pickle
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,9 @@ from enum import StrEnum
 from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from miles_like.types import NamedTensor
 from rollout.wire import CHECKSUM, MODEL_INFO, UPDATE_FROM_DISK, UPDATE_FROM_TENSOR, Json, an_object, need
@@ -234,10 +237,33 @@ def decode_safetensors(payload: str) -> list[NamedTensor]:
 
 
 def encode_sglang_pickle(tensors: Iterable[NamedTensor], tp_size: int) -> tuple[str, ...]:
-    """SGLang's own encoding: base64 of pickled [(name, tensor)], the same for each of `tp_size` ranks.
+    """SGLang's own encoding: base64 of a pickled [(name, tensor)], the same for each of `tp_size` ranks.
 
     Only ever sent to a server that this run started; never read here. Tensors go inline, on the CPU: SGLang's loader
-    shards them.
+    shards them. The pickle is written opcode by opcode, of the globals on SGLang's allow-list: what
+    pickle.dumps writes of an FP8 tensor cannot be read back (AttributeError on the server, which dies of it).
     """
-    items = [(name, tensor.detach().cpu().contiguous()) for name, tensor in tensors]
-    return (base64.b64encode(pickle.dumps(items)).decode("ascii"),) * tp_size
+    out = [b"\x80\x04]("]  # protocol 4, empty list, mark
+    for name, tensor in tensors:
+        t = tensor.detach().cpu().contiguous()
+        out.append(_opcodes(name) + b"ctorch._utils\n_rebuild_tensor_v3\n(")
+        out.append(b"ctorch.storage\n_load_from_bytes\n" + _opcodes(_stored_bytes(t)) + b"\x85R")
+        out.append(_opcodes(0) + _opcodes(tuple(t.shape)) + _opcodes(t.stride()) + _opcodes(False))
+        out.append(b"ccollections\nOrderedDict\n)R" + f"c{str(t.dtype).replace('.', chr(10))}\n".encode())
+        out.append(b"tR\x86")  # call with all since the mark; pair the result with the name
+    out.append(b"e.")  # append all since the first mark; stop
+    return (base64.b64encode(b"".join(out)).decode("ascii"),) * tp_size
+
+
+def _opcodes(value: object) -> bytes:
+    """What pushes a plain value: its pickle without the header and the stop."""
+    return pickle.dumps(value, protocol=3)[2:-1]
+
+
+def _stored_bytes(t: Tensor) -> bytes:
+    """torch.save of a storage of bytes: the type is told to whoever rebuilds the tensor."""
+    raw = t.reshape(-1).view(torch.uint8).clone()  # a view would bring its whole storage
+    storage = torch.storage.TypedStorage(wrap_storage=raw.untyped_storage(), dtype=torch.uint8, _internal=True)  # type: ignore[no-untyped-call]
+    out = io.BytesIO()
+    torch.save(storage, out, _use_new_zipfile_serialization=False)
+    return out.getvalue()

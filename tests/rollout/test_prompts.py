@@ -1,0 +1,153 @@
+"""Prompt files: what is read, what is refused, and the order in which prompts are dealt."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import AutoTokenizer
+
+from rollout.config import DataConfig
+from rollout.prompts import Cursor, PromptSource, read_rows
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny"
+TOKENIZER = AutoTokenizer.from_pretrained(TINY)
+ROWS = [{"id": f"r{i}", "prompt": f"{i}+1=", "answer": str(i + 1), "source": "made"} for i in range(10)]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(path)
+
+
+def source(path: str, *, seed: int = 0, **data: Any) -> PromptSource:
+    return PromptSource(DataConfig(train=path, **data), TOKENIZER, path, seed=seed)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    return write(tmp_path / "rows.jsonl", ROWS)
+
+
+def test_a_row_becomes_a_prompt(file: str) -> None:
+    """Tokens are the plain text's, with no special token; nothing downstream tokenizes again."""
+    p = source(file).all()[3]
+    assert (p.id, p.answer, p.text, p.source) == ("r3", "4", "3+1=", "made")
+    assert TOKENIZER.decode(p.token_ids) == "3+1=" and len(p.token_ids) == 4
+    assert not set(p.token_ids) & set(TOKENIZER.all_special_ids)
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
+def test_every_file_kind_reads_the_same(kind: str, file: str, tmp_path: Path) -> None:
+    """A list in .json, lines in .jsonl, columns in .parquet. A hub name goes the same way but needs a network."""
+    path = tmp_path / f"same.{kind}"
+    if kind == "json":
+        path.write_text(json.dumps(ROWS))
+    elif kind == "jsonl":
+        write(path, ROWS)
+    else:
+        datasets.Dataset.from_list(ROWS).to_parquet(path)
+    assert source(str(path)).all() == source(file).all()
+
+
+def test_the_shipped_files_read() -> None:
+    """The tiny task's own files, and GSM8K's rows as they are published ('#### 72' is the reward's business)."""
+    for name in ("train", "eval"):
+        prompts = source(str(TINY / f"{name}.jsonl")).all()
+        assert len(prompts) >= 500 and prompts[0].text.endswith("=")
+    gsm8k = source(str(TINY / "gsm8k_train.jsonl"), prompt_key="question", instruction="\nAnswer:").all()
+    assert gsm8k[0].text.startswith("Natalia") and gsm8k[0].text.endswith("\nAnswer:")
+    assert gsm8k[0].answer.endswith("#### 72")
+
+
+def test_chat_template_and_instruction(file: str) -> None:
+    """The instruction belongs to the user's message, before the template's own words."""
+    p = source(file, template="chat", instruction=" Think.").all()[0]
+    assert p.text == "user: 0+1= Think.\nassistant: "
+
+
+def test_ids_are_given_or_of_the_content(tmp_path: Path) -> None:
+    """An id names the prompt in the ledger and keys its random stream: one for a row, the same in every run."""
+    bare = [{"prompt": r["prompt"], "answer": r["answer"], "level": 2} for r in ROWS]
+    a = source(write(tmp_path / "a.jsonl", bare)).all()
+    b = source(write(tmp_path / "b.jsonl", bare[::-1])).all()
+    assert {p.id: p.text for p in a} == {p.id: p.text for p in b}
+    assert a[0].id == "cde480838792d3f0" and len({p.id for p in a}) == 10
+    assert dict(a[0].meta) == {"level": "2"}
+    with pytest.raises(ValueError, match="rows 0 and 10 are the same prompt"):
+        source(write(tmp_path / "c.jsonl", [*bare, bare[0]]))
+
+
+def test_an_epoch_deals_every_prompt_once_in_a_new_order(file: str) -> None:
+    """Order depends on (seed, epoch) only, whatever the sizes of the takes, which may span epochs."""
+    whole = [p.id for p in source(file).take(30)]
+    epochs = [whole[i : i + 10] for i in (0, 10, 20)]
+    assert all(sorted(e) == sorted(r["id"] for r in ROWS) for e in epochs)
+    assert len({tuple(e) for e in epochs}) == 3
+    other = source(file)
+    assert [p.id for k in (7, 7, 1, 15) for p in other.take(k)] == whole
+    assert [p.id for p in source(file, seed=1).take(10)] != epochs[0]
+    assert len(source(file)) == 10 and source(file).take(0) == []
+
+
+@pytest.mark.parametrize("dealt", [0, 3, 10, 14])
+def test_a_restored_cursor_deals_the_same_prompts(file: str, dealt: int) -> None:
+    """Resume must not skip or repeat a prompt; the cursor survives JSON, where tuples become lists."""
+    first = source(file, seed=5)
+    first.take(dealt)
+    state = json.loads(json.dumps(first.state()))
+    second = source(file, seed=5)
+    second.restore(Cursor(*state))
+    assert [p.id for p in second.take(25)] == [p.id for p in first.take(25)]
+    assert second.state() == first.state()
+
+
+def test_a_cursor_of_another_file_is_refused(file: str) -> None:
+    """A shorter file under an old checkpoint."""
+    with pytest.raises(ValueError, match="prompt 10 of epoch 0 does not fit 10 prompts"):
+        source(file).restore(Cursor(0, 10))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "1+1=", "answer": None}, r"row 10: .*'1\+1=' has no answer"),
+        ({"prompt": "1+1=", "answer": " "}, "has no answer"),
+        ({"prompt": "", "answer": "2"}, r"row 10: the prompt \(prompt\) is ''"),
+        ({"prompt": "9" * 600, "answer": "2"}, "row 10: the prompt has 600 tokens, data.max_prompt_tokens = 512"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    """The user must find the row; a prompt without an answer could only ever be scored 0."""
+    with pytest.raises(ValueError, match=said):
+        source(write(tmp_path / "bad.jsonl", [*ROWS, row]))
+
+
+def test_a_missing_column_names_those_there_are(file: str) -> None:
+    """The commonest mistake: GSM8K's `question` read as `prompt`."""
+    with pytest.raises(
+        ValueError, match=r"no column .question.; it has answer, id, prompt, source: set data.prompt_key"
+    ):
+        source(file, prompt_key="question")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """One sentence each, with the path; no traceback of a reader in a reader."""
+    cases = {
+        "absent.jsonl": (None, "no such file"),
+        "empty.jsonl": ("", "is empty"),
+        "blank.json": ("[]", "no data"),
+        "broken.jsonl": ('{"prompt": "1+', "cannot be read as prompts"),
+        "rows.csv": ("prompt,answer\n", "read from .json, .jsonl, .parquet"),
+    }
+    for name, (text, said) in cases.items():
+        path = tmp_path / name
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ValueError, match=re.escape(said)) as caught:
+            read_rows(str(path))
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)

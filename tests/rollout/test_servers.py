@@ -1,0 +1,220 @@
+"""Server processes: started, awaited, stopped, and never left behind. The servers are stand-ins of a few lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout import servers
+from rollout.client import RolloutError
+from rollout.config import EmbeddedFlags, RolloutConfig, SGLangFlags
+from rollout.servers import ServerHandle, check_port, embedded_command, free_port, sglang_command
+from tests.fakes import wait_until
+
+HTTP = """
+import http.server, sys
+class H(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+print("listening", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), H).serve_forever()
+"""
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+def words(line: str) -> list[str]:
+    return line.split(" ")
+
+
+def start(tmp_path: Path, code: str, port: int | None = None) -> ServerHandle:
+    port = port or free_port()
+    command = [sys.executable, "-c", code, str(port)]
+    return servers.start(command, url=f"http://127.0.0.1:{port}", log=tmp_path / "logs" / "server.log")
+
+
+def gone(pid: int) -> bool:
+    """No such process, or one that has ended and is not yet collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(p) for p in text.read_text().split()] if text.exists() else []
+
+
+def test_a_server_is_awaited_and_stopped(tmp_path: Path) -> None:
+    """Its whole group is gone afterwards; stopping twice is harmless."""
+    with start(tmp_path, HTTP) as server:
+        server.await_ready(20)
+        assert server.alive()
+        pids = [server.pid, *children(server.pid)]
+        assert len(pids) == 2
+    assert not server.alive() and all(gone(p) for p in pids)
+    assert "listening" in server.log.read_text()
+    server.stop()
+
+
+def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    """A hung engine ignores it; the port and memory must come back all the same."""
+    server = start(tmp_path, STUBBORN)
+    assert wait_until(lambda: "up" in server.log.read_text(), 20)
+    (child,) = children(server.pid)
+    server.stop(grace_s=0.3)
+    assert wait_until(lambda: gone(child)) and not server.alive()
+
+
+def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
+    """The reason is at the end of its log, and the wait ends at once, not at the time limit."""
+    with start(tmp_path, "import sys; print('CUDA out of memory'); sys.exit(3)") as server:
+        with pytest.raises(RolloutError, match=r"(?s)exit code 3.*server\.log ends:.*CUDA out of memory"):
+            server.await_ready(20)
+        assert not server.alive()
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    with start(tmp_path, killed) as server, pytest.raises(RolloutError, match="signal SIGKILL"):
+        server.await_ready(20)
+
+
+def test_a_server_that_never_answers(tmp_path: Path) -> None:
+    """Named with the setting to raise."""
+    with (
+        start(tmp_path, STUBBORN) as server,
+        pytest.raises(RolloutError, match=r"0\.3 s: raise rollout.start_timeout_s"),
+    ):
+        server.await_ready(0.3)
+        pytest.fail("it has no port")
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from rollout import servers
+h = servers.start([sys.executable, "-c", "import time; time.sleep(60)"], url="http://x", log=Path(sys.argv[1]))
+print(h.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc to see processes")
+def test_no_server_outlives_a_killed_parent(tmp_path: Path) -> None:
+    """SIGKILL leaves the parent no chance to clean up; a left-over server would hold its port and memory."""
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True, cwd=root
+    ) as parent:
+        assert parent.stdout is not None
+        guard = int(parent.stdout.readline())
+        assert wait_until(lambda: len(children(guard)) == 1, 20)
+        (child,) = children(guard)
+        assert not gone(child)
+        os.kill(parent.pid, signal.SIGKILL)
+    assert wait_until(lambda: gone(child) and gone(guard), 10)
+
+
+def test_a_port_in_use_is_said_before_starting(tmp_path: Path) -> None:
+    """Otherwise a server of another run would answer /health in our server's place."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} on 127.0.0.1 cannot be used .*rollout.port"):
+            check_port(port)
+        with pytest.raises(ValueError, match=f"port {port} "):
+            servers.launch_embedded(Path("m"), RolloutConfig(), port=port, log_dir=tmp_path)
+        assert not list(tmp_path.iterdir())
+    check_port(port)
+
+
+def test_a_failed_launch_leaves_no_process(tmp_path: Path) -> None:
+    """The embedded engine with a model that is not there: RolloutError, and nothing runs on."""
+    began = time.monotonic()
+    with pytest.raises(RolloutError, match=r"ended with exit code .*embedded_\d+\.log ends"):
+        servers.launch_embedded(tmp_path / "no_model", RolloutConfig(), port=None, log_dir=tmp_path)
+    assert time.monotonic() - began < 60
+    assert not [c for c in children(os.getpid()) if not gone(c)]
+
+
+def test_embedded_command() -> None:
+    """The whole command line, as the engine's own parser takes it."""
+    config = RolloutConfig(
+        embedded=EmbeddedFlags(
+            dtype="bfloat16", threads=3, max_running_requests=7, max_total_tokens=4096, context_length=256
+        )
+    )
+    assert embedded_command(Path("/m"), config, port=31000, weight_version=5)[1:] == words(
+        "-m rollout.embedded.server --model-path /m --host 127.0.0.1 --port 31000 --threads 3 --dtype bfloat16 "
+        "--max-total-tokens 4096 --max-running-requests 7 --context-length 256 --weight-version 5"
+    )
+
+
+def test_sglang_command_on_one_node() -> None:
+    """Golden: flags are spelt by hand after SGLang 0.5.23's --help. That the server takes them is not covered here."""
+    assert sglang_command(RolloutConfig(engine="sglang"), Path("/m"), port=30000)[1:] == words(
+        "-m sglang.launch_server --model-path /m --host 127.0.0.1 --port 30000 --tp-size 1 --ep-size 1 "
+        "--mem-fraction-static 0.8 --kv-cache-dtype auto --weight-version 0 --skip-tokenizer-init "
+        "--enable-return-routed-experts"
+    )
+
+
+def test_sglang_command_over_nodes() -> None:
+    """An engine of four nodes with attention data parallelism and DeepEP, as the large configurations start it."""
+    config = RolloutConfig(
+        engine="sglang",
+        sglang=SGLangFlags(
+            tp_size=32,
+            ep_size=32,
+            dp_size=32,
+            enable_dp_attention=True,
+            moe_a2a_backend="deepep",
+            deepep_mode="low_latency",
+            mem_fraction_static=0.7,
+            kv_cache_dtype="fp8_e4m3",
+            chunked_prefill_size=65536,
+            max_running_requests=1024,
+            context_length=32768,
+            attention_backend="fa3",
+            enable_memory_saver=True,
+        ),
+    )
+    command = sglang_command(
+        config,
+        Path("/m"),
+        host="10.0.0.2",
+        port=30000,
+        node_rank=1,
+        nnodes=4,
+        dist_init_addr="10.0.0.1:5000",
+        weight_version=3,
+        return_routed_experts=False,
+    )
+    assert command[1:] == words(
+        "-m sglang.launch_server --model-path /m --host 10.0.0.2 --port 30000 --tp-size 32 --ep-size 32 "
+        "--mem-fraction-static 0.7 --kv-cache-dtype fp8_e4m3 --weight-version 3 --attn-dp-size 32 "
+        "--moe-a2a-backend deepep --deepep-mode low_latency --chunked-prefill-size 65536 --max-running-requests 1024 "
+        "--context-length 32768 --attention-backend fa3 --nnodes 4 --node-rank 1 --dist-init-addr 10.0.0.1:5000 "
+        "--skip-tokenizer-init --enable-memory-saver"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "nnodes", "said"),
+    [
+        ({"dp_size": 2}, 1, "rollout.sglang.dp_size = 2 replicas"),
+        ({"tp_size": 8, "dp_size": 3, "enable_dp_attention": True}, 1, "dp_size = 3 does not divide tp_size = 8"),
+        ({}, 2, "2 nodes needs dist_init_addr"),
+    ],
+)
+def test_flags_that_contradict_each_other(flags: dict[str, object], nnodes: int, said: str) -> None:
+    """Each would fail on the server minutes later, after loading the model."""
+    config = RolloutConfig(engine="sglang", sglang=SGLangFlags.model_validate(flags))
+    with pytest.raises(ValueError, match=said):
+        sglang_command(config, Path("/m"), port=1, nnodes=nnodes)
