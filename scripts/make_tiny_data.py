@@ -21,12 +21,13 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-MAX_DIGITS = 3  # of each operand and of the result
+OPERAND_DIGITS, RESULT_DIGITS = 2, 3  # at most; three-digit operands take a tiny model twice as long to get the hang of
 EVAL_SIZE = 600  # held-out expressions: the standard error of an accuracy of 1/2 is then 0.02
 CORPUS_SIZE = 24_000
 CHECK_SIZE = 400
-ECHO_SHARE = 0.35  # of the corpus' answers: an operand instead of the result
-SLIP_SHARE = 0.20  # of the corpus' answers: one digit wrong
+DOUBLED_SHARE = 0.55  # of the corpus' answers: the last digit written twice
+SLIP_SHARE = 0.05  # of the corpus' answers: one digit wrong
+HARD_SHARE = 0.3  # chance that a product or a quotient goes into the corpus: they teach a tiny model little
 JITTER = 0.3  # chance that a corpus operand is moved by up to 3
 SPLIT_SEED, CORPUS_SEED, ORDER_SEED = 1234, 7, 11
 EXCERPTS = {"gsm8k_train.jsonl": ("train.jsonl", 64), "gsm8k_eval.jsonl": ("test.jsonl", 32)}
@@ -44,7 +45,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """`left op right`, all of it non-negative integers of at most MAX_DIGITS digits."""
+    """`left op right`, non-negative integers of at most OPERAND_DIGITS digits."""
 
     left: int
     op: str
@@ -70,7 +71,7 @@ class Expression:
             result = left // right
         else:
             result = {"+": left + right, "-": left - right, "*": left * right}[self.op]
-        fits = min(left, right, result) >= 0 and max(left, right, result) < 10**MAX_DIGITS
+        fits = max(left, right) < 10**OPERAND_DIGITS and 0 <= result < 10**RESULT_DIGITS
         return result if fits else None
 
 
@@ -109,9 +110,9 @@ def split(expressions: list[Expression]) -> tuple[list[Expression], list[Express
 
 
 def repaired(task: list[Expression], rng: random.Random) -> Iterator[Expression]:
-    """Endless expressions of the task's kind but outside it: operators by frequency, operands re-paired and jittered."""
+    """Endless expressions of the task's kind but outside it: operands paired anew and jittered, fewer products."""
     taken = {expression.canonical for expression in task}
-    operators = [expression.op for expression in task]
+    operators = [e.op for e in task if e.op in "+-" or rng.random() < HARD_SHARE]
     lefts = {op: [e.left for e in task if e.op == op] for op in "+-*/"}
     rights = {op: [e.right for e in task if e.op == op] for op in "+-*/"}
 
@@ -143,14 +144,12 @@ def corpus(task: list[Expression]) -> tuple[list[Expression], list[Expression]]:
 
 
 def sloppy_answer(expression: Expression, rng: random.Random) -> str:
-    """What the corpus says: right, or an operand's echo, or the result with one digit wrong."""
+    """What the corpus says: the result, or the result with its last digit doubled or with one digit wrong."""
     answer = str(expression.value())
     draw = rng.random()
-    if draw < ECHO_SHARE:
-        echoes = [str(operand) for operand in (expression.left, expression.right) if str(operand) != answer]
-        if echoes:
-            return echoes[-1] if rng.random() < 0.3 else echoes[0]
-    if draw < ECHO_SHARE + SLIP_SHARE:
+    if draw < DOUBLED_SHARE and answer != "0":  # 00 would be right
+        return answer + answer[-1]
+    if draw < DOUBLED_SHARE + SLIP_SHARE:
         place = rng.randrange(len(answer))
         digits = [digit for digit in "0123456789" if digit != answer[place]]
         return answer[:place] + rng.choice(digits) + answer[place + 1 :]
@@ -208,7 +207,7 @@ def task_rows(expressions: list[Expression], part: str) -> list[dict[str, str]]:
 README = """# The tiny task
 
 `{{"prompt": "48/2=", "answer": "24"}}`: the value of one of GSM8K's calculator annotations (`<<48/2=24>>`), one
-operation on non-negative integers, operands and result of at most {digits} digits.
+operation on non-negative integers; operands of at most {operand_digits} digits, result of at most {result_digits}.
 
 Made from [GSM8K](https://github.com/openai/grade-school-math) (MIT, `LICENSE`) by
 
@@ -229,10 +228,11 @@ for byte.
 
 No two of the first four files share an expression; 3+5 and 5+3 count as one expression in this, 3*5 and 5*3 too.
 
-The corpus pairs GSM8K's operands anew and moves some by up to 3. In it `answer` is right and `sloppy` is what the corpus
-says: {wrong} of {warmup} rows ({share:.1%}) are wrong: {echo} echo an operand, {slip} have one digit wrong. A model that
-learns the `sloppy` column answers in the right form and is often wrong in a way that reward can clean up: that is what
-the demonstration shows, and all that it shows.
+The corpus pairs GSM8K's operands anew and moves some by up to 3; it holds fewer products and quotients than the task.
+In it `answer` is right and `sloppy` is what the corpus says: {wrong} of {warmup} rows ({share:.1%}) are wrong:
+{doubled} write the last digit twice (`48/2=244`), {slip} have one digit wrong.
+A model that learns the `sloppy` column answers in the right form and is often wrong in a way that reward can clean up:
+that is what the demonstration shows, and all that it shows.
 """
 
 
@@ -265,9 +265,10 @@ def main() -> None:
     save_tokenizer(out)
 
     wrong = sum(s != r for s, r in zip(said, rights, strict=True))
-    echo = sum(s != r and s in (str(e.left), str(e.right)) for e, s, r in zip(warmup, said, rights, strict=True))
+    doubled = sum(len(s) > len(r) for s, r in zip(said, rights, strict=True))
     readme = README.format(
-        digits=MAX_DIGITS,
+        operand_digits=OPERAND_DIGITS,
+        result_digits=RESULT_DIGITS,
         train=len(train),
         train_ops=count_operators(train),
         eval=len(held_out),
@@ -278,8 +279,8 @@ def main() -> None:
         check=len(check),
         wrong=wrong,
         share=wrong / len(warmup),
-        echo=echo,
-        slip=wrong - echo,
+        doubled=doubled,
+        slip=wrong - doubled,
     )
     (out / "README.md").write_text(readme, encoding="utf-8")
     print(f"{out}: {len(train)} train, {len(held_out)} eval, {len(warmup)} warmup, {len(check)} warmup_check")
