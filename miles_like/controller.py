@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from miles_like.algorithms.mismatch import finish
 from miles_like.buffer import DataBuffer
+from miles_like.metrics import speed_metrics
 from miles_like.protocols import Algorithm, MetricSink, Trainer
 from miles_like.types import Prompt, SampleGroup, TrainBatch
 
@@ -47,6 +48,7 @@ class Controller:
 
     async def run(self, *, first: int, steps: int) -> None:
         """Steps first .. steps-1; step s trains on weight version s and ends in version s + 1."""
+        started = time.perf_counter()
         permits = asyncio.Semaphore(1 + self.max_staleness)
         took: asyncio.Queue[tuple[int, float]] = asyncio.Queue()  # (groups, seconds) of each rollout, in order
         self.sink.write(first, {"weight_version": float(first), **await self._evaluate(first)})
@@ -58,10 +60,13 @@ class Controller:
                 groups = await self.buffer.take(n, version=step)
                 metrics = await self._train(step, groups)
                 metrics |= {"perf/rollout_s": rollout_s, "perf/step_s": time.perf_counter() - began}
+                metrics |= speed_metrics(groups, rollout_s=rollout_s, train_s=metrics["perf/train_s"])
+                metrics |= {"async/dropped": float(sum(self.buffer.dropped.values()))}
                 done, last = step + 1, step + 1 == steps
                 if last or (self.eval_every and done % self.eval_every == 0):
                     metrics |= await self._evaluate(done)
-                self.sink.write(done, {"weight_version": float(done), **metrics})
+                wall = {"wall_s": time.perf_counter() - started}
+                self.sink.write(done, {"weight_version": float(done), **wall, **metrics})
                 self.keep(done, groups)
                 if last or (self.save_every and done % self.save_every == 0):
                     self.phase(step, "save")

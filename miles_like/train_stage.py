@@ -118,7 +118,12 @@ class TrainStage:
                 rollout=lambda step, prompts: run_groups(
                     engine, prompts, reward, n=config.train.samples_per_group, params=self._sampling(step)
                 ),
-                pack=partial(pack, dp_size=trainer.dp_size, max_tokens=config.train.max_tokens_per_rank),
+                pack=partial(
+                    pack,
+                    dp_size=trainer.dp_size,
+                    max_tokens=config.train.max_tokens_per_rank,
+                    micro_multiple=config.parallel.pp if config.parallel.vpp > 1 else 1,
+                ),
                 deal=self._deal,
                 evaluate=partial(self._evaluate, engine, reward, held_out),
                 describe=self._describe,
