@@ -1,0 +1,118 @@
+"""Who waits, and who starts when there is room.
+
+Every sample reserves, when it starts, the pages of its longest possible answer; so a running sample never has to yield.
+The samples of a prompt share the pages of its prefill by reference; each gets a copy of the last, partly filled page,
+the last sample the original. At most one prompt is ever half started, so waiting prefixes cannot block each other.
+
+Letters: P prompt tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout.embedded.kv_cache import KVCache
+from rollout.embedded.requests import Entry, Job, PromptSpec
+from rollout.embedded.rows import Rows
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Admitted:
+    fresh: list[Entry] = field(default_factory=list)  # to prefill
+    started: list[tuple[Entry, NDArray[np.int64]]] = field(default_factory=list)  # rows that begin after the entry
+    copies: list[tuple[int, int]] = field(default_factory=list)  # page to page, after the prefill
+
+
+class Admission:
+    """The queue in front of the rows and the cache."""
+
+    def __init__(self, cache: KVCache, rows: Rows, *, prefill_tokens: int, eos_ids: tuple[int, ...]) -> None:
+        self.queue: deque[Entry] = deque()
+        self.jobs: dict[int, Job] = {}  # row -> running sample
+        self._cache = cache
+        self._rows = rows
+        self._prefill_tokens = prefill_tokens
+        self._eos_ids = eos_ids
+
+    def slots_needed(self, spec: PromptSpec) -> int:
+        """For its first sample to start in an empty cache."""
+        return self._first_pages(spec, len(spec.token_ids), spec.n) * self._cache.page
+
+    def _sample_pages(self, spec: PromptSpec, tokens: int) -> int:
+        """The last token of a sample is never fed and needs no slot."""
+        return self._cache.pages_for(max(tokens, spec.limit - 1))
+
+    def _first_pages(self, spec: PromptSpec, tokens: int, samples: int) -> int:
+        copied = tokens % self._cache.page != 0 and samples > 1 and spec.sampling.max_new_tokens > 0
+        return self._sample_pages(spec, tokens) + copied
+
+    def admit(self) -> Admitted:
+        """Takes from the front of the queue what fits now."""
+        out = Admitted()
+        budget = self._prefill_tokens
+        while self.queue and self._rows.free:
+            entry = self.queue[0]
+            p, spec = len(entry.tokens), entry.spec
+            if entry.slots is None:
+                if out.fresh and p > budget:
+                    break
+                if self._cache.free_pages < self._first_pages(spec, p, len(entry.jobs)):
+                    break
+                entry.pages = self._cache.take(self._cache.pages_for(p))
+                entry.slots = self._cache.slots_of(entry.pages)
+                out.fresh.append(entry)
+                budget -= p
+            if spec.sampling.max_new_tokens:
+                self._place(entry, out)
+                if entry.jobs:
+                    break
+            self.queue.popleft()
+        return out
+
+    def _place(self, entry: Entry, out: Admitted) -> None:
+        """Gives pages and a row to as many of the entry's samples as fit."""
+        cache, spec, p = self._cache, entry.spec, len(entry.tokens)
+        full = p // cache.page
+        tail = self._sample_pages(spec, p) - full
+        placed: list[Job] = []
+        while entry.jobs and len(placed) < self._rows.free:
+            inherits = len(entry.jobs) == 1
+            new = tail - (len(entry.pages) - full) if inherits else tail
+            if cache.free_pages < new:
+                break
+            job = entry.jobs.popleft()
+            own = cache.take(new)
+            if inherits:
+                job.pages, entry.pages = entry.pages + own, []
+            else:
+                cache.share(entry.pages[:full])
+                job.pages = entry.pages[:full] + own
+                if len(entry.pages) > full:
+                    out.copies.append((entry.pages[full], own[0]))
+            job.cached = 0 if entry.logits is None and not placed else p
+            placed.append(job)
+        if placed:
+            out.started.append((entry, self._start_rows(entry, spec, placed)))
+
+    def _start_rows(self, entry: Entry, spec: PromptSpec, jobs: list[Job]) -> NDArray[np.int64]:
+        rows = self._rows.take(len(jobs))
+        slots = self._cache.slots_of([q for j in jobs for q in j.pages]).view(len(jobs), -1)
+        keys = np.array([j.key for j in jobs], np.uint64)
+        stops = spec.sampling.stop_token_ids + (() if spec.ignore_eos else self._eos_ids)
+        self._rows.start(rows, spec, entry.tokens, slots, keys, stops)
+        for job, row in zip(jobs, rows.tolist(), strict=True):
+            self.jobs[row] = job
+            if len(job.kept_ids):
+                self._rows.logprobs[row, len(spec.token_ids) : len(entry.tokens)] = torch.from_numpy(job.kept_logprobs)
+        return rows
+
+    def drop_prefixes(self) -> None:
+        """Waiting entries give their pages back and will be prefilled again."""
+        for entry in self.queue:
+            self._cache.release(entry.pages)
+            entry.pages, entry.slots, entry.logits = [], None, None

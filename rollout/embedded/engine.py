@@ -1,0 +1,297 @@
+"""Continuous batching over one model. Single-threaded: `worker.py` gives it a thread of its own.
+
+Letters: B running samples, P prompt tokens, S tokens of a sample, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from miles_like.types import Finish
+from rollout.embedded.admission import Admission
+from rollout.embedded.kv_cache import KVCache
+from rollout.embedded.layout import SequenceRows, lay_out, lay_out_decode
+from rollout.embedded.model import Model
+from rollout.embedded.requests import Completed, Entry, Group, Job, PromptSpec
+from rollout.embedded.rows import Rows
+from rollout.embedded.sampler import sample, stream_keys
+from rollout.wire import GenerateReply
+from rollout.wire_control import PauseMode
+
+_PIECE = 1024  # tokens of one prompt in one forward pass
+_GATHER_BYTES = 1 << 20  # of latents in one attention call: stays in a core's cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    max_running: int = 512  # samples in a batch
+    max_total_tokens: int = 65536  # cache slots
+    context_length: int = 1024  # tokens of a sample
+    prefill_tokens: int = 4096  # in one forward pass; a longer prompt takes several
+    page: int = 16
+
+
+class Engine:
+    """`step` until it returns False; results go to each group's `deliver`."""
+
+    def __init__(self, model: Model, limits: EngineLimits, *, version: str = "default") -> None:
+        self.model = model
+        self.limits = limits
+        self.cache = KVCache(model.arch, slots=limits.max_total_tokens, page=limits.page, dtype=model.dtype)
+        self.version = version
+        self.paused = False
+        self.hold = False  # start nothing new, so that the running ones drain
+        self.generated = 0  # tokens, ever
+        self._rows = Rows(limits.max_running)
+        self._admission = Admission(
+            self.cache, self._rows, prefill_tokens=limits.prefill_tokens, eos_ids=model.arch.eos_ids
+        )
+        self._routing = self.cache.routing.numpy()
+        self._active: NDArray[np.int64] = np.zeros(0, np.int64)  # rows, shortest first
+        element = torch.finfo(model.dtype).bits // 8
+        self._gather = {"width_bytes": _GATHER_BYTES, "latent_bytes": model.arch.latent * element}
+
+    # ---- requests
+
+    def submit(self, spec: PromptSpec, deliver: Callable[[list[Completed]], None]) -> None:
+        """Raises ValueError when the request can never run."""
+        self.check(spec)
+        group = Group(spec=spec, deliver=deliver, done=[None] * spec.n)
+        seed = spec.sampling.sampling_seed
+        keys = stream_keys(secrets.randbits(63) if seed is None else seed, np.arange(spec.n))
+        jobs = deque(Job(group=group, index=i, key=int(k)) for i, k in enumerate(keys))
+        for job in jobs:
+            job.note_version(self.version, 0)
+        self._admission.queue.append(Entry(group=group, tokens=np.array(spec.token_ids, np.int64), jobs=jobs))
+
+    def check(self, spec: PromptSpec) -> None:
+        """Raises ValueError, with both numbers, for what can never run."""
+        p, arch = len(spec.token_ids), self.model.arch
+        if spec.limit > self.limits.context_length:
+            raise ValueError(
+                f"{p} prompt tokens and max_new_tokens = {spec.sampling.max_new_tokens} make {spec.limit}, over "
+                f"the context length {self.limits.context_length}: shorten the prompt or lower max_new_tokens"
+            )
+        highest = max(spec.token_ids)
+        if highest >= arch.vocab or min(spec.token_ids) < 0:
+            raise ValueError(f"token id {highest} is outside this model's vocabulary of {arch.vocab}")
+        need, have = self._admission.slots_needed(spec), self.cache.pages * self.cache.page
+        if need > have:
+            raise ValueError(
+                f"a sample of {spec.limit} tokens needs {need} cache slots, the cache has {have}: "
+                "raise max_total_tokens or lower max_new_tokens"
+            )
+        for what, start in (
+            ("logprob_start_len", spec.logprob_start),
+            ("routed_experts_start_len", spec.routing_start),
+        ):
+            if start is not None and not -1 <= start <= p:
+                raise ValueError(f"{what} = {start} is outside the prompt's {p} tokens")
+
+    @property
+    def running(self) -> int:
+        return len(self._active)
+
+    @property
+    def waiting(self) -> int:
+        return sum(len(e.jobs) for e in self._admission.queue)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing holds cache pages (requests may wait)."""
+        return not self.running and not any(e.pages for e in self._admission.queue)
+
+    def abort(self, rid: str = "", *, everything: bool = False) -> None:
+        """Samples end with what they have. Matches rids by prefix, as SGLang's scheduler does; unknown: nothing."""
+
+        def hit(job: Job) -> bool:
+            return everything or (rid != "" and job.group.spec.rid.startswith(rid))
+
+        rows = np.array([r for r in self._active if hit(self._admission.jobs[r])], np.int64)
+        self._finish(rows, [Finish.ABORT] * len(rows))
+        for entry in list(self._admission.queue):
+            dropped = [j for j in entry.jobs if hit(j)]
+            entry.jobs = deque(j for j in entry.jobs if not hit(j))
+            if not entry.jobs:
+                self._admission.queue.remove(entry)
+                self.cache.release(entry.pages)
+            for job in dropped:
+                self._complete(job, job.kept_ids, job.kept_logprobs, Finish.ABORT, None)
+
+    # ---- pause, flush, weights
+
+    def pause(self, mode: PauseMode) -> None:
+        """ABORT ends everything; RETRACT puts the running back into the queue and frees the cache; IN_PLACE freezes."""
+        self.paused = True
+        if mode is PauseMode.ABORT:
+            self.abort(everything=True)
+        elif mode is PauseMode.RETRACT:
+            self._retract()
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def flush(self) -> bool:
+        """There is no cache beyond the requests' own, so this only says whether it is empty."""
+        return self.idle
+
+    def set_version(self, version: str) -> None:
+        """Tokens sampled from now on carry it."""
+        self.version = version
+        for row, job in self._admission.jobs.items():
+            job.note_version(version, int(self._rows.length[row] - self._rows.prompt[row]))
+        for entry in self._admission.queue:
+            for job in entry.jobs:
+                job.note_version(version, len(job.kept_ids))
+
+    def _retract(self) -> None:
+        self._admission.drop_prefixes()
+        entries = []
+        for row in self._active.tolist():
+            job = self._admission.jobs.pop(row)
+            job.kept_ids, job.kept_logprobs = self._rows.response(row)
+            self.cache.release(job.pages)
+            job.pages = []
+            job.retractions += 1
+            tokens = np.concatenate([np.array(job.group.spec.token_ids, np.int64), job.kept_ids])
+            entries.append(Entry(group=job.group, tokens=tokens, jobs=deque([job])))
+        self._rows.release(self._active.tolist())
+        self._active = np.zeros(0, np.int64)
+        self._admission.queue.extendleft(reversed(entries))
+
+    # ---- the loop
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Starts what fits, then decodes one token of every running sample. False: there was nothing to do."""
+        if self.paused:
+            return False
+        started = not self.hold and self._start()
+        if not len(self._active):
+            return started
+        rows = torch.from_numpy(self._active)
+        pos = self._rows.length[self._active] - 1
+        tokens = self._rows.tokens[rows, torch.from_numpy(pos)]
+        batch = lay_out_decode(tokens, pos, self._rows.slots, rows, **self._gather)
+        self._commit(self._active, self.model.logits(self.model.forward(batch, self.cache)))
+        return True
+
+    def _commit(self, rows: NDArray[np.int64], logits: Tensor) -> None:
+        """Draws the next token of each row and ends the rows that it ends."""
+        tokens, logprobs = sample(logits, self._rows.draw(rows), self.model.ops)
+        stopped, full = self._rows.append(rows, tokens, logprobs)
+        self.generated += len(rows)
+        over = stopped | full
+        if over.any():
+            reasons = [Finish.STOP if s else Finish.LENGTH for s in stopped[over]]
+            self._finish(rows[over], reasons)
+
+    def _start(self) -> bool:
+        """Prefills waiting prompts and draws the first token of every sample that got a row and pages."""
+        admitted = self._admission.admit()
+        if admitted.fresh:
+            self._prefill(admitted.fresh)
+        if admitted.copies:
+            self.cache.copy([s for s, _ in admitted.copies], [t for _, t in admitted.copies])
+        if admitted.started:
+            rows = np.concatenate([r for _, r in admitted.started])
+            logits = torch.stack([e.logits for e, r in admitted.started for _ in r if e.logits is not None])
+            active = np.concatenate([self._active, rows])
+            self._active = active[np.argsort(self._rows.length[active], kind="stable")]
+            self._commit(rows, logits)
+        return bool(admitted.fresh or admitted.started)
+
+    def _prefill(self, entries: list[Entry]) -> None:
+        """Feeds the entries' tokens, in pieces when they are long, and keeps the logits after the last one."""
+        found: dict[int, list[Tensor]] = {i: [] for i in range(len(entries))}
+        for start in range(0, max(len(e.tokens) for e in entries), _PIECE):
+            mine = [(i, e) for i, e in enumerate(entries) if len(e.tokens) > start]
+            rows = []
+            for _, e in mine:
+                assert e.slots is not None
+                tokens = torch.from_numpy(e.tokens[start : start + _PIECE])
+                rows.append(SequenceRows(tokens=tokens, start=start, slots=e.slots))
+            x = self.model.forward(lay_out(rows, **self._gather), self.cache)
+            ends = np.cumsum([len(r.tokens) for r in rows])
+            last = self.model.logits(x[torch.from_numpy(ends - 1)])
+            for (i, e), row, end, logits in zip(mine, rows, ends.tolist(), last, strict=True):
+                if start + len(row.tokens) == len(e.tokens):
+                    e.logits = logits
+                found[i].append(self._prompt_logprobs(e, x[end - len(row.tokens) : end], start))
+        for i, entry in enumerate(entries):
+            if entry.group.prompt_logprobs is None:
+                entry.group.prompt_logprobs = tuple(torch.cat(found[i]).tolist())
+            if not entry.spec.sampling.max_new_tokens:
+                self._score(entry)
+
+    def _prompt_logprobs(self, entry: Entry, x: Tensor, start: int) -> Tensor:
+        """Of the prompt tokens after those at positions start.. of x [n, D], where they are wanted."""
+        spec = entry.spec
+        first = max(start, spec.logprob_start)
+        stop = min(start + len(x), len(spec.token_ids) - 1)
+        if spec.logprob_start < 0 or entry.group.prompt_logprobs is not None or first >= stop:
+            return torch.zeros(0)
+        logits = self.model.logits(x[first - start : stop - start])
+        return self.model.ops.logprob(logits, torch.from_numpy(entry.tokens[first + 1 : stop + 1]))
+
+    def _score(self, entry: Entry) -> None:
+        """Samples of no tokens: the prompt was only to be scored."""
+        assert entry.slots is not None
+        nothing, no_logprobs = np.zeros(0, np.int64), np.zeros(0, np.float32)
+        for job in entry.jobs:
+            self._complete(job, nothing, no_logprobs, Finish.LENGTH, entry.slots.numpy())
+        self.cache.release(entry.pages)
+        entry.pages = []
+
+    # ---- results
+
+    def _finish(self, rows: NDArray[np.int64], reasons: list[Finish]) -> None:
+        if not len(rows):
+            return
+        self._active = self._active[~np.isin(self._active, rows)]
+        slots = self._rows.slots.numpy()
+        for row, reason in zip(rows.tolist(), reasons, strict=True):
+            job = self._admission.jobs.pop(row)
+            ids, logprobs = self._rows.response(row)
+            self._complete(job, ids, logprobs, reason, slots[row])
+            self.cache.release(job.pages)
+            job.pages = []
+        self._rows.release(rows.tolist())
+
+    def _complete(
+        self,
+        job: Job,
+        ids: NDArray[np.int64],
+        logprobs: NDArray[np.float32],
+        finish: Finish,
+        slots: NDArray[np.int64] | None,
+    ) -> None:
+        """`slots` of the sample's positions, while its pages still hold them; None when they never did."""
+        spec, routed = job.group.spec, None
+        if spec.routing_start is not None and slots is not None:
+            fed = slots[spec.routing_start : len(spec.token_ids) + len(ids) - 1]
+            routed = base64.b64encode(self._routing[fed].tobytes()).decode("ascii")
+        reply = GenerateReply(
+            rid=spec.rid if spec.n == 1 else f"{spec.rid}_{job.index}",
+            output_ids=ids,
+            logprobs=logprobs,
+            finish=finish,
+            prompt_tokens=len(spec.token_ids),
+            weight_version=self.version,
+            weight_versions=job.spans(len(ids)),
+            matched=int(ids[-1]) if finish is Finish.STOP else None,
+            routed_experts=routed,
+            cached_tokens=job.cached,
+            abort_message="aborted" if finish is Finish.ABORT else "",
+        )
+        done = Completed(reply=reply, retractions=job.retractions, prompt_logprobs=job.group.prompt_logprobs or ())
+        job.group.finish(job.index, done)

@@ -1,0 +1,69 @@
+"""Pages of latent cache shared by sequences of any length.
+
+A slot holds, for one token, each layer's normed latent and rotated key, and the expert ids it was routed to, so that
+whoever shares a token's slot shares its routing too. A page is `page` slots; page p has slots p * page onwards.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollout.embedded.architecture import Architecture
+
+
+class KVCache:
+    """Pages counted by reference: one may belong to all samples of a prompt."""
+
+    def __init__(self, arch: Architecture, *, slots: int, page: int = 16, dtype: torch.dtype = torch.float32) -> None:
+        """Raises ValueError when the slots do not make a page."""
+        if slots < page:
+            raise ValueError(f"{slots} cache slots are less than one page of {page}: raise max_total_tokens")
+        self.page = page
+        self.pages = slots // page
+        n = self.pages * page
+        # Finite from the start: masked positions of a short sequence read slots that nothing was written to.
+        self.latents = [torch.zeros(n, arch.latent, dtype=dtype) for _ in range(arch.layers)]
+        self.routing = torch.zeros(n, arch.layers, arch.top_k, dtype=torch.int32)  # zeros where there is no router
+        self._free = list(range(self.pages - 1, -1, -1))
+        self._users = [0] * self.pages
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page)
+
+    def take(self, n: int) -> list[int]:
+        """`n` pages, each with one user. The caller has looked at `free_pages`."""
+        assert n <= len(self._free), f"{n} pages asked for, {len(self._free)} free"
+        out = [self._free.pop() for _ in range(n)]
+        for p in out:
+            self._users[p] = 1
+        return out
+
+    def share(self, pages: list[int]) -> None:
+        """One more user for each."""
+        for p in pages:
+            assert self._users[p] > 0, f"page {p} is free"
+            self._users[p] += 1
+
+    def release(self, pages: list[int]) -> None:
+        """One user less for each; a page without users is free."""
+        for p in pages:
+            self._users[p] -= 1
+            assert self._users[p] >= 0, f"page {p} was released twice"
+            if not self._users[p]:
+                self._free.append(p)
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Whole pages: the last, partly filled page of a shared prompt."""
+        a, b = self.slots_of(sources), self.slots_of(targets)
+        for t in (*self.latents, self.routing):
+            t.index_copy_(0, b, t.index_select(0, a))
+
+    def slots_of(self, pages: list[int]) -> Tensor:
+        """[len(pages) * page] int64, in order."""
+        first = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page
+        return (first + torch.arange(self.page)).reshape(-1)

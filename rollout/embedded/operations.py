@@ -1,0 +1,65 @@
+"""The seam between the model and its arithmetic.
+
+Every number the engine computes comes out of one of these functions, each of which maps rows to rows. `plain_ops` is
+the fast set; a bit-reproducible set with the same signatures can take its place without a change to the model.
+
+Letters: T tokens (rows), B sequences, Q query rows a sequence, L keys, H query heads, Hk key heads, E experts,
+K experts a token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Operations(Protocol):
+    """A set of operations; a module with these functions is one."""
+
+    @property
+    def absorb(self) -> bool:
+        """May attention be computed on the latents themselves (other rounding than expanding them)?"""
+
+    def linear(self, x: Tensor, w: Tensor, ksplit: int = 1) -> Tensor:
+        """x [T, in], w [out, in] -> [T, out]; the product over `in` is summed in `ksplit` parts."""
+
+    def grouped_linear(self, x: Tensor, w: Tensor, counts: Sequence[int]) -> Tensor:
+        """x [T, in] sorted by expert, w [E, out, in], counts [E] rows of each -> [T, out]."""
+
+    def rmsnorm(self, x: Tensor, w: Tensor, eps: float) -> Tensor: ...
+
+    def rope_cos_sin(
+        self, pos: Tensor, inv_freq: Tensor, mscale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def rope(self, t: Tensor, cos: Tensor, sin: Tensor, deinterleave: bool = False) -> Tensor:
+        """t [T, H, d] rotated by its row's angle."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, q_start: Tensor) -> Tensor:
+        """q [B, Q, H, d], k [B, L, Hk, d], v [B, L, Hk, dv] -> [B, Q, H, dv]: query i sees keys 0..q_start[b]+i."""
+
+    def route(
+        self,
+        x: Tensor,
+        gate_w: Tensor,
+        k: int,
+        *,
+        bias: Tensor | None,
+        groups: int,
+        group_topk: int,
+        scale: float,
+        renormalize: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """x [T, D], gate_w fp32 [E, D] -> expert ids int64 [T, K], best first, and gate weights fp32 [T, K]."""
+
+    def swiglu(self, y: Tensor, w: Tensor | None = None) -> Tensor:
+        """y [T, 2I] = gate | up -> silu(gate) * up, times the routing weight w fp32 [T, 1] when given."""
+
+    def combine(self, y: Tensor, token: Tensor, n: int) -> Tensor:
+        """y [R, D] sorted by ascending expert, token [R] the row each belongs to -> sums [n, D]."""
+
+    def logprob(self, logits: Tensor, target: Tensor, vsplit: int = 1) -> Tensor:
+        """logits [T, V], target int64 [T] -> natural log-probabilities fp32 [T]."""

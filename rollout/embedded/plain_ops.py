@@ -1,0 +1,107 @@
+"""The fast set of operations: stock torch kernels. See `operations.Operations` for shapes.
+
+Rows may depend, in the last bits, on how many rows share a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+absorb = True
+
+
+def linear(x: Tensor, w: Tensor, ksplit: int = 1) -> Tensor:
+    if ksplit == 1:
+        return F.linear(x, w)
+    parts = zip(x.chunk(ksplit, -1), w.chunk(ksplit, -1), strict=True)
+    total = torch.stack([F.linear(a.float(), b.float()) for a, b in parts]).sum(0)
+    return total.to(x.dtype)
+
+
+def grouped_linear(x: Tensor, w: Tensor, counts: Sequence[int]) -> Tensor:
+    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return F.grouped_mm(x, w.transpose(1, 2), offs=ends)
+
+
+def rmsnorm(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), w, eps)
+
+
+def rope_cos_sin(pos: Tensor, inv_freq: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Angles of each row, [T, d/2]: both halves of a rotated head share them."""
+    angle = pos.float()[:, None] * inv_freq
+    return (angle.cos() * mscale).to(dtype), (angle.sin() * mscale).to(dtype)
+
+
+def rope(t: Tensor, cos: Tensor, sin: Tensor, deinterleave: bool = False) -> Tensor:
+    a, b = (t[..., 0::2], t[..., 1::2]) if deinterleave else t.chunk(2, -1)
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, q_start: Tensor) -> Tensor:
+    """Scores and softmax in fp32. One key head for all query heads (Hk = 1) is one product a sequence."""
+    b, n, h, d = q.shape
+    length, shared = k.shape[1], k.shape[2] == 1
+    if shared:
+        scores = torch.bmm(q.reshape(b, n * h, d), k[:, :, 0].transpose(1, 2)).view(b, n, h, length).float()
+    else:
+        scores = torch.matmul(q.transpose(1, 2), k.permute(0, 2, 3, 1)).float()  # [B, H, Q, L]
+    scores.mul_(scale)
+    if n > 1 or int(q_start.min()) < length - 1:
+        last = q_start[:, None] + torch.arange(n)
+        hidden = torch.arange(length) > last[..., None]  # [B, Q, L]
+        scores.masked_fill_(hidden[:, :, None] if shared else hidden[:, None], float("-inf"))
+    weights = torch.softmax(scores, -1).to(q.dtype)
+    if shared:
+        return torch.bmm(weights.view(b, n * h, length), v[:, :, 0]).view(b, n, h, v.shape[-1])
+    return torch.matmul(weights, v.transpose(1, 2)).transpose(1, 2)
+
+
+def route(
+    x: Tensor,
+    gate_w: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None,
+    groups: int,
+    group_topk: int,
+    scale: float,
+    renormalize: bool,
+) -> tuple[Tensor, Tensor]:
+    """Sigmoid scores; the bias and the group limit act on the choice only, the weights are unbiased scores.
+
+    Source: DeepSeek-V3 report (arXiv 2412.19437) section 2.1.2; a group is scored by the sum of its two best experts.
+    """
+    scores = F.linear(x.float(), gate_w).sigmoid()
+    choice = scores if bias is None else scores + bias
+    if groups > 1 and group_topk < groups:
+        by_group = choice.view(len(x), groups, -1)
+        best = by_group.topk(2, -1).values.sum(-1).topk(group_topk, -1, sorted=False).indices
+        closed = torch.ones(len(x), groups, 1, dtype=torch.bool).scatter_(1, best[..., None], False)
+        choice = by_group.masked_fill(closed, float("-inf")).view(len(x), -1)
+    ids = choice.topk(k, -1).indices
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * scale
+
+
+def swiglu(y: Tensor, w: Tensor | None = None) -> Tensor:
+    gate, up = y.chunk(2, -1)
+    out = F.silu(gate) * up
+    return out if w is None else (out * w).to(y.dtype)
+
+
+def combine(y: Tensor, token: Tensor, n: int) -> Tensor:
+    return torch.zeros(n, y.shape[1], dtype=torch.float32).index_add_(0, token, y.float()).to(y.dtype)
+
+
+def logprob(logits: Tensor, target: Tensor, vsplit: int = 1) -> Tensor:
+    if vsplit != 1:
+        raise ValueError(f"the plain operations sum the vocabulary in one part, not {vsplit}")
+    return torch.log_softmax(logits.float(), -1).gather(-1, target[:, None])[:, 0]

@@ -1,0 +1,120 @@
+"""Decoded weights in the shape the model multiplies with: projections of one input fused, experts stacked.
+
+Letters: D hidden, I expert width, E experts, H heads, C latent rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollout.embedded.weights import WeightStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionWeights:
+    down: Tensor  # [q_lora + C + rope, D]: q_a | kv_a; without q_lora [H * head + C + rope, D]: q | kv_a
+    q_norm: Tensor | None  # [q_lora]
+    q_up: Tensor | None  # [H * head, q_lora]
+    kv_norm: Tensor  # [C]
+    kv_up: Tensor  # [H * (nope + v), C]
+    key_up: Tensor  # [H, nope, C], a view of kv_up
+    value_up: Tensor  # [H, C, v], a view of kv_up
+    out: Tensor  # [D, H * v]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MlpWeights:
+    gate_up: Tensor  # [2I, D]
+    down: Tensor  # [D, I]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MoeWeights:
+    router: Tensor  # [E, D] fp32
+    bias: Tensor  # [E] fp32
+    gate_up: Tensor  # [E, 2I, D]
+    down: Tensor  # [E, D, I]
+    shared: MlpWeights | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerWeights:
+    input_norm: Tensor  # [D]
+    post_norm: Tensor  # [D]
+    attention: AttentionWeights
+    mlp: MlpWeights | MoeWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelWeights:
+    embed: Tensor  # [V, D]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [D]
+    head: Tensor  # [V, D]
+
+
+def prepare(
+    store: WeightStore, dtype: torch.dtype, *, old: ModelWeights | None = None, changed: Iterable[str] = ()
+) -> ModelWeights:
+    """Of the whole store; with `old`, only what the names in `changed` touch is made again."""
+    embed = store.decoded("model.embed_tokens.weight", dtype)
+    prefixes = {".".join(n.split(".")[:3]) for n in changed}
+    layers = tuple(
+        _layer(store, i, dtype) if old is None or f"model.layers.{i}" in prefixes else old.layers[i]
+        for i in range(store.arch.layers)
+    )
+    return ModelWeights(
+        embed=embed,
+        layers=layers,
+        norm=store.decoded("model.norm.weight", dtype),
+        head=embed if store.arch.tied else store.decoded("lm_head.weight", dtype),
+    )
+
+
+def _layer(store: WeightStore, i: int, dtype: torch.dtype) -> LayerWeights:
+    p = f"model.layers.{i}."
+    moe = store.arch.is_moe(i)
+    return LayerWeights(
+        input_norm=store.decoded(p + "input_layernorm.weight", dtype),
+        post_norm=store.decoded(p + "post_attention_layernorm.weight", dtype),
+        attention=_attention(store, p + "self_attn.", dtype),
+        mlp=_moe(store, p + "mlp.", dtype) if moe else _mlp(store, p + "mlp.", dtype),
+    )
+
+
+def _attention(store: WeightStore, p: str, dtype: torch.dtype) -> AttentionWeights:
+    a = store.arch
+    lora = a.q_lora is not None
+    first = store.decoded(p + ("q_a_proj.weight" if lora else "q_proj.weight"), dtype)
+    kv_up = store.decoded(p + "kv_b_proj.weight", dtype)
+    by_head = kv_up.view(a.heads, a.nope + a.v_dim, a.kv_lora)
+    return AttentionWeights(
+        down=torch.cat([first, store.decoded(p + "kv_a_proj_with_mqa.weight", dtype)]),
+        q_norm=store.decoded(p + "q_a_layernorm.weight", dtype) if lora else None,
+        q_up=store.decoded(p + "q_b_proj.weight", dtype) if lora else None,
+        kv_norm=store.decoded(p + "kv_a_layernorm.weight", dtype),
+        kv_up=kv_up,
+        key_up=by_head[:, : a.nope],
+        value_up=by_head[:, a.nope :].transpose(1, 2),
+        out=store.decoded(p + "o_proj.weight", dtype),
+    )
+
+
+def _mlp(store: WeightStore, p: str, dtype: torch.dtype) -> MlpWeights:
+    halves = [store.decoded(p + f"{n}_proj.weight", dtype) for n in ("gate", "up")]
+    return MlpWeights(gate_up=torch.cat(halves), down=store.decoded(p + "down_proj.weight", dtype))
+
+
+def _moe(store: WeightStore, p: str, dtype: torch.dtype) -> MoeWeights:
+    experts = [_mlp(store, f"{p}experts.{e}.", dtype) for e in range(store.arch.experts)]
+    return MoeWeights(
+        router=store.decoded(p + "gate.weight", torch.float32),
+        bias=store.decoded(p + "gate.e_score_correction_bias", torch.float32),
+        gate_up=torch.stack([m.gate_up for m in experts]),
+        down=torch.stack([m.down for m in experts]),
+        shared=_mlp(store, p + "shared_experts.", dtype) if store.arch.shared_experts else None,
+    )

@@ -1,0 +1,102 @@
+"""What the engine is asked for, what it keeps of it while it works, and what it gives back.
+
+Letters: P prompt tokens, R response tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from miles_like.types import SamplingParams
+from rollout.wire import GenerateReply, WireSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSpec:
+    """`n` samples of one prompt."""
+
+    rid: str
+    token_ids: tuple[int, ...]  # [P]
+    sampling: SamplingParams
+    n: int = 1
+    ignore_eos: bool = False
+    logprob_start: int = -1  # first prompt token whose log-prob is wanted; -1: none
+    routing_start: int | None = None  # first position whose experts are wanted; None: none
+
+    @property
+    def limit(self) -> int:
+        """Most tokens a sample can have."""
+        return len(self.token_ids) + self.sampling.max_new_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """One sample."""
+
+    reply: GenerateReply
+    retractions: int
+    prompt_logprobs: tuple[float, ...]  # of prompt tokens logprob_start+1 .. P-1, raw logits
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Group:
+    """The samples of one prompt; `deliver` is called once, with all of them."""
+
+    spec: PromptSpec
+    deliver: Callable[[list[Completed]], None]
+    done: list[Completed | None]
+    prompt_logprobs: tuple[float, ...] | None = None  # None: not prefilled yet
+
+    def finish(self, index: int, result: Completed) -> None:
+        assert self.done[index] is None, f"{self.spec.rid}/{index} finished twice"
+        self.done[index] = result
+        if all(d is not None for d in self.done):
+            self.deliver([d for d in self.done if d is not None])
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """One sample on its way."""
+
+    group: Group
+    index: int
+    key: int  # of its random stream
+    pages: list[int] = field(default_factory=list)
+    cached: int = 0  # prompt tokens that another sample had prefilled
+    retractions: int = 0
+    kept_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [R] while it is retracted
+    kept_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))  # [R]
+    versions: list[tuple[str, int]] = field(default_factory=list)  # version, first response token under it
+
+    def note_version(self, version: str, tokens: int) -> None:
+        """From response token `tokens` on, `version` samples."""
+        if self.versions and self.versions[-1][1] == tokens:
+            self.versions.pop()
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, tokens))
+
+    def spans(self, tokens: int) -> tuple[WireSpan, ...]:
+        ends = [start for _, start in self.versions[1:]] + [tokens]
+        return tuple(WireSpan(v, s, e) for (v, s), e in zip(self.versions, ends, strict=True) if s < e)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Entry:
+    """Jobs that start from the same tokens: all samples of a prompt, or one retracted sample."""
+
+    group: Group
+    tokens: NDArray[np.int64]  # [P]
+    jobs: deque[Job]
+    pages: list[int] = field(default_factory=list)  # of the tokens, held while jobs still wait for them
+    slots: Tensor | None = None  # [>= P] int64 of those pages; None: not admitted
+    logits: Tensor | None = None  # [V] after the last token; None: not prefilled
+
+    @property
+    def spec(self) -> PromptSpec:
+        return self.group.spec
