@@ -113,6 +113,7 @@ class FakeServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # head and body are two writes
 
             def do_GET(self) -> None:
                 fake._serve(self, {})
