@@ -10,6 +10,8 @@ import asyncio
 import json
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,24 +73,19 @@ def _warm_up_and_write(
     )
 
     async def run() -> None:
-        with console.status("warm-up") as status:
-            report = await warm_up(
-                trainer,
-                make,
-                corpus=corpus,
-                validation=validation,
-                max_tokens=config.train.max_tokens_per_rank,
-                progress=lambda step, right: status.update(
-                    f"warm-up step {step} of at most {make.max_steps}: p(right answer) {right:.3f} of {make.target:.3f}"
-                ),
-            )
+        report = await warm_up(
+            trainer,
+            make,
+            corpus=corpus,
+            validation=validation,
+            max_tokens=config.train.max_tokens_per_rank,
+            progress=_say(console, make),
+        )
         if make.max_steps and not report.reached:
             console.print(
                 f"{'':12}warm-up stopped at {report.steps} steps with p(right answer) {report.right_prob:.3f}, "
                 f"below model.make.target = {make.target}"
             )
-        else:
-            console.print(f"{'':12}warm-up: {report.steps} steps, p(right answer) {report.right_prob:.3f}")
         spec = QuantSpec(format=QuantFormat.FP8)
         quantized = hf_config | {"quantization_config": spec.to_hf()}
         trainer.connect(CheckpointWriter(out=out, hf_config=quantized, spec=spec, copy_from=bf16))
@@ -96,6 +93,19 @@ def _warm_up_and_write(
         await trainer.close()
 
     asyncio.run(run())
+
+
+def _say(console: Console, make: MakeConfig) -> Callable[[int, float], None]:
+    began = time.perf_counter()
+
+    def progress(step: int, right: float) -> None:
+        if step % (4 * make.check_every) == 0 or right >= make.target:
+            console.print(
+                f"{'':12}warm-up step {step}: p(right answer) {right:.3f}, target {make.target:.3f}, "
+                f"{time.perf_counter() - began:.0f} s"
+            )
+
+    return progress
 
 
 def _trainer_config(config: RunConfig, make: MakeConfig, hf_dir: Path) -> TrainerConfig:
