@@ -55,16 +55,26 @@ def _torch_optimizers(optimizer: ChainedOptimizer) -> list[Any]:
 
 
 def prime_state(optimizer: ChainedOptimizer) -> None:
-    """Give torch's AdamW the state its first step would make: megatron reads its layout before loading into it."""
-    for inner in _torch_optimizers(optimizer):
-        for group in inner.param_groups:
+    """Give torch's AdamW the state its first step would make: megatron reads its layout before loading into it.
+
+    Megatron also wants exactly one step number in each chained optimizer. One that owns no parameter on this rank (the
+    experts' on a dense pipeline stage) has none, and gets its siblings'.
+    """
+    inner = _torch_optimizers(optimizer)
+    for adam in inner:
+        for group in adam.param_groups:
             for p in group["params"]:
-                if not inner.state[p]:
-                    inner.state[p] = {
+                if not adam.state[p]:
+                    adam.state[p] = {
                         "step": torch.zeros((), dtype=torch.float32, device=p.device),
                         "exp_avg": torch.zeros_like(p),
                         "exp_avg_sq": torch.zeros_like(p),
                     }
+    empty = [adam for adam in inner if not any(group["params"] for group in adam.param_groups)]
+    steps = {float(state["step"]) for adam in inner if adam not in empty for state in adam.state.values()}
+    assert len(steps) <= 1, f"parameters of one rank have taken different numbers of steps: {sorted(steps)}"
+    for adam in empty:
+        adam.state["no parameters"] = {"step": torch.tensor(max(steps, default=0.0))}
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:

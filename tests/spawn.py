@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import queue
 import random
 import socket
@@ -32,13 +33,15 @@ def _rank(fn: Callable[..., Any], rank: int, world_size: int, port: int, args: t
 
     torch.set_num_threads(1)
     try:
-        results.put((rank, fn(rank, world_size, port, *args), None))
+        value = fn(rank, world_size, port, *args)
+        # by value: a queue would pass tensors as handles that die with this process
+        results.put((rank, pickle.dumps(value), None))
     except BaseException:  # a rank's edge: whatever it was, the parent reports it
         results.put((rank, None, traceback.format_exc()))
         raise
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0) -> list[Any]:
     """[fn(rank, world_size, port, *args)] in rank order; fn is a module-level function, results and args pickle.
 
     `port` is free on loopback when the ranks start. Raises AssertionError with a rank's traceback when one fails, and
@@ -63,7 +66,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
                 assert not (dead and results.empty()), f"rank {dead[0]} died with code {ranks[dead[0]].exitcode}"
                 continue
             assert error is None, f"rank {rank} failed:\n{error}"
-            done[rank] = value
+            done[rank] = pickle.loads(value)
     finally:
         for process in ranks:
             process.join(timeout=5 if len(done) == world_size else 0.1)

@@ -1,4 +1,4 @@
-"""A tiny model's batches and trainers for the tests of this package. Letters: T packed tokens, L MoE layers, K experts."""
+"""A tiny model's batches and trainers, for tests. Letters: T packed tokens, L MoE layers, K experts a token."""
 
 from __future__ import annotations
 
