@@ -91,7 +91,7 @@ def _inverse(weights: Tensor, u: Tensor) -> Tensor:
 
 def _draw_cut(x: Tensor, u: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """Keeps the `top_k` likeliest, then the fewest of all tokens whose probability reaches `top_p`; ties: lower id."""
-    p, ids = x.softmax(-1).sort(-1, descending=True, stable=True)
+    p, ids = x.softmax(-1).sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[1])
     limit = torch.where(top_k > 0, top_k, p.shape[1])[:, None]
     p = p.masked_fill(rank >= limit, 0.0)

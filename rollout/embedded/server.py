@@ -322,7 +322,11 @@ def _listener(host: str, port: int) -> socket.socket:
 
 def serve(args: argparse.Namespace) -> None:
     """Blocks until the server is told to stop. Raises ValueError when it cannot start."""
-    listener = _listener(args.host, args.port)
+    with _listener(args.host, args.port) as listener:
+        _serve_on(listener, args)
+
+
+def _serve_on(listener: socket.socket, args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     limits = EngineLimits(
         max_running=args.max_running_requests,

@@ -1,4 +1,4 @@
-"""Random DeepSeek-V3 checkpoints, made by transformers, for the embedded engine's tests."""
+"""Random DeepSeek-V3 checkpoints, made by transformers, for the embedded engine's tests, and ways to drive it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from miles_like.types import SamplingParams
+from rollout.embedded.engine import Engine, EngineLimits
+from rollout.embedded.requests import Completed, PromptSpec
+from rollout.embedded.service import Service
 
 BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -67,3 +72,31 @@ def save(model: DeepseekV3ForCausalLM, path: Path) -> Path:
     """A Hugging Face directory, weights under the names of DeepSeek's own checkpoints."""
     model.save_pretrained(path)
     return path
+
+
+def service(path: Path, **limits: int) -> Service:
+    return Service(path, EngineLimits(**({"max_total_tokens": 2048, "context_length": 256} | limits)))
+
+
+def spec(ids: list[int], **changes: Any) -> PromptSpec:
+    """One prompt; sampling keys and request keys in one."""
+    keys = {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "sampling_seed"}
+    params = {"max_new_tokens": 12, "sampling_seed": 7} | {k: v for k, v in changes.items() if k in keys}
+    rest = {"rid": "r", "ignore_eos": True, "routing_start": 0} | {k: v for k, v in changes.items() if k not in keys}
+    return PromptSpec(token_ids=tuple(ids), sampling=SamplingParams(**params), **rest)
+
+
+def submit(engine: Engine, *specs: PromptSpec) -> list[list[Completed]]:
+    """The list fills, a group each, as the engine steps; in the order of `specs` when all are done."""
+    out: list[list[Completed]] = [[] for _ in specs]
+    for i, s in enumerate(specs):
+        engine.submit(s, out[i].extend)
+    return out
+
+
+def run(engine: Engine, *specs: PromptSpec) -> list[list[Completed]]:
+    out = submit(engine, *specs)
+    while engine.step():
+        pass
+    assert engine.cache.free_pages == engine.cache.pages, "pages leaked"
+    return out
