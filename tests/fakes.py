@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,8 @@ class FakeEngine:
 class FakeServer:
     """An SGLang server of made-up tokens on a loopback port, as a context manager.
 
-    fault (endpoint -> kind) makes an endpoint misbehave: "hang", "reset", "http_400", "http_500", "refuse", "html".
+    fault (endpoint -> kind, or a function of the body that tells it) makes an endpoint misbehave:
+    "hang", "reset", "http_400", "http_500", "refuse", "html".
     forget: keys left out of a /generate reply's meta_info. calls: (endpoint, body) of every request, in order.
     """
 
@@ -101,7 +102,7 @@ class FakeServer:
         self.version = version
         self.weights = dict(weights or {})
         self.busy = busy  # requests are running: a cache paused in place cannot be flushed
-        self.fault: dict[str, str] = {}
+        self.fault: dict[str, str | Callable[[Any], str]] = {}
         self.forget: set[str] = set()
         self.abort = False
         self.corrupt = False  # store other bytes than were sent
@@ -144,6 +145,8 @@ class FakeServer:
         endpoint = h.path.partition("?")[0]
         self.calls.append((endpoint, body))
         fault = self.fault.get(endpoint)
+        if callable(fault):
+            fault = fault(body)
         if fault == "reset":
             h.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             h.connection.close()

@@ -170,17 +170,14 @@ def test_one_failing_request_ends_the_call_at_once() -> None:
 
     async def run(url: str) -> None:
         client = SGLangClient(url, routing=None, prompts_per_request=1, request_timeout_s=15)
-        good = asyncio.create_task(client.generate(PROMPTS[:1], n=1, params=PARAMS))
-        while not server.calls:  # it hangs now
-            await asyncio.sleep(0.01)
-        server.fault = {wire.GENERATE: "http_500"}
         with pytest.raises(RolloutError, match="broke"):
             await client.generate(PROMPTS, n=1, params=PARAMS)
-        good.cancel()
+        await asyncio.sleep(0.1)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
         await client.close()
 
     with FakeServer() as server:
-        server.fault = {wire.GENERATE: "hang"}
+        server.fault = {wire.GENERATE: lambda body: "http_500" if body["input_ids"] == [[1]] else "hang"}
         began = time.monotonic()
         asyncio.run(run(server.url))
         assert time.monotonic() - began < 5

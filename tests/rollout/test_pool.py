@@ -38,7 +38,8 @@ def test_a_second_call_goes_where_the_first_does_not_run() -> None:
     async def run() -> None:
         slow, fast = FakeEngine(delay_s=0.2), FakeEngine()
         pool = EnginePool([slow, fast])
-        first = asyncio.create_task(pool.generate(PROMPTS[:1], n=1, params=PARAMS))
+        heavy = make_prompt("p0", tokens=[1] * 50)
+        first = asyncio.create_task(pool.generate([heavy], n=1, params=PARAMS))
         await asyncio.sleep(0.01)
         await pool.generate(PROMPTS[1:2], n=1, params=PARAMS)
         assert (slow.asked, fast.asked) == (["p0"], ["p1"])

@@ -54,6 +54,23 @@ def test_every_file_kind_reads_the_same(kind: str, file: str, tmp_path: Path) ->
     assert source(str(path)).all() == source(file).all()
 
 
+class Bos:
+    """A tokenizer that puts a special token in front unless told not to, as Llama's does."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [1] * add_special_tokens + [len(text)]
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        return "<bos>" + conversation[0]["content"]
+
+
+def test_no_special_token_is_put_in_front(file: str) -> None:
+    """A template writes its own: one more would be a second BOS."""
+    for template, length in (("plain", 4), ("chat", 9)):
+        config = DataConfig(train=file, template=template)
+        assert PromptSource(config, Bos(), file).all()[0].token_ids == (length,)
+
+
 def test_the_shipped_files_read() -> None:
     """The tiny task's own files, and GSM8K's rows as they are published ('#### 72' is the reward's business)."""
     for name in ("train", "eval"):
