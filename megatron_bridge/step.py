@@ -73,7 +73,8 @@ class Step:
         count = int(stats["train/loss"].count)
         if count != loss_tokens:
             raise ValueError(f"loss_tokens = {loss_tokens}, but the loss masks of all rows hold {count} tokens")
-        return {name: _value(stat) for name, stat in stats.items()} | self._routing()
+        # a mean over nothing is not reported
+        return {name: _value(stat) for name, stat in stats.items() if stat.count} | self._routing()
 
     def _forward(self, batches: Iterator[tuple[int, Shard]], model: Any) -> tuple[Tensor, Any]:
         micro, s = next(batches)
@@ -127,7 +128,7 @@ def _combine(a: Stat, b: Stat) -> Stat:
 def _value(stat: Stat) -> float:
     if stat.reduce is Reduce.MAX:
         return float(stat.total)
-    return float(stat.total / stat.count) if stat.count else math.nan
+    return float(stat.total / stat.count)
 
 
 def _gather(outputs: Sequence[Mapping[str, Stat]], parallel: ParallelContext, device: torch.device) -> _Stats:

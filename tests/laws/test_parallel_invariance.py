@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.megatron_bridge import toy
 from tests.spawn import free_port, run_ranks
@@ -43,6 +45,11 @@ def _one_rank(rank: int, world: int, port: int, hf: str, start: Path) -> dict[st
                 t.save(start)
             t.load_weights(start)
             out[f"{micros} micro-batches"] = _train(t, dp=1, micros=micros)
+    with toy.trainer(toy.config(hf), rank, world, free_port()) as t:
+        t.load_weights(start)
+        rows, tokens = toy.grid(toy.samples(16, seed=0), dp=1, micros=4)
+        idle = replace(toy.sample(5, 9), loss_mask=torch.zeros(9, dtype=torch.bool))
+        out["idle"] = [dict(t.step([idle, *rows[0], idle], tokens, 1).metrics)]
     return out
 
 
@@ -75,6 +82,12 @@ def test_loss_and_gradient_are_those_of_one_rank(runs: dict[str, Metrics], name:
         for key in COMPARED:
             assert got[key] == pytest.approx(want[key], rel=1e-5), f"{name}: {key}"
         assert got["routing/replay_coverage"] == 1.0
+
+
+def test_a_micro_batch_without_loss_counts_for_nothing(runs: dict[str, Metrics]) -> None:
+    """Rows of unequal length are filled up with such; they must not even enter a denominator."""
+    for key in COMPARED[:-1]:
+        assert runs["idle"][0][key] == pytest.approx(runs["4 micro-batches"][0][key], rel=1e-6), key
 
 
 def test_the_steps_compared_are_different_steps(runs: dict[str, Metrics]) -> None:
