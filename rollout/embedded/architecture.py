@@ -80,7 +80,7 @@ class Architecture:
     @property
     def softmax_scale(self) -> float:
         """As transformers: 1/sqrt(head) times the squared yarn magnitude of `mscale_all_dim`."""
-        scale = (self.nope + self.rope) ** -0.5
+        scale = float((self.nope + self.rope) ** -0.5)
         if self.yarn and self.yarn.mscale_all_dim:
             scale *= _magnitude(self.yarn.factor, self.yarn.mscale_all_dim) ** 2
         return scale

@@ -77,7 +77,7 @@ class Model:
         self, w: AttentionWeights, x: Tensor, angles: tuple[Tensor, Tensor], batch: ForwardBatch, latents: Tensor
     ) -> Tensor:
         a, ops = self.arch, self.ops
-        first, latent, key = ops.linear(x, w.down).split([w.down.shape[0] - a.latent, a.kv_lora, a.rope], -1)
+        first, latent, key = torch.split(ops.linear(x, w.down), [len(w.down) - a.latent, a.kv_lora, a.rope], -1)
         if w.q_up is not None and w.q_norm is not None:
             first = ops.linear(ops.rmsnorm(first, w.q_norm, a.latent_norm_eps), w.q_up)
         q = first.view(len(x), a.heads, a.nope + a.rope)
@@ -102,7 +102,7 @@ class Model:
             k, v = past[:, :, None], past[:, :, None, : a.kv_lora]
         else:
             kv = self.ops.linear(past[..., : a.kv_lora].reshape(b * length, -1), w.kv_up)
-            k_nope, v = kv.view(b, length, a.heads, -1).split([a.nope, a.v_dim], -1)
+            k_nope, v = torch.split(kv.view(b, length, a.heads, -1), [a.nope, a.v_dim], -1)
             k = torch.cat([k_nope, past[:, :, None, a.kv_lora :].expand(-1, -1, a.heads, -1)], -1)
         q = torch.cat([q_nope, q_rope], -1)
         q = q[:, None] if chunk.pad is None else q[chunk.pad]

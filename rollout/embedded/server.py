@@ -99,10 +99,14 @@ class Handlers:
     ) -> list[Completed]:
         """A client that went away gets no more work done for it."""
         waiter = asyncio.wrap_future(future)
-        rids = {s.rid for s in specs}
+
+        def abort() -> None:
+            for s in specs:
+                self.service.engine.abort(s.rid)
+
         while not (await asyncio.wait({waiter}, timeout=_DISCONNECT_POLL_S))[0]:
             if await request.is_disconnected():
-                await self._call(lambda: [self.service.engine.abort(r) for r in rids])
+                await self._call(abort)
         return await waiter
 
     def _replies(

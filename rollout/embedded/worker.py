@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -79,7 +80,7 @@ class EngineWorker:
                 engine.check(spec)
             self._pending.add(result)
             for i, spec in enumerate(specs):
-                engine.submit(spec, lambda samples, i=i: deliver(i, samples))
+                engine.submit(spec, partial(deliver, i))
 
         def refused(task: Future[None]) -> None:
             error = task.exception()
