@@ -23,7 +23,7 @@ from quant.spec import QuantFormat, QuantSpec
 
 SCALE_SUFFIX = "_scale_inv"
 ZERO_BLOCK_AMAX = 1e-10  # a block of zeros gets a small positive scale: 0 / 0 would be NaN
-_BAND_ELEMENTS = 1 << 22  # fp32 work at once: bounds memory and stays near the cache
+_BAND_ELEMENTS = 1 << 20  # fp32 work at once: bounds memory and stays near the cache
 
 
 class Fp8BlockCodec:

@@ -59,6 +59,23 @@ def test_equals_a_loop_over_blocks(shape: tuple[int, int], block: tuple[int, int
     assert torch.equal(q.scales["_scale_inv"], scales)
 
 
+def test_scaling_is_a_true_division() -> None:
+    """w * (1 / s) rounds twice and misses ties. With amax = 7m the scale is m / 64, and 17m / 64 lies at 17, midway.
+
+    17, 19, ... 31 lie between the grid's 16, 18, ... 32 and must go to every other of them, whatever m is.
+    """
+    missed = 0
+    for m in range(1, 8, 2):
+        w = torch.zeros(4, 8)
+        w[0, 0] = 7 * m
+        w[1] = torch.arange(17, 33, 2) * m / 64
+        q = encode(w.to(torch.bfloat16))
+        assert torch.equal(w.to(torch.bfloat16).float(), w) and q.scales["_scale_inv"].tolist() == [[m / 64]]
+        assert q.codes.float()[1].tolist() == [16, 20, 20, 24, 24, 28, 28, 32]
+        missed += int((e4m3_encode(w[1] * (1 / torch.tensor(m / 64))) != q.codes.view(torch.uint8)[1]).sum())
+    assert missed > 0
+
+
 def test_a_weight_larger_than_the_working_band() -> None:
     """Large weights are worked on in bands of rows; a seam in the wrong place would shift scales."""
     w = (torch.randn(700, 8192, generator=torch.Generator().manual_seed(3)) * 0.02).to(torch.bfloat16)

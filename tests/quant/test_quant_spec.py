@@ -41,6 +41,7 @@ PLAIN = [
     "model.layers.61.shared_head.head.weight",
     "model.layers.61.enorm.weight",
     "vision_tower.layers.0.mlp.gate_proj.weight",
+    "model.layers.3.mixer.gate_proj.weight",
     "model.layers.3.experts.gate_proj.weight",  # no expert number
 ]
 

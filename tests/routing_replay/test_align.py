@@ -38,6 +38,8 @@ def test_padding_keeps_the_rows() -> None:
     padded = pad_rows(t, 8)
     padded.check()
     assert len(padded) == 8 and torch.equal(padded.experts[:5], t.experts) and padded.experts.dtype is torch.uint8
+    again = pad_rows(pad_rows(t, 6), 8)  # padding goes on where it stopped: else short packs all start at expert 0
+    assert torch.equal(again.experts, padded.experts)
     assert pad_rows(t, 5) is t
     assert len(pad_rows(make(0), 3)) == 3
 
