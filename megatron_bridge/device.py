@@ -32,7 +32,6 @@ class DeviceEnv:
 
     device: torch.device
     backend: str  # "gloo" or "nccl"
-    transformer_engine: bool  # specs may be TransformerEngine's
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +305,7 @@ def init_device() -> DeviceEnv:
     """
     cuda = torch.cuda.is_available()
     te = cuda and importlib.util.find_spec("transformer_engine") is not None
-    env = DeviceEnv(torch.device("cuda", torch.cuda.current_device()) if cuda else _CPU, "nccl" if cuda else "gloo", te)
+    env = DeviceEnv(torch.device("cuda", torch.cuda.current_device()) if cuda else _CPU, "nccl" if cuda else "gloo")
     if te:
         return env
     assert "megatron.core" not in sys.modules, "init_device() must run before the first import of megatron.core"

@@ -105,7 +105,7 @@ def transformer_config(config: TrainerConfig, hf: HFConfig, parallel: ParallelCo
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_bias_update_rate": config.router_bias_update_rate,
-            "moe_grouped_gemm": env.transformer_engine,
+            "moe_grouped_gemm": False,
         }
     kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     return kind(**(family | own))
@@ -114,10 +114,11 @@ def transformer_config(config: TrainerConfig, hf: HFConfig, parallel: ParallelCo
 def _build_chunk(
     config: TrainerConfig, hf: HFConfig, tf: Any, parallel: ParallelContext, env: DeviceEnv
 ) -> PolicyModel:
-    spec = get_gpt_decoder_block_spec(tf, use_transformer_engine=env.transformer_engine, normalization=tf.normalization)
+    # Local specs on every device: the converter and the exporter know their names, not TransformerEngine's.
+    spec = get_gpt_decoder_block_spec(tf, use_transformer_engine=False, normalization=tf.normalization)
     model = PolicyModel(
         tf,
-        spec if env.transformer_engine else localize(spec),
+        localize(spec),
         vocab_size=family_of(hf).vocab_size(hf),
         max_sequence_length=hf.get("max_position_embeddings", 4096),
         pre_process=parallel.is_first_stage,

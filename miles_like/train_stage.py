@@ -65,10 +65,10 @@ class TrainStage:
         held_out = self._held_out()
         began = run_state.load_latest(self.checkpoints) if resume else None
         started = time.perf_counter()
-        servers = self._servers(began[1].weight_version if began else 0)
+        servers = self.servers(began[1].weight_version if began else 0)
         try:
             trainer = RayTrainer(
-                MegatronFactory(self._trainer_config(), self.weights, make_algorithm(self.config.algorithm).loss),
+                MegatronFactory(self.trainer_config(), self.weights, make_algorithm(self.config.algorithm).loss),
                 self.plan.of("trainer"),
                 dp_size=self.config.parallel.dp,
                 log_dir=self.run_dir / "logs",
@@ -93,8 +93,8 @@ class TrainStage:
         began: tuple[Path, RunState] | None,
     ) -> None:
         config, first = self.config, 0
-        engine = EnginePool([self._client(url) for url in urls])
-        trainer.connect(self._publisher(urls))
+        engine = EnginePool([self.client(url) for url in urls])
+        trainer.connect(self.publisher(urls))
         if began is not None:
             folder, state = began
             first, self.tokens_total = state.step, state.tokens_total
@@ -116,7 +116,7 @@ class TrainStage:
                 buffer=DataBuffer(max_staleness=config.buffer.max_staleness),
                 next_prompts=lambda: source.take(config.train.groups_per_step),
                 rollout=lambda step, prompts: run_groups(
-                    engine, prompts, reward, n=config.train.samples_per_group, params=self._sampling(step)
+                    engine, prompts, reward, n=config.train.samples_per_group, params=self.sampling(step)
                 ),
                 pack=partial(
                     pack,
@@ -144,7 +144,7 @@ class TrainStage:
 
     # the parts
 
-    def _trainer_config(self) -> TrainerConfig:
+    def trainer_config(self) -> TrainerConfig:
         c = self.config
         return TrainerConfig(
             hf_config=str(self.served.resolve()),
@@ -158,7 +158,7 @@ class TrainStage:
             recompute=c.train.recompute,
         )
 
-    def _servers(self, version: int) -> RayServers:
+    def servers(self, version: int) -> RayServers:
         c = self.config.rollout
         first_port = {s.index: None if c.port is None else c.port + s.index for s in self.plan.of("rollout")}
         launches = [
@@ -178,7 +178,7 @@ class TrainStage:
         ]
         return RayServers(launches, self.run_dir / "logs")
 
-    def _client(self, url: str) -> SGLangClient:
+    def client(self, url: str, *, routing: bool = True) -> SGLangClient:
         c, hf = self.config.rollout, self.hf.config
         layers = self.family.moe_layers(hf)
         shape = RoutingShape(
@@ -189,7 +189,7 @@ class TrainStage:
         )
         return SGLangClient(
             url,
-            routing=shape if layers else None,
+            routing=shape if layers and routing else None,
             prompts_per_request=c.prompts_per_request,
             request_timeout_s=c.request_timeout_s,
             pause_mode=PauseMode(self.config.publish.pause_mode),
@@ -198,7 +198,7 @@ class TrainStage:
             log=self.run_dir / "logs",
         )
 
-    def _publisher(self, urls: Sequence[str]) -> PublisherRecipe:
+    def publisher(self, urls: Sequence[str]) -> PublisherRecipe:
         c = self.config
         return PublisherRecipe(
             urls=tuple(urls),
@@ -220,7 +220,7 @@ class TrainStage:
 
     # what the loop calls
 
-    def _sampling(self, step: int) -> SamplingParams:
+    def sampling(self, step: int) -> SamplingParams:
         c = self.config.rollout
         return SamplingParams(
             max_new_tokens=c.max_new_tokens,
@@ -247,7 +247,7 @@ class TrainStage:
         if not prompts:
             return {}
         k = self.config.eval.samples
-        base = self._sampling(version)
+        base = self.sampling(version)
         params = SamplingParams(
             max_new_tokens=base.max_new_tokens,
             temperature=0.0 if k == 1 else base.temperature,

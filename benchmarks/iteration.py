@@ -1,0 +1,140 @@
+"""Seconds of each phase of one GRPO iteration of configs/tiny.toml, and what R3 costs of it.
+
+Two trainers (R3 on; no routing at all) take turns on one server, so both see the same machine. R3's share is all of
+it: capture in the engine, the wire, reading, packing, slicing and replay. Goals: publish <= 10 %, R3 <= 5 %.
+
+    python benchmarks/iteration.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from miles_like import assemble
+from miles_like.algorithms.registry import make_algorithm
+from miles_like.config import RunConfig
+from miles_like.config_io import load_config
+from miles_like.factories import MegatronFactory
+from miles_like.packing import pack
+from miles_like.pipeline import plan_stages, run_stages
+from miles_like.rewards import load_reward
+from miles_like.train_stage import TrainStage
+from miles_like.workers import RayTrainer, start_ray
+from rollout.client import SGLangClient
+from rollout.episode import run_groups
+from rollout.prompts import PromptSource
+
+ROOT = Path(__file__).resolve().parents[1]
+PHASES = ("rollout", "train", "publish")
+GOALS = {"publish_share_max": 0.10, "r3_share_max": 0.05}
+
+
+class Side:
+    """One way of iterating: a client and a trainer, with or without routing."""
+
+    def __init__(self, stage: TrainStage, url: str, *, routing: bool) -> None:
+        self.config = stage.config.model_copy(
+            update={"replay": stage.config.replay.model_copy(update={"mode": "r3" if routing else "off"})}
+        )
+        self.stage = TrainStage(self.config, stage.run_dir, stage.served, stage.weights, stage.console)
+        self.engine: SGLangClient = self.stage.client(url, routing=routing)
+        self.trainer = RayTrainer(
+            MegatronFactory(self.stage.trainer_config(), stage.weights, make_algorithm(self.config.algorithm).loss),
+            self.stage.plan.of("trainer"),
+            dp_size=self.config.parallel.dp,
+            log_dir=stage.run_dir / f"logs-{'r3' if routing else 'plain'}",
+        )
+        self.trainer.connect(self.stage.publisher([url]))
+        self.seconds: dict[str, list[float]] = {name: [] for name in (*PHASES, "iteration")}
+
+    async def iterate(self, step: int, source: PromptSource) -> None:
+        c = self.config.train
+        algorithm, reward = make_algorithm(self.config.algorithm), load_reward(self.config.reward.name)
+        marks = [time.perf_counter()]
+        groups = await run_groups(
+            self.engine,
+            source.take(c.groups_per_step),
+            reward,
+            n=c.samples_per_group,
+            params=self.stage.sampling(step),
+        )
+        marks.append(time.perf_counter())
+        advantages = [list(algorithm.advantages(g)) for g in groups]
+        await self.trainer.step(
+            pack(groups, advantages, dp_size=self.trainer.dp_size, max_tokens=c.max_tokens_per_rank)
+        )
+        marks.append(time.perf_counter())
+        await self.trainer.publish(version=step + 1)
+        marks.append(time.perf_counter())
+        for name, a, b in zip(PHASES, marks, marks[1:], strict=False):
+            self.seconds[name].append(b - a)
+        self.seconds["iteration"].append(marks[-1] - marks[0])
+
+
+async def measure(sides: Sequence[Side], source: PromptSource, iterations: int, warm: int) -> None:
+    for step in range(warm + iterations):
+        for side in sides if step % 2 else reversed(sides):
+            await side.iterate(step, source)
+        if step + 1 == warm:
+            for side in sides:
+                side.seconds = {name: [] for name in side.seconds}
+    for side in sides:
+        await side.engine.close()
+        await side.trainer.close()
+
+
+def run(config: RunConfig, home: Path, iterations: int) -> dict[str, float]:
+    console = Console(stderr=True)
+    parts = assemble.pipeline_parts(config, console, None)
+    run_dir = home / "run"
+    stages = plan_stages(config, run_dir, parts)
+    run_stages(stages, ("fetch", "dequantize", "convert", "stage"), console, fresh=False)
+    data = stages[3].directory / "data"
+    start_ray(None)
+    stage = TrainStage(config, run_dir, data / "hf", data / "megatron", console)
+    servers = stage.servers(0)
+    try:
+        url = servers.wait()[0]
+        sides = [Side(stage, url, routing=True), Side(stage, url, routing=False)]
+        source = PromptSource(config.data, stage.tokenizer, config.data.train)
+        asyncio.run(measure(sides, source, iterations, warm=3))
+    finally:
+        servers.stop()
+    median = {name: statistics.median(s) for name, s in sides[0].seconds.items()}
+    # paired: each turn's two iterations lie next to each other in time
+    pairs = zip(sides[0].seconds["iteration"], sides[1].seconds["iteration"], strict=True)
+    r3 = statistics.median((with_r3 - without) / with_r3 for with_r3, without in pairs)
+    figures = {f"{name}_s": seconds for name, seconds in median.items()}
+    return figures | {"publish_share": median["publish"] / median["iteration"], "r3_share": r3}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    config = load_config(ROOT / "configs" / "tiny.toml", ["model.make.max_steps=0"])
+    with tempfile.TemporaryDirectory() as home:
+        try:
+            figures = run(config, Path(home), iterations=8 if quick else 40)
+        finally:
+            assemble.shut_down()
+    table = Table("figure", "value", title="one GRPO iteration, medians")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.3f}")
+    Console().print(table)
+    holds = figures["publish_share"] <= GOALS["publish_share_max"] and figures["r3_share"] <= GOALS["r3_share_max"]
+    print(json.dumps({"name": "iteration", "figures": figures, "goals": GOALS, "holds": holds}))
+
+
+if __name__ == "__main__":
+    main()
