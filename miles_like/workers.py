@@ -74,7 +74,7 @@ def _at(node: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
-def _options(slot: Slot, log: Path) -> dict[str, Any]:
+def _options(slot: Slot) -> dict[str, Any]:
     nodes = node_ids()
     if slot.node >= len(nodes):
         raise ValueError(
@@ -87,7 +87,6 @@ def _options(slot: Slot, log: Path) -> dict[str, Any]:
         "num_gpus": len(slot.gpus) * (0.4 if slot.role == "rollout" else 0.6),
         "scheduling_strategy": _at(nodes[slot.node]),
         "runtime_env": {"env_vars": environment},
-        "name": f"{slot.role}-{slot.index}-{slot.node_rank}-{os.getpid()}-{log.name}",
     }
 
 
@@ -150,9 +149,7 @@ class RayTrainer:
         self.dp_size = dp_size
         actor = ray.remote(_Rank)
         logs = [log_dir / f"trainer_rank{s.index}.log" for s in slots]
-        self._ranks = [
-            actor.options(**_options(s, log)).remote(log.resolve()) for s, log in zip(slots, logs, strict=True)
-        ]
+        self._ranks = [actor.options(**_options(s)).remote(log.resolve()) for s, log in zip(slots, logs, strict=True)]
         host, port = _get(self._ranks[0].address.remote(), "trainer rank 0")
         world = len(slots)
         started = [rank.start.remote(factory, i, world, host, port) for i, rank in enumerate(self._ranks)]
@@ -222,7 +219,7 @@ class RayServers:
         actor = ray.remote(_Server)
         logs = [log_dir / f"rollout_actor{s.index}.{s.node_rank}.log" for s, _ in launches]
         self._actors = [
-            actor.options(**_options(s, log)).remote(log.resolve()) for (s, _), log in zip(launches, logs, strict=True)
+            actor.options(**_options(s)).remote(log.resolve()) for (s, _), log in zip(launches, logs, strict=True)
         ]
         self._started = [a.start.remote(launch) for a, (_, launch) in zip(self._actors, launches, strict=True)]
         self._heads = [s.node_rank == 0 for s, _ in launches]

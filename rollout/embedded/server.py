@@ -312,7 +312,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _listener(host: str, port: int) -> socket.socket:
     """Bound before the model is loaded, so that a port in use costs no wait."""
-    s = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    # the protocol is named, or asyncio leaves Nagle's algorithm on: 40 ms for every small answer
+    s = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         s.bind((host, port))
