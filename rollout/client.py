@@ -153,17 +153,18 @@ class SGLangClient:
         body = await self._call("POST", wire.GENERATE, request.to_json())
         try:
             replies = wire.replies_from_json(body, want=len(prompts) * n, want_logprobs=True)
+            traces = self._traces(replies)
             return [
                 SampleGroup(
                     prompt=p,
-                    samples=tuple(self._sample(p, j, r) for j, r in enumerate(replies[i * n : (i + 1) * n])),
+                    samples=tuple(self._sample(p, j, replies[i * n + j], traces[i * n + j]) for j in range(n)),
                 )
                 for i, p in enumerate(prompts)
             ]
         except ValueError as e:
             raise RolloutError(f"server {self.url} sent samples that cannot be used: {e}") from e
 
-    def _sample(self, prompt: Prompt, index: int, reply: GenerateReply) -> Sample:
+    def _sample(self, prompt: Prompt, index: int, reply: GenerateReply, trace: RoutingTrace | None) -> Sample:
         before, r = len(prompt.token_ids), len(reply.output_ids)
         if reply.prompt_tokens != before:
             raise ValueError(f"prompt {prompt.id!r} has {before} tokens, the server counted {reply.prompt_tokens}")
@@ -180,28 +181,32 @@ class SGLangClient:
             token_ids=torch.cat([torch.tensor(prompt.token_ids, dtype=torch.int64), response]),
             loss_mask=loss_mask,
             logprobs=logprobs,
-            routing=self._trace(reply, rows=before + r - 1),
+            routing=trace,
             versions=tuple(version_span(s) for s in reply.weight_versions),
             finish=reply.finish,
             text=text,
         )
 
-    def _trace(self, reply: GenerateReply, *, rows: int) -> RoutingTrace | None:
+    def _traces(self, replies: Sequence[GenerateReply]) -> list[RoutingTrace | None]:
         shape = self._routing
         if shape is None:
-            return None
-        if reply.routed_experts is None:
-            if reply.finish is Finish.ABORT:  # a request dropped before it was ever fed has none; it is not trained on
-                return None
+            return [None] * len(replies)
+        # a request that was dropped before it was ever fed has none, and is not trained on
+        have = [i for i, r in enumerate(replies) if r.routed_experts is not None or r.finish is not Finish.ABORT]
+        if any(replies[i].routed_experts is None for i in have):
             raise ValueError("routed_experts is missing: start the server with --enable-return-routed-experts")
-        return RoutingTrace.from_wire(
-            reply.routed_experts,
-            rows=rows,
+        read = RoutingTrace.many_from_wire(
+            [str(replies[i].routed_experts) for i in have],
+            rows=[replies[i].prompt_tokens + len(replies[i].output_ids) - 1 for i in have],
             num_layers=shape.num_layers,
             layers=shape.moe_layers,
             top_k=shape.top_k,
             num_experts=shape.num_experts,
         )
+        found: list[RoutingTrace | None] = [None] * len(replies)
+        for i, trace in zip(have, read, strict=True):
+            found[i] = trace
+        return found
 
     async def pause(self, mode: PauseMode | None = None) -> None:
         await self._call("POST", wire.PAUSE, (mode or self._pause_mode).to_json())

@@ -23,6 +23,19 @@ def id_dtype(num_experts: int) -> torch.dtype:
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
+def _raw(payload: str, rows: int, row_bytes: int, num_layers: int, top_k: int) -> bytes:
+    try:
+        raw = binascii.a2b_base64(payload, strict_mode=True)
+    except ValueError as e:  # binascii.Error is one
+        raise ValueError(f"routed_experts is not base64: {e}") from None
+    want = rows * row_bytes
+    if len(raw) not in (want, want + row_bytes):
+        raise ValueError(
+            f"routed_experts has {len(raw)} bytes; {rows} rows x {num_layers} layers x {top_k} experts x 4 = {want}"
+        )
+    return raw[:want]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutingTrace:
     """Logical expert ids of the MoE layers only, in the router's own order within a row."""
@@ -67,33 +80,46 @@ class RoutingTrace:
     def from_wire(
         cls, payload: str, *, rows: int, num_layers: int, layers: Sequence[int], top_k: int, num_experts: int
     ) -> RoutingTrace:
-        """Read SGLang's `meta_info.routed_experts`: base64 of little-endian int32 [rows, num_layers, K].
+        """`many_from_wire` of one sequence."""
+        return cls.many_from_wire(
+            [payload], rows=[rows], num_layers=num_layers, layers=layers, top_k=top_k, num_experts=num_experts
+        )[0]
+
+    @classmethod
+    def many_from_wire(
+        cls,
+        payloads: Sequence[str],
+        *,
+        rows: Sequence[int],
+        num_layers: int,
+        layers: Sequence[int],
+        top_k: int,
+        num_experts: int,
+    ) -> list[RoutingTrace]:
+        """Read SGLang's `meta_info.routed_experts`: base64 of little-endian int32 [rows, num_layers, K], one a sequence.
 
         The wire has all layers, dense ones zero-filled; only `layers` are kept. A server may also have fed the last
         sampled token (a stop at the edge of a batch): that row predicts nothing we train on and is dropped. Any other
-        length, an id out of range or an expert twice in a row is a ValueError.
+        length, an id out of range or an expert twice in a row is a ValueError. All sequences are read and checked at
+        once: a step has hundreds of short ones.
         """
-        try:
-            raw = base64.b64decode(payload, validate=True)
-        except (binascii.Error, ValueError) as e:
-            raise ValueError(f"routed_experts is not base64: {e}") from None
-        want = rows * num_layers * top_k * 4
-        if len(raw) not in (want, want + num_layers * top_k * 4):
-            raise ValueError(
-                f"routed_experts has {len(raw)} bytes; {rows} rows x {num_layers} layers x {top_k} experts x 4 = {want}"
-            )
-        ids = np.frombuffer(raw, dtype="<i4", count=want // 4).reshape(rows, num_layers, top_k)[:, list(layers)]
+        if not payloads:
+            return []
+        row_bytes = num_layers * top_k * 4
+        parts = [_raw(p, n, row_bytes, num_layers, top_k) for p, n in zip(payloads, rows, strict=True)]
+        ids = np.frombuffer(b"".join(parts), dtype="<i4").reshape(-1, num_layers, top_k)[:, list(layers)]
         if ids.size and (ids.min() < 0 or ids.max() >= num_experts):
             raise ValueError(
                 f"routed_experts has ids {ids.min()}..{ids.max()}; the model has experts 0..{num_experts - 1}"
             )
-        trace = cls(
+        whole = cls(
             experts=torch.from_numpy(np.ascontiguousarray(ids)).to(id_dtype(num_experts)),
             layers=tuple(layers),
             num_experts=num_experts,
         )
-        trace.check()
-        return trace
+        whole.check()
+        split = whole.experts.split(list(rows))
+        return [cls(experts=e, layers=whole.layers, num_experts=num_experts) for e in split]
 
     def to_wire(self, *, num_layers: int) -> str:
         """The inverse of `from_wire`: all `num_layers`, zeros where there is no router."""
