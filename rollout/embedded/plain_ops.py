@@ -92,9 +92,10 @@ def route(
 
 
 def swiglu(y: Tensor, w: Tensor | None = None) -> Tensor:
+    """In place on its own result: half of the time of this step is memory traffic."""
     gate, up = y.chunk(2, -1)
-    out = F.silu(gate) * up
-    return out if w is None else (out * w).to(y.dtype)
+    out = F.silu(gate).mul_(up)
+    return out if w is None else out.mul_(w)
 
 
 def combine(y: Tensor, token: Tensor, n: int) -> Tensor:

@@ -332,7 +332,8 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def _serve_on(listener: socket.socket, args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
+    # One here: with a second OpenMP team in the process libgomp stops spinning, and the engine takes twice as long.
+    torch.set_num_threads(1)
     limits = EngineLimits(
         max_running=args.max_running_requests,
         max_total_tokens=args.max_total_tokens,
