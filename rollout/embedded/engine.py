@@ -90,11 +90,11 @@ class Engine:
                 f"a sample of {spec.limit} tokens needs {need} cache slots, the cache has {have}: "
                 "raise max_total_tokens or lower max_new_tokens"
             )
-        for what, start in (
-            ("logprob_start_len", spec.logprob_start),
-            ("routed_experts_start_len", spec.routing_start),
+        for what, start, lowest in (
+            ("logprob_start_len", spec.logprob_start, -1),
+            ("routed_experts_start_len", spec.routing_start or 0, 0),
         ):
-            if start is not None and not -1 <= start <= p:
+            if not lowest <= start <= p:
                 raise ValueError(f"{what} = {start} is outside the prompt's {p} tokens")
 
     @property

@@ -24,6 +24,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from rollout import wire
+from rollout.checksum import engine_checksum
 from rollout.embedded.engine import EngineLimits
 from rollout.embedded.requests import Completed, PromptSpec
 from rollout.embedded.service import Service
@@ -196,9 +197,11 @@ class Handlers:
     async def checksum(self, request: Request) -> Response:
         action = (await _body(request)).get("action", "checksum")
         if action != "checksum":
-            return _json(Outcome(success=False, message=f"action {action!r} is not served: ask for checksum"), 400)
-        sums = await self._call(self.service.store.checksums)
-        whole = await self._call(self.service.store.checksum)
+            return _json(
+                Outcome(success=False, message=f"action {action!r} is not served: ask for checksum").to_json(), 400
+            )
+        sums = await self._call(lambda: self.service.store.checksums())
+        whole = engine_checksum(sums)
         return _json(ChecksumReply(per_engine=whole, ranks=(sums,), per_gpu=(whole,)).to_json())
 
     # ---- weights

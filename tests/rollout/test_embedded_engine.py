@@ -226,6 +226,7 @@ def test_abort_gives_what_there_is(path: Path) -> None:
         ({"token_ids": (5, 96)}, "token id 96.*96"),
         ({"logprob_start": 6}, "logprob_start_len = 6.*5 tokens"),
         ({"routing_start": 6}, "routed_experts_start_len = 6.*5 tokens"),
+        ({"routing_start": -1}, "routed_experts_start_len = -1.*5 tokens"),
     ],
 )
 def test_what_can_never_run_is_refused_with_both_numbers(path: Path, change: dict[str, Any], numbers: str) -> None:

@@ -273,6 +273,7 @@ def test_weight_update_session(http: httpx.Client, path: Path) -> None:
     sums = http.get("/weights_checker").json()
     assert sums["ranks"][0]["checksums"] == {n: tensor_checksum(n, t) for n, t in other.items()}
     assert sums["per_engine_checksum"] == engine_checksum(sums["ranks"][0]["checksums"])
+    assert update(http, "/weights_checker", action="snapshot")[:2] == (400, False)
     status, ok, message = update(http, "/update_weights_from_disk", model_path=str(path / "nowhere"))
     assert (status, ok) == (400, False) and "nowhere" in message
     assert update(http, "/update_weights_from_disk", model_path=str(path), weight_version="13")[:2] == (200, True)
