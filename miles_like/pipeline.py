@@ -299,7 +299,8 @@ def _small_facts(run_dir: Path) -> list[Path]:
 
 def _data(config: RunConfig) -> dict[str, str]:
     paths = {"train": config.data.train, "eval": config.data.eval}
-    return {k: _content(Path(p)) for k, p in paths.items() if p and Path(p).is_file()}
+    # an absolute path is meant as a file; anything else may be a hub name
+    return {k: _content(Path(p)) for k, p in paths.items() if p and (Path(p).is_absolute() or Path(p).is_file())}
 
 
 def _sizes(model: ModelConfig, parts: Parts) -> tuple[int | None, int | None]:
