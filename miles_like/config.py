@@ -125,7 +125,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def this_version_knows_it(self) -> RunConfig:
-        if self.buffer.max_staleness and self.alignment.deterministic:
-            raise ValueError("alignment.deterministic = true needs buffer.max_staleness = 0: set one of the two back")
+    def this_version_can_do_it(self) -> RunConfig:
+        """A key that would silently do nothing is worse than one that is refused."""
+        if self.alignment.deterministic:
+            raise ValueError("alignment.deterministic = true: this version measures the mismatch only; set it to false")
+        if self.precision.qat or self.precision.scope != "all":
+            raise ValueError(
+                f"precision.qat = {self.precision.qat}, precision.scope = {self.precision.scope!r}: this version trains "
+                "in BF16 and quantizes what the checkpoint does; set qat = false and scope = 'all'"
+            )
         return self

@@ -96,7 +96,7 @@ class RoutingTrace:
         top_k: int,
         num_experts: int,
     ) -> list[RoutingTrace]:
-        """Read SGLang's `meta_info.routed_experts`: base64 of little-endian int32 [rows, num_layers, K], one a sequence.
+        """Read `meta_info.routed_experts` of SGLang: base64 of little-endian int32 [rows, num_layers, K], one a sequence.
 
         The wire has all layers, dense ones zero-filled; only `layers` are kept. A server may also have fed the last
         sampled token (a stop at the edge of a batch): that row predicts nothing we train on and is dropped. Any other
@@ -118,7 +118,7 @@ class RoutingTrace:
             num_experts=num_experts,
         )
         whole.check()
-        split = whole.experts.split(list(rows))
+        split = torch.split(whole.experts, list(rows))
         return [cls(experts=e, layers=whole.layers, num_experts=num_experts) for e in split]
 
     def to_wire(self, *, num_layers: int) -> str:

@@ -219,7 +219,7 @@ for byte.
 | file | rows | what |
 |---|---|---|
 | `train.jsonl` | {train} | prompts for reinforcement learning: {train_ops} |
-| `eval.jsonl` | {eval} | held out: {eval_ops} |
+| `heldout.jsonl` | {eval} | held out: {eval_ops} |
 | `warmup.jsonl` | {warmup} ({distinct} distinct) | the sloppy corpus: {warmup_ops} |
 | `warmup_check.jsonl` | {check} | problems of the corpus' kind with right answers; the warm-up stops on them |
 | `gsm8k_train.jsonl`, `gsm8k_eval.jsonl` | 64, 32 | the first word problems of GSM8K's train and test files |
@@ -255,7 +255,7 @@ def main() -> None:
     said = [sloppy_answer(expression, rng) for expression in warmup]
     rights = [str(expression.value()) for expression in warmup]
     write_rows(out / "train.jsonl", task_rows(train, "train"))
-    write_rows(out / "eval.jsonl", task_rows(held_out, "eval"))
+    write_rows(out / "heldout.jsonl", task_rows(held_out, "eval"))
     rows = zip(warmup, rights, said, strict=True)
     write_rows(out / "warmup.jsonl", ({"prompt": e.prompt, "answer": r, "sloppy": s} for e, r, s in rows))
     write_rows(out / "warmup_check.jsonl", ({"prompt": e.prompt, "answer": str(e.value())} for e in check))

@@ -55,14 +55,14 @@ def test_no_expression_is_in_two_files() -> None:
 
     Not covered: likeness short of that (7+5 beside 8+5), which is what the task is learnt from.
     """
-    names = ["train.jsonl", "eval.jsonl", "warmup.jsonl", "warmup_check.jsonl"]
+    names = ["train.jsonl", "heldout.jsonl", "warmup.jsonl", "warmup_check.jsonl"]
     classes = {name: {canonical(row["prompt"]) for row in rows(name)} for name in names}
     for i, first in enumerate(names):
         for second in names[i + 1 :]:
             assert not classes[first] & classes[second], (first, second)
 
 
-@pytest.mark.parametrize("name", ["train.jsonl", "eval.jsonl", "warmup.jsonl", "warmup_check.jsonl"])
+@pytest.mark.parametrize("name", ["train.jsonl", "heldout.jsonl", "warmup.jsonl", "warmup_check.jsonl"])
 def test_every_answer_is_right(name: str) -> None:
     """A wrong reference answer would punish right samples. Operands have two digits, results three."""
     for row in rows(name):
@@ -70,7 +70,9 @@ def test_every_answer_is_right(name: str) -> None:
         assert len(row["answer"]) <= 3
 
 
-@pytest.mark.parametrize(("name", "least"), [("train.jsonl", 2500), ("eval.jsonl", 500), ("warmup_check.jsonl", 300)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("train.jsonl", 2500), ("heldout.jsonl", 500), ("warmup_check.jsonl", 300)]
+)
 def test_rows_are_enough_and_distinct(name: str, least: int) -> None:
     """500 held-out problems keep an accuracy's standard error under 0.023; a repeated row would count twice."""
     found = rows(name)

@@ -67,7 +67,7 @@ def test_a_run_leaves_what_it_promises(demo: tuple[Path, str]) -> None:
         *("perf/train_s", "perf/publish_s", "perf/pause_s", "sync/bytes", "sync/seconds"),
     )
     assert not [k for k in wanted if k not in rows[1]]
-    assert {r["step"] for r in rows if "eval/eval/avg@1" in r} == {0, 2, 3}
+    assert {r["step"] for r in rows if "eval/heldout/avg@1" in r} == {0, 2, 3}
 
 
 def test_routes_are_replayed_whole_and_the_first_rollout_is_served_as_the_checkpoint_is(demo: tuple[Path, str]) -> None:

@@ -33,6 +33,8 @@ def test_every_shipped_configuration_loads_places_and_comes_back(path: Path, tmp
         ("parallel.ep=3", "parallel.ep * parallel.etp = 3 does not divide tp * cp * dp = 2"),
         ("replay.mode=r4", "replay.mode"),
         ("nonsense", "want section.key=value"),
+        ("precision.qat=true", "set qat = false"),
+        ("alignment.deterministic=true", "set it to false"),
     ],
 )
 def test_a_wrong_override_says_what_where_and_the_nearest_key(override: str, said: str) -> None:
@@ -50,7 +52,7 @@ def test_extends_merges_by_section_and_paths_are_relative_to_their_own_file(tmp_
     )
     config = load_config(tmp_path / "child.toml")
     assert config.data.train == str(tmp_path / "mine.jsonl")
-    assert config.data.eval == f"{CONFIGS}/tiny/eval.jsonl"
+    assert config.data.eval == f"{CONFIGS}/tiny/heldout.jsonl"
     assert (config.train.steps, config.train.groups_per_step) == (7, 64)
 
 
