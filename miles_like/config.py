@@ -131,7 +131,7 @@ class RunConfig(Section):
             raise ValueError("alignment.deterministic = true: this version measures the mismatch only; set it to false")
         if self.precision.qat or self.precision.scope != "all":
             raise ValueError(
-                f"precision.qat = {self.precision.qat}, precision.scope = {self.precision.scope!r}: this version trains "
-                "in BF16 and quantizes what the checkpoint does; set qat = false and scope = 'all'"
+                f"precision.qat = {self.precision.qat}, precision.scope = {self.precision.scope!r}: this version "
+                "trains in BF16 and quantizes what the checkpoint does; set qat = false and scope = 'all'"
             )
         return self

@@ -117,16 +117,15 @@ class ServerRecipe:
     port: int | None
     log_dir: Path
     weight_version: int
-    host: str = "127.0.0.1"
     node_rank: int = 0
     nnodes: int = 1
-    dist_init_addr: str | None = None
 
-    def __call__(self) -> ServerHandle:
+    def __call__(self, host: str, dist_init_addr: str | None) -> ServerHandle:
         if self.config.engine == "embedded":
             return launch_embedded(
                 self.model_path,
                 self.config,
+                host=host,
                 port=self.port,
                 log_dir=self.log_dir,
                 weight_version=self.weight_version,
@@ -136,9 +135,9 @@ class ServerRecipe:
             self.config,
             port=self.port,
             log_dir=self.log_dir,
-            host=self.host,
+            host=host,
             node_rank=self.node_rank,
             nnodes=self.nnodes,
-            dist_init_addr=self.dist_init_addr,
+            dist_init_addr=dist_init_addr,
             weight_version=self.weight_version,
         )

@@ -23,6 +23,7 @@ from miles_like.protocols import RankTrainer, WeightPublisher
 from miles_like.types import MicroBatch, PublishReport, StepReport, TrainBatch
 
 TrainerFactory = Callable[[int, int, str, int], RankTrainer]  # (rank, world, host, port)
+ServerLaunch = Callable[[str, str | None], Any]  # (host to listen on, dist_init_addr) -> a handle with url and stop()
 PublisherFactory = Callable[[bool], WeightPublisher]  # (does this rank send?)
 
 
@@ -101,6 +102,13 @@ def _log_to(path: Path) -> None:
     os.close(fd)
 
 
+def _free_address() -> tuple[str, int]:
+    """This node's address in the cluster, and a port that is free on it now."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return ray.util.get_node_ip_address(), int(s.getsockname()[1])
+
+
 class _Rank:
     """One trainer rank."""
 
@@ -109,9 +117,7 @@ class _Rank:
         self.publisher: WeightPublisher | None = None
 
     def address(self) -> tuple[str, int]:
-        with socket.socket() as s:
-            s.bind(("", 0))
-            return ray.util.get_node_ip_address(), int(s.getsockname()[1])
+        return _free_address()
 
     def start(self, factory: TrainerFactory, rank: int, world: int, host: str, port: int) -> int:
         self.rank = rank
@@ -203,8 +209,11 @@ class _Server:
     def __init__(self, log: Path) -> None:
         _log_to(log)
 
-    def start(self, launch: Callable[[], Any]) -> str:
-        self.handle = launch()
+    def address(self) -> tuple[str, int]:
+        return _free_address()
+
+    def start(self, launch: ServerLaunch, host: str, dist_init_addr: str | None) -> str:
+        self.handle = launch(host, dist_init_addr)
         return str(self.handle.url)
 
     def stop(self) -> None:
@@ -214,15 +223,27 @@ class _Server:
 class RayServers:
     """Rollout servers, each a process owned by an actor on its node."""
 
-    def __init__(self, launches: Sequence[tuple[Slot, Callable[[], Any]]], log_dir: Path) -> None:
-        """Starts all; `wait` returns when they answer."""
+    def __init__(self, launches: Sequence[tuple[Slot, ServerLaunch]], log_dir: Path) -> None:
+        """Starts all; `wait` returns when they answer.
+
+        On a cluster of several nodes a server listens on its node's address, and one that spans nodes meets at a port
+        of its first node.
+        """
         actor = ray.remote(_Server)
         logs = [log_dir / f"rollout_actor{s.index}.{s.node_rank}.log" for s, _ in launches]
         self._actors = [
             actor.options(**_options(s)).remote(log.resolve()) for (s, _), log in zip(launches, logs, strict=True)
         ]
-        self._started = [a.start.remote(launch) for a, (_, launch) in zip(self._actors, launches, strict=True)]
         self._heads = [s.node_rank == 0 for s, _ in launches]
+        self._started = []
+        hosts = [_get(a.address.remote(), "a rollout actor") for a in self._actors]
+        meeting: dict[int, str] = {}  # server -> HOST:PORT of its first node
+        for (slot, launch), actor_of, (ip, port) in zip(launches, self._actors, hosts, strict=True):
+            if slot.node_rank == 0:
+                meeting[slot.index] = f"{ip}:{port}"
+            host = ip if len(node_ids()) > 1 else "127.0.0.1"
+            init = meeting[slot.index] if slot.nnodes > 1 else None
+            self._started.append(actor_of.start.remote(launch, host, init))
 
     def wait(self) -> list[str]:
         """URL of every server. Raises RuntimeError when one did not come up."""

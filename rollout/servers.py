@@ -132,13 +132,15 @@ def start(command: list[str], *, url: str, log: Path) -> ServerHandle:
     return ServerHandle(url, process, log)
 
 
-def embedded_command(model_path: Path, config: RolloutConfig, *, port: int, weight_version: int = 0) -> list[str]:
+def embedded_command(
+    model_path: Path, config: RolloutConfig, *, port: int, host: str = "127.0.0.1", weight_version: int = 0
+) -> list[str]:
     """Command line of the CPU engine."""
     e = config.embedded
     return [
         *(sys.executable, "-m", "rollout.embedded.server"),
         *("--model-path", str(model_path)),
-        *("--host", "127.0.0.1"),
+        *("--host", host),
         *("--port", str(port)),
         *("--threads", str(e.threads)),
         *("--dtype", e.dtype),
@@ -206,12 +208,18 @@ def sglang_command(
 
 
 def launch_embedded(
-    model_path: Path, config: RolloutConfig, *, port: int | None, log_dir: Path, weight_version: int = 0
+    model_path: Path,
+    config: RolloutConfig,
+    *,
+    port: int | None,
+    log_dir: Path,
+    host: str = "127.0.0.1",
+    weight_version: int = 0,
 ) -> ServerHandle:
     """Start a CPU engine and wait until it answers. Raises ValueError (port) or RolloutError (it did not come up)."""
-    port = _usable(port, "127.0.0.1")
-    command = embedded_command(model_path, config, port=port, weight_version=weight_version)
-    return _started(command, f"http://127.0.0.1:{port}", log_dir / f"embedded_{port}.log", config.start_timeout_s)
+    port = _usable(port, host)
+    command = embedded_command(model_path, config, port=port, host=host, weight_version=weight_version)
+    return _started(command, f"http://{host}:{port}", log_dir / f"embedded_{port}.log", config.start_timeout_s)
 
 
 def launch_sglang(

@@ -96,7 +96,8 @@ class RoutingTrace:
         top_k: int,
         num_experts: int,
     ) -> list[RoutingTrace]:
-        """Read `meta_info.routed_experts` of SGLang: base64 of little-endian int32 [rows, num_layers, K], one a sequence.
+        """Read SGLang's `meta_info.routed_experts`, one a sequence: base64 of little-endian int32
+        [rows, num_layers, K].
 
         The wire has all layers, dense ones zero-filled; only `layers` are kept. A server may also have fed the last
         sampled token (a stop at the edge of a batch): that row predicts nothing we train on and is dropped. Any other
