@@ -43,12 +43,26 @@ def start_ray(address: str | None) -> None:
     if address is None:
         ray.init(address="local", include_dashboard=False, object_store_memory=512 << 20, **quiet)
         return
+    _check_answers(address)
     try:
         ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError) as e:
         raise ValueError(
             f"no Ray cluster answers at {address}: start one with `ray start --head`, or leave it out"
         ) from e
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself would try for minutes, and say why in a page."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "//" in address:
+        return  # "auto" or a ray:// client address: Ray's own business
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as e:
+        raise ValueError(
+            f"no Ray cluster answers at {address} ({e.strerror or e}): start one (`ray start --head`) or leave it out"
+        ) from None
 
 
 def stop_ray() -> None:
