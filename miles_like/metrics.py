@@ -1,4 +1,4 @@
-"""Figures of a step: reduction, phases, and what the groups themselves say. docs/metrics.md defines every key.
+"""Figures of a step that the groups themselves tell, and of evaluations. docs/metrics.md defines every key.
 
 Letters: G samples a prompt.
 """
@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-from miles_like.types import Finish, Reduce, Sample, SampleGroup, Stat
+from miles_like.types import Finish, Sample, SampleGroup
 
 # A metric's better direction, for "best" in tables; what is not here has none.
 HIGHER_IS_BETTER = ("rollout/reward/mean", "eval/", "mismatch/ess", "routing/", "perf/tokens_per_s", "perf/mfu")
@@ -25,59 +23,6 @@ def better(key: str) -> int:
     if key.startswith(HIGHER_IS_BETTER):
         return 1
     return -1 if key.startswith(LOWER_IS_BETTER) else 0
-
-
-def combine(stats: Iterable[Mapping[str, Stat]]) -> dict[str, float]:
-    """Statistics of several micro-batches (or ranks) as one figure each.
-
-    MEAN: sum of totals over sum of counts, so micro-batches weigh by their tokens. MAX: the largest over those that
-    counted something. A key that counted nothing anywhere is left out. Raises ValueError when a key changes its reduce.
-    """
-    parts: dict[str, list[Stat]] = {}
-    for one in stats:
-        for key, stat in one.items():
-            parts.setdefault(key, []).append(stat)
-    out = {}
-    for key, found in parts.items():
-        if len({s.reduce for s in found}) > 1:
-            raise ValueError(f"metric {key!r} is reduced by {sorted({s.reduce.value for s in found})}: choose one")
-        counted = [s for s in found if float(s.count) > 0]
-        if not counted:
-            continue
-        totals = [float(s.total) for s in counted]
-        if found[0].reduce is Reduce.MAX:
-            out[key] = math.nan if any(math.isnan(t) for t in totals) else max(totals)
-        else:
-            out[key] = _sum(totals) / _sum(float(s.count) for s in counted)
-    return out
-
-
-def _sum(values: Iterable[float]) -> float:
-    """Exact where finite; math.fsum alone raises on inf - inf."""
-    found = list(values)
-    return math.fsum(found) if all(math.isfinite(v) for v in found) else sum(found)
-
-
-class Timer:
-    """Seconds of wall time by phase, accumulated until `pop`."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds to `perf/{name}_s`, also when the body raises."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def pop(self) -> dict[str, float]:
-        """`perf/{name}_s` of every phase since the last call."""
-        out = {f"perf/{name}_s": s for name, s in self._seconds.items()}
-        self._seconds = {}
-        return out
 
 
 def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str, float]:

@@ -64,18 +64,12 @@ def pack(
     dp_size: int,
     max_tokens: int,
     micro_multiple: int = 1,
-    drop_zero: bool = False,
 ) -> TrainBatch:
     """All samples of `groups` as one optimizer step for `dp_size` data-parallel rows.
 
     `advantages[g][i]` belongs to `groups[g].samples[i]` and is put on each of its positions. `max_tokens` bounds the
     inputs of a micro-batch. `micro_multiple`: the number of micro-batches is a multiple of it (an interleaved pipeline
     schedule needs its number of stages). A sample without a label under loss trains nothing and is left out.
-
-    `drop_zero` also leaves out samples of zero advantage, which add nothing to the gradient of a pure policy-gradient
-    loss (their entropy and mismatch then go unmeasured). `loss_tokens` still counts them, so the loss remains the mean
-    over all tokens of the global batch and dropping changes speed, not the step. When every advantage is zero, none is
-    dropped: a step has to have a batch.
 
     Raises ValueError: no sample, or none with a response token; a sample above `max_tokens`; advantages that do not
     match the groups or are not finite; some samples with routing and some without.
@@ -103,7 +97,6 @@ def pack(
         dp_size=dp_size,
         max_tokens=max_tokens,
         micro_multiple=micro_multiple,
-        drop_zero=drop_zero,
         versions=(min(spans), max(spans)),
     )
 
@@ -136,9 +129,7 @@ def pack_pairs(
         advantages=np.ones(len(pairs), dtype=np.float32),
         routing=None,
     )
-    return _pack(
-        flat, dp_size=dp_size, max_tokens=max_tokens, micro_multiple=micro_multiple, drop_zero=False, versions=(0, 0)
-    )
+    return _pack(flat, dp_size=dp_size, max_tokens=max_tokens, micro_multiple=micro_multiple, versions=(0, 0))
 
 
 def _matched(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> tuple[list[Sample], list[float]]:
@@ -158,18 +149,13 @@ def _matched(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]
     return samples, [a for values in advantages for a in values]
 
 
-def _pack(
-    flat: _Flat, *, dp_size: int, max_tokens: int, micro_multiple: int, drop_zero: bool, versions: tuple[int, int]
-) -> TrainBatch:
+def _pack(flat: _Flat, *, dp_size: int, max_tokens: int, micro_multiple: int, versions: tuple[int, int]) -> TrainBatch:
     if dp_size < 1 or micro_multiple < 1:
         raise ValueError(f"dp_size {dp_size} and micro_multiple {micro_multiple} must be at least 1")
     counts = flat.loss_counts()
     if not counts.sum():
         raise ValueError(f"0 response tokens in {len(counts)} samples: nothing to train on; check the rollout servers")
-    keep = counts > 0
-    if drop_zero and (keep & (flat.advantages != 0)).any():
-        keep &= flat.advantages != 0
-    kept = np.flatnonzero(keep)
+    kept = np.flatnonzero(counts)
     inputs = flat.lengths - 1
     longest = int(kept[inputs[kept].argmax()])
     if inputs[longest] > max_tokens:

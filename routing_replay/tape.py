@@ -26,13 +26,11 @@ class ReplayTape:
         self.expect_recompute = expect_recompute
         self._traces: dict[int, RoutingTrace] = {}
         self._asked: dict[bool, set[Key]] = {False: set(), True: set()}  # by `recompute`
-        self._replayed = 0
-        self._native = 0
 
     def load(self, micro: int, trace: RoutingTrace) -> None:
         """Give micro-batch `micro` its rows, already cut to this rank's tokens and layers."""
         if micro in self._traces:
-            raise ValueError(f"micro-batch {micro} was loaded twice: clear() the tape between steps")
+            raise ValueError(f"micro-batch {micro} was loaded twice: each step has a tape of its own")
         self._traces[micro] = trace
 
     def topk(self, micro: int, layer: int, *, recompute: bool = False, rows: int | None = None) -> Tensor:
@@ -57,13 +55,7 @@ class ReplayTape:
         if key in self._asked[recompute]:
             raise ValueError(f"{where}: asked twice in the {'recomputation' if recompute else 'forward pass'}")
         self._asked[recompute].add(key)
-        if not recompute:
-            self._replayed += len(trace)
         return trace.experts[:, trace.layers.index(layer)].to(torch.int64)
-
-    def route_natively(self, rows: int) -> None:
-        """Note rows that a router routed by itself: they lower `coverage`."""
-        self._native += rows
 
     def assert_drained(self) -> None:
         """Raises ValueError naming the keys that a forward pass, or an expected recomputation, left unused."""
@@ -77,16 +69,3 @@ class ReplayTape:
                     f"{'recomputation' if recompute else 'forward pass'}: {shown}"
                     f"{', ...' if len(unused) > 4 else ''}"
                 )
-
-    def clear(self) -> None:
-        """Forget everything: the next step begins."""
-        self._traces.clear()
-        for asked in self._asked.values():
-            asked.clear()
-        self._replayed = self._native = 0
-
-    @property
-    def coverage(self) -> float:
-        """Rows replayed / rows routed, over layers and micro-batches since `clear`; 0 before anything was routed."""
-        routed = self._replayed + self._native
-        return self._replayed / routed if routed else 0.0

@@ -1,7 +1,6 @@
-"""Reduction, phases, figures of groups, evaluation estimators and sinks.
+"""Figures of groups, evaluation estimators and sinks.
 
-A figure reduced wrongly misleads quietly: a mean over uneven micro-batches must weigh by tokens, and a nan must stay
-visible. Not covered: how the console looks in a terminal.
+A wrong figure misleads quietly, and a nan must stay visible. Not covered: how the console looks in a terminal.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import json
 import math
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from made_samples import group, rewarded, sample
@@ -20,9 +18,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from miles_like.metrics import (
-    Timer,
     better,
-    combine,
     eval_metrics,
     pass_at_k,
     rollout_metrics,
@@ -30,49 +26,7 @@ from miles_like.metrics import (
     write_rollouts,
 )
 from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
-from miles_like.types import Finish, Reduce, Stat
-
-
-def stat(total: float, count: float, reduce: Reduce = Reduce.MEAN) -> Stat:
-    return Stat(total=torch.tensor(total), count=torch.tensor(count), reduce=reduce)
-
-
-@given(values=st.lists(st.lists(st.floats(-9, 9, width=32), max_size=5), min_size=1, max_size=6))
-def test_combining_is_the_statistic_of_the_union(values):
-    parts = [
-        {
-            "mean": stat(math.fsum(v), len(v)),
-            "max": stat(max(v, default=0.0), len(v), Reduce.MAX),
-        }
-        for v in values
-    ]
-    union = list(itertools.chain(*values))
-    got = combine(parts)
-    if not union:
-        assert got == {}
-    else:
-        assert got["mean"] == pytest.approx(sum(union) / len(union), rel=1e-4, abs=1e-4)
-        assert got["max"] == max(union)  # also when negative, though an empty part says 0
-
-
-def test_nan_stays_visible_and_mixed_reduces_are_refused():
-    assert math.isnan(combine([{"a": stat(math.nan, 1)}, {"a": stat(1, 1)}])["a"])
-    assert math.isnan(combine([{"a": stat(1, 1, Reduce.MAX)}, {"a": stat(math.nan, 1, Reduce.MAX)}])["a"])
-    assert math.isnan(combine([{"a": stat(math.inf, 1)}, {"a": stat(-math.inf, 1)}])["a"])
-    with pytest.raises(ValueError, match=r"'a' is reduced by \['max', 'mean'\]"):
-        combine([{"a": stat(1, 1)}, {"a": stat(1, 1, Reduce.MAX)}])
-
-
-def test_timer_adds_up_and_starts_afresh():
-    timer = Timer()
-    for _ in range(2):
-        with timer.phase("train"):
-            sum(range(1000))
-    with pytest.raises(KeyError), timer.phase("rollout"):
-        raise KeyError("a phase that fails is timed too")
-    first = timer.pop()
-    assert set(first) == {"perf/train_s", "perf/rollout_s"} and all(v > 0 for v in first.values())
-    assert timer.pop() == {}
+from miles_like.types import Finish
 
 
 def test_rollout_figures_by_hand():

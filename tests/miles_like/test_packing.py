@@ -145,30 +145,6 @@ def test_fewer_samples_than_rows_get_a_masked_token():
         m.routing.check()
 
 
-def test_dropping_zero_advantages_keeps_the_gradient():
-    """The summed policy gradient over loss_tokens is the same with and without the samples of zero advantage."""
-    groups = numbered([(3, 5), (2, 9), (4, 4), (1, 7)])
-    advantages = [[0.0, 0.0], [1.0, -0.5]]
-
-    def gradient(batch: TrainBatch) -> torch.Tensor:
-        g = torch.zeros(100)
-        for m in cells(batch):
-            g.index_add_(0, m.labels[m.loss_mask], m.advantages[m.loss_mask] / batch.loss_tokens)
-        return g
-
-    whole = pack(groups, advantages, dp_size=2, max_tokens=MAX)
-    dropped = pack(groups, advantages, dp_size=2, max_tokens=MAX, drop_zero=True)
-    assert sum(int(m.loss_mask.sum()) for m in cells(dropped)) == 11 < whole.loss_tokens == 25
-    assert dropped.loss_tokens == whole.loss_tokens
-    assert torch.equal(gradient(whole), gradient(dropped))
-
-
-def test_all_zero_advantages_drop_nothing():
-    groups = numbered([(3, 5), (2, 9)])
-    batch = pack(groups, [[0.0, 0.0]], dp_size=1, max_tokens=MAX, drop_zero=True)
-    assert sum(int(m.loss_mask.sum()) for m in cells(batch)) == batch.loss_tokens == 14
-
-
 def test_a_sample_without_response_is_left_out():
     groups = [group([sample(response_len=0), sample(index=1, response_len=3, first_token=10)])]
     batch = pack(groups, [[1.0, 2.0]], dp_size=1, max_tokens=MAX)
