@@ -49,6 +49,12 @@ def dequantized_bytes(hf: HFCheckpoint) -> int:
     return total
 
 
+def is_plain(hf: HFCheckpoint) -> bool:
+    """Nothing to dequantize. FP8 codes without `quantization_config` are not plain: `dequantize_checkpoint` refuses them."""
+    coded = any(hf.info(name).dtype is torch.float8_e4m3fn for name in hf.names())
+    return not coded and QuantSpec.from_hf(hf.config) is None
+
+
 def _finite(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

@@ -26,13 +26,15 @@ from miles_like.completion import (
     write_marker,
 )
 from miles_like.config import ModelConfig, RunConfig
-from miles_like.dequantize import dequantize_checkpoint
+from miles_like.dequantize import dequantize_checkpoint, is_plain
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.staging import Copy, StageFiles
 
 Mode = Literal["auto", "resume", "fresh"]
 STAGES = ("fetch", "dequantize", "convert", "stage", "train")
 SLOW_FACTS = ("logs", "tensorboard", "rollouts", "checkpoints")
+# All that a run writes into its directory: what starting over may remove, and nothing else.
+RUN_FILES = (*SLOW_FACTS, "config.toml", "metrics.jsonl", "report.html", "plots", "published", MARKER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +241,9 @@ def _download(model: ModelConfig, target: Path) -> Path:
 
 
 def _dequantize(out: Path, done: Mapping[str, Output]) -> Path:
-    if "quantization_config" not in HFCheckpoint(done["fetch"].root).config:
+    if is_plain(HFCheckpoint(done["fetch"].root)):
         out.mkdir(parents=True, exist_ok=True)
-        return done["fetch"].root  # it is BF16 already
+        return done["fetch"].root
     data = _clear(out)
     dequantize_checkpoint(done["fetch"].root, data)
     return data
@@ -271,8 +273,7 @@ def _train(config: RunConfig, run_dir: Path, done: Mapping[str, Output], parts: 
     if mode == "auto":
         _refuse_to_lose(run_dir)
     if mode != "resume":
-        for p in run_dir.glob("*") if run_dir.is_dir() else ():
-            shutil.rmtree(p) if p.is_dir() else p.unlink()
+        _empty(run_dir)
     (run_dir / MARKER).unlink(missing_ok=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     parts.train(config, run_dir, done["stage"].root / "hf", done["stage"].root / "megatron", mode == "resume")
@@ -290,6 +291,19 @@ def _refuse_to_lose(run_dir: Path) -> None:
         raise ValueError(
             f"{run_dir} holds an unfinished run with a checkpoint: --resume goes on from it, --fresh starts over"
         )
+
+
+def _empty(run_dir: Path) -> None:
+    """Remove what an earlier run left. Raises ValueError, and removes nothing, when there is anything else."""
+    found = sorted(run_dir.iterdir()) if run_dir.is_dir() else []
+    foreign = [p.name for p in found if p.name not in RUN_FILES and not p.name.endswith(".partial")]
+    if foreign:
+        raise ValueError(
+            f"{run_dir} holds {foreign[0]}, which no run writes ({len(foreign)} such in all): "
+            "choose another --run-dir, or move it away; nothing was removed"
+        )
+    for p in found:
+        shutil.rmtree(p) if p.is_dir() else p.unlink()
 
 
 def _small_facts(run_dir: Path) -> list[Path]:

@@ -1,0 +1,127 @@
+"""The stages' rules about directories, without trainer, server or cluster: what is redone, kept, refused and removed.
+
+Not covered: what the stages do (tests/e2e), downloads, staging over several nodes (test_staging.py).
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from miles_like.config import RunConfig
+from miles_like.hf_checkpoint import write_hf
+from miles_like.pipeline import STAGES, Mode, Parts, plan_stages, run_stages
+
+
+class Cluster:
+    """Parts that write a file each and note what ran."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.break_convert = False
+
+    def parts(self) -> Parts:
+        def convert(source: Path, out: Path) -> None:
+            self.ran.append("convert")
+            out.mkdir(parents=True)
+            (out / "half").write_text("half")
+            if self.break_convert:
+                raise RuntimeError("killed")
+            (out / "whole").write_text("whole")
+
+        def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
+            self.ran.append("resume" if resume else "train")
+            assert (served / "config.json").is_file() and (weights / "whole").is_file()
+            (run_dir / "metrics.jsonl").write_text("{}\n")
+
+        return Parts(
+            make=lambda config, out: None,
+            convert=convert,
+            on_every_node=lambda work: [work()],
+            train=train,
+            shapes_bytes=lambda path: (1, 1),
+        )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    write_hf(tmp_path / "model", [("a.weight", torch.ones(2, 2, dtype=torch.bfloat16))], {"model_type": "x"})
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    return RunConfig.model_validate({"model": {"path": str(tmp_path / "model")}, "data": {"train": str(prompts)}})
+
+
+def go(
+    cluster: Cluster, config: RunConfig, run_dir: Path, *, stages: str = ",".join(STAGES), mode: Mode = "auto"
+) -> str:
+    said = io.StringIO()
+    planned = plan_stages(config, run_dir, cluster.parts(), mode=mode)
+    run_stages(planned, stages.split(","), Console(file=said, width=200), fresh=mode == "fresh")
+    return said.getvalue()
+
+
+def test_what_is_whole_is_skipped_and_what_was_broken_off_is_redone(config: RunConfig, tmp_path: Path) -> None:
+    """A stage that raised (or was killed) half-way has no marker, so nothing later takes its files for whole."""
+    cluster = Cluster()
+    cluster.break_convert = True
+    with pytest.raises(RuntimeError, match="killed"):
+        go(cluster, config, tmp_path / "runs" / "a")
+    cluster.break_convert = False
+    said = go(cluster, config, tmp_path / "runs" / "a")
+    assert "(half-written)" in said and said.count("complete, skipped") == 2
+    assert cluster.ran == ["convert", "convert", "train"]
+    assert go(cluster, config, tmp_path / "runs" / "a").count("complete, skipped") == 5
+
+
+def test_a_directory_of_other_things_is_never_emptied(config: RunConfig, tmp_path: Path) -> None:
+    """A run starts over in an empty directory; one mistyped --run-dir must not cost the user his files."""
+    home = tmp_path / "runs" / "home"
+    (home / "thesis").mkdir(parents=True)
+    (home / "thesis" / "chapter.tex").write_text("years of work")
+    for mode in ("auto", "fresh"):
+        with pytest.raises(ValueError, match=r"holds thesis, which no run writes .* choose another --run-dir"):
+            go(Cluster(), config, home, mode=mode)
+    assert (home / "thesis" / "chapter.tex").read_text() == "years of work"
+
+
+def test_fresh_removes_the_run_that_was_there(config: RunConfig, tmp_path: Path) -> None:
+    run_dir, cluster = tmp_path / "runs" / "a", Cluster()
+    go(cluster, config, run_dir)
+    (run_dir / "rollouts").mkdir()
+    (run_dir / "rollouts" / "step_7.jsonl").write_text("old")
+    go(cluster, config, run_dir, mode="fresh")
+    assert cluster.ran == ["convert", "train"] * 2 and not (run_dir / "rollouts").exists()
+
+
+def test_a_checkpoint_is_not_overwritten_unasked(config: RunConfig, tmp_path: Path) -> None:
+    run_dir, cluster = tmp_path / "runs" / "a", Cluster()
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints" / "latest").write_text("step_1\n")
+    with pytest.raises(ValueError, match="--resume goes on from it"):
+        go(cluster, config, run_dir)
+    go(cluster, config, run_dir, mode="resume")
+    assert cluster.ran == ["convert", "resume"] and (run_dir / "checkpoints" / "latest").exists()
+
+
+def test_a_subset_runs_alone_or_says_what_it_needs(config: RunConfig, tmp_path: Path) -> None:
+    cluster = Cluster()
+    with pytest.raises(ValueError, match=r"stage convert needs fetch, dequantize: add to --stages fetch,dequantize"):
+        go(cluster, config, tmp_path / "runs" / "a", stages="convert")
+    go(cluster, config, tmp_path / "runs" / "a", stages="fetch,dequantize")
+    go(cluster, config, tmp_path / "runs" / "a", stages="convert")
+    assert cluster.ran == ["convert"] and not (tmp_path / "runs" / "a").exists()
+
+
+def test_fp8_codes_without_a_quantization_config_are_not_taken_for_bf16(config: RunConfig, tmp_path: Path) -> None:
+    """The stage would otherwise be skipped, and the codes' scales be called tensors of another model."""
+    codes = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    write_hf(tmp_path / "codes", [("a.weight", codes), ("a.weight_scale_inv", torch.ones(1, 1))], {"model_type": "x"})
+    coded = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "codes")})})
+    cluster = Cluster()
+    with pytest.raises(ValueError, match=r"a\.weight: FP8 codes, but the model's config.json has no FP8 quantization"):
+        go(cluster, coded, tmp_path / "runs" / "a")
+    assert not cluster.ran
