@@ -216,24 +216,32 @@ def _fetch(config: RunConfig, out: Path, parts: Parts) -> Path:
 def _download(model: ModelConfig, target: Path) -> Path:
     """What was downloaded before a kill is kept: the hub client continues it, at the commit it began with."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, HTTPError  # HTTPError: of whatever client the hub's uses
 
+    pinned = target.parent / "revision"
     try:
-        pinned = target.parent / "revision"
-        if not pinned.exists():
-            commit = HfApi().model_info(model.path, revision=model.revision).sha
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(pinned, str(commit))
-        snapshot_download(model.path, revision=pinned.read_text(), local_dir=target)
+        # asked each time: with no hub, snapshot_download would take whatever lies in `target` for the commit's files
+        revision = pinned.read_text() if pinned.exists() else model.revision
+        commit = str(HfApi().model_info(model.path, revision=revision).sha)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(pinned, commit)
+        snapshot_download(model.path, revision=commit, local_dir=target)
     except HFValidationError:
         raise ValueError(f"model.path = {model.path!r} is neither a directory nor a hub name (owner/name)") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as e:
-        reason = str(e).strip().splitlines()[0]
+    except (HTTPError, OSError) as e:
+        lines = [line for line in str(e).splitlines() if line.strip()] or [type(e).__name__]
         raise ValueError(
-            f"could not download {model.path} at {model.revision or 'main'}: {reason}: check the name and the network, "
-            "then run again; what is downloaded is kept"
+            f"could not download {model.path} at {model.revision or 'main'}: {' '.join(lines[:2]).rstrip(' .:')}: "
+            "check the name, the network and the disk, then run again; what is downloaded is kept"
         ) from None
-    HFCheckpoint(target)
+    try:
+        HFCheckpoint(target)
+    except ValueError as e:
+        raise ValueError(
+            f"{e}; the hub's {model.path} is so at commit {commit}: set model.revision to another, or remove "
+            f"{target.parent} to begin anew at {model.revision or 'main'}"
+        ) from None
+    shutil.rmtree(target / ".cache" / "huggingface", ignore_errors=True)  # the client's records and half files
     return target
 
 
