@@ -6,7 +6,7 @@ and weight publication all call it, so they cannot disagree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,9 @@ class Codec(Protocol):
         """
 
     def decode(self, q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor: ...
+
+    def decode_stack(self, qs: Sequence[QuantTensor], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Tensors of one shape -> [B, ...], each exactly as `decode` gives it; many small ones cost one call."""
 
     def bundle_of(self, name: str) -> frozenset[str]:
         """All names that must be encoded together with `name`, itself included."""

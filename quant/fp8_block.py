@@ -10,7 +10,7 @@ nearest even. Decode: fp32(code) * s. The scale is stored as `weight_scale_inv`,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -77,6 +77,17 @@ class Fp8BlockCodec:
                 s = s.repeat_interleave(bn, 0)[: len(codes)].repeat_interleave(bk, 1)[:, :k]
             out[a : a + rows] = e4m3_to_float(codes) * s
         return out
+
+    def decode_stack(self, qs: Sequence[QuantTensor], dtype: torch.dtype = torch.float32) -> Tensor:
+        """[B, n, k] of B weights of one shape."""
+        n, k = qs[0].shape
+        if any(q.shape != (n, k) for q in qs):
+            raise ValueError(f"weights of shapes {sorted({q.shape for q in qs})} cannot be stacked")
+        if len(qs) * n * k > _BAND_ELEMENTS or self.scale_shape((n, k)) != (1, 1):
+            return torch.stack([self.decode(q, dtype) for q in qs])
+        scales = torch.stack([q.scales[SCALE_SUFFIX].to(torch.float32) for q in qs])  # [B, 1, 1]
+        codes = torch.stack([q.codes.view(torch.uint8) for q in qs]).view(torch.float8_e4m3fn)
+        return (e4m3_to_float(codes.view(-1, k)).view(codes.shape) * scales).to(dtype)
 
     def bundle_of(self, name: str) -> frozenset[str]:
         return frozenset((name,))

@@ -80,7 +80,7 @@ class DiskPublisher:
                 model_path=str(path), flush_cache=False, weight_version=str(version), keep_pause=True
             )
             servers.change(wire.UPDATE_FROM_DISK, request.to_json())
-            finish(servers, self._mode, version)
+            finish(servers, self._mode)
             if self._config.verify:
                 verify(servers, None)
             servers.ask(wire.CONTINUE, {})

@@ -28,7 +28,6 @@ from rollout.wire_control import (
     Outcome,
     PauseMode,
     UpdateFromTensor,
-    UpdateVersion,
     encode_safetensors,
     encode_sglang_pickle,
 )
@@ -183,7 +182,7 @@ class TensorPublisher:
             total += bucket.nbytes
             sent |= bucket.checksums
         servers.change(wire.END_UPDATE, {})
-        finish(servers, self._mode, version)
+        finish(servers, self._mode)
         if self._config.verify:
             verify(servers, sent if self._kind == "embedded" else None)
         return total
@@ -199,10 +198,8 @@ class TensorPublisher:
             yield _Bucket(payload, sum(t.tensor.nbytes for t in part), checksums)
 
 
-def finish(servers: ServerSet, mode: PauseMode, version: int) -> None:
-    """Set the version, and forget keys and values of the old weights. Paused in place, running requests keep theirs."""
-    body = UpdateVersion(new_version=str(version), abort_all_requests=False)
-    servers.change(wire.UPDATE_VERSION, body.to_json())
+def finish(servers: ServerSet, mode: PauseMode) -> None:
+    """Forget keys and values of the old weights. Paused in place, running requests keep theirs."""
     if mode is not PauseMode.IN_PLACE:
         servers.ask(wire.FLUSH_CACHE, {})
 

@@ -110,11 +110,14 @@ def _mlp(store: WeightStore, p: str, dtype: torch.dtype) -> MlpWeights:
 
 
 def _moe(store: WeightStore, p: str, dtype: torch.dtype) -> MoeWeights:
-    experts = [_mlp(store, f"{p}experts.{e}.", dtype) for e in range(store.arch.experts)]
+    gate, up, down = (
+        store.decoded_stack([f"{p}experts.{e}.{n}_proj.weight" for e in range(store.arch.experts)], dtype)
+        for n in ("gate", "up", "down")
+    )
     return MoeWeights(
         router=store.decoded(p + "gate.weight", torch.float32),
         bias=store.decoded(p + "gate.e_score_correction_bias", torch.float32),
-        gate_up=torch.stack([m.gate_up for m in experts]),
-        down=torch.stack([m.down for m in experts]),
+        gate_up=torch.cat([gate, up], 1),
+        down=down,
         shared=_mlp(store, p + "shared_experts.", dtype) if store.arch.shared_experts else None,
     )

@@ -7,7 +7,7 @@ The store keeps the tensors that came in, codes and scales included, so its chec
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -164,6 +164,15 @@ class WeightStore:
             assert self._codec is not None
             return self._codec.decode(value, torch.float32).to(dtype)
         return value.to(dtype)
+
+    def decoded_stack(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+        """[B, n, k] of B stored weights of one shape, each as `decoded` gives it."""
+        values = [self._stored[n] for n in names]
+        quantized = [v for v in values if isinstance(v, QuantTensor)]
+        if len(quantized) == len(values):
+            assert self._codec is not None
+            return self._codec.decode_stack(quantized, torch.float32).to(dtype)
+        return torch.stack([self.decoded(n, dtype) for n in names])
 
     def checksums(self) -> dict[str, str]:
         """Of every stored tensor, scales under their own names."""

@@ -195,3 +195,15 @@ def test_registry() -> None:
     with pytest.raises(ValueError, match="bf16"):
         Fp8BlockCodec(QuantSpec(format=QuantFormat.BF16))
     assert CODEC.bundle_of("a.weight") == {"a.weight"}
+
+
+def test_a_stack_decodes_as_its_members_do() -> None:
+    """The engine decodes its experts together; each must hold the values of its own codes. Shapes above a block too."""
+    codec = Fp8BlockCodec(QuantSpec(format=QuantFormat.FP8))
+    for shape in ((64, 128), (130, 200)):
+        ws = {f"w{i}": torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(5)}
+        qs = list(codec.encode(ws).values())
+        stack = codec.decode_stack(qs, torch.bfloat16)
+        assert torch.equal(stack, torch.stack([codec.decode(q, torch.bfloat16) for q in qs]))
+    with pytest.raises(ValueError, match="cannot be stacked"):
+        codec.decode_stack([qs[0], codec.encode({"x": torch.randn(4, 4)})["x"]])

@@ -72,7 +72,6 @@ def test_the_order_of_requests(mode: str) -> None:
             wire.BEGIN_UPDATE,
             wire.UPDATE_FROM_TENSOR,
             wire.END_UPDATE,
-            wire.UPDATE_VERSION,
             *flush,
             wire.CHECKSUM,
             wire.CONTINUE,
@@ -80,7 +79,7 @@ def test_the_order_of_requests(mode: str) -> None:
         bodies = dict(server.calls)
     assert bodies[wire.PAUSE] == {"mode": mode}
     assert bodies[wire.UPDATE_FROM_TENSOR]["flush_cache"] is False
-    assert bodies[wire.UPDATE_VERSION] == {"new_version": "1", "abort_all_requests": False}  # SGLang's default aborts
+    assert bodies[wire.UPDATE_FROM_TENSOR]["weight_version"] == "1"
 
 
 def test_encoding_comes_before_the_pause() -> None:
