@@ -50,7 +50,7 @@ def dequantized_bytes(hf: HFCheckpoint) -> int:
 
 
 def is_plain(hf: HFCheckpoint) -> bool:
-    """Nothing to dequantize. FP8 codes without `quantization_config` are not plain: `dequantize_checkpoint` refuses them."""
+    """Nothing to dequantize. FP8 codes without `quantization_config` are not: `dequantize_checkpoint` refuses them."""
     coded = any(hf.info(name).dtype is torch.float8_e4m3fn for name in hf.names())
     return not coded and QuantSpec.from_hf(hf.config) is None
 
