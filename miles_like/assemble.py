@@ -1,9 +1,14 @@
-"""The composition root: what the pipeline and the command line are made of, by their concrete names."""
+"""The composition root: what the pipeline and the command line are made of, by their concrete names.
+
+The heavy libraries (Ray, transformers, datasets, matplotlib, torch's checkpoint writer) are imported by what uses them,
+so that a dry run, a finished stage or a mistyped key does not wait for them.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +16,11 @@ from typing import Any
 from rich.console import Console
 
 from megatron_bridge.families.registry import family_of
-from megatron_bridge.stream_convert import convert_checkpoint
 from miles_like.config import RunConfig
 from miles_like.dequantize import dequantize_checkpoint
 from miles_like.hf_checkpoint import HFCheckpoint, write_hf
-from miles_like.make_checkpoint import make_checkpoint
 from miles_like.pipeline import Parts
 from miles_like.placement import plan_placement
-from miles_like.report import write_report
-from miles_like.train_stage import TrainStage
-from miles_like.workers import on_every_node, start_ray, stop_ray
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
 from rollout.servers import embedded_command, sglang_command
@@ -30,14 +30,22 @@ def pipeline_parts(config: RunConfig, console: Console, ray_address: str | None)
     """What the five stages need; Ray is started by the first stage that uses it."""
 
     def make(config: RunConfig, out: Path) -> None:
+        from miles_like.make_checkpoint import make_checkpoint
+        from miles_like.workers import start_ray
+
         start_ray(ray_address)
         make_checkpoint(config, out, console)
 
     def stage(work: Any) -> Sequence[Mapping[str, Any]]:
+        from miles_like.workers import on_every_node, start_ray
+
         start_ray(ray_address)
         return on_every_node(work)
 
     def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
+        from miles_like.train_stage import TrainStage
+        from miles_like.workers import start_ray
+
         start_ray(ray_address)
         TrainStage(config, run_dir, served, weights, console).run(resume)
 
@@ -45,7 +53,10 @@ def pipeline_parts(config: RunConfig, console: Console, ray_address: str | None)
 
 
 def shut_down() -> None:
-    stop_ray()
+    """End what `pipeline_parts` started in this process."""
+    workers = sys.modules.get("miles_like.workers")  # unless a stage needed it, Ray was never imported
+    if workers is not None:
+        workers.stop_ray()
 
 
 def shapes_bytes(config_json: Path) -> tuple[int, int]:
@@ -122,6 +133,8 @@ def quantize(hf_dir: Path, out_dir: Path, format: str) -> int:
 
 
 def convert(hf_dir: Path, out_dir: Path) -> None:
+    from megatron_bridge.stream_convert import convert_checkpoint
+
     convert_checkpoint(hf_dir, out_dir)
 
 
@@ -132,5 +145,7 @@ def serve(hf_dir: Path, *, host: str, port: int, threads: int) -> None:
 
 
 def report(run_dir: Path) -> Path:
+    from miles_like.report import write_report
+
     write_report(run_dir)
     return run_dir / "report.html"
