@@ -10,6 +10,7 @@ cannot be loaded. Format: torch.distributed.checkpoint 2.13, one `torch.save` ar
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -38,6 +39,7 @@ from megatron_bridge.families.registry import family_of
 from miles_like.hf_checkpoint import HFCheckpoint
 
 MIB = 1 << 20
+_MEND = "free some space and run again (what is converted is kept), or choose a directory on another disk"
 CONTENT_METADATA = {"singleton_local_shards": False}
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -85,7 +87,8 @@ def convert_to_megatron(
     """Write `out`, a new directory. `chunk_bytes` bounds one archive, `unit_bytes` what a kill can lose.
 
     Raises ValueError naming the tensor that is missing, unknown, of a wrong shape or dtype (before anything is written)
-    or not finite (`out` is then not made, nor anything kept), and where `out` exists.
+    or not finite (`out` is then not made, nor anything kept), and where `out` exists; OSError naming `out` when the
+    disk is full (what is whole is kept for the next try).
     """
     if out.exists():
         raise ValueError(f"{out} exists: convert into a new directory, or remove it")
@@ -103,10 +106,14 @@ def convert_to_megatron(
                 kept += 1
             else:
                 _write_unit(source, partial, number, chunks, proof)
+        _finish(partial, len(units), tensors)
     except ValueError:
         shutil.rmtree(partial)
         raise
-    _finish(partial, len(units), tensors)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(e.errno, f"disk full: {out} was not written; {_MEND}") from e
     _sync_directory(partial)
     partial.rename(out)
     _sync_directory(out.parent)
@@ -132,7 +139,10 @@ def _checked_places(source: HFCheckpoint, tensors: TensorMap) -> tuple[list[Plac
     for place in places:
         info = source.info(place.hf_name)
         if tuple(info.shape) != place.shape:
-            raise ValueError(f"tensor {place.hf_name!r} has shape {tuple(info.shape)}, config.json wants {place.shape}")
+            raise ValueError(
+                f"tensor {place.hf_name!r} has shape {tuple(info.shape)}, config.json wants {place.shape}: "
+                "correct config.json, or fetch the checkpoint it belongs to"
+            )
         wanted = tensors.dtype(place.entry)
         widens = place.entry.precision is Precision.FP32 and info.dtype is torch.bfloat16
         if info.dtype is not wanted and not widens:

@@ -14,7 +14,7 @@ from rich.console import Console
 from miles_like import assemble
 from miles_like.config import RunConfig
 from miles_like.config_io import dump_config, load_config
-from miles_like.pipeline import STAGES, plan_stages, run_stages
+from miles_like.pipeline import STAGES, Stage, parse_stages, plan_stages, run_stages
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 convert = typer.Typer(no_args_is_help=True, help="Checkpoints from one form to another.")
@@ -31,8 +31,18 @@ def one_sentence() -> Iterator[None]:
     except (ValueError, RuntimeError, OSError) as e:
         if os.environ.get("MILES_LIKE_TRACEBACK"):
             raise
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {' '.join(str(e).split())}", highlight=False)
+        console = Console(stderr=True, soft_wrap=True)
+        console.print("[bold red]error:[/]", end=" ")
+        console.print(sentence(e), markup=False, highlight=False)  # it may quote [brackets]
         raise typer.Exit(2) from None
+
+
+def sentence(error: Exception) -> str:
+    """What an exception says, on one line; of the system's errors the words and the file, not the number."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return " ".join(text.split())
 
 
 def pipeline(
@@ -54,7 +64,7 @@ def pipeline(
         config = load_config(config_path, overrides)
         parts = assemble.pipeline_parts(config, console, ray_address)
         planned = plan_stages(config, run_dir, parts, mode="resume" if resume else "fresh" if fresh else "auto")
-        selected = [s.strip() for s in stages.split(",") if s.strip()]
+        selected = parse_stages(stages)
         if dry_run:
             print_plan(console, config, planned, selected, run_dir)
             return
@@ -64,13 +74,15 @@ def pipeline(
             assemble.shut_down()
 
 
-def print_plan(console: Console, config: RunConfig, planned: list, selected: list[str], run_dir: Path) -> None:
+def print_plan(console: Console, config: RunConfig, planned: list[Stage], selected: list[str], run_dir: Path) -> None:
     """What each stage would do: state, directory, bytes; processes and commands; the resolved configuration."""
     for stage in planned:
         state = "not selected" if stage.name not in selected else stage.why_not_done()
-        size = "size known once fetched" if stage.size is None else f"{stage.size:,} bytes"
-        console.print(f"[bold]{stage.name:>10}[/]  {stage.what}")
-        console.print(f"{'':12}{size} -> {stage.directory}  [{state or 'complete, would be skipped'}]", markup=False)
+        unknown = "grows with the steps" if stage.name == "train" else "size known once fetched"
+        size = unknown if stage.size is None else f"{stage.size:,} bytes"
+        console.print(f"[bold]{stage.name:>10}[/]  {stage.what}", soft_wrap=True)
+        done = state or "complete, would be skipped"
+        console.print(f"{'':12}{size} -> {stage.directory}  [{done}]", markup=False, soft_wrap=True)
     console.print()
     for line in assemble.describe_processes(config, run_dir):
         console.print(line, markup=False, soft_wrap=True)

@@ -89,6 +89,7 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
             directory=cache / f"fetch-{key}",
             size=0 if Path(config.model.path).is_dir() else stored,
             run=lambda out, _: _fetch(config, out, parts),
+            listed=_not_hidden,
         )
     ]
 
@@ -128,14 +129,21 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
     return stages
 
 
+def parse_stages(text: str) -> list[str]:
+    """`fetch,train` as names. Raises ValueError for one that is no stage, or none at all."""
+    selected = [s.strip() for s in text.split(",") if s.strip()]
+    unknown = [s for s in selected if s not in STAGES]
+    if unknown or not selected:
+        what = f"no stage called {unknown[0]!r}" if unknown else "--stages names none"
+        raise ValueError(f"{what}; the stages are {', '.join(STAGES)}")
+    return selected
+
+
 def run_stages(stages: Sequence[Stage], selected: Sequence[str], console: Console, *, fresh: bool) -> None:
     """Run the selected stages in order; a stage that is whole is skipped unless `fresh`.
 
     Raises ValueError when a stage needs the output of one that is neither selected nor whole.
     """
-    unknown = [s for s in selected if s not in STAGES]
-    if unknown:
-        raise ValueError(f"no stage called {unknown[0]!r}; the stages are {', '.join(STAGES)}")
     done: dict[str, Output] = {}
     for stage in stages:
         why = stage.why_not_done()
@@ -145,12 +153,12 @@ def run_stages(stages: Sequence[Stage], selected: Sequence[str], console: Consol
             continue
         if why is None and not fresh:
             done[stage.name] = _output(stage)
-            console.print(f"[bold]{stage.name:>10}[/]  complete, skipped: {done[stage.name].root}")
+            console.print(f"[bold]{stage.name:>10}[/]  complete, skipped: {done[stage.name].root}", soft_wrap=True)
             continue
         missing = [s.name for s in stages[: stages.index(stage)] if s.name not in done]
         if missing:
             raise ValueError(f"stage {stage.name} needs {', '.join(missing)}: add to --stages {','.join(missing)}")
-        console.print(f"[bold]{stage.name:>10}[/]  {stage.what} ({'--fresh' if why is None else why})")
+        console.print(f"[bold]{stage.name:>10}[/]  {stage.what} ({'--fresh' if why is None else why})", soft_wrap=True)
         root = stage.run(stage.directory, done)
         write_marker(stage.directory, stage=stage.name, key=stage.key, root=root, files=stage.listed(root))
         done[stage.name] = _output(stage)
@@ -169,6 +177,11 @@ def _clear(directory: Path) -> Path:
 
 
 # fetch
+
+
+def _not_hidden(root: Path) -> list[Path]:
+    """A checkpoint's files without .git, .cache and the like: they would be hashed, and copied to every node."""
+    return [p for p in files_under(root) if not any(part.startswith(".") for part in p.relative_to(root).parts)]
 
 
 def _source_inputs(model: ModelConfig) -> dict[str, Any]:

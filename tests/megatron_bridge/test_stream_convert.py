@@ -3,11 +3,12 @@ refuse a damaged checkpoint rather than hand Megatron something that loads (Mega
 finiteness, nor that a vocabulary has the right size).
 
 The values and layouts are the weight round trip's law. Not covered: a kill between the last rename and the removal of
-the index files, real disks that are full, checkpoints larger than memory (memory is bounded by reading in chunks).
+the index files, checkpoints larger than memory (memory is bounded by reading in chunks).
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -193,6 +194,24 @@ def test_bad_checkpoint_is_refused_and_leaves_nothing(
     with pytest.raises(ValueError, match=named):
         convert_checkpoint(path, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_full_disk_is_named_and_what_is_whole_is_kept(
+    hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With free space again, the conversion goes on where the disk ended."""
+    write, calls = stream_convert._write_unit, iter(range(99))
+
+    def full_at_the_third(*args: Any) -> None:
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(*args)
+
+    monkeypatch.setattr(stream_convert, "_write_unit", full_at_the_third)
+    with pytest.raises(OSError, match=r"disk full: .*/out was not written; free some space .* run again"):
+        _convert(hf_dir, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert _convert(hf_dir, tmp_path / "out").units_kept == 2
 
 
 def test_existing_output_is_refused(hf_dir: Path, tmp_path: Path) -> None:

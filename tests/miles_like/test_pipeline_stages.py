@@ -125,3 +125,12 @@ def test_fp8_codes_without_a_quantization_config_are_not_taken_for_bf16(config: 
     with pytest.raises(ValueError, match=r"a\.weight: FP8 codes, but the model's config.json has no FP8 quantization"):
         go(cluster, coded, tmp_path / "runs" / "a")
     assert not cluster.ran
+
+
+def test_hidden_folders_of_a_checkpoint_are_not_staged(config: RunConfig, tmp_path: Path) -> None:
+    """A clone's .git holds every weight once more."""
+    (tmp_path / "model" / ".git").mkdir()
+    (tmp_path / "model" / ".git" / "pack").write_text("large")
+    go(Cluster(), config, tmp_path / "runs" / "a", stages="fetch,dequantize,convert,stage")
+    staged = {p.name for p in (tmp_path / "runs" / "cache").glob("stage-*/data/hf/**/*")}
+    assert "config.json" in staged and "pack" not in staged
