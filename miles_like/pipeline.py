@@ -7,8 +7,10 @@ whose marker fits is skipped, a changed input makes a new directory, and a half-
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -159,9 +161,29 @@ def run_stages(stages: Sequence[Stage], selected: Sequence[str], console: Consol
         if missing:
             raise ValueError(f"stage {stage.name} needs {', '.join(missing)}: add to --stages {','.join(missing)}")
         console.print(f"[bold]{stage.name:>10}[/]  {stage.what} ({'--fresh' if why is None else why})", soft_wrap=True)
-        root = stage.run(stage.directory, done)
-        write_marker(stage.directory, stage=stage.name, key=stage.key, root=root, files=stage.listed(root))
+        with _alone(stage, console):
+            if fresh or stage.why_not_done() is not None:  # another command may just have made it
+                root = stage.run(stage.directory, done)
+                write_marker(stage.directory, stage=stage.name, key=stage.key, root=root, files=stage.listed(root))
         done[stage.name] = _output(stage)
+
+
+@contextlib.contextmanager
+def _alone(stage: Stage, console: Console) -> Iterator[None]:
+    """No other command writes the stage's directory meanwhile. The lock goes with the process, however it ends.
+
+    A stage that another command is making is waited for; a run directory in use is a ValueError.
+    """
+    stage.directory.parent.mkdir(parents=True, exist_ok=True)
+    with stage.directory.with_name(f".{stage.directory.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if stage.name == "train":
+                raise ValueError(f"another command is running in {stage.directory}: choose another --run-dir") from None
+            console.print(f"{'':12}another command is making it: waiting", soft_wrap=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _output(stage: Stage) -> Output:

@@ -5,7 +5,10 @@ Not covered: what the stages do (tests/e2e), downloads, staging over several nod
 
 from __future__ import annotations
 
+import fcntl
 import io
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,7 @@ class Cluster:
     def parts(self) -> Parts:
         def convert(source: Path, out: Path) -> None:
             self.ran.append("convert")
+            time.sleep(0.2)  # long enough for another command to come by
             out.mkdir(parents=True)
             (out / "half").write_text("half")
             if self.break_convert:
@@ -134,3 +138,24 @@ def test_hidden_folders_of_a_checkpoint_are_not_staged(config: RunConfig, tmp_pa
     go(Cluster(), config, tmp_path / "runs" / "a", stages="fetch,dequantize,convert,stage")
     staged = {p.name for p in (tmp_path / "runs" / "cache").glob("stage-*/data/hf/**/*")}
     assert "config.json" in staged and "pack" not in staged
+
+
+def test_two_commands_do_not_write_one_directory(config: RunConfig, tmp_path: Path) -> None:
+    """Runs side by side share the cache: the second waits for what the first is making, and takes it as it is.
+
+    Seen before there was a lock: "data.partial: Directory not empty". Not covered: file systems without flock.
+    """
+    runs, cluster = tmp_path / "runs", Cluster()
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(lambda name: go(cluster, config, runs / name), ("a", "b")))
+    assert sorted(cluster.ran) == ["convert", "train", "train"], said
+
+
+def test_a_run_directory_in_use_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    with (runs / ".a.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"another command is running in .*/a: choose another --run-dir"):
+            go(Cluster(), config, runs / "a")
+    go(Cluster(), config, runs / "a")
