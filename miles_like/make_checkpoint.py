@@ -32,7 +32,7 @@ from quant.spec import QuantFormat, QuantSpec
 
 
 def make_checkpoint(config: RunConfig, out: Path, console: Console) -> None:
-    """Write the checkpoint that `config.model.make` describes to `out`. Raises ValueError when the target is missed."""
+    """Write the checkpoint that `config.model.make` describes to `out`. A missed target is printed."""
     make = config.model.make
     assert make is not None
     hf_config = json.loads(Path(make.config).read_text(encoding="utf-8"))

@@ -189,6 +189,7 @@ class Handlers:
             "max_total_num_tokens": engine.cache.pages * engine.cache.page,
             "enable_return_routed_experts": True,
             "started_ts": self.started,
+            "weight_version": engine.version,  # of now, not of the command line
             "internal_states": [state],
             "version": "embedded",
         }

@@ -269,6 +269,7 @@ def test_weight_update_session(http: httpx.Client, path: Path) -> None:
     spans = meta["weight_versions"]
     assert [s["version"] for s in spans] == ["0", "12"] and spans[0]["end"] == spans[1]["start"] > 0
     assert meta["weight_version"] == "12" == http.get("/model_info").json()["weight_version"]
+    assert http.get("/server_info").json()["weight_version"] == "12"
     assert generate(http, A, LONG)["output_ids"] != before
     sums = http.get("/weights_checker").json()
     assert sums["ranks"][0]["checksums"] == {n: tensor_checksum(n, t) for n, t in other.items()}
