@@ -129,8 +129,11 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, row: Mapping[str, Any], i:
             have = ", ".join(sorted(row))
             raise ValueError(f"{path} has no column {key!r}; it has {have}: set data.prompt_key and data.answer_key")
     question, answer = row[config.prompt_key], row[config.answer_key]
-    if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"{where}: the prompt ({config.prompt_key}) is {question!r}, want text")
+    messages = _messages(question)
+    if not messages or (config.template == "plain" and not isinstance(question, str)):
+        want = 'text, or with data.template = "chat" a list of messages'
+        raise ValueError(f"{where}: the prompt ({config.prompt_key}) is {question!r}, want {want}")
+    question = messages[-1]["content"]
     if answer is None or not str(answer).strip():
         raise ValueError(
             f"{where}: the prompt {question[:60]!r} has no answer ({config.answer_key}): it cannot be scored"
@@ -138,8 +141,8 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, row: Mapping[str, Any], i:
     asked = question + config.instruction
     text = asked
     if config.template == "chat":
-        message = [{"role": "user", "content": asked}]
-        text = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+        messages[-1]["content"] = asked
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     ids = tuple(tokenizer.encode(text, add_special_tokens=False))  # a template writes its own special tokens
     if len(ids) > config.max_prompt_tokens:
         raise ValueError(
@@ -147,7 +150,7 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, row: Mapping[str, Any], i:
             "raise it, or take the row out"
         )
     given = row.get(config.id_key)
-    name = str(given) if given is not None else hashlib.sha256(f"{asked}\0{answer}".encode()).hexdigest()[:16]
+    name = str(given) if given is not None else hashlib.sha256(f"{text}\0{answer}".encode()).hexdigest()[:16]
     used = {config.prompt_key, config.answer_key, config.id_key, "source"}
     return Prompt(
         id=name,
@@ -157,6 +160,19 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, row: Mapping[str, Any], i:
         source=str(row.get("source") or ""),
         meta={k: str(v) for k, v in row.items() if k not in used and v is not None},
     )
+
+
+def _messages(prompt: Any) -> list[dict[str, str]]:
+    """A prompt as chat messages: itself when it is a list of them (DAPO's sets), one of the user when it is text.
+
+    Empty when it is neither, or without text.
+    """
+    found = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(found, list):
+        return []
+    out = [{"role": m.get("role"), "content": m.get("content")} for m in found if isinstance(m, dict)]
+    whole = len(out) == len(found) and all(isinstance(v, str) and v.strip() for m in out for v in m.values())
+    return out if whole else []
 
 
 def _check_ids(prompts: Sequence[Prompt], path: str) -> None:

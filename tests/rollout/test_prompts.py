@@ -73,7 +73,7 @@ def test_no_special_token_is_put_in_front(file: str) -> None:
 
 def test_the_shipped_files_read() -> None:
     """The tiny task's own files, and GSM8K's rows as they are published ('#### 72' is the reward's business)."""
-    for name in ("train", "eval"):
+    for name in ("train", "heldout"):
         prompts = source(str(TINY / f"{name}.jsonl")).all()
         assert len(prompts) >= 500 and prompts[0].text.endswith("=")
     gsm8k = source(str(TINY / "gsm8k_train.jsonl"), prompt_key="question", instruction="\nAnswer:").all()
@@ -85,6 +85,19 @@ def test_chat_template_and_instruction(file: str) -> None:
     """The instruction belongs to the user's message, before the template's own words."""
     p = source(file, template="chat", instruction=" Think.").all()[0]
     assert p.text == "user: 0+1= Think.\nassistant: "
+
+
+def test_a_prompt_may_be_a_list_of_messages(tmp_path: Path) -> None:
+    """As in DAPO's sets. One message of the user is the same as its text; the instruction goes after the last."""
+    user = {"role": "user", "content": "1+1="}
+    rows = [{"prompt": p, "answer": "2"} for p in ([user], [{"role": "system", "content": "Count."}, user])]
+    plain = write(tmp_path / "plain.jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    listed = write(tmp_path / "listed.jsonl", rows)
+    one, two = source(listed, template="chat", instruction=" ?").all()
+    assert one == source(plain, template="chat", instruction=" ?").all()[0]
+    assert "Count." in two.text and "1+1= ?" in two.text and one.id != two.id
+    with pytest.raises(ValueError, match=r'row 0: .* want text, or with data.template = "chat" a list of messages'):
+        source(listed)
 
 
 def test_ids_are_given_or_of_the_content(tmp_path: Path) -> None:
