@@ -1,5 +1,6 @@
 # Each target does all the set-up it needs: a virtual environment in .venv, the pinned packages, the project itself.
 PYTHON ?= python3
+TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -21,11 +22,11 @@ lint: $(STAMP)
 benchmarks: $(STAMP)
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
 
-# torch first and alone: its CPU build satisfies the pin of everything that follows
+# torch first and alone, so that what follows finds its pin satisfied; make TORCH='...' chooses another build of it
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.11 ...") if v < (3, 11) else None'
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 

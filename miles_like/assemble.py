@@ -91,10 +91,15 @@ def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
     ]
     for node in range(plan.nodes):
         ranks = [s.index for s in plan.of("trainer") if s.node == node]
-        servers = [f"{s.index} (part {s.node_rank + 1} of {s.nnodes})" for s in plan.of("rollout") if s.node == node]
+        servers = [
+            str(s.index) if s.nnodes == 1 else f"{s.index} (part {s.node_rank + 1} of {s.nnodes})"
+            for s in plan.of("rollout")
+            if s.node == node
+        ]
         trainer = f"trainer ranks {ranks[0]}-{ranks[-1]}" if ranks else "no trainer rank"
         lines.append(f"node {node}: {trainer}; rollout server {', '.join(servers) or 'none'}")
-    model = run_dir.parent / "cache" / "stage-..." / "data" / "hf"
+    stage = config.cluster.stage_dir
+    model = (Path(stage) / "stage-..." if stage else run_dir.parent / "cache" / "stage-..." / "data") / "hf"
     for s in plan.of("rollout"):
         port = (config.rollout.port or 30000) + s.index
         if config.rollout.engine == "embedded":
@@ -127,7 +132,7 @@ def quantize(hf_dir: Path, out_dir: Path, format: str) -> int:
     known = [f.value for f in QuantFormat if f is not QuantFormat.BF16]
     if format not in known:
         raise ValueError(f"--format {format!r}: this version writes {', '.join(known)}")
-    hf, spec = HFCheckpoint(hf_dir), QuantSpec(format=QuantFormat(format))
+    hf, spec = unquantized(hf_dir), QuantSpec(format=QuantFormat(format))
     config = hf.config | {"quantization_config": spec.to_hf()}
     return write_hf(out_dir, quantize_stream(hf.stream(), spec), config, copy_from=hf_dir)
 
@@ -135,13 +140,24 @@ def quantize(hf_dir: Path, out_dir: Path, format: str) -> int:
 def convert(hf_dir: Path, out_dir: Path) -> None:
     from megatron_bridge.stream_convert import convert_checkpoint
 
+    unquantized(hf_dir)
     convert_checkpoint(hf_dir, out_dir)
 
 
-def serve(hf_dir: Path, *, host: str, port: int, threads: int) -> None:
-    from rollout.embedded.server import main
+def unquantized(hf_dir: Path) -> HFCheckpoint:
+    """Raises ValueError for a directory that is quantized already."""
+    hf = HFCheckpoint(hf_dir)
+    if "quantization_config" in hf.config:
+        raise ValueError(f"{hf_dir} is quantized: make it BF16 first (miles-like dequantize {hf_dir} OUT_DIR)")
+    return hf
 
-    main(["--model-path", str(hf_dir), "--host", host, "--port", str(port), "--threads", str(threads)])
+
+def serve(hf_dir: Path, *, host: str, port: int, threads: int) -> None:
+    """Blocks until the server is told to stop. Raises ValueError when it cannot start."""
+    from rollout.embedded import server
+
+    arguments = ["--model-path", str(hf_dir), "--host", host, "--port", str(port), "--threads", str(threads)]
+    server.serve(server.parse(arguments))
 
 
 def report(run_dir: Path) -> Path:

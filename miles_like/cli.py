@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -24,13 +24,14 @@ SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help
 
 
 @contextlib.contextmanager
-def one_sentence() -> Iterator[None]:
-    """A user's mistake or a dead part as one sentence and a non-zero exit, not as a traceback."""
+def one_sentence(logs: Path | None = None) -> Iterator[None]:
+    """A user's mistake or a dead part as one sentence and a non-zero exit; the traceback goes into `logs`, if there."""
     try:
         yield
     except (ValueError, RuntimeError, OSError) as e:
-        if os.environ.get("MILES_LIKE_TRACEBACK"):
-            raise
+        if logs is not None and logs.is_dir():
+            with (logs / "driver.log").open("a", encoding="utf-8") as log:
+                traceback.print_exc(file=log)
         console = Console(stderr=True, soft_wrap=True)
         console.print("[bold red]error:[/]", end=" ")
         console.print(sentence(e), markup=False, highlight=False)  # it may quote [brackets]
@@ -58,7 +59,7 @@ def pipeline(
 ) -> None:
     """Run (or with `dry_run` only print) the selected stages of a configuration."""
     console = Console()
-    with one_sentence():
+    with one_sentence(run_dir / "logs"):
         if resume and fresh:
             raise ValueError("--resume continues a run and --fresh throws it away: give one of the two")
         config = load_config(config_path, overrides)

@@ -55,7 +55,7 @@ class TrainStage:
         self.hf = HFCheckpoint(served)
         self.family: Family = family_of(self.hf.config)
         self.spec = served_spec(config, self.hf)
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(served)
+        self.tokenizer = _tokenizer(served)
         self.plan = plan_placement(config.cluster, config.parallel, config.rollout)
         self.tokens_total = 0
 
@@ -266,6 +266,13 @@ class TrainStage:
             tokens_total=self.tokens_total,
         )
         run_state.save(self.checkpoints, state, keep=self.config.checkpoint.keep)
+
+
+def _tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        raise ValueError(f"{directory} has no tokenizer files: put the model's tokenizer.json beside its weights")
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+    return tokenizer
 
 
 class _Bar:

@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,14 +45,22 @@ def start_ray(address: str | None) -> None:
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is None:
         ray.init(address="local", include_dashboard=False, object_store_memory=512 << 20, **quiet)
+        _end_in_order_on_sigterm()
         return
     _check_answers(address)
     try:
         ray.init(address=address, **quiet)
+        _end_in_order_on_sigterm()
     except (ConnectionError, RuntimeError) as e:
         raise ValueError(
             f"no Ray cluster answers at {address}: start one with `ray start --head`, or leave it out"
         ) from e
+
+
+def _end_in_order_on_sigterm() -> None:
+    """As Ctrl-C does: servers are stopped and files closed. Ray's own handler, which it has just set, aborts."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def _check_answers(address: str) -> None:
@@ -285,7 +295,8 @@ def _get(ref: ray.ObjectRef, who: str) -> Any:
 def _said(error: RayError) -> str:
     """The one sentence a user needs of a remote failure; the traceback is in the actor's log."""
     if isinstance(error, RayTaskError):
-        return str(error.cause) if isinstance(error.cause, (ValueError, RuntimeError)) else repr(error.cause)
+        known = isinstance(error.cause, ValueError | RuntimeError | OSError)
+        return str(error.cause) if known else repr(error.cause)
     if isinstance(error, RayActorError):
         return "a worker process died (killed, or out of memory): see logs/ in the run directory, then run again"
     return str(error)

@@ -117,7 +117,7 @@ class GenerateRequest:
         """Read a request as SGLang does: unknown top-level keys are ignored, unknown sampling keys are a ValueError."""
         raw = body.get("input_ids")
         if not isinstance(raw, list) or not raw:
-            raise ValueError(f"{GENERATE}: input_ids is missing or empty: this server takes token ids, not text")
+            raise ValueError(f"{GENERATE}: input_ids is missing or empty: prompts are token ids here, not text")
         if body.get("stream"):
             raise ValueError(f"{GENERATE}: stream = true is not served: ask for whole replies")
         single = isinstance(raw[0], int)

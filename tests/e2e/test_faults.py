@@ -118,6 +118,21 @@ def test_a_trainer_rank_is_killed(tmp_path: Path) -> None:
     assert not (run_dir / ".complete.json").exists()
 
 
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_the_driver_is_told_to_stop(tmp_path: Path, how: signal.Signals) -> None:
+    """A batch system's SIGTERM and a person's Ctrl-C: no server, rank or Ray process stays behind."""
+    run_dir = tmp_path / "run"
+    with started(run_dir) as process:
+        in_mid_run(process, run_dir)
+        family = descendants(process)
+        process.send_signal(how)
+        process.communicate(timeout=90)
+        _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive, [p.cmdline() for p in alive]
+    assert process.returncode == 128 + how
+    assert not (run_dir / ".complete.json").exists()
+
+
 def test_a_port_in_use_is_said_with_its_number(tmp_path: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

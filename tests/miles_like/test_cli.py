@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from miles_like.cli import app, one_sentence, pipeline, sentence
+from miles_like.hf_checkpoint import HFCheckpoint, write_hf
 
 
 def test_of_a_system_error_the_file_and_the_words_are_said() -> None:
@@ -40,3 +43,37 @@ def test_a_dry_run_refuses_what_the_run_would(
 def test_a_command_ends_with_status_2(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["dequantize", str(tmp_path / "none"), str(tmp_path / "out")])
     assert done.exit_code == 2 and "config.json is missing" in done.stderr
+
+
+def test_the_traceback_is_kept_where_the_run_keeps_its_logs(tmp_path: Path) -> None:
+    """One sentence is for the user; whoever mends the program needs the rest."""
+    with pytest.raises(typer.Exit), one_sentence(tmp_path):
+        raise ValueError("no such thing")
+    assert "ValueError: no such thing" in (tmp_path / "driver.log").read_text()
+
+
+def test_what_is_quantized_is_neither_quantized_again_nor_converted(tmp_path: Path) -> None:
+    """Its scales would be taken for unknown tensors; the remedy is another command."""
+    hf, once = tmp_path / "hf", tmp_path / "once"
+    write_hf(hf, [("model.layers.0.mlp.up_proj.weight", torch.ones(4, 4, dtype=torch.bfloat16))], {"a": 1})
+    run = CliRunner()
+    assert run.invoke(app, ["quantize", str(hf), str(once), "--format", "fp8"]).exit_code == 0
+    for command in (
+        ["quantize", str(once), str(tmp_path / "x")],
+        ["convert", "to-megatron", str(once), str(tmp_path / "y")],
+    ):
+        done = run.invoke(app, command)
+        assert done.exit_code == 2 and "make it BF16 first" in done.stderr
+    assert run.invoke(app, ["dequantize", str(once), str(tmp_path / "back")]).exit_code == 0
+    assert torch.equal(
+        HFCheckpoint(tmp_path / "back").read("model.layers.0.mlp.up_proj.weight"),
+        torch.ones(4, 4, dtype=torch.bfloat16),
+    )
+
+
+def test_serving_on_a_used_port_is_an_error(tmp_path: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        done = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", str(s.getsockname()[1])])
+    assert done.exit_code == 2 and "cannot listen on" in done.stderr
