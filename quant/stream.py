@@ -8,6 +8,7 @@ most `held_bytes`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -158,7 +159,8 @@ class _Pairs:
                 f"{name}{SCALE_SUFFIX}: {scale.dtype} {tuple(scale.shape)}; a weight {tuple(codes.shape)} in blocks of "
                 f"{self.codec.block} has float32 {want}: is weight_block_size in config.json right?"
             )
-        if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
+        low, high = (x.item() for x in torch.aminmax(scale))  # either is NaN when one scale is
+        if not (low >= 0 and high < math.inf):
             raise ValueError(f"{name}{SCALE_SUFFIX}: scales must be finite, not negative: fetch the checkpoint again")
         if codes.numel() and int((codes.view(torch.uint8) & 0x7F).max()) == 0x7F:
             raise ValueError(f"{name}: codes that are NaN: fetch the checkpoint again")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import orjson
 import torch
 
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, VersionSpan
@@ -30,6 +30,8 @@ from rollout.wire_control import (
     error_message,
 )
 from routing_replay.trace import RoutingTrace
+
+_JSON = {"content-type": "application/json"}
 
 
 class RolloutError(RuntimeError):
@@ -77,7 +79,7 @@ def read_json(response: httpx.Response, *, url: str, endpoint: str, log: Path | 
         look = f"; see the end of {log}" if log else ""
         raise RolloutError(f"server {url} refused {endpoint}: {text}{look}")
     try:
-        return json.loads(response.content) if response.content else None
+        return orjson.loads(response.content) if response.content else None
     except ValueError as e:
         raise RolloutError(f"server {url} answered {endpoint} with no JSON ({e}): is it an SGLang server?") from None
 
@@ -278,7 +280,8 @@ class SGLangClient:
         try:
             # httpx limits each read, not their sum: a server that trickles would never time out.
             async with asyncio.timeout(self._timeout_s):
-                response = await self._http.request(method, endpoint, json=body)
+                content = None if body is None else orjson.dumps(body)
+                response = await self._http.request(method, endpoint, content=content, headers=_JSON)
         except TimeoutError:
             error = httpx.ReadTimeout("too slow")
             raise failure(error, url=self.url, endpoint=endpoint, timeout_s=self._timeout_s, log=self._log) from None

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import httpx
+import orjson
 
 from miles_like.types import NamedTensor, PublishReport
 from quant.spec import QuantSpec
@@ -32,6 +33,8 @@ from rollout.wire_control import (
     encode_sglang_pickle,
 )
 
+_JSON = {"content-type": "application/json"}
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -39,7 +42,7 @@ T = TypeVar("T")
 class _Bucket(NamedTuple):
     payload: tuple[str, ...]
     nbytes: int  # of the tensors
-    checksums: dict[str, str]  # empty where the servers' cannot be compared with them
+    checksums: Future[dict[str, str]]  # empty where the servers' cannot be compared with them
 
 
 class ServerSet:
@@ -59,9 +62,11 @@ class ServerSet:
     def ask(self, endpoint: str, body: wire.Json) -> list[Any]:
         """POST to all; their bodies in order of `urls`. Raises RolloutError with a sentence of each that failed."""
 
+        content = orjson.dumps(body)  # once for all servers: weights are most of it
+
         def one(url: str) -> Any:
             try:
-                response = self._http.post(url + endpoint, json=body)
+                response = self._http.post(url + endpoint, content=content, headers=_JSON)
             except httpx.HTTPError as e:
                 raise failure(e, url=url, endpoint=endpoint, timeout_s=self._timeout_s, log=None) from e
             if endpoint == wire.FLUSH_CACHE and response.status_code < 400:
@@ -131,6 +136,7 @@ class TensorPublisher:
         self._tp_size = tp_size
         self._timeout_s = timeout_s
         self._hold_bytes = hold_bytes
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="checksums")
 
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:
         """Collective over the trainer's ranks. Raises ValueError (weights that cannot be encoded) or RuntimeError."""
@@ -169,7 +175,7 @@ class TensorPublisher:
         return total, time.perf_counter() - began
 
     def _update(self, servers: ServerSet, buckets: Iterator[_Bucket], version: int) -> int:
-        total, sent = 0, dict[str, str]()
+        total, hashed = 0, list[Future[dict[str, str]]]()
         servers.change(wire.BEGIN_UPDATE, {"selector": "all"})
         for bucket, last in _with_last(buckets):
             request = UpdateFromTensor(
@@ -180,10 +186,11 @@ class TensorPublisher:
             )
             servers.change(wire.UPDATE_FROM_TENSOR, request.to_json())
             total += bucket.nbytes
-            sent |= bucket.checksums
+            hashed.append(bucket.checksums)
         servers.change(wire.END_UPDATE, {})
         finish(servers, self._mode)
         if self._config.verify:
+            sent = {name: h for f in hashed for name, h in f.result().items()}
             verify(servers, sent if self._kind == "embedded" else None)
         return total
 
@@ -194,8 +201,13 @@ class TensorPublisher:
                 payload: tuple[str, ...] = (encode_safetensors(part),)
             else:
                 payload = encode_sglang_pickle(part, self._tp_size)
-            checksums = {t.name: tensor_checksum(t.name, t.tensor) for t in part} if hashed else {}
+            # hashed beside the sending: it takes its time and needs no interpreter
+            checksums = self._hashing.submit(_checksums, part if hashed else [])
             yield _Bucket(payload, sum(t.tensor.nbytes for t in part), checksums)
+
+
+def _checksums(tensors: Sequence[NamedTensor]) -> dict[str, str]:
+    return {t.name: tensor_checksum(t.name, t.tensor) for t in tensors}
 
 
 def finish(servers: ServerSet, mode: PauseMode) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import socket
 import sys
 import time
@@ -18,6 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+import orjson
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 def _json(body: object, status: int = 200) -> Response:
-    return Response(json.dumps(body, separators=(",", ":")), status, media_type="application/json")
+    return Response(orjson.dumps(body), status, media_type="application/json")
 
 
 def _error(message: str, status: int = 400) -> Response:
@@ -60,7 +60,7 @@ def _error(message: str, status: int = 400) -> Response:
 async def _body(request: Request) -> Json:
     raw = await request.body()
     try:
-        body = json.loads(raw) if raw else {}
+        body = orjson.loads(raw) if raw else {}
     except ValueError as e:
         raise ValueError(f"the request is not JSON: {e}") from None
     if not isinstance(body, dict):
