@@ -58,7 +58,7 @@ class _Slot:
     entry_index: int
     layer: int | None
     local_expert: int | None
-    tensor: Tensor | None  # this rank's shard; None where another stage owns it
+    tensor: Tensor | None  # this rank's shard, the parameter itself; None where another stage owns it
 
 
 def export_hf(
@@ -78,15 +78,36 @@ def export_hf(
     Raises ValueError for a parameter that the family's table does not know, and AssertionError where the stages
     together do not hold every tensor of the model.
     """
-    tensors = family.bind(hf_config)
-    exporter = _Exporter(tensors, parallel)
-    slots = sorted(_all_slots(model_chunks, tensors, parallel), key=exporter.key)
-    covered = sum(exporter.copies(slot) * len(exporter.entry(slot).hf) for slot in slots)
-    expected = sum(1 for _ in tensors.places())
-    assert covered == expected, f"the model's stages hold {covered} tensors, the config has {expected}"
-    for _, group in groupby(slots, key=exporter.key):
-        for bucket in exporter.buckets(group, bucket_bytes):
-            yield from exporter.export(bucket)
+    return ExportPlan(model_chunks, family, hf_config, parallel, bucket_bytes=bucket_bytes).export()
+
+
+class ExportPlan:
+    """Which parameters travel together, found once for a model that is exported after every step. Collective to make,
+    with pipeline stages. Arguments and errors as of `export_hf`."""
+
+    def __init__(
+        self,
+        model_chunks: Sequence[torch.nn.Module],
+        family: Family,
+        hf_config: HFConfig,
+        parallel: ExportGroups,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        tensors = family.bind(hf_config)
+        self._exporter = exporter = _Exporter(tensors, parallel)
+        slots = sorted(_all_slots(model_chunks, tensors, parallel), key=exporter.key)
+        covered = sum(exporter.copies(slot) * len(exporter.entry(slot).hf) for slot in slots)
+        expected = sum(1 for _ in tensors.places())
+        assert covered == expected, f"the model's stages hold {covered} tensors, the config has {expected}"
+        self._buckets = [
+            bucket for _, group in groupby(slots, key=exporter.key) for bucket in exporter.buckets(group, bucket_bytes)
+        ]
+
+    def export(self) -> Iterator[NamedTensor]:
+        """The stream, from the parameters' values now. Draining it is collective."""
+        for bucket in self._buckets:
+            yield from self._exporter.export(bucket)
 
 
 def _all_slots(chunks: Sequence[torch.nn.Module], tensors: TensorMap, parallel: ExportGroups) -> list[_Slot]:
@@ -125,7 +146,7 @@ def _local_slots(chunk: torch.nn.Module, tensors: TensorMap, stage: int) -> Iter
             entry_index=indexes[id(place.entry)],
             layer=place.layer,
             local_expert=int(expert[1]) if expert else None,
-            tensor=value.detach(),
+            tensor=value,
         )
 
 
@@ -183,7 +204,7 @@ class _Exporter:
         """Whole tensors of a bucket of this rank's stage, in the order of the names."""
         first = self.entry(bucket[0])
         dtype = self.tensors.dtype(first)
-        shards = [slot.tensor.to(dtype) for slot in bucket if slot.tensor is not None]
+        shards = [slot.tensor.detach().to(dtype) for slot in bucket if slot.tensor is not None]
         ranks = [shards]
         if first.per_expert:
             ranks = self._all_gather(ranks, self.parallel.etp_group)

@@ -17,7 +17,7 @@ _ENV = init_device()  # before anything below imports megatron
 from megatron_bridge.checkpoint import load_checkpoint, load_weights, save_checkpoint  # noqa: E402
 from megatron_bridge.config import TrainerConfig  # noqa: E402
 from megatron_bridge.families.registry import family_of  # noqa: E402
-from megatron_bridge.hf_export import export_hf  # noqa: E402
+from megatron_bridge.hf_export import ExportPlan  # noqa: E402
 from megatron_bridge.model import build_model, unwrap  # noqa: E402
 from megatron_bridge.optimizer import NonFiniteGradient, apply_gradients, build_optimizer, learning_rate  # noqa: E402
 from megatron_bridge.parallel import check_layout, close_parallel, init_parallel  # noqa: E402
@@ -79,6 +79,7 @@ class MegatronTrainer:
         replay = RoutingReplay(self.chunks, mode=config.replay.mode, recompute=config.recompute == "full")
         self._step = Step(self.chunks, tf, self.parallel, replay, loss, _ENV.device)
         self.steps_done = 0
+        self._export: ExportPlan | None = None
 
     @property
     def dp_rank(self) -> int:
@@ -109,7 +110,9 @@ class MegatronTrainer:
 
     def export(self) -> Iterator[NamedTensor]:
         """The weights as whole Hugging Face tensors, one at a time. Draining it is collective."""
-        return export_hf(self.chunks, self.family, self.hf, self.parallel)
+        if self._export is None:
+            self._export = ExportPlan(self.chunks, self.family, self.hf, self.parallel)
+        return self._export.export()
 
     def load_weights(self, path: Path) -> None:
         """Weights from a converted `torch_dist` directory; the optimizer starts anew."""

@@ -133,7 +133,10 @@ class Fp8BlockCodec:
         nb, kb = self.scale_shape((n, k))
         # a weight smaller than a block is a block of its own; else zeros, which cannot raise an amax, fill the last one
         bn, bk = min(self.block[0], n), min(self.block[1], k)
-        x = F.pad(w.to(torch.float32), (0, kb * bk - k, 0, nb * bn - n)).view(b, nb, bn, kb, bk)
+        x = w.to(torch.float32)
+        if (nb * bn, kb * bk) != (n, k):
+            x = F.pad(x, (0, kb * bk - k, 0, nb * bn - n))
+        x = x.view(b, nb, bn, kb, bk)
         amax = x.abs().amax(4).amax(2)  # [B, nb, kb]; one axis at a time is 20 times faster
         scales = amax.clamp(min=ZERO_BLOCK_AMAX) / E4M3_MAX
         q = (x / scales[:, :, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
