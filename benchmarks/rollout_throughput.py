@@ -246,10 +246,10 @@ def main() -> int:
     transformers_logging.disable_progress_bar()
     works = {
         "equal": equal_work(64, 16 if args.quick else 32),
-        "long_tail": long_tailed_work(32, 12, 64) if args.quick else long_tailed_work(64, 24, 256),
+        "long_tail": long_tailed_work(32, 12, 64) if args.quick else long_tailed_work(64, 16, 128),
     }
     with tempfile.TemporaryDirectory() as path:
-        seconds = measure(works, 3 if args.quick else 5, args.threads, Path(path))
+        seconds = measure(works, 3, args.threads, Path(path))
     return 0 if report(works, seconds, args.threads) else 1
 
 
