@@ -45,7 +45,8 @@ def test_an_impossible_layout_is_refused_with_numbers(layout: dict[str, int], wo
 def test_a_possible_layout_passes(layout: dict[str, int]) -> None:
     """The checks must not refuse what works."""
     config = ParallelConfig(**layout)
-    check_layout(config, world_size=config.world_size, **MODEL)
+    refused = check_layout(config, world_size=config.world_size, **MODEL)  # raises when it refuses
+    assert refused is None
 
 
 def test_the_rate_rises_linearly_and_stays() -> None:
