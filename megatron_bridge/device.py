@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._device
 
 _CPU = torch.device("cpu")
 
@@ -313,6 +314,9 @@ def init_device() -> DeviceEnv:
     if cuda:
         importlib.import_module("megatron.core")
     else:
+        # torch remembers at first use which functions `with torch.device(...)` acts on: it must see the stock ones,
+        # which the shims call, or models built under such a context (transformers' loading) come out unfilled
+        torch.utils._device._device_constructors()
         for shim in TORCH_SHIMS:
             shim.install()
         with _eager_fuser():

@@ -8,34 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ray.cluster_utils import Cluster
 
-ROOT = Path(__file__).parents[2]
-SMALL = (
-    *("--set", "model.make.max_steps=0"),
-    *("--set", "train.steps=1"),
-    *("--set", "train.groups_per_step=4"),
-    *("--set", "train.samples_per_group=4"),
-    *("--set", "eval.max_prompts=4"),
-    *("--set", "rollout.embedded.threads=1"),
-)
+from tests.e2e.conftest import ROOT, SMALL, Run
 
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "run_deepseek.py"), *arguments]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "RAY_AUTH_MODE": "disabled", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=env)
+ONE_STEP = (*SMALL, "--set", "train.steps=1")
 
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[str]:
-    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"})
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     cluster.add_node(num_cpus=2)
     cluster.wait_for_nodes()
@@ -43,39 +29,34 @@ def two_nodes() -> Iterator[str]:
     cluster.shutdown()
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cluster")
-
-
-def test_the_command_joins_a_running_cluster_and_uses_its_nodes(two_nodes: str, home: Path) -> None:
+def test_the_command_joins_a_running_cluster_and_uses_its_nodes(run: Run, two_nodes: str, home: Path) -> None:
     """One trainer rank on each node, staging once on each; the same command as on a laptop but for the address."""
-    done = run("--run-dir", str(home / "two"), *SMALL, "--ray-address", two_nodes, "--set", "cluster.nodes=2")
+    done = run("--run-dir", str(home / "two"), *ONE_STEP, "--ray-address", two_nodes, "--set", "cluster.nodes=2")
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(x) for x in (home / "two" / "metrics.jsonl").read_text().splitlines()]
     assert rows[1]["routing/replay_coverage"] == 1.0
-    staged = next(home.glob("cache/stage-*/.complete.json"))
+    staged = max(home.glob("cache/stage-*/.complete.json"), key=lambda p: p.stat().st_mtime)
     assert json.loads(staged.read_text())["files"]
 
 
-def test_a_placement_larger_than_the_cluster_is_refused(two_nodes: str, home: Path) -> None:
-    done = run("--run-dir", str(home / "three"), *SMALL, "--ray-address", two_nodes, "--set", "cluster.nodes=3",
+def test_a_placement_larger_than_the_cluster_is_refused(run: Run, two_nodes: str, home: Path) -> None:
+    done = run("--run-dir", str(home / "three"), *ONE_STEP, "--ray-address", two_nodes, "--set", "cluster.nodes=3",
                "--set", "parallel.dp=3", "--set", "parallel.ep=1")  # fmt: skip
     assert done.returncode == 2
     assert "the Ray cluster has 2 nodes" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_no_cluster_at_the_address_is_one_sentence(home: Path) -> None:
-    done = run("--run-dir", str(home / "none"), *SMALL, "--ray-address", "127.0.0.1:1")
+def test_no_cluster_at_the_address_is_one_sentence(run: Run, home: Path) -> None:
+    done = run("--run-dir", str(home / "none"), *ONE_STEP, "--ray-address", "127.0.0.1:1")
     assert done.returncode == 2
     assert "no Ray cluster answers at 127.0.0.1:1" in done.stderr
 
 
-def test_sglang_as_the_engine_is_the_same_client_and_loop(home: Path) -> None:
+def test_sglang_as_the_engine_is_the_same_client_and_loop(run: Run, home: Path) -> None:
     """Another command line, another encoding of weights, another way to seed: nothing else differs for the loop."""
     path = f"{ROOT / 'tests' / 'fake_sglang'}{os.pathsep}{ROOT}"
-    done = run("--run-dir", str(home / "sglang"), *SMALL, "--set", "rollout.engine=sglang", PYTHONPATH=path)
+    done = run("--run-dir", str(home / "sglang"), *ONE_STEP, "--set", "rollout.engine=sglang", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(x) for x in (home / "sglang" / "metrics.jsonl").read_text().splitlines()]
     assert rows[1]["routing/replay_coverage"] == 1.0

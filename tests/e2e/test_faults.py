@@ -6,12 +6,10 @@ in place; a run is started again, with --resume when it has a checkpoint.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,24 +18,28 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SMALL = (
-    *("--set", "model.make.max_steps=0"),
+from tests.e2e.conftest import ROOT, SMALL, command, environment
+
+LONG = (
+    *SMALL,
     *("--set", "train.steps=500"),
-    *("--set", "train.groups_per_step=4"),
-    *("--set", "train.samples_per_group=4"),
-    *("--set", "eval.max_prompts=4"),
     *("--set", "eval.every=0"),
-    *("--set", "rollout.embedded.threads=1"),
     *("--set", "rollout.request_timeout_s=8.0"),
 )
 
 
 @contextmanager
 def started(run_dir: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(ROOT / "scripts" / "run_deepseek.py"), "--run-dir", str(run_dir), *SMALL, *more]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+    process = subprocess.Popen(
+        command("--run-dir", str(run_dir), *LONG, *more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        # a shell's background jobs ignore Ctrl-C, and so would this one if the tests run in such a job
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     try:
         yield process
     finally:
@@ -95,8 +97,8 @@ def ended(process: subprocess.Popen[str], family: list[psutil.Process]) -> str:
     [(signal.SIGKILL, "closed the connection|cannot be reached"), (signal.SIGSTOP, "did not answer .* within 8 s")],
     ids=["dies", "hangs"],
 )
-def test_a_rollout_server_dies_or_hangs(tmp_path: Path, how: signal.Signals, sentence: str) -> None:
-    run_dir = tmp_path / "run"
+def test_a_rollout_server_dies_or_hangs(home: Path, how: signal.Signals, sentence: str) -> None:
+    run_dir = home / f"fault-{how.name}"
     with started(run_dir) as process:
         in_mid_run(process, run_dir)
         family = descendants(process)
@@ -108,8 +110,8 @@ def test_a_rollout_server_dies_or_hangs(tmp_path: Path, how: signal.Signals, sen
     assert not (run_dir / ".complete.json").exists()
 
 
-def test_a_trainer_rank_is_killed(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_trainer_rank_is_killed(home: Path) -> None:
+    run_dir = home / "fault-rank"
     with started(run_dir) as process:
         in_mid_run(process, run_dir)
         family = descendants(process)
@@ -120,9 +122,9 @@ def test_a_trainer_rank_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_the_driver_is_told_to_stop(tmp_path: Path, how: signal.Signals) -> None:
+def test_the_driver_is_told_to_stop(home: Path, how: signal.Signals) -> None:
     """A batch system's SIGTERM and a person's Ctrl-C: no server, rank or Ray process stays behind."""
-    run_dir = tmp_path / "run"
+    run_dir = home / f"stop-{how.name}"
     with started(run_dir) as process:
         in_mid_run(process, run_dir)
         family = descendants(process)
@@ -134,12 +136,12 @@ def test_the_driver_is_told_to_stop(tmp_path: Path, how: signal.Signals) -> None
     assert not (run_dir / ".complete.json").exists()
 
 
-def test_a_port_in_use_is_said_with_its_number(tmp_path: Path) -> None:
+def test_a_port_in_use_is_said_with_its_number(home: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
         port = s.getsockname()[1]
-        with started(tmp_path / "run", "--set", f"rollout.port={port}") as process:
+        with started(home / "fault-port", "--set", f"rollout.port={port}") as process:
             said = ended(process, [])
     assert f"port {port}" in said
-    assert not (tmp_path / "run" / ".complete.json").exists()
+    assert not (home / "fault-port" / ".complete.json").exists()

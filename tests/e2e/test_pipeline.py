@@ -6,38 +6,16 @@ One run is shared by the tests of this file. Not covered: that it learns (docs/l
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SMALL = (
-    *("--set", "model.make.max_steps=20"),
-    *("--set", "model.make.check_every=10"),
-    *("--set", "train.groups_per_step=6"),
-    *("--set", "train.samples_per_group=4"),
-    *("--set", "eval.max_prompts=12"),
-    *("--set", "rollout.embedded.threads=1"),
-)
-
-
-def run(*arguments: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "run_deepseek.py"), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env=environment)
+from tests.e2e.conftest import ROOT, SMALL, Run
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def demo(home: Path) -> tuple[Path, str]:
+def demo(run: Run, home: Path) -> tuple[Path, str]:
     done = run("--run-dir", str(home / "demo"), *SMALL, "--set", "train.steps=3", "--set", "eval.every=2")
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     return home / "demo", done.stdout
@@ -87,14 +65,16 @@ def test_samples_are_readable(demo: tuple[Path, str]) -> None:
     assert all(re.fullmatch(r"\d+[-+*/]\d+=", r["prompt"]) for r in rows)
 
 
-def test_a_second_run_skips_everything(demo: tuple[Path, str], home: Path) -> None:
+def test_a_second_run_skips_everything(run: Run, demo: tuple[Path, str], home: Path) -> None:
     """What is whole and made from the same inputs is not made again."""
     again = run("--run-dir", str(home / "demo"), *SMALL, "--set", "train.steps=3", "--set", "eval.every=2")
     assert again.returncode == 0, again.stderr[-2000:]
     assert again.stdout.count("complete, skipped") == 5
 
 
-def test_a_damaged_output_is_made_again_and_a_finished_run_is_not_overwritten(demo, home: Path) -> None:
+def test_a_damaged_output_is_made_again_and_a_finished_run_is_not_overwritten(
+    run: Run, demo: tuple[Path, str], home: Path
+) -> None:
     """The dequantized directory loses a byte: that stage is redone, the others are whole and stay."""
     tensors = next(home.glob("cache/dequantize-*/data/model*.safetensors"))
     tensors.write_bytes(tensors.read_bytes()[:-1])
@@ -107,7 +87,7 @@ def test_a_damaged_output_is_made_again_and_a_finished_run_is_not_overwritten(de
     assert "choose another --run-dir" in refused.stderr
 
 
-def test_replay_off_still_reports_agreement_and_mismatch(demo, home: Path) -> None:
+def test_replay_off_still_reports_agreement_and_mismatch(run: Run, demo: tuple[Path, str], home: Path) -> None:
     """The same metrics with and without replay, or nobody could tell what replay does."""
     off = run("--run-dir", str(home / "off"), *SMALL, "--set", "train.steps=1", "--set", "replay.mode=off")
     assert off.returncode == 0, off.stderr[-2000:]
@@ -117,7 +97,7 @@ def test_replay_off_still_reports_agreement_and_mismatch(demo, home: Path) -> No
     assert row["mismatch/kl"] >= 0.0
 
 
-def test_resume_goes_on_from_the_checkpoint(demo, home: Path) -> None:
+def test_resume_goes_on_from_the_checkpoint(run: Run, demo: tuple[Path, str], home: Path) -> None:
     """Steps are counted on, the optimizer's step too (learning rate), and the weights are the published ones."""
     more = run("--run-dir", str(home / "demo"), *SMALL, "--set", "train.steps=5", "--resume")
     assert more.returncode == 0, more.stderr[-2000:]
@@ -127,7 +107,9 @@ def test_resume_goes_on_from_the_checkpoint(demo, home: Path) -> None:
     assert rows[-1]["tokens_total"] > rows[3]["tokens_total"]
 
 
-def test_word_problems_run_through_the_same_reader_and_math_verify(demo, home: Path) -> None:
+def test_word_problems_run_through_the_same_reader_and_math_verify(
+    run: Run, demo: tuple[Path, str], home: Path
+) -> None:
     """GSM8K's own rows, judged by math-verify; a model this small is not expected to be right."""
     config = str(ROOT / "configs" / "tiny_gsm8k.toml")
     done = run(
@@ -152,7 +134,9 @@ def test_word_problems_run_through_the_same_reader_and_math_verify(demo, home: P
         (("--config", "none.toml"), "no configuration file"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_status_2(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_a_mistake_is_one_sentence_and_status_2(
+    run: Run, tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
     done = run("--run-dir", str(tmp_path / "x"), *arguments)
     assert done.returncode == 2
     assert said in done.stderr
@@ -160,7 +144,7 @@ def test_a_mistake_is_one_sentence_and_status_2(tmp_path: Path, arguments: tuple
     assert not (tmp_path / "x").exists()
 
 
-def test_a_dry_run_touches_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_touches_nothing(run: Run, tmp_path: Path) -> None:
     config = str(ROOT / "configs" / "deepseek_v3_fp8.toml")
     done = run("--config", config, "--run-dir", str(tmp_path / "v3"), "--dry-run")
     assert done.returncode == 0, done.stderr

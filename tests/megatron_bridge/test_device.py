@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -82,3 +85,16 @@ def test_later_calls_return_the_same_value(env: device.DeviceEnv) -> None:
     """Installing twice would wrap the wrappers."""
     assert init_device() is env
     assert env.backend == ("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def test_device_contexts_act_on_shimmed_factories(env: device.DeviceEnv) -> None:
+    """transformers builds models under `with torch.device("meta")`; a factory that escapes it leaves weights unfilled.
+    In an interpreter of its own: torch remembers the first such context of a process."""
+    code = (
+        "from megatron_bridge.device import init_device; init_device(); import torch\n"
+        "with torch.device('meta'):\n"
+        "    made = [torch.empty(2), torch.arange(3), torch.zeros(1), torch.tensor([1.0]), torch.randn(2)]\n"
+        "assert all(t.device.type == 'meta' for t in made), made"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
