@@ -27,7 +27,7 @@ from miles_like.factories import CheckpointWriter, MegatronFactory
 from miles_like.hf_checkpoint import write_hf
 from miles_like.placement import plan_placement
 from miles_like.warmup import random_weights, read_pairs, warm_up
-from miles_like.workers import RayTrainer
+from miles_like.workers import RayTrainer, check_nodes
 from quant.spec import QuantFormat, QuantSpec
 
 
@@ -65,9 +65,11 @@ def _warm_up_and_write(
         )
         for path, key in ((make.corpus, make.answer_key), (make.validation, "answer"))
     )
+    plan = plan_placement(config.cluster, config.parallel, config.rollout)
+    check_nodes(plan)
     trainer = RayTrainer(
         MegatronFactory(_trainer_config(config, make, bf16), shards, NllLoss()),
-        plan_placement(config.cluster, config.parallel, config.rollout).of("trainer"),
+        plan.of("trainer"),
         dp_size=config.parallel.dp,
         log_dir=out.parent / "logs",
     )

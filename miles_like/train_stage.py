@@ -33,7 +33,7 @@ from miles_like.rewards import load_reward
 from miles_like.run_state import RunState
 from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
 from miles_like.types import Prompt, SampleGroup, SamplingParams
-from miles_like.workers import RayServers, RayTrainer
+from miles_like.workers import RayServers, RayTrainer, check_nodes
 from quant.spec import QuantFormat, QuantSpec
 from rollout.client import RoutingShape, SGLangClient, seed_of
 from rollout.episode import run_groups
@@ -61,6 +61,7 @@ class TrainStage:
 
     def run(self, resume: bool) -> None:
         (self.run_dir / "config.toml").write_text(dump_config(self.config), encoding="utf-8")
+        check_nodes(self.plan)
         source = PromptSource(self.config.data, self.tokenizer, self.config.data.train, seed=self.config.seed)
         held_out = self._held_out()
         began = run_state.load_latest(self.checkpoints) if resume else None

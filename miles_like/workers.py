@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from miles_like.placement import Slot
+from miles_like.placement import PlacementPlan, Slot
 from miles_like.protocols import RankTrainer, WeightPublisher
 from miles_like.types import MicroBatch, PublishReport, StepReport, TrainBatch
 
@@ -85,6 +85,17 @@ def node_ids() -> list[str]:
     return sorted(n["NodeID"] for n in ray.nodes() if n["Alive"])
 
 
+def check_nodes(plan: PlacementPlan) -> None:
+    """Before anything is started: raises ValueError when the placement needs more nodes than the cluster has."""
+    have = len(node_ids())
+    for slot in plan.slots:
+        if slot.node >= have:
+            raise ValueError(
+                f"{slot.role} {slot.index} belongs on node {slot.node}; the Ray cluster has {have} nodes: "
+                "start Ray on more, or lower cluster.nodes"
+            )
+
+
 def on_every_node(work: Callable[[], Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Run `work` once on each node, all at once; their results in node order. The first failure is raised."""
     task = ray.remote(num_cpus=0)(_call)
@@ -102,10 +113,6 @@ def _at(node: str) -> NodeAffinitySchedulingStrategy:
 
 def _options(slot: Slot) -> dict[str, Any]:
     nodes = node_ids()
-    if slot.node >= len(nodes):
-        raise ValueError(
-            f"{slot.role} {slot.index} belongs on node {slot.node}; the Ray cluster has {len(nodes)} nodes"
-        )
     # ranks of a CPU run share two cores: one thread each, or they fight over them
     environment = {"OMP_NUM_THREADS": "1"} if not slot.gpus else {}
     return {
