@@ -7,6 +7,7 @@ name is whole.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +30,29 @@ _METADATA: dict[str, Any] = {
 }
 
 
-def _model_state(model: PolicyModel, parallel: ParallelContext) -> dict[str, Any]:
-    """The sharded state of the unwrapped model: keys without "module."."""
-    return model.sharded_state_dict(metadata=_METADATA | {"dp_cp_group": parallel.dp_cp_group})  # type: ignore[no-any-return]
+def _model_state(models: Sequence[PolicyModel], parallel: ParallelContext) -> dict[str, Any]:
+    """The sharded state of the unwrapped chunks, one entry a virtual stage. On disk a parameter goes by its name with
+    the global layer number, without "module.", wherever it lives."""
+    metadata = _METADATA | {"dp_cp_group": parallel.dp_cp_group}
+    return {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(models)}
+
+
+def _set_models(models: Sequence[PolicyModel], state: dict[str, Any]) -> None:
+    for i, model in enumerate(models):
+        model.load_state_dict(state[f"model{i}"])
 
 
 def _full_state(
-    model: PolicyModel, optimizer: ChainedOptimizer, parallel: ParallelContext, step: int, *, loading: bool
+    models: Sequence[PolicyModel], optimizer: ChainedOptimizer, parallel: ParallelContext, step: int, *, loading: bool
 ) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": _model_state(model, parallel), "step": step}
+    state: dict[str, Any] = _model_state(models, parallel) | {"step": step}
     metadata = _METADATA | {"dp_cp_group": parallel.dp_cp_group}
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     return state
 
 
 def save_checkpoint(
-    path: Path, model: PolicyModel, optimizer: ChainedOptimizer, parallel: ParallelContext, *, step: int
+    path: Path, models: Sequence[PolicyModel], optimizer: ChainedOptimizer, parallel: ParallelContext, *, step: int
 ) -> None:
     """Write everything a resumed run needs. Collective. Raises ValueError when `path` exists."""
     if path.exists():
@@ -56,7 +64,7 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     dist.barrier()
     prime_state(optimizer)
-    state = _full_state(model, optimizer, parallel, step, loading=False)
+    state = _full_state(models, optimizer, parallel, step, loading=False)
     dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
     dist.barrier()
     if parallel.rank == 0:
@@ -82,25 +90,29 @@ def _read(state: dict[str, Any], path: Path) -> dict[str, Any]:
         ) from e
 
 
-def load_checkpoint(path: Path, model: PolicyModel, optimizer: ChainedOptimizer, parallel: ParallelContext) -> int:
+def load_checkpoint(
+    path: Path, models: Sequence[PolicyModel], optimizer: ChainedOptimizer, parallel: ParallelContext
+) -> int:
     """Read what `save_checkpoint` wrote, in any layout; returns its step. Collective.
 
     Raises ValueError when the directory is missing, incomplete, or of another model.
     """
     _check(path)
     prime_state(optimizer)
-    state = _read(_full_state(model, optimizer, parallel, 0, loading=True), path)
-    model.load_state_dict(state["model"])
+    state = _read(_full_state(models, optimizer, parallel, 0, loading=True), path)
+    _set_models(models, state)
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
 
 
-def load_weights(path: Path, model: PolicyModel, optimizer: ChainedOptimizer, parallel: ParallelContext) -> None:
+def load_weights(
+    path: Path, models: Sequence[PolicyModel], optimizer: ChainedOptimizer, parallel: ParallelContext
+) -> None:
     """Read a converted model (keys as in the unwrapped GPTModel) and refresh the optimizer's fp32 copies. Collective.
 
     Raises ValueError when the directory is missing, incomplete, or of another model.
     """
     _check(path)
-    state = _read({"model": _model_state(model, parallel)}, path)  # what else the checkpoint holds comes back beside it
-    model.load_state_dict(state["model"])
+    state = _read(_model_state(models, parallel), path)  # what else the checkpoint holds comes back beside it
+    _set_models(models, state)
     optimizer.reload_model_params()

@@ -28,6 +28,7 @@ from megatron_bridge.families.registry import family_of
 from megatron_bridge.local_modules import localize
 from megatron_bridge.logprobs import label_logprobs
 from megatron_bridge.parallel import ParallelContext
+from megatron_bridge.resolve import Resolved
 
 assert hasattr(GPTModel, "_postprocess"), "GPTModel._postprocess is gone: PolicyModel overrides it"
 
@@ -64,69 +65,26 @@ class PolicyModel(GPTModel):
         return out.index_copy(1, rows, torch.stack([logprobs, entropy]))
 
 
-def transformer_config(config: TrainerConfig, hf: HFConfig, parallel: ParallelContext, env: DeviceEnv) -> Any:
-    """The family's keywords plus everything that layout, precision and device decide."""
-    layout, bf16 = config.parallel, config.params_dtype == "bfloat16"
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    family = dict(family_of(hf).transformer_config(hf))
-    moe = family.get("num_moe_experts") is not None
-    own: dict[str, Any] = {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "context_parallel_size": layout.cp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
-        "sequence_parallel": parallel.sequence_parallel,
-        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
-        "bf16": bf16,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "autocast_dtype": dtype,
-        "variable_seq_lengths": True,  # packs differ in length
-        "calculate_per_token_loss": True,  # gradients are sums; the step divides once, by the whole batch's tokens
-        "deallocate_pipeline_outputs": False,
-        "use_cpu_initialization": env.device.type == "cpu",
-        "bias_activation_fusion": True,  # SwiGLU as one autograd function: fewer saved tensors
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
-    }
-    if config.recompute == "full":
-        own |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if moe:
-        own |= {
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_enable_routing_replay": True,
-            "moe_router_fusion": False,  # TransformerEngine's fused router never asks the replay
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_router_bias_update_rate": config.router_bias_update_rate,
-            "moe_grouped_gemm": False,
-        }
-    kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
-    return kind(**(family | own))
-
-
 def _build_chunk(
-    config: TrainerConfig, hf: HFConfig, tf: Any, parallel: ParallelContext, env: DeviceEnv
+    config: TrainerConfig, hf: HFConfig, tf: TransformerConfig, parallel: ParallelContext, env: DeviceEnv, stage: int
 ) -> PolicyModel:
-    # Local specs on every device: the converter and the exporter know their names, not TransformerEngine's.
-    spec = get_gpt_decoder_block_spec(tf, use_transformer_engine=False, normalization=tf.normalization)
+    """Virtual stage `stage` of this rank (0 where there is one)."""
+    vp_stage = stage if config.parallel.vpp > 1 else None
+    spec = get_gpt_decoder_block_spec(
+        tf, use_transformer_engine=False, normalization=tf.normalization, vp_stage=vp_stage
+    )
     model = PolicyModel(
         tf,
         localize(spec),
         vocab_size=family_of(hf).vocab_size(hf),
         max_sequence_length=hf.get("max_position_embeddings", 4096),
-        pre_process=parallel.is_first_stage,
-        post_process=parallel.is_last_stage,
+        pre_process=parallel.is_first_stage and stage == 0,
+        post_process=parallel.is_last_stage and stage == config.parallel.vpp - 1,
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
         position_embedding_type="rope",
         rotary_base=hf.get("rope_theta", 10000),
         parallel_output=True,
+        vp_stage=vp_stage,
         temperature=config.temperature,
         logprob_chunk=config.logprob_chunk,
     )
@@ -140,22 +98,24 @@ def _build_chunk(
 
 
 def build_model(
-    config: TrainerConfig, hf: HFConfig, parallel: ParallelContext, env: DeviceEnv
+    config: TrainerConfig, hf: HFConfig, resolved: Resolved, parallel: ParallelContext, env: DeviceEnv
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks (one, without virtual stages), random, each wrapped for gradient reduction.
+    """This rank's model chunks (one for each virtual stage), random, each wrapped for gradient reduction.
 
     With params_dtype "bfloat16" the parameters are bf16, but for the router's bias; gradients accumulate in fp32.
     """
-    tf = transformer_config(config, hf, parallel, env)
-    model: torch.nn.Module = _build_chunk(config, hf, tf, parallel, env)
-    if tf.bf16:
-        model = Float16Module(tf, model)
-        for router in routers([model]):
-            router._maintain_float32_expert_bias()
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=config.distributed_optimizer, grad_reduce_in_fp32=True, bucket_size=None
-    )
-    return [DistributedDataParallel(tf, ddp, model)]
+    tf = (MLATransformerConfig if resolved.multi_latent_attention else TransformerConfig)(**resolved.transformer)
+    chunks = []
+    for stage in range(config.parallel.vpp):
+        model: torch.nn.Module = _build_chunk(config, hf, tf, parallel, env, stage)
+        if tf.bf16:
+            model = Float16Module(tf, model)
+            for router in routers([model]):
+                router._maintain_float32_expert_bias()
+        # later chunks are reduced as one bucket each: megatron does so, since their gradients come late
+        ddp = DistributedDataParallelConfig(**resolved.ddp)
+        chunks.append(DistributedDataParallel(tf, ddp, model, disable_bucketing=stage > 0))
+    return chunks
 
 
 def unwrap(chunk: torch.nn.Module) -> PolicyModel:

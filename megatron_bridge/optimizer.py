@@ -12,35 +12,20 @@ from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from megatron_bridge.config import OptimizerConfig, TrainerConfig
+from megatron_bridge.config import OptimizerConfig
+from megatron_bridge.resolve import Resolved
 
 
 class NonFiniteGradient(RuntimeError):
     """The gradient norm is infinite or not a number; no weight was touched."""
 
 
-def build_optimizer(config: TrainerConfig, chunks: Sequence[DistributedDataParallel]) -> ChainedOptimizer:
+def build_optimizer(resolved: Resolved, chunks: Sequence[DistributedDataParallel]) -> ChainedOptimizer:
     """Megatron's optimizer: dense and expert parameters chained; state sharded over data-parallel ranks when asked.
 
     One-dimensional parameters (norms) are not decayed, as is megatron's habit.
     """
-    own, dtype = config.optimizer, torch.bfloat16 if config.params_dtype == "bfloat16" else torch.float32
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=own.lr,
-            min_lr=own.min_lr,
-            weight_decay=own.weight_decay,
-            adam_beta1=own.beta1,
-            adam_beta2=own.beta2,
-            adam_eps=own.eps,
-            bf16=dtype is torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=config.distributed_optimizer,
-            clip_grad=own.clip_grad,
-        ),
-        list(chunks),
-    )
+    optimizer = get_megatron_optimizer(MegatronOptimizerConfig(**resolved.optimizer), list(chunks))
     assert isinstance(optimizer, ChainedOptimizer)
     for inner in _torch_optimizers(optimizer):
         for group in inner.param_groups:

@@ -63,9 +63,9 @@ def check_layout(
         )
     if config.cp > 1:
         raise ValueError(f"parallel.cp = {config.cp}: context parallelism is not supported; set parallel.cp = 1")
-    if config.vpp > 1:
+    if config.vpp > 1 and config.pp == 1:
         raise ValueError(
-            f"parallel.vpp = {config.vpp}: virtual pipeline stages are not supported; set parallel.vpp = 1"
+            f"parallel.vpp = {config.vpp} needs stages to interleave, but parallel.pp = 1: set parallel.vpp = 1"
         )
     if num_experts is None and config.ep > 1:
         raise ValueError(f"parallel.ep = {config.ep}, but the model has no experts: set parallel.ep = 1")
@@ -84,6 +84,12 @@ def check_layout(
             f"{between} of {num_layers} layers do not divide over {stages} pipeline stages: set "
             "parallel.first_stage_layers / last_stage_layers so that the rest divides, or lower parallel.pp"
         )
+    for count in [*ends, between // stages if stages else 0]:
+        if count % config.vpp:
+            raise ValueError(
+                f"{count} layers of a pipeline stage (of {num_layers} layers) do not divide over parallel.vpp = "
+                f"{config.vpp} virtual stages: choose a divisor"
+            )
 
 
 def init_parallel(

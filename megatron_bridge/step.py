@@ -58,11 +58,12 @@ class Step:
         if not forward_only:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
+        virtual = len(self.chunks) > 1
         with torch.no_grad() if forward_only else nullcontext():
             outputs: list[_Stats] = get_forward_backward_func()(
                 forward_step_func=self._forward,
-                data_iterator=iter(enumerate(shards)),
-                model=self.chunks[0],
+                data_iterator=[iter(enumerate(shards)) for _ in self.chunks] if virtual else iter(enumerate(shards)),
+                model=self.chunks if virtual else self.chunks[0],
                 num_microbatches=len(shards),
                 seq_length=shards[0].tokens.shape[1],  # each micro-batch announces its own
                 micro_batch_size=1,

@@ -22,6 +22,7 @@ from megatron_bridge.model import build_model, unwrap  # noqa: E402
 from megatron_bridge.optimizer import NonFiniteGradient, apply_gradients, build_optimizer, learning_rate  # noqa: E402
 from megatron_bridge.parallel import check_layout, close_parallel, init_parallel  # noqa: E402
 from megatron_bridge.replay_hook import RoutingReplay  # noqa: E402
+from megatron_bridge.resolve import resolve  # noqa: E402
 from megatron_bridge.step import Step  # noqa: E402
 from miles_like.protocols import LossFn  # noqa: E402
 from miles_like.types import MicroBatch, NamedTensor, StepReport  # noqa: E402
@@ -70,12 +71,14 @@ class MegatronTrainer:
             backend=_ENV.backend,
             seed=config.seed,
         )
-        self.chunks = build_model(config, self.hf, self.parallel, _ENV)
-        self.model = unwrap(self.chunks[0])
-        self.optimizer = build_optimizer(config, self.chunks)
-        tf = self.model.config
+        resolved = resolve(config, self.hf, cuda=_ENV.device.type == "cuda")
+        self.chunks = build_model(config, self.hf, resolved, self.parallel, _ENV)
+        self.models = [unwrap(chunk) for chunk in self.chunks]
+        self.optimizer = build_optimizer(resolved, self.chunks)
+        tf = self.models[0].config
         tf.grad_scale_func = self.optimizer.scale_loss
-        tf.no_sync_func = self.chunks[0].no_sync
+        no_sync = [chunk.no_sync for chunk in self.chunks]
+        tf.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         replay = RoutingReplay(self.chunks, mode=config.replay.mode, recompute=config.recompute == "full")
         self._step = Step(self.chunks, tf, self.parallel, replay, loss, _ENV.device)
         self.steps_done = 0
@@ -116,15 +119,15 @@ class MegatronTrainer:
 
     def load_weights(self, path: Path) -> None:
         """Weights from a converted `torch_dist` directory; the optimizer starts anew."""
-        load_weights(path, self.model, self.optimizer, self.parallel)
+        load_weights(path, self.models, self.optimizer, self.parallel)
 
     def save(self, path: Path) -> None:
         """Weights, optimizer state and step number, readable at any layout."""
-        save_checkpoint(path, self.model, self.optimizer, self.parallel, step=self.steps_done)
+        save_checkpoint(path, self.models, self.optimizer, self.parallel, step=self.steps_done)
 
     def load(self, path: Path) -> None:
         """What `save` wrote."""
-        self.steps_done = load_checkpoint(path, self.model, self.optimizer, self.parallel)
+        self.steps_done = load_checkpoint(path, self.models, self.optimizer, self.parallel)
 
     def close(self) -> None:
         """Leave the world of ranks. Idempotent."""

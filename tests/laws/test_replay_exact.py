@@ -39,7 +39,7 @@ def _record(t: Any, row: list[Any], tokens: int) -> list[torch.Tensor]:
 
 
 def _gradients(t: Any) -> dict[str, torch.Tensor]:
-    return {name: p.main_grad.clone() for name, p in t.model.named_parameters()}
+    return {name: p.main_grad.clone() for name, p in t.models[0].named_parameters()}
 
 
 def _run(t: Any, row: list[Any], tokens: int) -> tuple[dict[str, float], dict[str, torch.Tensor]]:

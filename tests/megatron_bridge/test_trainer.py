@@ -35,7 +35,7 @@ class Poisoned(toy.NegativeLogLikelihood):
 
 
 def _weights(t: Any) -> dict[str, Tensor]:
-    return {name: x.detach().clone() for name, x in t.model.state_dict().items() if torch.is_tensor(x)}
+    return {name: x.detach().clone() for name, x in t.models[0].state_dict().items() if torch.is_tensor(x)}
 
 
 def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -75,7 +75,7 @@ def _learn(rank: int, world: int, port: int, hf: str) -> Found:
         out["unharmed"] = _equal(before, _weights(t))
         loss.mode = "masked"
         out["after"] = t.step(rows[t.dp_rank], tokens, 99).metrics["train/loss"]
-        out["dtype"] = str(t.model.output_layer.weight.dtype)
+        out["dtype"] = str(t.models[0].output_layer.weight.dtype)
     return out
 
 

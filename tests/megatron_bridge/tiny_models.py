@@ -64,6 +64,7 @@ def megatron_rank(
     from megatron_bridge.config import OptimizerConfig, ParallelConfig, PrecisionConfig, ReplayConfig, TrainerConfig
     from megatron_bridge.model import build_model
     from megatron_bridge.parallel import init_parallel
+    from megatron_bridge.resolve import resolve
 
     config = TrainerConfig(
         hf_config="",
@@ -83,7 +84,8 @@ def megatron_rank(
         seed=1,
         timeout_s=60,
     )
-    return build_model(config, hf, parallel, env), parallel
+    resolved = resolve(config, hf, cuda=env.device.type == "cuda")
+    return build_model(config, hf, resolved, parallel, env), parallel
 
 
 def leave() -> None:

@@ -128,7 +128,7 @@ def scramble(t: Any) -> None:
     """Norm weights and routing biases away from their constant starts, the same on every rank that holds them."""
     g = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for name, x in sorted([*t.model.named_parameters(), *t.model.named_buffers()]):
+        for name, x in sorted([*t.models[0].named_parameters(), *t.models[0].named_buffers()]):
             if "layernorm" in name or "expert_bias" in name:
                 x.add_(0.1 * torch.randn(x.shape, generator=g))
     t.optimizer.reload_model_params()

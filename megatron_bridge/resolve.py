@@ -1,0 +1,133 @@
+"""A trainer's configuration -> the keyword arguments of megatron's own config classes, before anything is built.
+
+Free of megatron and of CUDA: what a cluster's ranks would be given is computed and checked on a laptop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from megatron_bridge.config import TrainerConfig
+from megatron_bridge.families.base import HFConfig
+from megatron_bridge.families.registry import family_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """What one rank is built from."""
+
+    spec: Literal["local", "te"]  # whose modules
+    multi_latent_attention: bool  # MLATransformerConfig rather than TransformerConfig
+    transformer: dict[str, Any]  # TransformerConfig
+    ddp: dict[str, Any]  # DistributedDataParallelConfig
+    optimizer: dict[str, Any]  # megatron's OptimizerConfig
+
+
+def resolve(config: TrainerConfig, hf: HFConfig, *, cuda: bool) -> Resolved:
+    """The family's keywords plus everything that layout, precision and device decide.
+
+    Raises ValueError for a model that its family cannot train.
+    """
+    dtype = torch.bfloat16 if config.params_dtype == "bfloat16" else torch.float32
+    family = dict(family_of(hf).transformer_config(hf))
+    transformer = family | _layout(config) | _precision(dtype) | _plain_kernels(cuda) | _recompute(config)
+    if family.get("num_moe_experts") is not None:
+        transformer |= _moe(config)
+    return Resolved(
+        spec="local",  # on every device: the converter and the exporter know its names, not TransformerEngine's
+        multi_latent_attention=bool(family.get("multi_latent_attention")),
+        transformer=transformer,
+        ddp={
+            "use_distributed_optimizer": config.distributed_optimizer,
+            "grad_reduce_in_fp32": True,
+            "bucket_size": None,
+        },
+        optimizer=_optimizer(config, dtype),
+    )
+
+
+def _layout(config: TrainerConfig) -> dict[str, Any]:
+    layout = config.parallel
+    out: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        # with experts megatron refuses tensor parallelism without it
+        "sequence_parallel": layout.tp > 1,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        "variable_seq_lengths": True,  # packs differ in length
+        "calculate_per_token_loss": True,  # gradients are sums; the step divides once, by the whole batch's tokens
+        "deallocate_pipeline_outputs": False,
+    }
+    if layout.vpp > 1:
+        out |= {
+            "virtual_pipeline_model_parallel_size": layout.vpp,
+            # With two stages a batched exchange holds two sends to the same peer, and the received tensors change
+            # places without any error: loss and gradients are wrong (megatron-core 0.16.1 checks this nowhere).
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    return out
+
+
+def _precision(dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+    }
+
+
+def _plain_kernels(cuda: bool) -> dict[str, Any]:
+    return {
+        "use_cpu_initialization": not cuda,
+        "bias_activation_fusion": True,  # SwiGLU as one autograd function: fewer saved tensors
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+    }
+
+
+def _recompute(config: TrainerConfig) -> dict[str, Any]:
+    if config.recompute == "none":
+        return {}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _moe(config: TrainerConfig) -> dict[str, Any]:
+    return {
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_enable_routing_replay": True,
+        "moe_router_fusion": False,  # TransformerEngine's fused router never asks the replay
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": config.router_bias_update_rate,
+        "moe_grouped_gemm": False,
+    }
+
+
+def _optimizer(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any]:
+    own = config.optimizer
+    return {
+        "optimizer": "adam",
+        "lr": own.lr,
+        "min_lr": own.min_lr,
+        "weight_decay": own.weight_decay,
+        "adam_beta1": own.beta1,
+        "adam_beta2": own.beta2,
+        "adam_eps": own.eps,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": config.distributed_optimizer,
+        "clip_grad": own.clip_grad,
+    }
