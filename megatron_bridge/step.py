@@ -42,9 +42,19 @@ class Step:
     ) -> None:
         self.chunks, self.config, self.parallel = chunks, transformer_config, parallel
         self.replay, self.loss, self.device = replay, loss, device
+        self._refs: Sequence[Tensor] | None = None
 
-    def run(self, row: Sequence[MicroBatch], loss_tokens: int, *, forward_only: bool = False) -> dict[str, float]:
+    def run(
+        self,
+        row: Sequence[MicroBatch],
+        loss_tokens: int,
+        *,
+        forward_only: bool = False,
+        refs: Sequence[Tensor] | None = None,
+    ) -> dict[str, float]:
         """Accumulate the gradients of this data-parallel row and return metrics, equal on every rank. Collective.
+
+        `refs`: the reference log-probabilities of each micro-batch, [T] fp32, handed on to the loss function.
 
         Raises ValueError when loss_tokens is not the number of labels with loss over all rows, or in mode r3 when a
         micro-batch has no routing or a recorded row was not used exactly once.
@@ -54,6 +64,7 @@ class Step:
         experts = self.config.num_moe_experts or 0
         shards = [shard(b, self.parallel, self.device, layers=self.replay.layers, num_experts=experts) for b in row]
         self.replay.load(shards, forward_only=forward_only)
+        self._refs = refs
         self.config.finalize_model_grads_func = partial(_finalize, loss_tokens, self.parallel)
         if not forward_only:
             for chunk in self.chunks:
@@ -84,9 +95,9 @@ class Step:
         if output.requires_grad:
             # The first thing that happens in this micro-batch's backward, before any layer is recomputed.
             output.register_hook(lambda _grad: self.replay.backward_of(micro))
-        return output, partial(self._loss, s.batch)
+        return output, partial(self._loss, s.batch, self._refs[micro] if self._refs else None)
 
-    def _loss(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, _Stats]:
+    def _loss(self, batch: MicroBatch, ref_logprobs: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, _Stats]:
         """(sum of the losses, number of loss tokens, statistics) of one micro-batch; output [2, P] fp32."""
         t = len(batch.tokens)
         per_token, stats = self.loss(
@@ -96,6 +107,7 @@ class Step:
             advantages=batch.advantages,
             loss_mask=batch.loss_mask,
             cu_seqlens=batch.cu_seqlens,
+            ref_logprobs=ref_logprobs,
         )
         total = torch.where(batch.loss_mask, per_token, 0.0).sum()  # a masked label may well be infinite
         count = batch.loss_mask.sum()

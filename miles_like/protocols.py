@@ -70,6 +70,7 @@ class LossFn(Protocol):
         advantages: Tensor,  # [T] fp32
         loss_mask: Tensor,  # [T] bool
         cu_seqlens: Tensor,  # [N+1] int32
+        ref_logprobs: Tensor | None,  # [T] fp32, under the reference weights; None where the trainer keeps none
     ) -> tuple[Tensor, Mapping[str, Stat]]: ...
 
 

@@ -21,15 +21,22 @@ class ClippedLoss:
 
     The rollout's own log-probabilities are the old policy's: there is one update a rollout, so a second forward of the
     old weights would measure only the mismatch, which then would hide in the denominator. Two-sided bounds are DAPO's
-    (arXiv:2503.14476). No KL to a reference model.
+    (arXiv:2503.14476).
+
+    With kl_coefficient > 0, plus kl_coefficient * k3, k3 = exp(d) - 1 - d with d = log p_ref - log p_train (GRPO,
+    arXiv:2402.03300 eq. 4; the estimator is Schulman's, http://joschu.net/blog/kl-approx.html): never negative, and
+    its mean over the policy's own samples is KL(train || ref). It is not clipped.
     """
 
     clip_low: float
     clip_high: float
+    kl_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
         if not (0 < self.clip_low <= 1 and self.clip_high > 0):
             raise ValueError(f"clip_low {self.clip_low} must be in (0, 1] and clip_high {self.clip_high} above 0")
+        if not self.kl_coefficient >= 0:
+            raise ValueError(f"kl_coefficient {self.kl_coefficient} must be 0 or more")
 
     def __call__(
         self,
@@ -40,11 +47,14 @@ class ClippedLoss:
         advantages: Tensor,  # [T] fp32
         loss_mask: Tensor,  # [T] bool
         cu_seqlens: Tensor,  # [N+1] int32
+        ref_logprobs: Tensor | None = None,  # [T] fp32
     ) -> tuple[Tensor, Mapping[str, Stat]]:
         """[T] loss, 0 where not `loss_mask`, and statistics over tokens under loss (docs/metrics.md).
 
-        A nan in `logprobs` under the mask comes out as a nan loss; it is never replaced.
+        `train/kl_ref` is there when `ref_logprobs` is. A nan in `logprobs` under the mask comes out as a nan loss; it
+        is never replaced.
         """
+        assert ref_logprobs is not None or not self.kl_coefficient, "kl_coefficient > 0, but nobody kept a reference"
         # Outside the mask the log-ratio is set to 0 before exp, so nothing there can overflow into the gradient.
         delta = torch.where(loss_mask, logprobs - rollout_logprobs, 0.0)  # [T]
         ratio = delta.exp()
@@ -62,4 +72,10 @@ class ClippedLoss:
             "train/is_weight/max": max_stat(ratio, loss_mask),
             **mismatch_stats(logprobs=logprobs, rollout_logprobs=rollout_logprobs, loss_mask=loss_mask),
         }
+        if ref_logprobs is not None:
+            above = torch.where(loss_mask, ref_logprobs - logprobs, 0.0)  # [T]
+            k3 = torch.expm1(above) - above
+            stats["train/kl_ref"] = mean_stat(k3, loss_mask)
+            if self.kl_coefficient:
+                loss = loss + self.kl_coefficient * k3
         return loss, stats

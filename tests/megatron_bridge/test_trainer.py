@@ -23,7 +23,7 @@ class Poisoned(toy.NegativeLogLikelihood):
 
     mode = ""
 
-    def __call__(self, *, logprobs: Tensor, loss_mask: Tensor, **more: Tensor) -> tuple[Tensor, Mapping[str, Stat]]:
+    def __call__(self, *, logprobs: Tensor, loss_mask: Tensor, **more: Any) -> tuple[Tensor, Mapping[str, Stat]]:
         loss, stats = super().__call__(logprobs=logprobs, loss_mask=loss_mask, **more)
         if self.mode == "loss":
             loss = loss / 0.0

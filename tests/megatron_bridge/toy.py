@@ -96,6 +96,7 @@ class PolicyGradient:
         advantages: Tensor,
         loss_mask: Tensor,
         cu_seqlens: Tensor,
+        ref_logprobs: Tensor | None,
     ) -> tuple[Tensor, Mapping[str, Stat]]:
         gap = torch.where(loss_mask, logprobs.detach() - rollout_logprobs, 0.0)
         stats = {
@@ -106,7 +107,7 @@ class PolicyGradient:
 
 
 class NegativeLogLikelihood(PolicyGradient):
-    def __call__(self, *, logprobs: Tensor, **more: Tensor) -> tuple[Tensor, Mapping[str, Stat]]:
+    def __call__(self, *, logprobs: Tensor, **more: Any) -> tuple[Tensor, Mapping[str, Stat]]:
         return -logprobs, super().__call__(logprobs=logprobs, **more)[1]
 
 

@@ -20,7 +20,7 @@ from miles_like.algorithms.sft import NllLoss, sequence_logprobs
 LOSS = ClippedLoss(clip_low=0.2, clip_high=0.28)
 
 
-def call(fn, logprobs, *, old=None, advantages=None, mask=None, cu=None, entropy=None):
+def call(fn, logprobs, *, old=None, advantages=None, mask=None, cu=None, entropy=None, ref=None):
     t = len(logprobs)
     return fn(
         logprobs=logprobs,
@@ -29,6 +29,7 @@ def call(fn, logprobs, *, old=None, advantages=None, mask=None, cu=None, entropy
         advantages=torch.ones(t) if advantages is None else advantages,
         loss_mask=torch.ones(t, dtype=torch.bool) if mask is None else mask,
         cu_seqlens=torch.tensor([0, t] if cu is None else cu, dtype=torch.int32),
+        ref_logprobs=ref,
     )
 
 
@@ -81,6 +82,67 @@ def test_gradient_by_finite_differences():
         return call(LOSS, x, old=old, advantages=advantages, mask=mask)[0]
 
     assert torch.autograd.gradcheck(f, (logp.requires_grad_(),))
+
+
+KL = ClippedLoss(clip_low=0.2, clip_high=0.28, kl_coefficient=0.5)
+
+
+def test_the_reference_penalty_by_hand():
+    """k3 of p_ref / p_train = 1, 2 and 1/4: r - 1 - log r; it is added to the policy loss, which is reported bare."""
+    r = torch.tensor([1.0, 2.0, 0.25])
+    logp = torch.tensor([-1.0, -2.0, -3.0])
+    plain, bare = call(LOSS, logp, old=logp)
+    loss, stats = call(KL, logp, old=logp, ref=logp + r.log())
+    k3 = [0.0, 1 - math.log(2), -0.75 + math.log(4)]
+    assert (loss - plain).tolist() == pytest.approx([0.5 * x for x in k3], rel=1e-6, abs=1e-7)
+    assert value(stats["train/kl_ref"]) == pytest.approx(sum(k3) / 3, rel=1e-6)
+    assert value(stats["train/pg_loss"]) == value(bare["train/pg_loss"])
+    assert "train/kl_ref" not in bare
+
+
+def test_the_penalty_s_mean_is_the_kl_divergence():
+    """Weighted by the policy's own probabilities, k3 sums to torch's KL(train || ref): the estimator has no bias."""
+    g = torch.Generator().manual_seed(1)
+    train, ref = (torch.randn(50, generator=g, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    _, stats = call(KL, train, ref=ref)
+    per_token = (call(KL, train, old=train, ref=ref)[0] - call(LOSS, train, old=train)[0]) / KL.kl_coefficient
+    divergence = torch.nn.functional.kl_div(ref, train, reduction="sum", log_target=True)
+    assert float((train.exp() * per_token).sum()) == pytest.approx(float(divergence), rel=1e-9)
+    assert float(per_token.min()) >= 0 and value(stats["train/kl_ref"]) == pytest.approx(float(per_token.mean()))
+
+
+def test_gradient_of_the_penalty_by_finite_differences():
+    """And by its closed form, coefficient * (1 - p_ref / p_train); masked ones carry none, even where exp overflows."""
+    g = torch.Generator().manual_seed(2)
+    logp, ref = (-3 * torch.rand(32, generator=g, dtype=torch.float64) for _ in range(2))
+    mask = torch.arange(32) % 4 != 0
+    ref[0] = 2000.0
+    logp.requires_grad_()
+
+    def f(x):
+        return call(KL, x, advantages=torch.zeros(32), mask=mask, ref=ref)[0]
+
+    assert torch.autograd.gradcheck(f, (logp,))
+    f(logp).sum().backward()
+    want = torch.where(mask, 0.5 * (1 - (ref - logp.detach()).exp()), 0.0)
+    assert logp.grad is not None and torch.allclose(logp.grad, want, rtol=1e-12)
+
+
+def test_coefficient_zero_changes_no_bit():
+    """With a reference at hand or not: the loss is the one without a penalty, and only the divergence is told."""
+    g = torch.Generator().manual_seed(3)
+    logp, old, ref, advantages = (torch.randn(64, generator=g) for _ in range(4))
+    plain, bare = call(LOSS, logp, old=old, advantages=advantages)
+    loss, stats = call(LOSS, logp, old=old, advantages=advantages, ref=ref)
+    assert torch.equal(loss, plain)
+    assert {k: value(v) for k, v in stats.items() if k != "train/kl_ref"} == {k: value(v) for k, v in bare.items()}
+
+
+def test_a_penalty_without_a_reference_is_an_error():
+    with pytest.raises(AssertionError, match="nobody kept a reference"):
+        call(KL, torch.zeros(2))
+    with pytest.raises(ValueError, match=r"kl_coefficient -1"):
+        ClippedLoss(clip_low=0.2, clip_high=0.28, kl_coefficient=-1.0)
 
 
 def test_on_policy_gradient_is_the_policy_gradient():
