@@ -15,7 +15,14 @@ from miles_like.types import Finish, Sample, SampleGroup
 
 # A metric's better direction, for "best" in tables; what is not here has none.
 HIGHER_IS_BETTER = ("rollout/reward/mean", "eval/", "mismatch/ess", "routing/", "perf/tokens_per_s", "perf/mfu")
-LOWER_IS_BETTER = ("mismatch/", "rollout/truncated_frac", "rollout/zero_std_group_frac", "perf/", "sync/seconds")
+LOWER_IS_BETTER = (
+    "mismatch/",
+    "rollout/truncated_frac",
+    "rollout/empty_frac",
+    "rollout/zero_std_group_frac",
+    "perf/",
+    "sync/seconds",
+)
 
 
 def better(key: str) -> int:
@@ -40,6 +47,7 @@ def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str,
         "rollout/reward/mean": statistics.fmean(flat),
         "rollout/reward/std": statistics.pstdev(flat),
         "rollout/len/mean": statistics.fmean(s.response_len for s in samples),
+        "rollout/empty_frac": statistics.fmean(s.response_len == 0 for s in samples),
         "rollout/truncated_frac": statistics.fmean(s.finish is Finish.LENGTH for s in samples),
         "rollout/zero_std_group_frac": statistics.fmean(len(set(r)) < 2 for r in rewards),
         "async/staleness/mean": statistics.fmean(stale),

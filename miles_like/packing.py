@@ -5,12 +5,12 @@ Letters: S tokens a sample, N samples a micro-batch, T packed tokens, F tokens o
 A sample of S tokens is fed as its first S-1 tokens; position t of the batch holds input token t and everything about
 its label, token t+1. Samples are never split. What a step must satisfy, and how it is met:
 
-* every data-parallel row has the same number of micro-batches, or the ranks' collectives would hang;
+* every data-parallel row has the same number of micro-batches, or the ranks' collectives would hang: as many as
+  first-fit-decreasing needs for the neediest row, rounded up to `micro_multiple`;
 * no micro-batch is above `max_tokens` inputs, for memory;
-* rows, and micro-batches within a row, carry nearly equal token counts, for speed: samples go longest first to the
-  least loaded row, then longest first to the least loaded micro-batch of their row, with as few micro-batches as this
-  rule needs. (First-fit would fill micro-batches to the brim and leave the last nearly empty: as many tokens, a worse
-  pipeline.)
+* rows, and micro-batches within a row, carry nearly equal load, for speed: costliest first to the least loaded. Load is
+  tokens, or whatever `cost` says of a sample's length (its FLOPs: attention makes a long sample cost more a token).
+  Where an even spread over a row's micro-batches would break the limit, the row keeps its first-fit result.
 
 A cell of the grid that gets no sample (fewer samples than cells) holds one masked token, copied with its routing row
 from a real sample, so that its rank has something legal to compute.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,8 @@ from miles_like.types import MicroBatch, Sample, SampleGroup, TrainBatch
 from routing_replay.trace import RoutingTrace
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Cost = Callable[[int], float]  # of a sample, from the number of its inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,12 +66,15 @@ def pack(
     dp_size: int,
     max_tokens: int,
     micro_multiple: int = 1,
+    cost: Cost | None = None,
 ) -> TrainBatch:
     """All samples of `groups` as one optimizer step for `dp_size` data-parallel rows.
 
     `advantages[g][i]` belongs to `groups[g].samples[i]` and is put on each of its positions. `max_tokens` bounds the
     inputs of a micro-batch. `micro_multiple`: the number of micro-batches is a multiple of it (an interleaved pipeline
-    schedule needs its number of stages). A sample without a label under loss trains nothing and is left out.
+    schedule needs its number of stages). `cost` is the load to balance; None: tokens. The same arguments give the same
+    batch. A sample without a label under loss trains nothing and is left out; a batch of only such is refused, since no
+    rollout gives one by chance: its servers abort or stop at once, and to go on would be to wait for nothing.
 
     Raises ValueError: no sample, or none with a response token; a sample above `max_tokens`; advantages that do not
     match the groups or are not finite; some samples with routing and some without.
@@ -97,6 +102,7 @@ def pack(
         dp_size=dp_size,
         max_tokens=max_tokens,
         micro_multiple=micro_multiple,
+        cost=cost,
         versions=(min(spans), max(spans)),
     )
 
@@ -107,6 +113,7 @@ def pack_pairs(
     dp_size: int,
     max_tokens: int,
     micro_multiple: int = 1,
+    cost: Cost | None = None,
 ) -> TrainBatch:
     """Supervised (prompt ids, answer ids) pairs as one step: loss on the answers, advantage 1, no routing.
 
@@ -129,7 +136,9 @@ def pack_pairs(
         advantages=np.ones(len(pairs), dtype=np.float32),
         routing=None,
     )
-    return _pack(flat, dp_size=dp_size, max_tokens=max_tokens, micro_multiple=micro_multiple, versions=(0, 0))
+    return _pack(
+        flat, dp_size=dp_size, max_tokens=max_tokens, micro_multiple=micro_multiple, cost=cost, versions=(0, 0)
+    )
 
 
 def _matched(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> tuple[list[Sample], list[float]]:
@@ -149,7 +158,9 @@ def _matched(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]
     return samples, [a for values in advantages for a in values]
 
 
-def _pack(flat: _Flat, *, dp_size: int, max_tokens: int, micro_multiple: int, versions: tuple[int, int]) -> TrainBatch:
+def _pack(
+    flat: _Flat, *, dp_size: int, max_tokens: int, micro_multiple: int, cost: Cost | None, versions: tuple[int, int]
+) -> TrainBatch:
     if dp_size < 1 or micro_multiple < 1:
         raise ValueError(f"dp_size {dp_size} and micro_multiple {micro_multiple} must be at least 1")
     counts = flat.loss_counts()
@@ -163,8 +174,9 @@ def _pack(flat: _Flat, *, dp_size: int, max_tokens: int, micro_multiple: int, ve
             f"sample {flat.names[longest]} has {inputs[longest]} input tokens, a micro-batch holds {max_tokens}: "
             "raise train.max_tokens_per_rank or lower rollout.max_new_tokens"
         )
-    rows = _balance(kept, inputs[kept], bins=dp_size)
-    cells = _micro_batches(rows, inputs, max_tokens=max_tokens, multiple=micro_multiple)
+    loads = _loads(inputs, kept, cost)
+    rows = _spread(kept, loads, bins=dp_size)
+    cells = _micro_batches(rows, inputs, loads, max_tokens=max_tokens, multiple=micro_multiple)
     starts = flat.starts
     grid = tuple(
         tuple(
@@ -176,29 +188,53 @@ def _pack(flat: _Flat, *, dp_size: int, max_tokens: int, micro_multiple: int, ve
     return TrainBatch(grid=grid, loss_tokens=int(counts.sum()), versions=versions)
 
 
-def _balance(ids: Ints, weights: Ints, *, bins: int) -> list[Ints]:
-    """Longest first to the least loaded bin (Graham 1969: at most 4/3 of the best possible largest load)."""
-    heap = [(0, b) for b in range(bins)]
+def _loads(inputs: Ints, kept: Ints, cost: Cost | None) -> Floats:
+    """[samples]: what each weighs in the balance; asked once a length."""
+    if cost is None:
+        return inputs.astype(np.float64)
+    loads = np.zeros(len(inputs))
+    lengths, of = np.unique(inputs[kept], return_inverse=True)
+    loads[kept] = np.array([cost(n) for n in lengths.tolist()])[of]
+    return loads
+
+
+def _spread(ids: Ints, loads: Floats, *, bins: int) -> list[Ints]:
+    """Heaviest first to the least loaded bin (Graham 1969: at most 4/3 of the best possible largest load)."""
+    heap = [(0.0, b) for b in range(bins)]
     content: list[list[int]] = [[] for _ in range(bins)]
-    for i in np.argsort(-weights, kind="stable").tolist():
+    for i in ids[np.argsort(-loads[ids], kind="stable")].tolist():
         load, b = heap[0]
         content[b].append(i)
-        heapq.heapreplace(heap, (load + int(weights[i]), b))
-    return [ids[np.array(c, dtype=np.int64)] for c in content]
+        heapq.heapreplace(heap, (load + float(loads[i]), b))
+    return [np.array(c, dtype=np.int64) for c in content]
 
 
-def _micro_batches(rows: Sequence[Ints], inputs: Ints, *, max_tokens: int, multiple: int) -> list[list[Ints]]:
-    """Split each row into the same number of bins of at most `max_tokens`.
+def _first_fit(ids: Ints, inputs: Ints, *, max_tokens: int) -> list[Ints]:
+    """Longest first to the first bin with room: at most 11/9 of the fewest possible bins, plus 6/9 (Dosa 2007)."""
+    room = np.full(max(len(ids), 1), max_tokens, dtype=np.int64)
+    content: list[list[int]] = []
+    for i in ids[np.argsort(-inputs[ids], kind="stable")].tolist():
+        b = int((room[: len(content) + 1] >= inputs[i]).argmax())
+        if b == len(content):
+            content.append([])
+        content[b].append(i)
+        room[b] -= inputs[i]
+    return [np.array(c, dtype=np.int64) for c in content]
 
-    Ends: with as many bins as samples each bin holds one, and each sample fits.
-    """
-    need = max(1, *(math.ceil(int(inputs[row].sum()) / max_tokens) for row in rows))
-    while True:
-        count = math.ceil(need / multiple) * multiple
-        cells = [_balance(row, inputs[row], bins=count) for row in rows]
-        if all(int(inputs[cell].sum()) <= max_tokens for row in cells for cell in row):
-            return cells
-        need = count + 1
+
+def _micro_batches(
+    rows: Sequence[Ints], inputs: Ints, loads: Floats, *, max_tokens: int, multiple: int
+) -> list[list[Ints]]:
+    """Each row as the same number of bins of at most `max_tokens` inputs; an empty bin waits for the dummy."""
+    fitted = [_first_fit(row, inputs, max_tokens=max_tokens) for row in rows]
+    count = math.ceil(max(map(len, fitted)) / multiple) * multiple
+    out = []
+    for row, first_fit in zip(rows, fitted, strict=True):
+        even = _spread(row, loads, bins=count)
+        if any(int(inputs[cell].sum()) > max_tokens for cell in even):
+            even = first_fit + [row[:0]] * (count - len(first_fit))
+        out.append(even)
+    return out
 
 
 def _micro_batch(flat: _Flat, ids: Ints, starts: Ints) -> MicroBatch:

@@ -12,15 +12,16 @@ import torch
 
 from miles_like.buffer import DataBuffer
 from miles_like.controller import Controller
+from miles_like.packing import pack
 from miles_like.types import Finish, Prompt, PublishReport, Sample, SampleGroup, StepReport, TrainBatch, VersionSpan
 
 
-def group(prompt: Prompt, version: int) -> SampleGroup:
+def group(prompt: Prompt, version: int, *, empty: bool = False) -> SampleGroup:
     sample = Sample(
         prompt_id=prompt.id,
         index=0,
         token_ids=torch.tensor([1, 2]),
-        loss_mask=torch.tensor([False, True]),
+        loss_mask=torch.tensor([False, not empty]),
         logprobs=torch.zeros(2),
         routing=None,
         versions=(VersionSpan(version, 0, 1),),
@@ -148,6 +149,39 @@ def test_a_rollout_that_dies_ends_the_run_with_its_own_sentence() -> None:
     with pytest.raises(RuntimeError, match="server http://x cannot be reached"):
         world.run(5)
     assert world.version == 2
+
+
+class Unusable(World):
+    """Real packing, of samples that cannot be trained."""
+
+    def __init__(self, *, empty: bool, max_tokens: int, advantage: float) -> None:
+        super().__init__()
+        self.empty, self.max_tokens, self.advantage = empty, max_tokens, advantage
+
+    async def rollout(self, step: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
+        return [group(p, self.version, empty=self.empty) for p in prompts]
+
+    def advantages(self, g: SampleGroup) -> list[float]:
+        return [self.advantage for _ in g.samples]
+
+    def pack(self, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> TrainBatch:
+        return pack(groups, advantages, dp_size=1, max_tokens=self.max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ({"empty": True, "max_tokens": 9, "advantage": 1.0}, "0 response tokens in 2 samples: .*check the rollout"),
+        ({"empty": False, "max_tokens": 0, "advantage": 1.0}, "0/0 has 1 input tokens, a micro-batch holds 0: raise"),
+        ({"empty": False, "max_tokens": 9, "advantage": float("nan")}, "'0' has advantages .* check its rewards"),
+    ],
+)
+def test_a_step_that_cannot_be_trained_ends_the_loop_before_the_trainer_sees_it(case, words: str) -> None:
+    """A rollout of empty answers only is a broken server, not chance: going on would wait for nothing."""
+    world = Unusable(**case)
+    with pytest.raises(ValueError, match=words):
+        world.run(3)
+    assert not any("train" in line for line in world.log) and world.version == 0
 
 
 def test_every_row_has_the_timings(tmp_path: Path) -> None:

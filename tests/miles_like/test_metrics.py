@@ -34,15 +34,17 @@ def test_rollout_figures_by_hand():
         rewarded([1, 0, 0, 0], version=3),
         rewarded([1, 1], version=5),
         group([sample(response_len=9, reward=0.0, finish=Finish.LENGTH, version=5)]),
+        group([sample(response_len=0, reward=0.0, finish=Finish.ABORT, version=5)]),
     ]
     assert rollout_metrics(groups, version=5) == pytest.approx(
         {
-            "rollout/reward/mean": 3 / 7,
-            "rollout/reward/std": math.sqrt(12 / 49),
-            "rollout/len/mean": (6 * 3 + 9) / 7,
-            "rollout/truncated_frac": 1 / 7,
-            "rollout/zero_std_group_frac": 2 / 3,
-            "async/staleness/mean": 2 / 3,
+            "rollout/reward/mean": 3 / 8,
+            "rollout/reward/std": math.sqrt(15 / 64),
+            "rollout/len/mean": (6 * 3 + 9) / 8,
+            "rollout/empty_frac": 1 / 8,
+            "rollout/truncated_frac": 1 / 8,
+            "rollout/zero_std_group_frac": 3 / 4,
+            "async/staleness/mean": 2 / 4,
             "async/staleness/max": 2.0,
         }
     )

@@ -127,11 +127,118 @@ def test_few_micro_batches():
     assert all(len(m.tokens) == 18 for m in cells(batch))
 
 
-def test_a_micro_batch_more_rather_than_a_token_too_many():
-    """Inputs 5, 5, 4, 3, 3 into 10: two would hold them all, but longest-first gives 9 and 11, so there are three."""
-    groups = numbered([(1, 5), (1, 5), (1, 4), (1, 3), (1, 3)])
-    loads = [len(m.tokens) for m in cells(pack(groups, counting(groups), dp_size=1, max_tokens=10))]
-    assert len(loads) == 3 and sum(loads) == 20 and max(loads) <= 10
+def lengths_of(batch: TrainBatch) -> list[list[list[int]]]:
+    """[dp][micro] sample lengths, dummies left out."""
+    return [[[at.stop - at.start for at in pieces(m) if m.loss_mask[at].any()] for m in row] for row in batch.grid]
+
+
+def of_lengths(lengths: list[int]) -> list[SampleGroup]:
+    """One sample of each number of inputs."""
+    return numbered([(1, n) for n in lengths])
+
+
+def packed(lengths: list[int], **more) -> TrainBatch:
+    groups = of_lengths(lengths)
+    return pack(groups, counting(groups), **more)
+
+
+def first_fit_decreasing(lengths: list[int], limit: int) -> int:
+    """Number of bins, as textbooks write it."""
+    bins: list[int] = []
+    for n in sorted(lengths, reverse=True):
+        for i, load in enumerate(bins):
+            if load + n <= limit:
+                bins[i] += n
+                break
+        else:
+            bins.append(n)
+    return len(bins)
+
+
+def fewest_bins(lengths: list[int], limit: int) -> int:
+    """By trying every assignment."""
+    best = len(lengths)
+
+    def place(rest: list[int], bins: tuple[int, ...]) -> None:
+        nonlocal best
+        if len(bins) >= best:
+            return
+        if not rest:
+            best = len(bins)
+            return
+        for i in sorted({load: i for i, load in enumerate(bins)}.values()):
+            if bins[i] + rest[0] <= limit:
+                place(rest[1:], (*bins[:i], bins[i] + rest[0], *bins[i + 1 :]))
+        place(rest[1:], (*bins, rest[0]))
+
+    place(sorted(lengths, reverse=True), ())
+    return best
+
+
+lists = st.lists(st.integers(1, 20), min_size=1, max_size=8)
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths=lists, dp=st.integers(1, 3), multiple=st.integers(1, 3))
+def test_as_many_micro_batches_as_first_fit_decreasing_needs(lengths, dp, multiple):
+    """Every micro-batch is a pass through the pipeline, so their number decides the speed. It is that of first-fit
+    decreasing for the row that needs most, and so within 11/9 of the fewest possible plus 6/9 (Dosa 2007); brute force
+    says what is possible. Not covered: that another split into rows would need fewer."""
+    batch = packed(lengths, dp_size=dp, max_tokens=20, micro_multiple=multiple)
+    rows = [list(chain.from_iterable(row)) for row in lengths_of(batch)]
+    need = max(first_fit_decreasing(row, 20) for row in rows)
+    assert len(batch.grid[0]) == -(-need // multiple) * multiple
+    possible = max(fewest_bins(row, 20) for row in rows)
+    assert need <= 11 / 9 * possible + 6 / 9
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=30), by_square=st.booleans(), dp=st.integers(1, 4))
+def test_load_is_within_four_thirds_of_the_best(lengths, by_square, dp):
+    """Ranks wait for the slowest row. Longest-first is within 4/3 - 1/(3 rows) of the best possible largest load, and
+    never above the mean by more than the share of one sample (Graham 1969), under any cost."""
+    cost = (lambda n: float(n * n)) if by_square else float
+    batch = packed(lengths, dp_size=dp, max_tokens=10_000, cost=cost)
+    largest = max(sum(cost(n) for cell in row for n in cell) for row in lengths_of(batch))
+    costs = [cost(n) for n in lengths]
+    assert largest <= sum(costs) / dp + (1 - 1 / dp) * max(costs) + 1e-9
+    if len(costs) <= 8:
+        assert largest <= (4 / 3 - 1 / (3 * dp)) * most_even(costs, dp) + 1e-9
+
+
+def most_even(costs: list[float], bins: int) -> float:
+    """Largest load of the most even split, by trying all."""
+    loads = {tuple([0.0] * bins)}
+    for c in costs:
+        loads = {tuple(sorted((*x[:i], x[i] + c, *x[i + 1 :]))) for x in loads for i in range(bins)}
+    return min(max(x) for x in loads)
+
+
+def test_cost_decides_the_balance():
+    """By tokens 10 + 2 balances 6 + 6; by squares 100 beside 36 + 36 + 4."""
+    grid = lengths_of(packed([10, 6, 6, 2], dp_size=2, max_tokens=100))
+    assert [sorted(chain.from_iterable(row)) for row in grid] == [[2, 10], [6, 6]]
+    grid = lengths_of(packed([10, 6, 6, 2], dp_size=2, max_tokens=100, cost=lambda n: float(n * n)))
+    assert [sorted(chain.from_iterable(row)) for row in grid] == [[10], [2, 6, 6]]
+
+
+def test_an_even_spread_gives_way_to_the_limit():
+    """Inputs 5, 5, 4, 3, 3 into 10: longest-first to the least loaded gives 9 and 11, first-fit 10 and 10."""
+    grid = lengths_of(packed([5, 5, 4, 3, 3], dp_size=1, max_tokens=10))
+    assert [sum(cell) for cell in grid[0]] == [10, 10]
+
+
+def test_first_fit_does_not_fill_to_the_brim_where_an_even_spread_fits():
+    """Seven of 3 into 10: first-fit gives 9, 9 and 3, and the even spread 9, 6 and 6."""
+    grid = lengths_of(packed([3] * 7, dp_size=1, max_tokens=10))
+    assert sorted(sum(cell) for cell in grid[0]) == [6, 6, 9]
+
+
+def test_the_same_samples_give_the_same_batch():
+    """A resumed run must train the batch that the killed one would have."""
+    lengths = [(7 * i) % 20 + 1 for i in range(50)]
+    one, two = (lengths_of(packed(lengths, dp_size=3, max_tokens=40)) for _ in range(2))
+    assert one == two
 
 
 def test_fewer_samples_than_rows_get_a_masked_token():
@@ -194,14 +301,15 @@ def test_pairs_put_the_loss_on_the_answer():
         pack_pairs([], dp_size=1, max_tokens=MAX)
 
 
-def test_512_samples_pack_in_no_time():
-    """A guard against a Python loop over tokens; the bound is 20 times what it takes on an idle core."""
-    groups = numbered([(8, 1 + i % 12) for i in range(512)], routing=True)
+def test_4096_samples_pack_in_no_time():
+    """A guard against a Python loop over tokens or over pairs of samples and bins: several times what an idle core
+    takes, of which most is these samples' own checks."""
+    groups = numbered([(8, 1 + i * 37 % 200) for i in range(4096)])
     advantages = counting(groups)
     best = float("inf")
-    for _ in range(5):
+    for _ in range(3):
         t = time.process_time()
-        pack(groups, advantages, dp_size=2, max_tokens=4096)
+        pack(groups, advantages, dp_size=8, max_tokens=1024, cost=lambda n: float(n * n))
         best = min(best, time.process_time() - t)
-    print(f"512 samples packed in {best * 1e3:.1f} ms")
-    assert best < 0.2
+    print(f"4096 samples packed in {best * 1e3:.1f} ms")
+    assert best < 1.0
