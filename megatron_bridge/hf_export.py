@@ -139,6 +139,8 @@ def _local_slots(chunk: torch.nn.Module, tensors: TensorMap, stage: int) -> Iter
         if name.endswith("_extra_state"):
             continue
         name = _LOCAL_LAYER.sub(lambda m: f"decoder.layers.{numbers[int(m[1])]}.", name)
+        if tensors.is_copy(name):
+            continue
         expert = _LOCAL_EXPERT.search(name)
         place = tensors.parts_of(name)[0]
         yield _Slot(
@@ -175,7 +177,7 @@ class _Exporter:
         size = 0
         for slot in slots:
             entry = self.entry(slot)
-            elements = self.copies(slot) * len(entry.hf) * math.prod(self.tensors.shape(entry))
+            elements = self.copies(slot) * math.prod(self.tensors.megatron_shape(entry))
             nbytes = elements * self.tensors.dtype(entry).itemsize
             if bucket and size + nbytes > limit:
                 yield bucket
@@ -238,17 +240,21 @@ class _Exporter:
 
     def _merge(self, entry: Entry, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Shards in rank order -> the whole Hugging Face tensors of one Megatron parameter."""
+        shapes = self.tensors.shapes(entry)
         if entry.split is Split.REPLICATED:
             parts = [pieces[0]]
         elif entry.split is Split.GATE_UP:
             halves = [piece.chunk(2) for piece in pieces]
             parts = [_concat([half[k] for half in halves], 0) for k in range(2)]
+        elif entry.split is Split.QKV:
+            whole = _concat(pieces, 0)
+            runs = [self.tensors.runs(entry, part) for part in range(len(shapes))]
+            parts = [_concat([whole[first : first + rows] for _, first, rows in run], 0) for run in runs]
         else:
             parts = [_concat(pieces, 1 if entry.split is Split.ROW else 0)]
-        shape = self.tensors.shape(entry)
         if entry.split is Split.VOCAB:
-            parts = [parts[0][: shape[0]]]
-        assert all(tuple(part.shape) == shape for part in parts), (entry.megatron, [p.shape for p in parts], shape)
+            parts = [parts[0][: shapes[0][0]]]
+        assert [tuple(p.shape) for p in parts] == list(shapes), (entry.megatron, [p.shape for p in parts], shapes)
         return parts
 
     def _broadcast(self, bucket: Sequence[_Slot], whole: list[Tensor] | None, owner: int) -> Iterator[Tensor]:
@@ -259,9 +265,10 @@ class _Exporter:
             return iter(whole)
         entries = [self.entry(slot) for slot in bucket]
         shapes = [
-            self.tensors.shape(entry)
+            shape
             for slot, entry in zip(bucket, entries, strict=True)
-            for _ in range(self.copies(slot) * len(entry.hf))
+            for _ in range(self.copies(slot))
+            for shape in self.tensors.shapes(entry)
         ]
         if whole is not None:
             flat = torch.cat([part.reshape(-1) for part in whole])

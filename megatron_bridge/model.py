@@ -36,9 +36,9 @@ assert hasattr(GPTModel, "_postprocess"), "GPTModel._postprocess is gone: Policy
 class PolicyModel(GPTModel):
     """GPTModel whose last stage answers labels with log-probabilities instead of a [T, V] tensor of logits."""
 
-    def __init__(self, *args: Any, temperature: float, logprob_memory: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, temperature: float, logprob_chunk: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.temperature, self.logprob_memory = temperature, logprob_memory
+        self.temperature, self.logprob_chunk = temperature, logprob_chunk
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """[2, T] fp32 on the last stage, given labels [1, T] and loss_mask [1, T] bool: log-probability of each label
@@ -46,7 +46,7 @@ class PolicyModel(GPTModel):
         labels, loss_mask = kwargs["labels"], kwargs["loss_mask"]
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states=hidden_states, **kwargs)  # type: ignore[no-any-return]
-        group = self.pg_collection.tp
+        group, tied = self.pg_collection.tp, self.share_embeddings_and_output_weights
         # backward adds up the partial gradients of the vocabulary's shares
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
@@ -55,10 +55,10 @@ class PolicyModel(GPTModel):
         rows = loss_mask[0].nonzero()[:, 0]
         logprobs, entropy = label_logprobs(
             hidden[:, 0].index_select(0, rows),
-            self.output_layer.weight,
+            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
             labels[0].index_select(0, rows),
             temperature=self.temperature,
-            memory=self.logprob_memory,
+            chunk=self.logprob_chunk,
             group=group,
         )
         out = logprobs.new_zeros(2, labels.shape[1])
@@ -82,11 +82,11 @@ def _build_chunk(
         post_process=parallel.is_last_stage and stage == config.parallel.vpp - 1,
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
         position_embedding_type="rope",
-        rotary_base=hf.get("rope_theta", 10000),
+        rotary_base=family_of(hf).rotary_base(hf),
         parallel_output=True,
         vp_stage=vp_stage,
         temperature=config.temperature,
-        logprob_memory=config.logprob_memory_mib << 20,
+        logprob_chunk=config.logprob_chunk,
     )
     for name, param in model.named_parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)

@@ -34,6 +34,11 @@ def resolve(config: TrainerConfig, hf: HFConfig, *, cuda: bool) -> Resolved:
     dtype = torch.bfloat16 if config.params_dtype == "bfloat16" else torch.float32
     family = dict(family_of(hf).transformer_config(hf))
     transformer = family | _layout(config) | _precision(dtype) | _plain_kernels(cuda) | _recompute(config)
+    if config.router_bias_update_rate and not family.get("moe_router_enable_expert_bias"):
+        raise ValueError(
+            f"router_bias_update_rate = {config.router_bias_update_rate}, but this model's router has no selection "
+            "bias: set it to 0"
+        )
     if family.get("num_moe_experts") is not None:
         transformer |= _moe(config)
     return Resolved(

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_bridge.families.base import Family, HFConfig, Place, Precision, Split, TensorMap
+from megatron_bridge.families.base import Family, HFConfig, Place, Precision, TensorMap
 from megatron_bridge.families.registry import family_of
 from miles_like.hf_checkpoint import HFCheckpoint
 
@@ -169,27 +169,28 @@ def _units(source: HFCheckpoint, places: Sequence[Place], unit_bytes: int) -> li
 
 def checkpoint_key(place: Place) -> str:
     """Key of the checkpoint tensor that holds a Hugging Face tensor; all experts of a layer share one."""
-    pattern = place.entry.megatron.replace(".local_experts.{e}.", ".experts.")
+    pattern = place.entry.stored or place.entry.megatron.replace(".local_experts.{e}.", ".experts.")
     return pattern.format(i=place.layer)
 
 
 def _chunks(place: Place, tensors: TensorMap, chunk_bytes: int) -> Iterator[_Chunk]:
-    dtype, rows, rest = tensors.dtype(place.entry), place.shape[0], place.shape[1:]
+    dtype, rest = tensors.dtype(place.entry), place.shape[1:]
     lead = () if place.expert is None else (place.expert,)
     lead_shape = () if place.expert is None else (tensors.dims["experts"],)
     step = max(1, chunk_bytes // (math.prod(rest) * dtype.itemsize))
-    for first in range(0, rows, step):
-        last = min(rows, first + step)
-        yield _Chunk(
-            key=checkpoint_key(place),
-            shape=(*lead_shape, rows * len(place.entry.hf), *rest),
-            offset=(*lead, rows * place.part + first, *(0 for _ in rest)),
-            sizes=(*(1 for _ in lead), last - first, *rest),
-            dtype=dtype,
-            hf_name=place.hf_name,
-            first=first,
-            last=last,
-        )
+    for start, target, rows in tensors.runs(place.entry, place.part):
+        for done in range(0, rows, step):
+            size = min(step, rows - done)
+            yield _Chunk(
+                key=checkpoint_key(place),
+                shape=(*lead_shape, *tensors.megatron_shape(place.entry)),
+                offset=(*lead, target + done, *(0 for _ in rest)),
+                sizes=(*(1 for _ in lead), size, *rest),
+                dtype=dtype,
+                hf_name=place.hf_name,
+                first=start + done,
+                last=start + done + size,
+            )
 
 
 def extra_state_keys(tensors: TensorMap) -> Iterator[str]:
@@ -311,8 +312,7 @@ def _assert_schema(metadata: Metadata, tensors: TensorMap) -> None:
     wanted = {}
     for place in tensors.places():
         lead = () if place.expert is None else (tensors.dims["experts"],)
-        rows = place.shape[0] * (2 if place.entry.split is Split.GATE_UP else 1)
-        wanted[checkpoint_key(place)] = ((*lead, rows, *place.shape[1:]), tensors.dtype(place.entry))
+        wanted[checkpoint_key(place)] = ((*lead, *tensors.megatron_shape(place.entry)), tensors.dtype(place.entry))
     assert written == wanted, sorted(written.items() ^ wanted.items())[:5]
 
 

@@ -27,6 +27,7 @@ class Split(StrEnum):
     COLUMN = "column"  # rows of the matrix (outputs) are divided: concatenate on axis 0
     ROW = "row"  # columns of the matrix (inputs) are divided: concatenate on axis 1
     GATE_UP = "gate_up"  # gate over up, each divided like COLUMN: a rank holds [gate part; up part]
+    QKV = "qkv"  # COLUMN over [query heads, key, value] of key/value head 0, then of head 1, ...
     VOCAB = "vocab"  # COLUMN, whose last rank may hold padding rows after the vocabulary
 
 
@@ -50,15 +51,16 @@ class Precision(StrEnum):
 class Entry:
     """One line of a family's table."""
 
-    hf: tuple[str, ...]  # name patterns; two of them (gate, up) are stacked on axis 0 of one Megatron parameter
+    hf: tuple[str, ...]  # name patterns; several (gate, up; q, k, v) share the rows of one Megatron parameter
     megatron: str  # name pattern of the parameter in GPTModel built from the local spec
-    shape: tuple[str, ...]  # of each Hugging Face tensor, as names of the family's `dims`
+    shapes: tuple[tuple[str, ...], ...]  # of each Hugging Face tensor, as names of the family's `dims`
     split: Split = Split.REPLICATED
     where: Where = Where.EVERY
     precision: Precision = Precision.WEIGHT
     given: str | None = None  # the entry exists only where this dimension is not 0 ...
     unless: str | None = None  # ... and this one is
     linear: bool = False  # a Megatron parallel linear, which keeps an `_extra_state` object in checkpoints
+    stored: str | None = None  # name pattern in checkpoints, where megatron renames the parameter on its way there
 
     @property
     def per_expert(self) -> bool:
@@ -74,7 +76,7 @@ class Place:
     entry: Entry
     layer: int | None
     expert: int | None
-    part: int  # index in entry.hf: 0, or 1 for the up half
+    part: int  # index in entry.hf
 
     @property
     def megatron_name(self) -> str:
@@ -89,17 +91,21 @@ class Family:
     transformer_config: keyword arguments for Megatron's TransformerConfig that the architecture alone decides (layout,
     precision and fusions are the caller's); raises ValueError for an option that the family cannot train.
     dims: the dimensions that `table` names, 0 for a part that the model lacks. moe_layers: global numbers of the layers
-    with routed experts. skipped: patterns of checkpoint tensors that are known and not trained.
+    with routed experts. skipped: patterns of checkpoint tensors that are known and not trained. copies: Megatron
+    parameters that a pipeline stage may hold besides, and that only repeat another one.
+    rotary_base: of GPTModel's own rotary embedding (MLA takes its base from transformer_config).
     """
 
     name: str
     architectures: frozenset[str]
     model_types: frozenset[str]
     table: tuple[Entry, ...]
+    copies: Callable[[HFConfig], tuple[str, ...]]
     skipped: Callable[[HFConfig], tuple[str, ...]]
     dims: Callable[[HFConfig], Mapping[str, int]]
     moe_layers: Callable[[HFConfig], tuple[int, ...]]
     transformer_config: Callable[[HFConfig], dict[str, Any]]
+    rotary_base: Callable[[HFConfig], float]
 
     def bind(self, hf: HFConfig) -> TensorMap:
         """The table for one model. Raises ValueError for an option that the family cannot train."""
@@ -123,7 +129,7 @@ class Family:
         """Elements of all Hugging Face tensors, routing biases included; no walk over single experts."""
         tensors = TensorMap(self, hf)
         return sum(
-            len(entry.hf) * len(tensors.layers_of(entry)) * tensors.experts_of(entry) * math.prod(tensors.shape(entry))
+            len(tensors.layers_of(entry)) * tensors.experts_of(entry) * math.prod(tensors.megatron_shape(entry))
             for entry in tensors.entries
         )
 
@@ -165,9 +171,22 @@ class TensorMap:
         """The checkpoint's dtype of an entry's tensors."""
         return torch.float32 if entry.precision is Precision.FP32 else self.weight_dtype
 
-    def shape(self, entry: Entry) -> tuple[int, ...]:
-        """Of one Hugging Face tensor of the entry."""
-        return tuple(self.dims[name] for name in entry.shape)
+    def shapes(self, entry: Entry) -> tuple[tuple[int, ...], ...]:
+        """Of each Hugging Face tensor of the entry."""
+        return tuple(tuple(self.dims[name] for name in shape) for shape in entry.shapes)
+
+    def megatron_shape(self, entry: Entry) -> tuple[int, ...]:
+        """Of the whole Megatron parameter: the rows of all its Hugging Face tensors."""
+        shapes = self.shapes(entry)
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def runs(self, entry: Entry, part: int) -> Iterator[tuple[int, int, int]]:
+        """(first row in Hugging Face tensor `part`, first row in the whole Megatron parameter, rows) of each run of
+        rows that lie together in both."""
+        groups = self.dims["kv_heads"] if entry.split is Split.QKV else 1
+        rows = [shape[0] // groups for shape in self.shapes(entry)]
+        for g in range(groups):
+            yield g * rows[part], g * sum(rows) + sum(rows[:part]), rows[part]
 
     def layers_of(self, entry: Entry) -> tuple[int | None, ...]:
         """Global layer numbers that have the entry; (None,) for a tensor outside the layers."""
@@ -199,11 +218,15 @@ class TensorMap:
                     return self._place(entry, layer, expert, part)
         raise ValueError(
             f"tensor {hf_name!r} is not one of family {self.family.name}'s with this config.json: "
-            "check num_hidden_layers, q_lora_rank, n_routed_experts and n_shared_experts against the checkpoint"
+            "check the numbers of layers, heads and experts in it against the checkpoint"
         )
 
+    def is_copy(self, megatron_name: str) -> bool:
+        """A parameter that only repeats another one."""
+        return megatron_name in self.family.copies(self.hf)
+
     def parts_of(self, megatron_name: str) -> tuple[Place, ...]:
-        """Megatron parameter name (global numbers) -> the Hugging Face tensors in it, in order along axis 0.
+        """Megatron parameter name (global numbers) -> the Hugging Face tensors in it, in the order of the entry.
 
         Raises ValueError for a name that the model does not have.
         """
@@ -216,7 +239,7 @@ class TensorMap:
 
     def _place(self, entry: Entry, layer: int | None, expert: int | None, part: int) -> Place:
         name = entry.hf[part].format(i=layer, e=expert)
-        return Place(hf_name=name, shape=self.shape(entry), entry=entry, layer=layer, expert=expert, part=part)
+        return Place(hf_name=name, shape=self.shapes(entry)[part], entry=entry, layer=layer, expert=expert, part=part)
 
     def _has(self, entry: Entry, layer: int) -> bool:
         return entry.where is Where.EVERY or (entry.where is Where.MOE) == (layer in self.moe_layers)

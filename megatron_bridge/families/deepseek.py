@@ -13,67 +13,51 @@ from typing import Any
 import torch.nn.functional as F
 
 from megatron_bridge.families.base import Entry, Family, HFConfig, Precision, Split, Where
+from megatron_bridge.families.entries import linear, norm, refuse_unsupported, swiglu
 
 _L, _M = "model.layers.{i}.", "decoder.layers.{i}."
 _ATTN, _MATTN = _L + "self_attn.", _M + "self_attention."
-
-
-def _linear(hf: str, megatron: str, shape: tuple[str, str], split: Split, **more: Any) -> Entry:
-    return Entry(hf=(hf + ".weight",), megatron=megatron + ".weight", shape=shape, split=split, linear=True, **more)
-
-
-def _norm(hf: str, megatron: str, size: str, **more: Any) -> Entry:
-    return Entry(hf=(hf + ".weight",), megatron=megatron + ".weight", shape=(size,), **more)
-
-
-def _swiglu(hf: str, megatron: str, width: str, **more: Any) -> tuple[Entry, Entry]:
-    fc1 = Entry(
-        hf=(hf + ".gate_proj.weight", hf + ".up_proj.weight"),
-        megatron=megatron + ".linear_fc1.weight",
-        shape=(width, "hidden"),
-        split=Split.GATE_UP,
-        linear=True,
-        **more,
-    )
-    return fc1, _linear(hf + ".down_proj", megatron + ".linear_fc2", ("hidden", width), Split.ROW, **more)
 
 
 TABLE: tuple[Entry, ...] = (
     Entry(
         hf=("model.embed_tokens.weight",),
         megatron="embedding.word_embeddings.weight",
-        shape=("vocab", "hidden"),
+        shapes=(("vocab", "hidden"),),
         split=Split.VOCAB,
         where=Where.TOP,
     ),
-    _norm(_L + "input_layernorm", _M + "input_layernorm", "hidden"),
-    _linear(_ATTN + "q_proj", _MATTN + "linear_q_proj", ("q_out", "hidden"), Split.COLUMN, unless="q_lora"),
-    _linear(_ATTN + "q_a_proj", _MATTN + "linear_q_down_proj", ("q_lora", "hidden"), Split.REPLICATED, given="q_lora"),
-    _norm(_ATTN + "q_a_layernorm", _MATTN + "q_layernorm", "q_lora", given="q_lora"),
-    _linear(_ATTN + "q_b_proj", _MATTN + "linear_q_up_proj", ("q_out", "q_lora"), Split.COLUMN, given="q_lora"),
-    _linear(_ATTN + "kv_a_proj_with_mqa", _MATTN + "linear_kv_down_proj", ("kv_down", "hidden"), Split.REPLICATED),
-    _norm(_ATTN + "kv_a_layernorm", _MATTN + "kv_layernorm", "kv_lora"),
-    _linear(_ATTN + "kv_b_proj", _MATTN + "linear_kv_up_proj", ("kv_out", "kv_lora"), Split.COLUMN),
-    _linear(_ATTN + "o_proj", _MATTN + "linear_proj", ("hidden", "o_in"), Split.ROW),
-    _norm(_L + "post_attention_layernorm", _M + "pre_mlp_layernorm", "hidden"),
-    *_swiglu(_L + "mlp", _M + "mlp", "dense_ffn", where=Where.DENSE),
+    norm(_L + "input_layernorm", _M + "input_layernorm", "hidden"),
+    linear(_ATTN + "q_proj", _MATTN + "linear_q_proj", ("q_out", "hidden"), Split.COLUMN, unless="q_lora"),
+    linear(_ATTN + "q_a_proj", _MATTN + "linear_q_down_proj", ("q_lora", "hidden"), Split.REPLICATED, given="q_lora"),
+    norm(_ATTN + "q_a_layernorm", _MATTN + "q_layernorm", "q_lora", given="q_lora"),
+    linear(_ATTN + "q_b_proj", _MATTN + "linear_q_up_proj", ("q_out", "q_lora"), Split.COLUMN, given="q_lora"),
+    linear(_ATTN + "kv_a_proj_with_mqa", _MATTN + "linear_kv_down_proj", ("kv_down", "hidden"), Split.REPLICATED),
+    norm(_ATTN + "kv_a_layernorm", _MATTN + "kv_layernorm", "kv_lora"),
+    linear(_ATTN + "kv_b_proj", _MATTN + "linear_kv_up_proj", ("kv_out", "kv_lora"), Split.COLUMN),
+    linear(_ATTN + "o_proj", _MATTN + "linear_proj", ("hidden", "o_in"), Split.ROW),
+    norm(_L + "post_attention_layernorm", _M + "pre_mlp_layernorm", "hidden"),
+    *swiglu(_L + "mlp", _M + "mlp", "dense_ffn", where=Where.DENSE),
     Entry(
-        hf=(_L + "mlp.gate.weight",), megatron=_M + "mlp.router.weight", shape=("experts", "hidden"), where=Where.MOE
+        hf=(_L + "mlp.gate.weight",),
+        megatron=_M + "mlp.router.weight",
+        shapes=(("experts", "hidden"),),
+        where=Where.MOE,
     ),
     Entry(
         hf=(_L + "mlp.gate.e_score_correction_bias",),
         megatron=_M + "mlp.router.expert_bias",
-        shape=("experts",),
+        shapes=(("experts",),),
         where=Where.MOE,
         precision=Precision.FP32,
     ),
-    *_swiglu(_L + "mlp.experts.{e}", _M + "mlp.experts.local_experts.{e}", "moe_ffn", where=Where.MOE),
-    *_swiglu(_L + "mlp.shared_experts", _M + "mlp.shared_experts", "shared_ffn", where=Where.MOE, given="shared_ffn"),
-    _norm("model.norm", "decoder.final_layernorm", "hidden", where=Where.TOP),
+    *swiglu(_L + "mlp.experts.{e}", _M + "mlp.experts.local_experts.{e}", "moe_ffn", where=Where.MOE),
+    *swiglu(_L + "mlp.shared_experts", _M + "mlp.shared_experts", "shared_ffn", where=Where.MOE, given="shared_ffn"),
+    norm("model.norm", "decoder.final_layernorm", "hidden", where=Where.TOP),
     Entry(
         hf=("lm_head.weight",),
         megatron="output_layer.weight",
-        shape=("vocab", "hidden"),
+        shapes=(("vocab", "hidden"),),
         split=Split.VOCAB,
         where=Where.TOP,
     ),
@@ -142,12 +126,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 
 
 def _refuse_unsupported(hf: HFConfig) -> None:
-    if missing := [key for key in _REQUIRED if hf.get(key) is None]:
-        raise ValueError(f"config.json lacks {', '.join(missing)}: this is not a DeepSeek-V3 config")
-    for key, allowed in _ONLY.items():
-        value = hf.get(key, allowed[0])
-        if value is not None and value not in allowed:
-            raise ValueError(f"config.json: {key} = {value!r} is not trained by family deepseek: want {allowed[0]!r}")
+    refuse_unsupported(hf, "deepseek", _REQUIRED, _ONLY)
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise ValueError(f"config.json: num_key_value_heads = {kv_heads} differs from num_attention_heads = {heads}")
@@ -257,8 +236,10 @@ FAMILY = Family(
     architectures=frozenset({"DeepseekV3ForCausalLM"}),
     model_types=frozenset({"deepseek_v3", "kimi_k2"}),
     table=TABLE,
+    copies=lambda hf: (),
     skipped=_skipped,
     dims=_dims,
     moe_layers=_moe_layers,
     transformer_config=_transformer_config,
+    rotary_base=lambda hf: float(_rope(hf)["rotary_base"]),
 )

@@ -10,14 +10,13 @@ Not covered: bf16, other layouts than one rank, multi-token prediction, Transfor
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.megatron_bridge.tiny_models import CONFIGS, leave, load_converted, megatron_rank
+from tests.megatron_bridge.tiny_models import CONFIGS, leave, load_converted, megatron_rank, transformers_model
 from tests.spawn import free_port, run_ranks
 
 LENGTHS = (96, 33, 128)  # packed for Megatron, one at a time for transformers
@@ -25,8 +24,7 @@ BOUND = 1e-4
 
 
 def _fp32(name: str) -> dict[str, Any]:
-    # a copy: transformers' config class edits what it is given
-    return {**copy.deepcopy(CONFIGS[name]), "torch_dtype": "float32"}
+    return {**CONFIGS[name], "torch_dtype": "float32"}
 
 
 def _tokens(vocab: int) -> list[torch.Tensor]:
@@ -59,15 +57,13 @@ def _megatron_logits(rank: int, world_size: int, spare: int, jobs: list[tuple[st
 @pytest.fixture(scope="module")
 def logits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """name -> (transformers', Megatron's), both [sum of LENGTHS, vocab] fp32."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
     from megatron_bridge.stream_convert import convert_checkpoint
 
     jobs, references = [], []
     for name in CONFIGS:
         hf, root = _fp32(name), tmp_path_factory.mktemp(name)
         torch.manual_seed(7)
-        model = DeepseekV3ForCausalLM(DeepseekV3Config(**hf, attn_implementation="eager")).float().eval()
+        model = transformers_model(hf).eval()
         with torch.no_grad():
             for key, value in model.state_dict().items():
                 value.add_(torch.randn(value.shape) * (0.3 if "norm" in key or "bias" in key else 0.05))

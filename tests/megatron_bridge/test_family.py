@@ -6,7 +6,6 @@ Values, layouts and the meaning of the config (rope, router) are the laws' busin
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,18 @@ import pytest
 
 from megatron_bridge.families.base import Split
 from megatron_bridge.families.registry import family_of
+from megatron_bridge.resolve import resolve
 from miles_like.hf_checkpoint import HFCheckpoint
-from tests.megatron_bridge.tiny_models import CONFIGS, leave, megatron_rank, sharded_state_dict, tiny
+from tests.megatron_bridge import toy
+from tests.megatron_bridge.tiny_models import (
+    CONFIGS,
+    leave,
+    megatron_rank,
+    sharded_state_dict,
+    tiny,
+    tiny_qwen,
+    transformers_model,
+)
 from tests.spawn import free_port, run_ranks
 
 DEEPSEEK_V3 = {
@@ -56,10 +65,8 @@ DEEPSEEK_V3 = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_table_names_what_transformers_saves(name: str, tmp_path: Path) -> None:
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
     hf = CONFIGS[name]
-    DeepseekV3ForCausalLM(DeepseekV3Config(**copy.deepcopy(hf))).save_pretrained(tmp_path)
+    transformers_model(hf).save_pretrained(tmp_path)
     saved = HFCheckpoint(tmp_path)
     places = list(family_of(hf).bind(hf).places())
     assert Counter(p.hf_name for p in places) == Counter(saved.names())
@@ -106,7 +113,7 @@ def test_every_megatron_tensor_is_in_the_table_once(name: str, megatron: dict[st
         parts = tensors.parts_of(megatron_name)
         found.update(p.hf_name for p in parts)
         assert all(p.megatron_name == megatron_name for p in parts)
-        assert shape == (parts[0].shape[0] * len(parts), *parts[0].shape[1:])
+        assert shape == tensors.megatron_shape(parts[0].entry)
     assert found == Counter(p.hf_name for p in tensors.places())
 
 
@@ -119,8 +126,7 @@ def test_converted_keys_are_those_stock_saving_writes(name: str, megatron: dict[
     wanted = {}
     for p in tensors.places():
         lead = () if p.expert is None else (tensors.dims["experts"],)
-        shape = (*lead, p.shape[0] * len(p.entry.hf), *p.shape[1:])
-        wanted[checkpoint_key(p)] = (shape, str(tensors.dtype(p.entry)))
+        wanted[checkpoint_key(p)] = ((*lead, *tensors.megatron_shape(p.entry)), str(tensors.dtype(p.entry)))
     assert keys == wanted
     assert set(objects) <= set(extra_state_keys(tensors))
 
@@ -133,9 +139,25 @@ def test_names_go_both_ways() -> None:
             assert tensors.parts_of(place.megatron_name)[place.part] == place
 
 
-def test_two_parts_are_gate_and_up() -> None:
-    for entry in family_of(tiny()).table:
-        assert len(entry.hf) == (2 if entry.split is Split.GATE_UP else 1)
+def test_runs_divide_every_megatron_parameter_among_its_parts() -> None:
+    """Each row of the parameter belongs to one row of one Hugging Face tensor, and the other way round."""
+    for hf in CONFIGS.values():
+        tensors = family_of(hf).bind(hf)
+        for entry in tensors.entries:
+            ours: list[int] = []
+            for part, shape in enumerate(tensors.shapes(entry)):
+                theirs: list[int] = []
+                for first, first_of_ours, rows in tensors.runs(entry, part):
+                    theirs += range(first, first + rows)
+                    ours += range(first_of_ours, first_of_ours + rows)
+                assert theirs == list(range(shape[0]))
+            assert sorted(ours) == list(range(tensors.megatron_shape(entry)[0]))
+
+
+def test_number_of_parts_follows_from_the_split() -> None:
+    for hf in (tiny(), tiny_qwen()):
+        for entry in family_of(hf).table:
+            assert len(entry.hf) == len(entry.shapes) == {Split.GATE_UP: 2, Split.QKV: 3}.get(entry.split, 1)
 
 
 def test_size_and_layers_of_deepseek_v3() -> None:
@@ -147,6 +169,24 @@ def test_size_and_layers_of_deepseek_v3() -> None:
     tensors = family.bind(DEEPSEEK_V3)
     assert tensors.is_skipped("model.layers.61.eh_proj.weight")
     assert not tensors.is_skipped("model.layers.60.mlp.gate.weight")
+
+
+def test_size_of_qwen3_235b_a22b() -> None:
+    """235.09 B parameters, 22.19 B of them used by a token: transformers' count of the published config."""
+    hf = tiny_qwen(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        moe_intermediate_size=1536,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+    )
+    assert family_of(hf).parameter_count(hf) == 235_093_634_560
+    assert family_of(hf).moe_layers(hf) == tuple(range(94))
 
 
 def test_both_spellings_of_rope_mean_the_same() -> None:
@@ -203,3 +243,31 @@ def test_unsupported_option_is_refused_by_name(changes: dict[str, Any], named: s
 def test_unsupported_architecture_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="LlamaForCausalLM"):
         family_of(tiny(architectures=["LlamaForCausalLM"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 4}, "decoder_sparse_step"),
+        ({"num_experts": None}, "num_experts"),
+        ({"num_experts_per_tok": 1}, "norm_topk_prob"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size"),
+    ],
+)
+def test_unsupported_option_of_qwen_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    hf = tiny_qwen(**changes)
+    with pytest.raises(ValueError, match=named):
+        family_of(hf).bind(hf)
+
+
+def test_a_bias_that_the_router_lacks_is_not_updated_in_silence(tmp_path: Path) -> None:
+    config = toy.config(str(tmp_path), router_bias_update_rate=1e-3)
+    assert resolve(config, tiny(), cuda=False).transformer["moe_router_bias_update_rate"] == 1e-3
+    with pytest.raises(ValueError, match=r"router_bias_update_rate = 0\.001"):
+        resolve(config, tiny_qwen(), cuda=False)

@@ -1,10 +1,11 @@
-"""Small DeepSeek-V3 models for tests: configs, checkpoints of random weights, and one rank's Megatron model of them.
+"""Small models of every family for tests: configs, random checkpoints, and one rank's Megatron model of them.
 
 Imports megatron-core only inside the functions that run in a rank's own process.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def tiny(**changes: Any) -> dict[str, Any]:
     return {**json.loads(_TINY.read_text()), **changes}
 
 
-CONFIGS = {
+_DEEPSEEK = {
     "tiny": tiny(),
     "no_q_lora_no_yarn": tiny(q_lora_rank=None, rope_scaling=None, n_shared_experts=2, routed_scaling_factor=2.5),
     "one_group": tiny(
@@ -41,6 +42,59 @@ CONFIGS = {
         },
     ),
 }
+
+
+def tiny_qwen(**changes: Any) -> dict[str, Any]:
+    """A Qwen3-MoE of the size of the other: 4 heads of 48 over 2 key/value heads, a head of its own size."""
+    base = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.1,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 1024,
+        "rope_theta": 100.0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    return {**base, **changes}
+
+
+_QWEN = {
+    "qwen": tiny_qwen(),
+    "qwen_one_kv_head_tied": tiny_qwen(num_key_value_heads=1, tie_word_embeddings=True, mlp_only_layers=[1]),
+    "qwen_every_head_unnormalized": tiny_qwen(num_key_value_heads=4, norm_topk_prob=False, rope_theta=50000.0),
+    "qwen_every_second_layer": tiny_qwen(num_hidden_layers=4, decoder_sparse_step=2, num_attention_heads=8),
+}
+CONFIGS = _DEEPSEEK | _QWEN
+
+
+def transformers_model(hf: dict[str, Any]) -> Any:
+    """transformers' own model of the config, random, in fp32 for computing."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    own = copy.deepcopy(hf)  # transformers' config classes edit what they are given
+    config = AutoConfig.for_model(own.pop("model_type"), **own, attn_implementation="eager")
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def random_tensors(hf: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
