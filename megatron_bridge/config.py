@@ -80,4 +80,4 @@ class TrainerConfig(Section):
     params_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     recompute: Literal["none", "full"] = "none"
     distributed_optimizer: bool = True
-    logprob_chunk: int = Field(4096, ge=1)  # rows of logits turned into fp32 at once
+    logprob_memory_mib: int = Field(64, ge=1)  # MiB of logits and their temporaries that exist at once

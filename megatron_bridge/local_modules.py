@@ -1,7 +1,7 @@
 """Modules that megatron-core's spec without TransformerEngine lacks, and `localize`, which puts them into one.
 
 Letters: T packed tokens, N segments (samples) in a pack, h heads on this rank, d query/key and v value size of a head,
-S padded length of a group of segments.
+cp context-parallel ranks, n runs of queries in a group, Q and K their padded number of queries and keys.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -26,60 +27,95 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from routing_replay.align import ragged_arange, zigzag_index
+
 _ALONE = 1024  # from this length on, padding to a neighbour's length costs more than a call of its own
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Group:
-    """Segments of similar length, laid side by side: row t of the pack goes to padded[slot[t]]."""
+    """Runs of queries of similar length, laid side by side with the keys that they may attend.
 
-    count: int  # n segments
-    length: int  # S
-    rows: Tensor  # [tokens of the group] int64: positions in the pack
-    slots: Tensor  # [tokens of the group] int64: positions in the flattened [n * S]
+    A slot that no row fills holds row 0: as a query its answer is not read, as a key only such queries attend it.
+    """
+
+    queries: Tensor  # [n, Q] int64: rows of this rank
+    keys: Tensor  # [n, K] int64: rows of all context-parallel ranks, laid end to end
+    ahead: Tensor | None  # [n] int64: keys before a run's first query; None where there are none, so that Q == K
+
+
+def _size_class(length: int) -> int:
+    """Segments of one class share a call: powers of two, 0 for a segment that is better alone."""
+    return 0 if length >= _ALONE else max(4, (length - 1).bit_length())
+
+
+def _side_by_side(rows: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """`rows`, runs of `lengths` [n] end to end -> ([n, longest] padded with 0, slot of each in it, flattened)."""
+    longest = int(lengths.max())
+    slots = ragged_arange(torch.arange(len(lengths)) * longest, lengths)
+    out = rows.new_zeros(len(lengths) * longest)
+    out[slots] = rows
+    return out.view(-1, longest), slots
 
 
 @functools.lru_cache(maxsize=64)
-def _groups(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[tuple[_Group, ...], Tensor]:
-    """Groups by length (powers of two), and the inverse: row t of the pack is row inverse[t] of all groups' slots."""
-    buckets: dict[int, list[tuple[int, int]]] = defaultdict(list)
+def _groups(
+    cu_seqlens: tuple[int, ...], rank: int, size: int, device: torch.device
+) -> tuple[tuple[_Group, ...], Tensor]:
+    """Groups by length, and the inverse: row t of this rank is row inverse[t] of all groups' query slots.
+
+    A rank's queries of a segment are one run (size 1), or two, its zigzag chunks, whose keys reach back to the
+    segment's start.
+    """
+    cu = torch.tensor(cu_seqlens)
+    gathered = torch.empty(cu_seqlens[-1], dtype=torch.int64)  # row of the pack -> row of all ranks, end to end
+    all_ranks = torch.cat([zigzag_index(cu, r, size) for r in range(size)]) if size > 1 else torch.arange(len(gathered))
+    gathered[all_ranks] = torch.arange(len(gathered))
+    chunks = (rank, 2 * size - 1 - rank) if size > 1 else (0,)
+    buckets: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)  # (segment's start, run's, its end)
     for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens)):
-        if b > a:
-            buckets[-i if b - a >= _ALONE else max(4, (b - a - 1).bit_length())].append((a, b))
+        chunk = (b - a) // (2 * size) if size > 1 else b - a
+        for c in chunks if chunk else ():
+            buckets[c, _size_class(b - a) or -i].append((a, a + c * chunk, a + (c + 1) * chunk))
     groups: list[_Group] = []
-    inverse = torch.empty(cu_seqlens[-1], dtype=torch.int64)
-    base = 0
-    for segments in buckets.values():
-        size = max(b - a for a, b in segments)
-        rows = torch.cat([torch.arange(a, b) for a, b in segments])
-        slots = torch.cat([torch.arange(i * size, i * size + b - a) for i, (a, b) in enumerate(segments)])
-        inverse[rows] = base + slots
-        base += len(segments) * size
-        groups.append(_Group(len(segments), size, rows.to(device), slots.to(device)))
+    inverse = torch.empty(cu_seqlens[-1] // size, dtype=torch.int64)
+    first, base = rank * len(inverse), 0  # of this rank among the rows of all
+    for (chunk_number, _), runs in buckets.items():
+        start, begin, end = torch.tensor(runs).T
+        queries, slots = _side_by_side(gathered[ragged_arange(begin, end - begin)] - first, end - begin)
+        inverse[queries.flatten()[slots]] = base + slots
+        base += queries.numel()
+        keys, _ = _side_by_side(gathered[ragged_arange(start, end - start)], end - start)
+        ahead = (begin - start).to(device) if chunk_number else None
+        groups.append(_Group(queries.to(device), keys.to(device), ahead))
     return tuple(groups), inverse.to(device)
 
 
-def packed_causal_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+def packed_causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float, *, rank: int = 0, size: int = 1
+) -> Tensor:
     """softmax(q k^T * scale) v, causal within each segment.
 
-    query, key [T, h, d]; value [T, h, v]; cu_seqlens [N+1] int. Returns [T, h, v]. Many short segments share one
-    call: a padded row is never attended by a real one, since padding follows its segment and attention is causal.
+    query [T / size, h, d] of this context-parallel rank; key [T, h, d] and value [T, h, v] of all ranks, end to end,
+    each in zigzag order; cu_seqlens [N+1] int, of the whole pack. Returns [T / size, h, v]. Many short segments share
+    one call: a padded key is never attended by a real query, since padding follows and attention is causal.
     """
-    groups, inverse = _groups(tuple(cu_seqlens.tolist()), query.device)
+    groups, inverse = _groups(tuple(cu_seqlens.tolist()), rank, size, query.device)
     dtype, outs = value.dtype, []
     if query.device.type == "cpu":
         # The CPU kernel's bf16 backward takes 16 times as long as fp32 on segments of a dozen tokens.
         query, key, value = query.float(), key.float(), value.float()
     for g in groups:
         q, k, v = (
-            x.new_zeros(g.count * g.length, *x.shape[1:])
-            .index_copy(0, g.slots, x.index_select(0, g.rows) if len(groups) > 1 else x)
-            .view(g.count, g.length, *x.shape[1:])
-            .transpose(1, 2)
-            for x in (query, key, value)
-        )  # [n, h, S, d or v]
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        outs.append(o.transpose(1, 2).reshape(g.count * g.length, *value.shape[1:]))
+            x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
+            for x, rows in ((query, g.queries), (key, g.keys), (value, g.keys))
+        )  # [n, h, Q or K, d or v]
+        mask = None
+        if g.ahead is not None:
+            last = g.ahead[:, None] + torch.arange(q.shape[2], device=q.device)  # [n, Q]: each query's last key
+            mask = (torch.arange(k.shape[2], device=q.device) <= last[..., None])[:, None]  # [n, 1, Q, K]
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+        outs.append(o.transpose(1, 2).flatten(0, 1))
     return (torch.cat(outs) if len(outs) > 1 else outs[0]).index_select(0, inverse).to(dtype)
 
 
@@ -105,24 +141,30 @@ class SDPACoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or (k_channels or config.kv_channels) ** -0.5
+        self.cp_group = pg_collection.cp
 
     def forward(
         self,
-        query: Tensor,  # [T, h, d]
-        key: Tensor,  # [T, groups, d]
-        value: Tensor,  # [T, groups, v]
+        query: Tensor,  # [T / cp, h, d]
+        key: Tensor,  # [T / cp, groups, d]
+        value: Tensor,  # [T / cp, groups, v]
         attention_mask: Tensor | None = None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[T, h * v]."""
+        """[T / cp, h * v]. Keys and values of all context-parallel ranks are gathered, and their gradients added up
+        on the way back."""
         assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", "only packed batches are fed"
         assert attention_mask is None and attention_bias is None
+        group, cu_seqlens = self.cp_group, packed_seq_params.cu_seqlens_q_padded
+        key, value = (gather_from_sequence_parallel_region(x, group=group) for x in (key, value))
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        return packed_causal_attention(query, key, value, packed_seq_params.cu_seqlens_q, self.scale).flatten(1)
+        return packed_causal_attention(
+            query, key, value, cu_seqlens, self.scale, rank=group.rank(), size=group.size()
+        ).flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         return {}

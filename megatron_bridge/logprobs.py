@@ -1,10 +1,11 @@
-"""Log-probability and entropy of labels straight from hidden states, without a [T, V] tensor in fp32.
+"""Log-probability and entropy of labels straight from hidden states, without a [T, V] tensor.
 
-Letters: n rows with loss, H hidden size, V vocabulary, v = V / tp this rank's share of it.
+Letters: n rows with loss, H hidden size, V vocabulary, v = V / tp this rank's share of it, b tokens of a block of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,76 +14,115 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+_BYTES = 8  # of a block's temporaries for each of its logits: two fp32, or fp32 and the model's dtype
+
 
 class _LabelLogprobs(torch.autograd.Function):
-    """Logits are made chunk by chunk in forward and again in backward; between the two only [n] numbers are kept."""
+    """Logits are made block by block in forward and again in backward; between the two only [n] numbers are kept.
+
+    Blocks divide the vocabulary, not the rows: a block of the weight's gradient is then one product over all rows,
+    rounded once, and no fp32 copy of that gradient exists (with 129,280 tokens it is the largest tensor of all).
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int, group: ProcessGroup
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, memory: int, group: ProcessGroup
     ) -> tuple[Tensor, Tensor]:
-        first = group.rank() * weight.shape[0]
-        parts = [
-            _chunk_forward(hidden[a : a + chunk], weight, labels[a : a + chunk] - first, temperature, group)
-            for a in range(0, max(len(hidden), 1), chunk)
-        ]
-        logprobs, entropy, lse = (torch.cat(x) for x in zip(*parts, strict=True))
+        labels = labels - group.rank() * len(weight)  # counted from this rank's first; outside its share: another's
+        top, sums = _softmax_sums(hidden, weight, labels, temperature, memory)
+        if group.size() > 1:
+            mine = top
+            top = top.clone()
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+            _rescale(sums, mine - top)
+            dist.all_reduce(sums, group=group)
+        z, weighted, picked = sums
+        log_z = z.log()
+        lse = top + log_z
+        entropy = log_z - weighted / z
         ctx.save_for_backward(hidden, weight, labels, lse)
-        ctx.temperature, ctx.chunk, ctx.first = temperature, chunk, first
+        ctx.temperature, ctx.memory = temperature, memory
         ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return picked - lse, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _entropy: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _entropy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         hidden, weight, labels, lse = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for a in range(0, len(hidden), ctx.chunk):
-            rows = slice(a, a + ctx.chunk)
-            # d log p(label) / d logits = onehot(label) - p, and logits were divided by the temperature
-            slope = F.linear(hidden[rows], weight).float().div_(ctx.temperature)
-            slope.sub_(lse[rows, None]).exp_().neg_()
-            local, mine = _local(labels[rows] - ctx.first, len(weight))
-            slope.scatter_add_(1, local[:, None], mine.float()[:, None])
-            slope = slope.mul_(grad[rows, None] / ctx.temperature).to(weight.dtype)
-            torch.mm(slope, weight, out=grad_hidden[rows])
-            grad_weight += slope.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad = (grad / ctx.temperature)[:, None]  # logits were divided by the temperature
+        for a, b in _blocks(len(hidden), len(weight), ctx.memory):
+            # d log p(label) / d logits = onehot(label) - p
+            slope = _logits(hidden, weight[a:b], ctx.temperature).sub_(lse[:, None]).exp_().neg_()  # [n, b]
+            local, mine = _local(labels - a, b - a)
+            slope = slope.scatter_add_(1, local[:, None], mine.float()[:, None]).mul_(grad).to(weight.dtype)
+            grad_hidden += slope @ weight[a:b]
+            if grad_weight is not None:
+                torch.mm(slope.t(), hidden, out=grad_weight[a:b])
+            del slope  # before the next block is made
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+
+
+def _blocks(rows: int, share: int, memory: int) -> Iterator[tuple[int, int]]:
+    """[a, b) over this rank's `share` of the vocabulary, so that one block's temporaries are at most `memory` bytes."""
+    size = max(1, memory // (_BYTES * max(rows, 1)))
+    size -= size % 64 if size > 64 else 0  # what matrix products are fastest at
+    for a in range(0, share, size):
+        yield a, min(a + size, share)
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """[n, b] fp32, a tensor of its own."""
+    return F.linear(hidden, weight).float().div_(temperature)
 
 
 def _local(labels: Tensor, share: int) -> tuple[Tensor, Tensor]:
-    """Labels counted from this rank's first -> (clamped to its share, whether they are in it)."""
+    """Labels counted from a share's first -> (clamped to the share, whether they are in it)."""
     return labels.clamp(0, share - 1), (labels >= 0) & (labels < share)
 
 
-def _chunk_forward(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, group: ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(label), entropy and log-sum-exp of one chunk, each [rows] fp32; labels count from this rank's first."""
-    logits = F.linear(hidden, weight).float().div_(temperature)  # [rows, v]
-    top = logits.amax(1)
-    if group.size() > 1:
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-    logits.sub_(top[:, None])
-    local, mine = _local(labels, len(weight))
-    picked = logits.gather(1, local[:, None])[:, 0] * mine
-    exps = logits.exp()
-    sums = torch.stack([exps.sum(1), (exps * logits).sum(1), picked])  # [3, rows]
-    if group.size() > 1:
-        dist.all_reduce(sums, group=group)
-    log_z = sums[0].log()
-    return sums[2] - log_z, log_z - sums[1] / sums[0], top + log_z
+def _rescale(sums: Tensor, gap: Tensor) -> None:
+    """Sums that were taken below one maximum -> below a higher one; gap [n] = old maximum - new, -inf for none yet."""
+    z, weighted = sums[0], sums[1]
+    factor = gap.exp()
+    # Sum of e^(l - new) (l - new) = e^gap (sum of e^(l - old) (l - old) + gap * sum of e^(l - old))
+    weighted.addcmul_(gap.clamp(min=-1e30), z).mul_(factor)
+    z.mul_(factor)
+
+
+def _softmax_sums(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, memory: int
+) -> tuple[Tensor, Tensor]:
+    """Over this rank's share: the greatest logit m [n], and [3, n] fp32: sum of e^(l - m), sum of e^(l - m) (l - m),
+    and the label's logit (0 where another rank has it)."""
+    top = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
+    sums = torch.zeros(3, len(hidden), device=hidden.device)
+    for a, b in _blocks(len(hidden), len(weight), memory):
+        logits = _logits(hidden, weight[a:b], temperature)  # [n, b]
+        local, mine = _local(labels - a, b - a)
+        sums[2] += torch.where(mine, logits.gather(1, local[:, None])[:, 0], 0.0)
+        higher = torch.maximum(top, logits.amax(1))
+        _rescale(sums, top - higher)
+        top = higher
+        exps = logits.sub_(top[:, None]).exp()
+        sums[0] += exps.sum(1)
+        sums[1] += exps.mul_(logits).sum(1)
+        del logits, exps  # before the next block is made
+    return top, sums
 
 
 def label_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float, chunk: int, group: ProcessGroup
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float, memory: int, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """log p(label) and the entropy of p, p = softmax(hidden weight^T / temperature).
 
     hidden [n, H] in the model's dtype, the same on every rank of `group` (its gradient is this rank's partial sum:
     enter through a mapping that adds it up); weight [v, H], this rank's rows of the vocabulary; labels [n] int64.
-    Returns ([n] fp32, carries the gradient; [n] fp32, no gradient), the same on every rank. At most [chunk, v] logits
-    exist at a time. The matrix product rounds logits to the model's dtype; everything after it is fp32.
+    Returns ([n] fp32, carries the gradient; [n] fp32, no gradient), the same on every rank. The matrix product rounds
+    logits to the model's dtype; everything after it is fp32.
+
+    Logits exist for a block of the vocabulary at a time, with all their temporaries at most `memory` bytes (or one
+    column of them). Beside these, the gradients of hidden (in fp32 too) and weight, and [n] numbers, nothing is made.
     """
-    logprobs, entropy = _LabelLogprobs.apply(hidden, weight, labels, temperature, chunk, group)
+    logprobs, entropy = _LabelLogprobs.apply(hidden, weight, labels, temperature, memory, group)
     return logprobs, entropy

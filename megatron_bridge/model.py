@@ -36,9 +36,9 @@ assert hasattr(GPTModel, "_postprocess"), "GPTModel._postprocess is gone: Policy
 class PolicyModel(GPTModel):
     """GPTModel whose last stage answers labels with log-probabilities instead of a [T, V] tensor of logits."""
 
-    def __init__(self, *args: Any, temperature: float, logprob_chunk: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, temperature: float, logprob_memory: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.temperature, self.logprob_chunk = temperature, logprob_chunk
+        self.temperature, self.logprob_memory = temperature, logprob_memory
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """[2, T] fp32 on the last stage, given labels [1, T] and loss_mask [1, T] bool: log-probability of each label
@@ -58,7 +58,7 @@ class PolicyModel(GPTModel):
             self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
             labels[0].index_select(0, rows),
             temperature=self.temperature,
-            chunk=self.logprob_chunk,
+            memory=self.logprob_memory,
             group=group,
         )
         out = logprobs.new_zeros(2, labels.shape[1])
@@ -86,7 +86,7 @@ def _build_chunk(
         parallel_output=True,
         vp_stage=vp_stage,
         temperature=config.temperature,
-        logprob_chunk=config.logprob_chunk,
+        logprob_memory=config.logprob_memory_mib << 20,
     )
     for name, param in model.named_parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)

@@ -27,10 +27,12 @@ class ParallelContext:
     tp_rank: int
     pp_rank: int
     dp_rank: int
+    cp_rank: int
     ep_rank: int
     etp_rank: int
     tp_group: ProcessGroup
     pp_group: ProcessGroup
+    cp_group: ProcessGroup
     dp_group: ProcessGroup
     dp_cp_group: ProcessGroup
     ep_group: ProcessGroup
@@ -42,6 +44,11 @@ class ParallelContext:
     def sequence_parallel(self) -> bool:
         """Tensor parallelism always splits the sequence too: with MoE megatron refuses it otherwise."""
         return self.config.tp > 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's loss statistics are counted: tensor- and context-parallel ranks hold the same ones."""
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
     def is_first_stage(self) -> bool:
@@ -61,8 +68,6 @@ def check_layout(
             f"parallel.tp * pp * cp * dp = {config.world_size}, but {world_size} trainer ranks were started: "
             f"set parallel.dp so that the product is {world_size}"
         )
-    if config.cp > 1:
-        raise ValueError(f"parallel.cp = {config.cp}: context parallelism is not supported; set parallel.cp = 1")
     if config.vpp > 1 and config.pp == 1:
         raise ValueError(
             f"parallel.vpp = {config.vpp} needs stages to interleave, but parallel.pp = 1: set parallel.vpp = 1"
@@ -134,10 +139,12 @@ def init_parallel(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
         dp_rank=mpu.get_data_parallel_rank(),
+        cp_rank=mpu.get_context_parallel_rank(),
         ep_rank=mpu.get_expert_model_parallel_rank(),
         etp_rank=mpu.get_expert_tensor_parallel_rank(),
         tp_group=mpu.get_tensor_model_parallel_group(),
         pp_group=mpu.get_pipeline_model_parallel_group(),
+        cp_group=mpu.get_context_parallel_group(),
         dp_group=mpu.get_data_parallel_group(),
         dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
         ep_group=mpu.get_expert_model_parallel_group(),

@@ -1,26 +1,27 @@
-"""A micro-batch -> what this rank feeds: padded to the sequence-parallel split, and its own slice of the routing rows.
+"""A micro-batch -> what this rank feeds: padded, cut over context-parallel ranks, with its own part of the routes.
 
-Letters: T packed tokens, P = T padded to a multiple of tp, N samples in a pack, K experts a token.
+Letters: T packed tokens, N samples in a pack, P rows that this context-parallel rank feeds, C = cp * P rows of all of
+them, K experts a token.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_bridge.parallel import ParallelContext
 from miles_like.types import MicroBatch
-from routing_replay.align import pad_rows, select_layers, sequence_slice
+from routing_replay.align import place_rows, ragged_arange, select_layers, sequence_slice, zigzag_index
 from routing_replay.trace import RoutingTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shard:
-    """One micro-batch as this rank sees it. Every tensor-parallel rank is fed the whole pack (the embedding splits it);
+    """One micro-batch as this rank sees it. Every tensor-parallel rank is fed all P rows (the embedding splits them);
     only what enters below the embedding, the routing rows, is sliced here."""
 
     batch: MicroBatch  # on the device, unpadded
@@ -29,20 +30,57 @@ class Shard:
     positions: Tensor  # [1, P] int64
     loss_mask: Tensor  # [1, P] bool, False on padding
     packed: PackedSeqParams
-    real: Tensor  # [P / tp] bool: this rank's rows that are tokens, not padding
+    home: Tensor  # [T] int64: where each token is among the C rows of all context-parallel ranks, laid end to end
+    real: Tensor  # [P / tp] bool: this rank's rows that are tokens of a micro-batch with loss
     routing: RoutingTrace | None  # [P / tp, L, K]: L are the MoE layers of this stage
 
 
-def _packed_params(cu_seqlens: Tensor, padded: int) -> PackedSeqParams:
-    """Padding is one more segment, so that no real token's attention or position depends on it."""
-    if padded > int(cu_seqlens[-1]):
-        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([padded])])
-    # the longest segment, not the pack: at max_seqlen == P rope would take positions from the pack's start
-    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Where the rows of one pack come from and go to."""
+
+    rows: Tensor  # [P] int64: the token of each row that this rank feeds, -1 for padding
+    home: Tensor  # [T] int64, see Shard
+    cu_seqlens: Tensor  # [N+1 or N+2] int32, padding included
+
+
+def _padded_lengths(lengths: Tensor, tp: int, cp: int) -> Tensor:
+    """Segments that divide into context-parallel chunks, and one more of padding alone where the rows of a rank would
+    not divide over tensor-parallel ranks: no real token's attention or position depends on padding."""
+    if cp == 1:
+        unit = tp
+    else:
+        lengths = (lengths + 2 * cp - 1) // (2 * cp) * (2 * cp)
+        unit = cp * math.lcm(2, tp)
+    missing = -int(lengths.sum()) % unit
+    return torch.cat([lengths, lengths.new_tensor([missing])]) if missing else lengths
+
+
+def _rows(cu_seqlens: Tensor, tp: int, cp: int, cp_rank: int) -> _Rows:
+    """On the CPU, whatever the device: a handful of small integer operations a micro-batch."""
+    lengths = cu_seqlens.diff().long()
+    padded = _padded_lengths(lengths, tp, cp)
+    ends = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
+    place = ragged_arange(ends[: len(lengths)], lengths)  # [T] of each token in the padded pack
+    source = torch.full((int(ends[-1]),), -1)
+    source[place] = torch.arange(len(place))
+    if cp == 1:
+        return _Rows(source, place, ends.int())
+    parts = [zigzag_index(ends, r, cp) for r in range(cp)]
+    inverse = torch.empty_like(source)
+    inverse[torch.cat(parts)] = torch.arange(len(source))
+    return _Rows(source[parts[cp_rank]], inverse[place], ends.int())
+
+
+def _packed_params(cu_seqlens: Tensor) -> PackedSeqParams:
+    # the longest segment, not the pack: at max_seqlen equal to the pack rope would take positions from its start
+    longest = int(cu_seqlens.diff().max())
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
@@ -68,32 +106,35 @@ def shard(
 ) -> Shard:
     """`batch` for this rank; `layers` are the global numbers of the MoE layers of its pipeline stage.
 
+    A micro-batch without any loss (what fills up unequal rows) has no real row: it enters no statistic of the routers.
     Raises ValueError when the batch is empty or its routing lacks one of `layers` or is of another model.
     """
-    t = len(batch.tokens)
-    if t == 0:
+    if not len(batch.tokens):
         raise ValueError("an empty micro-batch cannot be fed: give each rank at least one sample")
-    pad = -t % parallel.config.tp
-    batch = _on(batch, device)
+    tp, cp = parallel.config.tp, parallel.config.cp
+    at = _rows(batch.cu_seqlens.cpu(), tp, cp, parallel.cp_rank)
+    real = (at.rows.chunk(tp)[parallel.tp_rank] >= 0) & bool(batch.loss_mask.any())
     routing = None
     if batch.routing is not None:
         if batch.routing.num_experts != num_experts:
             raise ValueError(f"routes over {batch.routing.num_experts} experts do not fit a model of {num_experts}")
-        routing = pad_rows(select_layers(batch.routing, layers), t + pad)
-        routing = sequence_slice(routing, parallel.tp_rank, parallel.config.tp)
+        routing = sequence_slice(place_rows(select_layers(batch.routing, layers), at.rows), parallel.tp_rank, tp)
         routing = replace(routing, experts=routing.experts.to(device))
-    real = (torch.arange(t + pad, device=device) < t).chunk(parallel.config.tp)[parallel.tp_rank]
+    batch, rows = _on(batch, device), at.rows.to(device)
+    is_token = rows >= 0
 
-    def padded(x: Tensor) -> Tensor:
-        return F.pad(x, (0, pad))[None]
+    def fed(x: Tensor) -> Tensor:
+        """[T] -> [1, P], 0 on padding."""
+        return (x.index_select(0, rows.clamp(min=0)) * is_token)[None]
 
     return Shard(
         batch=batch,
-        tokens=padded(batch.tokens),
-        labels=padded(batch.labels),
-        positions=padded(batch.positions),
-        loss_mask=padded(batch.loss_mask),
-        packed=_packed_params(batch.cu_seqlens, t + pad),
-        real=real,
+        tokens=fed(batch.tokens),
+        labels=fed(batch.labels),
+        positions=fed(batch.positions),
+        loss_mask=fed(batch.loss_mask),
+        packed=_packed_params(at.cu_seqlens.to(device)),
+        home=at.home.to(device),
+        real=real.to(device),
         routing=routing,
     )

@@ -1,7 +1,8 @@
 """Forward and backward over one step's micro-batches by megatron's schedule. Knows no optimizer, no algorithm.
 
 The gradient left behind is d/dw of (sum of per-token losses over every loss token of the global batch) / loss_tokens,
-whatever the layout, the packing or the number of micro-batches. Letters: T packed tokens.
+whatever the layout, the packing or the number of micro-batches. Letters: T packed tokens, P rows that a context-
+parallel rank feeds, R values of a row.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_bridge.parallel import ParallelContext
@@ -95,14 +97,22 @@ class Step:
         if output.requires_grad:
             # The first thing that happens in this micro-batch's backward, before any layer is recomputed.
             output.register_hook(lambda _grad: self.replay.backward_of(micro))
-        return output, partial(self._loss, s.batch, self._refs[micro] if self._refs else None)
+        return output, partial(self._loss, s, self._refs[micro] if self._refs else None)
 
-    def _loss(self, batch: MicroBatch, ref_logprobs: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, _Stats]:
-        """(sum of the losses, number of loss tokens, statistics) of one micro-batch; output [2, P] fp32."""
-        t = len(batch.tokens)
+    def _loss(self, s: Shard, ref_logprobs: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, _Stats]:
+        """(sum of the losses, number of loss tokens, statistics) of one micro-batch; output [R, P] fp32.
+
+        Every context-parallel rank computes the loss of the whole pack, so that it sees whole samples, and takes back
+        the gradient of its own rows.
+        """
+        batch = s.batch
+        rows = gather_from_sequence_parallel_region(
+            output.t(), tensor_parallel_output_grad=False, group=self.parallel.cp_group
+        )
+        logprobs, entropy = rows.index_select(0, s.home).unbind(1)[:2]  # [T] each
         per_token, stats = self.loss(
-            logprobs=output[0, :t],
-            entropy=output[1, :t].detach(),
+            logprobs=logprobs,
+            entropy=entropy.detach(),
             rollout_logprobs=batch.rollout_logprobs,
             advantages=batch.advantages,
             loss_mask=batch.loss_mask,
@@ -151,11 +161,9 @@ def _gather(outputs: Sequence[Mapping[str, Stat]], parallel: ParallelContext, de
         for name, stat in stats.items():
             local[name] = _combine(local[name], stat) if name in local else stat
     kinds = _share_names({name: str(stat.reduce) for name, stat in sorted(local.items())}, parallel, device)
-    # Tensor-parallel ranks hold the same numbers: one of them speaks.
-    mine = parallel.is_last_stage and parallel.tp_rank == 0
     sums = torch.zeros(len(kinds), 2, dtype=torch.float64, device=device)
     tops = torch.full((len(kinds),), -math.inf, dtype=torch.float64, device=device)
-    if mine:
+    if parallel.speaks:
         for i, (name, kind) in enumerate(kinds.items()):
             sums[i, 1] = local[name].count
             if kind == Reduce.MAX:

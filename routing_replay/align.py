@@ -27,24 +27,32 @@ def padding_ids(rows: int, *, num_layers: int, top_k: int, num_experts: int, fir
     return ids.view(rows, 1, top_k).expand(rows, num_layers, top_k)
 
 
-def pad_rows(trace: RoutingTrace, rows: int) -> RoutingTrace:
-    """`trace` followed by padding rows up to `rows`. Raises ValueError when it has more than that."""
-    missing = rows - len(trace)
-    if missing < 0:
-        raise ValueError(f"a trace of {len(trace)} rows cannot be padded to {rows}")
-    if not missing:
-        return trace
-    padding = padding_ids(
-        missing, num_layers=len(trace.layers), top_k=trace.top_k, num_experts=trace.num_experts, first=len(trace)
-    )
-    return replace(trace, experts=torch.cat([trace.experts, padding.to(trace.experts.device)]))
-
-
 def take_rows(trace: RoutingTrace, index: Tensor) -> RoutingTrace:
     """Rows `index` [n] int64, in its order. Raises ValueError when one is outside the trace."""
     if index.numel() and (int(index.min()) < 0 or int(index.max()) >= len(trace)):
         raise ValueError(f"rows {int(index.min())}..{int(index.max())} of a trace of {len(trace)} rows")
     return replace(trace, experts=trace.experts.index_select(0, index))
+
+
+def place_rows(trace: RoutingTrace, index: Tensor) -> RoutingTrace:
+    """Rows `index` [n] int64 in its order; -1 stands for padding, which gets `padding_ids`.
+
+    Raises ValueError when a row is outside the trace.
+    """
+    real = index >= 0
+    rows = take_rows(trace, index[real])
+    if len(rows) == len(index):
+        return rows
+    experts = rows.experts.new_empty(len(index), len(trace.layers), trace.top_k)
+    experts[real] = rows.experts
+    experts[~real] = padding_ids(
+        len(index) - len(rows),
+        num_layers=len(trace.layers),
+        top_k=trace.top_k,
+        num_experts=trace.num_experts,
+        first=len(rows),  # where the last row stopped: else all short packs start at expert 0
+    ).to(experts.device)
+    return replace(trace, experts=experts)
 
 
 def sequence_slice(trace: RoutingTrace, rank: int, size: int) -> RoutingTrace:
@@ -65,6 +73,12 @@ def select_layers(trace: RoutingTrace, layers: Sequence[int]) -> RoutingTrace:
     return replace(trace, experts=trace.experts[:, [column[i] for i in wanted]], layers=wanted)
 
 
+def ragged_arange(starts: Tensor, lengths: Tensor) -> Tensor:
+    """starts[i], starts[i] + 1, ... of length lengths[i], one after the other: [sum(lengths)] int64."""
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum()), device=starts.device) + (starts - before).repeat_interleave(lengths)
+
+
 def zigzag_index(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     """Rows [n] int64 of a pack that context-parallel rank `rank` of `size` has.
 
@@ -72,11 +86,10 @@ def zigzag_index(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     causal attention costs all ranks the same. Raises ValueError when a length that `cu_seqlens` [N+1] tells of, padding
     included, is no multiple of 2*size.
     """
-    parts = []
-    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        chunk, rest = divmod(end - start, 2 * size)
-        if rest:
-            raise ValueError(f"a sequence of {end - start} tokens does not divide into {2 * size} chunks: pad it first")
-        for c in (rank, 2 * size - 1 - rank):
-            parts.append(torch.arange(start + c * chunk, start + (c + 1) * chunk))
-    return torch.cat(parts)
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    if bool((rest := lengths % (2 * size)).any()):
+        wrong = int(lengths[rest.nonzero()[0, 0]])
+        raise ValueError(f"a sequence of {wrong} tokens does not divide into {2 * size} chunks: pad it first")
+    chunk = lengths // (2 * size)
+    both = torch.stack([starts + rank * chunk, starts + (2 * size - 1 - rank) * chunk], 1)
+    return ragged_arange(both.flatten(), chunk.repeat_interleave(2))

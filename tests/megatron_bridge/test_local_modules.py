@@ -13,6 +13,7 @@ from megatron_bridge.device import init_device
 init_device()
 
 from megatron_bridge.local_modules import packed_causal_attention  # noqa: E402
+from routing_replay.align import zigzag_index  # noqa: E402
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float) -> Tensor:
@@ -45,6 +46,31 @@ def test_packed_attention_is_attention_of_each_segment(lengths: list[int], v: in
     torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-4)
     weights = torch.randn(t, 2, v)
     ours = torch.autograd.grad(got, (q, k, values), weights)
+    theirs = torch.autograd.grad(want, (q, k, values), weights.double())
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("lengths", [[16], [8, 24, 8], [16] * 9 + [200], [1032, 8, 1504, 16], [8, 0, 16]])
+def test_context_parallel_ranks_together_attend_as_one(lengths: list[int], size: int) -> None:
+    """Each rank has two chunks of every segment and all keys; what it answers, and the gradients that all answers give
+    together, are those of the whole pack, whatever group a chunk came into. Oracle: the formula in fp64."""
+    torch.manual_seed(0)
+    t, scale = sum(lengths), 0.3
+    q, k = (torch.randn(t, 2, 12, requires_grad=True) for _ in range(2))
+    values = torch.randn(t, 2, 8, requires_grad=True)
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    mine = [zigzag_index(cu, r, size) for r in range(size)]
+    order = torch.cat(mine)  # as an all-gather lays the ranks' rows
+    parts = [
+        packed_causal_attention(q[mine[r]], k[order], values[order], cu, scale, rank=r, size=size) for r in range(size)
+    ]
+    want = _reference(q, k, values, lengths, scale)
+    got = torch.cat(parts)
+    torch.testing.assert_close(got.double(), want[order], atol=2e-5, rtol=1e-4)
+    weights = torch.randn(t, 2, 8)
+    ours = torch.autograd.grad(got, (q, k, values), weights[order])
     theirs = torch.autograd.grad(want, (q, k, values), weights.double())
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-3)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from routing_replay.align import pad_rows, padding_ids, select_layers, sequence_slice, take_rows, zigzag_index
+from routing_replay.align import padding_ids, place_rows, select_layers, sequence_slice, take_rows, zigzag_index
 from routing_replay.trace import RoutingTrace
 
 LAYERS, K, E = (1, 2, 4), 4, 16
@@ -32,22 +32,23 @@ def test_padding_is_valid_and_spread(num_experts: int, top_k: int) -> None:
     assert torch.unique(torch.bincount(ids[:, 0].long().flatten(), minlength=num_experts)).tolist() == [top_k]
 
 
-def test_padding_keeps_the_rows() -> None:
-    """Real rows first and unchanged; a full trace is given back as it is."""
+def test_rows_go_to_their_places_and_padding_between() -> None:
+    """A token keeps its own routes wherever it is fed; each padding row gets the next experts, so that the padding of
+    many short packs does not all fall on expert 0."""
     t = make(5)
-    padded = pad_rows(t, 8)
-    padded.check()
-    assert len(padded) == 8 and torch.equal(padded.experts[:5], t.experts) and padded.experts.dtype is torch.uint8
-    again = pad_rows(pad_rows(t, 6), 8)  # padding goes on where it stopped: else short packs all start at expert 0
-    assert torch.equal(again.experts, padded.experts)
-    assert pad_rows(t, 5) is t
-    assert len(pad_rows(make(0), 3)) == 3
+    placed = place_rows(t, torch.tensor([4, -1, 0, 1, -1, -1]))
+    placed.check()
+    assert torch.equal(placed.experts[[0, 2, 3]], t.experts[[4, 0, 1]]) and placed.experts.dtype is torch.uint8
+    padding = placed.experts[[1, 4, 5]]
+    assert torch.equal(padding, padding_ids(3, num_layers=3, top_k=K, num_experts=E, first=3))
+    assert torch.equal(place_rows(t, torch.arange(5)).experts, t.experts)
+    assert len(place_rows(make(0), torch.full((3,), -1))) == 3
 
 
-def test_padding_cannot_shorten_or_repeat() -> None:
-    """Rows that vanish are tokens trained on other experts."""
-    with pytest.raises(ValueError, match=r"5 rows.*padded to 4"):
-        pad_rows(make(5), 4)
+def test_padding_cannot_repeat_and_rows_must_exist() -> None:
+    """A row outside the trace would be another sample's."""
+    with pytest.raises(ValueError, match="5 rows"):
+        place_rows(make(5), torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="4 experts a token of 3"):
         padding_ids(1, num_layers=1, top_k=4, num_experts=3)
 
