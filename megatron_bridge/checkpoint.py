@@ -105,14 +105,19 @@ def load_checkpoint(
     return int(state["step"])
 
 
-def load_weights(
-    path: Path, models: Sequence[PolicyModel], optimizer: ChainedOptimizer, parallel: ParallelContext
-) -> None:
-    """Read a converted model (keys as in the unwrapped GPTModel) and refresh the optimizer's fp32 copies. Collective.
+def read_weights(path: Path, models: Sequence[PolicyModel], parallel: ParallelContext) -> None:
+    """Read a converted model (keys as in the unwrapped GPTModel) into `models`, and nothing else. Collective.
 
     Raises ValueError when the directory is missing, incomplete, or of another model.
     """
     _check(path)
     state = _read(_model_state(models, parallel), path)  # what else the checkpoint holds comes back beside it
     _set_models(models, state)
+
+
+def load_weights(
+    path: Path, models: Sequence[PolicyModel], optimizer: ChainedOptimizer, parallel: ParallelContext
+) -> None:
+    """`read_weights`, then refresh the optimizer's fp32 copies. Collective."""
+    read_weights(path, models, parallel)
     optimizer.reload_model_params()

@@ -80,4 +80,5 @@ class TrainerConfig(Section):
     params_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     recompute: Literal["none", "full"] = "none"
     distributed_optimizer: bool = True
+    reference: bool = False  # keep the weights that `load_weights` reads, and tell the loss function their log-probs
     logprob_memory_mib: int = Field(64, ge=1)  # MiB of logits and their temporaries that exist at once

@@ -64,18 +64,22 @@ class RoutingReplay:
         RouterReplay.clear_global_router_replay_instances()  # those that megatron made, now replaced
         self._begin(recompute=False)
 
-    def _begin(self, *, recompute: bool) -> None:
+    def _begin(self, *, recompute: bool, replayed: bool = False) -> None:
+        self._replayed = replayed
         self._tape = ReplayTape(expect_recompute=recompute)
         self._shards: dict[int, Shard] = {}
         self._micro, self._in_backward = -1, False
         self.agreed = self.compared = self.replayed = self.routed = 0
 
-    def load(self, shards: list[Shard], *, forward_only: bool) -> None:
-        """Start a step over these micro-batches. Raises ValueError when mode is r3 and a micro-batch has no record."""
-        self._begin(recompute=self.recompute and not forward_only)
+    def load(self, shards: list[Shard], *, forward_only: bool, own_routing: bool = False) -> None:
+        """Start a step over these micro-batches; with `own_routing` as in mode "off".
+
+        Raises ValueError when a micro-batch has no record of what is to be replayed.
+        """
+        self._begin(recompute=self.recompute and not forward_only, replayed=self.mode == "r3" and not own_routing)
         for i, shard in enumerate(shards):
             self._shards[i] = shard
-            if self.mode == "r3" and self.layers:
+            if self._replayed and self.layers:
                 if shard.routing is None:
                     raise ValueError(
                         f"replay.mode = r3, but micro-batch {i} carries no expert choices: "
@@ -100,7 +104,7 @@ class RoutingReplay:
     ) -> tuple[Tensor, Tensor]:
         """One router's choice for the current micro-batch: (scores [t, K], ids [t, K])."""
         shard = self._shards[self._micro]
-        if self.mode == "r3":
+        if self._replayed:
             ids = self._tape.topk(self._micro, layer, recompute=self._in_backward, rows=len(scores))
             if not self._in_backward:
                 with torch.no_grad():

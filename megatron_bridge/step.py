@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from miles_like.protocols import LossFn
 from miles_like.types import MicroBatch, Reduce, Stat
 
 _Stats = dict[str, Stat]
+_After = Callable[[int, Shard, Tensor], tuple[Tensor, Tensor, Any]]  # of a micro-batch's output: loss, count, rest
 
 
 class Step:
@@ -44,7 +45,6 @@ class Step:
     ) -> None:
         self.chunks, self.config, self.parallel = chunks, transformer_config, parallel
         self.replay, self.loss, self.device = replay, loss, device
-        self._refs: Sequence[Tensor] | None = None
 
     def run(
         self,
@@ -63,18 +63,43 @@ class Step:
         """
         if loss_tokens < 1:
             raise ValueError(f"a batch with {loss_tokens} loss tokens teaches nothing: drop it")
-        experts = self.config.num_moe_experts or 0
-        shards = [shard(b, self.parallel, self.device, layers=self.replay.layers, num_experts=experts) for b in row]
+        shards = self._shards(row)
         self.replay.load(shards, forward_only=forward_only)
-        self._refs = refs
         self.config.finalize_model_grads_func = partial(_finalize, loss_tokens, self.parallel)
         if not forward_only:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
+        outputs: list[_Stats] = self._schedule(shards, partial(self._loss, refs), forward_only=forward_only)
+        stats = _gather(outputs, self.parallel, self.device)
+        count = int(stats["train/loss"].count)
+        if count != loss_tokens:
+            raise ValueError(f"loss_tokens = {loss_tokens}, but the loss masks of all rows hold {count} tokens")
+        # a mean over nothing is not reported
+        return {name: _value(stat) for name, stat in stats.items() if stat.count} | self._routing()
+
+    def logprobs(self, row: Sequence[MicroBatch]) -> list[Tensor]:
+        """[T] fp32 for each micro-batch, on every rank that has the row: log-probability of each label with loss, 0
+        elsewhere. Collective. Forward only; the weights choose their experts themselves; nothing changes."""
+        shards = self._shards(row)
+        self.replay.load(shards, forward_only=True, own_routing=True)
+        found: list[Tensor] = self._schedule(shards, self._logprobs, forward_only=True)
+        lengths = [len(s.batch.tokens) for s in shards]
+        if self.parallel.config.pp == 1:
+            return found
+        values = torch.cat(found) if self.parallel.is_last_stage else torch.empty(sum(lengths), device=self.device)
+        dist.broadcast(values, self.parallel.last_stage_rank, group=self.parallel.pp_group)
+        return list(values.split(lengths))
+
+    def _shards(self, row: Sequence[MicroBatch]) -> list[Shard]:
+        experts = self.config.num_moe_experts or 0
+        return [shard(b, self.parallel, self.device, layers=self.replay.layers, num_experts=experts) for b in row]
+
+    def _schedule(self, shards: list[Shard], after: _After, *, forward_only: bool) -> list[Any]:
+        """Megatron's schedule; what `after` made of each micro-batch, in order, on the last stage."""
         virtual = len(self.chunks) > 1
         with torch.no_grad() if forward_only else nullcontext():
-            outputs: list[_Stats] = get_forward_backward_func()(
-                forward_step_func=self._forward,
+            outputs: list[Any] = get_forward_backward_func()(
+                forward_step_func=partial(self._forward, after),
                 data_iterator=[iter(enumerate(shards)) for _ in self.chunks] if virtual else iter(enumerate(shards)),
                 model=self.chunks if virtual else self.chunks[0],
                 num_microbatches=len(shards),
@@ -83,33 +108,23 @@ class Step:
                 forward_only=forward_only,
             )
         self.replay.finish()
-        stats = _gather(outputs, self.parallel, self.device)
-        count = int(stats["train/loss"].count)
-        if count != loss_tokens:
-            raise ValueError(f"loss_tokens = {loss_tokens}, but the loss masks of all rows hold {count} tokens")
-        # a mean over nothing is not reported
-        return {name: _value(stat) for name, stat in stats.items() if stat.count} | self._routing()
+        return outputs
 
-    def _forward(self, batches: Iterator[tuple[int, Shard]], model: Any) -> tuple[Tensor, Any]:
+    def _forward(self, after: _After, batches: Iterator[tuple[int, Shard]], model: Any) -> tuple[Tensor, Any]:
         micro, s = next(batches)
         self.replay.forward_of(micro)
         output = model(s.tokens, s.positions, None, labels=s.labels, loss_mask=s.loss_mask, packed_seq_params=s.packed)
         if output.requires_grad:
             # The first thing that happens in this micro-batch's backward, before any layer is recomputed.
             output.register_hook(lambda _grad: self.replay.backward_of(micro))
-        return output, partial(self._loss, s, self._refs[micro] if self._refs else None)
+        return output, partial(after, micro, s)
 
-    def _loss(self, s: Shard, ref_logprobs: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, _Stats]:
-        """(sum of the losses, number of loss tokens, statistics) of one micro-batch; output [R, P] fp32.
-
-        Every context-parallel rank computes the loss of the whole pack, so that it sees whole samples, and takes back
-        the gradient of its own rows.
-        """
+    def _loss(
+        self, refs: Sequence[Tensor] | None, micro: int, s: Shard, output: Tensor
+    ) -> tuple[Tensor, Tensor, _Stats]:
+        """(sum of the losses, number of loss tokens, statistics) of one micro-batch; output [R, P] fp32."""
         batch = s.batch
-        rows = gather_from_sequence_parallel_region(
-            output.t(), tensor_parallel_output_grad=False, group=self.parallel.cp_group
-        )
-        logprobs, entropy = rows.index_select(0, s.home).unbind(1)[:2]  # [T] each
+        logprobs, entropy = self._whole(s, output)[:2]
         per_token, stats = self.loss(
             logprobs=logprobs,
             entropy=entropy.detach(),
@@ -117,11 +132,27 @@ class Step:
             advantages=batch.advantages,
             loss_mask=batch.loss_mask,
             cu_seqlens=batch.cu_seqlens,
-            ref_logprobs=ref_logprobs,
+            ref_logprobs=None if refs is None else refs[micro],
         )
         total = torch.where(batch.loss_mask, per_token, 0.0).sum()  # a masked label may well be infinite
         count = batch.loss_mask.sum()
         return total, count.to(torch.int), dict(stats) | {"train/loss": Stat(total.detach(), count)}
+
+    def _logprobs(self, micro: int, s: Shard, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The log-probabilities alone, [T], where a loss would have its statistics."""
+        logprobs = self._whole(s, output)[0]
+        return logprobs.sum(), s.batch.loss_mask.sum().to(torch.int), logprobs
+
+    def _whole(self, s: Shard, output: Tensor) -> Tensor:
+        """The model's output [R, P] for each token of the pack, [R, T].
+
+        Every context-parallel rank computes the loss of the whole pack, so that it sees whole samples, and takes back
+        the gradient of its own rows.
+        """
+        rows = gather_from_sequence_parallel_region(
+            output.t(), tensor_parallel_output_grad=False, group=self.parallel.cp_group
+        )
+        return rows.index_select(0, s.home).t()
 
     def _routing(self) -> dict[str, float]:
         """Over all ranks: each counted its own rows of its own layers."""

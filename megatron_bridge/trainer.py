@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+
+from torch import Tensor
 
 from megatron_bridge.device import init_device
 
@@ -24,8 +27,11 @@ from megatron_bridge.parallel import check_layout, close_parallel, init_parallel
 from megatron_bridge.replay_hook import RoutingReplay  # noqa: E402
 from megatron_bridge.resolve import resolve  # noqa: E402
 from megatron_bridge.step import Step  # noqa: E402
+from megatron_bridge.weight_copies import WeightCopies  # noqa: E402
 from miles_like.protocols import LossFn  # noqa: E402
 from miles_like.types import MicroBatch, NamedTensor, StepReport  # noqa: E402
+
+REFERENCE = "reference"  # the copy that the loss function's `ref_logprobs` come from
 
 
 def read_hf_config(directory: Path) -> dict[str, object]:
@@ -81,6 +87,7 @@ class MegatronTrainer:
         tf.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         replay = RoutingReplay(self.chunks, mode=config.replay.mode, recompute=config.recompute == "full")
         self._step = Step(self.chunks, tf, self.parallel, replay, loss, _ENV.device)
+        self.copies = WeightCopies(self.chunks, self.parallel)
         self.steps_done = 0
         self._export: ExportPlan | None = None
 
@@ -94,8 +101,10 @@ class MegatronTrainer:
 
         Raises RuntimeError on every rank, before a weight changes, when the loss or the gradient norm is not finite.
         """
+        self.copies.assert_own()
+        refs = self._refs(row)
         self.optimizer.zero_grad()  # without a distributed optimizer, .grad is the buffer that gradients are added to
-        metrics = self._step.run(row, loss_tokens)
+        metrics = self._step.run(row, loss_tokens, refs=refs)
         where = f"in step {self.steps_done}, seen by rank {self.parallel.rank}; the weights are unchanged"
         if not math.isfinite(metrics["train/loss"]):
             raise RuntimeError(f"the loss is {metrics['train/loss']} {where}")
@@ -109,24 +118,45 @@ class MegatronTrainer:
 
     def evaluate(self, row: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]:
         """The loss function's statistics and train/loss, forward only; nothing changes."""
-        return self._step.run(row, loss_tokens, forward_only=True)
+        return self._step.run(row, loss_tokens, forward_only=True, refs=self._refs(row))
+
+    def logprobs(self, row: Sequence[MicroBatch], copy: str | None = None) -> list[Tensor]:
+        """[T] fp32 for every micro-batch, the same on every rank that has the row: of labels with loss, 0 elsewhere.
+
+        Under the weights now, or under a copy of that name in `copies`. Forward only and with the weights' own routing,
+        whatever `replay.mode` is; nothing changes.
+        """
+        with self.copies.swapped(copy) if copy is not None else nullcontext():
+            return self._step.logprobs(row)
+
+    def _refs(self, row: Sequence[MicroBatch]) -> list[Tensor] | None:
+        return self.logprobs(row, REFERENCE) if self.config.reference else None
 
     def export(self) -> Iterator[NamedTensor]:
         """The weights as whole Hugging Face tensors, one at a time. Draining it is collective."""
+        self.copies.assert_own()
         if self._export is None:
             self._export = ExportPlan(self.chunks, self.family, self.hf, self.parallel)
         return self._export.export()
 
     def load_weights(self, path: Path) -> None:
-        """Weights from a converted `torch_dist` directory; the optimizer starts anew."""
+        """Weights from a converted `torch_dist` directory; the optimizer starts anew.
+
+        With `config.reference` they are the reference from now on; what `load` reads later is not.
+        """
+        self.copies.assert_own()
         load_weights(path, self.models, self.optimizer, self.parallel)
+        if self.config.reference:
+            self.copies.keep(REFERENCE)
 
     def save(self, path: Path) -> None:
         """Weights, optimizer state and step number, readable at any layout."""
+        self.copies.assert_own()
         save_checkpoint(path, self.models, self.optimizer, self.parallel, step=self.steps_done)
 
     def load(self, path: Path) -> None:
         """What `save` wrote."""
+        self.copies.assert_own()
         self.steps_done = load_checkpoint(path, self.models, self.optimizer, self.parallel)
 
     def close(self) -> None:

@@ -48,6 +48,7 @@ class AlgorithmConfig(Section):
     name: str = "grpo"
     clip_low: float = Field(0.2, gt=0)
     clip_high: float = Field(0.28, gt=0)
+    kl_coefficient: float = Field(0.0, ge=0)  # of the penalty for leaving the weights the run began with; 0: no copy
     normalize_std: bool = True  # divide advantages by the group's standard deviation
     shuffle_advantages: bool = False  # control run: advantages dealt out at random over the batch
 

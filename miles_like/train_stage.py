@@ -157,6 +157,7 @@ class TrainStage:
             temperature=c.rollout.temperature,
             router_bias_update_rate=c.train.router_bias_update_rate,
             recompute=c.train.recompute,
+            reference=c.algorithm.kl_coefficient > 0,
         )
 
     def servers(self, version: int) -> RayServers:

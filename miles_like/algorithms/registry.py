@@ -32,7 +32,7 @@ class GroupRelative:
 def grpo(config: AlgorithmConfig) -> Algorithm:
     return GroupRelative(
         name="grpo",
-        loss=ClippedLoss(clip_low=config.clip_low, clip_high=config.clip_high),
+        loss=ClippedLoss(clip_low=config.clip_low, clip_high=config.clip_high, kl_coefficient=config.kl_coefficient),
         normalize_std=config.normalize_std,
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_bridge.config import TrainerConfig
+from megatron_bridge.config import ParallelConfig, TrainerConfig
 from miles_like.types import MicroBatch, Reduce, Stat
 from routing_replay.trace import RoutingTrace
 
@@ -19,15 +19,15 @@ TINY = Path(__file__).parents[2] / "configs" / "tiny" / "model.json"
 LAYERS, EXPERTS, TOP_K, VOCAB = (1, 2), 16, 4, 128
 
 
-def hf_dir(where: Path) -> str:
-    """A directory that holds the tiny model's config.json."""
+def hf_dir(where: Path, config: dict[str, Any] | None = None) -> str:
+    """A directory that holds `config`, else the tiny model's, as config.json."""
     where.mkdir(parents=True, exist_ok=True)
-    (where / "config.json").write_text(TINY.read_text())
+    (where / "config.json").write_text(json.dumps(config or hf_config()))
     return str(where)
 
 
 def config(hf: str, *, dtype: str = "float32", mode: str = "r3", lr: float = 1e-3, **more: Any) -> TrainerConfig:
-    layout = {k: more.pop(k) for k in list(more) if k in ("tp", "pp", "ep", "etp", "dp", "cp", "first_stage_layers")}
+    layout = {k: more.pop(k) for k in list(more) if k in ParallelConfig.model_fields}
     return TrainerConfig.model_validate(
         {
             "hf_config": hf,

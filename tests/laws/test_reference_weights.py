@@ -1,0 +1,245 @@
+"""Reference weights are the weights the run began with, whatever was trained, resumed or laid out since.
+
+They share one model with the weights being trained, so every law here is one of leaving no trace: exchange is a copy of
+bits, forward passes accumulate nothing, and what the loss function is told does not depend on the layout. Not covered:
+pinned memory on CUDA, more than two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from miles_like.algorithms.policy_loss import ClippedLoss
+from miles_like.types import MicroBatch, Stat
+from tests.megatron_bridge import toy
+from tests.megatron_bridge.tiny_models import tiny
+from tests.spawn import free_port, run_ranks
+
+Found = dict[str, Any]
+STEPS = 3
+KL = ClippedLoss(clip_low=0.2, clip_high=0.28, kl_coefficient=0.1)
+NO_KL = replace(KL, kl_coefficient=0.0)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "EP2": {"dp": 2, "ep": 2},
+    "PP2": {"pp": 2},
+    "PP2, interleaved": {"pp": 2, "vpp": 2},
+    "TP2": {"tp": 2},
+    "CP2": {"cp": 2},
+}
+
+
+class Listening(toy.PolicyGradient):
+    """Notes the log-probabilities that a loss function is handed."""
+
+    def __init__(self) -> None:
+        self.heard: list[Tensor] = []
+
+    def __call__(self, *, logprobs: Tensor, **more: Any) -> tuple[Tensor, Mapping[str, Stat]]:
+        self.heard.append(logprobs.detach().clone())
+        return super().__call__(logprobs=logprobs, **more)
+
+
+def _bits(t: Any) -> dict[str, Tensor]:
+    """Weights, all buffers, fp32 masters and Adam's state."""
+    out = {}
+    for i, model in enumerate(t.models):
+        for name, x in [*model.named_parameters(), *model.named_buffers()]:
+            out[f"{i}.{name}"] = x.detach().clone()
+    for i, group in enumerate(t.optimizer.param_groups):
+        for j, p in enumerate(group["params"]):
+            out[f"master {i}.{j}"] = p.detach().clone()
+    for i, part in enumerate(t.optimizer.chained_optimizers):
+        for j, state in enumerate(part.optimizer.state.values()):
+            out |= {f"adam {i}.{j}.{k}": v.clone() for k, v in state.items() if torch.is_tensor(v)}
+    return out
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _row(t: Any, seed: int, dp: int = 1, *, routes: bool = True) -> tuple[list[MicroBatch], int]:
+    parts = toy.samples(16, seed=seed)
+    if not routes:
+        parts = [replace(p, routing=None) for p in parts]
+    rows, tokens = toy.grid(parts, dp=dp, micros=4 // dp)
+    return rows[t.dp_rank], tokens
+
+
+def _train(t: Any, first: int, last: int, **how: Any) -> list[dict[str, float]]:
+    return [dict(t.step(*_row(t, step, **how), step + 1).metrics) for step in range(first, last)]
+
+
+def _refused(act: Any) -> str:
+    try:
+        act()
+    except AssertionError as e:
+        return str(e)
+    return "nothing was said"
+
+
+def _one_model(port: int, hf: str, where: Path, dtype: str) -> Found:
+    """A life of one trainer, looked at between its steps."""
+    cfg = toy.config(hf, dtype=dtype, lr=1e-2, router_bias_update_rate=1e-2, reference=True)
+    start, out = where / f"start-{dtype}", {}
+    with toy.trainer(cfg, 0, 1, port, KL) as t:
+        import megatron_bridge.weight_copies as module
+
+        module._AT_ONCE = 1000  # more than one exchange a tensor, and a remainder
+        toy.scramble(t)
+        t.save(start)
+        t.load_weights(start)
+        row, _ = _row(t, 9)
+        initial = t.logprobs(row)
+        out["metrics"] = _train(t, 0, STEPS)
+        before = _bits(t)
+        out["reference is initial"] = _same(t.logprobs(row, "reference"), initial)
+        out["moved"] = not _same(t.logprobs(row), initial)
+        out["no trace"] = _same(before, _bits(t))
+        out["own routing"] = _same(t.logprobs([replace(b, routing=None) for b in row], "reference"), initial)
+        try:
+            with t.copies.swapped("reference"):
+                out["there"] = not _same(before, _bits(t))
+                out["refused"] = [_refused(f) for f in (lambda: t.step(row, 1, 1), lambda: t.save(where), t.export)]
+                raise KeyError("body")
+        except KeyError:
+            out["no trace after an error"] = _same(before, _bits(t))
+        t.save(where / f"trained-{dtype}")
+        t.copies.load("teacher", where / f"trained-{dtype}")
+        now = t.logprobs(row)
+        out["bytes"] = [sum(x.nbytes for x in kept) for kept in t.copies._copies.values()]
+        out["model's bytes"] = sum(x.nbytes for x in t.models[0].state_dict().values() if torch.is_tensor(x))
+        t.copies.load("teacher", start)
+        out["teacher"] = _same(t.logprobs(row, "teacher"), initial) and _same(t.logprobs(row), now)
+        try:
+            t.copies.load("gone", where / "nowhere")
+        except ValueError:
+            out["no trace of loading"] = _same(before, _bits(t)) and "gone" not in t.copies
+    return out
+
+
+def _alone(rank: int, world: int, port: int, hf: str, wide: str, where: Path) -> Found:
+    out: Found = {dtype: _one_model(free_port(), hf, where, dtype) for dtype in ("float32", "bfloat16")}
+    start = where / "start-bfloat16"
+    with toy.trainer(toy.config(hf, dtype="bfloat16", mode="off"), 0, 1, free_port(), Listening()) as t:
+        t.load_weights(start)
+        row, tokens = _row(t, 9)
+        t.evaluate(row, tokens)
+        out["as the loss hears them"] = _same(t.logprobs(row), t._step.loss.heard)
+    for name, reference in {"without": False, "with": True}.items():
+        with toy.trainer(toy.config(hf, dtype="bfloat16", reference=reference), 0, 1, free_port(), NO_KL) as t:
+            t.load_weights(start)
+            out[name] = [{k: v for k, v in m.items() if k != "train/kl_ref"} for m in _train(t, 0, STEPS)]
+            out[f"{name}, bits"] = {k: v.float().double().sum().item() for k, v in _bits(t).items()}
+    cfg = toy.config(hf, dtype="bfloat16", lr=1e-2, reference=True)
+    with toy.trainer(cfg, 0, 1, free_port(), KL) as t:
+        t.load_weights(start)
+        _train(t, 0, 1)
+        t.save(where / "first")
+        out["uninterrupted"] = _train(t, 1, STEPS)
+    with toy.trainer(cfg, 0, 1, free_port(), KL) as t:
+        t.load_weights(start)
+        t.load(where / "first")
+        out["resumed"] = _train(t, 1, STEPS)
+    with toy.trainer(toy.config(wide, mode="off", lr=1e-2, reference=True), 0, 1, port, KL) as t:
+        toy.scramble(t)
+        t.save(where / "wide")
+    out["layouts"] = _layout(0, 1, free_port(), wide, where / "wide", {})
+    return out
+
+
+def _layout(rank: int, world: int, port: int, hf: str, start: Path, layout: dict[str, Any]) -> Found:
+    with toy.trainer(toy.config(hf, mode="off", lr=1e-2, reference=True, **layout), rank, world, port, KL) as t:
+        t.load_weights(start)
+        dp = layout.get("dp", 1)
+        metrics = _train(t, 0, STEPS, dp=dp, routes=False)
+        row, _ = _row(t, 9, dp, routes=False)
+        return {"row": t.dp_rank, "metrics": metrics, "logprobs": torch.cat(t.logprobs(row, "reference")).tolist()}
+
+
+def _pair(rank: int, world: int, port: int, hf: str, start: Path, ports: dict[str, int]) -> Found:
+    return {name: _layout(rank, world, ports[name], hf, start, layout) for name, layout in LAYOUTS.items()}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    where = tmp_path_factory.mktemp("reference")
+    hf, wide = toy.hf_dir(where / "hf"), toy.hf_dir(where / "hf4", tiny(num_hidden_layers=4))
+    out: Found = run_ranks(_alone, 1, hf, wide, where)[0]
+    return out | {"pair": run_ranks(_pair, 2, wide, where / "wide", {name: free_port() for name in LAYOUTS})}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_after_training_the_reference_is_still_the_initial_model(found: Found, dtype: str) -> None:
+    """Bitwise: log-probs under the copy after three steps are those of the untouched model before the first. The
+    routing bias moves too and is part of the weights; the routes are the reference's own, so records do not matter."""
+    got = found[dtype]
+    assert got["reference is initial"] and got["own routing"]
+    assert got["moved"], "three steps changed nothing: the comparison says nothing"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_swap_leaves_no_trace(found: Found, dtype: str) -> None:
+    """Weights, buffers (the routing bias' counters too), fp32 masters and Adam's moments, bit for bit: after a
+    reference pass, after an error inside, after a copy was loaded from disk or could not be."""
+    got = found[dtype]
+    assert got["there"], "inside, the model must hold other values"
+    assert got["no trace"] and got["no trace after an error"] and got["no trace of loading"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_model_in_exchange_may_not_be_trained_saved_or_published(found: Found, dtype: str) -> None:
+    """Its optimizer's masters are another model's: a step would mix the two."""
+    assert len(found[dtype]["refused"]) == 3
+    assert all("forward passes only" in said for said in found[dtype]["refused"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_copy_from_disk_is_that_model_and_costs_one_model(found: Found, dtype: str) -> None:
+    """Two names, two models' worth of bytes, also when one is loaded over."""
+    assert found[dtype]["teacher"]
+    assert found[dtype]["bytes"] == [found[dtype]["model's bytes"]] * 2
+
+
+def test_log_probs_are_those_the_loss_function_gets(found: Found) -> None:
+    """The same pass through the model: what `logprobs` returns is what a loss function is handed, bit for bit."""
+    assert found["as the loss hears them"]
+
+
+def test_a_reference_pass_changes_no_step(found: Found) -> None:
+    """With coefficient 0, three steps and the weights after them are bitwise those without any reference."""
+    assert found["with"] == found["without"] and found["with, bits"] == found["without, bits"]
+
+
+def test_a_resumed_run_keeps_its_first_reference(found: Found) -> None:
+    """The copy is made where the initial weights are read, before the checkpoint's: bitwise the uninterrupted steps."""
+    assert found["resumed"] == found["uninterrupted"]
+    assert found["resumed"][0]["train/kl_ref"] > 0
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_reference_log_probs_and_penalty_do_not_depend_on_the_layout(found: Found, name: str) -> None:
+    """Each rank keeps its own part; the last stage tells the others. Within 1e-5 of one rank, equal on ranks that share
+    a row; routes are the model's own, whose near-ties these seeds do not have."""
+    want, ranks = found["layouts"], [r[name] for r in found["pair"]]
+    if ranks[0]["row"] == ranks[1]["row"]:
+        assert ranks[0]["logprobs"] == ranks[1]["logprobs"]
+        got = ranks[0]["logprobs"]
+    else:
+        got = ranks[0]["logprobs"] + ranks[1]["logprobs"]
+    assert got == pytest.approx(want["logprobs"], abs=1e-5) and min(got) < -1
+    for mine, one in zip(ranks[0]["metrics"], want["metrics"], strict=True):
+        assert mine["train/kl_ref"] == pytest.approx(one["train/kl_ref"], rel=1e-3, abs=1e-6)
+        assert mine["train/loss"] == pytest.approx(one["train/loss"], rel=1e-4, abs=1e-5)
+    assert ranks[0]["metrics"] == ranks[1]["metrics"]
+    # the first step's policy is the reference, and routes by itself as the reference does
+    assert want["metrics"][0]["train/kl_ref"] == 0.0 and want["metrics"][-1]["train/kl_ref"] > 1e-4
