@@ -66,6 +66,25 @@ class ReplayConfig(Section):
     mode: Literal["r3", "off"] = "r3"
 
 
+class KernelsConfig(Section):
+    """Modules, precision of the linears, and what runs at the same time as what. Defaults work on any device."""
+
+    spec: Literal["auto", "local", "te"] = "auto"  # auto: TransformerEngine where there is CUDA and it is installed
+    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # recipe of the linears
+    fp8_format: Literal["e4m3", "hybrid"] = "e4m3"  # hybrid: gradients in e5m2
+    fp8_param_gather: bool = False  # the weights are kept and gathered in FP8
+    grouped_gemm: bool = False  # a rank's experts in one launch
+    dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    flex_backend: Literal["deepep", "hybridep"] = "deepep"
+    overlap_grad_reduce: bool = False  # gradients are reduced while backward runs
+    overlap_param_gather: bool = False  # updated weights are gathered while the next forward runs
+    overlap_shared_expert: bool = False  # the shared expert computes while tokens travel
+    offload_optimizer: float = Field(0.0, ge=0, le=1)  # share of the optimizer's state and step on the host
+    swiglu_fusion: bool = True  # one autograd function: fewer saved tensors
+    rope_fusion: bool = False
+    permute_fusion: bool = False
+
+
 class TrainerConfig(Section):
     """Everything one trainer rank needs, in one value."""
 
@@ -74,6 +93,7 @@ class TrainerConfig(Section):
     precision: PrecisionConfig
     optimizer: OptimizerConfig
     replay: ReplayConfig
+    kernels: KernelsConfig = KernelsConfig()
     seed: int = 0
     temperature: float = Field(1.0, gt=0)  # the rollout's: log-probs are of logits / temperature
     router_bias_update_rate: float = Field(0.0, ge=0)  # 0 freezes e_score_correction_bias

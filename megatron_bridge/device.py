@@ -33,6 +33,8 @@ class DeviceEnv:
 
     device: torch.device
     backend: str  # "gloo" or "nccl"
+    transformer_engine: bool = False  # installed beside a CUDA device
+    capability: tuple[int, int] | None = None  # CUDA's compute capability
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +308,10 @@ def init_device() -> DeviceEnv:
     """
     cuda = torch.cuda.is_available()
     te = cuda and importlib.util.find_spec("transformer_engine") is not None
-    env = DeviceEnv(torch.device("cuda", torch.cuda.current_device()) if cuda else _CPU, "nccl" if cuda else "gloo")
+    env = DeviceEnv(_CPU, "gloo")
+    if cuda:
+        device = torch.device("cuda", torch.cuda.current_device())
+        env = DeviceEnv(device, "nccl", te, torch.cuda.get_device_capability(device))
     if te:
         return env
     assert "megatron.core" not in sys.modules, "init_device() must run before the first import of megatron.core"

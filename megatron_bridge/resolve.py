@@ -6,51 +6,64 @@ Free of megatron and of CUDA: what a cluster's ranks would be given is computed 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from megatron_bridge.config import TrainerConfig
 from megatron_bridge.families.base import HFConfig
 from megatron_bridge.families.registry import family_of
+from megatron_bridge.kernels import (
+    Capability,
+    Spec,
+    choose_spec,
+    ddp_arguments,
+    optimizer_arguments,
+    token_multiple,
+    transformer_arguments,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
     """What one rank is built from."""
 
-    spec: Literal["local", "te"]  # whose modules
+    spec: Spec  # whose modules
     multi_latent_attention: bool  # MLATransformerConfig rather than TransformerConfig
     transformer: dict[str, Any]  # TransformerConfig
     ddp: dict[str, Any]  # DistributedDataParallelConfig
     optimizer: dict[str, Any]  # megatron's OptimizerConfig
+    token_multiple: int  # rows of a rank's slice of a pack are a multiple of this
 
 
-def resolve(config: TrainerConfig, hf: HFConfig, *, cuda: bool) -> Resolved:
-    """The family's keywords plus everything that layout, precision and device decide.
+def resolve(
+    config: TrainerConfig, hf: HFConfig, *, cuda: bool, te: bool = False, capability: Capability | None = None
+) -> Resolved:
+    """The family's keywords plus everything that layout, precision, kernels and device decide.
 
-    Raises ValueError for a model that its family cannot train.
+    `te`: TransformerEngine is installed; `capability` of the device, None where none is at hand. Raises ValueError for
+    a model that its family cannot train, and for kernels that this device, layout or model cannot use.
     """
+    spec = choose_spec(config, hf, cuda=cuda, te=te, capability=capability)
     dtype = torch.bfloat16 if config.params_dtype == "bfloat16" else torch.float32
     family = dict(family_of(hf).transformer_config(hf))
-    transformer = family | _layout(config) | _precision(dtype) | _plain_kernels(cuda) | _recompute(config)
+    transformer = family | _layout(config) | _precision(dtype) | _recompute(config)
     if config.router_bias_update_rate and not family.get("moe_router_enable_expert_bias"):
         raise ValueError(
             f"router_bias_update_rate = {config.router_bias_update_rate}, but this model's router has no selection "
             "bias: set it to 0"
         )
-    if family.get("num_moe_experts") is not None:
+    experts = family.get("num_moe_experts") is not None
+    if experts:
         transformer |= _moe(config)
+    transformer |= {"use_cpu_initialization": not cuda} | transformer_arguments(config, experts=experts)
     return Resolved(
-        spec="local",  # on every device: the converter and the exporter know its names, not TransformerEngine's
+        spec=spec,
         multi_latent_attention=bool(family.get("multi_latent_attention")),
         transformer=transformer,
-        ddp={
-            "use_distributed_optimizer": config.distributed_optimizer,
-            "grad_reduce_in_fp32": True,
-            "bucket_size": None,
-        },
-        optimizer=_optimizer(config, dtype),
+        ddp=ddp_arguments(config),
+        optimizer=_optimizer(config, dtype) | optimizer_arguments(config),
+        token_multiple=token_multiple(config),
     )
 
 
@@ -90,18 +103,6 @@ def _precision(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _plain_kernels(cuda: bool) -> dict[str, Any]:
-    return {
-        "use_cpu_initialization": not cuda,
-        "bias_activation_fusion": True,  # SwiGLU as one autograd function: fewer saved tensors
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
-    }
-
-
 def _recompute(config: TrainerConfig) -> dict[str, Any]:
     if config.recompute == "none":
         return {}
@@ -110,14 +111,10 @@ def _recompute(config: TrainerConfig) -> dict[str, Any]:
 
 def _moe(config: TrainerConfig) -> dict[str, Any]:
     return {
-        "moe_token_dispatcher_type": "alltoall",
         "moe_enable_routing_replay": True,
-        "moe_router_fusion": False,  # TransformerEngine's fused router never asks the replay
-        "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": config.router_bias_update_rate,
-        "moe_grouped_gemm": False,
     }
 
 

@@ -23,6 +23,7 @@ from megatron_bridge.families.registry import family_of  # noqa: E402
 from megatron_bridge.hf_export import ExportPlan  # noqa: E402
 from megatron_bridge.model import build_model, unwrap  # noqa: E402
 from megatron_bridge.optimizer import NonFiniteGradient, apply_gradients, build_optimizer, learning_rate  # noqa: E402
+from megatron_bridge.overlap import connect_overlap, settle_parameters  # noqa: E402
 from megatron_bridge.parallel import check_layout, close_parallel, init_parallel  # noqa: E402
 from megatron_bridge.replay_hook import RoutingReplay  # noqa: E402
 from megatron_bridge.resolve import resolve  # noqa: E402
@@ -77,14 +78,15 @@ class MegatronTrainer:
             backend=_ENV.backend,
             seed=config.seed,
         )
-        resolved = resolve(config, self.hf, cuda=_ENV.device.type == "cuda")
+        resolved = resolve(
+            config, self.hf, cuda=_ENV.device.type == "cuda", te=_ENV.transformer_engine, capability=_ENV.capability
+        )
         self.chunks = build_model(config, self.hf, resolved, self.parallel, _ENV)
         self.models = [unwrap(chunk) for chunk in self.chunks]
         self.optimizer = build_optimizer(resolved, self.chunks)
         tf = self.models[0].config
         tf.grad_scale_func = self.optimizer.scale_loss
-        no_sync = [chunk.no_sync for chunk in self.chunks]
-        tf.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        connect_overlap(tf, self.chunks)
         replay = RoutingReplay(self.chunks, mode=config.replay.mode, recompute=config.recompute == "full")
         self._step = Step(self.chunks, tf, self.parallel, replay, loss, _ENV.device)
         self.copies = WeightCopies(self.chunks, self.parallel)
@@ -135,6 +137,7 @@ class MegatronTrainer:
     def export(self) -> Iterator[NamedTensor]:
         """The weights as whole Hugging Face tensors, one at a time. Draining it is collective."""
         self.copies.assert_own()
+        settle_parameters(self.chunks)
         if self._export is None:
             self._export = ExportPlan(self.chunks, self.family, self.hf, self.parallel)
         return self._export.export()
@@ -145,6 +148,7 @@ class MegatronTrainer:
         With `config.reference` they are the reference from now on; what `load` reads later is not.
         """
         self.copies.assert_own()
+        settle_parameters(self.chunks)
         load_weights(path, self.models, self.optimizer, self.parallel)
         if self.config.reference:
             self.copies.keep(REFERENCE)
@@ -152,11 +156,13 @@ class MegatronTrainer:
     def save(self, path: Path) -> None:
         """Weights, optimizer state and step number, readable at any layout."""
         self.copies.assert_own()
+        settle_parameters(self.chunks)
         save_checkpoint(path, self.models, self.optimizer, self.parallel, step=self.steps_done)
 
     def load(self, path: Path) -> None:
         """What `save` wrote."""
         self.copies.assert_own()
+        settle_parameters(self.chunks)
         self.steps_done = load_checkpoint(path, self.models, self.optimizer, self.parallel)
 
     def close(self) -> None:

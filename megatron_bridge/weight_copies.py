@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_bridge.checkpoint import read_weights
 from megatron_bridge.model import unwrap
+from megatron_bridge.overlap import settle_parameters
 from megatron_bridge.parallel import ParallelContext
 
 _AT_ONCE = 1 << 24  # elements of the only temporary an exchange makes
@@ -80,9 +81,7 @@ class WeightCopies:
 
     def _settle(self) -> None:
         self.assert_own()
-        for chunk in self._chunks:
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)  # else the last step's values may still be on their way
+        settle_parameters(self._chunks)
 
     def _live(self) -> list[Tensor]:
         found: list[Tensor] = []

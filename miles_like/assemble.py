@@ -16,7 +16,9 @@ from typing import Any
 from rich.console import Console
 
 from megatron_bridge.families.registry import family_of
-from miles_like.config import RunConfig
+from megatron_bridge.kernels import describe_kernels
+from megatron_bridge.resolve import resolve
+from miles_like.config import RunConfig, trainer_config
 from miles_like.dequantize import dequantize_checkpoint
 from miles_like.hf_checkpoint import HFCheckpoint, write_hf
 from miles_like.pipeline import Parts
@@ -59,14 +61,19 @@ def shut_down() -> None:
         workers.stop_ray()
 
 
-def shapes_bytes(config_json: Path) -> tuple[int, int]:
-    """Bytes of a model of this config.json, (as stored, in BF16), from the family's table; nothing is loaded."""
+def _read_config(config_json: Path) -> dict[str, Any]:
     try:
-        hf = json.loads(config_json.read_text(encoding="utf-8"))
+        hf: dict[str, Any] = json.loads(config_json.read_text(encoding="utf-8"))
     except OSError as e:
         raise ValueError(f"{config_json}: {e.strerror}") from None
     except ValueError as e:
         raise ValueError(f"{config_json} is not JSON: {e}") from None
+    return hf
+
+
+def shapes_bytes(config_json: Path) -> tuple[int, int]:
+    """Bytes of a model of this config.json, (as stored, in BF16), from the family's table; nothing is loaded."""
+    hf = _read_config(config_json)
     tensors = family_of(hf).bind(hf)
     spec = QuantSpec.from_hf(hf) or QuantSpec(format=QuantFormat.FP8)
     stored = bf16 = 0
@@ -82,6 +89,20 @@ def shapes_bytes(config_json: Path) -> tuple[int, int]:
     return stored, bf16
 
 
+def describe_trainer(config: RunConfig) -> str:
+    """The kernels of the trainer's ranks, in one line; GPU ranks are taken to have TransformerEngine.
+
+    Raises ValueError for what this model, layout or device cannot use.
+    """
+    cuda = config.cluster.gpus_per_node > 0
+    path = config.model.config or (config.model.make.config if config.model.make else None)
+    if path is None:
+        return "kernels: checked once the model is fetched"
+    trainer = trainer_config(config, Path(path).parent)
+    resolved = resolve(trainer, _read_config(Path(path)), cuda=cuda, te=cuda)
+    return describe_kernels(trainer, resolved.spec)
+
+
 def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
     """Nodes, ranks and server command lines, as `--dry-run` prints them."""
     plan = plan_placement(config.cluster, config.parallel, config.rollout)
@@ -89,6 +110,7 @@ def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
     lines = [
         f"layout: TP{p.tp} x PP{p.pp} x CP{p.cp} x DP{p.dp}, EP{p.ep} x ETP{p.etp} over the same {p.world_size} ranks"
     ]
+    lines.append(describe_trainer(config))
     for node in range(plan.nodes):
         ranks = [s.index for s in plan.of("trainer") if s.node == node]
         servers = [

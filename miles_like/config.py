@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megatron_bridge.config import OptimizerConfig, ParallelConfig, PrecisionConfig, ReplayConfig, Section
+from megatron_bridge.config import (
+    KernelsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ReplayConfig,
+    Section,
+    TrainerConfig,
+)
 from rollout.config import DataConfig, PublishConfig, RolloutConfig
 
 
@@ -95,6 +104,7 @@ class RunConfig(Section):
     precision: PrecisionConfig = PrecisionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     replay: ReplayConfig = ReplayConfig()
+    kernels: KernelsConfig = KernelsConfig()
     train: TrainLoopConfig = TrainLoopConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reward: RewardConfig = RewardConfig()
@@ -136,3 +146,20 @@ class RunConfig(Section):
                 "trains in BF16 and quantizes what the checkpoint does; set qat = false and scope = 'all'"
             )
         return self
+
+
+def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
+    """What each trainer rank is told; `hf_dir` holds the model's config.json."""
+    return TrainerConfig(
+        hf_config=str(hf_dir.resolve()),
+        parallel=run.parallel,
+        precision=run.precision,
+        optimizer=run.optimizer,
+        replay=run.replay,
+        kernels=run.kernels,
+        seed=run.seed,
+        temperature=run.rollout.temperature,
+        router_bias_update_rate=run.train.router_bias_update_rate,
+        recompute=run.train.recompute,
+        reference=run.algorithm.kl_coefficient > 0,
+    )

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_bridge.config import TrainerConfig
 from megatron_bridge.families.base import Family
 from megatron_bridge.families.registry import family_of
+from megatron_bridge.resolve import resolve
 from miles_like import run_state
 from miles_like.algorithms.advantages import shuffle_over_batch
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.buffer import DataBuffer
-from miles_like.config import RunConfig
+from miles_like.config import RunConfig, trainer_config
 from miles_like.config_io import dump_config
 from miles_like.controller import Controller
 from miles_like.factories import MegatronFactory, PublisherRecipe, ServerRecipe
@@ -55,6 +55,9 @@ class TrainStage:
         self.hf = HFCheckpoint(served)
         self.family: Family = family_of(self.hf.config)
         self.spec = served_spec(config, self.hf)
+        self.trainer = trainer_config(config, served)
+        cuda = config.cluster.gpus_per_node > 0
+        resolve(self.trainer, self.hf.config, cuda=cuda, te=cuda)  # refuses before anything is started
         self.tokenizer = _tokenizer(served)
         self.plan = plan_placement(config.cluster, config.parallel, config.rollout)
         self.tokens_total = 0
@@ -69,7 +72,9 @@ class TrainStage:
         servers = self.servers(began[1].weight_version if began else 0)
         try:
             trainer = RayTrainer(
-                MegatronFactory(self.trainer_config(), self.weights, make_algorithm(self.config.algorithm).loss),
+                MegatronFactory(
+                    trainer_config(self.config, self.served), self.weights, make_algorithm(self.config.algorithm).loss
+                ),
                 self.plan.of("trainer"),
                 dp_size=self.config.parallel.dp,
                 log_dir=self.run_dir / "logs",
@@ -144,21 +149,6 @@ class TrainStage:
                 await trainer.close()
 
     # the parts
-
-    def trainer_config(self) -> TrainerConfig:
-        c = self.config
-        return TrainerConfig(
-            hf_config=str(self.served.resolve()),
-            parallel=c.parallel,
-            precision=c.precision,
-            optimizer=c.optimizer,
-            replay=c.replay,
-            seed=c.seed,
-            temperature=c.rollout.temperature,
-            router_bias_update_rate=c.train.router_bias_update_rate,
-            recompute=c.train.recompute,
-            reference=c.algorithm.kl_coefficient > 0,
-        )
 
     def servers(self, version: int) -> RayServers:
         c = self.config.rollout

@@ -1,0 +1,38 @@
+"""Gradients reduced while backward runs, weights gathered while the next forward runs: wiring and settling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel
+
+
+def connect_overlap(transformer_config: Any, chunks: Sequence[DistributedDataParallel]) -> None:
+    """Tell megatron's schedules when a chunk's gradients may be reduced and its weights gathered.
+
+    With virtual stages every pipeline rank starts both at the same point of the schedule, as megatron's own training
+    loop does by default: a stage that communicates alone makes the others wait. Without them backward hooks start the
+    reduction and forward hooks the gathering.
+    """
+    ddp = chunks[0].ddp_config
+    transformer_config.no_sync_func = _each([chunk.no_sync for chunk in chunks])
+    if len(chunks) > 1 and ddp.overlap_grad_reduce:
+        transformer_config.grad_sync_func = _each([chunk.start_grad_sync for chunk in chunks])
+    if len(chunks) > 1 and ddp.overlap_param_gather:
+        transformer_config.param_sync_func = _each([chunk.start_param_sync for chunk in chunks])
+
+
+def settle_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Make every rank hold every updated weight. Collective.
+
+    With overlap_param_gather an optimizer step changes a rank's own shard only, until the next forward comes by:
+    whoever reads or writes weights between steps calls this first.
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _each(functions: list[Any]) -> Any:
+    return functions if len(functions) > 1 else functions[0]
