@@ -67,18 +67,20 @@ def export_hf(
     hf_config: HFConfig,
     parallel: ExportGroups,
     *,
+    mtp: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[NamedTensor]:
     """Every Hugging Face tensor of the model, once, in an order that is the same on all ranks.
 
-    `model_chunks` are this rank's GPTModels of the local spec (one a virtual stage), wrapped or not. `bucket_bytes`
+    `model_chunks` are this rank's GPTModels of the local spec (one a virtual stage), wrapped or not. `mtp`: they hold
+    the draft layers too; what a draft layer's checkpoint repeats (embedding, head) is repeated here. `bucket_bytes`
     bounds what is gathered at once, in bytes of whole tensors. A yielded tensor may share memory with its bucket or
     with the model: use or copy it before the next optimizer step. gate_proj is followed by its up_proj.
 
     Raises ValueError for a parameter that the family's table does not know, and AssertionError where the stages
     together do not hold every tensor of the model.
     """
-    return ExportPlan(model_chunks, family, hf_config, parallel, bucket_bytes=bucket_bytes).export()
+    return ExportPlan(model_chunks, family, hf_config, parallel, mtp=mtp, bucket_bytes=bucket_bytes).export()
 
 
 class ExportPlan:
@@ -92,11 +94,12 @@ class ExportPlan:
         hf_config: HFConfig,
         parallel: ExportGroups,
         *,
+        mtp: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        tensors = family.bind(hf_config)
+        tensors = family.bind(hf_config, mtp=mtp)
         self._exporter = exporter = _Exporter(tensors, parallel)
-        slots = sorted(_all_slots(model_chunks, tensors, parallel), key=exporter.key)
+        slots = sorted(_unique(_all_slots(model_chunks, tensors, parallel)), key=exporter.key)
         covered = sum(exporter.copies(slot) * len(exporter.entry(slot).hf) for slot in slots)
         expected = sum(1 for _ in tensors.places())
         assert covered == expected, f"the model's stages hold {covered} tensors, the config has {expected}"
@@ -127,6 +130,14 @@ def _all_slots(chunks: Sequence[torch.nn.Module], tensors: TensorMap, parallel: 
         ]
         slots.extend(own if s == stage else remote)
     return slots
+
+
+def _unique(slots: Iterable[_Slot]) -> list[_Slot]:
+    """The first of each: a last stage with draft layers holds the first stage's embedding again."""
+    first: dict[tuple[int, int | None, int | None], _Slot] = {}
+    for slot in slots:
+        first.setdefault((slot.entry_index, slot.layer, slot.local_expert), slot)
+    return list(first.values())
 
 
 def _local_slots(chunk: torch.nn.Module, tensors: TensorMap, stage: int) -> Iterator[_Slot]:
@@ -193,7 +204,9 @@ class _Exporter:
         parts = self._broadcast(bucket, whole, owner)
         for slot in bucket:
             for name in self._names(slot):
-                yield NamedTensor(name, next(parts))
+                part = next(parts)
+                yield NamedTensor(name, part)
+                yield from (NamedTensor(copy, part) for copy in self.tensors.copies_of(self.entry(slot)))
 
     def _names(self, slot: _Slot) -> Iterator[str]:
         entry = self.entry(slot)

@@ -11,7 +11,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -73,6 +73,8 @@ def _build_chunk(
     spec = get_gpt_decoder_block_spec(
         tf, use_transformer_engine=False, normalization=tf.normalization, vp_stage=vp_stage
     )
+    # None where this chunk has no draft layer
+    draft = get_gpt_mtp_block_spec(tf, spec, use_transformer_engine=False, vp_stage=vp_stage)
     model = PolicyModel(
         tf,
         localize(spec),
@@ -85,6 +87,7 @@ def _build_chunk(
         rotary_base=family_of(hf).rotary_base(hf),
         parallel_output=True,
         vp_stage=vp_stage,
+        mtp_block_spec=localize(draft) if draft else None,
         temperature=config.temperature,
         logprob_memory=config.logprob_memory_mib << 20,
     )

@@ -49,7 +49,7 @@ class ConvertReport:
     """What a conversion did."""
 
     tensors: int  # Hugging Face tensors converted
-    skipped: tuple[str, ...]  # known tensors that are not trained
+    skipped: tuple[str, ...]  # known tensors that are not trained, or repeat one that is
     bytes: int  # of all files in the output
     units: int
     units_kept: int  # of them, found whole from an interrupted run
@@ -92,7 +92,9 @@ def convert_to_megatron(
     """
     if out.exists():
         raise ValueError(f"{out} exists: convert into a new directory, or remove it")
-    tensors = family.bind(hf_config)
+    tensors = family.bind(hf_config, mtp=True)
+    if not any(place.depth is not None and place.hf_name in source for place in tensors.places()):
+        tensors = family.bind(hf_config)  # announced in config.json, but a checkpoint may leave its draft layers out
     places, skipped = _checked_places(source, tensors)
     units = _units(source, places, unit_bytes)
     partial = out.with_name(out.name + ".partial")
@@ -170,7 +172,7 @@ def _units(source: HFCheckpoint, places: Sequence[Place], unit_bytes: int) -> li
 def checkpoint_key(place: Place) -> str:
     """Key of the checkpoint tensor that holds a Hugging Face tensor; all experts of a layer share one."""
     pattern = place.entry.stored or place.entry.megatron.replace(".local_experts.{e}.", ".experts.")
-    return pattern.format(i=place.layer)
+    return pattern.format(i=place.layer, j=place.depth)
 
 
 def _chunks(place: Place, tensors: TensorMap, chunk_bytes: int) -> Iterator[_Chunk]:
@@ -201,7 +203,7 @@ def extra_state_keys(tensors: TensorMap) -> Iterator[str]:
             count = tensors.experts_of(entry)
             for layer in tensors.layers_of(entry):
                 for e in range(count):
-                    yield f"{base.format(i=layer)}._extra_state/shard_{e}_{count}"
+                    yield f"{base.format(i=layer, j=tensors.depth(layer))}._extra_state/shard_{e}_{count}"
 
 
 def _data_path(directory: Path, number: int) -> Path:

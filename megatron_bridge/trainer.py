@@ -139,7 +139,8 @@ class MegatronTrainer:
         self.copies.assert_own()
         settle_parameters(self.chunks)
         if self._export is None:
-            self._export = ExportPlan(self.chunks, self.family, self.hf, self.parallel)
+            mtp = bool(self.models[0].config.mtp_num_layers)
+            self._export = ExportPlan(self.chunks, self.family, self.hf, self.parallel, mtp=mtp)
         return self._export.export()
 
     def load_weights(self, path: Path) -> None:

@@ -2,7 +2,8 @@
 
 The table is read in both directions: every Hugging Face tensor of a model and its place in Megatron (checkpoint
 conversion), and every Megatron parameter and the Hugging Face tensors in it (publishing weights). Patterns hold `{i}`
-for the global layer number, from 0, and `{e}` for the global expert number.
+for the global layer number, from 0, and `{e}` for the global expert number. Draft layers (multi-token prediction) are
+numbered on after the last one; `{j}` counts them alone, from 0.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Where(StrEnum):
     EVERY = "every"
     DENSE = "dense"
     MOE = "moe"
+    MTP = "mtp"  # draft layers; a draft layer has no tensor of the other kinds
 
 
 class Precision(StrEnum):
@@ -61,6 +63,7 @@ class Entry:
     unless: str | None = None  # ... and this one is
     linear: bool = False  # a Megatron parallel linear, which keeps an `_extra_state` object in checkpoints
     stored: str | None = None  # name pattern in checkpoints, where megatron renames the parameter on its way there
+    copies: tuple[str, ...] = ()  # names under which each draft layer of a Hugging Face checkpoint holds it again
 
     @property
     def per_expert(self) -> bool:
@@ -77,11 +80,12 @@ class Place:
     layer: int | None
     expert: int | None
     part: int  # index in entry.hf
+    depth: int | None  # of a draft layer, from 0
 
     @property
     def megatron_name(self) -> str:
         """Parameter name with the global layer and expert numbers."""
-        return self.entry.megatron.format(i=self.layer, e=self.expert)
+        return self.entry.megatron.format(i=self.layer, e=self.expert, j=self.depth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +111,11 @@ class Family:
     transformer_config: Callable[[HFConfig], dict[str, Any]]
     rotary_base: Callable[[HFConfig], float]
 
-    def bind(self, hf: HFConfig) -> TensorMap:
-        """The table for one model. Raises ValueError for an option that the family cannot train."""
+    def bind(self, hf: HFConfig, *, mtp: bool = False) -> TensorMap:
+        """The table for one model, with its draft layers if `mtp`. Raises ValueError for an option that the family
+        cannot train."""
         self.transformer_config(hf)
-        return TensorMap(self, hf)
+        return TensorMap(self, hf, mtp)
 
     def vocab_size(self, hf: HFConfig) -> int:
         return self.dims(hf)["vocab"]
@@ -125,9 +130,13 @@ class Family:
         """Experts a token."""
         return self.dims(hf)["top_k"]
 
-    def parameter_count(self, hf: HFConfig) -> int:
-        """Elements of all Hugging Face tensors, routing biases included; no walk over single experts."""
-        tensors = TensorMap(self, hf)
+    def mtp_layers(self, hf: HFConfig) -> int:
+        """Draft layers of the checkpoint, one for each depth of multi-token prediction."""
+        return self.dims(hf).get("mtp", 0)
+
+    def parameter_count(self, hf: HFConfig, *, mtp: bool = False) -> int:
+        """Elements of all Hugging Face tensors, routing biases included, copies not; no walk over single experts."""
+        tensors = TensorMap(self, hf, mtp)
         return sum(
             len(tensors.layers_of(entry)) * tensors.experts_of(entry) * math.prod(tensors.megatron_shape(entry))
             for entry in tensors.entries
@@ -140,6 +149,7 @@ class TensorMap:
 
     family: Family
     hf: HFConfig
+    mtp: bool = False  # with the draft layers
 
     @cached_property
     def dims(self) -> Mapping[str, int]:
@@ -152,11 +162,18 @@ class TensorMap:
             entry
             for entry in self.family.table
             if (entry.given is None or self.dims[entry.given]) and not (entry.unless and self.dims[entry.unless])
+            if entry.where is not Where.MTP or self.draft_layers
         )
 
     @cached_property
     def moe_layers(self) -> frozenset[int]:
         return frozenset(self.family.moe_layers(self.hf))
+
+    @cached_property
+    def draft_layers(self) -> range:
+        """Global numbers of the draft layers."""
+        layers: int = self.dims["layers"]
+        return range(layers, layers + self.family.mtp_layers(self.hf) * self.mtp)
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -192,7 +209,15 @@ class TensorMap:
         """Global layer numbers that have the entry; (None,) for a tensor outside the layers."""
         if entry.where is Where.TOP:
             return (None,)
-        return tuple(i for i in range(self.dims["layers"]) if self._has(entry, i))
+        return tuple(i for i in range(self.dims["layers"] + len(self.draft_layers)) if self._has(entry, i))
+
+    def depth(self, layer: int | None) -> int | None:
+        """Of a draft layer, from 0; None for any other layer."""
+        return None if layer is None or layer < self.dims["layers"] else layer - self.dims["layers"]
+
+    def copies_of(self, entry: Entry) -> tuple[str, ...]:
+        """Hugging Face names under which the entry's tensor is stored again."""
+        return tuple(pattern.format(i=i) for i in self.draft_layers for pattern in entry.copies)
 
     def experts_of(self, entry: Entry) -> int:
         return self.dims["experts"] if entry.per_expert else 1
@@ -206,8 +231,8 @@ class TensorMap:
                     yield from (self._place(entry, layer, expert, part) for part in range(len(entry.hf)))
 
     def is_skipped(self, hf_name: str) -> bool:
-        """A known checkpoint tensor that is not trained."""
-        return any(pattern.fullmatch(hf_name) for pattern in self._skipped)
+        """A known checkpoint tensor that is not trained, or repeats one that is."""
+        return hf_name in self._beside or any(pattern.fullmatch(hf_name) for pattern in self._skipped)
 
     def place_of(self, hf_name: str) -> Place:
         """Hugging Face name -> place in Megatron. Raises ValueError for a name that the model does not have."""
@@ -239,14 +264,18 @@ class TensorMap:
 
     def _place(self, entry: Entry, layer: int | None, expert: int | None, part: int) -> Place:
         name = entry.hf[part].format(i=layer, e=expert)
-        return Place(hf_name=name, shape=self.shapes(entry)[part], entry=entry, layer=layer, expert=expert, part=part)
+        shape, depth = self.shapes(entry)[part], self.depth(layer)
+        return Place(hf_name=name, shape=shape, entry=entry, layer=layer, expert=expert, part=part, depth=depth)
 
     def _has(self, entry: Entry, layer: int) -> bool:
-        return entry.where is Where.EVERY or (entry.where is Where.MOE) == (layer in self.moe_layers)
+        if layer >= self.dims["layers"]:
+            return entry.where is Where.MTP and layer in self.draft_layers
+        if entry.where is Where.EVERY:
+            return True
+        return entry.where is (Where.MOE if layer in self.moe_layers else Where.DENSE)
 
     def _exists(self, entry: Entry, layer: int | None, expert: int | None) -> bool:
-        layer_ok = layer is None or (layer < self.dims["layers"] and self._has(entry, layer))
-        return layer_ok and (expert is None or expert < self.dims["experts"])
+        return (layer is None or self._has(entry, layer)) and (expert is None or expert < self.dims["experts"])
 
     @cached_property
     def _hf_patterns(self) -> tuple[tuple[Entry, int, re.Pattern[str]], ...]:
@@ -260,15 +289,26 @@ class TensorMap:
     def _skipped(self) -> tuple[re.Pattern[str], ...]:
         return tuple(re.compile(pattern) for pattern in self.family.skipped(self.hf))
 
-    @staticmethod
-    def _numbers(match: re.Match[str]) -> tuple[int | None, int | None]:
-        groups = match.groupdict()
-        return tuple(int(groups[k]) if k in groups else None for k in "ie")  # type: ignore[return-value]
+    @cached_property
+    def _beside(self) -> frozenset[str]:
+        """Names of draft layers that are not among `places`: the copies, and all of them without `mtp`."""
+        whole = TensorMap(self.family, self.hf, mtp=True)
+        names = {name for entry in whole.entries for name in whole.copies_of(entry)}
+        if not self.mtp:
+            names |= {place.hf_name for place in whole.places() if place.depth is not None}
+        return frozenset(names)
+
+    def _numbers(self, match: re.Match[str]) -> tuple[int | None, int | None]:
+        """(global layer, expert)."""
+        found = {letter: int(number) for letter, number in match.groupdict().items()}
+        if "j" in found:
+            found["i"] = self.dims["layers"] + found["j"]
+        return found.get("i"), found.get("e")
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
     number = r"(?P<{}>0|[1-9]\d*)"
     escaped = re.escape(pattern)
-    for letter in "ie":
+    for letter in "ije":
         escaped = escaped.replace(re.escape("{" + letter + "}"), number.format(letter))
     return re.compile(escaped)

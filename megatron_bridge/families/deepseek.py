@@ -15,8 +15,52 @@ import torch.nn.functional as F
 from megatron_bridge.families.base import Entry, Family, HFConfig, Precision, Split, Where
 from megatron_bridge.families.entries import linear, norm, refuse_unsupported, swiglu
 
-_L, _M = "model.layers.{i}.", "decoder.layers.{i}."
-_ATTN, _MATTN = _L + "self_attn.", _M + "self_attention."
+_L, _M, _D = "model.layers.{i}.", "decoder.layers.{i}.", "mtp.layers.{j}."
+
+
+def _attention(hf: str, megatron: str, where: Where) -> tuple[Entry, ...]:
+    """MLA between its layer norm and the next."""
+    theirs, ours = hf + "self_attn.", megatron + "self_attention."
+    down, column = Split.REPLICATED, Split.COLUMN
+    return (
+        norm(hf + "input_layernorm", megatron + "input_layernorm", "hidden", where=where),
+        linear(theirs + "q_proj", ours + "linear_q_proj", ("q_out", "hidden"), column, unless="q_lora", where=where),
+        linear(
+            theirs + "q_a_proj", ours + "linear_q_down_proj", ("q_lora", "hidden"), down, given="q_lora", where=where
+        ),
+        norm(theirs + "q_a_layernorm", ours + "q_layernorm", "q_lora", given="q_lora", where=where),
+        linear(
+            theirs + "q_b_proj", ours + "linear_q_up_proj", ("q_out", "q_lora"), column, given="q_lora", where=where
+        ),
+        linear(theirs + "kv_a_proj_with_mqa", ours + "linear_kv_down_proj", ("kv_down", "hidden"), down, where=where),
+        norm(theirs + "kv_a_layernorm", ours + "kv_layernorm", "kv_lora", where=where),
+        linear(theirs + "kv_b_proj", ours + "linear_kv_up_proj", ("kv_out", "kv_lora"), column, where=where),
+        linear(theirs + "o_proj", ours + "linear_proj", ("hidden", "o_in"), Split.ROW, where=where),
+        norm(hf + "post_attention_layernorm", megatron + "pre_mlp_layernorm", "hidden", where=where),
+    )
+
+
+def _experts(hf: str, megatron: str, where: Where) -> tuple[Entry, ...]:
+    """Router, routed experts and shared experts."""
+    return (
+        Entry(
+            hf=(hf + "mlp.gate.weight",),
+            megatron=megatron + "mlp.router.weight",
+            shapes=(("experts", "hidden"),),
+            where=where,
+        ),
+        Entry(
+            hf=(hf + "mlp.gate.e_score_correction_bias",),
+            megatron=megatron + "mlp.router.expert_bias",
+            shapes=(("experts",),),
+            where=where,
+            precision=Precision.FP32,
+        ),
+        *swiglu(hf + "mlp.experts.{e}", megatron + "mlp.experts.local_experts.{e}", "moe_ffn", where=where),
+        *swiglu(
+            hf + "mlp.shared_experts", megatron + "mlp.shared_experts", "shared_ffn", where=where, given="shared_ffn"
+        ),
+    )
 
 
 TABLE: tuple[Entry, ...] = (
@@ -26,33 +70,11 @@ TABLE: tuple[Entry, ...] = (
         shapes=(("vocab", "hidden"),),
         split=Split.VOCAB,
         where=Where.TOP,
+        copies=(_L + "embed_tokens.weight",),
     ),
-    norm(_L + "input_layernorm", _M + "input_layernorm", "hidden"),
-    linear(_ATTN + "q_proj", _MATTN + "linear_q_proj", ("q_out", "hidden"), Split.COLUMN, unless="q_lora"),
-    linear(_ATTN + "q_a_proj", _MATTN + "linear_q_down_proj", ("q_lora", "hidden"), Split.REPLICATED, given="q_lora"),
-    norm(_ATTN + "q_a_layernorm", _MATTN + "q_layernorm", "q_lora", given="q_lora"),
-    linear(_ATTN + "q_b_proj", _MATTN + "linear_q_up_proj", ("q_out", "q_lora"), Split.COLUMN, given="q_lora"),
-    linear(_ATTN + "kv_a_proj_with_mqa", _MATTN + "linear_kv_down_proj", ("kv_down", "hidden"), Split.REPLICATED),
-    norm(_ATTN + "kv_a_layernorm", _MATTN + "kv_layernorm", "kv_lora"),
-    linear(_ATTN + "kv_b_proj", _MATTN + "linear_kv_up_proj", ("kv_out", "kv_lora"), Split.COLUMN),
-    linear(_ATTN + "o_proj", _MATTN + "linear_proj", ("hidden", "o_in"), Split.ROW),
-    norm(_L + "post_attention_layernorm", _M + "pre_mlp_layernorm", "hidden"),
+    *_attention(_L, _M, Where.EVERY),
     *swiglu(_L + "mlp", _M + "mlp", "dense_ffn", where=Where.DENSE),
-    Entry(
-        hf=(_L + "mlp.gate.weight",),
-        megatron=_M + "mlp.router.weight",
-        shapes=(("experts", "hidden"),),
-        where=Where.MOE,
-    ),
-    Entry(
-        hf=(_L + "mlp.gate.e_score_correction_bias",),
-        megatron=_M + "mlp.router.expert_bias",
-        shapes=(("experts",),),
-        where=Where.MOE,
-        precision=Precision.FP32,
-    ),
-    *swiglu(_L + "mlp.experts.{e}", _M + "mlp.experts.local_experts.{e}", "moe_ffn", where=Where.MOE),
-    *swiglu(_L + "mlp.shared_experts", _M + "mlp.shared_experts", "shared_ffn", where=Where.MOE, given="shared_ffn"),
+    *_experts(_L, _M, Where.MOE),
     norm("model.norm", "decoder.final_layernorm", "hidden", where=Where.TOP),
     Entry(
         hf=("lm_head.weight",),
@@ -60,7 +82,15 @@ TABLE: tuple[Entry, ...] = (
         shapes=(("vocab", "hidden"),),
         split=Split.VOCAB,
         where=Where.TOP,
+        copies=(_L + "shared_head.head.weight",),
     ),
+    norm(_L + "enorm", _D + "enorm", "hidden", where=Where.MTP),
+    norm(_L + "hnorm", _D + "hnorm", "hidden", where=Where.MTP),
+    # on both sides the input is the normed embedding, then the normed hidden state
+    linear(_L + "eh_proj", _D + "eh_proj", ("hidden", "twice_hidden"), Split.COLUMN, where=Where.MTP),
+    *_attention(_L, _D + "transformer_layer.", Where.MTP),
+    *_experts(_L, _D + "transformer_layer.", Where.MTP),
+    norm(_L + "shared_head.norm", _D + "final_layernorm", "hidden", where=Where.MTP),
 )
 
 
@@ -69,7 +99,9 @@ def _dims(hf: HFConfig) -> dict[str, int]:
     return {
         "layers": hf["num_hidden_layers"],
         "vocab": hf["vocab_size"],
+        "mtp": hf.get("num_nextn_predict_layers") or 0,
         "hidden": hf["hidden_size"],
+        "twice_hidden": 2 * hf["hidden_size"],
         "dense_ffn": hf["intermediate_size"],
         "moe_ffn": hf["moe_intermediate_size"],
         "shared_ffn": hf["moe_intermediate_size"] * (hf.get("n_shared_experts") or 0),
@@ -89,10 +121,8 @@ def _moe_layers(hf: HFConfig) -> tuple[int, ...]:
 
 
 def _skipped(hf: HFConfig) -> tuple[str, ...]:
-    """Multi-token-prediction layers after the last one (a draft model's) and the old releases' rotary buffers."""
-    first, extra = hf["num_hidden_layers"], hf.get("num_nextn_predict_layers") or 0
-    mtp = tuple(rf"model\.layers\.{first + j}\..*" for j in range(extra))
-    return (*mtp, r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+    """The old releases' rotary buffers."""
+    return (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 
 _REQUIRED = (

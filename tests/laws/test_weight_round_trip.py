@@ -4,8 +4,7 @@ in every layout, or the rollout serves a model that nobody trained.
 Two independent oracles: the loaded shards are compared with slices of the Hugging Face tensors taken here by the rules
 of tensor, expert and pipeline parallelism, so that errors of conversion and export cannot cancel; and every rank's
 exported stream is compared with the input, names, shapes, dtypes and bits.
-Not covered: expert tensor parallelism beyond 2, virtual stages, padded vocabularies, checkpoints of TransformerEngine's
-spec.
+Not covered: expert tensor parallelism beyond 2, padded vocabularies, checkpoints of TransformerEngine's spec.
 """
 
 from __future__ import annotations
@@ -27,39 +26,53 @@ from tests.megatron_bridge.tiny_models import (
     megatron_rank,
     random_tensors,
     tiny,
+    tiny_qwen,
     write_checkpoint,
 )
 from tests.spawn import free_port, run_ranks
 
-# 4 layers, so that two stages hold two each; the same model for every layout
-HF = tiny(num_hidden_layers=4)
+# 4 layers, so that two stages of two virtual stages hold one each; 4 query heads a model
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek": tiny(num_hidden_layers=4, num_nextn_predict_layers=2),
+    "qwen": tiny_qwen(num_hidden_layers=4, mlp_only_layers=[1]),
+    # with tensor parallelism, ranks share the only key/value head; with stages, the last one repeats the embedding
+    "qwen_tied": tiny_qwen(num_hidden_layers=4, num_key_value_heads=1, tie_word_embeddings=True),
+}
 LAYOUTS: dict[str, dict[str, int]] = {
     "ep2": {"dp": 2, "ep": 2},
     "tp2": {"tp": 2},
     "tp2_etp2": {"tp": 2, "etp": 2},
     "pp2": {"pp": 2},
+    "pp2_vpp2": {"pp": 2, "vpp": 2},
+    "cp2": {"cp": 2},
     "tp2_ep2": {"tp": 2, "ep": 2},
 }
+CASES = [f"{model}-{layout}" for model in ("deepseek", "qwen") for layout in LAYOUTS]
+CASES += ["qwen_tied-tp2", "qwen_tied-pp2"]
+ALONE = [f"{model}-one" for model in MODELS]
+# the checkpoint has draft layers, this trainer has none
+CASES += ["deepseek-pp2-no_mtp"]
 
 
 def _rows(t: Tensor, rank: int, size: int) -> Tensor:
     return t.chunk(size, 0)[rank]
 
 
-def _expected(name: str, hf: dict[str, Tensor], c: Any, parallel: Any) -> Tensor:
+def _expected(name: str, hf: dict[str, Tensor], config: dict[str, Any], c: Any, parallel: Any) -> Tensor:
     """This rank's shard of a Megatron parameter (global layer number, local expert number), by hand."""
     tp, t, etp, et = c.tp, parallel.tp_rank, c.etp, parallel.etp_rank
     top = {
         "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-        "output_layer.weight": "lm_head.weight",
+        "output_layer.weight": "lm_head.weight" if "lm_head.weight" in hf else "model.embed_tokens.weight",
     }
     if name in top:
         return _rows(hf[top[name]], t, tp)
     if name == "decoder.final_layernorm.weight":
         return hf["model.norm.weight"]
-    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
+    match = re.fullmatch(r"(?:decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.)?(.*)", name)
     assert match
-    at, rest = f"model.layers.{match[1]}.", match[2]
+    number = int(match[1]) + (config["num_hidden_layers"] if name.startswith("mtp.") else 0)
+    at, rest = f"model.layers.{number}.", match[2]
     if expert := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", rest):
         number = parallel.ep_rank * (16 // c.ep) + int(expert[1])
         return _mlp(hf, f"{at}mlp.experts.{number}.", expert[2], et, etp)
@@ -72,20 +85,35 @@ def _expected(name: str, hf: dict[str, Tensor], c: Any, parallel: Any) -> Tensor
         "mlp.router.weight": "mlp.gate.weight",
         "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
         "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
-        "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
         "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
         "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+        "enorm.weight": "enorm.weight",
+        "hnorm.weight": "hnorm.weight",
+        "final_layernorm.weight": "shared_head.norm.weight",
     }
+    if config["model_type"] == "deepseek_v3":
+        whole["self_attention.q_layernorm.weight"] = "self_attn.q_a_layernorm.weight"
     if rest in whole:
         return hf[at + whole[rest]]
     by_rows = {
         "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
         "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+        "eh_proj.weight": "eh_proj.weight",
     }
     if rest in by_rows:
         return _rows(hf[at + by_rows[rest]], t, tp)
+    if rest == "self_attention.linear_qkv.weight":
+        return _rows(_qkv(hf, at, config["num_key_value_heads"]), t, tp)
     assert rest == "self_attention.linear_proj.weight", rest
     return hf[at + "self_attn.o_proj.weight"].chunk(tp, 1)[t]
+
+
+def _qkv(hf: dict[str, Tensor], at: str, groups: int) -> Tensor:
+    """For each key/value head: its query heads, it, its value head."""
+    q, k, v = (hf[f"{at}self_attn.{x}_proj.weight"].chunk(groups) for x in "qkv")
+    return torch.cat([part for g in range(groups) for part in (q[g], k[g], v[g])])
 
 
 def _mlp(hf: dict[str, Tensor], at: str, leaf: str, rank: int, size: int) -> Tensor:
@@ -98,36 +126,42 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.dtype is b.dtype and a.shape == b.shape and a.contiguous().equal(b.contiguous())
 
 
-def _check_layouts(
-    rank: int, world_size: int, spare: int, root: str, jobs: dict[str, tuple[dict[str, int], int]]
-) -> dict[str, Any]:
-    source = HFCheckpoint(Path(root) / "hf")
-    tensors = dict(source.stream())
-    report = {}
-    for name, (layout, port) in jobs.items():
-        chunks, parallel = megatron_rank(HF, rank, world_size, port, **layout)
-        from megatron_bridge.hf_export import export_hf
-        from megatron_bridge.model import unwrap
+def _wrong_shards(chunk: Any, hf: dict[str, Tensor], config: dict[str, Any], parallel: Any) -> list[str]:
+    from megatron_bridge.model import unwrap
 
-        load_converted(chunks, parallel, Path(root) / "megatron")
-        model = unwrap(chunks[0])
-        numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
-        wrong_shards = []
-        for key, value in model.state_dict().items():
-            if not key.endswith("_extra_state"):
-                fixed = re.sub(r"layers\.(\d+)", lambda m: f"layers.{numbers[int(m[1])]}", key)  # noqa: B023
-                if not _same(value, _expected(fixed, tensors, parallel.config, parallel)):
-                    wrong_shards.append(fixed)
+    model = unwrap(chunk)
+    numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    wrong = []
+    for key, value in model.state_dict().items():
+        if not key.endswith("_extra_state"):
+            name = re.sub(r"decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{numbers[int(m[1])]}", key)
+            if not _same(value, _expected(name, hf, config, parallel.config, parallel)):
+                wrong.append(name)
+    return wrong
+
+
+def _check_layouts(rank: int, world_size: int, spare: int, root: str, jobs: dict[str, int]) -> dict[str, Any]:
+    """Case -> what is wrong; a case is "MODEL-LAYOUT[-no_mtp]", its value a free port."""
+    report = {}
+    for case, port in jobs.items():
+        name, layout, *rest = case.split("-")
+        config, mtp = MODELS[name], name == "deepseek" and not rest
+        tensors = dict(HFCheckpoint(Path(root) / name).stream())
+        chunks, parallel = megatron_rank(config, rank, world_size, port, mtp=mtp, **LAYOUTS.get(layout, {}))
+        from megatron_bridge.hf_export import export_hf
+
+        load_converted(chunks, parallel, Path(root) / f"{name}-megatron")
         exports = [
-            {n: t.clone() for n, t in export_hf(chunks, family_of(HF), HF, parallel, bucket_bytes=size)}
-            for size in (1 << 30, 40_000)  # one bucket of a kind, and many
+            {n: t.clone() for n, t in export_hf(chunks, family_of(config), config, parallel, mtp=mtp, bucket_bytes=b)}
+            for b in (1 << 30, 40_000)  # one bucket of a kind, and many
         ]
-        orders = [list(e) for e in exports]
-        report[name] = {
-            "wrong_shards": wrong_shards,
+        draft = tuple(f"model.layers.{config['num_hidden_layers'] + j}." for j in range(2))
+        wanted = {n for n in tensors if mtp or not n.startswith(draft)}
+        report[case] = {
+            "wrong_shards": [n for chunk in chunks for n in _wrong_shards(chunk, tensors, config, parallel)],
             "wrong_exports": [n for e in exports for n, t in e.items() if not _same(t, tensors[n])],
-            "missing": [sorted(set(tensors) ^ set(e)) for e in exports],
-            "orders": orders,
+            "missing": [sorted(wanted ^ set(e)) for e in exports],
+            "orders": [list(e) for e in exports],
         }
         leave()
     return report
@@ -137,28 +171,29 @@ def _check_layouts(
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """One report a rank; the last is the single rank's."""
     root = tmp_path_factory.mktemp("round_trip")
-    write_checkpoint(root / "hf", HF, random_tensors(HF), shard_bytes=700_000)
-    convert_checkpoint(root / "hf", root / "megatron")
-    jobs = {name: (layout, free_port()) for name, layout in LAYOUTS.items()}
-    pair = run_ranks(_check_layouts, 2, str(root), jobs)
-    (single,) = run_ranks(_check_layouts, 1, str(root), {"one": ({}, free_port())})
+    for name, config in MODELS.items():
+        tensors = random_tensors(config, mtp=name == "deepseek")
+        write_checkpoint(root / name, config, tensors, shard_bytes=700_000)
+        convert_checkpoint(root / name, root / f"{name}-megatron")
+    pair = run_ranks(_check_layouts, 2, str(root), {case: free_port() for case in CASES})
+    (single,) = run_ranks(_check_layouts, 1, str(root), {case: free_port() for case in ALONE})
     return [*pair, single]
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "one"])
-def test_shards_and_exports_are_the_checkpoint(name: str, reports: list[dict[str, Any]]) -> None:
-    found = [report[name] for report in reports if name in report]
-    assert len(found) == (1 if name == "one" else 2)
+@pytest.mark.parametrize("case", [*CASES, *ALONE])
+def test_shards_and_exports_are_the_checkpoint(case: str, reports: list[dict[str, Any]]) -> None:
+    found = [report[case] for report in reports if case in report]
+    assert len(found) == (1 if case in ALONE else 2)
     for report in found:
         assert report["wrong_shards"] == []
         assert report["wrong_exports"] == []
         assert report["missing"] == [[], []]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_ranks_agree_on_the_order(name: str, reports: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_agree_on_the_order(case: str, reports: list[dict[str, Any]]) -> None:
     """The publisher pairs ranks' streams by position."""
-    first, second = (report[name]["orders"] for report in reports[:2])
+    first, second = (report[case]["orders"] for report in reports[:2])
     assert first == second
     for order in first:
         for i, tensor in enumerate(order):

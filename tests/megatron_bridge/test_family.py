@@ -6,16 +6,18 @@ Values, layouts and the meaning of the config (rope, router) are the laws' busin
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_bridge.families.base import Split
+from megatron_bridge.families.base import Precision, Split
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.resolve import resolve
 from miles_like.hf_checkpoint import HFCheckpoint
+from quant.spec import QuantSpec
 from tests.megatron_bridge import toy
 from tests.megatron_bridge.tiny_models import (
     CONFIGS,
@@ -27,6 +29,8 @@ from tests.megatron_bridge.tiny_models import (
     transformers_model,
 )
 from tests.spawn import free_port, run_ranks
+
+BUILT = {**CONFIGS, "draft_layers": tiny(num_nextn_predict_layers=2)}  # transformers has no draft layers
 
 DEEPSEEK_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -75,7 +79,7 @@ def test_table_names_what_transformers_saves(name: str, tmp_path: Path) -> None:
 
 def _megatron_tensors(rank: int, world_size: int, port: int, hf: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """{state-dict name: shape} and the checkpoint keys that stock saving would write for this config."""
-    (chunk,), parallel = megatron_rank(hf, rank, world_size, port)
+    (chunk,), parallel = megatron_rank(hf, rank, world_size, port, mtp=family_of(hf).mtp_layers(hf) > 0)
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 
@@ -94,20 +98,20 @@ def _megatron_tensors(rank: int, world_size: int, port: int, hf: dict[str, Any])
 def _all_configs(rank: int, world_size: int, port: int, ports: list[int]) -> dict[str, Any]:
     return {
         name: _megatron_tensors(rank, world_size, port, hf)
-        for port, (name, hf) in zip(ports, CONFIGS.items(), strict=True)
+        for port, (name, hf) in zip(ports, BUILT.items(), strict=True)
     }
 
 
 @pytest.fixture(scope="module")
 def megatron() -> dict[str, Any]:
-    (answer,) = run_ranks(_all_configs, 1, [free_port() for _ in CONFIGS])
+    (answer,) = run_ranks(_all_configs, 1, [free_port() for _ in BUILT])
     return answer  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", BUILT)
 def test_every_megatron_tensor_is_in_the_table_once(name: str, megatron: dict[str, Any]) -> None:
     local, _ = megatron[name]
-    tensors = family_of(CONFIGS[name]).bind(CONFIGS[name])
+    tensors = family_of(BUILT[name]).bind(BUILT[name], mtp=True)
     found: Counter[str] = Counter()
     for megatron_name, shape in local.items():
         parts = tensors.parts_of(megatron_name)
@@ -117,12 +121,12 @@ def test_every_megatron_tensor_is_in_the_table_once(name: str, megatron: dict[st
     assert found == Counter(p.hf_name for p in tensors.places())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", BUILT)
 def test_converted_keys_are_those_stock_saving_writes(name: str, megatron: dict[str, Any]) -> None:
     from megatron_bridge.stream_convert import checkpoint_key, extra_state_keys
 
     _, (keys, objects) = megatron[name]
-    tensors = family_of(CONFIGS[name]).bind(CONFIGS[name])
+    tensors = family_of(BUILT[name]).bind(BUILT[name], mtp=True)
     wanted = {}
     for p in tensors.places():
         lead = () if p.expert is None else (tensors.dims["experts"],)
@@ -132,8 +136,8 @@ def test_converted_keys_are_those_stock_saving_writes(name: str, megatron: dict[
 
 
 def test_names_go_both_ways() -> None:
-    for hf in CONFIGS.values():
-        tensors = family_of(hf).bind(hf)
+    for hf in BUILT.values():
+        tensors = family_of(hf).bind(hf, mtp=True)
         for place in tensors.places():
             assert tensors.place_of(place.hf_name) == place
             assert tensors.parts_of(place.megatron_name)[place.part] == place
@@ -166,9 +170,57 @@ def test_size_and_layers_of_deepseek_v3() -> None:
     assert family.parameter_count(DEEPSEEK_V3) == 671_026_404_352 + 58 * 256
     assert family.moe_layers(DEEPSEEK_V3) == tuple(range(3, 61))
     assert (family.num_experts(DEEPSEEK_V3), family.top_k(DEEPSEEK_V3), family.num_layers(DEEPSEEK_V3)) == (256, 8, 61)
-    tensors = family.bind(DEEPSEEK_V3)
-    assert tensors.is_skipped("model.layers.61.eh_proj.weight")
-    assert not tensors.is_skipped("model.layers.60.mlp.gate.weight")
+
+
+def test_draft_layer_of_deepseek_v3() -> None:
+    """The names that the published checkpoint has for it, and its published size by dtype (the hub's counts, the
+    blocks' scales among the fp32 ones)."""
+    hf = {**DEEPSEEK_V3, "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+    tensors, spec = family_of(hf).bind(hf, mtp=True), QuantSpec.from_hf(hf)
+    assert spec is not None
+    attention = ["q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"]
+    ffn = [f"{half}_proj.weight" for half in ("gate", "up", "down")]
+    own = {
+        *(f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+        *(f"{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")),
+        *(f"self_attn.{name}.weight" for name in attention),
+        *("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
+        *(f"mlp.shared_experts.{name}" for name in ffn),
+        *(f"mlp.experts.{e}.{name}" for e in range(256) for name in ffn),
+    }
+    at = "model.layers.61."
+    assert {p.hf_name for p in tensors.places() if p.depth is not None} == {at + name for name in own}
+    copies = [name for entry in tensors.entries for name in tensors.copies_of(entry)]
+    assert copies == [at + "embed_tokens.weight", at + "shared_head.head.weight"]
+
+    count: Counter[str] = Counter()
+    for place in tensors.places():
+        size, copied = math.prod(place.shape), len(tensors.copies_of(place.entry))
+        if spec.covers(place.hf_name, place.shape):
+            count["fp8"] += size
+            count["fp32"] += math.prod(-(-n // 128) for n in place.shape)
+        else:
+            count["fp32" if place.entry.precision is Precision.FP32 else "bf16"] += size * (1 + copied)
+    assert count == {"bf16": 3_918_786_560, "fp8": 680_571_043_840, "fp32": 41_555_600}
+    assert family_of(hf).parameter_count(hf, mtp=True) == 682_636_487_424  # each weight once
+
+
+def test_copies_and_unasked_draft_layers_are_skipped_and_nothing_else() -> None:
+    without, whole = (family_of(DEEPSEEK_V3).bind(DEEPSEEK_V3, mtp=mtp) for mtp in (False, True))
+    for name in ("enorm.weight", "mlp.experts.255.up_proj.weight"):
+        assert without.is_skipped("model.layers.61." + name)
+        assert not whole.is_skipped("model.layers.61." + name)
+    for tensors in (without, whole):
+        assert tensors.is_skipped("model.layers.61.embed_tokens.weight")
+        assert tensors.is_skipped("model.layers.61.shared_head.head.weight")
+        for name in (
+            "model.layers.61.unheard_of.weight",
+            "model.layers.62.enorm.weight",
+            "model.layers.60.enorm.weight",
+        ):
+            assert not tensors.is_skipped(name)
+            with pytest.raises(ValueError, match="is not one of family deepseek"):
+                tensors.place_of(name)
 
 
 def test_size_of_qwen3_235b_a22b() -> None:

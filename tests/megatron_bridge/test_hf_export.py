@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.hf_export import export_hf
 from miles_like.types import NamedTensor
-from tests.megatron_bridge.tiny_models import random_tensors, tiny
+from tests.megatron_bridge.tiny_models import random_tensors, tiny, tiny_qwen
 
 HF = tiny()
 
@@ -45,17 +45,21 @@ class _Model:
         return self.state
 
 
-def _state(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    hf = random_tensors(HF)
-    parts: dict[str, list[Tensor]] = {}
-    for place in family_of(HF).bind(HF).places():
-        parts.setdefault(place.megatron_name, []).append(hf[place.hf_name])
-    return {k: torch.cat(v) if k.endswith("expert_bias") else torch.cat(v).to(dtype) for k, v in parts.items()}
+def _state(dtype: torch.dtype = torch.bfloat16, hf: dict[str, Any] = HF, *, mtp: bool = False) -> dict[str, Tensor]:
+    """A single rank's parameters of `random_tensors`."""
+    values, tensors = random_tensors(hf, mtp=mtp), family_of(hf).bind(hf, mtp=mtp)
+    state: dict[str, Tensor] = {}
+    for place in tensors.places():
+        kept = torch.float32 if place.megatron_name.endswith("expert_bias") else dtype
+        whole = state.setdefault(place.megatron_name, torch.empty(tensors.megatron_shape(place.entry), dtype=kept))
+        for theirs, ours, rows in tensors.runs(place.entry, place.part):
+            whole[ours : ours + rows] = values[place.hf_name][theirs : theirs + rows]
+    return state
 
 
-def _export(state: dict[str, Tensor], **kwargs: Any) -> list[NamedTensor]:
-    models: Any = [_Model(state)]
-    return list(export_hf(models, family_of(HF), HF, GROUPS, **kwargs))
+def _export(*states: dict[str, Tensor], hf: dict[str, Any] = HF, **kwargs: Any) -> list[NamedTensor]:
+    models: Any = [_Model(state) for state in states]
+    return list(export_hf(models, family_of(hf), hf, GROUPS, **kwargs))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -66,6 +70,30 @@ def test_values_have_the_checkpoints_dtype(dtype: torch.dtype) -> None:
     assert got.keys() == wanted.keys()
     assert all(got[k].dtype is wanted[k].dtype and got[k].equal(wanted[k]) for k in wanted)
     assert got["model.layers.1.mlp.gate.e_score_correction_bias"].dtype is torch.float32
+
+
+def test_a_second_holder_of_a_parameter_is_not_a_second_tensor() -> None:
+    """The last stage's head repeats a tied embedding, and the last of two chunks with draft layers the embedding."""
+    hf = tiny_qwen(tie_word_embeddings=True)
+    wanted = random_tensors(hf)
+    state = _state(hf=hf)
+    embedding = state["embedding.word_embeddings.weight"]
+    head = {"output_layer.weight": embedding, "embedding.word_embeddings.weight": embedding + 1}
+    names = [name for name, _ in _export(state, head, hf=hf)]
+    assert sorted(names) == sorted(wanted)
+    got = dict(_export(state, head, hf=hf))
+    assert all(got[k].equal(wanted[k]) for k in wanted)
+
+
+def test_draft_layers_go_out_with_what_their_checkpoint_repeats() -> None:
+    hf = tiny(num_nextn_predict_layers=2)
+    wanted = random_tensors(hf, mtp=True)
+    got = dict(_export(_state(hf=hf, mtp=True), hf=hf, mtp=True))
+    assert got.keys() == wanted.keys()
+    assert all(got[k].equal(wanted[k]) for k in wanted)
+    assert got["model.layers.4.shared_head.head.weight"].equal(got["lm_head.weight"])
+    with pytest.raises(ValueError, match="mtp"):  # a trainer that holds them must say so
+        _export(_state(hf=hf, mtp=True), hf=hf)
 
 
 def test_padding_of_the_vocabulary_is_cut() -> None:

@@ -26,7 +26,7 @@ from megatron_bridge import stream_convert
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.stream_convert import convert_checkpoint, convert_to_megatron
 from miles_like.hf_checkpoint import HFCheckpoint
-from tests.megatron_bridge.tiny_models import CONFIGS, random_tensors, tiny, write_checkpoint
+from tests.megatron_bridge.tiny_models import CONFIGS, random_tensors, tiny, tiny_qwen, write_checkpoint
 from tests.spawn import run_ranks
 
 HF = tiny()
@@ -92,11 +92,39 @@ def test_bf16_routing_bias_widens_exactly(tmp_path: Path) -> None:
     assert torch.equal(got, tensors["model.layers.1.mlp.gate.e_score_correction_bias"].float())
 
 
-def test_draft_layer_is_skipped_and_said_so(tmp_path: Path) -> None:
-    hf = tiny(num_nextn_predict_layers=1)
-    extra = {"model.layers.3.eh_proj.weight": torch.zeros(4, 4, dtype=torch.bfloat16)}
-    path = write_checkpoint(tmp_path / "hf", hf, {**random_tensors(hf), **extra})
-    assert convert_checkpoint(path, tmp_path / "out").skipped == tuple(extra)
+def test_draft_layers_are_converted_where_the_checkpoint_has_them(tmp_path: Path) -> None:
+    """config.json announces two. What they repeat of the model is skipped, and said so; half of them is refused."""
+    hf = tiny(num_nextn_predict_layers=2)
+    whole = random_tensors(hf, mtp=True)
+    report = convert_checkpoint(write_checkpoint(tmp_path / "whole", hf, whole), tmp_path / "out")
+    copies = {f"model.layers.{i}.{name}.weight" for i in (3, 4) for name in ("embed_tokens", "shared_head.head")}
+    assert set(report.skipped) == copies
+    assert report.tensors == len(whole) - len(copies)
+    got = _tensors(tmp_path / "out")
+    assert torch.equal(got["mtp.layers.1.eh_proj.weight"], whole["model.layers.4.eh_proj.weight"])
+    experts = got["mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc2.weight"]
+    assert torch.equal(experts[15], whole["model.layers.3.mlp.experts.15.down_proj.weight"])
+
+    without = convert_checkpoint(write_checkpoint(tmp_path / "none", hf, random_tensors(hf)), tmp_path / "none-out")
+    assert without.tensors == len(random_tensors(hf))
+    assert not any(key.startswith("mtp.") for key in _tensors(tmp_path / "none-out"))
+
+    del whole["model.layers.4.hnorm.weight"]
+    with pytest.raises(ValueError, match=r"model\.layers\.4\.hnorm"):
+        convert_checkpoint(write_checkpoint(tmp_path / "half", hf, whole), tmp_path / "half-out")
+
+
+def test_fused_heads_lie_by_key_value_head(tmp_path: Path) -> None:
+    """Whatever size chunks have; 4 query heads, 2 key/value heads of 48 rows each."""
+    hf = tiny_qwen()
+    path = write_checkpoint(tmp_path / "hf", hf, random_tensors(hf))
+    source, at = HFCheckpoint(path), "model.layers.2.self_attn."
+    convert_to_megatron(source, tmp_path / "out", family_of(hf), hf, chunk_bytes=5000, unit_bytes=UNIT)
+    q, k, v = (source.read(f"{at}{x}_proj.weight") for x in "qkv")
+    wanted = torch.cat([q[:96], k[:48], v[:48], q[96:], k[48:], v[48:]])
+    got = _tensors(tmp_path / "out")
+    assert torch.equal(got["decoder.layers.2.self_attention.linear_qkv.weight"], wanted)
+    assert "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight" in got
 
 
 def _killed_after(rank: int, world_size: int, port: int, hf_dir: str, out: str, units: int) -> None:

@@ -97,10 +97,14 @@ def transformers_model(hf: dict[str, Any]) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def random_tensors(hf: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """Every Hugging Face tensor of the model, random, in the checkpoint's dtype."""
-    tensors, g = family_of(hf).bind(hf), torch.Generator().manual_seed(seed)
-    return {p.hf_name: (0.05 * torch.randn(p.shape, generator=g)).to(tensors.dtype(p.entry)) for p in tensors.places()}
+def random_tensors(hf: dict[str, Any], seed: int = 0, *, mtp: bool = False) -> dict[str, Tensor]:
+    """Every Hugging Face tensor of the model, random, in the checkpoint's dtype; draft layers with their copies."""
+    tensors, g = family_of(hf).bind(hf, mtp=mtp), torch.Generator().manual_seed(seed)
+    out = {}
+    for p in tensors.places():
+        out[p.hf_name] = (0.05 * torch.randn(p.shape, generator=g)).to(tensors.dtype(p.entry))
+        out |= {copy: out[p.hf_name].clone() for copy in tensors.copies_of(p.entry)}
+    return out
 
 
 def write_checkpoint(path: Path, hf: dict[str, Any], tensors: dict[str, Tensor], shard_bytes: int = 5 << 30) -> Path:
@@ -109,7 +113,14 @@ def write_checkpoint(path: Path, hf: dict[str, Any], tensors: dict[str, Tensor],
 
 
 def megatron_rank(
-    hf: dict[str, Any], rank: int, world_size: int, port: int, dtype: str = "bfloat16", **layout: int
+    hf: dict[str, Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    dtype: str = "bfloat16",
+    *,
+    mtp: bool = False,
+    **layout: int,
 ) -> tuple[list[Any], Any]:
     """(model chunks, parallel context) of this rank; `tests.spawn` processes only. Close with `leave`."""
     from megatron_bridge.device import init_device
@@ -139,6 +150,8 @@ def megatron_rank(
         timeout_s=60,
     )
     resolved = resolve(config, hf, cuda=env.device.type == "cuda")
+    if mtp:
+        resolved.transformer["mtp_num_layers"] = family_of(hf).mtp_layers(hf)
     return build_model(config, hf, resolved, parallel, env), parallel
 
 
@@ -162,9 +175,11 @@ def load_converted(chunks: list[Any], parallel: Any, path: Path) -> None:
     from megatron_bridge.model import unwrap
 
     for chunk in chunks:
-        model = unwrap(chunk)
         with torch.no_grad():
-            for value in [*model.parameters(), *model.buffers()]:
+            for value in [*unwrap(chunk).parameters(), *unwrap(chunk).buffers()]:
                 value.fill_(-7)
-        state = dist_checkpointing.load({"model": sharded_state_dict(chunk, parallel)}, str(path))
-        model.load_state_dict(state["model"], strict=True)
+    # all chunks at once: what a last stage repeats of the first is no checkpoint's main copy
+    wanted = {f"model{i}": sharded_state_dict(chunk, parallel) for i, chunk in enumerate(chunks)}
+    state = dist_checkpointing.load(wanted, str(path))
+    for i, chunk in enumerate(chunks):
+        unwrap(chunk).load_state_dict(state[f"model{i}"], strict=True)
