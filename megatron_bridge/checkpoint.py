@@ -1,25 +1,29 @@
-"""Model, optimizer and step number <-> a `torch_dist` directory that any layout can read.
+"""Model, optimizer, step number and random states <-> a `torch_dist` directory that any layout can read.
 
 A directory is written beside its name as NAME.partial and renamed when every rank is done, so a directory that has its
-name is whole.
+name is whole. The learning rate is a function of the step number, so that is the schedule's position too.
+
+Random states belong to ranks. In the layout that wrote them they come back bit by bit; in any other they are derived
+anew from (seed, step, the rank's place).
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException, check_is_distributed_checkpoint
 from megatron.core.optimizer import ChainedOptimizer
 
+from megatron_bridge.checkpoint_writer import CheckpointSave
 from megatron_bridge.model import PolicyModel
 from megatron_bridge.optimizer import prime_state
 from megatron_bridge.parallel import ParallelContext
+from megatron_bridge.rng import KEY as RNG
+from megatron_bridge.rng import derive_rng_state, rng_state, set_rng_state
 
 # fully_reshardable: the optimizer's state is stored by parameter, so that another tp, pp, ep or dp can read it.
 _METADATA: dict[str, Any] = {
@@ -51,25 +55,24 @@ def _full_state(
     return state
 
 
-def save_checkpoint(
-    path: Path, models: Sequence[PolicyModel], optimizer: ChainedOptimizer, parallel: ParallelContext, *, step: int
-) -> None:
-    """Write everything a resumed run needs. Collective. Raises ValueError when `path` exists."""
-    if path.exists():
-        raise ValueError(f"checkpoint {path} exists: remove it or save under another name")
-    partial = path.with_name(path.name + ".partial")
-    dist.barrier()  # nobody looks for `path` any more
-    if parallel.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
+def begin_save(
+    path: Path,
+    models: Sequence[PolicyModel],
+    optimizer: ChainedOptimizer,
+    parallel: ParallelContext,
+    *,
+    step: int,
+    asynchronous: bool,
+) -> CheckpointSave:
+    """Everything a resumed run needs, on its way to `path`: the caller finishes it. Collective.
+
+    With `asynchronous`, training may go on as soon as this returns. Raises as `CheckpointSave` does.
+    """
     prime_state(optimizer)
     state = _full_state(models, optimizer, parallel, step, loading=False)
-    dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
-    dist.barrier()
-    if parallel.rank == 0:
-        partial.rename(path)
-    dist.barrier()
+    state["layout"] = parallel.config.model_dump()
+    state[RNG] = rng_state(parallel.rank, parallel.world_size)
+    return CheckpointSave(path, state | {"content_metadata": dict(_METADATA)}, asynchronous=asynchronous)
 
 
 def _check(path: Path) -> None:
@@ -91,18 +94,27 @@ def _read(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def load_checkpoint(
-    path: Path, models: Sequence[PolicyModel], optimizer: ChainedOptimizer, parallel: ParallelContext
+    path: Path, models: Sequence[PolicyModel], optimizer: ChainedOptimizer, parallel: ParallelContext, *, seed: int
 ) -> int:
-    """Read what `save_checkpoint` wrote, in any layout; returns its step. Collective.
+    """Read what `begin_save` wrote, in any layout; returns its step. `seed` counts in another layout. Collective.
 
     Raises ValueError when the directory is missing, incomplete, or of another model.
     """
     _check(path)
     prime_state(optimizer)
-    state = _read(_full_state(models, optimizer, parallel, 0, loading=True), path)
+    wanted = _full_state(models, optimizer, parallel, 0, loading=True)
+    same_layout = dist_checkpointing.load_common_state_dict(str(path)).get("layout") == parallel.config.model_dump()
+    if same_layout:
+        wanted[RNG] = rng_state(parallel.rank, parallel.world_size)
+    state = _read(wanted, path)
     _set_models(models, state)
     optimizer.load_state_dict(state["optimizer"])
-    return int(state["step"])
+    step = int(state["step"])
+    if same_layout:
+        set_rng_state(state[RNG])
+    else:
+        derive_rng_state(seed, step)
+    return step
 
 
 def read_weights(path: Path, models: Sequence[PolicyModel], parallel: ParallelContext) -> None:

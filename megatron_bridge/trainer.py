@@ -17,7 +17,8 @@ from megatron_bridge.device import init_device
 
 _ENV = init_device()  # before anything below imports megatron
 
-from megatron_bridge.checkpoint import load_checkpoint, load_weights, save_checkpoint  # noqa: E402
+from megatron_bridge.checkpoint import begin_save, load_checkpoint, load_weights  # noqa: E402
+from megatron_bridge.checkpoint_writer import CheckpointSave  # noqa: E402
 from megatron_bridge.config import TrainerConfig  # noqa: E402
 from megatron_bridge.families.registry import family_of  # noqa: E402
 from megatron_bridge.hf_export import ExportPlan  # noqa: E402
@@ -92,6 +93,7 @@ class MegatronTrainer:
         self.copies = WeightCopies(self.chunks, self.parallel)
         self.steps_done = 0
         self._export: ExportPlan | None = None
+        self._saving: CheckpointSave | None = None
 
     @property
     def dp_rank(self) -> int:
@@ -154,17 +156,36 @@ class MegatronTrainer:
         if self.config.reference:
             self.copies.keep(REFERENCE)
 
-    def save(self, path: Path) -> None:
-        """Weights, optimizer state and step number, readable at any layout."""
+    def save(self, path: Path, *, asynchronous: bool = False) -> None:
+        """Weights, optimizer state, step number and random states, readable at any layout.
+
+        With `asynchronous` this returns when the state is copied; `finish_save` gives `path` its name.
+        """
         self.copies.assert_own()
         settle_parameters(self.chunks)
-        save_checkpoint(path, self.models, self.optimizer, self.parallel, step=self.steps_done)
+        self.finish_save(wait=True)
+        self._saving = begin_save(
+            path, self.models, self.optimizer, self.parallel, step=self.steps_done, asynchronous=asynchronous
+        )
+        if not asynchronous:
+            self.finish_save(wait=True)
+
+    def finish_save(self, *, wait: bool) -> bool:
+        """Whether no save is under way any more; with `wait` always. Raises RuntimeError on every rank when one could
+        not write."""
+        if (saving := self._saving) is None:
+            return True
+        self._saving = None  # a save that fails is not tried again
+        if done := saving.finish(wait=wait):
+            return done
+        self._saving = saving
+        return done
 
     def load(self, path: Path) -> None:
         """What `save` wrote."""
         self.copies.assert_own()
         settle_parameters(self.chunks)
-        self.steps_done = load_checkpoint(path, self.models, self.optimizer, self.parallel)
+        self.steps_done = load_checkpoint(path, self.models, self.optimizer, self.parallel, seed=self.config.seed)
 
     def close(self) -> None:
         """Leave the world of ranks. Idempotent."""
