@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -91,7 +91,7 @@ class CheckpointSave:
     def _plan(self, state: dict[str, Any]) -> list[Any]:
         """What this rank writes, on the host: megatron's write buckets, one a file."""
         sharded, common = save_preprocess(state)
-        self._together(lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, self.partial))
+        self._together(lambda: self._write_common(common))
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
         # megatron would start a manager process for the results of writers in other processes
         filesystem_async._results_queue = queue.Queue()
@@ -102,6 +102,11 @@ class CheckpointSave:
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
         return [_with_tensors(bucket, torch.Tensor.cpu) for bucket in self._writer.write_buckets or ()]
+
+    def _write_common(self, common: dict[str, Any]) -> None:
+        if self._first:
+            with (self.partial / COMMON_STATE_FNAME).open("wb") as out:  # given a path, torch hides the system's error
+                torch.save(common, out)
 
     def _write(self, buckets: list[Any]) -> None:
         """This rank's files, to disk. No collective in here, so that it may run beside the training."""

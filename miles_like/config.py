@@ -75,6 +75,7 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     every: int = Field(0, ge=0)  # 0: only after the last step
     keep: int = Field(2, ge=1)
+    asynchronous: bool = False  # training goes on while a copy of the state is written; costs that copy's host memory
 
 
 class AlignmentConfig(Section):

@@ -39,7 +39,8 @@ class Controller:
     evaluate: Callable[[int], Awaitable[Mapping[str, float]]]  # at a weight version
     describe: Callable[[int, Sequence[SampleGroup]], Mapping[str, float]]  # the rollout's own metrics
     keep: Callable[[int, Sequence[SampleGroup]], None]  # readable samples to disk
-    save: Callable[[int], Awaitable[None]]  # checkpoint after a step
+    save: Callable[[int], Awaitable[None]]  # checkpoint after a step; it may still be under way when this returns
+    finish_save: Callable[[bool], Awaitable[None]]  # complete it if it is written, or (True) wait until it is
     phase: Callable[[int, str], None]  # what is going on, for a progress bar
     sink: MetricSink
     max_staleness: int
@@ -71,6 +72,7 @@ class Controller:
                 if last or (self.save_every and done % self.save_every == 0):
                     self.phase(step, "save")
                     await self.save(done)
+                await self.finish_save(last)
                 permits.release()  # the next prompts see the weights just published
 
     async def _produce(self, first: int, permits: asyncio.Semaphore, took: asyncio.Queue[tuple[int, float]]) -> None:

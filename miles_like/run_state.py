@@ -42,6 +42,29 @@ def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step}"
 
 
+def empty_folder(checkpoints: Path, step: int) -> Path:
+    """`step_folder`, for a trainer about to save, with nothing in it: what lies there is a leftover of a run that was
+    resumed from an earlier step. Not created. Raises ValueError when it is the checkpoint to resume from."""
+    folder = step_folder(checkpoints, step)
+    if folder.name == _latest_name(checkpoints):
+        raise ValueError(f"{folder} is the latest checkpoint and would be overwritten: use --resume or --fresh")
+    if folder.exists():
+        shutil.rmtree(folder)
+    return folder
+
+
+def clear_unfinished(checkpoints: Path) -> None:
+    """Remove what a killed run left half-written. Only while no save is under way."""
+    if not checkpoints.is_dir():
+        return
+    for n in _steps(checkpoints):
+        folder = step_folder(checkpoints, n)
+        if not (folder / STATE_FILE).exists() and folder.name != _latest_name(checkpoints):
+            shutil.rmtree(folder)
+    for temporary in checkpoints.glob("*.tmp"):
+        temporary.unlink()
+
+
 def save(checkpoints: Path, state: RunState, *, keep: int) -> Path:
     """Complete the checkpoint of `state.step`, point `latest` at it and remove all but the last `keep`.
 
@@ -62,10 +85,9 @@ def save(checkpoints: Path, state: RunState, *, keep: int) -> Path:
 
 def load_latest(checkpoints: Path) -> tuple[Path, RunState] | None:
     """The folder `latest` names and its state; None without `latest`. Raises ValueError naming a damaged file."""
-    pointer = checkpoints / LATEST
-    if not pointer.exists():
+    pointer, name = checkpoints / LATEST, _latest_name(checkpoints)
+    if name is None:
         return None
-    name = pointer.read_text(encoding="utf-8").strip()
     if not re.fullmatch(r"step_\d+", name):
         raise ValueError(f"{pointer} holds {name!r}, not step_N: write the name of a folder beside it, or use --fresh")
     return checkpoints / name, load(checkpoints / name)
@@ -96,6 +118,11 @@ def load(folder: Path) -> RunState:
     if folder.name != f"step_{state.step}":
         raise ValueError(f"{path} says step {state.step}, but lies in {folder.name}: the checkpoint was moved or mixed")
     return state
+
+
+def _latest_name(checkpoints: Path) -> str | None:
+    pointer = checkpoints / LATEST
+    return pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
 
 def _steps(checkpoints: Path) -> list[int]:

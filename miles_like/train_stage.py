@@ -61,6 +61,7 @@ class TrainStage:
         self.tokenizer = _tokenizer(served)
         self.plan = plan_placement(config.cluster, config.parallel, config.rollout)
         self.tokens_total = 0
+        self.saving: RunState | None = None  # of a checkpoint that is not whole yet
 
     def run(self, resume: bool) -> None:
         (self.run_dir / "config.toml").write_text(dump_config(self.config), encoding="utf-8")
@@ -68,6 +69,7 @@ class TrainStage:
         source = PromptSource(self.config.data, self.tokenizer, self.config.data.train, seed=self.config.seed)
         held_out = self._held_out()
         began = run_state.load_latest(self.checkpoints) if resume else None
+        run_state.clear_unfinished(self.checkpoints)
         started = time.perf_counter()
         servers = self.servers(began[1].weight_version if began else 0)
         try:
@@ -135,6 +137,7 @@ class TrainStage:
                 describe=self._describe,
                 keep=lambda step, groups: write_rollouts(self.run_dir / "rollouts" / f"step_{step}.jsonl", groups),
                 save=partial(self._save, trainer),
+                finish_save=partial(self._finish_save, trainer),
                 phase=lambda step, name: progress.update(task, completed=step, phase=name),
                 sink=sink,
                 max_staleness=config.buffer.max_staleness,
@@ -250,14 +253,22 @@ class TrainStage:
         return eval_metrics(groups, name=Path(str(self.config.data.eval)).stem)
 
     async def _save(self, trainer: RayTrainer, step: int) -> None:
-        await trainer.save(run_state.step_folder(self.checkpoints, step) / "trainer")
-        state = RunState(
+        await self._finish_save(trainer, True)
+        folder = run_state.empty_folder(self.checkpoints, step)
+        await trainer.save(folder / "trainer", asynchronous=self.config.checkpoint.asynchronous)
+        self.saving = RunState(
             step=step,
             weight_version=step,
             prompt_cursor=step * self.config.train.groups_per_step,
             tokens_total=self.tokens_total,
         )
-        run_state.save(self.checkpoints, state, keep=self.config.checkpoint.keep)
+        await self._finish_save(trainer, not self.config.checkpoint.asynchronous)
+
+    async def _finish_save(self, trainer: RayTrainer, wait: bool) -> None:
+        """`latest` moves on when every rank has written; the state is the one of the step that was saved."""
+        if self.saving is not None and await trainer.finish_save(wait=wait):
+            run_state.save(self.checkpoints, self.saving, keep=self.config.checkpoint.keep)
+            self.saving = None
 
 
 def _tokenizer(directory: Path) -> PreTrainedTokenizerBase:

@@ -169,8 +169,11 @@ class _Rank:
         assert self.publisher is not None, "publish before connect"
         return self.publisher.publish(self.trainer.export(), version=version)
 
-    def save(self, path: Path) -> None:
-        self.trainer.save(path)
+    def save(self, path: Path, asynchronous: bool) -> None:
+        self.trainer.save(path, asynchronous=asynchronous)
+
+    def finish_save(self, wait: bool) -> bool:
+        return self.trainer.finish_save(wait=wait)
 
     def load(self, path: Path) -> None:
         self.trainer.load(path)
@@ -212,8 +215,11 @@ class RayTrainer:
         self._version = version
         return (await self._all("publish", [(version,)] * len(self._ranks)))[0]
 
-    async def save(self, path: Path) -> None:
-        await self._all("save", [(path.resolve(),)] * len(self._ranks))
+    async def save(self, path: Path, *, asynchronous: bool = False) -> None:
+        await self._all("save", [(path.resolve(), asynchronous)] * len(self._ranks))
+
+    async def finish_save(self, *, wait: bool) -> bool:
+        return all(await self._all("finish_save", [(wait,)] * len(self._ranks)))
 
     async def load(self, path: Path) -> None:
         await self._all("load", [(path.resolve(),)] * len(self._ranks))

@@ -41,6 +41,7 @@ class World:
 
     def __init__(self, *, rollout_s: float = 0.0, train_s: float = 0.0, fail_at: int | None = None) -> None:
         self.version, self.dealt = 0, 0
+        self.unfinished: int | None = None
         self.rollout_s, self.train_s, self.fail_at = rollout_s, train_s, fail_at
         self.log: list[str] = []
         self.rows: list[tuple[int, Mapping[str, float]]] = []
@@ -82,7 +83,15 @@ class World:
         return {"eval/x/avg@1": 0.5}
 
     async def save(self, step: int) -> None:
+        await self.finish_save(True)
         self.log.append(f"save {step}")
+        self.unfinished = step
+
+    async def finish_save(self, wait: bool) -> None:
+        """A save takes a step longer than the one it began in, unless somebody waits for it."""
+        if self.unfinished is not None and (wait or self.version > self.unfinished):
+            self.log.append(f"saved {self.unfinished}")
+            self.unfinished = None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self.rows.append((step, metrics))
@@ -103,6 +112,7 @@ class World:
             describe=lambda step, groups: {},
             keep=lambda step, groups: None,
             save=self.save,
+            finish_save=self.finish_save,
             phase=lambda step, name: None,
             sink=self,
             max_staleness=max_staleness,
@@ -120,7 +130,7 @@ def test_the_synchronous_loop_samples_from_the_weights_it_just_published() -> No
         "eval 0",
         *("rollout 0 with 0", "train 0"),
         *("rollout 1 with 1", "train 1", "save 2"),
-        *("rollout 2 with 2", "train 2", "eval 3", "save 3"),
+        *("rollout 2 with 2", "train 2", "eval 3", "saved 2", "save 3", "saved 3"),
     ]
     assert set(world.staleness) == {0}
     assert [step for step, _ in world.rows] == [0, 1, 2, 3]
@@ -134,6 +144,17 @@ def test_staleness_reaches_its_bound_and_never_exceeds_it(k: int) -> None:
     world.run(8, max_staleness=k)
     assert max(world.staleness) == k
     assert world.trained == [str(i) for i in range(16)]  # the oldest admitted first, none lost, none twice
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_run_ends_when_the_last_one_is() -> None:
+    """A save is asked after once a step, and waited for only at the end."""
+    world = World()
+    world.run(5, save_every=2)
+    about = [event for event in world.log if event.startswith(("train", "save"))]
+    assert about == [
+        *("train 0", "train 1", "save 2", "train 2", "saved 2"),
+        *("train 3", "save 4", "train 4", "saved 4", "save 5", "saved 5"),
+    ]
 
 
 def test_a_resumed_loop_begins_at_its_step() -> None:

@@ -12,7 +12,7 @@ import os
 import pytest
 
 from miles_like import run_state
-from miles_like.run_state import RunState, load, load_latest, save, step_folder
+from miles_like.run_state import RunState, clear_unfinished, empty_folder, load, load_latest, save, step_folder
 
 
 def state(step: int) -> RunState:
@@ -107,3 +107,36 @@ def test_missing_parts_are_named(tmp_path):
         load_latest(tmp_path)
     with pytest.raises(ValueError, match=r"checkpoint\.keep 0"):
         save(tmp_path, state(2), keep=0)
+
+
+def test_what_a_killed_run_left_is_cleared_and_whole_checkpoints_stay(tmp_path):
+    """Half a checkpoint has no run_state.json, wherever its writer was killed."""
+    clear_unfinished(tmp_path / "not yet there")
+    for step in (2, 4):
+        save(tmp_path, state(step), keep=5)
+    (tmp_path / "step_6" / "trainer.partial").mkdir(parents=True)
+    (tmp_path / "step_8" / "trainer").mkdir(parents=True)
+    (tmp_path / "latest.tmp").write_text("step_")
+    clear_unfinished(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_2", "step_4"]
+    assert load_latest(tmp_path) == (tmp_path / "step_4", state(4))
+
+
+def test_a_damaged_latest_checkpoint_is_reported_not_cleared(tmp_path):
+    save(tmp_path, state(4), keep=1)
+    (tmp_path / "step_4" / "run_state.json").unlink()
+    clear_unfinished(tmp_path)
+    with pytest.raises(ValueError, match=r"step_4/run_state\.json is missing"):
+        load_latest(tmp_path)
+    assert (tmp_path / "step_4").is_dir()
+
+
+def test_a_resumed_run_saves_over_its_leftovers_but_never_over_the_latest(tmp_path):
+    """A run that had reached step 30, resumed from 10, comes past 30 again."""
+    save(tmp_path, state(30), keep=5)
+    (tmp_path / "step_30" / "trainer").mkdir()
+    save(tmp_path, state(10), keep=5)
+    assert empty_folder(tmp_path, 30) == step_folder(tmp_path, 30)
+    assert not step_folder(tmp_path, 30).exists()
+    with pytest.raises(ValueError, match="step_10 is the latest checkpoint"):
+        empty_folder(tmp_path, 10)
