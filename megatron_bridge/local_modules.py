@@ -16,6 +16,7 @@ from typing import Any
 import megatron.core.transformer.multi_latent_attention as mla
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -27,6 +28,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_bridge.packed_rope import apply_packed_rope
 from routing_replay.align import ragged_arange, zigzag_index
 
 _ALONE = 1024  # from this length on, padding to a neighbour's length costs more than a call of its own
@@ -42,6 +44,7 @@ class _Group:
     queries: Tensor  # [n, Q] int64: rows of this rank
     keys: Tensor  # [n, K] int64: rows of all context-parallel ranks, laid end to end
     ahead: Tensor | None  # [n] int64: keys before a run's first query; None where there are none, so that Q == K
+    in_order: bool  # queries and keys are the pack itself, without a gap: nothing has to be gathered
 
 
 def _size_class(length: int) -> int:
@@ -87,7 +90,9 @@ def _groups(
         base += queries.numel()
         keys, _ = _side_by_side(gathered[ragged_arange(start, end - start)], end - start)
         ahead = (begin - start).to(device) if chunk_number else None
-        groups.append(_Group(queries.to(device), keys.to(device), ahead))
+        every = torch.arange(cu_seqlens[-1])
+        in_order = torch.equal(queries.flatten(), every) and torch.equal(keys.flatten(), every)
+        groups.append(_Group(queries.to(device), keys.to(device), ahead, in_order))
     return tuple(groups), inverse.to(device)
 
 
@@ -107,7 +112,7 @@ def packed_causal_attention(
         query, key, value = query.float(), key.float(), value.float()
     for g in groups:
         q, k, v = (
-            x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
+            (x if g.in_order else x.index_select(0, rows.flatten())).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
             for x, rows in ((query, g.queries), (key, g.keys), (value, g.keys))
         )  # [n, h, Q or K, d or v]
         mask = None
@@ -116,6 +121,8 @@ def packed_causal_attention(
             mask = (torch.arange(k.shape[2], device=q.device) <= last[..., None])[:, None]  # [n, 1, Q, K]
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         outs.append(o.transpose(1, 2).flatten(0, 1))
+    if groups[0].in_order:
+        return outs[0].to(dtype)
     return (torch.cat(outs) if len(outs) > 1 else outs[0]).index_select(0, inverse).to(dtype)
 
 
@@ -243,6 +250,7 @@ _DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
 def localize(spec: Any) -> Any:
     """A copy of a stock local spec (layer or block) with the modules above in place of those that cannot serve."""
     assert hasattr(mla, "Linear"), "MLASelfAttention no longer compares its down projections with `Linear`"
+    rope_utils._apply_rotary_pos_emb_thd = apply_packed_rope
     mla.Linear = DuplicatedLinear  # it accepts the classes it knows by identity; this one has Linear's signature
     spec = copy.deepcopy(spec)
 
