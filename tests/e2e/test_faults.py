@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from miles_like.run_state import load_latest
 from tests.e2e.conftest import ROOT, SMALL, command, environment
 
 LONG = (
@@ -118,6 +119,39 @@ def test_a_trainer_rank_is_killed(home: Path) -> None:
         named(process, "ray::_Rank")[0].kill()
         said = ended(process, family)
     assert "a worker process died" in said
+    assert not (run_dir / ".complete.json").exists()
+
+
+def stopped_in_mid_save(rank: psutil.Process, checkpoints: Path) -> int:
+    """The step whose checkpoint is under way; the rank is held (SIGSTOP), so it stays under way."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if any(checkpoints.glob("step_*/trainer.partial/__0_*.distcp")):
+            rank.suspend()
+            time.sleep(0.2)  # the other ranks come to where they wait for this one
+            for partial in checkpoints.glob("step_*/trainer.partial"):
+                return int(partial.parent.name.removeprefix("step_"))
+            rank.resume()
+        time.sleep(0.002)
+    raise AssertionError("no save was caught within 120 s")
+
+
+def test_a_trainer_rank_is_killed_while_a_checkpoint_is_written(home: Path) -> None:
+    """Written beside the training: `latest` stays at the checkpoint before, which is whole."""
+    run_dir = home / "fault-save"
+    checkpoints = run_dir / "checkpoints"
+    with started(run_dir, "--set", "checkpoint.every=1", "--set", "checkpoint.asynchronous=true") as process:
+        in_mid_run(process, run_dir)
+        family = descendants(process)
+        rank = named(process, "ray::_Rank")[0]
+        step = stopped_in_mid_save(rank, checkpoints)
+        rank.kill()
+        said = ended(process, family)
+    assert "a worker process died" in said or "was not written" in said
+    latest = load_latest(checkpoints)
+    assert latest is not None and 1 <= latest[1].step < step
+    assert (latest[0] / "trainer" / "metadata.json").exists()
+    assert not (checkpoints / f"step_{step}" / "trainer").exists()
     assert not (run_dir / ".complete.json").exists()
 
 
