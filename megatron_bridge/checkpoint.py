@@ -17,6 +17,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException, check_is_distributed_checkpoint
 from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_bridge.checkpoint_writer import CheckpointSave
 from megatron_bridge.model import PolicyModel
@@ -55,6 +56,11 @@ def _full_state(
     return state
 
 
+def _is_distributed(optimizer: ChainedOptimizer) -> bool:
+    """The two kinds store their state under different names."""
+    return any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
+
+
 def begin_save(
     path: Path,
     models: Sequence[PolicyModel],
@@ -71,6 +77,7 @@ def begin_save(
     prime_state(optimizer)
     state = _full_state(models, optimizer, parallel, step, loading=False)
     state["layout"] = parallel.config.model_dump()
+    state["distributed_optimizer"] = _is_distributed(optimizer)
     state[RNG] = rng_state(parallel.rank, parallel.world_size)
     return CheckpointSave(path, state | {"content_metadata": dict(_METADATA)}, asynchronous=asynchronous)
 
@@ -98,12 +105,18 @@ def load_checkpoint(
 ) -> int:
     """Read what `begin_save` wrote, in any layout; returns its step. `seed` counts in another layout. Collective.
 
-    Raises ValueError when the directory is missing, incomplete, or of another model.
+    Raises ValueError when the directory is missing, incomplete, of another model, or of the other kind of optimizer.
     """
     _check(path)
+    written = dist_checkpointing.load_common_state_dict(str(path))
+    if (had := written.get("distributed_optimizer")) is not (have := _is_distributed(optimizer)):
+        raise ValueError(
+            f"checkpoint {path} was written with distributed_optimizer = {had}, this run has {have}: "
+            "resume with the same, or load its weights only"
+        )
     prime_state(optimizer)
     wanted = _full_state(models, optimizer, parallel, 0, loading=True)
-    same_layout = dist_checkpointing.load_common_state_dict(str(path)).get("layout") == parallel.config.model_dump()
+    same_layout = written.get("layout") == parallel.config.model_dump()
     if same_layout:
         wanted[RNG] = rng_state(parallel.rank, parallel.world_size)
     state = _read(wanted, path)
