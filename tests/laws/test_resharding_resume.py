@@ -153,7 +153,7 @@ def rings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Foun
         _, names = RINGS[name]
         world = max(config("", LAYOUTS[layout]).parallel.world_size for layout in names)
         ports = [free_port() for _ in range(2 * len(names))]
-        return run_ranks(whole_ring, world, hf_dir(where / "hf"), where, name, ports, timeout_s=480.0)
+        return run_ranks(whole_ring, world, hf_dir(where / "hf"), where, name, ports, timeout_s=900.0)
 
     return run
 
