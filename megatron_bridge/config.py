@@ -102,3 +102,4 @@ class TrainerConfig(Section):
     distributed_optimizer: bool = True
     reference: bool = False  # keep the weights that `load_weights` reads, and tell the loss function their log-probs
     logprob_memory_mib: int = Field(64, ge=1)  # MiB of logits and their temporaries that exist at once
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient norm is nan or infinite

@@ -87,6 +87,11 @@ class RoutingReplay:
                     )
                 self._tape.load(i, shard.routing)
 
+    @property
+    def micro(self) -> int:
+        """The micro-batch whose forward or backward runs now."""
+        return self._micro
+
     def forward_of(self, micro: int) -> None:
         """The next routing calls belong to this micro-batch's forward."""
         self._micro, self._in_backward = micro, False

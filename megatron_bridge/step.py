@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megatron_bridge.agree import check_equal, raise_together
 from megatron_bridge.parallel import ParallelContext
 from megatron_bridge.replay_hook import RoutingReplay
 from megatron_bridge.shard import Shard, shard
@@ -58,13 +59,13 @@ class Step:
 
         `refs`: the reference log-probabilities of each micro-batch, [T] fp32, handed on to the loss function.
 
-        Raises ValueError when loss_tokens is not the number of labels with loss over all rows, or in mode r3 when a
-        micro-batch has no routing or a recorded row was not used exactly once.
+        Raises ValueError, on every rank, when a row or a micro-batch is empty, rows differ in their number of
+        micro-batches, loss_tokens is not the number of labels with loss over all rows, or in mode r3 when a micro-batch
+        has no routing or a recorded row was not used exactly once. A micro-batch without loss is legal beside others.
         """
         if loss_tokens < 1:
             raise ValueError(f"a batch with {loss_tokens} loss tokens teaches nothing: drop it")
-        shards = self._shards(row)
-        self.replay.load(shards, forward_only=forward_only)
+        shards = self._shards(row, forward_only=forward_only)
         self.config.finalize_model_grads_func = partial(_finalize, loss_tokens, self.parallel)
         if not forward_only:
             for chunk in self.chunks:
@@ -80,8 +81,7 @@ class Step:
     def logprobs(self, row: Sequence[MicroBatch]) -> list[Tensor]:
         """[T] fp32 for each micro-batch, on every rank that has the row: log-probability of each label with loss, 0
         elsewhere. Collective. Forward only; the weights choose their experts themselves; nothing changes."""
-        shards = self._shards(row)
-        self.replay.load(shards, forward_only=True, own_routing=True)
+        shards = self._shards(row, forward_only=True, own_routing=True)
         found: list[Tensor] = self._schedule(shards, self._logprobs, forward_only=True)
         lengths = [len(s.batch.tokens) for s in shards]
         if self.parallel.config.pp == 1:
@@ -90,9 +90,20 @@ class Step:
         dist.broadcast(values, self.parallel.last_stage_rank, group=self.parallel.pp_group)
         return list(values.split(lengths))
 
-    def _shards(self, row: Sequence[MicroBatch]) -> list[Shard]:
-        experts = self.config.num_moe_experts or 0
-        return [shard(b, self.parallel, self.device, layers=self.replay.layers, num_experts=experts) for b in row]
+    def _shards(self, row: Sequence[MicroBatch], *, forward_only: bool, own_routing: bool = False) -> list[Shard]:
+        """The row as this rank feeds it, with its routes loaded. What one rank cannot take, every rank raises."""
+        experts, error, out = self.config.num_moe_experts or 0, None, []
+        try:
+            if not row:
+                raise ValueError("a row without micro-batches: give each data-parallel rank at least one")
+            for batch in row:
+                out.append(shard(batch, self.parallel, self.device, layers=self.replay.layers, num_experts=experts))
+            self.replay.load(out, forward_only=forward_only, own_routing=own_routing)
+        except ValueError as e:
+            error = e
+        raise_together(error, self.device)
+        check_equal("micro-batches", len(out), self.device, remedy="give every data-parallel row as many")
+        return out
 
     def _schedule(self, shards: list[Shard], after: _After, *, forward_only: bool) -> list[Any]:
         """Megatron's schedule; what `after` made of each micro-batch, in order, on the last stage."""

@@ -6,9 +6,11 @@ All ranks make the same calls in the same order; each is collective.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -23,6 +25,7 @@ from megatron_bridge.config import TrainerConfig  # noqa: E402
 from megatron_bridge.families.registry import family_of  # noqa: E402
 from megatron_bridge.hf_export import ExportPlan  # noqa: E402
 from megatron_bridge.model import build_model, unwrap  # noqa: E402
+from megatron_bridge.nonfinite import RoutingBias, explain  # noqa: E402
 from megatron_bridge.optimizer import NonFiniteGradient, apply_gradients, build_optimizer, learning_rate  # noqa: E402
 from megatron_bridge.overlap import connect_overlap, settle_parameters  # noqa: E402
 from megatron_bridge.parallel import check_layout, close_parallel, init_parallel  # noqa: E402
@@ -34,6 +37,7 @@ from miles_like.protocols import LossFn  # noqa: E402
 from miles_like.types import MicroBatch, NamedTensor, StepReport  # noqa: E402
 
 REFERENCE = "reference"  # the copy that the loss function's `ref_logprobs` come from
+_log = logging.getLogger(__name__)
 
 
 def read_hf_config(directory: Path) -> dict[str, object]:
@@ -103,22 +107,34 @@ class MegatronTrainer:
     def step(self, row: Sequence[MicroBatch], loss_tokens: int, version: int) -> StepReport:
         """One optimizer step on this rank's row; `version` is the weight version after it.
 
-        Raises RuntimeError on every rank, before a weight changes, when the loss or the gradient norm is not finite.
+        When the loss or the gradient norm is not finite the weights, the optimizer's state and the routing biases stay
+        as they are, bit for bit. With on_nonfinite "stop", RuntimeError on every rank, one sentence naming where it
+        began; with "skip", that sentence is logged by rank 0, the metrics say train/skipped = 1, and the next step is
+        the one that would have come without this: the learning-rate schedule has not moved either.
         """
         self.copies.assert_own()
         refs = self._refs(row)
         self.optimizer.zero_grad()  # without a distributed optimizer, .grad is the buffer that gradients are added to
-        metrics = self._step.run(row, loss_tokens, refs=refs)
-        where = f"in step {self.steps_done}, seen by rank {self.parallel.rank}; the weights are unchanged"
-        if not math.isfinite(metrics["train/loss"]):
-            raise RuntimeError(f"the loss is {metrics['train/loss']} {where}")
+        bias = RoutingBias(self.chunks)
+        run = partial(self._step.run, row, loss_tokens, refs=refs)
+        metrics = run()
         lr = learning_rate(self.config.optimizer, self.steps_done)
+        may_skip = self.config.on_nonfinite == "skip"
         try:
+            if not math.isfinite(metrics["train/loss"]):
+                raise NonFiniteGradient(f"loss is {metrics['train/loss']}")
             norm = apply_gradients(self.optimizer, lr=lr, clip=self.config.optimizer.clip_grad)
         except NonFiniteGradient as e:
-            raise RuntimeError(f"the {e} {where}") from None
+            where = explain(self._step, run, optimizer=self.optimizer, bias=bias)
+            said = f"the {e} in step {version}, {where}; the weights are unchanged"
+            if not may_skip:
+                raise RuntimeError(said) from None
+            if self.parallel.rank == 0:
+                _log.warning("step skipped: %s", said)
+            return StepReport(version=version, metrics=metrics | {"train/lr": lr, "train/skipped": 1.0})
         self.steps_done += 1
-        return StepReport(version=version, metrics=metrics | {"train/grad_norm": norm, "train/lr": lr})
+        metrics |= {"train/grad_norm": norm, "train/lr": lr} | ({"train/skipped": 0.0} if may_skip else {})
+        return StepReport(version=version, metrics=metrics)
 
     def evaluate(self, row: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]:
         """The loss function's statistics and train/loss, forward only; nothing changes."""

@@ -51,6 +51,8 @@ class TrainLoopConfig(Section):
     max_tokens_per_rank: int = Field(8192, ge=1)  # packed tokens in a micro-batch
     router_bias_update_rate: float = Field(0.0, ge=0)
     recompute: Literal["none", "full"] = "none"
+    balance: Literal["tokens", "flops"] = "tokens"  # what data-parallel rows and micro-batches get equal shares of
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient norm is nan or infinite
 
 
 class AlgorithmConfig(Section):
@@ -91,6 +93,7 @@ class ClusterConfig(Section):
 
     nodes: int = Field(1, ge=1)
     gpus_per_node: int = Field(0, ge=0)  # 0: CPU ranks
+    peak_tflops: float | None = Field(None, gt=0)  # of one rank's device in the training dtype; reported as perf/mfu
     colocate: bool = True  # trainer and rollout share the GPUs, in turns
     stage_dir: str | None = None  # node-local directory; None: inside the run directory
 
@@ -163,4 +166,5 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         router_bias_update_rate=run.train.router_bias_update_rate,
         recompute=run.train.recompute,
         reference=run.algorithm.kl_coefficient > 0,
+        on_nonfinite=run.train.on_nonfinite,
     )

@@ -46,6 +46,7 @@ class Controller:
     max_staleness: int
     eval_every: int  # 0: only before the first and after the last step
     save_every: int  # 0: only after the last step
+    speed: Callable[..., Mapping[str, float]] = speed_metrics  # (groups, rollout_s=, train_s=)
 
     async def run(self, *, first: int, steps: int) -> None:
         """Steps first .. steps-1; step s trains on weight version s and ends in version s + 1."""
@@ -61,7 +62,7 @@ class Controller:
                 groups = await self.buffer.take(n, version=step)
                 metrics = await self._train(step, groups)
                 metrics |= {"perf/rollout_s": rollout_s, "perf/step_s": time.perf_counter() - began}
-                metrics |= speed_metrics(groups, rollout_s=rollout_s, train_s=metrics["perf/train_s"])
+                metrics |= self.speed(groups, rollout_s=rollout_s, train_s=metrics["perf/train_s"])
                 metrics |= {"async/dropped": float(sum(self.buffer.dropped.values()))}
                 done, last = step + 1, step + 1 == steps
                 if last or (self.eval_every and done % self.eval_every == 0):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from miles_like.types import Finish, Sample, SampleGroup
@@ -16,12 +16,8 @@ from miles_like.types import Finish, Sample, SampleGroup
 # A metric's better direction, for "best" in tables; what is not here has none.
 HIGHER_IS_BETTER = ("rollout/reward/mean", "eval/", "mismatch/ess", "routing/", "perf/tokens_per_s", "perf/mfu")
 LOWER_IS_BETTER = (
-    "mismatch/",
-    "rollout/truncated_frac",
-    "rollout/empty_frac",
-    "rollout/zero_std_group_frac",
-    "perf/",
-    "sync/seconds",
+    *("mismatch/", "perf/", "sync/seconds", "train/skipped"),
+    *("rollout/truncated_frac", "rollout/empty_frac", "rollout/zero_std_group_frac"),
 )
 
 
@@ -55,13 +51,29 @@ def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str,
     }
 
 
-def speed_metrics(groups: Sequence[SampleGroup], *, rollout_s: float, train_s: float) -> dict[str, float]:
-    """Tokens a second of a step's two halves: those sampled, and those fed to the trainer (prompts too)."""
+def speed_metrics(
+    groups: Sequence[SampleGroup],
+    *,
+    rollout_s: float,
+    train_s: float,
+    flops: Callable[[Sequence[int], int], float] | None = None,
+    peak: float | None = None,
+) -> dict[str, float]:
+    """Tokens a second of a step's two halves: those sampled, and those fed to the trainer (prompts too).
+
+    With `flops`, of a step from its samples' input lengths and its number of labels with loss, and `peak`, FLOP/s of
+    all trainer ranks together, also the share of the peak that those FLOPs make of `train_s`.
+    """
     samples = [s for g in groups for s in g.samples]
-    return {
-        "perf/tokens_per_s_rollout": sum(s.response_len for s in samples) / rollout_s,
-        "perf/tokens_per_s_train": sum(len(s.token_ids) - 1 for s in samples) / train_s,
+    sampled, inputs = sum(s.response_len for s in samples), [len(s.token_ids) - 1 for s in samples]
+    out = {
+        "perf/tokens_per_s_rollout": sampled / rollout_s,
+        "perf/tokens_per_s_train": sum(inputs) / train_s,
     }
+    if flops is not None and peak is not None:
+        trained = [n for n, s in zip(inputs, samples, strict=True) if s.response_len]
+        out["perf/mfu"] = flops(trained, sampled) / (train_s * peak)
+    return out
 
 
 def pass_at_k(*, n: int, correct: int, k: int) -> float:

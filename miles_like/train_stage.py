@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_bridge.families.base import Family
 from megatron_bridge.families.registry import family_of
+from megatron_bridge.flops import forward_flops, train_flops
 from megatron_bridge.resolve import resolve
 from miles_like import run_state
 from miles_like.algorithms.advantages import shuffle_over_batch
@@ -25,7 +26,7 @@ from miles_like.config_io import dump_config
 from miles_like.controller import Controller
 from miles_like.factories import MegatronFactory, PublisherRecipe, ServerRecipe
 from miles_like.hf_checkpoint import HFCheckpoint
-from miles_like.metrics import eval_metrics, rollout_metrics, write_rollouts
+from miles_like.metrics import eval_metrics, rollout_metrics, speed_metrics, write_rollouts
 from miles_like.packing import pack
 from miles_like.placement import plan_placement
 from miles_like.report import write_report
@@ -131,6 +132,7 @@ class TrainStage:
                     dp_size=trainer.dp_size,
                     max_tokens=config.train.max_tokens_per_rank,
                     micro_multiple=config.parallel.pp if config.parallel.vpp > 1 else 1,
+                    cost=self.cost,
                 ),
                 deal=self._deal,
                 evaluate=partial(self._evaluate, engine, reward, held_out),
@@ -143,6 +145,7 @@ class TrainStage:
                 max_staleness=config.buffer.max_staleness,
                 eval_every=config.eval.every,
                 save_every=config.checkpoint.every,
+                speed=self.speed,
             )
             try:
                 await controller.run(first=first, steps=config.train.steps)
@@ -213,7 +216,22 @@ class TrainStage:
             return ()
         return PromptSource(c.data, self.tokenizer, c.data.eval).all()[: c.eval.max_prompts]
 
+    @property
+    def cost(self) -> Callable[[int], float] | None:
+        """What a sample's length weighs when rows are balanced."""
+        return (lambda n: forward_flops(self.hf.config, [n])) if self.config.train.balance == "flops" else None
+
     # what the loop calls
+
+    def speed(self, groups: Sequence[SampleGroup], *, rollout_s: float, train_s: float) -> dict[str, float]:
+        tflops, ranks = self.config.cluster.peak_tflops, self.config.parallel.world_size
+        return speed_metrics(
+            groups,
+            rollout_s=rollout_s,
+            train_s=train_s,
+            flops=lambda lengths, labels: train_flops(self.hf.config, lengths, head_rows=labels),
+            peak=tflops and 1e12 * tflops * ranks,
+        )
 
     def sampling(self, step: int) -> SamplingParams:
         c = self.config.rollout

@@ -52,6 +52,15 @@ def test_rollout_figures_by_hand():
         rollout_metrics([], version=0)
 
 
+def test_utilization_by_hand():
+    """Inputs of 4 and 4, 6 labels with loss, and an empty answer that is not trained: 10 x (16 + 16) + 6 = 326 FLOPs
+    in 4 s, of 163 a second that the ranks could do."""
+    groups = [rewarded([0, 1]), group([sample(response_len=0)])]
+    flops = lambda lengths, labels: 10 * sum(n * n for n in lengths) + labels  # noqa: E731
+    out = speed_metrics(groups, rollout_s=2.0, train_s=4.0, flops=flops, peak=163.0)
+    assert out["perf/mfu"] == 0.5
+
+
 def test_speeds_by_hand():
     """Two samples of 2 prompt and 3 response tokens: 6 sampled in 2 s, 8 inputs trained in 4 s."""
     assert speed_metrics([rewarded([0, 1])], rollout_s=2.0, train_s=4.0) == {

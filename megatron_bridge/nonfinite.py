@@ -1,0 +1,260 @@
+"""Where a step that is not finite went wrong: which module, micro-batch and value, said alike by every rank.
+
+The step has failed and its weights are unchanged, so the same forward and backward over the same micro-batches fails
+again: this time every module's inputs and outputs, and the gradients of both and of its parameters, are looked at.
+Nothing of this costs a step that succeeds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_bridge.agree import first_said, gather_text
+from megatron_bridge.model import routers, unwrap
+from megatron_bridge.parallel import ParallelContext
+from megatron_bridge.step import Step
+from miles_like.protocols import LossFn
+from miles_like.types import Stat
+
+_Loss = tuple[Tensor, Mapping[str, Stat]]
+_FORWARD, _BACKWARD = 0, 1
+_AFTER = 1 << 30  # stands for a micro-batch after the last: what only the sums over all of them show
+_SQUARE_OVERFLOWS = 1e15  # from here on a few thousand squares may leave the range of fp32 (3.4e38)
+
+
+class RoutingBias:
+    """The routers' selection biases as they are now. Megatron moves them when gradients are finished, which is before
+    anybody knows whether the step counts."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        biases = [router.expert_bias for router in routers(chunks) if router.expert_bias is not None]
+        self._kept = [(bias, bias.detach().clone()) for bias in biases]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for bias, kept in self._kept:
+            bias.copy_(kept)
+
+
+def explain(step: Step, run: Callable[[], Mapping[str, float]], *, optimizer: Any, bias: RoutingBias) -> str:
+    """A clause saying where the step just run stopped being finite. Collective; the same on every rank.
+
+    `run` repeats it: Step.run with the arguments it had. Leaves weights and optimizer state alone, routing biases as
+    `bias` keeps them, and no gradient.
+    """
+
+    def clear() -> None:
+        bias.restore()
+        optimizer.zero_grad()
+        for chunk in step.chunks:
+            chunk.zero_grad_buffer()
+
+    clear()
+    where = _locate(step, run)
+    clear()
+    return where
+
+
+def _locate(step: Step, run: Callable[[], Mapping[str, float]]) -> str:
+    """The earliest place over all ranks: by micro-batch, then forward before backward, then pipeline stage in the
+    order of execution, then order within the stage. The data-parallel row is that of the rank which saw it; an expert
+    computes other rows' tokens too."""
+    watch = _Watch(step)
+    with watch.on():
+        metrics = run()
+    if watch.found is None:
+        watch.look_at_sums()
+    found = [_decode(text) for text in gather_text(watch.encoded(), step.device) if text]
+    weight = first_said(gather_text(watch.bad_weight(), step.device))
+    if found:
+        return f"first {min(found)[1]}" + (f"; {weight}" if weight else "")
+    if weight:
+        return f"no value computed when it was repeated shows where, but {weight}"
+    return (
+        f"it did not happen again when the step was repeated (loss {metrics['train/loss']:.6g}): "
+        "a kernel or the machine is not reliable; check the device's memory errors"
+    )
+
+
+def _decode(line: str) -> tuple[tuple[int, ...], str]:
+    order, text = line.split("|", 1)
+    return tuple(map(int, order.split())), text
+
+
+def _named_modules(model: Any, parallel: ParallelContext) -> Iterator[tuple[str, Any]]:
+    """(name with global layer and expert numbers, module) of every module; the whole model's is "model"."""
+    layers = {
+        name: f"decoder.layers.{module.layer_number - 1}"
+        for name, module in model.named_modules()
+        if re.fullmatch(r"decoder\.layers\.\d+", name)
+    }
+    first_expert = parallel.ep_rank * ((model.config.num_moe_experts or 0) // parallel.config.ep)
+    for local, module in model.named_modules():
+        name = re.sub(r"^decoder\.layers\.\d+", lambda m: layers[m[0]], local)
+        name = re.sub(r"(?<=\.local_experts\.)\d+", lambda m: str(first_expert + int(m[0])), name)
+        yield name or "model", module
+
+
+def _bad(x: Any) -> str:
+    """ "nan in 3 of 64 values", or an empty text when x is finite or holds no numbers."""
+    if not (isinstance(x, Tensor) and x.is_floating_point()):
+        return ""
+    wrong = int((~torch.isfinite(x)).sum())
+    if not wrong:
+        return ""
+    nans = int(torch.isnan(x).sum())
+    kind = "nan" if nans == wrong else "inf" if nans == 0 else "nan and inf"
+    return f"{kind} in {wrong} of {x.numel()} values"
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+class _Watch:
+    """Looks at everything that passes through this rank's modules, and keeps the earliest that is not finite."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.parallel = step, step.parallel
+        self.models = [unwrap(chunk) for chunk in step.chunks]
+        self.found: tuple[tuple[int, ...], str] | None = None
+        self._seen = 0  # values looked at: the order of execution on this rank
+
+    def encoded(self) -> str:
+        if self.found is None:
+            return ""
+        order, text = self.found
+        return " ".join(map(str, order)) + "|" + text
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        handles = []
+        for stage, model in enumerate(self.models):
+            for name, module in _named_modules(model, self.parallel):
+                entering = partial(self._entering, stage, name)
+                handles.append(module.register_forward_pre_hook(entering, with_kwargs=True))
+                handles.append(module.register_forward_hook(partial(self._left, stage, name)))
+                for key, p in module.named_parameters(recurse=False):
+                    if p.requires_grad:
+                        what = f"the gradient of parameter {name}.{key}"
+                        handles.append(p.register_hook(partial(self._gradient, stage, what, None)))
+        loss = self.step.loss
+        self.step.loss = partial(self._loss, loss)
+        try:
+            yield
+        finally:
+            self.step.loss = loss
+            for handle in handles:
+                handle.remove()
+
+    def look_at_sums(self) -> None:
+        """Every single value was finite: are the gradients added up over micro-batches and ranks, and their squares?"""
+        largest, owner = 0.0, ""
+        for name, grad in self._gradients():
+            if bad := _bad(grad):
+                self._keep((_AFTER, 0), f"in the sum over micro-batches and ranks of the gradient of {name}: {bad}")
+                return
+            top = float(grad.abs().max()) if grad.numel() else 0.0
+            if top > largest:
+                largest, owner = top, name
+        if largest > _SQUARE_OVERFLOWS:
+            text = f"in the norm itself: every gradient is finite, the largest {largest:.3g} in parameter {owner}"
+            self._keep((_AFTER, 1, -int(1000 * math.log2(largest))), text)
+
+    def bad_weight(self) -> str:
+        """The first parameter or buffer of this rank that is not finite."""
+        for model in self.models:
+            for name, module in _named_modules(model, self.parallel):
+                for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
+                    for key, value in held.items():
+                        if bad := _bad(value):
+                            return f"{kind} {name}.{key} itself holds {bad} (rank {self.parallel.rank})"
+        return ""
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for model in self.models:
+            for name, module in _named_modules(model, self.parallel):
+                for key, p in module.named_parameters(recurse=False):
+                    if getattr(p, "main_grad", None) is not None:
+                        yield f"{name}.{key}", p.main_grad
+
+    # what is looked at
+
+    def _entering(
+        self, stage: int, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def seen(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            self._value(stage, f"what enters module {name}", x)
+            if not x.requires_grad:
+                return x
+            x = x.view_as(x)  # its gradient is this module's share alone, not the sum over all who read x
+            x.register_hook(partial(self._gradient, stage, f"the gradient of the input of module {name}", self._micro))
+            return x
+
+        return tuple(map(seen, args)), {key: seen(x) for key, x in kwargs.items()}
+
+    def _left(self, stage: int, name: str, module: Any, args: Any, output: Any) -> None:
+        what = "the log-probabilities (output layer)" if name == "model" else f"the output of module {name}"
+        for x in _tensors(output):
+            self._value(stage, what, x)
+            if x.requires_grad:
+                x.register_hook(partial(self._gradient, stage, f"the gradient that reaches {what}", self._micro))
+
+    def _loss(self, loss: LossFn, *, logprobs: Tensor, loss_mask: Tensor, **more: Any) -> _Loss:
+        stage = len(self.models) - 1
+        inputs = {"logprobs": logprobs, **{k: x for k, x in more.items() if k not in ("entropy", "cu_seqlens")}}
+        state = ", ".join(
+            f"{name} {_bad(x[loss_mask]) or 'finite'}" for name, x in inputs.items() if isinstance(x, Tensor)
+        )
+        if logprobs.requires_grad:
+            logprobs = logprobs.view_as(logprobs)
+            what = f"the gradient that the loss function returns (its inputs: {state})"
+            logprobs.register_hook(partial(self._gradient, stage, what, self._micro))
+        per_token, stats = loss(logprobs=logprobs, loss_mask=loss_mask, **more)
+        self._value(stage, f"what the loss function returns (its inputs: {state})", per_token[loss_mask])
+        return per_token, stats
+
+    # how it is kept
+
+    @property
+    def _micro(self) -> int:
+        return self.step.replay.micro
+
+    def _position(self, stage: int) -> int:
+        """Of a virtual stage, in the order that a micro-batch passes them forward."""
+        return stage * self.parallel.config.pp + self.parallel.pp_rank
+
+    def _value(self, stage: int, what: str, x: Tensor) -> None:
+        self._look((self._micro, _FORWARD, self._position(stage)), what, x)
+
+    def _gradient(self, stage: int, what: str, micro: int | None, grad: Tensor) -> None:
+        at = self._micro if micro is None else micro
+        self._look((at, _BACKWARD, -self._position(stage)), what, grad)
+
+    def _look(self, order: tuple[int, ...], what: str, x: Tensor) -> None:
+        self._seen += 1
+        order = (*order, self._seen)
+        # a pipeline runs later micro-batches forward before earlier ones backward: first in time is not earliest
+        if (self.found is None or order < self.found[0]) and (bad := _bad(x)):
+            self._keep(order, f"in {what}, {self._where(order[0])}: {bad}")
+
+    def _where(self, micro: int) -> str:
+        return f"micro-batch {micro} of data-parallel row {self.parallel.dp_rank} (rank {self.parallel.rank})"
+
+    def _keep(self, order: tuple[int, ...], text: str) -> None:
+        if self.found is None or order < self.found[0]:
+            self.found = (order, text)

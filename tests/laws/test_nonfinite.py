@@ -1,0 +1,268 @@
+"""Law: a step that is not finite changes nothing, and every rank names the same first place.
+
+A nan spreads in one pass to every rank and every weight's gradient, so what a user sees afterwards is all nan. Not
+covered: more than two ranks, CUDA, TransformerEngine's modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from miles_like.types import MicroBatch, Stat
+from tests.megatron_bridge import toy
+from tests.spawn import free_port, run_ranks
+
+NAN, INF = float("nan"), float("inf")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "EP2": {"dp": 2, "ep": 2},
+    "PP2": {"pp": 2, "first_stage_layers": 1},
+    "TP2": {"tp": 2},
+    "CP2": {"cp": 2},
+    "VPP2": {"parallel": {"pp": 2, "vpp": 2}, "mode": "off"},
+    "EP2 recompute": {"dp": 2, "ep": 2, "recompute": "full"},
+}
+Said = dict[str, str]
+
+
+class Moody(toy.PolicyGradient):
+    """A loss that is nan once, or too steep for fp32 squares."""
+
+    mode = ""
+
+    def __call__(self, *, logprobs: Tensor, **more: Tensor) -> tuple[Tensor, Mapping[str, Stat]]:
+        loss, stats = super().__call__(logprobs=logprobs, **more)
+        if self.mode == "once":
+            self.mode = ""
+            return loss * NAN, stats
+        if self.mode == "slope":
+            return loss + (logprobs - logprobs.detach()).abs().sqrt(), stats  # value 0, slope 0 / 0
+        return loss * (1e25 if self.mode == "steep" else 1.0), stats
+
+
+class SteepBackward(torch.autograd.Function):
+    """The identity, but for an infinite gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * INF
+
+
+def config(hf: str, **more: Any) -> Any:
+    layout = more.pop("parallel", None)
+    cfg = toy.config(hf, **more)
+    return cfg if layout is None else cfg.model_validate({**cfg.model_dump(), "parallel": layout})
+
+
+def batch(cfg: Any, seed: int = 0) -> tuple[list[list[MicroBatch]], int]:
+    parts = toy.samples(8, seed=seed)
+    if cfg.replay.mode == "off":
+        parts = [replace(p, routing=None) for p in parts]  # of another number of layers
+    dp = cfg.parallel.dp
+    return toy.grid(parts, dp=dp, micros=4 // dp)
+
+
+def said(t: Any, rows: Sequence[Sequence[MicroBatch]], tokens: int) -> str:
+    try:
+        t.step(rows[t.dp_rank], tokens, 7)
+    except RuntimeError as e:
+        return str(e)
+    return "no error"
+
+
+def module(t: Any, name: str) -> Any:
+    """The module of that name with global layer numbers, where this rank has it."""
+    for model in t.models:
+        for layer in model.decoder.layers:
+            prefix = f"decoder.layers.{layer.layer_number - 1}."
+            if name.startswith(prefix):
+                return layer.get_submodule(name.removeprefix(prefix))
+    return None
+
+
+def poisoned(rows: list[list[MicroBatch]], d: int, m: int, value: float) -> list[list[MicroBatch]]:
+    bad = replace(rows[d][m], advantages=torch.full_like(rows[d][m].advantages, value))
+    return [[bad if (i, j) == (d, m) else x for j, x in enumerate(row)] for i, row in enumerate(rows)]
+
+
+def _places(rank: int, world: int, port: int, hf: str, layout: dict[str, Any], expert: tuple[str, int]) -> Said:
+    """Each kind of cause under one layout. `expert`: (a local expert of `rank` expert[1], with global layer)."""
+    loss, out, cfg = Moody(), {}, config(hf, **layout)
+    with toy.trainer(cfg, rank, world, port, loss) as t:
+        rows, tokens = batch(cfg)
+        before = _state(t)
+        out["advantage"] = said(t, poisoned(rows, cfg.parallel.dp - 1, 1, NAN), tokens)
+        for mode in ("once", "steep", "slope"):
+            loss.mode = mode
+            out[mode] = said(t, rows, tokens)
+        loss.mode = ""
+        steep = module(t, "decoder.layers.1.mlp.shared_experts.linear_fc1") if rank == world - 1 else None
+        if cfg.parallel.pp == 2:
+            steep = module(t, "decoder.layers.1.mlp.shared_experts.linear_fc1")
+        handle = steep and steep.register_forward_hook(lambda m, i, o: (SteepBackward.apply(o[0]), *o[1:]))
+        out["backward"] = said(t, rows, tokens)
+        if handle:
+            handle.remove()
+        out["unharmed"] = str(_same(before, _state(t)))
+        name, owner = expert
+        victim = module(t, name) if rank == owner else None
+        if victim is not None:
+            with torch.no_grad():
+                victim.weight[0, 0] = NAN
+        out["weight"] = said(t, rows, tokens)
+    return out
+
+
+def _state(t: Any) -> dict[str, Tensor]:
+    """Weights, routing biases, the optimizer's master weights and moments."""
+    out = {f"{i} {k}": v for i, m in enumerate(t.models) for k, v in m.state_dict().items() if torch.is_tensor(v)}
+    for i, part in enumerate(t.optimizer.chained_optimizers):
+        inner = part.optimizer
+        for j, group in enumerate(inner.param_groups):
+            for k, p in enumerate(group["params"]):
+                out[f"master {i} {j} {k}"] = p
+                out |= {f"{key} {i} {j} {k}": v for key, v in inner.state[p].items() if torch.is_tensor(v)}
+    return {k: v.detach().clone() for k, v in out.items()}
+
+
+def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def _skips(rank: int, world: int, hf: str, ports: list[int], distributed: bool) -> dict[str, Any]:
+    """good, bad, good beside good, good."""
+    more = {"dp": 2, "ep": 2, "router_bias_update_rate": 1e-2, "distributed_optimizer": distributed}
+    cfg = config(hf, on_nonfinite="skip", **more)
+    ends, out = [], {}
+    for with_bad, port in zip((True, False), ports, strict=True):
+        with toy.trainer(cfg, rank, world, port) as t:
+            rows, tokens = batch(cfg, 1)
+            t.step(rows[t.dp_rank], tokens, 1)
+            if with_bad:
+                before = _state(t)
+                report = t.step(poisoned(rows, 0, 0, INF)[t.dp_rank], tokens, 2)
+                out["bitwise"] = _same(before, _state(t)) and any("exp_avg" in k for k in before)
+                out["skipped"], out["version"] = report.metrics["train/skipped"], report.version
+                out["norm"] = "train/grad_norm" in report.metrics
+                grads = [p.main_grad for m in t.models for p in m.parameters()]
+                out["clean"] = not any(bool(g.any()) for g in grads)
+            rows, tokens = batch(cfg, 2)
+            last = dict(t.step(rows[t.dp_rank], tokens, 3).metrics)
+            ends.append((last, _state(t)))
+    out["next"] = ends[0][0] == ends[1][0] and _same(ends[0][1], ends[1][1])
+    out["went on"] = ends[0][0]["train/skipped"]
+    return out
+
+
+def _bad_rows(rank: int, world: int, port: int, hf: str) -> Said:
+    """What only rank 1 is given wrongly."""
+    out: Said = {}
+    cfg = config(hf, dp=2, ep=2)
+    with toy.trainer(cfg, rank, world, port) as t:
+        rows, tokens = batch(cfg)
+        nothing = toy.pack([toy.sample(0, 0)])
+        cases = {
+            "empty row": [rows[0], []],
+            "empty micro-batch": [rows[0], [rows[1][0], nothing]],
+            "no routes": [rows[0], [rows[1][0], replace(rows[1][1], routing=None)]],
+            "fewer": [rows[0], rows[1][:1]],
+            "no loss": [[replace(m, loss_mask=torch.zeros_like(m.loss_mask)) for m in row] for row in rows],
+        }
+        for name, case in cases.items():
+            try:
+                t.step(case[t.dp_rank], 0 if name == "no loss" else tokens, 1)
+            except ValueError as e:
+                out[name] = str(e)
+        out["after"] = f"{t.step(rows[t.dp_rank], tokens, 1).metrics['train/loss']:.3f}"
+    return out
+
+
+EXPERT = {  # a local expert's matrix, the rank that holds it
+    "EP2": ("decoder.layers.2.mlp.experts.local_experts.3.linear_fc1", 1),
+    "EP2 recompute": ("decoder.layers.2.mlp.experts.local_experts.3.linear_fc1", 1),
+    "PP2": ("decoder.layers.2.mlp.experts.local_experts.3.linear_fc1", 1),
+    "TP2": ("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1", 1),
+    "CP2": ("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1", 0),
+    "VPP2": ("decoder.layers.2.mlp.experts.local_experts.3.linear_fc1", 0),
+}
+
+
+def _two_ranks(rank: int, world: int, port: int, hf: str, deeper: str, ports: dict[str, int]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, layout in LAYOUTS.items():
+        out[name] = _places(rank, world, ports[name], deeper if name == "VPP2" else hf, layout, EXPERT[name])
+    for name, distributed in (("skip", True), ("skip without distributed optimizer", False)):
+        out[name] = _skips(rank, world, hf, [ports[f"{name} {i}"] for i in range(2)], distributed)
+    out["rows"] = _bad_rows(rank, world, port, hf)
+    return out
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    where = tmp_path_factory.mktemp("nonfinite")
+    hf, deeper = toy.hf_dir(where / "hf"), toy.hf_dir(where / "deeper")
+    text = Path(deeper, "config.json").read_text()
+    Path(deeper, "config.json").write_text(text.replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
+    skips = [f"skip{x} {i}" for x in ("", " without distributed optimizer") for i in range(2)]
+    ranks = run_ranks(_two_ranks, 2, hf, deeper, {name: free_port() for name in [*LAYOUTS, *skips]}, timeout_s=600)
+    for name in [*LAYOUTS, "rows"]:
+        for case in ranks[0][name]:
+            assert ranks[0][name][case] == ranks[1][name][case], f"{name}, {case}: ranks disagree"
+    return ranks[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_first_place_is_named(found: dict[str, Any], layout: str) -> None:
+    """A weight, a loss input, a gradient that arises only backward, squares that overflow, and what does not return:
+    in each the sentence has the cause in it, the micro-batch, and the step."""
+    s: Said = found[layout]
+    for case in ("advantage", "once", "steep", "slope", "backward", "weight"):
+        print(case, "::", s[case])
+    name, owner = EXPERT[layout]
+    expert = name.replace("local_experts.3", "local_experts.11") if layout.startswith("EP2") else name
+    assert f"first in the output of module {expert}, micro-batch 0 of" in s["weight"]
+    assert f"parameter {expert}.weight itself holds nan in 1 of" in s["weight"] and f"(rank {owner})" in s["weight"]
+    row = 1 if layout.startswith("EP2") else 0
+    assert "what the loss function returns (its inputs: logprobs finite, " in s["advantage"]
+    assert "advantages nan in" in s["advantage"] and f"micro-batch 1 of data-parallel row {row}" in s["advantage"]
+    assert "did not happen again" in s["once"]
+    assert "in the norm itself: every gradient is finite, the largest" in s["steep"]
+    assert "the gradient that the loss function returns" in s["slope"] and "micro-batch 0" in s["slope"]
+    assert "decoder.layers.1.mlp.shared_experts.linear_fc1" in s["backward"]
+    assert "gradient" in s["backward"] and "micro-batch 0" in s["backward"]
+    assert all("in step 7" in s[case] and "weights are unchanged" in s[case] for case in ("advantage", "weight"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_refused_step_changes_nothing(found: dict[str, Any], layout: str) -> None:
+    """Weights, master weights, moments and routing biases, bit for bit, after five refusals."""
+    assert found[layout]["unharmed"] == "True"
+
+
+@pytest.mark.parametrize("name", ["skip", "skip without distributed optimizer"])
+def test_a_skipped_step_is_as_if_it_had_not_been(found: dict[str, Any], name: str) -> None:
+    """Bit for bit, and so is the step after it; megatron has by then moved the routing biases once already."""
+    s = found[name]
+    assert s["bitwise"] and s["clean"] and s["next"]
+    assert (s["skipped"], s["went on"], s["version"], s["norm"]) == (1.0, 0.0, 2, False)
+
+
+def test_what_one_rank_is_given_wrongly_ends_the_call_on_all(found: dict[str, Any]) -> None:
+    """The others would wait in a collective for a rank that has left; and the trainer is as good as before."""
+    s = found["rows"]
+    assert "rank 1: a row without micro-batches" in s["empty row"]
+    assert "rank 1: an empty micro-batch cannot be fed" in s["empty micro-batch"]
+    assert "rank 1: replay.mode = r3, but micro-batch 1 carries no expert choices" in s["no routes"]
+    assert "between 1 and 2 micro-batches" in s["fewer"]
+    assert "0 loss tokens teaches nothing" in s["no loss"]
+    assert float(s["after"]) == float(s["after"])
