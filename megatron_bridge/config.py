@@ -14,7 +14,11 @@ class Section(BaseModel):
 
 
 class ParallelConfig(Section):
-    """The layout. World size = tp * pp * cp * dp; expert parallelism is laid over the same ranks."""
+    """The layout. World size = tp * pp * cp * dp; expert parallelism is laid over the same ranks.
+
+    sequence_parallel: tensor-parallel ranks share out the tokens between attention and experts; only true can be
+    trained at tp > 1.
+    """
 
     tp: int = Field(1, ge=1)
     pp: int = Field(1, ge=1)
@@ -23,12 +27,18 @@ class ParallelConfig(Section):
     ep: int = Field(1, ge=1)
     etp: int = Field(1, ge=1)
     dp: int = Field(1, ge=1)
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
+    first_stage_layers: int | None = Field(None, ge=1)
+    last_stage_layers: int | None = Field(None, ge=1)
+    sequence_parallel: bool = True
 
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def micro_multiple(self) -> int:
+        """A row's number of micro-batches is a multiple of this: an interleaved schedule deals them out in rounds."""
+        return self.pp if self.vpp > 1 else 1
 
     @model_validator(mode="after")
     def expert_ranks_divide_the_world(self) -> ParallelConfig:
@@ -86,7 +96,14 @@ class KernelsConfig(Section):
 
 
 class TrainerConfig(Section):
-    """Everything one trainer rank needs, in one value."""
+    """Everything one trainer rank needs, in one value.
+
+    router_aux_loss: coefficient c of the routers' load-balancing loss. To the loss of a step, in each MoE layer, it
+    adds c * (sum over micro-batches of T L) / loss_tokens, where T are the micro-batch's tokens, prompts included, and
+    L = E / (K T^2) sum_i n_i sum_x p_i(x) (router.py has the letters) is 1 where load and scores are spread evenly. So
+    every token, with loss or not, carries c * L. L is of one micro-batch: unlike the rest of the loss it depends on
+    how samples were packed. The router's own choices count, replayed or not.
+    """
 
     hf_config: str  # directory holding config.json
     parallel: ParallelConfig
@@ -97,6 +114,7 @@ class TrainerConfig(Section):
     seed: int = 0
     temperature: float = Field(1.0, gt=0)  # the rollout's: log-probs are of logits / temperature
     router_bias_update_rate: float = Field(0.0, ge=0)  # 0 freezes e_score_correction_bias
+    router_aux_loss: float = Field(0.0, ge=0)
     params_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     recompute: Literal["none", "full"] = "none"
     distributed_optimizer: bool = True

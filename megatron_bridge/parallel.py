@@ -1,4 +1,4 @@
-"""The layout of ranks: process groups, this rank's place in each, and the checks that a layout can work at all.
+"""The layout of ranks: process groups and this rank's place in each.
 
 The only file that calls megatron's parallel_state.
 """
@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
 from megatron_bridge.config import ParallelConfig
+from megatron_bridge.layout import check_world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,11 +42,6 @@ class ParallelContext:
     last_stage_rank: int  # global rank holding the loss of this rank's pipeline
 
     @property
-    def sequence_parallel(self) -> bool:
-        """Tensor parallelism always splits the sequence too: with MoE megatron refuses it otherwise."""
-        return self.config.tp > 1
-
-    @property
     def speaks(self) -> bool:
         """Whether this rank's loss statistics are counted: tensor- and context-parallel ranks hold the same ones."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
@@ -57,44 +53,6 @@ class ParallelContext:
     @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.config.pp - 1
-
-
-def check_layout(
-    config: ParallelConfig, *, world_size: int, num_layers: int, num_experts: int | None, heads: int, vocab: int
-) -> None:
-    """Raises ValueError, with both numbers and the remedy, when the model cannot be laid out so."""
-    if config.world_size != world_size:
-        raise ValueError(
-            f"parallel.tp * pp * cp * dp = {config.world_size}, but {world_size} trainer ranks were started: "
-            f"set parallel.dp so that the product is {world_size}"
-        )
-    if config.vpp > 1 and config.pp == 1:
-        raise ValueError(
-            f"parallel.vpp = {config.vpp} needs stages to interleave, but parallel.pp = 1: set parallel.vpp = 1"
-        )
-    if num_experts is None and config.ep > 1:
-        raise ValueError(f"parallel.ep = {config.ep}, but the model has no experts: set parallel.ep = 1")
-    if num_experts is not None and num_experts % config.ep:
-        raise ValueError(f"{num_experts} experts do not divide over parallel.ep = {config.ep}: choose a divisor")
-    if heads % config.tp:
-        raise ValueError(f"{heads} attention heads do not divide over parallel.tp = {config.tp}: choose a divisor")
-    if vocab % config.tp:
-        raise ValueError(f"a vocabulary of {vocab} does not divide over parallel.tp = {config.tp}: choose a divisor")
-    ends = [n for n in (config.first_stage_layers, config.last_stage_layers) if n is not None]
-    between, stages = num_layers - sum(ends), config.pp - len(ends)
-    if config.pp == 1 and ends:
-        raise ValueError("parallel.first_stage_layers and last_stage_layers need parallel.pp > 1: remove them")
-    if between < 0 or (stages == 0 and between) or (stages and between % stages):
-        raise ValueError(
-            f"{between} of {num_layers} layers do not divide over {stages} pipeline stages: set "
-            "parallel.first_stage_layers / last_stage_layers so that the rest divides, or lower parallel.pp"
-        )
-    for count in [*ends, between // stages if stages else 0]:
-        if count % config.vpp:
-            raise ValueError(
-                f"{count} layers of a pipeline stage (of {num_layers} layers) do not divide over parallel.vpp = "
-                f"{config.vpp} virtual stages: choose a divisor"
-            )
 
 
 def init_parallel(
@@ -112,8 +70,7 @@ def init_parallel(
 
     Raises ValueError when world_size is not what the layout needs.
     """
-    if config.world_size != world_size:
-        check_layout(config, world_size=world_size, num_layers=1, num_experts=None, heads=1, vocab=1)
+    check_world(config, world_size)
     dist.init_process_group(
         backend,
         init_method=f"tcp://{master_addr}:{master_port}",

@@ -93,9 +93,15 @@ class Step:
     def _shards(self, row: Sequence[MicroBatch], *, forward_only: bool, own_routing: bool = False) -> list[Shard]:
         """The row as this rank feeds it, with its routes loaded. What one rank cannot take, every rank raises."""
         experts, error, out = self.config.num_moe_experts or 0, None, []
+        stages = self.parallel.config.pp
         try:
             if not row:
                 raise ValueError("a row without micro-batches: give each data-parallel rank at least one")
+            if len(self.chunks) > 1 and len(row) % stages:
+                raise ValueError(
+                    f"{len(row)} micro-batches do not divide over the {stages} stages of an interleaved pipeline "
+                    f"(parallel.vpp = {len(self.chunks)}): pack with micro_multiple = {stages}"
+                )
             for batch in row:
                 out.append(shard(batch, self.parallel, self.device, layers=self.replay.layers, num_experts=experts))
             self.replay.load(out, forward_only=forward_only, own_routing=own_routing)

@@ -24,11 +24,12 @@ from megatron_bridge.checkpoint_writer import CheckpointSave  # noqa: E402
 from megatron_bridge.config import TrainerConfig  # noqa: E402
 from megatron_bridge.families.registry import family_of  # noqa: E402
 from megatron_bridge.hf_export import ExportPlan  # noqa: E402
+from megatron_bridge.layout import check_layout  # noqa: E402
 from megatron_bridge.model import build_model, unwrap  # noqa: E402
 from megatron_bridge.nonfinite import RoutingBias, explain  # noqa: E402
 from megatron_bridge.optimizer import NonFiniteGradient, apply_gradients, build_optimizer, learning_rate  # noqa: E402
 from megatron_bridge.overlap import connect_overlap, settle_parameters  # noqa: E402
-from megatron_bridge.parallel import check_layout, close_parallel, init_parallel  # noqa: E402
+from megatron_bridge.parallel import close_parallel, init_parallel  # noqa: E402
 from megatron_bridge.replay_hook import RoutingReplay  # noqa: E402
 from megatron_bridge.resolve import resolve  # noqa: E402
 from megatron_bridge.step import Step  # noqa: E402
@@ -65,15 +66,7 @@ class MegatronTrainer:
     ) -> None:
         self.config, self.hf = config, read_hf_config(Path(config.hf_config))
         self.family = family_of(self.hf)
-        architecture = self.family.transformer_config(self.hf)
-        check_layout(
-            config.parallel,
-            world_size=world_size,
-            num_layers=architecture["num_layers"],
-            num_experts=architecture.get("num_moe_experts"),
-            heads=architecture["num_attention_heads"],
-            vocab=self.family.vocab_size(self.hf),
-        )
+        check_layout(config.parallel, self.hf)
         self.parallel = init_parallel(
             config.parallel,
             rank=rank,

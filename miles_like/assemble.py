@@ -17,6 +17,7 @@ from rich.console import Console
 
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.kernels import describe_kernels
+from megatron_bridge.layout import check_layout
 from megatron_bridge.resolve import resolve
 from miles_like.config import RunConfig, trainer_config
 from miles_like.dequantize import dequantize_checkpoint
@@ -51,7 +52,11 @@ def pipeline_parts(config: RunConfig, console: Console, ray_address: str | None)
         start_ray(ray_address)
         TrainStage(config, run_dir, served, weights, console).run(resume)
 
-    return Parts(make=make, convert=convert, on_every_node=stage, train=train, shapes_bytes=shapes_bytes)
+    def sizes(config_json: Path) -> tuple[int, int]:
+        check_layout(config.parallel, _read_config(config_json))  # before anything is fetched or made
+        return shapes_bytes(config_json)
+
+    return Parts(make=make, convert=convert, on_every_node=stage, train=train, shapes_bytes=sizes)
 
 
 def shut_down() -> None:

@@ -81,6 +81,7 @@ def _warm_up_and_write(
             corpus=corpus,
             validation=validation,
             max_tokens=config.train.max_tokens_per_rank,
+            micro_multiple=config.parallel.micro_multiple,
             progress=_say(console, make),
         )
         if make.max_steps and not report.reached:

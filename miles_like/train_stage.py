@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_bridge.families.base import Family
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.flops import forward_flops, train_flops
+from megatron_bridge.layout import check_layout
 from megatron_bridge.resolve import resolve
 from miles_like import run_state
 from miles_like.algorithms.advantages import shuffle_over_batch
@@ -55,6 +56,7 @@ class TrainStage:
         self.checkpoints = run_dir / "checkpoints"
         self.hf = HFCheckpoint(served)
         self.family: Family = family_of(self.hf.config)
+        check_layout(config.parallel, self.hf.config)
         self.spec = served_spec(config, self.hf)
         self.trainer = trainer_config(config, served)
         cuda = config.cluster.gpus_per_node > 0
@@ -131,7 +133,7 @@ class TrainStage:
                     pack,
                     dp_size=trainer.dp_size,
                     max_tokens=config.train.max_tokens_per_rank,
-                    micro_multiple=config.parallel.pp if config.parallel.vpp > 1 else 1,
+                    micro_multiple=config.parallel.micro_multiple,
                     cost=self.cost,
                 ),
                 deal=self._deal,

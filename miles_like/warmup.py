@@ -83,12 +83,15 @@ async def warm_up(
     corpus: Sequence[Pair],
     validation: Sequence[Pair],
     max_tokens: int,
+    micro_multiple: int = 1,
     progress: Callable[[int, float], None],
 ) -> WarmupReport:
-    """Supervised steps until the target or `max_steps`. `progress(step, right_prob)` is called at every check."""
+    """Supervised steps until the target or `max_steps`. `progress(step, right_prob)` is called at every check.
+
+    `max_tokens` and `micro_multiple` are `pack_pairs`'."""
 
     def batch(pairs: Sequence[Pair]):
-        return pack_pairs(pairs, dp_size=trainer.dp_size, max_tokens=max_tokens)
+        return pack_pairs(pairs, dp_size=trainer.dp_size, max_tokens=max_tokens, micro_multiple=micro_multiple)
 
     check = batch(validation)
     rng, order = random.Random(make.seed), list(range(len(corpus)))

@@ -3,52 +3,102 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from megatron_bridge.config import OptimizerConfig, ParallelConfig
 from megatron_bridge.device import init_device
+from megatron_bridge.layout import check_layout, check_world
+from miles_like.assemble import pipeline_parts
+from miles_like.config_io import load_config
+from miles_like.pipeline import plan_stages
 from tests.megatron_bridge import toy
+from tests.megatron_bridge.tiny_models import tiny, tiny_qwen
 
 init_device()
 
 from megatron_bridge.optimizer import learning_rate  # noqa: E402
-from megatron_bridge.parallel import check_layout  # noqa: E402
 from megatron_bridge.shard import shard  # noqa: E402
 from routing_replay.align import zigzag_index  # noqa: E402
 
-MODEL: dict[str, Any] = {"num_layers": 3, "num_experts": 16, "heads": 4, "vocab": 128}
+MLA = tiny()  # 3 layers, the first dense; 16 experts of 64 channels, 4 heads, a vocabulary of 128
+GQA = tiny_qwen()  # the same, all layers with experts, 2 key/value heads
 
 
 @pytest.mark.parametrize(
-    ("layout", "world", "words"),
+    ("model", "layout", "words"),
     [
-        ({"dp": 2, "ep": 2}, 3, ["= 2", "3 trainer ranks", "parallel.dp"]),
-        ({"dp": 3, "ep": 3}, 3, ["16 experts", "parallel.ep = 3"]),
-        ({"vpp": 2}, 1, ["parallel.vpp = 2", "parallel.pp = 1", "set parallel.vpp = 1"]),
-        ({"pp": 3, "vpp": 2}, 3, ["1 layers of a pipeline stage", "parallel.vpp = 2"]),
-        ({"tp": 3}, 3, ["4 attention heads", "parallel.tp = 3"]),
-        ({"pp": 2}, 2, ["3 of 3 layers", "2 pipeline stages", "first_stage_layers"]),
-        ({"pp": 2, "first_stage_layers": 2, "last_stage_layers": 2}, 2, ["-1 of 3"]),
-        ({"first_stage_layers": 1}, 1, ["parallel.pp > 1"]),
+        (MLA, {"dp": 3, "ep": 3}, ["16 experts", "parallel.ep = 3", "divisor"]),
+        (MLA, {"dp": 3, "etp": 3}, ["64 channels of an expert", "parallel.etp = 3"]),
+        (MLA, {"tp": 3}, ["4 attention heads", "parallel.tp = 3"]),
+        (tiny_qwen(num_key_value_heads=1), {"tp": 2}, ["1 key-value heads", "parallel.tp = 2"]),
+        (tiny(vocab_size=127), {"tp": 2}, ["127 rows of the vocabulary", "parallel.tp = 2"]),
+        (tiny(intermediate_size=255), {"tp": 2}, ["255 channels of the dense MLP"]),
+        (tiny(moe_intermediate_size=63), {"tp": 2}, ["63 channels of the shared experts"]),
+        (
+            MLA,
+            {"tp": 2, "sequence_parallel": False},
+            ["sequence_parallel = false", "parallel.tp = 2", "to true"],
+        ),
+        (MLA, {"vpp": 2}, ["parallel.vpp = 2", "parallel.pp = 1", "set parallel.vpp = 1"]),
+        (MLA, {"pp": 3, "vpp": 2}, ["1 layers of a pipeline stage", "parallel.vpp = 2"]),
+        (MLA, {"pp": 2}, ["3 of 3 layers", "2 pipeline stages", "first_stage_layers"]),
+        (MLA, {"pp": 4}, ["3 of 3 layers", "4 pipeline stages"]),
+        (MLA, {"pp": 2, "first_stage_layers": 2, "last_stage_layers": 2}, ["-1 of 3"]),
+        (MLA, {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 1}, ["1 of 3", "0 pipeline stages"]),
+        (MLA, {"pp": 2, "first_stage_layers": 3}, ["0 of 3 layers", "1 pipeline stages"]),
+        (MLA, {"first_stage_layers": 1}, ["parallel.pp > 1"]),
+        (tiny(num_hidden_layers=7), {"pp": 2, "vpp": 2, "first_stage_layers": 3}, ["3 layers of a", "vpp = 2"]),
     ],
 )
-def test_an_impossible_layout_is_refused_with_numbers(layout: dict[str, int], world: int, words: list[str]) -> None:
-    """Before any process group exists, so that no rank is left waiting for the others."""
+def test_an_impossible_layout_is_refused_with_numbers(
+    model: dict[str, Any], layout: dict[str, Any], words: list[str]
+) -> None:
+    """Before any process exists, so that no rank is left waiting for the others."""
     with pytest.raises(ValueError) as e:
-        check_layout(ParallelConfig(**layout), world_size=world, **MODEL)
+        check_layout(ParallelConfig(**layout), model)
     assert all(w in str(e.value) for w in words), str(e.value)
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 3, "dp": 2, "ep": 4}, {"pp": 2, "first_stage_layers": 1}])
-def test_a_possible_layout_passes(layout: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (MLA, {}),
+        (MLA, {"tp": 2, "pp": 3, "dp": 2, "ep": 4}),
+        (MLA, {"pp": 2, "first_stage_layers": 1}),
+        (MLA, {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 2}),
+        (tiny(num_hidden_layers=6), {"pp": 3, "vpp": 2, "cp": 4, "etp": 2}),
+        (GQA, {"tp": 2, "ep": 2, "cp": 2}),
+        (tiny_qwen(intermediate_size=255), {"tp": 2}),  # no layer has that MLP
+    ],
+)
+def test_a_possible_layout_passes(model: dict[str, Any], layout: dict[str, int]) -> None:
     """The checks must not refuse what works."""
-    config = ParallelConfig(**layout)
-    refused = check_layout(config, world_size=config.world_size, **MODEL)  # raises when it refuses
+    refused = check_layout(ParallelConfig(**layout), model)  # raises when it refuses
     assert refused is None
+
+
+def test_a_world_of_another_size_is_refused() -> None:
+    """Both numbers and what to set; expert ranks that do not fit the others are refused by the section itself."""
+    with pytest.raises(ValueError, match=r"= 2, but 3 trainer ranks.*parallel.dp"):
+        check_world(ParallelConfig(dp=2, ep=2), 3)
+    with pytest.raises(ValueError, match=r"ep \* parallel.etp = 4 does not divide tp \* cp \* dp = 2"):
+        ParallelConfig(dp=2, ep=2, etp=2)
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        ParallelConfig(pp=2, first_stage_layers=0)
+
+
+def test_a_run_is_refused_before_its_first_stage(tmp_path: Path) -> None:
+    """A dry run of 671 B parameters over PP7 says so from config.json alone: nothing is fetched, no rank is started."""
+    config = load_config(Path(__file__).parents[2] / "configs" / "deepseek_v3_fp8.toml", ["parallel.pp=7"])
+    with pytest.raises(ValueError, match=r"48 of 61 layers do not divide over 5 pipeline stages"):
+        plan_stages(config, tmp_path / "run", pipeline_parts(config, Console(quiet=True), None))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_rate_rises_linearly_and_stays() -> None:
