@@ -23,12 +23,14 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_bridge.packed_rope import apply_packed_rope
+from megatron_bridge.router import MaskedRouter
 from routing_replay.align import ragged_arange, zigzag_index
 
 _ALONE = 1024  # from this length on, padding to a neighbour's length costs more than a call of its own
@@ -243,6 +245,7 @@ _SWAPS = {
     DotProductAttention: SDPACoreAttention,
     WrappedTorchNorm: SequenceParallelRMSNorm,
     SequentialMLP: PaddedSequentialMLP,
+    TopKRouter: MaskedRouter,
 }
 _DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
 

@@ -1,4 +1,4 @@
-"""Puts recorded expert choices where megatron's router asks for its top-k.
+"""Puts recorded expert choices where megatron's router asks for its top-k, and tells it which rows are padding.
 
 Megatron calls `router.router_replay.get_replay_topk(...)` instead of its own top-k whenever that attribute is set, so
 no function is replaced. Which micro-batch is being routed is told by the schedule, not by counting calls: the step
@@ -61,6 +61,7 @@ class RoutingReplay:
         self.layers = tuple(r.layer_number - 1 for r in found)  # global numbers from 0
         for router, layer in zip(found, self.layers, strict=True):
             router.router_replay = _RouterHook(self, layer)
+            router.register_forward_pre_hook(self._mask_padding)
         RouterReplay.clear_global_router_replay_instances()  # those that megatron made, now replaced
         self._begin(recompute=False)
 
@@ -91,6 +92,11 @@ class RoutingReplay:
     def micro(self) -> int:
         """The micro-batch whose forward or backward runs now."""
         return self._micro
+
+    def _mask_padding(self, router: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """GPTModel of megatron-core 0.16.1 hands its routers no padding mask; which rows are padding is known here."""
+        hidden = inputs[0]  # [t, 1, H]
+        return hidden, ~self._shards[self._micro].real[:, None]
 
     def forward_of(self, micro: int) -> None:
         """The next routing calls belong to this micro-batch's forward."""

@@ -56,6 +56,8 @@ def resolve(
     experts = family.get("num_moe_experts") is not None
     if experts:
         transformer |= _moe(config)
+    elif config.router_aux_loss:
+        raise ValueError(f"train.router_aux_loss = {config.router_aux_loss}, but the model has no experts: set it to 0")
     transformer |= {"use_cpu_initialization": not cuda} | transformer_arguments(config, experts=experts)
     return Resolved(
         spec=spec,
@@ -112,8 +114,8 @@ def _recompute(config: TrainerConfig) -> dict[str, Any]:
 def _moe(config: TrainerConfig) -> dict[str, Any]:
     return {
         "moe_enable_routing_replay": True,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "aux_loss" if config.router_aux_loss else "none",
+        "moe_aux_loss_coeff": config.router_aux_loss,  # its scale is put right in router.py
         "moe_router_bias_update_rate": config.router_bias_update_rate,
     }
 

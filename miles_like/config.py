@@ -50,6 +50,7 @@ class TrainLoopConfig(Section):
     samples_per_group: int = Field(8, ge=1)
     max_tokens_per_rank: int = Field(8192, ge=1)  # packed tokens in a micro-batch
     router_bias_update_rate: float = Field(0.0, ge=0)
+    router_aux_loss: float = Field(0.0, ge=0)  # coefficient of the load-balancing loss, of one micro-batch's tokens
     recompute: Literal["none", "full"] = "none"
     balance: Literal["tokens", "flops"] = "tokens"  # what data-parallel rows and micro-batches get equal shares of
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient norm is nan or infinite
@@ -164,6 +165,7 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         seed=run.seed,
         temperature=run.rollout.temperature,
         router_bias_update_rate=run.train.router_bias_update_rate,
+        router_aux_loss=run.train.router_aux_loss,
         recompute=run.train.recompute,
         reference=run.algorithm.kl_coefficient > 0,
         on_nonfinite=run.train.on_nonfinite,
