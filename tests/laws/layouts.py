@@ -1,0 +1,177 @@
+"""What the laws of invariance share: small models, a loss over whole samples, and a run in a given layout.
+
+Every run starts from one checkpoint, which the single rank writes. Letters: T packed tokens, N samples in a pack.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from miles_like.types import MicroBatch, Stat
+from tests.megatron_bridge import toy
+from tests.megatron_bridge.tiny_models import tiny, tiny_qwen
+from tests.spawn import free_port
+
+STEPS = 2
+PATIENCE = 900.0  # seconds for one call of run_ranks: four ranks share two cores
+Layout = Mapping[str, Any]
+Metrics = list[dict[str, float]]
+Sized = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 4}
+
+# four layers, so that two stages of two virtual stages divide; fp32, so that gradients are compared unrounded
+MODELS: dict[str, dict[str, Any]] = {
+    "mla": tiny(
+        **Sized,
+        torch_dtype="float32",
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+    ),
+    "gqa": tiny_qwen(**Sized, torch_dtype="float32", head_dim=24, mlp_only_layers=[0]),
+}
+MOE_LAYERS = (1, 2, 3)
+
+
+class WholeSamples(toy.PolicyGradient):
+    """A loss whose every token depends on its whole sample, as a sequence-level ratio does: a rank that sees a part of
+    a sample, or gives gradient to its own part alone, gets another one."""
+
+    def __call__(self, *, logprobs: Tensor, **more: Any) -> tuple[Tensor, Mapping[str, Stat]]:
+        loss, stats = super().__call__(logprobs=logprobs, **more)
+        lengths = more["cu_seqlens"].diff().long()
+        owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)  # [T]
+        kept = torch.where(more["loss_mask"], logprobs, 0.0)
+        sums = torch.zeros(len(lengths)).index_add(0, owner, kept)  # [N]
+        stats = dict(stats) | {"sample/logprob": Stat(sums.detach().sum(), torch.tensor(len(lengths)))}
+        return loss * (1 + 0.1 * sums[owner]), stats
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a model in a layout, with `micros` micro-batches over all data-parallel rows. `settings` change what is
+    computed, so the single rank it is compared with has them too."""
+
+    model: str
+    layout: Layout = field(default_factory=dict)
+    settings: Layout = field(default_factory=dict)
+    micros: int = 4
+
+    @property
+    def key(self) -> str:
+        """Of the single rank's run that this one is compared with."""
+        return "-".join([self.model, *(f"{name}-{value}" for name, value in sorted(self.settings.items()))])
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run gave. `worst` is the parameter whose gradient is farthest from the single rank's, relative to its own
+    norm, and how far."""
+
+    metrics: Metrics
+    worst: tuple[str, float]
+    bias: list[float]  # the routing biases after the steps
+
+
+def batch(seed: int) -> list[MicroBatch]:
+    """16 samples of 5 to 17 tokens: four a micro-batch, of lengths that are multiples of nothing."""
+    return toy.samples(16, seed=seed, layers=MOE_LAYERS)
+
+
+def train(t: Any, *, dp: int, micros: int) -> Metrics:
+    """STEPS optimizer steps, each on another batch."""
+    out = []
+    for step in range(STEPS):
+        rows, tokens = toy.grid(batch(step), dp=dp, micros=micros)
+        out.append(dict(t.step(rows[t.dp_rank], tokens, step + 1).metrics))
+    return out
+
+
+def gradients(t: Any, *, dp: int, micros: int) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter's whole gradient under its Hugging Face name: put in the weights' place and exported, since the
+    exporter knows where each shard belongs. The weights are lost. Collective."""
+    t.optimizer.zero_grad()
+    rows, tokens = toy.grid(batch(0), dp=dp, micros=micros)
+    t._step.run(rows[t.dp_rank], tokens)
+    for chunk in t.chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for bucket in group.buckets if t.config.distributed_optimizer else ():
+                ranks = group.intra_distributed_optimizer_instance_group  # each holds the sum of its part only
+                mine = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=ranks)
+        for param in chunk.parameters():
+            param.data.copy_(param.main_grad)
+    yield from t.export()
+
+
+def bias(t: Any) -> list[float]:
+    """All routing biases of this rank's layers, told to every rank of its pipeline, in layer order."""
+    from megatron_bridge.model import routers
+
+    own = [(r.layer_number, r.expert_bias.tolist()) for r in routers(t.chunks) if r.expert_bias is not None]
+    stages: list[Any] = [None] * t.parallel.config.pp
+    dist.all_gather_object(stages, own, group=t.parallel.pp_group)
+    return [x for _, values in sorted(v for stage in stages for v in stage) for x in values]
+
+
+def references(rank: int, world: int, port: int, where: Path, cases: Mapping[str, Case]) -> dict[str, Run]:
+    """The single rank's run for each key of `cases`; it writes its start and its gradients."""
+    alone = {case.key: Case(case.model, settings=case.settings) for case in cases.values()}
+    return {key: _run(rank, world, free_port(), where, case, write=True) for key, case in alone.items()}
+
+
+def in_layouts(rank: int, world: int, port: int, where: Path, cases: Mapping[str, Case]) -> dict[str, Run]:
+    """The runs of `cases` over all ranks, each in a world of its own."""
+    out = {}
+    for i, (name, case) in enumerate(cases.items()):
+        port = _agree_on_port(where / f"port-{world}-{i}", rank)
+        out[name] = _run(rank, world, port, where, case, write=False)
+    return out
+
+
+def _agree_on_port(file: Path, rank: int) -> int:
+    """A free port, picked by rank 0 just before it is used: one that is picked minutes ahead may be taken by then."""
+    if rank == 0:
+        file.with_suffix(".new").write_text(str(free_port()))
+        file.with_suffix(".new").rename(file)
+    while not file.exists():
+        time.sleep(0.01)
+    return int(file.read_text())
+
+
+def _run(rank: int, world: int, port: int, where: Path, case: Case, *, write: bool) -> Run:
+    start, whole = where / f"{case.key}-start", where / f"{case.key}-gradients.pt"
+    hf = toy.hf_dir(where / f"{case.model}-hf-{rank}", MODELS[case.model])
+    cfg = toy.config(hf, **case.settings, **case.layout)
+    dp = cfg.parallel.dp
+    spread = {"dp": dp, "micros": case.micros // dp}
+    with toy.trainer(cfg, rank, world, port, WholeSamples()) as t:
+        if write:
+            toy.scramble(t)
+            t.save(start)
+        t.load_weights(start)
+        metrics, biases = train(t, **spread), bias(t)
+        t.load_weights(start)
+        found = gradients(t, **spread)
+        if write:
+            torch.save({name: x.clone() for name, x in found}, whole)
+            return Run(metrics, ("", 0.0), biases)
+        want = torch.load(whole)
+        errors = {name: _distance(x, want.pop(name)) for name, x in found}
+        assert not want, f"gradients of {sorted(want)[:3]} are missing"
+        worst = max(errors, key=lambda name: errors[name])
+        return Run(metrics, (worst, errors[worst]), biases)
+
+
+def _distance(got: Tensor, want: Tensor) -> float:
+    norm = float(want.norm())
+    return float((got - want).norm()) / norm if norm else float(got.norm())

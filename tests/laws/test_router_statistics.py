@@ -1,0 +1,67 @@
+"""Law: what the routers count, tokens for their bias and load for their auxiliary loss, depends on no layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.laws import layouts
+from tests.laws.layouts import Case, Run
+from tests.spawn import run_ranks
+
+BIAS = {"router_bias_update_rate": 0.01}
+AUX = {"router_aux_loss": 0.05}
+CASES: dict[str, Case] = {
+    "bias, TP2": Case("mla", {"tp": 2}, BIAS),
+    "bias, CP2": Case("mla", {"cp": 2}, BIAS),
+    "bias, CP2, recomputed": Case("mla", {"cp": 2, "recompute": "full"}, BIAS),
+    "bias, PP2xVPP2": Case("mla", {"pp": 2, "vpp": 2}, BIAS),
+    "bias, EP2": Case("mla", {"dp": 2, "ep": 2}, BIAS),
+    "auxiliary loss, TP2": Case("mla", {"tp": 2}, AUX),
+    "auxiliary loss, CP2": Case("mla", {"cp": 2}, AUX),
+    "auxiliary loss, CP2, GQA": Case("gqa", {"cp": 2}, AUX),
+    "auxiliary loss, TP2, recomputed": Case("mla", {"tp": 2, "recompute": "full"}, AUX),
+    "auxiliary loss, EP2": Case("mla", {"dp": 2, "ep": 2}, AUX),
+}
+Found = tuple[dict[str, Run], dict[str, Run]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """(the single rank's runs by key, the two ranks' by name)."""
+    where: Path = tmp_path_factory.mktemp("routers")
+    alone: list[Any] = run_ranks(
+        layouts.references, 1, where, {**CASES, "none": Case("mla")}, timeout_s=layouts.PATIENCE
+    )
+    return alone[0], run_ranks(layouts.in_layouts, 2, where, CASES, timeout_s=layouts.PATIENCE)[0]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("bias")])
+def test_the_routing_bias_moves_alike(found: Found, name: str) -> None:
+    """Megatron adds rate * sign(mean load - load) to each expert's bias; loads are whole numbers of tokens, so the
+    biases are equal to the last bit wherever padding counts for nothing, and differ at once where it counts."""
+    alone, runs = found
+    assert runs[name].bias == alone[CASES[name].key].bias
+    assert runs[name].bias != alone["mla"].bias, "the biases never moved"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("auxiliary")])
+def test_the_auxiliary_gradient_is_that_of_one_rank(found: Found, name: str) -> None:
+    """The loss is of a micro-batch's tokens, over all its tensor- and context-parallel ranks, and per token: the sum of
+    the ranks' gradients must not depend on how many share it, nor on how much padding each has. Not covered: other
+    packings, which give another loss by its definition."""
+    alone, runs = found
+    worst, distance = runs[name].worst
+    assert distance < 2e-5, worst
+    for want, got in zip(alone[CASES[name].key].metrics, runs[name].metrics, strict=True):
+        for key in ("train/loss", "train/grad_norm"):
+            assert got[key] == pytest.approx(want[key], rel=1e-5), key
+
+
+def test_the_auxiliary_loss_reaches_the_weights(found: Found) -> None:
+    """Guards the law above against a coefficient that does nothing."""
+    alone, _ = found
+    plain, balanced = (alone[key].metrics[0]["train/grad_norm"] for key in ("mla", CASES["auxiliary loss, TP2"].key))
+    assert abs(plain - balanced) > 1e-4 * plain
