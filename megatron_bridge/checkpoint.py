@@ -20,6 +20,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_bridge.checkpoint_writer import CheckpointSave
+from megatron_bridge.lora import ADAPTERS, check_adapters, reset_adapters
 from megatron_bridge.model import PolicyModel
 from megatron_bridge.optimizer import prime_state
 from megatron_bridge.parallel import ParallelContext
@@ -44,7 +45,8 @@ def _model_state(models: Sequence[PolicyModel], parallel: ParallelContext) -> di
 
 def _set_models(models: Sequence[PolicyModel], state: dict[str, Any]) -> None:
     for i, model in enumerate(models):
-        model.load_state_dict(state[f"model{i}"])
+        missing, unexpected = model.load_state_dict(state[f"model{i}"], strict=False)
+        assert not unexpected and all(name.endswith(ADAPTERS) for name in missing), (missing, unexpected)
 
 
 def _full_state(
@@ -114,6 +116,7 @@ def load_checkpoint(
             f"checkpoint {path} was written with distributed_optimizer = {had}, this run has {have}: "
             "resume with the same, or load its weights only"
         )
+    check_adapters(path, models)
     prime_state(optimizer)
     wanted = _full_state(models, optimizer, parallel, 0, loading=True)
     same_layout = written.get("layout") == parallel.config.model_dump()
@@ -136,8 +139,16 @@ def read_weights(path: Path, models: Sequence[PolicyModel], parallel: ParallelCo
     Raises ValueError when the directory is missing, incomplete, or of another model.
     """
     _check(path)
-    state = _read(_model_state(models, parallel), path)  # what else the checkpoint holds comes back beside it
+    wanted = _model_state(models, parallel)
+    adapted = check_adapters(path, models)
+    if not adapted:
+        wanted = {
+            chunk: {k: v for k, v in state.items() if not k.endswith(ADAPTERS)} for chunk, state in wanted.items()
+        }
+    state = _read(wanted, path)  # what else the checkpoint holds comes back beside it
     _set_models(models, state)
+    if not adapted:
+        reset_adapters(models)
 
 
 def load_weights(

@@ -60,14 +60,72 @@ class PrecisionConfig(Section):
 
 
 class OptimizerConfig(Section):
+    """AdamW. Name patterns are as in a shell (`*`, `?`, `[...]`) over Megatron's parameter names with the global layer
+    and expert numbers, such as `decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight`."""
+
     lr: float = Field(1e-6, gt=0)
-    min_lr: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    min_lr: float = Field(0.0, ge=0)  # where the warm-up starts and the decay ends
     warmup_steps: int = Field(0, ge=0)
+    decay_steps: int | None = Field(None, ge=1)  # the step from which on lr is min_lr; None: all steps of the run
+    wsd_decay_steps: int | None = Field(None, ge=1)  # wsd: how many of the last of them decay, linearly
     weight_decay: float = Field(0.0, ge=0)
+    no_decay: tuple[str, ...] = ()  # name patterns not decayed, besides all one-dimensional parameters
+    frozen: tuple[str, ...] = ()  # name patterns of parameters and routing biases that are not trained
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     clip_grad: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def schedule_makes_sense(self) -> OptimizerConfig:
+        decays, warm, ends = self.schedule != "constant", self.warmup_steps, self.decay_steps
+        if self.min_lr > self.lr:
+            raise ValueError(f"optimizer.min_lr = {self.min_lr} is above optimizer.lr = {self.lr}: lower it")
+        if self.min_lr and not decays and not warm:
+            raise ValueError(
+                f"optimizer.min_lr = {self.min_lr} does nothing with schedule = 'constant' and warmup_steps = 0: "
+                "remove it or set a schedule"
+            )
+        if ends is not None and not decays:
+            raise ValueError(
+                f"optimizer.decay_steps = {ends} does nothing with schedule = 'constant': remove it or set a schedule"
+            )
+        if (self.wsd_decay_steps is not None) != (self.schedule == "wsd"):
+            raise ValueError(
+                f"optimizer.schedule = {self.schedule!r} with wsd_decay_steps = {self.wsd_decay_steps}: schedule 'wsd' "
+                "needs that number, the others must not have it"
+            )
+        if ends is not None and warm + (self.wsd_decay_steps or 1) > ends:
+            raise ValueError(
+                f"optimizer.warmup_steps = {warm} and {self.wsd_decay_steps or 1} steps of decay do not fit into "
+                f"decay_steps = {ends}: lower warmup_steps or raise decay_steps"
+            )
+        return self
+
+    def over(self, steps: int) -> OptimizerConfig:
+        """Of a run of that many steps: fills in decay_steps. Raises ValueError when the schedule does not fit."""
+        if self.schedule == "constant" or self.decay_steps is not None:
+            return self
+        return OptimizerConfig.model_validate(self.model_dump() | {"decay_steps": max(steps, 1)})
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: only they are trained, and they are merged into the weights that are published."""
+
+    rank: int = Field(0, ge=0)  # 0: no adapters, all weights are trained
+    alpha: float = Field(16.0, gt=0)  # the product of the adapters counts alpha / rank
+    targets: tuple[Literal["attention", "experts", "shared_experts", "mlp"], ...] = ("attention",)  # mlp: dense layers'
+
+    @model_validator(mode="after")
+    def every_key_does_something(self) -> LoraConfig:
+        defaults = type(self).model_fields
+        for key in ("alpha", "targets"):
+            if not self.rank and getattr(self, key) != defaults[key].default:
+                raise ValueError(f"lora.{key} = {getattr(self, key)} does nothing with lora.rank = 0: set lora.rank")
+        if self.rank and not self.targets:
+            raise ValueError(f"lora.rank = {self.rank} with no lora.targets trains nothing: name targets or set rank 0")
+        return self
 
 
 class ReplayConfig(Section):
@@ -111,6 +169,7 @@ class TrainerConfig(Section):
     optimizer: OptimizerConfig
     replay: ReplayConfig
     kernels: KernelsConfig = KernelsConfig()
+    lora: LoraConfig = LoraConfig()
     seed: int = 0
     temperature: float = Field(1.0, gt=0)  # the rollout's: log-probs are of logits / temperature
     router_bias_update_rate: float = Field(0.0, ge=0)  # 0 freezes e_score_correction_bias
@@ -121,3 +180,26 @@ class TrainerConfig(Section):
     reference: bool = False  # keep the weights that `load_weights` reads, and tell the loss function their log-probs
     logprob_memory_mib: int = Field(64, ge=1)  # MiB of logits and their temporaries that exist at once
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient norm is nan or infinite
+
+    @model_validator(mode="after")
+    def schedule_has_an_end(self) -> TrainerConfig:
+        if self.optimizer.schedule != "constant" and self.optimizer.decay_steps is None:
+            raise ValueError(
+                f"optimizer.schedule = {self.optimizer.schedule!r} without decay_steps: a trainer does not know how "
+                "long the run is; set optimizer.decay_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def only_adapters_train(self) -> TrainerConfig:
+        if self.lora.rank and self.optimizer.frozen:
+            raise ValueError(
+                f"lora.rank = {self.lora.rank} freezes all but its adapters, so optimizer.frozen = "
+                f"{list(self.optimizer.frozen)} could only freeze those: remove it, or narrow lora.targets"
+            )
+        if self.lora.rank and self.router_bias_update_rate:
+            raise ValueError(
+                f"lora.rank = {self.lora.rank} freezes the routers, but router_bias_update_rate = "
+                f"{self.router_bias_update_rate}: set it to 0"
+            )
+        return self

@@ -147,7 +147,7 @@ def _local_slots(chunk: torch.nn.Module, tensors: TensorMap, stage: int) -> Iter
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
     indexes = {id(entry): index for index, entry in enumerate(tensors.entries)}
     for name, value in model.state_dict(keep_vars=True).items():
-        if name.endswith("_extra_state"):
+        if name.endswith("_extra_state") or getattr(value, "merged", False):
             continue
         name = _LOCAL_LAYER.sub(lambda m: f"decoder.layers.{numbers[int(m[1])]}.", name)
         if tensors.is_copy(name):
@@ -219,7 +219,7 @@ class _Exporter:
         """Whole tensors of a bucket of this rank's stage, in the order of the names."""
         first = self.entry(bucket[0])
         dtype = self.tensors.dtype(first)
-        shards = [slot.tensor.detach().to(dtype) for slot in bucket if slot.tensor is not None]
+        shards = [_served(slot.tensor).to(dtype) for slot in bucket if slot.tensor is not None]
         ranks = [shards]
         if first.per_expert:
             ranks = self._all_gather(ranks, self.parallel.etp_group)
@@ -292,6 +292,11 @@ class _Exporter:
         dist.broadcast(flat, dist.get_global_rank(group, owner), group=group)
         pieces = torch.split(flat, [math.prod(shape) for shape in shapes])
         return (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+
+
+def _served(parameter: Any) -> Tensor:
+    """What the model computes with: the parameter, or the effective weight made of it."""
+    return parameter.served() if hasattr(parameter, "served") else parameter.detach()
 
 
 def _concat(pieces: Sequence[Tensor], axis: int) -> Tensor:

@@ -27,6 +27,8 @@ from megatron_bridge.families.base import HFConfig
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.local_modules import localize
 from megatron_bridge.logprobs import label_logprobs
+from megatron_bridge.lora import attach
+from megatron_bridge.optimizer import freeze
 from megatron_bridge.parallel import ParallelContext
 from megatron_bridge.resolve import Resolved
 
@@ -108,9 +110,12 @@ def build_model(
     With params_dtype "bfloat16" the parameters are bf16, but for the router's bias; gradients accumulate in fp32.
     """
     tf = (MLATransformerConfig if resolved.multi_latent_attention else TransformerConfig)(**resolved.transformer)
+    models = [_build_chunk(config, hf, tf, parallel, env, stage) for stage in range(config.parallel.vpp)]
+    freeze(models, config.optimizer.frozen, parallel)
+    attach(models, config.lora, parallel, seed=config.seed)
     chunks = []
-    for stage in range(config.parallel.vpp):
-        model: torch.nn.Module = _build_chunk(config, hf, tf, parallel, env, stage)
+    for stage, own in enumerate(models):
+        model: torch.nn.Module = own
         if tf.bf16:
             model = Float16Module(tf, model)
             for router in routers([model]):

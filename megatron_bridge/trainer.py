@@ -27,11 +27,13 @@ from megatron_bridge.hf_export import ExportPlan  # noqa: E402
 from megatron_bridge.layout import check_layout  # noqa: E402
 from megatron_bridge.model import build_model, unwrap  # noqa: E402
 from megatron_bridge.nonfinite import RoutingBias, explain  # noqa: E402
-from megatron_bridge.optimizer import NonFiniteGradient, apply_gradients, build_optimizer, learning_rate  # noqa: E402
+from megatron_bridge.optimizer import NonFiniteGradient, apply_gradients, build_optimizer  # noqa: E402
 from megatron_bridge.overlap import connect_overlap, settle_parameters  # noqa: E402
 from megatron_bridge.parallel import close_parallel, init_parallel  # noqa: E402
+from megatron_bridge.param_names import matching  # noqa: E402
 from megatron_bridge.replay_hook import RoutingReplay  # noqa: E402
 from megatron_bridge.resolve import resolve  # noqa: E402
+from megatron_bridge.schedule import learning_rate  # noqa: E402
 from megatron_bridge.step import Step  # noqa: E402
 from megatron_bridge.weight_copies import WeightCopies  # noqa: E402
 from miles_like.protocols import LossFn  # noqa: E402
@@ -81,7 +83,8 @@ class MegatronTrainer:
         )
         self.chunks = build_model(config, self.hf, resolved, self.parallel, _ENV)
         self.models = [unwrap(chunk) for chunk in self.chunks]
-        self.optimizer = build_optimizer(resolved, self.chunks)
+        no_decay = matching(self.models, self.parallel, config.optimizer.no_decay, key="optimizer.no_decay")
+        self.optimizer = build_optimizer(resolved, self.chunks, no_decay)
         tf = self.models[0].config
         tf.grad_scale_func = self.optimizer.scale_loss
         connect_overlap(tf, self.chunks)

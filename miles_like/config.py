@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from megatron_bridge.config import (
     KernelsConfig,
+    LoraConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -110,6 +111,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     replay: ReplayConfig = ReplayConfig()
     kernels: KernelsConfig = KernelsConfig()
+    lora: LoraConfig = LoraConfig()
     train: TrainLoopConfig = TrainLoopConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reward: RewardConfig = RewardConfig()
@@ -141,6 +143,11 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def schedule_fits_the_run(self) -> RunConfig:
+        self.optimizer.over(self.train.steps)
+        return self
+
+    @model_validator(mode="after")
     def this_version_can_do_it(self) -> RunConfig:
         """A key that would silently do nothing is worse than one that is refused."""
         if self.alignment.deterministic:
@@ -159,9 +166,10 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         hf_config=str(hf_dir.resolve()),
         parallel=run.parallel,
         precision=run.precision,
-        optimizer=run.optimizer,
+        optimizer=run.optimizer.over(run.train.steps),
         replay=run.replay,
         kernels=run.kernels,
+        lora=run.lora,
         seed=run.seed,
         temperature=run.rollout.temperature,
         router_bias_update_rate=run.train.router_bias_update_rate,

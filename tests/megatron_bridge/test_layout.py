@@ -1,4 +1,4 @@
-"""Layout checks, the learning-rate schedule and a rank's slice of a micro-batch: no ranks needed."""
+"""Layout checks and a rank's slice of a micro-batch: no ranks needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatron_bridge.config import OptimizerConfig, ParallelConfig
+from megatron_bridge.config import ParallelConfig
 from megatron_bridge.device import init_device
 from megatron_bridge.layout import check_layout, check_world
 from miles_like.assemble import pipeline_parts
@@ -22,7 +22,6 @@ from tests.megatron_bridge.tiny_models import tiny, tiny_qwen
 
 init_device()
 
-from megatron_bridge.optimizer import learning_rate  # noqa: E402
 from megatron_bridge.shard import shard  # noqa: E402
 from routing_replay.align import zigzag_index  # noqa: E402
 
@@ -99,13 +98,6 @@ def test_a_run_is_refused_before_its_first_stage(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"48 of 61 layers do not divide over 5 pipeline stages"):
         plan_stages(config, tmp_path / "run", pipeline_parts(config, Console(quiet=True), None))
     assert not list(tmp_path.iterdir())
-
-
-def test_the_rate_rises_linearly_and_stays() -> None:
-    """Step 0 already moves; the last warm-up step has the full rate."""
-    config = OptimizerConfig(lr=4.0, min_lr=2.0, warmup_steps=4)
-    assert [learning_rate(config, i) for i in range(6)] == [2.5, 3.0, 3.5, 4.0, 4.0, 4.0]
-    assert learning_rate(OptimizerConfig(lr=3.0), 0) == 3.0
 
 
 def _rank(tp: int, rank: int, cp: int = 1, cp_rank: int = 0) -> Any:

@@ -1,0 +1,45 @@
+"""A linear that computes with a function of its weight, and the promise that this very tensor is what is published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Effective = Callable[[Tensor], Tensor]  # weight [out, in] -> the weight computed with, same shape and dtype
+
+
+def use_effective_weight(linear: Any, effective: Effective) -> None:
+    """`linear` (Megatron's column- and row-parallel linears, DuplicatedLinear) computes with `effective(weight)`.
+
+    Called once a forward, and again where a layer is recomputed, so `effective` must be deterministic; gradients flow
+    through it. A second call composes: the later function is applied to the earlier one's result. The parameter stays
+    what it was for the optimizer and for checkpoints, and gets `served`, a function without arguments that returns what
+    the linear computes with now, without gradient: the exporter publishes that.
+    """
+    composed = getattr(linear, "effective_weights", None)
+    if composed is not None:
+        composed.append(effective)
+        return
+    # a fused kernel would add the gradient to the parameter's buffer itself, past `effective`
+    assert not getattr(linear, "gradient_accumulation_fusion", False), "gradient_accumulation_fusion must be off"
+    parameter, stock = linear.weight, linear.forward
+    linear.effective_weights = functions = [effective]
+
+    def weight() -> Tensor:
+        value: Tensor = parameter
+        for function in functions:
+            value = function(value)
+        return value
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        linear._parameters["weight"] = weight()
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            linear._parameters["weight"] = parameter
+
+    linear.forward = forward
+    parameter.served = torch.no_grad()(weight)
