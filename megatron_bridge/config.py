@@ -153,7 +153,23 @@ class KernelsConfig(Section):
     permute_fusion: bool = False
 
 
-class TrainerConfig(Section):
+class RecomputeConfig(Section):
+    """Activations that are computed again in backward: none, of whole layers, or of some parts of each layer."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_modules: tuple[str, ...] = ()  # megatron's names, for "selective"; empty: those that pay
+
+    @model_validator(mode="after")
+    def modules_are_chosen_selectively(self) -> RecomputeConfig:
+        if self.recompute_modules and self.recompute != "selective":
+            raise ValueError(
+                f"recompute_modules = {list(self.recompute_modules)} does nothing with recompute = "
+                f"{self.recompute!r}: set recompute = 'selective' or remove it"
+            )
+        return self
+
+
+class TrainerConfig(RecomputeConfig):
     """Everything one trainer rank needs, in one value.
 
     router_aux_loss: coefficient c of the routers' load-balancing loss. To the loss of a step, in each MoE layer, it
@@ -175,9 +191,9 @@ class TrainerConfig(Section):
     router_bias_update_rate: float = Field(0.0, ge=0)  # 0 freezes e_score_correction_bias
     router_aux_loss: float = Field(0.0, ge=0)
     params_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    recompute: Literal["none", "full"] = "none"
     distributed_optimizer: bool = True
     reference: bool = False  # keep the weights that `load_weights` reads, and tell the loss function their log-probs
+    mtp_coefficient: float = Field(0.0, ge=0)  # of the multi-token prediction loss; 0: its modules are not built
     logprob_memory_mib: int = Field(64, ge=1)  # MiB of logits and their temporaries that exist at once
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient norm is nan or infinite
 

@@ -237,6 +237,14 @@ def _unshare_steps(stock: Any) -> Any:
     return load_state_dict
 
 
+def _fp8_false_is_off(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def init(self: Any, fp8: Any = None) -> None:
+        stock(self, fp8=fp8 or None)
+
+    return init
+
+
 # Without TransformerEngine, on any device: bugs of 0.16.1.
 NO_TE_SHIMS: tuple[Shim, ...] = (
     Shim(
@@ -258,6 +266,13 @@ NO_TE_SHIMS: tuple[Shim, ...] = (
         "load_state_dict",
         "gives all parameters one shared `step`, which torch's AdamW then raises once per parameter",
         _unshare_steps,
+    ),
+    Shim(
+        "megatron.core.tensor_parallel.random:CheckpointWithoutOutput",
+        "__init__",
+        "takes its default fp8=False for FP8: NameError in selective recomputation of norms",
+        _fp8_false_is_off,
+        lambda stock: "self.fp8 = fp8 is not None" in inspect.getsource(stock),
     ),
 )
 

@@ -1,6 +1,6 @@
 """Stock megatron-core GPTModel for one rank, from a Hugging Face config: built, cast to bf16, wrapped for gradients.
 
-Letters: T packed tokens, H hidden size.
+Letters: T packed tokens, s rows of them below the embedding, H hidden size, D depths of multi-token prediction.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -28,6 +28,7 @@ from megatron_bridge.families.registry import family_of
 from megatron_bridge.local_modules import localize
 from megatron_bridge.logprobs import label_logprobs
 from megatron_bridge.lora import attach
+from megatron_bridge.mtp import depth_states, mtp_block_spec, route_alone
 from megatron_bridge.optimizer import freeze
 from megatron_bridge.parallel import ParallelContext
 from megatron_bridge.resolve import Resolved
@@ -43,28 +44,42 @@ class PolicyModel(GPTModel):
         self.temperature, self.logprob_memory = temperature, logprob_memory
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """[2, T] fp32 on the last stage, given labels [1, T] and loss_mask [1, T] bool: log-probability of each label
-        with loss (0 elsewhere) and entropy of its distribution (no gradient). Else what GPTModel returns."""
+        """[2 + D, T] fp32 on the last stage, given labels [1 + D, T] and loss_mask [1 + D, T] bool of `mtp.ahead`:
+        log-probability of each label with loss (0 elsewhere), entropy of its distribution (no gradient), and for each
+        of D depths of multi-token prediction -log p of its label at temperature 1. Else what GPTModel returns."""
         labels, loss_mask = kwargs["labels"], kwargs["loss_mask"]
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states=hidden_states, **kwargs)  # type: ignore[no-any-return]
+        out = list(self._logprobs(hidden_states, labels[0], loss_mask[0], self.temperature))
+        if self.mtp_process:
+            names = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
+            attention = {name: kwargs[name] for name in names}
+            states = depth_states(self.mtp, hidden_states, labels, kwargs["position_ids"], self.embedding, **attention)
+            for state, label, mask in zip(states, labels[1:], loss_mask[1:], strict=True):
+                out.append(-self._logprobs(state, label, mask, 1.0)[0])
+        return torch.stack(out)
+
+    def _logprobs(
+        self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy, [T] fp32 each, 0 where labels [T] have no loss; hidden_states [s, 1, H]."""
         group, tied = self.pg_collection.tp, self.share_embeddings_and_output_weights
         # backward adds up the partial gradients of the vocabulary's shares
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-        rows = loss_mask[0].nonzero()[:, 0]
+        rows = loss_mask.nonzero()[:, 0]
         logprobs, entropy = label_logprobs(
             hidden[:, 0].index_select(0, rows),
             self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
-            labels[0].index_select(0, rows),
-            temperature=self.temperature,
+            labels.index_select(0, rows),
+            temperature=temperature,
             memory=self.logprob_memory,
             group=group,
         )
-        out = logprobs.new_zeros(2, labels.shape[1])
-        return out.index_copy(1, rows, torch.stack([logprobs, entropy]))
+        blank = logprobs.new_zeros(len(labels))
+        return blank.index_copy(0, rows, logprobs), blank.index_copy(0, rows, entropy)
 
 
 def _build_chunk(
@@ -75,8 +90,6 @@ def _build_chunk(
     spec = get_gpt_decoder_block_spec(
         tf, use_transformer_engine=False, normalization=tf.normalization, vp_stage=vp_stage
     )
-    # None where this chunk has no draft layer
-    draft = get_gpt_mtp_block_spec(tf, spec, use_transformer_engine=False, vp_stage=vp_stage)
     model = PolicyModel(
         tf,
         localize(spec),
@@ -88,11 +101,13 @@ def _build_chunk(
         position_embedding_type="rope",
         rotary_base=family_of(hf).rotary_base(hf),
         parallel_output=True,
+        mtp_block_spec=mtp_block_spec(tf, spec, vp_stage),
         vp_stage=vp_stage,
-        mtp_block_spec=localize(draft) if draft else None,
         temperature=config.temperature,
         logprob_memory=config.logprob_memory_mib << 20,
     )
+    if model.mtp_process:
+        route_alone(model.mtp)
     for name, param in model.named_parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
         if ".experts." in name:
@@ -118,7 +133,7 @@ def build_model(
         model: torch.nn.Module = own
         if tf.bf16:
             model = Float16Module(tf, model)
-            for router in routers([model]):
+            for router in every_router([model]):
                 router._maintain_float32_expert_bias()
         # later chunks are reduced as one bucket each: megatron does so, since their gradients come late
         ddp = DistributedDataParallelConfig(**resolved.ddp)
@@ -134,5 +149,11 @@ def unwrap(chunk: torch.nn.Module) -> PolicyModel:
 
 
 def routers(chunks: list[Any]) -> list[TopKRouter]:
-    """This rank's routers in layer order; `layer_number - 1` is the global layer."""
+    """This rank's routers in layer order, without those of multi-token prediction; `layer_number - 1` is the global
+    layer."""
+    return [router for router in every_router(chunks) if router.layer_number <= router.config.num_layers]
+
+
+def every_router(chunks: list[Any]) -> list[TopKRouter]:
+    """This rank's routers, those of multi-token prediction last."""
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.agree import first_said, gather_text
-from megatron_bridge.model import routers, unwrap
+from megatron_bridge.model import every_router, unwrap
 from megatron_bridge.parallel import ParallelContext
 from megatron_bridge.step import Step
 from miles_like.protocols import LossFn
@@ -35,7 +35,7 @@ class RoutingBias:
     anybody knows whether the step counts."""
 
     def __init__(self, chunks: list[Any]) -> None:
-        biases = [router.expert_bias for router in routers(chunks) if router.expert_bias is not None]
+        biases = [router.expert_bias for router in every_router(chunks) if router.expert_bias is not None]
         self._kept = [(bias, bias.detach().clone()) for bias in biases]
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
-from megatron_bridge.model import routers
+from megatron_bridge.model import every_router, routers
 from megatron_bridge.shard import Shard
 from routing_replay.agreement import topk_agreement
 from routing_replay.tape import ReplayTape
@@ -61,6 +61,7 @@ class RoutingReplay:
         self.layers = tuple(r.layer_number - 1 for r in found)  # global numbers from 0
         for router, layer in zip(found, self.layers, strict=True):
             router.router_replay = _RouterHook(self, layer)
+        for router in every_router(chunks):
             router.register_forward_pre_hook(self._mask_padding)
         RouterReplay.clear_global_router_replay_instances()  # those that megatron made, now replaced
         self._begin(recompute=False)

@@ -22,6 +22,7 @@ from megatron_bridge.kernels import (
     token_multiple,
     transformer_arguments,
 )
+from megatron_bridge.recompute import recompute_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ def resolve(
     spec = choose_spec(config, hf, cuda=cuda, te=te, capability=capability)
     dtype = torch.bfloat16 if config.params_dtype == "bfloat16" else torch.float32
     family = dict(family_of(hf).transformer_config(hf))
-    transformer = family | _layout(config) | _precision(dtype) | _recompute(config)
+    transformer = family | _layout(config) | _precision(dtype)
     if config.router_bias_update_rate and not family.get("moe_router_enable_expert_bias"):
         raise ValueError(
             f"router_bias_update_rate = {config.router_bias_update_rate}, but this model's router has no selection "
@@ -59,6 +60,8 @@ def resolve(
     elif config.router_aux_loss:
         raise ValueError(f"train.router_aux_loss = {config.router_aux_loss}, but the model has no experts: set it to 0")
     transformer |= {"use_cpu_initialization": not cuda} | transformer_arguments(config, experts=experts)
+    transformer |= _mtp(config, hf)
+    transformer |= recompute_settings(config, transformer)
     return Resolved(
         spec=spec,
         multi_latent_attention=bool(family.get("multi_latent_attention")),
@@ -105,12 +108,6 @@ def _precision(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _recompute(config: TrainerConfig) -> dict[str, Any]:
-    if config.recompute == "none":
-        return {}
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
 def _moe(config: TrainerConfig) -> dict[str, Any]:
     return {
         "moe_enable_routing_replay": True,
@@ -118,6 +115,17 @@ def _moe(config: TrainerConfig) -> dict[str, Any]:
         "moe_aux_loss_coeff": config.router_aux_loss,  # its scale is put right in router.py
         "moe_router_bias_update_rate": config.router_bias_update_rate,
     }
+
+
+def _mtp(config: TrainerConfig, hf: HFConfig) -> dict[str, Any]:
+    if not config.mtp_coefficient:
+        return {}
+    depths = family_of(hf).mtp_layers(hf)
+    if not depths:
+        raise ValueError(
+            f"mtp_coefficient = {config.mtp_coefficient}, but config.json has num_nextn_predict_layers = 0: set it to 0"
+        )
+    return {"mtp_num_layers": depths}
 
 
 def _optimizer(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A micro-batch -> what this rank feeds: padded, cut over context-parallel ranks, with its own part of the routes.
 
 Letters: T packed tokens, N samples in a pack, P rows that this context-parallel rank feeds, C = cp * P rows of all of
-them, K experts a token.
+them, K experts a token, D depths of multi-token prediction.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_bridge.mtp import ahead
 from megatron_bridge.parallel import ParallelContext
 from miles_like.types import MicroBatch
 from routing_replay.align import place_rows, ragged_arange, select_layers, sequence_slice, zigzag_index
@@ -26,9 +27,9 @@ class Shard:
 
     batch: MicroBatch  # on the device, unpadded
     tokens: Tensor  # [1, P] int64
-    labels: Tensor  # [1, P] int64
+    labels: Tensor  # [1 + D, P] int64: row k is the label k further on, see mtp.ahead
     positions: Tensor  # [1, P] int64
-    loss_mask: Tensor  # [1, P] bool, False on padding
+    loss_mask: Tensor  # [1 + D, P] bool, False on padding
     packed: PackedSeqParams
     home: Tensor  # [T] int64: where each token is among the C rows of all context-parallel ranks, laid end to end
     real: Tensor  # [P / tp] bool: this rank's rows that are tokens of a micro-batch with loss
@@ -102,9 +103,16 @@ def _on(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def shard(
-    batch: MicroBatch, parallel: ParallelContext, device: torch.device, *, layers: tuple[int, ...], num_experts: int
+    batch: MicroBatch,
+    parallel: ParallelContext,
+    device: torch.device,
+    *,
+    layers: tuple[int, ...],
+    num_experts: int,
+    depths: int = 0,
 ) -> Shard:
-    """`batch` for this rank; `layers` are the global numbers of the MoE layers of its pipeline stage.
+    """`batch` for this rank; `layers` are the global numbers of the MoE layers of its pipeline stage,
+    `depths` how many labels more than the next one each row carries.
 
     A micro-batch without any loss (what fills up unequal rows) has no real row: it enters no statistic of the routers.
     Raises ValueError when the batch is empty or its routing lacks one of `layers` or is of another model.
@@ -124,15 +132,17 @@ def shard(
     is_token = rows >= 0
 
     def fed(x: Tensor) -> Tensor:
-        """[T] -> [1, P], 0 on padding."""
-        return (x.index_select(0, rows.clamp(min=0)) * is_token)[None]
+        """[..., T] -> [..., P], 0 on padding."""
+        return x.index_select(-1, rows.clamp(min=0)) * is_token
+
+    labels, loss_mask = ahead(batch.labels, batch.loss_mask, batch.cu_seqlens, depths)
 
     return Shard(
         batch=batch,
-        tokens=fed(batch.tokens),
-        labels=fed(batch.labels),
-        positions=fed(batch.positions),
-        loss_mask=fed(batch.loss_mask),
+        tokens=fed(batch.tokens[None]),
+        labels=fed(labels),
+        positions=fed(batch.positions[None]),
+        loss_mask=fed(loss_mask),
         packed=_packed_params(at.cu_seqlens.to(device)),
         home=at.home.to(device),
         real=real.to(device),

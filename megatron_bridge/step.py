@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from megatron_bridge.agree import check_equal, raise_together
+from megatron_bridge.mtp import mtp_loss
 from megatron_bridge.parallel import ParallelContext
 from megatron_bridge.replay_hook import RoutingReplay
 from megatron_bridge.shard import Shard, shard
@@ -43,9 +44,11 @@ class Step:
         replay: RoutingReplay,
         loss: LossFn,
         device: torch.device,
+        mtp_coefficient: float = 0.0,
     ) -> None:
         self.chunks, self.config, self.parallel = chunks, transformer_config, parallel
         self.replay, self.loss, self.device = replay, loss, device
+        self.depths, self.mtp_coefficient = transformer_config.mtp_num_layers or 0, mtp_coefficient
 
     def run(
         self,
@@ -94,6 +97,7 @@ class Step:
         """The row as this rank feeds it, with its routes loaded. What one rank cannot take, every rank raises."""
         experts, error, out = self.config.num_moe_experts or 0, None, []
         stages = self.parallel.config.pp
+        fixed = {"layers": self.replay.layers, "num_experts": experts, "depths": self.depths}
         try:
             if not row:
                 raise ValueError("a row without micro-batches: give each data-parallel rank at least one")
@@ -103,7 +107,7 @@ class Step:
                     f"(parallel.vpp = {len(self.chunks)}): pack with micro_multiple = {stages}"
                 )
             for batch in row:
-                out.append(shard(batch, self.parallel, self.device, layers=self.replay.layers, num_experts=experts))
+                out.append(shard(batch, self.parallel, self.device, **fixed))
             self.replay.load(out, forward_only=forward_only, own_routing=own_routing)
         except ValueError as e:
             error = e
@@ -141,7 +145,7 @@ class Step:
     ) -> tuple[Tensor, Tensor, _Stats]:
         """(sum of the losses, number of loss tokens, statistics) of one micro-batch; output [R, P] fp32."""
         batch = s.batch
-        logprobs, entropy = self._whole(s, output)[:2]
+        logprobs, entropy, *nll = self._whole(s, output)
         per_token, stats = self.loss(
             logprobs=logprobs,
             entropy=entropy.detach(),
@@ -153,7 +157,13 @@ class Step:
         )
         total = torch.where(batch.loss_mask, per_token, 0.0).sum()  # a masked label may well be infinite
         count = batch.loss_mask.sum()
-        return total, count.to(torch.int), dict(stats) | {"train/loss": Stat(total.detach(), count)}
+        stats = dict(stats) | {"train/loss": Stat(total.detach(), count)}
+        if nll:
+            more, stats["train/mtp_loss"] = mtp_loss(
+                torch.stack(nll), batch.loss_mask, batch.cu_seqlens, self.mtp_coefficient
+            )
+            total = total + more
+        return total, count.to(torch.int), stats
 
     def _logprobs(self, micro: int, s: Shard, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The log-probabilities alone, [T], where a loss would have its statistics."""

@@ -31,6 +31,7 @@ from megatron_bridge.optimizer import NonFiniteGradient, apply_gradients, build_
 from megatron_bridge.overlap import connect_overlap, settle_parameters  # noqa: E402
 from megatron_bridge.parallel import close_parallel, init_parallel  # noqa: E402
 from megatron_bridge.param_names import matching  # noqa: E402
+from megatron_bridge.recompute import routes_again  # noqa: E402
 from megatron_bridge.replay_hook import RoutingReplay  # noqa: E402
 from megatron_bridge.resolve import resolve  # noqa: E402
 from megatron_bridge.schedule import learning_rate  # noqa: E402
@@ -88,8 +89,8 @@ class MegatronTrainer:
         tf = self.models[0].config
         tf.grad_scale_func = self.optimizer.scale_loss
         connect_overlap(tf, self.chunks)
-        replay = RoutingReplay(self.chunks, mode=config.replay.mode, recompute=config.recompute == "full")
-        self._step = Step(self.chunks, tf, self.parallel, replay, loss, _ENV.device)
+        replay = RoutingReplay(self.chunks, mode=config.replay.mode, recompute=routes_again(resolved.transformer))
+        self._step = Step(self.chunks, tf, self.parallel, replay, loss, _ENV.device, config.mtp_coefficient)
         self.copies = WeightCopies(self.chunks, self.parallel)
         self.steps_done = 0
         self._export: ExportPlan | None = None

@@ -13,6 +13,7 @@ from megatron_bridge.config import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    RecomputeConfig,
     ReplayConfig,
     Section,
     TrainerConfig,
@@ -45,16 +46,16 @@ class ModelConfig(Section):
     make: MakeConfig | None = None
 
 
-class TrainLoopConfig(Section):
+class TrainLoopConfig(RecomputeConfig):
     steps: int = Field(100, ge=0)
     groups_per_step: int = Field(64, ge=1)
     samples_per_group: int = Field(8, ge=1)
     max_tokens_per_rank: int = Field(8192, ge=1)  # packed tokens in a micro-batch
     router_bias_update_rate: float = Field(0.0, ge=0)
     router_aux_loss: float = Field(0.0, ge=0)  # coefficient of the load-balancing loss, of one micro-batch's tokens
-    recompute: Literal["none", "full"] = "none"
     balance: Literal["tokens", "flops"] = "tokens"  # what data-parallel rows and micro-batches get equal shares of
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient norm is nan or infinite
+    mtp_coefficient: float = Field(0.0, ge=0)  # of the multi-token prediction loss; 0: not trained
 
 
 class AlgorithmConfig(Section):
@@ -175,6 +176,8 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         router_bias_update_rate=run.train.router_bias_update_rate,
         router_aux_loss=run.train.router_aux_loss,
         recompute=run.train.recompute,
+        recompute_modules=run.train.recompute_modules,
+        mtp_coefficient=run.train.mtp_coefficient,
         reference=run.algorithm.kl_coefficient > 0,
         on_nonfinite=run.train.on_nonfinite,
     )

@@ -227,11 +227,12 @@ class TrainStage:
 
     def speed(self, groups: Sequence[SampleGroup], *, rollout_s: float, train_s: float) -> dict[str, float]:
         tflops, ranks = self.config.cluster.peak_tflops, self.config.parallel.world_size
+        depths = self.family.mtp_layers(self.hf.config) if self.config.train.mtp_coefficient else 0
         return speed_metrics(
             groups,
             rollout_s=rollout_s,
             train_s=train_s,
-            flops=lambda lengths, labels: train_flops(self.hf.config, lengths, head_rows=labels),
+            flops=lambda lengths, labels: train_flops(self.hf.config, lengths, head_rows=labels, mtp_depths=depths),
             peak=tflops and 1e12 * tflops * ranks,
         )
 
