@@ -20,6 +20,7 @@ TWO: dict[str, dict[str, Any]] = {
     "TP2": {"tp": 2},
     "TP2, experts too": {"tp": 2, "etp": 2},
     "TP2xEP2 over the same ranks": {"tp": 2, "ep": 2},
+    "ETP2": {"dp": 2, "etp": 2},
     "PP2": {"pp": 2},
     "PP2, uneven": {"pp": 2, "first_stage_layers": 1},
     "PP2xVPP2": {"pp": 2, "vpp": 2},
@@ -37,6 +38,7 @@ TWO: dict[str, dict[str, Any]] = {
 FOUR: dict[str, dict[str, Any]] = {
     "TP2xPP2": {"tp": 2, "pp": 2},
     "TP2xEP2": {"tp": 2, "dp": 2, "ep": 2},
+    "TP2xETP2xEP2": {"tp": 2, "etp": 2, "dp": 2, "ep": 2},
     "PP2xEP2": {"pp": 2, "dp": 2, "ep": 2},
     "CP2xTP2": {"cp": 2, "tp": 2},
     "EP2xDP2": {"dp": 4, "ep": 2},
