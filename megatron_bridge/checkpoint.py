@@ -26,6 +26,7 @@ from megatron_bridge.optimizer import prime_state
 from megatron_bridge.parallel import ParallelContext
 from megatron_bridge.rng import KEY as RNG
 from megatron_bridge.rng import derive_rng_state, rng_state, set_rng_state
+from megatron_bridge.te_names import checkpoint_state, is_extra
 
 # fully_reshardable: the optimizer's state is stored by parameter, so that another tp, pp, ep or dp can read it.
 _METADATA: dict[str, Any] = {
@@ -36,23 +37,33 @@ _METADATA: dict[str, Any] = {
 }
 
 
-def _model_state(models: Sequence[PolicyModel], parallel: ParallelContext) -> dict[str, Any]:
+def _model_state(models: Sequence[PolicyModel], parallel: ParallelContext, *, loading: bool) -> dict[str, Any]:
     """The sharded state of the unwrapped chunks, one entry a virtual stage. On disk a parameter goes by its name with
-    the global layer number, without "module.", wherever it lives."""
+    the global layer number, without "module.", wherever it lives; always by the local spec's."""
     metadata = _METADATA | {"dp_cp_group": parallel.dp_cp_group}
-    return {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(models)}
+    out: dict[str, Any] = {}
+    for i, model in enumerate(models):
+        state = model.sharded_state_dict(metadata=metadata)
+        if model.spec == "te":
+            latent = model.config.multi_latent_attention
+            state = checkpoint_state(state, latent_attention=latent, loading=loading)
+        out[f"model{i}"] = state
+    return out
 
 
 def _set_models(models: Sequence[PolicyModel], state: dict[str, Any]) -> None:
     for i, model in enumerate(models):
-        missing, unexpected = model.load_state_dict(state[f"model{i}"], strict=False)
+        unasked: dict[str, Any] = {}
+        if model.spec == "te":  # TransformerEngine's modules take None as "nothing kept"
+            unasked = {name: None for name in model.state_dict() if is_extra(name)}
+        missing, unexpected = model.load_state_dict(unasked | state[f"model{i}"], strict=False)
         assert not unexpected and all(name.endswith(ADAPTERS) for name in missing), (missing, unexpected)
 
 
 def _full_state(
     models: Sequence[PolicyModel], optimizer: ChainedOptimizer, parallel: ParallelContext, step: int, *, loading: bool
 ) -> dict[str, Any]:
-    state: dict[str, Any] = _model_state(models, parallel) | {"step": step}
+    state: dict[str, Any] = _model_state(models, parallel, loading=loading) | {"step": step}
     metadata = _METADATA | {"dp_cp_group": parallel.dp_cp_group}
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     return state
@@ -139,7 +150,7 @@ def read_weights(path: Path, models: Sequence[PolicyModel], parallel: ParallelCo
     Raises ValueError when the directory is missing, incomplete, or of another model.
     """
     _check(path)
-    wanted = _model_state(models, parallel)
+    wanted = _model_state(models, parallel, loading=True)
     adapted = check_adapters(path, models)
     if not adapted:
         wanted = {

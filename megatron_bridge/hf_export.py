@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_bridge.families.base import Entry, Family, HFConfig, Split, TensorMap
+from megatron_bridge.te_names import is_extra, local_name
 from miles_like.types import NamedTensor
 
 BUCKET_BYTES = 256 << 20
@@ -72,7 +73,7 @@ def export_hf(
 ) -> Iterator[NamedTensor]:
     """Every Hugging Face tensor of the model, once, in an order that is the same on all ranks.
 
-    `model_chunks` are this rank's GPTModels of the local spec (one a virtual stage), wrapped or not. `mtp`: they hold
+    `model_chunks` are this rank's GPTModels of either spec (one a virtual stage), wrapped or not. `mtp`: they hold
     the draft layers too; what a draft layer's checkpoint repeats (embedding, head) is repeated here. `bucket_bytes`
     bounds what is gathered at once, in bytes of whole tensors. A yielded tensor may share memory with its bucket or
     with the model: use or copy it before the next optimizer step. gate_proj is followed by its up_proj.
@@ -147,9 +148,9 @@ def _local_slots(chunk: torch.nn.Module, tensors: TensorMap, stage: int) -> Iter
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
     indexes = {id(entry): index for index, entry in enumerate(tensors.entries)}
     for name, value in model.state_dict(keep_vars=True).items():
-        if name.endswith("_extra_state") or getattr(value, "merged", False):
+        if is_extra(name) or getattr(value, "merged", False):
             continue
-        name = _LOCAL_LAYER.sub(lambda m: f"decoder.layers.{numbers[int(m[1])]}.", name)
+        name = local_name(_LOCAL_LAYER.sub(lambda m: f"decoder.layers.{numbers[int(m[1])]}.", name))
         if tensors.is_copy(name):
             continue
         expert = _LOCAL_EXPERT.search(name)

@@ -44,6 +44,11 @@ def choose_spec(
         _refuse_without_cuda(kernels)
     if spec == "local":
         _refuse_without_te(kernels)
+    elif config.lora.rank:
+        raise ValueError(
+            f"lora.rank = {config.lora.rank} works on megatron's local modules, this run builds TransformerEngine's: "
+            "set kernels.spec = 'local' or lora.rank = 0"
+        )
     _refuse_fp8(config, hf, capability)
     _refuse_experts(config, family_of(hf).transformer_config(hf))
     _refuse_overlap(config)

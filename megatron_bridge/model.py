@@ -25,6 +25,7 @@ from megatron_bridge.config import TrainerConfig
 from megatron_bridge.device import DeviceEnv
 from megatron_bridge.families.base import HFConfig
 from megatron_bridge.families.registry import family_of
+from megatron_bridge.kernels import Spec
 from megatron_bridge.local_modules import localize
 from megatron_bridge.logprobs import label_logprobs
 from megatron_bridge.lora import attach
@@ -41,6 +42,7 @@ class PolicyModel(GPTModel):
 
     def __init__(self, *args: Any, temperature: float, logprob_memory: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.spec: Spec = "local"  # whose modules; decides the parameters' names (te_names)
         self.temperature, self.logprob_memory = temperature, logprob_memory
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -83,16 +85,22 @@ class PolicyModel(GPTModel):
 
 
 def _build_chunk(
-    config: TrainerConfig, hf: HFConfig, tf: TransformerConfig, parallel: ParallelContext, env: DeviceEnv, stage: int
+    config: TrainerConfig,
+    hf: HFConfig,
+    tf: TransformerConfig,
+    parallel: ParallelContext,
+    env: DeviceEnv,
+    stage: int,
+    spec_of: Spec,
 ) -> PolicyModel:
     """Virtual stage `stage` of this rank (0 where there is one)."""
     vp_stage = stage if config.parallel.vpp > 1 else None
     spec = get_gpt_decoder_block_spec(
-        tf, use_transformer_engine=False, normalization=tf.normalization, vp_stage=vp_stage
+        tf, use_transformer_engine=spec_of == "te", normalization=tf.normalization, vp_stage=vp_stage
     )
     model = PolicyModel(
         tf,
-        localize(spec),
+        spec if spec_of == "te" else localize(spec),
         vocab_size=family_of(hf).vocab_size(hf),
         max_sequence_length=hf.get("max_position_embeddings", 4096),
         pre_process=parallel.is_first_stage and stage == 0,
@@ -101,13 +109,14 @@ def _build_chunk(
         position_embedding_type="rope",
         rotary_base=family_of(hf).rotary_base(hf),
         parallel_output=True,
-        mtp_block_spec=mtp_block_spec(tf, spec, vp_stage),
+        mtp_block_spec=mtp_block_spec(tf, spec, vp_stage, te=spec_of == "te"),
         vp_stage=vp_stage,
         temperature=config.temperature,
         logprob_memory=config.logprob_memory_mib << 20,
     )
     if model.mtp_process:
         route_alone(model.mtp)
+    model.spec = spec_of
     for name, param in model.named_parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
         if ".experts." in name:
@@ -125,7 +134,7 @@ def build_model(
     With params_dtype "bfloat16" the parameters are bf16, but for the router's bias; gradients accumulate in fp32.
     """
     tf = (MLATransformerConfig if resolved.multi_latent_attention else TransformerConfig)(**resolved.transformer)
-    models = [_build_chunk(config, hf, tf, parallel, env, stage) for stage in range(config.parallel.vpp)]
+    models = [_build_chunk(config, hf, tf, parallel, env, stage, resolved.spec) for stage in range(config.parallel.vpp)]
     freeze(models, config.optimizer.frozen, parallel)
     attach(models, config.lora, parallel, seed=config.seed)
     chunks = []

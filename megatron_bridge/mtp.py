@@ -10,6 +10,8 @@ Letters: T packed tokens, P rows that a rank feeds, s = P / tp rows below the em
 
 from __future__ import annotations
 
+import copy
+
 from collections.abc import Callable
 from typing import Any
 
@@ -53,16 +55,16 @@ class AheadLayer(MultiTokenPredictionLayer):
 
 
 def mtp_block_spec(
-    tf: TransformerConfig, decoder: Any, vp_stage: int | None
+    tf: TransformerConfig, decoder: Any, vp_stage: int | None, *, te: bool
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """The spec of all depths on the last (virtual) stage, None on others and without MTP. `decoder` is the stock spec
-    of this stage's layers: a depth's layer is built as the last of them."""
+    of this stage's layers: a depth's layer is built as the last of them, of TransformerEngine's modules with `te`."""
     if not tf.mtp_num_layers:
         return None
-    block = get_gpt_mtp_block_spec(tf, decoder, use_transformer_engine=False, vp_stage=vp_stage)
+    block = get_gpt_mtp_block_spec(tf, decoder, use_transformer_engine=te, vp_stage=vp_stage)
     if block is None:
         return None
-    block = localize(block)
+    block = copy.deepcopy(block) if te else localize(block)
     for layer in block.layer_specs:
         layer.module = AheadLayer
     return block  # type: ignore[no-any-return]

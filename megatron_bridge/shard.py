@@ -110,9 +110,11 @@ def shard(
     layers: tuple[int, ...],
     num_experts: int,
     depths: int = 0,
+    token_multiple: int = 1,
 ) -> Shard:
     """`batch` for this rank; `layers` are the global numbers of the MoE layers of its pipeline stage,
-    `depths` how many labels more than the next one each row carries.
+    `depths` how many labels more than the next one each row carries. The rows of every rank are a multiple of
+    `token_multiple`, as FP8 products want.
 
     A micro-batch without any loss (what fills up unequal rows) has no real row: it enters no statistic of the routers.
     Raises ValueError when the batch is empty or its routing lacks one of `layers` or is of another model.
@@ -120,7 +122,7 @@ def shard(
     if not len(batch.tokens):
         raise ValueError("an empty micro-batch cannot be fed: give each rank at least one sample")
     tp, cp = parallel.config.tp, parallel.config.cp
-    at = _rows(batch.cu_seqlens.cpu(), tp, cp, parallel.cp_rank)
+    at = _rows(batch.cu_seqlens.cpu(), tp * token_multiple, cp, parallel.cp_rank)
     real = (at.rows.chunk(tp)[parallel.tp_rank] >= 0) & bool(batch.loss_mask.any())
     routing = None
     if batch.routing is not None:

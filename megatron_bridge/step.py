@@ -45,7 +45,9 @@ class Step:
         loss: LossFn,
         device: torch.device,
         mtp_coefficient: float = 0.0,
+        token_multiple: int = 1,
     ) -> None:
+        self.token_multiple = token_multiple
         self.chunks, self.config, self.parallel = chunks, transformer_config, parallel
         self.replay, self.loss, self.device = replay, loss, device
         self.depths, self.mtp_coefficient = transformer_config.mtp_num_layers or 0, mtp_coefficient
@@ -107,7 +109,7 @@ class Step:
                     f"(parallel.vpp = {len(self.chunks)}): pack with micro_multiple = {stages}"
                 )
             for batch in row:
-                out.append(shard(batch, self.parallel, self.device, **fixed))
+                out.append(shard(batch, self.parallel, self.device, token_multiple=self.token_multiple, **fixed))
             self.replay.load(out, forward_only=forward_only, own_routing=own_routing)
         except ValueError as e:
             error = e

@@ -90,7 +90,16 @@ class MegatronTrainer:
         tf.grad_scale_func = self.optimizer.scale_loss
         connect_overlap(tf, self.chunks)
         replay = RoutingReplay(self.chunks, mode=config.replay.mode, recompute=routes_again(resolved.transformer))
-        self._step = Step(self.chunks, tf, self.parallel, replay, loss, _ENV.device, config.mtp_coefficient)
+        self._step = Step(
+            self.chunks,
+            tf,
+            self.parallel,
+            replay,
+            loss,
+            _ENV.device,
+            config.mtp_coefficient,
+            resolved.token_multiple,
+        )
         self.copies = WeightCopies(self.chunks, self.parallel)
         self.steps_done = 0
         self._export: ExportPlan | None = None

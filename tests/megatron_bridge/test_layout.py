@@ -163,3 +163,13 @@ def test_routes_of_another_model_are_refused() -> None:
         shard(batch, _rank(1, 0), torch.device("cpu"), layers=(1,), num_experts=32)
     with pytest.raises(ValueError, match="no routes of layers"):
         shard(batch, _rank(1, 0), torch.device("cpu"), layers=(1, 5), num_experts=toy.EXPERTS)
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (4, 1), (2, 2)])
+def test_a_rank_has_as_many_rows_as_fp8_products_want(tp: int, cp: int) -> None:
+    """A multiple on every rank, and no token lost. Not covered: the products themselves."""
+    batch = toy.pack([toy.sample(1, 6), toy.sample(2, 5)])
+    more: dict[str, Any] = {"layers": (1, 2), "num_experts": 16, "token_multiple": 16}
+    parts = [shard(batch, _rank(tp, t, cp, c), torch.device("cpu"), **more) for c in range(cp) for t in range(tp)]
+    assert all(len(p.real) % 16 == 0 for p in parts)
+    assert sum(int(p.real.sum()) for p in parts) == 11

@@ -1,0 +1,7 @@
+"""Named in annotations only."""
+
+
+class FusibleOperation: ...
+
+
+class Sequential(FusibleOperation): ...

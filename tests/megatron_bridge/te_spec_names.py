@@ -1,0 +1,53 @@
+"""Names and shapes of one rank's model, built from the spec that argv names; prints JSON. Its own process: the stand-in
+for TransformerEngine must be there before megatron is imported, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def _with_stand_in(device: Any) -> Any:
+    """Everything of `init_device` but the shims that repair megatron's own handling of a missing TransformerEngine."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "fake_transformer_engine"))
+    for shim in device.TORCH_SHIMS:
+        shim.install()
+    import megatron.core  # noqa: F401
+
+    for shim in device.MEGATRON_SHIMS:
+        shim.install()
+    return device.DeviceEnv(device._CPU, "gloo")
+
+
+def main(kind: str, hf: dict[str, Any], kernels: dict[str, Any], port: int) -> dict[str, Any]:
+    from megatron_bridge import device
+
+    env = _with_stand_in(device) if kind == "te" else device.init_device()
+    from megatron_bridge.config import ParallelConfig
+    from megatron_bridge.model import build_model, unwrap
+    from megatron_bridge.parallel import close_parallel, init_parallel
+    from megatron_bridge.resolve import resolve
+    from tests.megatron_bridge import toy
+
+    config = toy.config("", kernels=kernels)
+    context = init_parallel(
+        ParallelConfig(), rank=0, world_size=1, master_addr="127.0.0.1", master_port=port, backend="gloo", seed=0
+    )
+    resolved = resolve(config, hf, cuda=kind == "te", te=kind == "te")
+    resolved.transformer["use_cpu_initialization"] = True
+    (chunk,) = build_model(config, hf, resolved, context, env)
+    model = unwrap(chunk)
+    sharded = model.sharded_state_dict(metadata={"singleton_local_shards": False, "dp_cp_group": context.dp_cp_group})
+    out = {
+        "parameters": {name: list(p.shape) for name, p in model.named_parameters()},
+        "keys": {name: value.key for name, value in sharded.items()},
+        "types": sorted({type(m).__name__ for m in model.modules()}),
+    }
+    close_parallel()
+    return out
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4]))))
