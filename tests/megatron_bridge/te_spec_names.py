@@ -31,7 +31,7 @@ def main(kind: str, hf: dict[str, Any], kernels: dict[str, Any], port: int) -> d
     from megatron_bridge.resolve import resolve
     from tests.megatron_bridge import toy
 
-    config = toy.config("", kernels=kernels)
+    config = toy.config("", kernels=kernels, mtp_coefficient=0.1 if hf.get("num_nextn_predict_layers") else 0.0)
     context = init_parallel(
         ParallelConfig(), rank=0, world_size=1, master_addr="127.0.0.1", master_port=port, backend="gloo", seed=0
     )

@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "permute on cpu": ({"permute_fusion": True}, {"cuda": False}, ["CPU ranks"]),
     "fp8 without te": ({"fp8": "delayed", "spec": "local"}, {}, ["kernels.spec = 'te'"]),
     "grouped without te": ({"grouped_gemm": True}, {"te": False}, ["kernels.spec = 'te'"]),
-    "adapters on te": ({}, {"lora": {"rank": 4, "targets": ["linear_proj"]}}, ["lora.rank = 4", "'local'"]),
+    "adapters on te": ({}, {"lora": {"rank": 4, "targets": ["attention"]}}, ["lora.rank = 4", "'local'"]),
     "format alone": ({"fp8_format": "hybrid"}, {}, ["do nothing"]),
     "param gather alone": ({"fp8_param_gather": True}, {}, ["do nothing"]),
     "old device": ({"fp8": "blockwise"}, {"capability": (8, 0)}, ["9.0", "8.0"]),
