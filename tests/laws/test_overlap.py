@@ -76,11 +76,12 @@ def test_an_overlapped_step_is_the_plain_step(runs: list[dict[str, Any]], name: 
 @pytest.mark.parametrize("name", CASES)
 def test_no_reader_sees_weights_of_the_step_before(runs: list[dict[str, Any]], name: str) -> None:
     """A rank that owes a gathering holds other ranks' weights of the previous step: every rank must publish the same
-    tensors as the plain run, and save and load what it trained."""
+    tensors as the plain run, and save and load what it trained. 1e-5 as everywhere: layouts round three steps apart by
+    about 1e-6, and weights one step old are off by about 1e-3."""
     plain = torch.tensor(runs[0]["plain"]["exported"], dtype=torch.float64)
     for rank in range(2):
         torch.testing.assert_close(
-            torch.tensor(runs[rank][name]["exported"], dtype=torch.float64), plain, rtol=1e-6, atol=0
+            torch.tensor(runs[rank][name]["exported"], dtype=torch.float64), plain, rtol=1e-5, atol=0
         )
         for key in COMPARED:
             assert runs[rank][name]["again"][key] == pytest.approx(runs[0]["plain"]["steps"][3][key], rel=1e-5), key
