@@ -11,7 +11,6 @@ Letters: T packed tokens, P rows that a rank feeds, s = P / tp rows below the em
 from __future__ import annotations
 
 import copy
-
 from collections.abc import Callable
 from typing import Any
 
