@@ -27,17 +27,19 @@ Metrics = list[dict[str, float]]
 Sized = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 4}
 
 # four layers, so that two stages of two virtual stages divide; fp32, so that gradients are compared unrounded
+MLA: dict[str, Any] = tiny(
+    **Sized,
+    torch_dtype="float32",
+    q_lora_rank=32,
+    kv_lora_rank=32,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+)
 MODELS: dict[str, dict[str, Any]] = {
-    "mla": tiny(
-        **Sized,
-        torch_dtype="float32",
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-    ),
+    "mla": MLA,
     "gqa": tiny_qwen(**Sized, torch_dtype="float32", head_dim=24, mlp_only_layers=[0]),
+    "mtp": MLA | {"num_nextn_predict_layers": 2},
 }
 MOE_LAYERS = (1, 2, 3)
 

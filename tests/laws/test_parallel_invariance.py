@@ -16,6 +16,7 @@ from tests.megatron_bridge import toy
 from tests.spawn import run_ranks
 
 FULL = {"recompute": "full"}
+PARTS = {"recompute": "selective", "recompute_modules": ("core_attn", "mla_up_proj", "moe")}
 TWO: dict[str, dict[str, Any]] = {
     "TP2": {"tp": 2},
     "TP2, experts too": {"tp": 2, "etp": 2},
@@ -31,6 +32,8 @@ TWO: dict[str, dict[str, Any]] = {
     "CP2": {"cp": 2},
     "CP2xEP2 over the same ranks": {"cp": 2, "ep": 2},
     "TP2, recomputed": {"tp": 2} | FULL,
+    "TP2, recomputed in parts": {"tp": 2} | PARTS,
+    "CP2, recomputed in parts": {"cp": 2} | PARTS,
     "PP2xVPP2, recomputed": {"pp": 2, "vpp": 2} | FULL,
     "CP2, recomputed": {"cp": 2} | FULL,
     "EP2, recomputed": {"dp": 2, "ep": 2} | FULL,
@@ -44,6 +47,7 @@ FOUR: dict[str, dict[str, Any]] = {
     "EP2xDP2": {"dp": 4, "ep": 2},
     "PP2xVPP2xTP2": {"pp": 2, "vpp": 2, "tp": 2},
 }
+MTP = ("TP2", "PP2xVPP2", "EP2", "CP2", "CP2xTP2")
 GQA = ("TP2", "PP2xVPP2", "EP2", "CP2", "CP2, recomputed", "CP2xTP2")
 COMPARED = (
     "train/loss",
@@ -57,7 +61,10 @@ COMPARED = (
 
 def _cases(rows: dict[str, dict[str, Any]]) -> dict[str, Case]:
     mla = {f"{name}, MLA": Case("mla", layout) for name, layout in rows.items()}
-    return mla | {f"{name}, GQA": Case("gqa", layout) for name, layout in rows.items() if name in GQA}
+    gqa = {f"{name}, GQA": Case("gqa", layout) for name, layout in rows.items() if name in GQA}
+    return (
+        mla | gqa | {f"{name}, MTP": Case("mtp", rows[name], {"mtp_coefficient": 0.3}) for name in MTP if name in rows}
+    )
 
 
 PACKINGS = {f"{n} micro-batches": Case("mla", micros=n) for n in (1, 2, 16)}
@@ -105,7 +112,7 @@ def test_loss_and_gradient_are_those_of_one_rank(alone: dict[str, Run], runs: di
     sample, and samples are of odd lengths, several a micro-batch. Expert choices are replayed, since a near-tie could
     otherwise flip. Not covered: bf16, more than four ranks."""
     for want, got in zip(alone[CASES[name].key].metrics, runs[name].metrics, strict=True):
-        for key in COMPARED:
+        for key in (*COMPARED, *(("train/mtp_loss",) if CASES[name].model == "mtp" else ())):
             assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-12), f"{name}: {key}"
         assert got["routing/replay_coverage"] == 1.0
 
