@@ -245,23 +245,26 @@ _SWAPS = {
     DotProductAttention: SDPACoreAttention,
     WrappedTorchNorm: SequenceParallelRMSNorm,
     SequentialMLP: PaddedSequentialMLP,
-    TopKRouter: MaskedRouter,
 }
+_EVERYWHERE = {TopKRouter: MaskedRouter}  # whatever else the layers are made of
 _DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
-def localize(spec: Any) -> Any:
-    """A copy of a stock local spec (layer or block) with the modules above in place of those that cannot serve."""
-    assert hasattr(mla, "Linear"), "MLASelfAttention no longer compares its down projections with `Linear`"
-    rope_utils._apply_rotary_pos_emb_thd = apply_packed_rope
-    mla.Linear = DuplicatedLinear  # it accepts the classes it knows by identity; this one has Linear's signature
+def localize(spec: Any, *, te: bool = False) -> Any:
+    """A copy of a stock spec (layer or block) with our modules in place of those that cannot serve: of a local one the
+    modules above; of TransformerEngine's (`te`) the router alone."""
+    swaps = _EVERYWHERE if te else _EVERYWHERE | _SWAPS
+    if not te:
+        assert hasattr(mla, "Linear"), "MLASelfAttention no longer compares its down projections with `Linear`"
+        rope_utils._apply_rotary_pos_emb_thd = apply_packed_rope
+        mla.Linear = DuplicatedLinear  # it accepts the classes it knows by identity; this one has Linear's signature
     spec = copy.deepcopy(spec)
 
     def swap(name: str, value: Any) -> Any:
         if isinstance(value, type):
-            if name in _DUPLICATED and value is ColumnParallelLinear:
+            if not te and name in _DUPLICATED and value is ColumnParallelLinear:
                 return DuplicatedLinear
-            return _SWAPS.get(value, value)
+            return swaps.get(value, value)
         walk(value)
         return value
 

@@ -100,7 +100,7 @@ def _build_chunk(
     )
     model = PolicyModel(
         tf,
-        spec if spec_of == "te" else localize(spec),
+        localize(spec, te=spec_of == "te"),
         vocab_size=family_of(hf).vocab_size(hf),
         max_sequence_length=hf.get("max_position_embeddings", 4096),
         pre_process=parallel.is_first_stage and stage == 0,

@@ -10,7 +10,6 @@ Letters: T packed tokens, P rows that a rank feeds, s = P / tp rows below the em
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +62,7 @@ def mtp_block_spec(
     block = get_gpt_mtp_block_spec(tf, decoder, use_transformer_engine=te, vp_stage=vp_stage)
     if block is None:
         return None
-    block = copy.deepcopy(block) if te else localize(block)
+    block = localize(block, te=te)
     for layer in block.layer_specs:
         layer.module = AheadLayer
     return block  # type: ignore[no-any-return]

@@ -12,7 +12,11 @@ from megatron_bridge.device import init_device
 
 init_device()
 
-from megatron_bridge.local_modules import packed_causal_attention  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+
+from megatron_bridge.local_modules import localize, packed_causal_attention  # noqa: E402
+from megatron_bridge.router import MaskedRouter  # noqa: E402
 from routing_replay.align import zigzag_index  # noqa: E402
 
 
@@ -83,3 +87,16 @@ def test_bf16_keeps_its_type_and_fp32_accuracy() -> None:
     got = packed_causal_attention(q, k, v, torch.tensor([0, 9, 20], dtype=torch.int32), 0.4)
     assert got.dtype is torch.bfloat16
     torch.testing.assert_close(got.double(), _reference(q, k, v, [9, 11], 0.4), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("te", [False, True])
+def test_every_spec_has_the_router_that_knows_padding(te: bool) -> None:
+    """Each router is handed a padding mask, which the stock one combines with its counts in the wrong shape: no spec
+    may keep it. Of TransformerEngine's nothing else is replaced; that library is absent here, so a local spec stands
+    for it."""
+    stock = get_gpt_layer_local_spec(num_experts=4, multi_latent_attention=True)
+    ours = localize(stock, te=te)
+    assert stock.submodules.mlp.submodules.router is TopKRouter, "the stock spec was changed"
+    assert ours.submodules.mlp.submodules.router is MaskedRouter
+    before, after = (x.submodules.self_attention.submodules.core_attention for x in (stock, ours))
+    assert (before is after) == te
