@@ -115,4 +115,7 @@ def close_parallel() -> None:
     """Leave the world. Idempotent."""
     if dist.is_initialized():
         mpu.destroy_model_parallel()
+        # megatron-core 0.16.1 forgets these two, and with each its communication threads live on
+        mpu._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
+        mpu._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
         dist.destroy_process_group()

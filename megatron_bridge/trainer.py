@@ -5,6 +5,7 @@ All ranks make the same calls in the same order; each is collective.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -210,5 +211,11 @@ class MegatronTrainer:
         self.steps_done = load_checkpoint(path, self.models, self.optimizer, self.parallel, seed=self.config.seed)
 
     def close(self) -> None:
-        """Leave the world of ranks. Idempotent."""
+        """Leave the world of ranks and let go of the model. Idempotent; no other call may follow."""
+        for chunk in vars(self).get("chunks", ()):
+            # Its gradient hooks hold a chunk for good, and so every process group: a dozen threads a group, which spin
+            # once their peers have gone.
+            vars(chunk).clear()
+        vars(self).clear()
         close_parallel()
+        gc.collect()

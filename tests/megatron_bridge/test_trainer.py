@@ -73,9 +73,11 @@ def _learn(rank: int, world: int, port: int, hf: str) -> Found:
         except ValueError as e:
             out["miscounted"] = str(e)
         out["unharmed"] = _equal(before, _weights(t))
+        out["threads within"] = len(list(Path("/proc/self/task").iterdir()))
         loss.mode = "masked"
         out["after"] = t.step(rows[t.dp_rank], tokens, 99).metrics["train/loss"]
         out["dtype"] = str(t.models[0].output_layer.weight.dtype)
+    out["threads after"] = len(list(Path("/proc/self/task").iterdir()))
     return out
 
 
@@ -150,6 +152,13 @@ def test_a_step_reports_the_promised_metrics(found: Found) -> None:
     want = {"train/loss", "train/grad_norm", "train/lr", "routing/agreement", "routing/replay_coverage"}
     assert want | {"train/entropy", "mismatch/logprob_abs_diff_max"} == set(found["learn"]["metrics"])
     assert found["learn"]["metrics"]["train/lr"] == 1e-2
+
+
+def test_a_closed_trainer_leaves_no_communication_threads(found: Found) -> None:
+    """A process group that lives on has threads that spin on their peers' closed connections: ten closed trainers and a
+    process is no longer fit for work. Not covered: NCCL."""
+    assert found["learn"]["threads within"] > 40, "the witness: a world has that many"
+    assert found["learn"]["threads after"] < 10
 
 
 def test_the_routing_bias_is_frozen_at_rate_zero(found: Found) -> None:
