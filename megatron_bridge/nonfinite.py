@@ -123,6 +123,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+def _gives_gradient(x: Tensor) -> bool:
+    """Whether a hook on x will be called. What a recomputed layer returns before it is recomputed may claim to require a
+    gradient; a hook on it is lost, and so is every later one on the same tensor: the step's own too."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
 class _Watch:
     """Looks at everything that passes through this rank's modules, and keeps the earliest that is not finite."""
 
@@ -199,7 +205,7 @@ class _Watch:
             if not isinstance(x, Tensor):
                 return x
             self._value(stage, f"what enters module {name}", x)
-            if not x.requires_grad:
+            if not _gives_gradient(x):
                 return x
             x = x.view_as(x)  # its gradient is this module's share alone, not the sum over all who read x
             x.register_hook(partial(self._gradient, stage, f"the gradient of the input of module {name}", self._micro))
@@ -211,7 +217,7 @@ class _Watch:
         what = "the log-probabilities (output layer)" if name == "model" else f"the output of module {name}"
         for x in _tensors(output):
             self._value(stage, what, x)
-            if x.requires_grad:
+            if _gives_gradient(x):
                 x.register_hook(partial(self._gradient, stage, f"the gradient that reaches {what}", self._micro))
 
     def _loss(self, loss: LossFn, *, logprobs: Tensor, loss_mask: Tensor, **more: Any) -> _Loss:

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2": {"cp": 2},
     "VPP2": {"parallel": {"pp": 2, "vpp": 2}, "mode": "off"},
     "EP2 recompute": {"dp": 2, "ep": 2, "recompute": "full"},
+    "PP2 recompute": {"pp": 2, "first_stage_layers": 2, "recompute": "full"},
 }
 Said = dict[str, str]
 
@@ -191,6 +192,7 @@ EXPERT = {  # a local expert's matrix, the rank that holds it
     "EP2": ("decoder.layers.2.mlp.experts.local_experts.3.linear_fc1", 1),
     "EP2 recompute": ("decoder.layers.2.mlp.experts.local_experts.3.linear_fc1", 1),
     "PP2": ("decoder.layers.2.mlp.experts.local_experts.3.linear_fc1", 1),
+    "PP2 recompute": ("decoder.layers.2.mlp.experts.local_experts.3.linear_fc1", 1),
     "TP2": ("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1", 1),
     "CP2": ("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1", 0),
     "VPP2": ("decoder.layers.2.mlp.experts.local_experts.3.linear_fc1", 0),
