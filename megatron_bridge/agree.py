@@ -1,36 +1,32 @@
 """One rank's words, heard by all: an error that only one rank sees must end the call on every rank, or the others wait
 in their next collective until its time limit.
-
-Letters: n ranks, B bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
-def gather_text(text: str, device: torch.device) -> list[str]:
-    """Every rank's text, in rank order, on every rank. Collective over all ranks."""
-    data = text.encode()
-    size = torch.tensor([len(data)], device=device)
-    dist.all_reduce(size, dist.ReduceOp.MAX)
-    if not int(size):
-        return [""] * dist.get_world_size()
-    mine = torch.zeros(int(size), dtype=torch.uint8, device=device)  # [B]
-    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device=device)
-    every: list[Tensor] = [torch.empty_like(mine) for _ in range(dist.get_world_size())]  # [n][B]
-    dist.all_gather(every, mine)
-    return [bytes(x.tolist()).rstrip(b"\0").decode() for x in every]
+def gather(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, in rank order, on every rank of the group (None: all ranks). Small objects that pickle, a
+    string or a list of names. Collective."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def raise_together(error: ValueError | None, device: torch.device) -> None:
     """Raises the first rank's ValueError on every rank, when any has one. Collective over all ranks."""
-    for rank, said in enumerate(gather_text(str(error) if error else "", device)):
-        if said:
+    failed = torch.tensor([error is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(failed, dist.ReduceOp.MAX)  # a step that goes well pays for one number
+    if not int(failed):
+        return
+    for rank, said in enumerate(gather(None if error is None else str(error))):
+        if said is not None:
             raise ValueError(f"rank {rank}: {said}") from error
 
 
@@ -41,8 +37,3 @@ def check_equal(what: str, number: int, device: torch.device, *, remedy: str) ->
     most, least = int(ends[0]), -int(ends[1])
     if most != least:
         raise ValueError(f"ranks have between {least} and {most} {what}: {remedy}")
-
-
-def first_said(texts: Sequence[str]) -> str:
-    """The first text that is not empty, or an empty one."""
-    return next((text for text in texts if text), "")

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException, check_
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_bridge.checkpoint_writer import CheckpointSave
+from megatron_bridge.checkpoint_writer import CheckpointSave, first_line
 from megatron_bridge.lora import ADAPTERS, check_adapters, reset_adapters
 from megatron_bridge.model import PolicyModel
 from megatron_bridge.optimizer import prime_state
@@ -106,10 +106,9 @@ def _read(state: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
         return dist_checkpointing.load(state, str(path))  # type: ignore[no-any-return]
     except (CheckpointingException, KeyError, torch.distributed.checkpoint.CheckpointException) as e:
-        first = str(e).strip().splitlines()
         raise ValueError(
-            f"checkpoint {path} does not fit this model: {first[0] if first else type(e).__name__}; "
-            "check that it was made from the same model config"
+            f"checkpoint {path} does not fit this model: {first_line(e)}; check that it was made from the same model "
+            "config"
         ) from e
 
 

@@ -32,6 +32,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
+from megatron_bridge.agree import gather
+
 BACKEND, VERSION = "torch_dist", 1
 FILES_PER_RANK = 2
 
@@ -71,7 +73,7 @@ class CheckpointSave:
         with self._whole_or_removed():
             if wait and self._thread.ident is not None:
                 self._thread.join()
-            if any(_told(self._thread.is_alive())):
+            if any(gather(self._thread.is_alive())):
                 return False
             self._agree(self._problem)
             results = [None] * dist.get_world_size() if self._first else None
@@ -117,7 +119,7 @@ class CheckpointSave:
             FileSystemWriterAsync.write_preloaded_data([self._writer.transforms], i, bucket, done, under_way, True)
             _, written = done.get_nowait()
             if isinstance(written, Exception):
-                self._problem = _sentence(written)
+                self._problem = first_line(written)
                 return
             self._results += written
 
@@ -135,11 +137,11 @@ class CheckpointSave:
         except ValueError as e:
             problem = e
         except (OSError, RuntimeError) as e:
-            problem = _sentence(e)
+            problem = first_line(e)
         self._agree(problem)
 
     def _agree(self, problem: str | ValueError | None) -> None:
-        for rank, said in enumerate(_told(problem)):
+        for rank, said in enumerate(gather(problem)):
             if isinstance(said, ValueError):
                 raise said
             if said is not None:
@@ -153,15 +155,8 @@ class CheckpointSave:
             if self._first:
                 shutil.rmtree(self.partial, ignore_errors=True)
             raise RuntimeError(
-                f"checkpoint {self.path} was not written ({_sentence(e)}); the one before it is as it was"
+                f"checkpoint {self.path} was not written ({first_line(e)}); the one before it is as it was"
             ) from e
-
-
-def _told(value: Any) -> list[Any]:
-    """Every rank's value, in rank order. Collective."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _with_tensors(bucket: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -169,6 +164,7 @@ def _with_tensors(bucket: Any, change: Callable[[torch.Tensor], torch.Tensor]) -
     return file, key, (objects, [(item, change(tensor)) for item, tensor in tensors])
 
 
-def _sentence(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of what it says; its kind where it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -60,8 +60,8 @@ class PrecisionConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW. Name patterns are as in a shell (`*`, `?`, `[...]`) over Megatron's parameter names with the global layer
-    and expert numbers, such as `decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight`."""
+    """AdamW. Name patterns are as in a shell (`*`, `?`, `[...]`) over the parameter names of Megatron's local specs,
+    with global layer and expert numbers, such as `decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight`."""
 
     lr: float = Field(1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_bridge.agree import gather
 from megatron_bridge.families.base import Entry, Family, HFConfig, Split, TensorMap
-from megatron_bridge.te_names import is_extra, local_name
+from megatron_bridge.param_names import layer_renamer
+from megatron_bridge.te_names import is_extra
 from miles_like.types import NamedTensor
 
 BUCKET_BYTES = 256 << 20
-_LOCAL_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
@@ -120,9 +121,7 @@ def _all_slots(chunks: Sequence[torch.nn.Module], tensors: TensorMap, parallel: 
     own = [slot for chunk in chunks for slot in _local_slots(chunk, tensors, stage)]
     if stages == 1:
         return own
-    described: list[Any] = [None] * stages
-    names = [(slot.entry_index, slot.layer, slot.local_expert) for slot in own]
-    dist.all_gather_object(described, names, group=parallel.pp_group)
+    described = gather([(slot.entry_index, slot.layer, slot.local_expert) for slot in own], parallel.pp_group)
     slots = []
     for s, listed in enumerate(described):
         remote = [
@@ -145,12 +144,12 @@ def _local_slots(chunk: torch.nn.Module, tensors: TensorMap, stage: int) -> Iter
     model: Any = chunk
     while hasattr(model, "module"):  # DistributedDataParallel, Float16Module
         model = model.module
-    numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    rename = layer_renamer(model)
     indexes = {id(entry): index for index, entry in enumerate(tensors.entries)}
     for name, value in model.state_dict(keep_vars=True).items():
         if is_extra(name) or getattr(value, "merged", False):
             continue
-        name = local_name(_LOCAL_LAYER.sub(lambda m: f"decoder.layers.{numbers[int(m[1])]}.", name))
+        name = rename(name)
         if tensors.is_copy(name):
             continue
         expert = _LOCAL_EXPERT.search(name)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
@@ -30,6 +29,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_bridge.agree import gather
 from megatron_bridge.config import LoraConfig
 from megatron_bridge.effective import use_effective_weight
 from megatron_bridge.local_modules import DuplicatedLinear
@@ -52,8 +52,7 @@ def attach(models: Sequence[Any], config: LoraConfig, parallel: ParallelContext,
     for model in models:
         model.requires_grad_(False)
     targets = list(_targets(models, config, parallel))
-    found: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(found, [(target, min(_shape(linear)), name) for target, name, linear in targets])
+    found = gather([(target, min(_shape(linear)), name) for target, name, linear in targets])
     everywhere = [row for rows in found for row in rows]
     for target in config.targets:
         sizes = [(size, name) for kind, size, name in everywhere if kind == target]

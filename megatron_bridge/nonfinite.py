@@ -8,7 +8,6 @@ Nothing of this costs a step that succeeds.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_bridge.agree import first_said, gather_text
+from megatron_bridge.agree import gather
 from megatron_bridge.model import every_router, unwrap
 from megatron_bridge.parallel import ParallelContext
+from megatron_bridge.param_names import renamer
 from megatron_bridge.step import Step
 from miles_like.protocols import LossFn
 from miles_like.types import Stat
@@ -72,8 +72,8 @@ def _locate(step: Step, run: Callable[[], Mapping[str, float]]) -> str:
         metrics = run()
     if watch.found is None:
         watch.look_at_sums()
-    found = [_decode(text) for text in gather_text(watch.encoded(), step.device) if text]
-    weight = first_said(gather_text(watch.bad_weight(), step.device))
+    found = [_decode(text) for text in gather(watch.encoded()) if text]
+    weight = next((text for text in gather(watch.bad_weight()) if text), "")
     if found:
         return f"first {min(found)[1]}" + (f"; {weight}" if weight else "")
     if weight:
@@ -91,16 +91,9 @@ def _decode(line: str) -> tuple[tuple[int, ...], str]:
 
 def _named_modules(model: Any, parallel: ParallelContext) -> Iterator[tuple[str, Any]]:
     """(name with global layer and expert numbers, module) of every module; the whole model's is "model"."""
-    layers = {
-        name: f"decoder.layers.{module.layer_number - 1}"
-        for name, module in model.named_modules()
-        if re.fullmatch(r"decoder\.layers\.\d+", name)
-    }
-    first_expert = parallel.ep_rank * ((model.config.num_moe_experts or 0) // parallel.config.ep)
-    for local, module in model.named_modules():
-        name = re.sub(r"^decoder\.layers\.\d+", lambda m: layers[m[0]], local)
-        name = re.sub(r"(?<=\.local_experts\.)\d+", lambda m: str(first_expert + int(m[0])), name)
-        yield name or "model", module
+    rename = renamer(model, parallel)
+    for name, module in model.named_modules():
+        yield rename(name) or "model", module
 
 
 def _bad(x: Any) -> str:
@@ -124,8 +117,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _gives_gradient(x: Tensor) -> bool:
-    """Whether a hook on x will be called. What a recomputed layer returns before it is recomputed may claim to require a
-    gradient; a hook on it is lost, and so is every later one on the same tensor: the step's own too."""
+    """Whether a hook on x will be called. What a recomputed layer returns before it is recomputed may claim to require
+    a gradient; a hook on it is lost, and so is every later one on the same tensor: the step's own too."""
     return x.requires_grad and torch.is_grad_enabled()
 
 

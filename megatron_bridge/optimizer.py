@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -19,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megatron_bridge.agree import gather
 from megatron_bridge.parallel import ParallelContext
 from megatron_bridge.param_names import matching, named_tensors
 from megatron_bridge.resolve import Resolved
@@ -46,18 +46,15 @@ def freeze(models: Sequence[Any], patterns: Sequence[str], parallel: ParallelCon
         for router in model.modules():
             if isinstance(router, TopKRouter) and id(router.expert_bias) in frozen:
                 router.register_forward_hook(_count_nothing)
-    trained: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(trained, any(p.requires_grad for model in models for p in model.parameters()))
-    if not any(trained):
+    if not any(gather(any(p.requires_grad for model in models for p in model.parameters()))):
         raise ValueError(f"optimizer.frozen = {list(patterns)} freezes every parameter: nothing is left to train")
     keep_graph(models)
 
 
 def _all_experts_or_none(models: Sequence[Any], frozen: set[int], parallel: ParallelContext) -> None:
     names = {n for n, tensor in named_tensors(models, parallel) if id(tensor) in frozen and ".local_experts." in n}
-    gathered: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(gathered, names)
-    counts = Counter(re.sub(r"\.local_experts\.\d+\.", ".local_experts.*.", n) for n in set().union(*gathered))
+    everywhere = set().union(*gather(names))
+    counts = Counter(re.sub(r"\.local_experts\.\d+\.", ".local_experts.*.", n) for n in everywhere)
     total = models[0].config.num_moe_experts
     for name, count in sorted(counts.items()):
         if count != total:
@@ -133,9 +130,7 @@ def prime_state(optimizer: ChainedOptimizer) -> None:
                     }
     empty = [adam for adam in inner if not any(group["params"] for group in adam.param_groups)]
     steps = {float(state["step"]) for adam in inner if adam not in empty for state in adam.state.values()}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, steps)
-    steps = set().union(*gathered)
+    steps = set().union(*gather(steps))
     assert len(steps) <= 1, f"parameters have taken different numbers of steps: {sorted(steps)}"
     for adam in empty:
         adam.state["no parameters"] = {"step": torch.tensor(max(steps, default=0.0))}

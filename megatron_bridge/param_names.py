@@ -5,28 +5,31 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bridge.parallel import ParallelContext
+from megatron_bridge.agree import gather
+from megatron_bridge.te_names import local_name
 
-_LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+if TYPE_CHECKING:  # the exporter, which needs the names alone, runs without megatron
+    from megatron_bridge.parallel import ParallelContext
+
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+
+
+def layer_renamer(model: Any) -> Callable[[str], str]:
+    """Translates names of modules and parameters inside one unwrapped chunk of the model, of either spec, to the local
+    spec's with the global layer number: pipeline stages count their layers from 0."""
+    numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    return lambda name: local_name(_LAYER.sub(lambda m: str(numbers[int(m[0])]), name))
 
 
 def renamer(model: Any, parallel: ParallelContext) -> Callable[[str], str]:
-    """Translates names inside one chunk of the model: pipeline stages count their layers, and expert ranks their
-    experts, from 0; the new name has the global numbers."""
-    numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    experts = (model.config.num_moe_experts or 0) // parallel.config.ep
-
-    def rename(name: str) -> str:
-        name = _LOCAL_LAYER.sub(lambda m: f"decoder.layers.{numbers[int(m[1])]}.", name)
-        return _LOCAL_EXPERT.sub(lambda m: f".local_experts.{parallel.ep_rank * experts + int(m[1])}.", name)
-
-    return rename
+    """`layer_renamer` with the global expert number too: expert-parallel ranks count theirs from 0."""
+    layers, experts = layer_renamer(model), (model.config.num_moe_experts or 0) // parallel.config.ep
+    return lambda name: _EXPERT.sub(lambda m: str(parallel.ep_rank * experts + int(m[0])), layers(name))
 
 
 def named_tensors(models: Sequence[Any], parallel: ParallelContext) -> Iterator[tuple[str, Tensor]]:
@@ -49,9 +52,7 @@ def matching(models: Sequence[Any], parallel: ParallelContext, patterns: Sequenc
         return []
     held = list(named_tensors(models, parallel))
     local = [any(fnmatchcase(name, pattern) for name, _ in held) for pattern in patterns]
-    gathered: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(gathered, local)
-    for pattern, found in zip(patterns, zip(*gathered, strict=True), strict=True):
+    for pattern, found in zip(patterns, zip(*gather(local), strict=True), strict=True):
         if not any(found):
             example = next((name for name, _ in held if name.endswith("weight")), "none here")
             raise ValueError(

@@ -1,8 +1,9 @@
 """Names of TransformerEngine's specs -> names of megatron's local specs.
 
 TransformerEngine's linears own the norm before them, and its grouped linear owns all experts of a rank. Checkpoints,
-converter and exporter speak local names only, so that a CPU run and a GPU run read each other's files: a model of
-TransformerEngine's spec is renamed at these edges. Source: gpt_layer_specs.py and experts.py of megatron-core 0.16.1.
+converter, exporter and name patterns speak local names only, so that a CPU run and a GPU run read each other's files: a
+model of TransformerEngine's spec is renamed at these edges. Source: gpt_layer_specs.py and experts.py of
+megatron-core 0.16.1.
 """
 
 from __future__ import annotations

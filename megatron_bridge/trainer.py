@@ -1,4 +1,4 @@
-"""One rank of the trainer: everything a step needs, behind six calls.
+"""One rank of the trainer: what a run asks of it, as one class.
 
 All ranks make the same calls in the same order; each is collective.
 """

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_bridge.param_names import renamer
 from megatron_bridge.te_names import checkpoint_state, is_extra, local_name, stored_key
 from tests.megatron_bridge.tiny_models import CONFIGS, tiny, tiny_qwen
 from tests.spawn import free_port
@@ -102,3 +104,22 @@ def test_only_keys_change_and_no_object_is_asked_for() -> None:
         assert out[fused].key == "decoder.layers.3.pre_mlp_layernorm.weight"
         assert (extra in out) is not loading
         assert loading or out[extra].data is None
+
+
+def test_patterns_and_adapters_are_told_global_local_names() -> None:
+    """The second expert rank of four experts, on a stage of layers 4 and 5: a name pattern must mean the same
+    parameter in every layout and with either spec, and a module is called as its parameters are."""
+    model = SimpleNamespace(
+        decoder=SimpleNamespace(layers=[SimpleNamespace(layer_number=n) for n in (5, 6)]),
+        config=SimpleNamespace(num_moe_experts=4),
+    )
+    parallel: Any = SimpleNamespace(ep_rank=1, config=SimpleNamespace(ep=2))
+    rename = renamer(model, parallel)
+    expert = "decoder.layers.5.mlp.experts.local_experts.3.linear_fc2.weight"
+    for name in ("linear_fc2.weight1", "local_experts.1.linear_fc2.weight"):
+        assert rename(f"decoder.layers.1.mlp.experts.{name}") == expert
+    assert rename("decoder.layers.0.mlp.linear_fc1.layer_norm_weight") == "decoder.layers.4.pre_mlp_layernorm.weight"
+    assert rename("decoder.layers.1") == "decoder.layers.5" and rename("output_layer.weight") == "output_layer.weight"
+    assert rename("mtp.layers.0.transformer_layer.mlp.experts.linear_fc1.weight0") == (
+        "mtp.layers.0.transformer_layer.mlp.experts.local_experts.2.linear_fc1.weight"
+    )
