@@ -20,7 +20,6 @@ import json
 import math
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from megatron_bridge.config import ParallelConfig, PrecisionConfig, ReplayConfig
 from megatron_bridge.stream_convert import convert_checkpoint
 from miles_like.packing import pack
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, TrainBatch
+from rollout.servers import free_port
 from routing_replay.trace import RoutingTrace
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -150,12 +150,6 @@ def fill(plain: Plain, work: Work, *, dp: int = 1) -> TrainBatch:
 
 
 # our side
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def make_trainer(folder: Path, dtype: str, *, rank: int = 0, port: int, **layout: int) -> Any:

@@ -68,8 +68,7 @@ def _bend(t: Any) -> None:
 
 
 def _step(t: Any, step: int, dp: int) -> dict[str, float]:
-    """Samples of one length: with experts divided over data-parallel ranks gloo gathers only equal shares."""
-    rows, tokens = toy.grid([toy.sample(step * 100 + i, 12) for i in range(8)], dp=dp, micros=4 // dp)
+    rows, tokens = toy.grid(toy.samples(8, seed=step), dp=dp, micros=4 // dp)
     return dict(t.step(rows[t.dp_rank], tokens, step + 1).metrics)
 
 
@@ -210,9 +209,8 @@ def _two_ranks(rank: int, world: int, port: int, hf: str, where: Path, ports: di
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     where = tmp_path_factory.mktemp("lora")
-    hf, moe_only = toy.hf_dir(where / "hf"), toy.hf_dir(where / "moe_only")
-    text = Path(moe_only, "config.json").read_text()
-    Path(moe_only, "config.json").write_text(json.dumps(json.loads(text) | {"first_k_dense_replace": 0}))
+    hf = toy.hf_dir(where / "hf")
+    moe_only = toy.hf_dir(where / "moe_only", toy.hf_config() | {"first_k_dense_replace": 0})
     (one,) = run_ranks(_one_rank, 1, hf, moe_only, where, timeout_s=500)
     ports = {name: free_port() for name in [*LAYOUTS, "DP2", "one", "two"]}
     return {"one": one, "both": run_ranks(_two_ranks, 2, hf, where, ports, timeout_s=500)}

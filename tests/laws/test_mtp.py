@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2, full recomputation": {"pp": 2, "first_stage_layers": 1, "recompute": "full"},
     "CP2, selective recomputation": {"cp": 2, "recompute": "selective"},
 }
-
-
-def _hf(where: Path) -> str:
-    hf = toy.hf_dir(where)
-    (where / "config.json").write_text(json.dumps(toy.hf_config() | {"num_nextn_predict_layers": DEPTHS}))
-    return hf
 
 
 def _parts() -> list[Any]:
@@ -146,7 +139,8 @@ def _two_ranks(rank: int, world: int, port: int, hf: str, start: Path, ports: di
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     where = tmp_path_factory.mktemp("mtp")
-    hf, start = _hf(where / "hf"), where / "start"
+    hf = toy.hf_dir(where / "hf", toy.hf_config() | {"num_nextn_predict_layers": DEPTHS})
+    start = where / "start"
     out: dict[str, Any] = run_ranks(_one_rank, 1, hf, start)[0]
     both = run_ranks(_two_ranks, 2, hf, start, {n: free_port() for n in LAYOUTS}, where / "save")
     for name in LAYOUTS:

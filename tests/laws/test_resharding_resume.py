@@ -7,9 +7,7 @@ from that of the layout before it in a ring over 1, 2 and 4 ranks.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_bridge.config import TrainerConfig
-from miles_like.types import MicroBatch
-from routing_replay.trace import RoutingTrace
 from tests.megatron_bridge import toy
 from tests.spawn import free_port, run_ranks
 
@@ -49,35 +44,10 @@ Metrics = list[dict[str, float]]
 Found = dict[str, Any]
 
 
-def hf_dir(where: Path) -> str:
-    """The tiny model, with a fourth layer."""
-    directory = toy.hf_dir(where)
-    config = Path(directory, "config.json")
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": LAYERS}))
-    return directory
-
-
-def config(hf: str, layout: dict[str, Any], **more: Any) -> TrainerConfig:
-    base = toy.config(hf, **more)
-    return TrainerConfig.model_validate(base.model_dump() | {"parallel": layout})
-
-
-def batch(step: int) -> list[MicroBatch]:
-    """Of one step: packs whose routes cover the fourth layer too."""
-    g = torch.Generator().manual_seed(step)
-
-    def widened(part: MicroBatch) -> MicroBatch:
-        ids = torch.rand(len(part.tokens), LAYERS - 1, toy.EXPERTS, generator=g).topk(toy.TOP_K, -1).indices
-        routing = RoutingTrace(experts=ids.to(torch.uint8), layers=tuple(range(1, LAYERS)), num_experts=toy.EXPERTS)
-        return replace(part, routing=routing)
-
-    return [widened(part) for part in toy.samples(8, seed=step)]
-
-
 def train(t: Any, steps: Sequence[int]) -> Metrics:
     dp, out = t.config.parallel.dp, []
     for step in steps:
-        rows, tokens = toy.grid(batch(step), dp=dp, micros=4 // dp)
+        rows, tokens = toy.grid(toy.samples(8, seed=step, layers=tuple(range(1, LAYERS))), dp=dp, micros=4 // dp)
         metrics = t.step(rows[t.dp_rank], tokens, step + 1).metrics
         out.append({key: metrics[key] for key in COMPARED})
     return out
@@ -131,14 +101,14 @@ def whole_ring(rank: int, world: int, port: int, hf: str, where: Path, name: str
     out: Found = {}
     more, names = RINGS[name]
     for i, layout in enumerate(names):
-        cfg = config(hf, LAYOUTS[layout], **more)
+        cfg = toy.config(hf, **LAYOUTS[layout], **more)
         ranks, before = cfg.parallel.world_size, where / names[i - 1]
         if rank < ranks:
             first, again = (toy.trainer(cfg, rank, ranks, ports[2 * i + k]) for k in range(2))
             out[layout] = one_layout(first, again, where / "start", where / layout, before if i else None)
     if rank == 0:  # the ring closes where it began, on one rank
-        assert config(hf, LAYOUTS[names[0]]).parallel.world_size == 1
-        with toy.trainer(config(hf, LAYOUTS[names[0]], **more), rank, 1, port) as t:
+        assert not LAYOUTS[names[0]]
+        with toy.trainer(toy.config(hf, **more), rank, 1, port) as t:
             out[names[0]] |= resharded(t, where / names[-1])
     return out
 
@@ -151,9 +121,10 @@ def rings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Foun
     def run(name: str) -> list[Found]:
         where = tmp_path_factory.mktemp("ring")
         _, names = RINGS[name]
-        world = max(config("", LAYOUTS[layout]).parallel.world_size for layout in names)
+        world = max(toy.config("", **LAYOUTS[layout]).parallel.world_size for layout in names)
         ports = [free_port() for _ in range(2 * len(names))]
-        return run_ranks(whole_ring, world, hf_dir(where / "hf"), where, name, ports, timeout_s=900.0)
+        hf = toy.hf_dir(where / "hf", toy.hf_config() | {"num_hidden_layers": LAYERS})
+        return run_ranks(whole_ring, world, hf, where, name, ports, timeout_s=900.0)
 
     return run
 

@@ -7,9 +7,11 @@ parallelism, which the trainer's side does.
 
 from __future__ import annotations
 
-import time
+import sys
 from collections import Counter
 from itertools import chain, pairwise
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_samples import group, rewarded, sample
 
+from miles_like import packing
 from miles_like.packing import pack, pack_pairs
 from miles_like.types import MicroBatch, SampleGroup, TrainBatch
 from routing_replay.trace import RoutingTrace
@@ -301,15 +304,31 @@ def test_pairs_put_the_loss_on_the_answer():
         pack_pairs([], dp_size=1, max_tokens=MAX)
 
 
-def test_4096_samples_pack_in_no_time():
-    """A guard against a Python loop over tokens or over pairs of samples and bins: several times what an idle core
-    takes, of which most is these samples' own checks."""
-    groups = numbered([(8, 1 + i * 37 % 200) for i in range(4096)])
+def lines_run(groups: list[SampleGroup], *, max_tokens: int) -> int:
+    """How many lines of packing.py a call of `pack` runs through, repetitions of a loop counted."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != packing.__file__:
+            return None
+        count += event == "line"
+        return trace
+
     advantages = counting(groups)
-    best = float("inf")
-    for _ in range(3):
-        t = time.process_time()
-        pack(groups, advantages, dp_size=8, max_tokens=1024, cost=lambda n: float(n * n))
-        best = min(best, time.process_time() - t)
-    print(f"4096 samples packed in {best * 1e3:.1f} ms")
-    assert best < 1.0
+    sys.settrace(trace)
+    try:
+        pack(groups, advantages, dp_size=8, max_tokens=max_tokens, cost=lambda n: float(n * n))
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_work_in_python_grows_with_samples_alone():
+    """Thousands of long samples a step: no loop over their tokens, nor over pairs of samples and micro-batches. Twice
+    the samples, in twice the micro-batches, run twice the lines at most; ten times longer ones run no more."""
+    shapes = [(8, 1 + i * 37 % 200) for i in range(256)]
+    few = lines_run(numbered(shapes), max_tokens=1024)
+    assert lines_run(numbered(2 * shapes), max_tokens=1024) < 2.1 * few
+    longer = [(10 * p, 10 * r) for p, r in shapes]
+    assert lines_run(numbered(longer), max_tokens=10240) < 1.1 * few

@@ -11,7 +11,6 @@ import base64
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from miles_like.types import NamedTensor
 from rollout.checksum import engine_checksum, tensor_checksum
 from rollout.embedded.server import main
 from rollout.wire_control import encode_safetensors
+from tests.spawn import free_port
 
 A = [5, 9, 33, 2, 71]
 LONG = {"max_new_tokens": 240, "ignore_eos": True, "sampling_seed": 3}
@@ -45,12 +45,6 @@ def start(path: Path, port: int, *more: str) -> subprocess.Popen[str]:
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -185,10 +179,8 @@ def test_bad_requests_are_400_with_a_message(http: httpx.Client, body: Any, mess
 
 def test_health_and_info(http: httpx.Client, path: Path) -> None:
     for route in ("/health", "/health_generate"):
-        began = time.monotonic()
         reply = http.get(route)
         assert (reply.status_code, reply.content) == (200, b"")
-        assert time.monotonic() - began < 0.9
     info = http.get("/model_info").json()
     assert info["model_path"] == str(path) and info["is_generation"] is True
     server = http.get("/server_info").json()
