@@ -137,7 +137,8 @@ def _on_a_full_disk(t: Any, rank: int, where: Path) -> Found:
 
 
 def _trouble(rank: int, world: int, port: int, hf: str, where: Path, second_port: int) -> Found:
-    with toy.trainer(toy.config(hf, **LAYOUT), rank, world, port) as t:
+    # routing biases move: weights are views, which megatron's writer copies anyway, but a bias has a storage of its own
+    with toy.trainer(toy.config(hf, router_bias_update_rate=1e-2, **LAYOUT), rank, world, port) as t:
         out = {"beside": _beside_the_training(t, where), "full": _on_a_full_disk(t, rank, where)}
     with toy.trainer(toy.config(hf, distributed_optimizer=False, **LAYOUT), rank, world, second_port) as t:
         return out | {"other optimizer": refused(lambda: t.load(where / "sync"))}
