@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.utils._device
 
+from megatron_bridge.token_exchange import gather_uneven, leave_sorted, reduce_scatter_uneven
+
 _CPU = torch.device("cpu")
 
 
@@ -183,35 +185,15 @@ TORCH_SHIMS: tuple[Shim, ...] = (
 )
 
 
-def _gather_uneven(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def gather(x: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-        if output_split_sizes is None or group.size() == 1:
-            return stock(x, group, None, use_global_buffer)
-        longest = max(output_split_sizes)
-        padded = x.new_zeros(longest, *x.shape[1:])
-        padded[: len(x)] = x
-        parts = stock(padded, group).split(longest)
-        return torch.cat([part[:n] for part, n in zip(parts, output_split_sizes, strict=True)])
-
-    return gather
-
-
-def _reduce_scatter_uneven(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def scatter(x: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-        if input_split_sizes is None or group.size() == 1:
-            return stock(x, group, None, use_global_buffer)
-        padded = x.new_zeros(group.size(), max(input_split_sizes), *x.shape[1:])
-        for row, part in zip(padded, x.split(input_split_sizes), strict=True):
-            row[: len(part)] = part
-        return stock(padded.flatten(0, 1), group)[: input_split_sizes[group.rank()]]
-
-    return scatter
-
-
 # Without CUDA: installed after the first megatron import.
 MEGATRON_SHIMS: tuple[Shim, ...] = (
+    Shim(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "sort_chunks_by_idxs",
+        "one rank's tokens are in the order of its experts already: copying all of them, there and back, is a tenth of "
+        "a small model's step",
+        leave_sorted,
+    ),
     Shim(
         "megatron.core.tensor_parallel.random",
         "_get_cuda_rng_state",
@@ -240,13 +222,13 @@ MEGATRON_SHIMS: tuple[Shim, ...] = (
         "megatron.core.tensor_parallel.mappings",
         "_gather_along_first_dim",
         "expert-tensor-parallel ranks hold different numbers of tokens, and gloo gathers equal parts only",
-        _gather_uneven,
+        gather_uneven,
     ),
     Shim(
         "megatron.core.tensor_parallel.mappings",
         "_reduce_scatter_along_first_dim",
         "the same on the way back",
-        _reduce_scatter_uneven,
+        reduce_scatter_uneven,
     ),
 )
 

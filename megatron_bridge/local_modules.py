@@ -212,8 +212,27 @@ class DuplicatedLinear(torch.nn.Linear):
         return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets)  # type: ignore[no-any-return]
 
 
+class _Resized(torch.autograd.Function):
+    """Runs of `counts` rows, end to end -> runs of `sizes`: cut off, or filled up with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], sizes: list[int]) -> Tensor:
+        ctx.lengths = counts, sizes
+        out = x.new_empty(sum(sizes), *x.shape[1:])
+        for new, old in zip(out.split(sizes), x.split(counts), strict=True):
+            kept = min(len(new), len(old))
+            new[:kept] = old[:kept]
+            new[kept:] = 0
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        counts, sizes = ctx.lengths
+        return _Resized.apply(grad, sizes, counts), None, None
+
+
 class PaddedSequentialMLP(SequentialMLP):
-    """Experts one after the other, each fed a multiple of `ROWS` tokens.
+    """Experts one after the other, in bf16 each fed a multiple of `ROWS` tokens.
 
     How many tokens an expert gets changes every step, and oneDNN compiles a bf16 matrix product anew for every number
     of rows: half a millisecond, several times the product itself at small sizes. Rows of zeros give zeros (there are
@@ -225,20 +244,22 @@ class PaddedSequentialMLP(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        counts = tokens_per_expert.tolist()
+        counts: list[int] = tokens_per_expert.tolist()
+        padded = permuted_local_hidden_states.dtype is torch.bfloat16
+        sizes = [n + -n % self.ROWS for n in counts] if padded else counts
+
+        def resized(x: Tensor, old: list[int], new: list[int]) -> Tensor:
+            return _Resized.apply(x, old, new) if padded else x  # type: ignore[no-any-return]
+
+        tokens, probs = (resized(x, counts, sizes) for x in (permuted_local_hidden_states, permuted_probs))
         out = []
-        for expert, tokens, probs in zip(
-            self.local_experts,
-            torch.split(permuted_local_hidden_states, counts),
-            torch.split(permuted_probs, counts),
-            strict=True,
+        for expert, own_tokens, own_probs in zip(
+            self.local_experts, tokens.split(sizes), probs.split(sizes), strict=True
         ):
-            n = len(tokens)
-            pad = -n % self.ROWS
-            y, bias = expert(F.pad(tokens, (0, 0, 0, pad)), F.pad(probs, (0, pad)))
+            y, bias = expert(own_tokens, own_probs)
             assert bias is None
-            out.append(y[:n])
-        return torch.cat(out), None
+            out.append(y)
+        return resized(torch.cat(out), sizes, counts), None
 
 
 _SWAPS = {

@@ -50,7 +50,7 @@ class TrainLoopConfig(RecomputeConfig):
     steps: int = Field(100, ge=0)
     groups_per_step: int = Field(64, ge=1)
     samples_per_group: int = Field(8, ge=1)
-    max_tokens_per_rank: int = Field(8192, ge=1)  # packed tokens in a micro-batch
+    max_tokens_per_rank: int = Field(8192, ge=1)  # packed tokens of a micro-batch that one rank is fed
     router_bias_update_rate: float = Field(0.0, ge=0)
     router_aux_loss: float = Field(0.0, ge=0)  # coefficient of the load-balancing loss, of one micro-batch's tokens
     balance: Literal["tokens", "flops"] = "tokens"  # what data-parallel rows and micro-batches get equal shares of
@@ -123,6 +123,11 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     alignment: AlignmentConfig = AlignmentConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def max_pack_tokens(self) -> int:
+        """Tokens of a whole micro-batch: context-parallel ranks share it out."""
+        return self.train.max_tokens_per_rank * self.parallel.cp
 
     @model_validator(mode="after")
     def ranks_fit_the_cluster(self) -> RunConfig:

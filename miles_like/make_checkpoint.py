@@ -80,7 +80,7 @@ def _warm_up_and_write(
             make,
             corpus=corpus,
             validation=validation,
-            max_tokens=config.train.max_tokens_per_rank,
+            max_tokens=config.max_pack_tokens,
             micro_multiple=config.parallel.micro_multiple,
             progress=_say(console, make),
         )

@@ -132,7 +132,7 @@ class TrainStage:
                 pack=partial(
                     pack,
                     dp_size=trainer.dp_size,
-                    max_tokens=config.train.max_tokens_per_rank,
+                    max_tokens=config.max_pack_tokens,
                     micro_multiple=config.parallel.micro_multiple,
                     cost=self.cost,
                 ),

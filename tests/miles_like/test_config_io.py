@@ -77,3 +77,9 @@ def test_override_values_are_toml_and_fall_back_to_text() -> None:
     assert parse_override("a=true") == {"a": True}
     assert parse_override("a.b=grpo") == {"a": {"b": "grpo"}}
     assert parse_override('a="x=y"') == {"a": "x=y"}
+
+
+def test_context_parallel_ranks_share_a_pack() -> None:
+    """The limit is one rank's memory: over cp ranks a pack, and a sample, may be that many times longer."""
+    config = load_config(TINY, ["parallel.cp=2", "parallel.dp=1", "parallel.ep=1"])
+    assert config.max_pack_tokens == 2 * config.train.max_tokens_per_rank
