@@ -107,18 +107,17 @@ def long_tailed(tokens: int, median: int, longest: int) -> list[tuple[int, int]]
 
 def works(quick: bool) -> dict[str, Work]:
     tiny, wide = model_config(), model_config(**WIDE)
-    scale = 1 if quick else 4
-    return {
-        "tiny short": Work(tiny, [(6, 3)] * (512 * scale)),
-        "tiny long-tailed": Work(tiny, long_tailed(4096 * scale, 64, 900)),
-        "wide long-tailed": Work(wide, long_tailed((1024 if quick else 4096), 64, 900)),
+    found = {
+        "tiny short": Work(tiny, [(6, 3)] * (256 if quick else 1024)),
+        "tiny long-tailed": Work(tiny, long_tailed(1024 if quick else 8192, 64, 900)),
     }
+    return found if quick else found | {"wide long-tailed": Work(wide, long_tailed(4096, 64, 900))}
 
 
 # the samples
 
 
-def fill(plain: Plain, work: Work, *, dp: int = 1) -> TrainBatch:
+def fill(plain: Plain, work: Work, *, dp: int = 1, micros: int = 1) -> TrainBatch:
     """The samples as the rollout would have returned them, routes of the model's own choosing; plain's view is set."""
     g = torch.Generator().manual_seed(3)
     groups = []
@@ -146,7 +145,8 @@ def fill(plain: Plain, work: Work, *, dp: int = 1) -> TrainBatch:
         groups.append(
             SampleGroup(prompt=Prompt(id=str(i), token_ids=tuple(ids[:prompt].tolist()), answer=""), samples=(sample,))
         )
-    return pack(groups, [[a] for a in plain.advantages], dp_size=dp, max_tokens=MAX_TOKENS)
+    advantages = [[a] for a in plain.advantages]
+    return pack(groups, advantages, dp_size=dp, max_tokens=MAX_TOKENS, micro_multiple=micros)
 
 
 # our side
@@ -180,7 +180,8 @@ def beside_transformers(name: str, work: Work, dtype: str, rounds: int, folder: 
     trainer = make_trainer(folder, dtype, port=free_port())
     for _ in range(2):
         theirs, metrics = plain.step(batch.loss_tokens), trainer.step(row, batch.loss_tokens, 1).metrics
-        close = 1e-3 if dtype == "float32" else 5e-2
+        # routes are replayed in ours only: a near-tie that padding flips in theirs moves the norm by a few 1e-3
+        close = 5e-3 if dtype == "float32" else 5e-2
         ours = metrics["train/loss"], metrics["train/grad_norm"]
         for a, b in zip(ours, theirs, strict=True):
             assert abs(a - b) <= close * max(1.0, abs(b)), f"{name}: the two steps are not the same: {ours}, {theirs}"
@@ -274,7 +275,7 @@ def over_layouts(work: Work, rounds: int, folder: Path) -> dict[str, float]:
     convert_checkpoint(folder / "hf", folder / "megatron")
     for dp in (1, 2):
         plain.samples, plain.old, plain.advantages = [], [], []
-        torch.save(fill(plain, work, dp=dp), folder / f"batch{dp}.pt")
+        torch.save(fill(plain, work, dp=dp, micros=2), folder / f"batch{dp}.pt")
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
     ports = [free_port() for _ in LAYOUTS]
@@ -297,7 +298,7 @@ def main() -> int:
     args = p.parse_args()
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of the processes started from here
-    rounds = 5 if args.quick else 9
+    rounds = 3 if args.quick else 7
     figures: dict[str, float] = {"threads": args.threads}
     print(f"{'':28}{'tokens':>8}{'transformers':>14}{'ours':>9}{'ratio':>8}   tokens/s, median of {rounds}")
     for name, work in works(args.quick).items():
@@ -314,9 +315,9 @@ def main() -> int:
     figures["ratio_min"] = min(v for k, v in figures.items() if k.startswith("ratio_"))
     share = figures["logprob_memory_share"] = round(logprob_memory_share(), 4)
     print(f"log-probs of {TOKENS:,} tokens over {VOCAB:,}: peak {share:.1%} of the fp32 logits")
-    work = works(True)["tiny long-tailed"]
+    work = Work(model_config(num_hidden_layers=4), long_tailed(2048, 64, 900))  # 4 divides into virtual stages
     with tempfile.TemporaryDirectory() as folder:
-        relative = over_layouts(work, 3 if args.quick else 9, Path(folder))
+        relative = over_layouts(work, rounds, Path(folder))
     print(f"{'layout, tiny long-tailed':28}{'of one rank':>14}")
     for name, ratio in relative.items():
         figures["layout_" + name.replace(", ", "_").replace(" ", "_")] = round(ratio, 3)
