@@ -1,30 +1,26 @@
-"""Device, collectives, and every shim that stock megatron-core 0.16.1 needs without CUDA or TransformerEngine.
+"""The device, and megatron-core made importable on it: the only module that knows whether there is CUDA.
 
-Each shim is one row of a table: what it replaces, why, and a check that it is still needed. A target that is gone, or a
-bug that is fixed, fails the start: the wheel is pinned exactly, so that only happens when the pin moves. On CUDA with
-TransformerEngine the tables are not touched at all.
-
-Redirects answer only callers inside `megatron.*`; every other user of torch in the process keeps torch's own behaviour.
+On CUDA with TransformerEngine nothing is replaced; otherwise the tables of `shims.py` are installed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import importlib.util
-import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils._device
 
-from megatron_bridge.token_exchange import gather_uneven, leave_sorted, reduce_scatter_uneven
+from megatron_bridge.shims import MEGATRON_SHIMS, NO_TE_SHIMS, TORCH_SHIMS, asked_by_megatron
 
 _CPU = torch.device("cpu")
 
@@ -37,266 +33,6 @@ class DeviceEnv:
     backend: str  # "gloo" or "nccl"
     transformer_engine: bool = False  # installed beside a CUDA device
     capability: tuple[int, int] | None = None  # CUDA's compute capability
-
-
-@dataclass(frozen=True, slots=True)
-class Shim:
-    """One replacement of `owner.name`: `make(stock)` returns what stands there from then on."""
-
-    owner: str  # import path of a module, or "module:Class"
-    name: str
-    reason: str
-    make: Callable[[Any], Any]
-    still_needed: Callable[[Any], bool] = lambda stock: True  # checked on the stock object where it can be
-
-    def install(self) -> None:
-        owner = _resolve(self.owner)
-        assert hasattr(owner, self.name), (
-            f"shim target {self.owner}.{self.name} is gone: review the shim ({self.reason})"
-        )
-        stock = getattr(owner, self.name)
-        assert self.still_needed(stock), f"shim {self.owner}.{self.name} is no longer needed: drop it ({self.reason})"
-        setattr(owner, self.name, self.make(stock))
-
-
-def _resolve(path: str) -> Any:
-    module, _, attribute = path.partition(":")
-    owner: Any = importlib.import_module(module)
-    return getattr(owner, attribute) if attribute else owner
-
-
-def _asked_by_megatron(depth: int = 2) -> bool:
-    return str(sys._getframe(depth).f_globals.get("__name__", "")).startswith("megatron.")
-
-
-class _Stream:
-    """CPU work is already in order: waiting is nothing."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-
-class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def record(self, *args: Any) -> None: ...
-    def wait(self, *args: Any) -> None: ...
-    def synchronize(self) -> None: ...
-
-
-_THE_STREAM = _Stream()
-
-
-def _answer(value: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Megatron's callers get `value(...)`, everyone else the stock function."""
-
-    def make(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def redirected(*args: Any, **kwargs: Any) -> Any:
-            return value(*args, **kwargs) if _asked_by_megatron() else stock(*args, **kwargs)
-
-        return redirected
-
-    return make
-
-
-def _is_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
-
-
-def _on_cpu(stock: Any) -> Any:
-    """A tensor factory whose literal device="cuda" or pin_memory=True, written in megatron, means plain CPU memory."""
-
-    @functools.wraps(stock)
-    def factory(*args: Any, **kwargs: Any) -> Any:
-        if ("device" in kwargs or "pin_memory" in kwargs) and _asked_by_megatron():
-            kwargs.pop("pin_memory", None)
-            if _is_cuda(kwargs.get("device")):
-                kwargs["device"] = _CPU
-        return stock(*args, **kwargs)
-
-    return factory
-
-
-def _to_cpu(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args and _is_cuda(args[0]) and _asked_by_megatron():
-            args = (_CPU, *args[1:])
-        return stock(self, *args, **kwargs)
-
-    return to
-
-
-def _cuda_type_name(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        name = stock(self, *args, **kwargs)
-        if isinstance(name, str) and "cuda" not in name and _asked_by_megatron():
-            return name.replace("torch.", "torch.cuda.", 1)
-        return name
-
-    return type_
-
-
-def _factories() -> tuple[Shim, ...]:
-    names = (
-        "tensor",
-        "zeros",
-        "empty",
-        "ones",
-        "full",
-        "arange",
-        "zeros_like",
-        "empty_like",
-        "ones_like",
-        "rand",
-        "randn",
-    )
-    return tuple(Shim("torch", n, 'literal device="cuda" or pin_memory=True in megatron', _on_cpu) for n in names)
-
-
-# Without CUDA: installed before the first megatron import.
-TORCH_SHIMS: tuple[Shim, ...] = (
-    Shim("torch.cuda", "current_device", "used everywhere as device= and .to() target", _answer(lambda: _CPU)),
-    Shim("torch.cuda", "set_device", "asynchronous checkpoint writers", _answer(lambda *a: None)),
-    Shim("torch.cuda", "synchronize", "p2p, schedules, dist_checkpointing", _answer(lambda *a, **k: None)),
-    Shim("torch.cuda", "empty_cache", "optimizer offload, mlp", _answer(lambda: None)),
-    Shim("torch.cuda", "Stream", "all-to-all dispatcher, DDP communication stream", lambda stock: _Stream),
-    Shim("torch.cuda", "Event", "offload, 1F1B overlap", lambda stock: _Event),
-    Shim("torch.cuda", "current_stream", "all-to-all dispatcher", _answer(lambda *a, **k: _THE_STREAM)),
-    Shim("torch.cuda", "default_stream", "gradient buffer overlap", _answer(lambda *a, **k: _THE_STREAM)),
-    Shim("torch.cuda", "stream", "all-to-all dispatcher", _answer(lambda *a, **k: contextlib.nullcontext())),
-    Shim("torch.cuda", "manual_seed", "random number tracker: the CPU generator", _answer(torch.manual_seed)),
-    Shim("torch.cuda", "get_rng_state", "random number tracker", _answer(lambda *a, **k: torch.get_rng_state())),
-    Shim("torch.cuda.nvtx", "range_push", "profiling marks", _answer(lambda *a: None)),
-    Shim("torch.cuda.nvtx", "range_pop", "profiling marks", _answer(lambda *a: None)),
-    Shim(
-        "torch:Tensor", "cuda", "context-parallel slices, broadcasts, checkpoints", _answer(lambda self, *a, **k: self)
-    ),
-    Shim("torch:Tensor", "to", 'x.to("cuda")', _to_cpu),
-    Shim("torch:Tensor", "type", "optimizers compare the type's name with torch.cuda.*", _cuda_type_name),
-    *_factories(),
-)
-
-
-# Without CUDA: installed after the first megatron import.
-MEGATRON_SHIMS: tuple[Shim, ...] = (
-    Shim(
-        "megatron.core.transformer.moe.token_dispatcher",
-        "sort_chunks_by_idxs",
-        "one rank's tokens are in the order of its experts already: copying all of them, there and back, is a tenth of "
-        "a small model's step",
-        leave_sorted,
-    ),
-    Shim(
-        "megatron.core.tensor_parallel.random",
-        "_get_cuda_rng_state",
-        "tracker state is the CPU generator's",
-        lambda stock: lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
-    ),
-    Shim(
-        "megatron.core.tensor_parallel.random",
-        "_set_cuda_rng_state",
-        "the stock one defers to CUDA's lazy initialisation, so it silently never runs",
-        lambda stock: lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
-        lambda stock: "_lazy_call" in inspect.getsource(stock),
-    ),
-    Shim(
-        "megatron.core.transformer.moe.token_dispatcher",
-        "maybe_move_tensor_to_cpu",
-        "converts split sizes to numpy only when they are on CUDA; all_to_all_single then gets tensors as sizes",
-        lambda stock: (
-            lambda tensor, as_numpy=False, record_stream=False: (
-                tensor.numpy() if torch.is_tensor(tensor) and as_numpy else tensor
-            )
-        ),
-        lambda stock: torch.is_tensor(stock(torch.zeros(1), as_numpy=True)),
-    ),
-    Shim(
-        "megatron.core.tensor_parallel.mappings",
-        "_gather_along_first_dim",
-        "expert-tensor-parallel ranks hold different numbers of tokens, and gloo gathers equal parts only",
-        gather_uneven,
-    ),
-    Shim(
-        "megatron.core.tensor_parallel.mappings",
-        "_reduce_scatter_along_first_dim",
-        "the same on the way back",
-        reduce_scatter_uneven,
-    ),
-)
-
-
-def _keep_step_out(stock: Any) -> Any:
-    @functools.wraps(stock)
-    @torch.no_grad()
-    def set_states(self: Any, model_param: Any, tensors: Any) -> None:
-        states = [s for s in self.optimizer.state.values() if "step" in s]
-        steps = [s.pop("step") for s in states]
-        try:
-            stock(self, model_param, tensors)
-        finally:
-            for state, step in zip(states, steps, strict=True):
-                state["step"] = step
-
-    return set_states
-
-
-def _unshare_steps(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        stock(self, state_dict)
-        for state in self.optimizer.state.values() if self.optimizer else ():
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
-
-    return load_state_dict
-
-
-def _fp8_false_is_off(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def init(self: Any, fp8: Any = None) -> None:
-        stock(self, fp8=fp8 or None)
-
-    return init
-
-
-# Without TransformerEngine, on any device: bugs of 0.16.1.
-NO_TE_SHIMS: tuple[Shim, ...] = (
-    Shim(
-        "megatron.core.transformer.multi_latent_attention",
-        "HAVE_TE",
-        "wrongly True (its TE classes are mocks, so isinstance raises TypeError)",
-        lambda stock: False,
-        lambda stock: stock is True,
-    ),
-    Shim(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
-        "_set_main_param_and_optimizer_states",
-        "torch's AdamW keeps `step` beside the moments; the checkpoint has it in the param group: KeyError",
-        _keep_step_out,
-        lambda stock: "dst_tensors[key].copy_(tensors[key])" in inspect.getsource(stock),
-    ),
-    Shim(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
-        "load_state_dict",
-        "gives all parameters one shared `step`, which torch's AdamW then raises once per parameter",
-        _unshare_steps,
-    ),
-    Shim(
-        "megatron.core.tensor_parallel.random:CheckpointWithoutOutput",
-        "__init__",
-        "takes its default fp8=False for FP8: NameError in selective recomputation of norms",
-        _fp8_false_is_off,
-        lambda stock: "self.fp8 = fp8 is not None" in inspect.getsource(stock),
-    ),
-)
 
 
 def _quiet_imports() -> None:
@@ -318,7 +54,7 @@ def _eager_fuser() -> Iterator[None]:
     stock = torch.compile
 
     def compile_(model: Any = None, **kwargs: Any) -> Any:
-        if not _asked_by_megatron():
+        if not asked_by_megatron():
             return stock(model, **kwargs)
         return model if model is not None else (lambda f: f)
 
@@ -334,6 +70,16 @@ def _mock_missing_te_gemm() -> None:
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     assert not hasattr(moe_utils, "te_general_gemm"), "moe_utils.te_general_gemm is bound without TE: drop this shim"
     moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def _keep_freed_memory() -> None:
+    """glibc gives freed memory back to the system and asks for it anew with every large tensor: a tenth of a small
+    model's step is page faults. Up to a gigabyte is kept instead; other C libraries stay as they are."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mmap_threshold, trim_threshold, top_pad = -3, -1, -2
+        for parameter, size in ((mmap_threshold, 32 << 20), (trim_threshold, 1 << 30), (top_pad, 64 << 20)):
+            mallopt(parameter, size)
 
 
 @functools.cache
@@ -356,6 +102,7 @@ def init_device() -> DeviceEnv:
     if cuda:
         importlib.import_module("megatron.core")
     else:
+        _keep_freed_memory()
         # torch remembers at first use which functions `with torch.device(...)` acts on: it must see the stock ones,
         # which the shims call, or models built under such a context (transformers' loading) come out unfilled
         torch.utils._device._device_constructors()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,20 +27,22 @@ def use_effective_weight(linear: Any, effective: Effective) -> None:
     # a fused kernel would add the gradient to the parameter's buffer itself, past `effective`
     assert not getattr(linear, "gradient_accumulation_fusion", False), "gradient_accumulation_fusion must be off"
     parameter, stock = linear.weight, linear.forward
-    linear.effective_weights = functions = [effective]
-
-    def weight() -> Tensor:
-        value: Tensor = parameter
-        for function in functions:
-            value = function(value)
-        return value
+    linear.effective_weights = [effective]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        linear._parameters["weight"] = weight()
+        linear._parameters["weight"] = weight_of(linear)
         try:
             return stock(*args, **kwargs)
         finally:
             linear._parameters["weight"] = parameter
 
     linear.forward = forward
-    parameter.served = torch.no_grad()(weight)
+    parameter.served = torch.no_grad()(partial(weight_of, linear))
+
+
+def weight_of(linear: Any) -> Tensor:
+    """The weight that `linear` computes with now, for who multiplies by it in its place."""
+    value: Tensor = linear.weight
+    for function in getattr(linear, "effective_weights", ()):
+        value = function(value)
+    return value

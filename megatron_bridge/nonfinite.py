@@ -35,12 +35,16 @@ class RoutingBias:
     anybody knows whether the step counts."""
 
     def __init__(self, chunks: list[Any]) -> None:
-        biases = [router.expert_bias for router in every_router(chunks) if router.expert_bias is not None]
-        self._kept = [(bias, bias.detach().clone()) for bias in biases]
+        self._biases = [router.expert_bias for router in every_router(chunks) if router.expert_bias is not None]
+        self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        self._kept = [bias.clone() for bias in self._biases]
 
     @torch.no_grad()
     def restore(self) -> None:
-        for bias, kept in self._kept:
+        for bias, kept in zip(self._biases, self._kept, strict=True):
             bias.copy_(kept)
 
 

@@ -39,13 +39,16 @@ def apply_packed_rope(
     mscale: float = 1.0,
     cp_group: Any = None,
 ) -> Tensor:
-    """[T, h, d]: bitwise megatron's `_apply_rotary_pos_emb_thd`, without its loop over segments."""
+    """[T, h, d]: bitwise megatron's `_apply_rotary_pos_emb_thd`, without its loop over segments; angles are turned into
+    sines and cosines once a position, not once a token."""
     positions = packed_positions(tuple(cu_seqlens.tolist()), cp_group.rank(), cp_group.size(), t.device)
-    rotated = rope_utils._apply_rotary_pos_emb_bshd(
-        t.unsqueeze(1),
-        freqs.index_select(0, positions),
-        rotary_interleaved=rotary_interleaved,
-        multi_latent_attention=multi_latent_attention,
-        mscale=mscale,
-    )
-    return rotated.squeeze(1)
+    cos, sin = ((f(freqs[:, 0]) * mscale).to(t.dtype).index_select(0, positions) for f in (torch.cos, torch.sin))
+    size = freqs.shape[-1]
+    t, rest = t[..., :size], t[..., size:]
+    if rotary_interleaved:
+        turned = t * cos + rope_utils._rotate_half(t[None], True)[0] * sin
+        return torch.cat((turned, rest), -1)
+    first, second = (t[..., 0::2], t[..., 1::2]) if multi_latent_attention else t.chunk(2, -1)
+    (cos, cos2), (sin, sin2) = cos.chunk(2, -1), sin.chunk(2, -1)
+    halves = first * cos - second * sin, second * cos2 + first * sin2
+    return torch.cat((*halves, rest) if rest.shape[-1] else halves, -1)

@@ -101,6 +101,7 @@ class MegatronTrainer:
             config.mtp_coefficient,
             resolved.token_multiple,
         )
+        self._bias = RoutingBias(self.chunks)
         self.copies = WeightCopies(self.chunks, self.parallel)
         self.steps_done = 0
         self._export: ExportPlan | None = None
@@ -122,7 +123,7 @@ class MegatronTrainer:
         self.copies.assert_own()
         refs = self._refs(row)
         self.optimizer.zero_grad()  # without a distributed optimizer, .grad is the buffer that gradients are added to
-        bias = RoutingBias(self.chunks)
+        self._bias.keep()
         run = partial(self._step.run, row, loss_tokens, refs=refs)
         metrics = run()
         lr = learning_rate(self.config.optimizer, self.steps_done)
@@ -132,7 +133,7 @@ class MegatronTrainer:
                 raise NonFiniteGradient(f"loss is {metrics['train/loss']}")
             norm = apply_gradients(self.optimizer, lr=lr, clip=self.config.optimizer.clip_grad)
         except NonFiniteGradient as e:
-            where = explain(self._step, run, optimizer=self.optimizer, bias=bias)
+            where = explain(self._step, run, optimizer=self.optimizer, bias=self._bias)
             said = f"the {e} in step {version}, {where}; the weights are unchanged"
             if not may_skip:
                 raise RuntimeError(said) from None

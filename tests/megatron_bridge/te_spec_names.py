@@ -11,12 +11,14 @@ from typing import Any
 
 def _with_stand_in(device: Any) -> Any:
     """Everything of `init_device` but the shims that repair megatron's own handling of a missing TransformerEngine."""
+    from megatron_bridge import shims
+
     sys.path.insert(0, str(Path(__file__).parents[1] / "fake_transformer_engine"))
-    for shim in device.TORCH_SHIMS:
+    for shim in shims.TORCH_SHIMS:
         shim.install()
     import megatron.core  # noqa: F401
 
-    for shim in device.MEGATRON_SHIMS:
+    for shim in shims.MEGATRON_SHIMS:
         shim.install()
     return device.DeviceEnv(device._CPU, "gloo")
 

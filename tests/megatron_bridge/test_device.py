@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_bridge import device
-from megatron_bridge.device import MEGATRON_SHIMS, NO_TE_SHIMS, TORCH_SHIMS, Shim, init_device
+from megatron_bridge.device import init_device
+from megatron_bridge.shims import MEGATRON_SHIMS, NO_TE_SHIMS, TORCH_SHIMS, Shim
 
 
 def _fake(module: str) -> dict[str, object]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_bridge.device import init_device
@@ -15,7 +17,7 @@ init_device()
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 
-from megatron_bridge.local_modules import localize, packed_causal_attention  # noqa: E402
+from megatron_bridge.local_modules import SequenceParallelRMSNorm, localize, packed_causal_attention  # noqa: E402
 from megatron_bridge.router import MaskedRouter  # noqa: E402
 from routing_replay.align import zigzag_index  # noqa: E402
 
@@ -33,8 +35,8 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float
 
 @pytest.mark.parametrize(
     "lengths",
-    [[7], [5, 5, 5], [1, 16, 3, 17, 2, 40], [12] * 30 + [100], [1030, 3, 1500, 9], [4, 0, 6]],
-    ids=["one", "equal", "mixed", "many short, one long", "long ones alone", "an empty one"],
+    [[7], [5, 5, 5], [6] * 4, [3] * 8, [1, 16, 3, 17, 2, 40], [12] * 30 + [100], [1030, 3, 1500, 9], [4, 0, 6]],
+    ids=["one", "equal", "pairs", "fours", "mixed", "many short, one long", "long ones alone", "an empty one"],
 )
 @pytest.mark.parametrize("v", [8, 12])
 def test_packed_attention_is_attention_of_each_segment(lengths: list[int], v: int) -> None:
@@ -53,6 +55,23 @@ def test_packed_attention_is_attention_of_each_segment(lengths: list[int], v: in
     theirs = torch.autograd.grad(want, (q, k, values), weights.double())
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_is_torch_s_and_its_gradient_autograd_s(dtype: torch.dtype) -> None:
+    """Bitwise forward; backward within a rounding of the dtype. Not covered: CUDA."""
+    torch.manual_seed(0)
+    norm = SequenceParallelRMSNorm(SimpleNamespace(sequence_parallel=False), 24, eps=1e-2).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    x, grad = torch.randn(5, 3, 24, dtype=dtype, requires_grad=True), torch.randn(5, 3, 24, dtype=dtype)
+    got, want = norm(x), F.rms_norm(x, (24,), norm.weight, 1e-2)
+    assert torch.equal(got, want)
+    exact = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    theirs = torch.autograd.grad(F.rms_norm(exact[0], (24,), exact[1], 1e-2), exact, grad.double())
+    bound = 1e-5 if dtype is torch.float32 else 2e-2
+    for a, b in zip(torch.autograd.grad(got, (x, norm.weight), grad), theirs, strict=True):
+        assert a.dtype is dtype
+        torch.testing.assert_close(a.double(), b, atol=bound, rtol=bound)
 
 
 @pytest.mark.parametrize("size", [2, 4])

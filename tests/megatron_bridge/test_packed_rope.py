@@ -27,14 +27,16 @@ def _compare(rank: int, world: int, port: int) -> dict[str, bool]:
             group: Any = SimpleNamespace(rank=lambda r=r: r, size=lambda size=size: size)
             t = torch.randn(sum(lengths) // size, 3, 8)
             for how in ({}, {"rotary_interleaved": True}, {"multi_latent_attention": True, "mscale": 0.7}):
-                want, got = (f(t, cu, freqs, cp_group=group, **how) for f in (stock, apply_packed_rope))
-                out[f"{size} {r} {sorted(how)}"] = torch.equal(want, got)
+                for turned in (4, 8):
+                    angles = freqs[..., :turned]
+                    want, got = (f(t, cu, angles, cp_group=group, **how) for f in (stock, apply_packed_rope))
+                    out[f"{size} {r} {sorted(how)} {turned}"] = torch.equal(want, got)
     return out
 
 
 def test_it_is_megatron_s_own_rotation_bit_for_bit() -> None:
-    """Plain, interleaved and MLA's order of dimensions; one rank, and each of two and four context-parallel ranks; an
-    empty segment. Not covered: a pack as long as its longest segment of several, which megatron rotates from the pack's
-    start instead of each segment's (no such pack can be)."""
+    """Plain, interleaved and MLA's order of dimensions, all of them turned or half; one rank, and each of two and four
+    context-parallel ranks; an empty segment. Not covered: a pack as long as its longest segment of several, which
+    megatron rotates from the pack's start instead of each segment's (no such pack can be)."""
     [found] = run_ranks(_compare, 1)
-    assert len(found) == 3 * (1 + 2 + 4) and all(found.values()), [k for k, same in found.items() if not same]
+    assert len(found) == 6 * (1 + 2 + 4) and all(found.values()), [k for k, same in found.items() if not same]
