@@ -1,0 +1,142 @@
+"""`manifest.json` of a converted directory: where every tensor lies in it, with a checksum of those very bytes.
+
+It is written last into the directory, and carries the SHA-256 of itself, so a manifest that was cut or edited is an
+error and not another opinion. Checksums of tensor data are xxh3_128, which is faster than memory is read; those of
+files are SHA-256, made while the files were written, so that nobody has to read a checkpoint again to name its files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+Kind = Literal["torch_dist", "hf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of a tensor and the bytes that hold it.
+
+    `sum` is of the file's bytes [start, start + size): a whole `torch.save` archive in a torch_dist directory, the
+    tensor's raw bytes in a Hugging Face one. `offset` and `sizes` are the box's, in elements.
+    """
+
+    file: str  # relative to the directory
+    start: int
+    size: int  # bytes
+    sum: str
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A tensor of the directory. The pieces cover it, each element once."""
+
+    dtype: str  # torch's name, as "bfloat16"
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileFact:
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Of a directory of one kind. `files` has all files but the manifest itself, by names relative to the directory.
+
+    `tensors` go by checkpoint key, or by Hugging Face name, scales included; `skipped` are those of the source that
+    were known and left out.
+    """
+
+    kind: Kind
+    tensors: Mapping[str, Fact]
+    files: Mapping[str, FileFact]
+    skipped: tuple[str, ...] = ()
+
+    def write(self, directory: Path) -> None:
+        """Atomically, and on disk when this returns."""
+        rest = self._as_json()
+        path = directory / MANIFEST
+        temporary = path.with_name(path.name + ".tmp")
+        with temporary.open("w", encoding="utf-8") as out:
+            json.dump({**rest, "sum": _sum(rest)}, out, sort_keys=True, separators=(",", ":"))
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.rename(path)
+
+    @classmethod
+    def there(cls, directory: Path) -> bool:
+        return (directory / MANIFEST).is_file()
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Raises ValueError when it is missing, cut, edited or of another format."""
+        path = directory / MANIFEST
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing: {directory} is not a converted directory, or not whole") from None
+        except ValueError:
+            raise ValueError(f"{path} was cut or is damaged: convert again") from None
+        if not isinstance(value, dict) or "sum" not in value:
+            raise ValueError(f"{path} is not a manifest of a converted directory: convert again")
+        if value.get("format") != FORMAT:
+            raise ValueError(
+                f"{path} has format {value.get('format')!r}, this version reads {FORMAT}: convert again, or read it "
+                "with the version that wrote it"
+            )
+        stored = value.pop("sum")
+        if stored != _sum(value):
+            raise ValueError(f"{path} was edited or is damaged, its own checksum does not fit: convert again")
+        return cls(
+            kind=value["kind"],
+            tensors={
+                name: Fact(fact["dtype"], tuple(fact["shape"]), tuple(_piece(p) for p in fact["pieces"]))
+                for name, fact in value["tensors"].items()
+            },
+            files={name: FileFact(**fact) for name, fact in value["files"].items()},
+            skipped=tuple(value["skipped"]),
+        )
+
+    def _as_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "kind": self.kind,
+            "tensors": {
+                name: {
+                    "dtype": fact.dtype,
+                    "shape": list(fact.shape),
+                    "pieces": [[p.file, p.start, p.size, p.sum, list(p.offset), list(p.sizes)] for p in fact.pieces],
+                }
+                for name, fact in self.tensors.items()
+            },
+            "files": {name: {"size": f.size, "sha256": f.sha256} for name, f in self.files.items()},
+            "skipped": list(self.skipped),
+        }
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """32 hex digits of bytes of any length."""
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+def _sum(rest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _piece(stored: list[Any]) -> Piece:
+    file, start, size, digest, offset, sizes = stored
+    return Piece(file, start, size, digest, tuple(offset), tuple(sizes))

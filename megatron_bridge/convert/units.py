@@ -1,0 +1,379 @@
+"""Long work on a directory of files, cut into units that survive a kill.
+
+A unit is one file. It is written to FILE.tmp, synced and renamed, and then so is its index, FILE.json: what the unit
+was made from, its size, its SHA-256, and what the finished directory's manifest must know of it. Units whose index fits
+are kept by the next run; everything else in the unfinished directory is removed. The directory grows as OUT.partial and
+becomes OUT by a rename, so an OUT is whole; the indexes are removed only then.
+
+Units do not depend on each other: they are done here, by processes of this machine, or wherever `Spread` takes them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import psutil
+import xxhash
+
+from megatron_bridge.convert.manifest import FileFact
+
+MIB = 1 << 20
+Spread = Callable[[Callable[[int], None], Sequence[int]], None]
+"""(work on one unit, picklable; numbers of the units to do): returns when all are done."""
+
+_PROCESS_BYTES = 300 * MIB  # resident in a fresh process with torch and its checkpoint package
+_NAME_BYTES = 4 << 10  # of bookkeeping for each tensor or piece, in each process
+_MOST_CHUNK, _LEAST_CHUNK = 64 * MIB, 1 * MIB
+_BUFFERED = 1 * MIB  # smaller writes are gathered
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+class HashedFile:
+    """A new file, hashed while it is written; also what `torch.save` takes for a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)  # nothing is left to be written, and to fail, when it is closed
+        self._all = hashlib.sha256()
+        self._piece = xxhash.xxh3_128()
+        self._gathered = bytearray()
+        self._beside: ThreadPoolExecutor | None = None
+        self._start = self.position = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Append; `data` is free again when this returns."""
+        size = len(data) if isinstance(data, bytes | bytearray) else data.nbytes
+        self.position += size
+        if size < _BUFFERED:
+            self._gathered += data
+            if len(self._gathered) >= _BUFFERED:
+                self.flush()
+            return size
+        self.flush()
+        if self._beside is None:
+            self._beside = ThreadPoolExecutor(1, "hash")
+        view = memoryview(data).cast("B")
+        hashed = self._beside.submit(self._hash, view)
+        try:
+            self._write(view)
+        finally:
+            hashed.result()
+        return size
+
+    def cut(self) -> tuple[int, int, str]:
+        """(start, size, checksum) of what was written since the last cut: a piece of the manifest."""
+        self.flush()
+        piece = (self._start, self.position - self._start, str(self._piece.hexdigest()))
+        self._start = self.position
+        self._piece = xxhash.xxh3_128()
+        return piece
+
+    def finish(self) -> FileFact:
+        """On disk when this returns."""
+        self.flush()
+        os.fsync(self._file.fileno())
+        return FileFact(self.position, self._all.hexdigest())
+
+    def flush(self) -> None:
+        if self._gathered:
+            gathered, self._gathered = self._gathered, bytearray()
+            self._hash(memoryview(gathered))
+            self._write(memoryview(gathered))
+
+    def close(self) -> None:
+        if self._beside is not None:
+            self._beside.shutdown()
+        self._file.close()
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _hash(self, view: memoryview) -> None:
+        self._piece.update(view)
+        self._all.update(view)
+
+    def _write(self, view: memoryview) -> None:
+        while len(view):  # the kernel writes at most 2 GiB a call
+            view = view[self._file.write(view) :]
+
+
+class Job(Protocol):
+    """What is to be made. Picklable."""
+
+    @property
+    def count(self) -> int: ...
+
+    def file(self, number: int) -> str:
+        """Name of a unit's file in the directory."""
+
+    def proof(self, number: int) -> str:
+        """Of the inputs that a unit is made from and of what it holds: a kept unit with this proof is this unit."""
+
+    def write(self, number: int, out: HashedFile) -> Any:
+        """Write a unit; return its facts, as JSON has them, for the manifest. Raises ValueError for a bad input."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitIndex:
+    """Of a whole unit."""
+
+    file: FileFact
+    facts: Any
+
+
+@contextmanager
+def building(out: Path, job: Job) -> Iterator[Path]:
+    """OUT.partial to work in, alone; it becomes `out` when the block ends.
+
+    Raises ValueError when `out` exists or another process builds it. After a ValueError in the block nothing is left;
+    after any other error what is whole is kept for the next run. OSError naming `out` when the disk is full.
+    """
+    _refuse_existing(out)
+    partial = out.with_name(out.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is converting into {out}: wait for it, or choose another") from None
+        _refuse_existing(out)  # it may have been finished while the directory was opened
+        with _kept_or_removed(out, partial):
+            yield partial
+            os.fsync(descriptor)
+            partial.rename(out)
+        sync_directory(out.parent)
+        for number in range(job.count):
+            _index_path(out, job.file(number)).unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists():
+        raise ValueError(f"{out} exists: convert into a new directory, or remove it")
+
+
+@contextmanager
+def _kept_or_removed(out: Path, partial: Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError:
+        shutil.rmtree(partial)
+        raise
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(
+            e.errno,
+            f"disk full: {out} was not written; free some space and run again (what is converted is kept), or choose a "
+            "directory on another disk",
+        ) from e
+
+
+def run_units(job: Job, partial: Path, *, workers: int = 1, spread: Spread | None = None) -> int:
+    """Do all units that are not whole, return the number that were; what else there is in `partial` is removed.
+
+    Raises what `job.write` raises, and RuntimeError when a worker process dies.
+    """
+    kept = {number for number in range(job.count) if read_unit(job, partial, number) is not None}
+    known = {name for n in kept for name in (job.file(n), _index_path(partial, job.file(n)).name)}
+    for path in partial.iterdir():
+        if path.name not in known:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    todo = [number for number in range(job.count) if number not in kept]
+    work = functools.partial(_write_unit, job, partial)
+    if spread is not None:
+        spread(work, todo)
+    elif workers > 1 and len(todo) > 1:
+        _in_processes(work, todo, workers)
+    else:
+        for number in todo:
+            work(number)
+    return len(kept)
+
+
+def read_unit(job: Job, directory: Path, number: int) -> UnitIndex | None:
+    """None for a unit that is not whole, or another one."""
+    name = job.file(number)
+    try:
+        index = json.loads(_index_path(directory, name).read_text(encoding="utf-8"))
+        if index["proof"] == job.proof(number) and (directory / name).stat().st_size == index["size"]:
+            return UnitIndex(FileFact(index["size"], index["sha256"]), index["facts"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        pass  # killed before it was whole
+    return None
+
+
+def whole_unit(job: Job, directory: Path, number: int) -> UnitIndex:
+    """Raises RuntimeError when the unit is not there, though it was said to be done."""
+    unit = read_unit(job, directory, number)
+    if unit is None:
+        raise RuntimeError(
+            f"{directory / job.file(number)} is not whole, though its worker is done: do all workers see the same "
+            f"{directory}? Put it on a file system that they share, and run again"
+        )
+    return unit
+
+
+def write_file(path: Path, data: bytes) -> FileFact:
+    """A small file beside the units, on disk when this returns."""
+    with HashedFile(path) as out:
+        out.write(data)
+        return out.finish()
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _index_path(directory: Path, file: str) -> Path:
+    return directory / f"{file}.json"
+
+
+def _write_unit(job: Job, partial: Path, number: int) -> None:
+    path = partial / job.file(number)
+    temporary = path.with_name(path.name + ".tmp")
+    with HashedFile(temporary) as out:
+        facts = job.write(number, out)
+        file = out.finish()
+    temporary.rename(path)
+    index = {"proof": job.proof(number), "size": file.size, "sha256": file.sha256, "facts": facts}
+    temporary = path.with_name(path.name + ".json.tmp")
+    write_file(temporary, json.dumps(index).encode())
+    temporary.rename(_index_path(partial, path.name))
+
+
+# processes
+
+
+def _in_processes(work: Callable[[int], None], numbers: Sequence[int], workers: int) -> None:
+    """Each process is given a unit when it is done with the one before."""
+    context = multiprocessing.get_context("spawn")
+    todo = iter(numbers)
+    ends: dict[Connection, BaseProcess] = {}
+    try:
+        for _ in range(min(workers, len(numbers))):
+            ours, theirs = context.Pipe()
+            process: BaseProcess = context.Process(target=_serve, args=(work, theirs, os.getpid()), daemon=True)
+            process.start()
+            theirs.close()  # so that the end of the process is the end of the pipe
+            ends[ours] = process
+            ours.send(next(todo))
+        busy = dict(ends)
+        while busy:
+            for end in wait(list(busy)):
+                assert isinstance(end, Connection)
+                error = _answer(end, busy[end])
+                if error is not None:
+                    raise error
+                number = next(todo, None)
+                if number is None:
+                    del busy[end]
+                else:
+                    end.send(number)
+    finally:
+        for end, process in ends.items():
+            end.close()
+            process.kill()
+            process.join()
+
+
+def _answer(end: Connection, process: BaseProcess) -> BaseException | None:
+    try:
+        answer: BaseException | None = end.recv()
+    except (EOFError, ConnectionResetError):
+        process.join()
+        code = process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return RuntimeError(
+            f"a worker process {how} (out of memory?): run again, what is converted is kept; fewer workers need less "
+            "memory"
+        )
+    return answer
+
+
+def _serve(work: Callable[[int], None], end: Connection, parent: int) -> None:
+    """A worker process. It dies with its parent, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before it could be bound to
+        sys.exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
+    if torch := sys.modules.get("torch"):  # where the job uses it
+        torch.set_num_threads(1)
+    while True:
+        try:
+            number = end.recv()
+        except EOFError:
+            return
+        try:
+            work(number)
+        except (ValueError, OSError) as e:
+            end.send(e)
+        except Exception as e:  # a process's edge: whatever it was, the parent says it
+            traceback.print_exc()
+            end.send(RuntimeError(f"a worker process failed: {type(e).__name__}: {e}"))
+        else:
+            end.send(None)
+
+
+# memory
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    workers: int
+    chunk_bytes: int  # a buffer's
+
+
+def plan_memory(limit: int, workers: int, *, names: int = 0, buffers: int = 4) -> Memory:
+    """How large the chunks may be that `limit` bytes of resident memory allow to all processes together.
+
+    `names` tensors and pieces are known to each process, and a worker holds `buffers` chunks at once, temporaries
+    included. Raises ValueError naming the least limit that works.
+    """
+    if workers < 1:
+        raise ValueError(f"{workers} workers: give at least 1")
+    processes = workers + 1 if workers > 1 else 1
+    here = max(_PROCESS_BYTES, psutil.Process().memory_info().rss)
+    fixed = here + (processes - 1) * _PROCESS_BYTES + processes * names * _NAME_BYTES
+    chunk = min(_MOST_CHUNK, (limit - fixed) // (workers * buffers))
+    if chunk < _LEAST_CHUNK:
+        least = fixed + workers * buffers * _LEAST_CHUNK
+        remedy = "a larger limit, or fewer workers" if workers > 1 else "a larger limit"
+        raise ValueError(
+            f"a memory limit of {limit / MIB:.0f} MiB is too small: {workers} worker(s) on this checkpoint need at "
+            f"least {-(-least // MIB)} MiB; give {remedy}"
+        )
+    return Memory(workers, chunk)
+
+
+def files_of(job: Job, directory: Path) -> Mapping[str, FileFact]:
+    """Size and hash of all units' files."""
+    return {job.file(number): whole_unit(job, directory, number).file for number in range(job.count)}
