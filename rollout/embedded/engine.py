@@ -28,7 +28,7 @@ from rollout.wire import GenerateReply
 from rollout.wire_control import PauseMode
 
 _PIECE = 1024  # tokens of one prompt in one forward pass
-_GATHER_BYTES = 1 << 20  # of latents in one attention call: stays in a core's cache
+_GATHER_BYTES = 1 << 20  # of a layer's cache in one attention call: stays in a core's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Engine:
         self._routing = self.cache.routing.numpy()
         self._active: NDArray[np.int64] = np.zeros(0, np.int64)  # rows, shortest first
         element = torch.finfo(model.dtype).bits // 8
-        self._gather = {"width_bytes": _GATHER_BYTES, "latent_bytes": model.arch.latent * element}
+        self._gather = {"width_bytes": _GATHER_BYTES, "token_bytes": model.arch.attention.cache_width * element}
 
     # ---- requests
 
@@ -275,9 +275,12 @@ class Engine:
         finish: Finish,
         slots: NDArray[np.int64] | None,
     ) -> None:
-        """`slots` of the sample's positions, while its pages still hold them; None when they never did."""
+        """`slots` of the sample's positions, while its pages still hold them; None when they never did.
+
+        A model without experts has no routes: the reply then has no `routed_experts`, as SGLang's without a capturer.
+        """
         spec, routed = job.group.spec, None
-        if spec.routing_start is not None and slots is not None:
+        if spec.routing_start is not None and slots is not None and self.model.arch.routed:
             fed = slots[spec.routing_start : len(spec.token_ids) + len(ids) - 1]
             routed = base64.b64encode(self._routing[fed].tobytes()).decode("ascii")
         reply = GenerateReply(

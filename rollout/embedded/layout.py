@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.embedded.model import Chunk, ForwardBatch
+from rollout.embedded.batch import Chunk, ForwardBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,16 +36,16 @@ def _cuts(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[slice
     return [*out, slice(first, len(lengths))]
 
 
-def lay_out(rows: Sequence[SequenceRows], *, width_bytes: int, latent_bytes: int) -> ForwardBatch:
+def lay_out(rows: Sequence[SequenceRows], *, width_bytes: int, token_bytes: int) -> ForwardBatch:
     """Sequences of several new tokens each, in the given order.
 
-    Chunks gather at most `width_bytes` of latents, of `latent_bytes` each, and no sequence's tokens are split.
+    Chunks gather at most `width_bytes` of a layer's cache, `token_bytes` a token, and no sequence's tokens are split.
     """
     counts = [len(r.tokens) for r in rows]
     first = np.concatenate([[0], np.cumsum(counts)])
     ends = [r.start + n for r, n in zip(rows, counts, strict=True)]
     chunks = []
-    for part in _cuts(ends, width_bytes // latent_bytes):
+    for part in _cuts(ends, width_bytes // token_bytes):
         mine, n = rows[part], torch.tensor(counts[part])
         length, q = max(ends[part]), int(n.max())
         keys = torch.zeros(len(mine), length, dtype=torch.int64)
@@ -72,13 +72,13 @@ def lay_out(rows: Sequence[SequenceRows], *, width_bytes: int, latent_bytes: int
 
 
 def lay_out_decode(
-    tokens: Tensor, positions: NDArray[np.int64], table: Tensor, rows: Tensor, *, width_bytes: int, latent_bytes: int
+    tokens: Tensor, positions: NDArray[np.int64], table: Tensor, rows: Tensor, *, width_bytes: int, token_bytes: int
 ) -> ForwardBatch:
     """One new token of each of B sequences, ascending by position. tokens [B]; table [R, W] slots; rows [B] into it."""
     pos = torch.from_numpy(positions)
     chunks = []
     lengths = positions + 1
-    for part in _decode_cuts(lengths, width_bytes // latent_bytes):
+    for part in _decode_cuts(lengths, width_bytes // token_bytes):
         length = int(lengths[part.stop - 1])
         keys = table.narrow(1, 0, length).index_select(0, rows[part])
         chunks.append(Chunk(rows=part, key_slots=keys, q_start=pos[part], pad=None, unpad=None))

@@ -10,7 +10,7 @@ K experts a token, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,10 @@ class Operations(Protocol):
         """t [T, H, d] rotated by its row's angle."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, q_start: Tensor) -> Tensor:
-        """q [B, Q, H, d], k [B, L, Hk, d], v [B, L, Hk, dv] -> [B, Q, H, dv]: query i sees keys 0..q_start[b]+i."""
+        """q [B, Q, H, d], k [B, L, Hk, d], v [B, L, Hk, dv] -> [B, Q, H, dv]: query i sees keys 0..q_start[b]+i.
+
+        Query heads h H/Hk .. (h + 1) H/Hk - 1 share key head h.
+        """
 
     def route(
         self,
@@ -47,6 +50,7 @@ class Operations(Protocol):
         gate_w: Tensor,
         k: int,
         *,
+        score: Literal["sigmoid", "softmax"],
         bias: Tensor | None,
         groups: int,
         group_topk: int,

@@ -6,6 +6,7 @@ Rows may depend, in the last bits, on how many rows share a call.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,22 +45,19 @@ def rope(t: Tensor, cos: Tensor, sin: Tensor, deinterleave: bool = False) -> Ten
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, q_start: Tensor) -> Tensor:
-    """Scores and softmax in fp32. One key head for all query heads (Hk = 1) is one product a sequence."""
+    """Scores and softmax in fp32. The query heads of a key head are rows of one product."""
     b, n, h, d = q.shape
-    length, shared = k.shape[1], k.shape[2] == 1
-    if shared:
-        scores = torch.bmm(q.reshape(b, n * h, d), k[:, :, 0].transpose(1, 2)).view(b, n, h, length).float()
-    else:
-        scores = torch.matmul(q.transpose(1, 2), k.permute(0, 2, 3, 1)).float()  # [B, H, Q, L]
-    scores.mul_(scale)
+    length, heads = k.shape[1], k.shape[2]
+    rows = q.view(b, n, heads, -1, d).transpose(1, 2)  # [B, Hk, Q, H/Hk, d]
+    scores = torch.matmul(rows.reshape(b, heads, -1, d), k.permute(0, 2, 3, 1)).float()
+    scores = scores.mul_(scale).view(b, heads, n, -1, length)
     if n > 1 or int(q_start.min()) < length - 1:
         last = q_start[:, None] + torch.arange(n)
         hidden = torch.arange(length) > last[..., None]  # [B, Q, L]
-        scores.masked_fill_(hidden[:, :, None] if shared else hidden[:, None], float("-inf"))
-    weights = torch.softmax(scores, -1).to(q.dtype)
-    if shared:
-        return torch.bmm(weights.view(b, n * h, length), v[:, :, 0]).view(b, n, h, v.shape[-1])
-    return torch.matmul(weights, v.transpose(1, 2)).transpose(1, 2)
+        scores.masked_fill_(hidden[:, None, :, None], float("-inf"))
+    weights = torch.softmax(scores, -1).to(q.dtype).view(b, heads, -1, length)
+    out = torch.matmul(weights, v.transpose(1, 2)).view(b, heads, n, -1, v.shape[-1])
+    return out.transpose(1, 2).reshape(b, n, h, -1)
 
 
 def route(
@@ -67,17 +65,20 @@ def route(
     gate_w: Tensor,
     k: int,
     *,
+    score: Literal["sigmoid", "softmax"],
     bias: Tensor | None,
     groups: int,
     group_topk: int,
     scale: float,
     renormalize: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sigmoid scores; the bias and the group limit act on the choice only, the weights are unbiased scores.
+    """The bias and the group limit act on the choice only, the weights are unbiased scores.
 
     Source: DeepSeek-V3 report (arXiv 2412.19437) section 2.1.2; a group is scored by the sum of its two best experts.
+    A softmax is over all experts.
     """
-    scores = F.linear(x.float(), gate_w).sigmoid()
+    logits = F.linear(x.float(), gate_w)
+    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
     choice = scores if bias is None else scores + bias
     if groups > 1 and group_topk < groups:
         by_group = choice.view(len(x), groups, -1)

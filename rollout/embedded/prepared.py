@@ -1,6 +1,6 @@
 """Decoded weights in the shape the model multiplies with: projections of one input fused, experts stacked.
 
-Letters: D hidden, I expert width, E experts, H heads, C latent rank.
+Letters: D hidden, I expert width, E experts, H heads, Hk key/value heads, C latent rank.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollout.embedded.architecture import GroupedAttention, LatentAttention, Moe
 from rollout.embedded.weights import WeightStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionWeights:
+class LatentWeights:
     down: Tensor  # [q_lora + C + rope, D]: q_a | kv_a; without q_lora [H * head + C + rope, D]: q | kv_a
     q_norm: Tensor | None  # [q_lora]
     q_up: Tensor | None  # [H * head, q_lora]
@@ -27,6 +28,16 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupedWeights:
+    qkv: Tensor  # [(H + 2 Hk) * head, D]: query heads, key heads, value heads
+    qkv_bias: Tensor | None  # [(H + 2 Hk) * head]
+    q_norm: Tensor | None  # [head]
+    k_norm: Tensor | None  # [head]
+    out: Tensor  # [D, H * head]
+    out_bias: Tensor | None  # [D]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MlpWeights:
     gate_up: Tensor  # [2I, D]
     down: Tensor  # [D, I]
@@ -35,7 +46,7 @@ class MlpWeights:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MoeWeights:
     router: Tensor  # [E, D] fp32
-    bias: Tensor  # [E] fp32
+    bias: Tensor | None  # [E] fp32, for the choice alone
     gate_up: Tensor  # [E, 2I, D]
     down: Tensor  # [E, D, I]
     shared: MlpWeights | None
@@ -45,7 +56,7 @@ class MoeWeights:
 class LayerWeights:
     input_norm: Tensor  # [D]
     post_norm: Tensor  # [D]
-    attention: AttentionWeights
+    attention: LatentWeights | GroupedWeights
     mlp: MlpWeights | MoeWeights
 
 
@@ -76,23 +87,25 @@ def prepare(
 
 
 def _layer(store: WeightStore, i: int, dtype: torch.dtype) -> LayerWeights:
-    p = f"model.layers.{i}."
-    moe = store.arch.is_moe(i)
+    p, arch = f"model.layers.{i}.", store.arch
+    a, moe = arch.attention, arch.moe if i in arch.moe_layers else None
+    attention = p + "self_attn."
     return LayerWeights(
         input_norm=store.decoded(p + "input_layernorm.weight", dtype),
         post_norm=store.decoded(p + "post_attention_layernorm.weight", dtype),
-        attention=_attention(store, p + "self_attn.", dtype),
-        mlp=_moe(store, p + "mlp.", dtype) if moe else _mlp(store, p + "mlp.", dtype),
+        attention=_latent(store, a, attention, dtype)
+        if isinstance(a, LatentAttention)
+        else _grouped(store, a, attention, dtype),
+        mlp=_mlp(store, p + "mlp.", dtype) if moe is None else _moe(store, moe, p + "mlp.", dtype),
     )
 
 
-def _attention(store: WeightStore, p: str, dtype: torch.dtype) -> AttentionWeights:
-    a = store.arch
+def _latent(store: WeightStore, a: LatentAttention, p: str, dtype: torch.dtype) -> LatentWeights:
     lora = a.q_lora is not None
     first = store.decoded(p + ("q_a_proj.weight" if lora else "q_proj.weight"), dtype)
     kv_up = store.decoded(p + "kv_b_proj.weight", dtype)
     by_head = kv_up.view(a.heads, a.nope + a.v_dim, a.kv_lora)
-    return AttentionWeights(
+    return LatentWeights(
         down=torch.cat([first, store.decoded(p + "kv_a_proj_with_mqa.weight", dtype)]),
         q_norm=store.decoded(p + "q_a_layernorm.weight", dtype) if lora else None,
         q_up=store.decoded(p + "q_b_proj.weight", dtype) if lora else None,
@@ -104,20 +117,34 @@ def _attention(store: WeightStore, p: str, dtype: torch.dtype) -> AttentionWeigh
     )
 
 
+def _grouped(store: WeightStore, a: GroupedAttention, p: str, dtype: torch.dtype) -> GroupedWeights:
+    def fused(leaf: str) -> Tensor:
+        return torch.cat([store.decoded(f"{p}{n}_proj.{leaf}", dtype) for n in "qkv"])
+
+    return GroupedWeights(
+        qkv=fused("weight"),
+        qkv_bias=fused("bias") if a.qkv_bias else None,
+        q_norm=store.decoded(p + "q_norm.weight", dtype) if a.qk_norm else None,
+        k_norm=store.decoded(p + "k_norm.weight", dtype) if a.qk_norm else None,
+        out=store.decoded(p + "o_proj.weight", dtype),
+        out_bias=store.decoded(p + "o_proj.bias", dtype) if a.out_bias else None,
+    )
+
+
 def _mlp(store: WeightStore, p: str, dtype: torch.dtype) -> MlpWeights:
     halves = [store.decoded(p + f"{n}_proj.weight", dtype) for n in ("gate", "up")]
     return MlpWeights(gate_up=torch.cat(halves), down=store.decoded(p + "down_proj.weight", dtype))
 
 
-def _moe(store: WeightStore, p: str, dtype: torch.dtype) -> MoeWeights:
+def _moe(store: WeightStore, m: Moe, p: str, dtype: torch.dtype) -> MoeWeights:
     gate, up, down = (
-        store.decoded_stack([f"{p}experts.{e}.{n}_proj.weight" for e in range(store.arch.experts)], dtype)
+        store.decoded_stack([f"{p}experts.{e}.{n}_proj.weight" for e in range(m.experts)], dtype)
         for n in ("gate", "up", "down")
     )
     return MoeWeights(
         router=store.decoded(p + "gate.weight", torch.float32),
-        bias=store.decoded(p + "gate.e_score_correction_bias", torch.float32),
+        bias=store.decoded(p + "gate.e_score_correction_bias", torch.float32) if m.selection_bias else None,
         gate_up=torch.cat([gate, up], 1),
         down=down,
-        shared=_mlp(store, p + "shared_experts.", dtype) if store.arch.shared_experts else None,
+        shared=_mlp(store, p + "shared_experts.", dtype) if m.shared_ffn else None,
     )

@@ -171,8 +171,8 @@ class Handlers:
             "load_format": SAFETENSORS,
             "has_image_understanding": False,
             "has_audio_understanding": False,
-            "model_type": "deepseek_v3",
-            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": self.service.config.get("model_type"),
+            "architectures": self.service.config.get("architectures"),
         }
         return _json(info | more)
 
@@ -187,7 +187,7 @@ class Handlers:
         }
         more = {
             "max_total_num_tokens": engine.cache.pages * engine.cache.page,
-            "enable_return_routed_experts": True,
+            "enable_return_routed_experts": bool(self.service.arch.routed),
             "started_ts": self.started,
             "weight_version": engine.version,  # of now, not of the command line
             "internal_states": [state],
@@ -302,7 +302,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
         prog="rollout.embedded.server", description="A CPU engine behind SGLang's HTTP surface."
     )
-    p.add_argument("--model-path", required=True, help="Hugging Face directory of a DeepSeek-V3 model, FP8 or not")
+    p.add_argument("--model-path", required=True, help="Hugging Face directory, FP8 or not")
     p.add_argument("--port", type=int, required=True)
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--threads", type=int, default=2)

@@ -11,8 +11,8 @@ import torch
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.types import NamedTensor
 from rollout.embedded import plain_ops
-from rollout.embedded.architecture import Architecture
 from rollout.embedded.engine import Engine, EngineLimits
+from rollout.embedded.families.registry import architecture_of
 from rollout.embedded.model import Model
 from rollout.embedded.operations import Operations
 from rollout.embedded.prepared import prepare
@@ -34,7 +34,8 @@ class Service:
         """Raises ValueError with one sentence when the directory cannot be served."""
         self.model_path = model_path
         checkpoint = HFCheckpoint(model_path)
-        self.arch = Architecture.from_hf(checkpoint.config, eos_ids=_generation_eos(model_path))
+        self.arch = architecture_of(checkpoint.config, eos_ids=_generation_eos(model_path))
+        self.config = checkpoint.config
         self.store = WeightStore.load(checkpoint, self.arch)
         model = Model(self.arch, prepare(self.store, dtype), ops, dtype)
         self.engine = Engine(model, limits, version=version)
@@ -70,7 +71,7 @@ class Service:
         """All weights from a directory of the same architecture. Raises ValueError; the old weights then stay."""
         self.require_flushable(flush_cache)
         checkpoint = HFCheckpoint(path)
-        arch = Architecture.from_hf(checkpoint.config, eos_ids=self.arch.eos_ids)
+        arch = architecture_of(checkpoint.config, eos_ids=self.arch.eos_ids)
         if arch != self.arch:
             raise ValueError(f"{path} is another model than {self.model_path}: start a server for it")
         self.store = WeightStore.load(checkpoint, self.arch)

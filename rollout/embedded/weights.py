@@ -21,77 +21,19 @@ from quant.spec import QuantFormat, QuantSpec
 from quant.stream import pair_stream
 from rollout.checksum import engine_checksum, tensor_checksum
 from rollout.embedded.architecture import Architecture
+from rollout.embedded.tensors import expected_tensors
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def expected_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape [out, in] of every weight of the model."""
-    out: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (arch.vocab, arch.hidden),
-        "model.norm.weight": (arch.hidden,),
-    }
-    if not arch.tied:
-        out["lm_head.weight"] = (arch.vocab, arch.hidden)
-    for i in range(arch.layers):
-        p = f"model.layers.{i}."
-        out[p + "input_layernorm.weight"] = (arch.hidden,)
-        out[p + "post_attention_layernorm.weight"] = (arch.hidden,)
-        out |= {p + "self_attn." + n: s for n, s in _attention_shapes(arch).items()}
-        if arch.is_moe(i):
-            out |= {p + "mlp." + n: s for n, s in _moe_shapes(arch).items()}
-        else:
-            out |= _mlp_shapes(p + "mlp.", arch.hidden, arch.dense_ffn)
-    return out
-
-
-def _attention_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
-    q = a.heads * (a.nope + a.rope)
-    out: dict[str, tuple[int, ...]] = {
-        "kv_a_proj_with_mqa.weight": (a.latent, a.hidden),
-        "kv_a_layernorm.weight": (a.kv_lora,),
-        "kv_b_proj.weight": (a.heads * (a.nope + a.v_dim), a.kv_lora),
-        "o_proj.weight": (a.hidden, a.heads * a.v_dim),
-    }
-    if a.q_lora is None:
-        return out | {"q_proj.weight": (q, a.hidden)}
-    return out | {
-        "q_a_proj.weight": (a.q_lora, a.hidden),
-        "q_a_layernorm.weight": (a.q_lora,),
-        "q_b_proj.weight": (q, a.q_lora),
-    }
-
-
-def _moe_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
-    out: dict[str, tuple[int, ...]] = {
-        "gate.weight": (a.experts, a.hidden),
-        "gate.e_score_correction_bias": (a.experts,),
-    }
-    for e in range(a.experts):
-        out |= _mlp_shapes(f"experts.{e}.", a.hidden, a.expert_ffn)
-    if a.shared_experts:
-        out |= _mlp_shapes("shared_experts.", a.hidden, a.expert_ffn * a.shared_experts)
-    return out
-
-
-def _mlp_shapes(prefix: str, hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
-    return {
-        prefix + "gate_proj.weight": (ffn, hidden),
-        prefix + "up_proj.weight": (ffn, hidden),
-        prefix + "down_proj.weight": (hidden, ffn),
-    }
-
-
 class WeightStore:
     """All weights of one model under their Hugging Face names."""
 
-    def __init__(self, arch: Architecture, spec: QuantSpec | None, extra_layers: int = 0) -> None:
-        """`extra_layers`: multi-token-prediction layers behind the last one, which are skipped."""
+    def __init__(self, arch: Architecture, spec: QuantSpec | None) -> None:
         self.arch = arch
         self.spec = spec
         self._codec = make_codec(spec) if spec is not None and spec.format is not QuantFormat.BF16 else None
-        self._extra_layers = extra_layers
         self._expected = expected_tensors(arch)
         self._stored: dict[str, Tensor | QuantTensor] = {}
         self._hashes: dict[str, str] = {}  # of stored tensors, made when asked for
@@ -99,8 +41,7 @@ class WeightStore:
     @classmethod
     def load(cls, checkpoint: HFCheckpoint, arch: Architecture) -> WeightStore:
         """Of a whole checkpoint. Raises ValueError naming a tensor that is missing, unknown, damaged or misshapen."""
-        config = checkpoint.config
-        store = cls(arch, QuantSpec.from_hf(config), int(config.get("num_nextn_predict_layers") or 0))
+        store = cls(arch, QuantSpec.from_hf(checkpoint.config))
         store._stored = store.paired((n, t) for n, t in checkpoint.stream() if not n.endswith("rotary_emb.inv_freq"))
         missing = sorted(store._expected.keys() - store._stored.keys())
         if missing:
@@ -108,9 +49,11 @@ class WeightStore:
         return store
 
     def skips(self, name: str) -> bool:
-        """Belongs to a multi-token-prediction layer."""
+        """Known and not served: a multi-token-prediction layer's, or a head beside the embedding that is the head."""
+        if self.arch.tied and name == "lm_head.weight":
+            return True
         m = _LAYER.match(name)
-        return m is not None and 0 <= int(m[1]) - self.arch.layers < self._extra_layers
+        return m is not None and 0 <= int(m[1]) - self.arch.layers < self.arch.mtp_layers
 
     def check(self, name: str, tensor: Tensor) -> None:
         """Raises ValueError when a streamed tensor is not one of this model's, before it is paired or kept."""

@@ -1,4 +1,4 @@
-"""Random DeepSeek-V3 checkpoints, made by transformers, for the embedded engine's tests, and ways to drive it."""
+"""Random checkpoints of every family, made by transformers, for the embedded engine's tests, and ways to drive it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from safetensors.torch import load_file, save_file
 
 from miles_like.types import SamplingParams
 from rollout.embedded.engine import Engine, EngineLimits
 from rollout.embedded.requests import Completed, PromptSpec
 from rollout.embedded.service import Service
+from tests.megatron_bridge.tiny_models import transformers_model
 
-BASE: dict[str, Any] = {
+_COMMON: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "moe_intermediate_size": 32,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 4}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+BASE: dict[str, Any] = {
+    **_COMMON,
+    **_EXPERTS,
+    "model_type": "deepseek_v3",
     "num_key_value_heads": 4,
     "n_shared_experts": 1,
     "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
     "n_group": 4,
     "topk_group": 2,
     "norm_topk_prob": True,
@@ -35,42 +47,65 @@ BASE: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
     "rms_norm_eps": 1e-6,
-    "initializer_range": 0.1,
     "num_nextn_predict_layers": 0,
-    "max_position_embeddings": 256,
-    "rope_theta": 10000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.7,
-    },
-    "eos_token_id": 1,
-    "bos_token_id": None,
-    "pad_token_id": 0,
+    "rope_scaling": {**YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7},
+}
+QWEN: dict[str, Any] = {
+    **_COMMON,
+    "model_type": "qwen3",
+    "num_key_value_heads": 2,
+    "head_dim": 24,  # not hidden / heads
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500.0,
+}
+QWEN_MOE: dict[str, Any] = {
+    **QWEN,
+    **_EXPERTS,
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "norm_topk_prob": True,
+}
+GLM: dict[str, Any] = {
+    **_COMMON,
+    **_EXPERTS,
+    "model_type": "glm4_moe",
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "n_shared_experts": 1,
+    "n_routed_experts": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-5,
+    "num_nextn_predict_layers": 0,
 }
 
 
-def oracle(seed: int = 0, **changes: Any) -> DeepseekV3ForCausalLM:
-    """fp32, with a random expert bias and random norms, so that a term left out shows."""
+def oracle(seed: int = 0, base: dict[str, Any] = BASE, **changes: Any) -> Any:
+    """fp32, with random expert biases, biases and norms, so that a term left out shows."""
     torch.manual_seed(seed)
-    config = {k: (dict(v) if isinstance(v, dict) else v) for k, v in (BASE | changes).items()}
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**config)).eval()
+    model = transformers_model(base | changes).eval()
     with torch.no_grad():
         for name, p in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name:
                 p.uniform_(0.5, 1.5)
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith("bias"):
                 p.normal_(0, 0.2)
     return model
 
 
-def save(model: DeepseekV3ForCausalLM, path: Path) -> Path:
-    """A Hugging Face directory, weights under the names of DeepSeek's own checkpoints."""
+def save(model: Any, path: Path) -> Path:
+    """A Hugging Face directory, weights under the names of the published checkpoints."""
     model.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    whole = {n: t for n, t in tensors.items() if t.numel()}  # transformers' absent shared expert has width 0
+    if len(whole) < len(tensors):
+        save_file(whole, path / "model.safetensors", {"format": "pt"})
     return path
 
 

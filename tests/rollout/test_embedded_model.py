@@ -1,21 +1,22 @@
-"""The plain-torch model computes what transformers' DeepSeek-V3 computes.
+"""The plain-torch model computes what transformers' models of the five families compute.
 
 Why it must hold: the rollout's log-probs and expert ids are compared with a trainer's; an engine that computes another
-function would be a silent off-policy error. transformers' implementation is the oracle, in fp32, whole-prompt and token
-by token. Not covered: bfloat16 (other rounding), and configurations the engine refuses.
+function would be a silent off-policy error. transformers' implementations are the oracle, in fp32, whole-prompt, in
+pieces and token by token. Not covered: bfloat16 (other rounding), and configurations the engine refuses.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from embedded_fixtures import BASE, oracle, save
+from embedded_fixtures import BASE, GLM, QWEN, QWEN_MOE, YARN, oracle, save
 
 from miles_like.hf_checkpoint import HFCheckpoint
 from rollout.embedded import plain_ops
-from rollout.embedded.architecture import Architecture
+from rollout.embedded.families.registry import architecture_of
 from rollout.embedded.kv_cache import KVCache
 from rollout.embedded.layout import SequenceRows, lay_out
 from rollout.embedded.model import Model
@@ -23,23 +24,42 @@ from rollout.embedded.prepared import prepare
 from rollout.embedded.weights import WeightStore
 
 NO_YARN = {"rope_scaling": {"rope_type": "default", "rope_theta": 500.0}}
+SHORT_YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "groups_yarn_q_lora": {},
-    "one_group": {"n_group": 1, "topk_group": 1},
-    "no_q_lora_no_yarn": {"q_lora_rank": None, **NO_YARN},
-    "all_dense_but_last": {"first_k_dense_replace": 2, "norm_topk_prob": False, "n_shared_experts": 2},
-    "all_moe_factor_only": {
-        "first_k_dense_replace": 0,
-        "num_hidden_layers": 2,
-        "rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16},
-    },
-    "mscale_differs": {"rope_scaling": {**BASE["rope_scaling"], "mscale": 0.5, "mscale_all_dim": 1.3}},
+    "deepseek_groups_yarn_q_lora": BASE,
+    "deepseek_one_group_tied": BASE | {"n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
+    "deepseek_no_q_lora_no_yarn_no_shared": BASE | NO_YARN | {"q_lora_rank": None, "n_shared_experts": 0},
+    "deepseek_all_dense_but_last": BASE | {"first_k_dense_replace": 2, "norm_topk_prob": False, "n_shared_experts": 2},
+    "deepseek_all_moe_factor_only": BASE
+    | {"first_k_dense_replace": 0, "num_hidden_layers": 2, "rope_scaling": SHORT_YARN},
+    "deepseek_mscale_differs": BASE | {"rope_scaling": {**BASE["rope_scaling"], "mscale": 0.5, "mscale_all_dim": 1.3}},
+    "kimi_272_experts": BASE
+    | {"n_group": 1, "topk_group": 1, "n_routed_experts": 272, "num_experts_per_tok": 8, "num_hidden_layers": 2},
+    "qwen_moe": QWEN_MOE,
+    "qwen_moe_one_kv_head_tied_mlp_only": QWEN_MOE
+    | {"num_key_value_heads": 1, "tie_word_embeddings": True, "mlp_only_layers": [1]},
+    "qwen_moe_every_head_unnormalized_yarn": QWEN_MOE
+    | {"num_key_value_heads": 4, "norm_topk_prob": False, "rope_scaling": YARN},
+    "qwen_moe_every_second_layer_biases": QWEN_MOE
+    | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "num_attention_heads": 8, "attention_bias": True},
+    "qwen": QWEN,
+    "qwen_one_kv_head_tied_yarn": QWEN
+    | {"num_key_value_heads": 1, "tie_word_embeddings": True, "rope_scaling": YARN, "head_dim": 16},
+    "qwen_every_head_biases": QWEN | {"num_key_value_heads": 4, "attention_bias": True, "head_dim": 32},
+    "glm": GLM,
+    "glm_unnormed_no_bias_groups": GLM
+    | {"use_qk_norm": False, "attention_bias": False, "n_group": 4, "topk_group": 2, "partial_rotary_factor": 0.25},
+    "glm_no_shared_tied_one_kv_head": GLM
+    | {"n_shared_experts": 0, "tie_word_embeddings": True, "num_key_value_heads": 1, "first_k_dense_replace": 0},
+    "glm_every_head_whole_rotary_yarn": GLM
+    | {"num_key_value_heads": 4, "partial_rotary_factor": 1.0, "norm_topk_prob": False, "rope_scaling": YARN}
+    | {"first_k_dense_replace": 2, "n_shared_experts": 2},
 }
 
 
-def _ours(reference: Any, tmp_path: Any) -> tuple[Model, KVCache]:
+def _ours(reference: Any, tmp_path: Path) -> tuple[Model, KVCache]:
     checkpoint = HFCheckpoint(save(reference, tmp_path / "hf"))
-    arch = Architecture.from_hf(checkpoint.config)
+    arch = architecture_of(checkpoint.config)
     weights = prepare(WeightStore.load(checkpoint, arch), torch.float32)
     return Model(arch, weights, plain_ops, torch.float32), KVCache(arch, slots=512, page=4)
 
@@ -48,54 +68,51 @@ def _feed(model: Model, cache: KVCache, pages: list[list[int]], pieces: list[tup
     """Logits of the new tokens of each sequence, packed; `pieces` are (tokens already cached, new tokens)."""
     tables = [cache.slots_of(p) for p in pages]
     rows = [SequenceRows(tokens=t, start=s, slots=tables[i]) for i, (s, t) in enumerate(pieces)]
-    return model.logits(model.forward(lay_out(rows, width_bytes=1 << 20, latent_bytes=4 * model.arch.latent), cache))
+    width = 4 * model.arch.attention.cache_width
+    return model.logits(model.forward(lay_out(rows, width_bytes=1 << 20, token_bytes=width), cache))
 
 
-def _routes(reference: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+def _routes(reference: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """transformers' logits [T, V] and the experts [T, K] of each layer with any."""
+    found: dict[int, torch.Tensor] = {}
     hooks = [
-        m.gate.register_forward_hook(lambda _m, _i, out: found.append(out[2]))
-        for layer in reference.model.layers
+        m.gate.register_forward_hook(lambda _m, _i, out, i=i: found.update({i: out[2]}))
+        for i, layer in enumerate(reference.model.layers)
         if hasattr(m := layer.mlp, "gate")
     ]
-    reference(ids[None])
+    logits = reference(ids[None]).logits[0]
     for h in hooks:
         h.remove()
-    return found
+    return logits, found
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_logits_and_experts_equal_transformers(name: str, tmp_path: Any) -> None:
-    reference = oracle(**CONFIGS[name])
+def test_logits_and_experts_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Three prompts at once; then two of them again, in pieces and token by token side by side."""
+    reference = oracle(base=CONFIGS[name])
     model, cache = _ours(reference, tmp_path)
     torch.manual_seed(1)
-    ids = [torch.randint(2, 96, (n,)) for n in (41, 7, 23)]
-    want = [reference(i[None]).logits[0] for i in ids]
+    ids = [torch.randint(2, 96, (n,)) for n in (41, 19, 34)]
+    want, routes = zip(*(_routes(reference, i) for i in ids), strict=True)
     pages = [cache.take(cache.pages_for(len(i))) for i in ids]
     whole = _feed(model, cache, pages, [(0, i) for i in ids]).split([len(i) for i in ids])
     assert max((a - b).abs().max().item() for a, b in zip(whole, want, strict=True)) <= 1e-4
-    layers = list(range(model.arch.first_dense, model.arch.layers))
-    for i, p in zip(ids, pages, strict=True):
+    layers = model.arch.moe_layers
+    assert all(tuple(r) == layers for r in routes), "the same layers have experts"
+    for i, p, theirs in zip(ids, pages, routes, strict=True):
         got = cache.routing[cache.slots_of(p)[: len(i)]]
-        for layer, theirs in zip(layers, _routes(reference, i), strict=True):
-            assert torch.equal(got[:, layer].sort(-1).values.long(), theirs.sort(-1).values)
-        assert not got[:, : model.arch.first_dense].any(), "dense layers are zero-filled"
-
-
-@pytest.mark.parametrize("name", ["groups_yarn_q_lora", "no_q_lora_no_yarn"])
-@torch.no_grad()
-def test_decoding_with_the_cache_equals_the_whole_prompt(name: str, tmp_path: Any) -> None:
-    """Sequences of different length decode side by side; a chunk of a prompt follows another."""
-    reference = oracle(**CONFIGS[name])
-    model, cache = _ours(reference, tmp_path)
-    torch.manual_seed(2)
-    ids = [torch.randint(2, 96, (n,)) for n in (19, 34)]
-    want = [reference(i[None]).logits[0] for i in ids]
-    pages = [cache.take(cache.pages_for(len(i))) for i in ids]
+        for layer in range(model.arch.layers):
+            if layer in layers:
+                assert torch.equal(got[:, layer].sort(-1).values.long(), theirs[layer].sort(-1).values)
+            else:
+                assert not got[:, layer].any(), "dense layers are zero-filled"
+    for values in cache.values:
+        values.fill_(7.0)  # what was there is no excuse
+    ids, want, pages = ids[1:], want[1:], pages[1:]
     _feed(model, cache, pages, [(0, i[:9]) for i in ids])
-    chunk = _feed(model, cache, [pages[1]], [(9, ids[1][9:25])])
-    assert (chunk - want[1][9:25]).abs().max() <= 1e-4
+    piece = _feed(model, cache, [pages[1]], [(9, ids[1][9:25])])
+    assert (piece - want[1][9:25]).abs().max() <= 1e-4
     for step in range(9):
         pieces = [(9 + step, ids[0][9 + step : 10 + step]), (25 + step, ids[1][25 + step : 26 + step])]
         got = _feed(model, cache, pages, pieces)
@@ -104,7 +121,7 @@ def test_decoding_with_the_cache_equals_the_whole_prompt(name: str, tmp_path: An
 
 
 @torch.no_grad()
-def test_expanded_attention_equals_absorbed(tmp_path: Any) -> None:
+def test_expanded_attention_equals_absorbed(tmp_path: Path) -> None:
     """A set of operations that may not absorb (a bit-exact one) takes the model's other branch: same function."""
 
     class Expanding:
@@ -125,23 +142,33 @@ def test_expanded_attention_equals_absorbed(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("base", "change", "named"),
     [
-        ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, "Qwen3MoeForCausalLM"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
-        ({"attention_bias": True}, "attention_bias = True"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
-        ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),
-        ({"n_group": 3}, "n_group = 3"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 exceeds the 8"),
+        (BASE, {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "LlamaForCausalLM"),
+        (BASE, {"model_type": "qwen3_next"}, "not None .model_type qwen3_next.*rollout.engine = sglang"),
+        (BASE, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (BASE, {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        (BASE, {"attention_bias": True}, "attention_bias = True"),
+        (BASE, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
+        (BASE, {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        (BASE, {"n_group": 3}, "n_group = 3"),
+        (BASE, {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 exceeds the 8"),
+        (BASE, {"kv_lora_rank": None}, "kv_lora_rank"),
+        (QWEN, {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window = True"),
+        (QWEN, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types 'sliding_attention'"),
+        (QWEN, {"num_key_value_heads": 3}, "num_attention_heads = 4 .* num_key_value_heads = 3"),
+        (QWEN, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope type 'llama3'"),
+        (QWEN, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (QWEN_MOE, {"use_sliding_window": True}, "use_sliding_window = True"),
+        (QWEN_MOE, {"num_experts": None}, "no num_experts"),
+        (QWEN_MOE, {"num_experts_per_tok": 17}, "num_experts_per_tok = 17 exceeds the 16"),
+        (GLM, {"sliding_window": 128}, "sliding_window = 128"),
+        (GLM, {"partial_rotary_factor": 0.1}, "rotates 3 channels"),
+        (GLM, {"hidden_act": "relu"}, "hidden_act = 'relu'"),
+        (GLM, {"n_routed_experts": None}, "no n_routed_experts"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(change: dict[str, Any], named: str) -> None:
-    good = {**BASE, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
-    Architecture.from_hf(good)
+def test_what_is_not_computed_is_refused_by_name(base: dict[str, Any], change: dict[str, Any], named: str) -> None:
+    architecture_of(base)
     with pytest.raises(ValueError, match=named):
-        Architecture.from_hf(good | change)
-    del good["kv_lora_rank"]
-    with pytest.raises(ValueError, match="kv_lora_rank"):
-        Architecture.from_hf(good)
+        architecture_of(base | change)

@@ -1,0 +1,48 @@
+"""DeepSeek-V3's architecture (DeepSeek-V3, R1, V3.1, Kimi-K2): latent attention, sigmoid router with groups.
+
+Source: DeepSeek-V3 report (arXiv 2412.19437), `modeling_deepseek_v3.py` of transformers.
+"""
+
+from __future__ import annotations
+
+from rollout.embedded.architecture import LatentAttention
+from rollout.embedded.families.base import SIZES, Family, HFConfig, after_first_dense, rope, sigmoid_moe
+
+
+def _attention(config: HFConfig) -> LatentAttention:
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    if kv_heads != heads:
+        raise ValueError(f"num_key_value_heads = {kv_heads}; latent attention has one for each of {heads} heads")
+    return LatentAttention(
+        heads=heads,
+        q_lora=config.get("q_lora_rank"),
+        kv_lora=config["kv_lora_rank"],
+        nope=config["qk_nope_head_dim"],
+        v_dim=config["v_head_dim"],
+        rope=rope(config, dim=config["qk_rope_head_dim"], pairs=True),
+        norm_eps=1e-6,  # transformers and DeepSeek build the two latent norms without the config's value
+    )
+
+
+FAMILY = Family(
+    name="DeepSeek-V3",
+    architecture="DeepseekV3ForCausalLM",
+    model_types=("deepseek_v3", "kimi_k2"),
+    required=(
+        *SIZES,
+        *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("moe_intermediate_size", "num_experts_per_tok"),
+    ),
+    only={
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "attention_bias": (False,),
+        "rope_interleave": (True,),
+        "moe_layer_freq": (1,),
+        "sliding_window": (None,),
+    },
+    attention=_attention,
+    moe=sigmoid_moe,
+    moe_layers=after_first_dense,
+)
