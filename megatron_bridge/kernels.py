@@ -49,6 +49,8 @@ def choose_spec(
             f"lora.rank = {config.lora.rank} works on megatron's local modules, this run builds TransformerEngine's: "
             "set kernels.spec = 'local' or lora.rank = 0"
         )
+    if spec == "te":
+        _refuse_biases(hf)
     _refuse_fp8(config, hf, capability)
     _refuse_experts(config, family_of(hf).transformer_config(hf))
     _refuse_overlap(config)
@@ -86,6 +88,15 @@ def _refuse_without_te(kernels: KernelsConfig) -> None:
         raise ValueError(
             f"kernels.{given[0]} needs TransformerEngine's modules, this run builds megatron's local ones: install "
             "transformer-engine and set kernels.spec = 'te', or remove it"
+        )
+
+
+def _refuse_biases(hf: HFConfig) -> None:
+    """megatron builds one in `linear_qkv`; `biases` adds others to local modules."""
+    if other := sorted(family_of(hf).bind(hf).biased - {"self_attention.linear_qkv"}):
+        raise ValueError(
+            f"config.json: attention_bias asks for a bias in {other[0]}, which megatron's TransformerEngine modules do "
+            "not build: set kernels.spec = 'local'"
         )
 
 

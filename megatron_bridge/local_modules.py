@@ -257,10 +257,11 @@ class DuplicatedLinear(torch.nn.Linear):
         super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
         if config.perform_initialization:
             init_method(self.weight)
+        self.sequence_parallel = config.sequence_parallel
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return F.linear(x, self.weight), None
+        return F.linear(x, self.weight, self.bias), None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         state = self.state_dict(prefix="", keep_vars=True)

@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from megatron_bridge.biases import add_biases
 from megatron_bridge.config import TrainerConfig
 from megatron_bridge.device import DeviceEnv
 from megatron_bridge.families.base import HFConfig
@@ -94,20 +95,22 @@ def _build_chunk(
     spec_of: Spec,
 ) -> PolicyModel:
     """Virtual stage `stage` of this rank (0 where there is one)."""
-    vp_stage = stage if config.parallel.vpp > 1 else None
+    family, vp_stage = family_of(hf), stage if config.parallel.vpp > 1 else None
+    tensors = family.bind(hf)
     spec = get_gpt_decoder_block_spec(
         tf, use_transformer_engine=spec_of == "te", normalization=tf.normalization, vp_stage=vp_stage
     )
     model = PolicyModel(
         tf,
         localize(spec, te=spec_of == "te"),
-        vocab_size=family_of(hf).vocab_size(hf),
+        vocab_size=family.vocab_size(hf),
         max_sequence_length=hf.get("max_position_embeddings", 4096),
         pre_process=parallel.is_first_stage and stage == 0,
         post_process=parallel.is_last_stage and stage == config.parallel.vpp - 1,
-        share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
+        share_embeddings_and_output_weights=tensors.tied,
         position_embedding_type="rope",
-        rotary_base=family_of(hf).rotary_base(hf),
+        rotary_base=family.rotary_base(hf),
+        rotary_percent=family.rotary_percent(hf),
         parallel_output=True,
         mtp_block_spec=mtp_block_spec(tf, spec, vp_stage, te=spec_of == "te"),
         vp_stage=vp_stage,
@@ -116,6 +119,7 @@ def _build_chunk(
     )
     if model.mtp_process:
         route_alone(model.mtp)
+    add_biases(model, tensors.biased)
     model.spec = spec_of
     for name, param in model.named_parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)

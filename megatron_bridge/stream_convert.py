@@ -129,8 +129,10 @@ def convert_to_megatron(
 def _checked_places(source: HFCheckpoint, tensors: TensorMap) -> tuple[list[Place], tuple[str, ...]]:
     """Places of all source tensors, in the source's order, and the names to skip; raises ValueError (see above)."""
     names = list(source.names())
-    skipped = tuple(name for name in names if tensors.is_skipped(name))
-    places = [tensors.place_of(name) for name in names if not tensors.is_skipped(name)]
+    # transformers saves the shared expert of a model that has none as tensors without elements
+    skipped = tuple(name for name in names if tensors.is_skipped(name) or 0 in source.info(name).shape)
+    beside = set(skipped)
+    places = [tensors.place_of(name) for name in names if name not in beside]
     have = {place.hf_name for place in places}
     missing = [place.hf_name for place in tensors.places() if place.hf_name not in have]
     if missing:

@@ -94,22 +94,22 @@ class Family:
 
     transformer_config: keyword arguments for Megatron's TransformerConfig that the architecture alone decides (layout,
     precision and fusions are the caller's); raises ValueError for an option that the family cannot train.
-    dims: the dimensions that `table` names, 0 for a part that the model lacks. moe_layers: global numbers of the layers
-    with routed experts. skipped: patterns of checkpoint tensors that are known and not trained. copies: Megatron
-    parameters that a pipeline stage may hold besides, and that only repeat another one.
-    rotary_base: of GPTModel's own rotary embedding (MLA takes its base from transformer_config).
+    dims: the dimensions that `table` names, 0 for a part that the model lacks (`settings` has those of common parts).
+    moe_layers: global numbers of the layers with routed experts. skipped: patterns of checkpoint tensors that are known
+    and not trained. rotary_base, rotary_percent: of GPTModel's own rotary embedding, and the share of a head's channels
+    that it turns (MLA takes its base from transformer_config).
     """
 
     name: str
     architectures: frozenset[str]
     model_types: frozenset[str]
     table: tuple[Entry, ...]
-    copies: Callable[[HFConfig], tuple[str, ...]]
-    skipped: Callable[[HFConfig], tuple[str, ...]]
     dims: Callable[[HFConfig], Mapping[str, int]]
-    moe_layers: Callable[[HFConfig], tuple[int, ...]]
     transformer_config: Callable[[HFConfig], dict[str, Any]]
     rotary_base: Callable[[HFConfig], float]
+    rotary_percent: Callable[[HFConfig], float] = lambda hf: 1.0
+    moe_layers: Callable[[HFConfig], tuple[int, ...]] = lambda hf: ()
+    skipped: tuple[str, ...] = ()
 
     def bind(self, hf: HFConfig, *, mtp: bool = False) -> TensorMap:
         """The table for one model, with its draft layers if `mtp`. Raises ValueError for an option that the family
@@ -124,11 +124,12 @@ class Family:
         return self.dims(hf)["layers"]
 
     def num_experts(self, hf: HFConfig) -> int:
-        return self.dims(hf)["experts"]
+        """Of a layer with experts; 0 for a dense model."""
+        return self.dims(hf).get("experts", 0)
 
     def top_k(self, hf: HFConfig) -> int:
-        """Experts a token."""
-        return self.dims(hf)["top_k"]
+        """Experts a token; 0 for a dense model."""
+        return self.dims(hf).get("top_k", 0)
 
     def mtp_layers(self, hf: HFConfig) -> int:
         """Draft layers of the checkpoint, one for each depth of multi-token prediction."""
@@ -174,6 +175,17 @@ class TensorMap:
         """Global numbers of the draft layers."""
         layers: int = self.dims["layers"]
         return range(layers, layers + self.family.mtp_layers(self.hf) * self.mtp)
+
+    @cached_property
+    def biased(self) -> frozenset[str]:
+        """Names of the linears that have a bias, within their layer: "self_attention.linear_proj"."""
+        leaves = (entry.megatron.removesuffix(".bias").split(".") for entry in self.entries if _is_bias(entry))
+        return frozenset(".".join(path[-2:]) for path in leaves)
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether the embedding is the output head too."""
+        return bool(self.dims.get("tied", 0))
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -247,8 +259,8 @@ class TensorMap:
         )
 
     def is_copy(self, megatron_name: str) -> bool:
-        """A parameter that only repeats another one."""
-        return megatron_name in self.family.copies(self.hf)
+        """A parameter that only repeats another one: of tied embeddings, the last stage's, under the head's name."""
+        return self.tied and megatron_name == "output_layer.weight"
 
     def parts_of(self, megatron_name: str) -> tuple[Place, ...]:
         """Megatron parameter name (global numbers) -> the Hugging Face tensors in it, in the order of the entry.
@@ -287,7 +299,9 @@ class TensorMap:
 
     @cached_property
     def _skipped(self) -> tuple[re.Pattern[str], ...]:
-        return tuple(re.compile(pattern) for pattern in self.family.skipped(self.hf))
+        # with tied embeddings some releases store the head nevertheless; it is never read
+        head = (r"lm_head\.weight", r"model\.layers\.\d+\.shared_head\.head\.weight") if self.tied else ()
+        return tuple(re.compile(pattern) for pattern in (*self.family.skipped, *head))
 
     @cached_property
     def _beside(self) -> frozenset[str]:
@@ -304,6 +318,10 @@ class TensorMap:
         if "j" in found:
             found["i"] = self.dims["layers"] + found["j"]
         return found.get("i"), found.get("e")
+
+
+def _is_bias(entry: Entry) -> bool:
+    return entry.megatron.endswith(".bias")
 
 
 def _regex(pattern: str) -> re.Pattern[str]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from megatron_bridge.families import deepseek, qwen_moe
+from megatron_bridge.families import deepseek, glm_moe, qwen_dense, qwen_moe
 from megatron_bridge.families.base import Family, HFConfig
 
-FAMILIES: dict[str, Family] = {"deepseek": deepseek.FAMILY, "qwen_moe": qwen_moe.FAMILY}
+FAMILIES: dict[str, Family] = {
+    "deepseek": deepseek.FAMILY,
+    "glm_moe": glm_moe.FAMILY,
+    "qwen_dense": qwen_dense.FAMILY,
+    "qwen_moe": qwen_moe.FAMILY,
+}
 
 
 def family_of(hf_config: HFConfig) -> Family:

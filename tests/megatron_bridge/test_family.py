@@ -72,9 +72,11 @@ def test_table_names_what_transformers_saves(name: str, tmp_path: Path) -> None:
     hf = CONFIGS[name]
     transformers_model(hf).save_pretrained(tmp_path)
     saved = HFCheckpoint(tmp_path)
+    # the shared expert that a model does not have, it saves as tensors without elements
+    names = [n for n in saved.names() if 0 not in saved.info(n).shape]
     places = list(family_of(hf).bind(hf).places())
-    assert Counter(p.hf_name for p in places) == Counter(saved.names())
-    assert {p.hf_name: p.shape for p in places} == {n: saved.info(n).shape for n in saved.names()}
+    assert Counter(p.hf_name for p in places) == Counter(names)
+    assert {p.hf_name: p.shape for p in places} == {n: saved.info(n).shape for n in names}
 
 
 def _megatron_tensors(rank: int, world_size: int, port: int, hf: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -272,8 +274,6 @@ def test_unknown_name_is_refused_by_name(name: str) -> None:
         ({"scoring_func": "softmax"}, "scoring_func"),
         ({"topk_method": "greedy"}, "topk_method"),
         ({"norm_topk_prob": False}, "norm_topk_prob"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_interleave": False}, "rope_interleave"),
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
@@ -300,7 +300,6 @@ def test_unsupported_architecture_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),

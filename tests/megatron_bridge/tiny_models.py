@@ -41,6 +41,25 @@ _DEEPSEEK = {
             "mscale_all_dim": 1.0,
         },
     ),
+    # Kimi K2: one group, one dense layer, and a ramp of yarn that is a step
+    "kimi": tiny(
+        model_type="kimi_k2",
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=2.827,
+        rope_theta=50000.0,
+        rope_scaling={
+            "type": "yarn",
+            "factor": 64.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    ),
+    "biases": tiny(attention_bias=True, n_shared_experts=0),
+    "biases_tied": tiny(attention_bias=True, q_lora_rank=None, tie_word_embeddings=True),
 }
 
 
@@ -84,8 +103,63 @@ _QWEN = {
     "qwen_one_kv_head_tied": tiny_qwen(num_key_value_heads=1, tie_word_embeddings=True, mlp_only_layers=[1]),
     "qwen_every_head_unnormalized": tiny_qwen(num_key_value_heads=4, norm_topk_prob=False, rope_theta=50000.0),
     "qwen_every_second_layer": tiny_qwen(num_hidden_layers=4, decoder_sparse_step=2, num_attention_heads=8),
+    "qwen_biases": tiny_qwen(attention_bias=True),
 }
-CONFIGS = _DEEPSEEK | _QWEN
+
+_EXPERTS = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob")
+_EXPERT_LAYERS = ("decoder_sparse_step", "mlp_only_layers")
+
+
+def tiny_dense(**changes: Any) -> dict[str, Any]:
+    """A Qwen3 of the same size, without experts."""
+    base = {key: value for key, value in tiny_qwen().items() if key not in _EXPERTS + _EXPERT_LAYERS}
+    return {**base, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **changes}
+
+
+_DENSE = {
+    "qwen_dense": tiny_dense(),
+    "qwen_dense_tied": tiny_dense(tie_word_embeddings=True, num_key_value_heads=1, head_dim=32),
+    "qwen_dense_biases": tiny_dense(attention_bias=True, num_hidden_layers=4, rope_theta=1e6),
+}
+
+
+def tiny_glm(**changes: Any) -> dict[str, Any]:
+    """A GLM-4.5 of the same size: half of a head's 48 channels turn, heads are normed, one dense layer, one expert for
+    every token."""
+    base = {key: value for key, value in tiny_qwen().items() if key not in ("num_experts", *_EXPERT_LAYERS)}
+    return {
+        **base,
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "num_nextn_predict_layers": 0,
+        **changes,
+    }
+
+
+_GLM = {
+    "glm": tiny_glm(),
+    "glm_air": tiny_glm(use_qk_norm=False, num_key_value_heads=1, routed_scaling_factor=1.0),
+    "glm_tied": tiny_glm(
+        tie_word_embeddings=True,
+        attention_bias=False,
+        n_shared_experts=2,
+        partial_rotary_factor=0.25,
+        num_hidden_layers=4,
+        first_k_dense_replace=2,
+    ),
+    "glm_groups": tiny_glm(n_group=4, topk_group=2, n_shared_experts=0, rope_theta=1e6),
+}
+CONFIGS = _DEEPSEEK | _QWEN | _DENSE | _GLM
 
 
 def transformers_model(hf: dict[str, Any]) -> Any:
@@ -93,7 +167,10 @@ def transformers_model(hf: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     own = copy.deepcopy(hf)  # transformers' config classes edit what they are given
-    config = AutoConfig.for_model(own.pop("model_type"), **own, attn_implementation="eager")
+    kind = own.pop("model_type")
+    if kind == "kimi_k2":  # its checkpoint's own code is DeepSeek-V3's
+        kind = "deepseek_v3"
+    config = AutoConfig.for_model(kind, **own, attn_implementation="eager")
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
