@@ -5,7 +5,6 @@ Not covered: multi-token prediction beyond its arithmetic, since transformers ha
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,18 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megatron_bridge.flops import forward_flops, forward_terms, train_flops
-from tests.megatron_bridge.tiny_models import CONFIGS
+from tests.megatron_bridge.tiny_models import CONFIGS, transformers_config
 
 DEEPSEEK_V3 = json.loads((Path(__file__).parents[2] / "configs/deepseek_v3/config.json").read_text())
 
 
 def counted(hf: dict[str, Any], n: int, *, backward: bool) -> int:
     """Of transformers' model on n tokens, with attention and experts in plain matrix products."""
-    settings = copy.deepcopy(hf)
-    kind = settings.pop("model_type")
-    cfg = AutoConfig.for_model(kind, **settings)
-    cfg._attn_implementation, cfg._experts_implementation = "eager", "eager"
+    cfg = transformers_config(hf)
+    cfg._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(cfg).float()
     model.requires_grad_(backward)
     with FlopCounterMode(display=False) as counter:

@@ -162,16 +162,22 @@ _GLM = {
 CONFIGS = _DEEPSEEK | _QWEN | _DENSE | _GLM
 
 
-def transformers_model(hf: dict[str, Any]) -> Any:
-    """transformers' own model of the config, random, in fp32 for computing."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def transformers_config(hf: dict[str, Any]) -> Any:
+    """transformers' own config object, with plain attention."""
+    from transformers import AutoConfig
 
     own = copy.deepcopy(hf)  # transformers' config classes edit what they are given
     kind = own.pop("model_type")
     if kind == "kimi_k2":  # its checkpoint's own code is DeepSeek-V3's
         kind = "deepseek_v3"
-    config = AutoConfig.for_model(kind, **own, attn_implementation="eager")
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoConfig.for_model(kind, **own, attn_implementation="eager")
+
+
+def transformers_model(hf: dict[str, Any]) -> Any:
+    """transformers' own model of the config, random, in fp32 for computing."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(transformers_config(hf), dtype=torch.float32)
 
 
 def random_tensors(hf: dict[str, Any], seed: int = 0, *, mtp: bool = False) -> dict[str, Tensor]:
