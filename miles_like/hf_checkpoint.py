@@ -238,7 +238,8 @@ def write_hf(
             shards.add(name, tensor)
         shards.finish()
         if copy_from is not None:
-            _copy_companions(Path(copy_from), partial)
+            for file in companions(Path(copy_from)):
+                shutil.copyfile(file, partial / file.name)
         _write_json(partial / "config.json", config)
         for file in partial.iterdir():
             _fsync(file)
@@ -346,12 +347,16 @@ class _ShardWriter:
             data = data[self._file.write(data) :]
 
 
-def _copy_companions(source: Path, target: Path) -> None:
+def companions(directory: Path) -> list[Path]:
     """Tokenizer, chat template, generation config, model code, licence: all small files but weights and config.json."""
-    for file in sorted(source.iterdir()):
-        wanted = file.suffix in _COPIED_SUFFIXES or file.name.startswith("LICENSE")
-        if wanted and file.is_file() and file.name != "config.json" and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, target / file.name)
+    return [
+        file
+        for file in sorted(directory.iterdir())
+        if (file.suffix in _COPIED_SUFFIXES or file.name.startswith("LICENSE"))
+        and file.is_file()
+        and file.name not in ("config.json", "manifest.json")
+        and not file.name.endswith(".index.json")
+    ]
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,0 +1,163 @@
+"""`torch_dist` -> Hugging Face safetensors, BF16 or block FP8, without a model or a process group, in bounded memory.
+
+The source is a converted directory, or what a trainer of any layout saved; of the latter the optimizer's state is left
+out. The family's table is read backwards: each Hugging Face tensor is rows of a Megatron parameter, or of one expert in
+the tensor that all experts of a layer share. Draft layers are written with the copies of embedding and head that their
+checkpoints hold, where the source has them.
+
+A unit is a file of the output. Its header is known from the shapes, so tensors stream through it by bands of rows: a
+band of FP8 is whole rows of blocks, encoded as `quant` encodes whole tensors, and the scales of a weight (1/4096 of it)
+are held until its codes are written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_bridge.convert.hf_outputs import WriteShards, bind, outputs, shards
+from megatron_bridge.convert.manifest import MANIFEST, Fact, FileFact, Manifest, Piece
+from megatron_bridge.convert.torch_dist import METADATA, TorchDist
+from megatron_bridge.convert.units import Spread, building, files_of, plan_memory, run_units, whole_unit, write_file
+from megatron_bridge.stream_convert import ConvertReport
+from miles_like.hf_checkpoint import companions
+from quant.spec import QuantFormat, QuantSpec
+
+SHARD_BYTES = 2 << 30
+INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+_BUFFERS = {QuantFormat.BF16: 4, QuantFormat.FP8: 6}  # of a worker: chunk, band, cast; codes and the encoder's work
+
+
+def to_hf(
+    megatron_dir: Path | str,
+    out: Path | str,
+    *,
+    format: str = "bf16",
+    hf_config: Path | str | None = None,
+    lora_alpha: float | None = None,
+    memory_limit: int = 4 << 30,
+    workers: int = 1,
+    spread: Spread | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> ConvertReport:
+    """Write the Hugging Face directory `out`, new, with all that the source's `hf/` has (tokenizer and the like).
+
+    Tensors are in the dtype that config.json says (routing biases fp32), as they are published: a trainer's fp32
+    parameters of a BF16 model are rounded. `format` "fp8" encodes what `quant` covers, in the blocks of the source's
+    quantization_config where it has one, else 128 x 128. `hf_config`: directory whose config.json and companions count,
+    for a source without `hf/`. `lora_alpha` merges adapters that the checkpoint holds, W + lora_alpha / rank B A,
+    rounded once. Files have about `shard_bytes`. `memory_limit` is in bytes, of all processes of this machine.
+
+    Raises ValueError, with nothing left of `out`: it exists; the source is not whole or not as its manifest says, is
+    of another model than the config, has a value that is not finite, holds adapters and no lora_alpha was given.
+    OSError when the disk is full; what is whole is kept for the next try.
+    """
+    megatron_dir, out = Path(megatron_dir), Path(out)
+    source = TorchDist(megatron_dir)
+    config_dir = _config_dir(megatron_dir, hf_config)
+    raw_config = (config_dir / CONFIG).read_bytes()
+    config = _parsed(config_dir, raw_config)
+    spec = _spec(format, config)
+    tensors = outputs(source, bind(source, config), spec, merge=lora_alpha is not None)
+    pieces = sum(len(source.stored(key).chunks) for key in {o.key for o in tensors})
+    memory = plan_memory(memory_limit, workers, names=len(tensors) + pieces, buffers=_BUFFERS[spec.format])
+    job = WriteShards(
+        megatron_dir,
+        shards(tensors, spec, shard_bytes),
+        spec,
+        chunk_bytes=memory.chunk_bytes,
+        lora_alpha=lora_alpha,
+        identity=_identity(source),
+    )
+    with building(out, job) as partial:
+        kept = run_units(job, partial, workers=memory.workers, spread=spread)
+        facts = _facts(job, partial)
+        files = {**files_of(job, partial), **_companions(source, config_dir, partial)}
+        written = _config(config, spec)
+        files[CONFIG] = write_file(partial / CONFIG, raw_config if written == config else _json(written))
+        if job.count > 1:
+            files[INDEX] = write_file(partial / INDEX, _json(_index(facts)))
+        Manifest("hf", facts, files).write(partial)
+    size = sum(f.stat().st_size for f in out.iterdir())
+    return ConvertReport(tensors=len(tensors), skipped=(), bytes=size, units=job.count, units_kept=kept)
+
+
+def _facts(job: WriteShards, partial: Path) -> dict[str, Fact]:
+    facts: dict[str, Fact] = {}
+    for number in range(job.count):
+        for name, dtype, shape, start, size, digest in whole_unit(job, partial, number).facts:
+            piece = Piece(job.file(number), start, size, digest, (0,) * len(shape), tuple(shape))
+            facts[name] = Fact(dtype, tuple(shape), (piece,))
+    return facts
+
+
+def _index(facts: Mapping[str, Fact]) -> dict[str, Any]:
+    total = sum(fact.pieces[0].size for fact in facts.values())
+    return {
+        "metadata": {"total_size": total},
+        "weight_map": {name: fact.pieces[0].file for name, fact in facts.items()},
+    }
+
+
+def _config_dir(megatron_dir: Path, hf_config: Path | str | None) -> Path:
+    directory = megatron_dir / "hf" if hf_config is None else Path(hf_config)
+    if hf_config is None and not directory.is_dir():
+        raise ValueError(
+            f"{megatron_dir} has no hf/ with the model's config.json and tokenizer, as a converted directory has: give "
+            "hf_config, the Hugging Face directory of the model that was trained"
+        )
+    if not (directory / CONFIG).is_file():
+        raise ValueError(f"{directory / CONFIG} is missing: give the Hugging Face directory of the model")
+    return directory
+
+
+def _parsed(directory: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        config = json.loads(raw)
+    except ValueError as e:
+        raise ValueError(f"{directory / CONFIG} is not JSON ({e}): fetch the model's again") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{directory / CONFIG} is not a JSON object: fetch the model's again")
+    return config
+
+
+def _spec(format: str, config: Mapping[str, Any]) -> QuantSpec:
+    if format not in tuple(QuantFormat):
+        raise ValueError(f"format {format!r} is not written: want one of {', '.join(QuantFormat)}")
+    own = QuantSpec.from_hf(config) if format == QuantFormat.FP8 else None
+    return own or QuantSpec(format=QuantFormat(format))
+
+
+def _config(config: Mapping[str, Any], spec: QuantSpec) -> dict[str, Any]:
+    """What is written as config.json."""
+    rest = {k: v for k, v in config.items() if k != "quantization_config"}
+    if spec.format is QuantFormat.BF16:
+        return rest
+    return {**rest, "quantization_config": config.get("quantization_config") or spec.to_hf()}
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _companions(source: TorchDist, directory: Path, partial: Path) -> dict[str, FileFact]:
+    """Copies of the small files beside config.json. Raises ValueError for one that is not as the manifest says."""
+    facts = {}
+    for file in companions(directory):
+        facts[file.name] = write_file(partial / file.name, file.read_bytes())
+        listed = source.manifest.files.get(f"hf/{file.name}") if source.manifest is not None else None
+        if directory == source.path / "hf" and source.manifest is not None and facts[file.name] != listed:
+            raise ValueError(f"{file} is not the one that the manifest lists: convert the checkpoint again")
+    return facts
+
+
+def _identity(source: TorchDist) -> str:
+    """Of the checkpoint that is read: its manifest, or the sizes and times of its files."""
+    if source.manifest is not None:
+        return hashlib.sha256((source.path / MANIFEST).read_bytes()).hexdigest()
+    files = sorted(f for f in source.path.iterdir() if f.suffix == ".distcp" or f.name == METADATA)
+    stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()

@@ -1,0 +1,137 @@
+"""The two formats inside a `torch_dist` directory, parsed without executing what they say.
+
+`.metadata` is a pickle of torch's bookkeeping classes; a chunk is a zip archive as torch.save writes it, whose data.pkl
+describes one tensor. Both are unpickled with exactly the classes they need. In `.metadata` every other class becomes an
+object that does nothing (megatron adds each rank's plan, and helpers of its own); in an archive it is an error.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as _format
+
+UNREADABLE = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    struct.error,
+    EOFError,
+    AttributeError,
+    ImportError,
+    IndexError,
+    KeyError,
+    TypeError,
+    NotImplementedError,
+    UnicodeDecodeError,
+)
+"""What parsing bytes that are something else may raise."""
+
+
+def spans(sizes: Sequence[int], inside: Sequence[int], box: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first element, elements) of each run of a row-major array of `sizes` that lies together in the box of shape
+    `box` at `inside`, in the box's order."""
+    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    axis = len(sizes)  # axes from here on are whole
+    while axis and box[axis - 1] == sizes[axis - 1]:
+        axis -= 1
+    if not axis:
+        yield 0, math.prod(sizes)
+        return
+    run = box[axis - 1] * strides[axis - 1]
+    base = sum(a * s for a, s in zip(inside, strides, strict=True))
+    for index in itertools.product(*(range(n) for n in box[: axis - 1])):
+        yield base + sum(i * s for i, s in zip(index, strides, strict=False)), run
+
+
+def data_start(raw: Any, dtype: torch.dtype, sizes: Sequence[int]) -> int:
+    """Byte of the archive `raw` (a seekable file of it alone) where the elements of its one tensor start. Raises
+    pickle.UnpicklingError when it holds anything but a contiguous tensor of that dtype and shape."""
+    with zipfile.ZipFile(raw) as archive:
+        root = archive.namelist()[0].split("/")[0]
+        value = _ArchiveUnpickler(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()
+        if not isinstance(value, tuple) or len(value) < 4:
+            raise pickle.UnpicklingError("no tensor")
+        (_, storage, record, *_), first, shape, stride = value[:4]
+        if storage != dtype or tuple(shape) != tuple(sizes):
+            raise pickle.UnpicklingError(f"{storage} {list(shape)}, not {dtype} {list(sizes)}")
+        below = 1
+        for size, step in zip(reversed(shape), reversed(stride), strict=True):
+            if size != 1 and step != below:
+                raise pickle.UnpicklingError(f"strides {list(stride)}: not contiguous")
+            below *= size
+        info = archive.getinfo(f"{root}/data/{record}")
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size < (first + below) * dtype.itemsize:
+            raise pickle.UnpicklingError("compressed, or too short")
+        order = f"{root}/byteorder"
+        if order in archive.namelist() and archive.read(order) != b"little":
+            raise pickle.UnpicklingError("not little-endian")
+        raw.seek(info.header_offset + 26)
+        name, extra = struct.unpack("<HH", raw.read(4))
+    return int(info.header_offset) + 30 + int(name) + int(extra) + int(first) * dtype.itemsize
+
+
+# storage classes by name, as torch.save writes them
+_STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "HalfStorage": torch.float16,
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "ByteStorage": torch.uint8,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+}
+
+
+class _ArchiveUnpickler(pickle.Unpickler):
+    """data.pkl of a tensor -> ((kind, dtype, record, ...), first element, shape, strides, ...); nothing is built."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda *args: args
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+            return lambda tensor, *args: tensor
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a tensor")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+_CLASSES = (
+    *(("torch.distributed.checkpoint.metadata", name) for name in (*_format.__all__, "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+)
+
+
+class _Inert:
+    """Stands for an object of a class that is not needed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __setstate__(self, state: Any) -> None: ...
+    def append(self, value: Any) -> None: ...
+    def extend(self, values: Any) -> None: ...
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = (module, name) in _CLASSES
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        return _Inert

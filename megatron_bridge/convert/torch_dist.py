@@ -1,0 +1,361 @@
+"""A `torch_dist` directory read without a model or a process group: boxes of its tensors, by the bytes they need.
+
+The directory may be a converted one or what a trainer of any layout saved. `.metadata` is a pickle that maps keys to
+chunks; it is read with nothing but torch's own classes of that format, everything else in it (each rank's plan, as
+megatron adds) becoming an object that does nothing. A chunk is one `torch.save` archive, somewhere in a data file: its
+framing is parsed here, so that rows of a large chunk are read without the rest. Where the directory has a manifest,
+chunks are read whole and must have the checksums it lists before a byte of them is used.
+
+Format: torch.distributed.checkpoint 2.13; zip archives as torch.save writes them, uncompressed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import io
+import math
+import os
+import pickle
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as _format
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from megatron_bridge.convert.manifest import Manifest, Piece, checksum
+from megatron_bridge.convert.torch_archive import UNREADABLE, MetadataUnpickler, data_start, spans
+
+METADATA = ".metadata"
+_DAMAGED = "copy or convert the checkpoint again"
+_BLOCK = 8 << 20  # bytes read at once where a chunk is only checked
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, and the archive that holds it: bytes [start, start + size) of `file`."""
+
+    file: str
+    start: int
+    size: int
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of the checkpoint. Its chunks cover it exactly, each element once."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class TorchDist:
+    """An open directory. `keep_bytes` bounds the last chunk that is kept, for the next box may want more of it.
+
+    Raises ValueError when the directory is no `torch_dist` checkpoint, or its metadata is damaged or disagrees with its
+    manifest. Reading raises ValueError naming file and tensor for gaps, overlaps, cut files, archives that are not as
+    torch.save writes them, and checksums that differ. `bytes_read` counts what was read of data files.
+    """
+
+    def __init__(self, path: Path | str, *, keep_bytes: int = 256 << 20) -> None:
+        self.path = Path(path)
+        self.keep_bytes = keep_bytes
+        self.bytes_read = 0
+        if not (self.path / METADATA).is_file() or not (self.path / "metadata.json").is_file():
+            raise ValueError(
+                f"{self.path} is not a complete torch_dist checkpoint: it has no metadata.json with a {METADATA}; give "
+                "the directory that a conversion or a trainer's save has finished"
+            )
+        self.manifest = Manifest.read(self.path) if Manifest.there(self.path) else None
+        self._listed = _metadata(self.path, self.manifest)
+        self._chunks = _chunks(self.path, self._listed)
+        self._stored: dict[str, Stored] = {}
+        self._by_row: dict[str, tuple[list[int], list[Chunk], int]] = {}
+        self._sums: dict[tuple[str, int], str] = {}
+        self._checked: set[tuple[str, int]] = set()
+        self._kept: tuple[tuple[str, int], Tensor] | None = None
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._files: OrderedDict[str, int] = OrderedDict()
+        if self.manifest is not None:
+            self._match(self.manifest)
+
+    def names(self) -> list[str]:
+        """Of all tensors, the optimizer's included; objects such as `_extra_state` are none."""
+        return [k for k, v in self._listed.state_dict_metadata.items() if isinstance(v, _format.TensorStorageMetadata)]
+
+    def __contains__(self, key: str) -> bool:
+        return isinstance(self._listed.state_dict_metadata.get(key), _format.TensorStorageMetadata)
+
+    def stored(self, key: str) -> Stored:
+        """What is known of a tensor. Raises ValueError when its chunks do not cover it once."""
+        if key not in self._stored:
+            if key not in self:
+                raise ValueError(f"{self.path} has no tensor {key}: is it a checkpoint of another model?")
+            listed = self._listed.state_dict_metadata[key]
+            shape, chunks = tuple(listed.size), self._chunks.get(key, [])
+            _assert_tiled(self.path, key, shape, chunks)
+            ordered = sorted(chunks, key=lambda c: c.offset)
+            self._stored[key] = Stored(listed.properties.dtype, shape, tuple(ordered))
+            if shape:
+                tallest = max((c.sizes[0] for c in ordered), default=0)
+                self._by_row[key] = ([c.offset[0] for c in ordered], ordered, tallest)
+        return self._stored[key]
+
+    def read(self, key: str, offset: Sequence[int], sizes: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """The box of `sizes` at `offset` in the stored dtype, in `out` (contiguous, its elements in that order) if
+        given."""
+        stored = self.stored(key)
+        assert len(offset) == len(sizes) == len(stored.shape), (key, offset, sizes)
+        if out is None:
+            out = torch.empty(tuple(sizes), dtype=stored.dtype)
+        box = out.view(tuple(sizes))
+        for chunk in self._touched(key, offset, sizes):
+            low = [max(o, c) for o, c in zip(offset, chunk.offset, strict=True)]
+            high = [min(o + n, c + m) for o, n, c, m in zip(offset, sizes, chunk.offset, chunk.sizes, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                target = box[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))]
+                inside = [a - c for a, c in zip(low, chunk.offset, strict=True)]
+                self._read_part(key, stored, chunk, inside, target)
+        return out
+
+    def close(self) -> None:
+        """Lets go of open files and of the chunk kept. More may be read afterwards."""
+        self._kept, self._room = None, torch.empty(0, dtype=torch.uint8)
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _touched(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> Sequence[Chunk]:
+        if not sizes:
+            return self._stored[key].chunks
+        starts, ordered, tallest = self._by_row[key]
+        return ordered[
+            bisect.bisect_right(starts, offset[0] - tallest) : bisect.bisect_left(starts, offset[0] + sizes[0])
+        ]
+
+    def _read_part(self, key: str, stored: Stored, chunk: Chunk, inside: Sequence[int], target: Tensor) -> None:
+        """The part of a chunk that starts at `inside` and has the target's shape."""
+        held = self._whole(key, chunk)
+        if held is not None:
+            start = self._data_start(key, stored, chunk, held)
+            raw = held[start : start + math.prod(chunk.sizes) * stored.dtype.itemsize]
+            if raw.storage_offset() % stored.dtype.itemsize:
+                raw = raw.clone()
+            whole = raw.view(stored.dtype).view(chunk.sizes)
+            target.copy_(whole[tuple(slice(a, a + n) for a, n in zip(inside, target.shape, strict=True))])
+            return
+        start = chunk.start + self._data_start(key, stored, chunk, None)
+        part = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
+        raw = part.reshape(-1).view(torch.uint8)
+        done = 0
+        for first, n in spans(chunk.sizes, inside, target.shape):
+            nbytes = n * stored.dtype.itemsize
+            self._pread(chunk, raw[done : done + nbytes], start + first * stored.dtype.itemsize, key)
+            done += nbytes
+        if part is not target:
+            target.copy_(part)
+
+    def _whole(self, key: str, chunk: Chunk) -> Tensor | None:
+        """The archive's bytes, checked against the manifest; None where there is none, or the chunk is too large to be
+        held (then it has been checked)."""
+        if self.manifest is None:
+            return None
+        at = (chunk.file, chunk.start)
+        if self._kept is not None and self._kept[0] == at:
+            return self._kept[1]
+        self._kept = None
+        if chunk.size > self.keep_bytes:
+            if at not in self._checked:
+                self._same(key, chunk, self._sum_in_blocks(key, chunk))
+                self._checked.add(at)
+            return None
+        if len(self._room) < chunk.size:
+            self._room = torch.empty(chunk.size, dtype=torch.uint8)  # kept: fresh memory costs as much as the reading
+        held = self._room[: chunk.size]
+        self._pread(chunk, held, chunk.start, key)
+        self._same(key, chunk, checksum(held.numpy().data))
+        self._kept = (at, held)
+        return held
+
+    def _sum_in_blocks(self, key: str, chunk: Chunk) -> str:
+        from xxhash import xxh3_128
+
+        digest, block = xxh3_128(), torch.empty(min(_BLOCK, chunk.size), dtype=torch.uint8)
+        for done in range(0, chunk.size, _BLOCK):
+            part = block[: min(_BLOCK, chunk.size - done)]
+            self._pread(chunk, part, chunk.start + done, key)
+            digest.update(part.numpy().data)
+        return digest.hexdigest()
+
+    def _same(self, key: str, chunk: Chunk, found: str) -> None:
+        if found != self._sums[chunk.file, chunk.start]:
+            raise ValueError(
+                f"{self.path / chunk.file}: the bytes of {key} at {list(chunk.offset)} are not those that its manifest "
+                f"lists: the file was damaged or changed; {_DAMAGED}"
+            )
+
+    def _data_start(self, key: str, stored: Stored, chunk: Chunk, held: Tensor | None) -> int:
+        """Where in its archive a chunk's elements start, in bytes."""
+        raw: Any = io.BytesIO(held.numpy().data) if held is not None else _View(self, chunk, key)
+        try:
+            return data_start(raw, stored.dtype, chunk.sizes)
+        except UNREADABLE as e:
+            raise ValueError(
+                f"{self.path / chunk.file}: {key} at {list(chunk.offset)} is not stored as torch.save stores a tensor "
+                f"({e}): {_DAMAGED}"
+            ) from None
+
+    def _pread(self, chunk: Chunk, out: Tensor, position: int, key: str) -> None:
+        """Bytes from `position` of the chunk's file on into `out`, uint8."""
+        view, done = out.numpy().data, 0
+        while done < len(view):
+            got = os.preadv(self._open(chunk.file), [view[done:]], position + done)
+            if not got:
+                raise ValueError(
+                    f"{self.path / chunk.file} is truncated: {len(view) - done} bytes of {key} are missing: {_DAMAGED}"
+                )
+            done += got
+        self.bytes_read += done
+
+    def _open(self, file: str) -> int:
+        if file not in self._files:
+            if len(self._files) > 64:
+                os.close(self._files.popitem(last=False)[1])
+            try:
+                self._files[file] = os.open(self.path / file, os.O_RDONLY)
+            except FileNotFoundError:
+                raise ValueError(f"{self.path / file} is missing, {METADATA} lists it: {_DAMAGED}") from None
+        return self._files[file]
+
+    def _match(self, manifest: Manifest) -> None:
+        """Manifest and metadata tell of the same tensors and chunks."""
+        if manifest.kind != "torch_dist":
+            raise ValueError(f"{self.path}: its manifest is of kind {manifest.kind!r}, not 'torch_dist': {_DAMAGED}")
+        ours, theirs = set(self.names()), set(manifest.tensors)
+        if ours != theirs:
+            raise ValueError(
+                f"{self.path}: its manifest does not match: {min(ours ^ theirs)} is only in "
+                f"{'the manifest' if min(ours ^ theirs) in theirs else METADATA}; {_DAMAGED}"
+            )
+        for key, fact in manifest.tensors.items():
+            listed = self._listed.state_dict_metadata[key]
+            dtype = str(listed.properties.dtype).removeprefix("torch.")
+            same = (dtype, tuple(listed.size)) == (fact.dtype, tuple(fact.shape))
+            if not same or {_place(p) for p in fact.pieces} != {_place(c) for c in self._chunks.get(key, [])}:
+                raise ValueError(
+                    f"{self.path}: its manifest does not match: it tells of another {key} than {METADATA}; {_DAMAGED}"
+                )
+            for piece in fact.pieces:
+                self._sums[piece.file, piece.start] = piece.sum
+
+
+class _View(io.RawIOBase):
+    """The bytes of one chunk as a file."""
+
+    def __init__(self, source: TorchDist, chunk: Chunk, key: str) -> None:
+        super().__init__()
+        self._source, self._chunk, self._key, self._at = source, chunk, key, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._chunk.size)[whence])
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._chunk.size - self._at)
+        size = left if size is None or size < 0 else min(size, left)
+        out = torch.empty(size, dtype=torch.uint8)
+        self._source._pread(self._chunk, out, self._chunk.start + self._at, self._key)
+        self._at += size
+        return out.numpy().tobytes()
+
+
+def _metadata(path: Path, manifest: Manifest | None) -> Any:
+    """The unpickled `.metadata`."""
+    raw = (path / METADATA).read_bytes()
+    fact = manifest.files.get(METADATA) if manifest is not None else None
+    if manifest is not None and (fact is None or hashlib.sha256(raw).hexdigest() != fact.sha256):
+        raise ValueError(f"{path / METADATA} is not the one that its manifest lists: {_DAMAGED}")
+    try:
+        listed = MetadataUnpickler(io.BytesIO(raw)).load()
+        tensors, storage = listed.state_dict_metadata, listed.storage_data
+        if not isinstance(tensors, dict) or not isinstance(storage, dict):
+            raise pickle.UnpicklingError("no tensors in it")
+    except (*UNREADABLE, ValueError) as e:
+        raise ValueError(f"{path / METADATA} cannot be read ({e}): {_DAMAGED}") from None
+    listed.all_local_plans = None  # every rank's plan, which megatron adds: large, and not needed
+    return listed
+
+
+def _chunks(path: Path, listed: Any) -> Mapping[str, list[Chunk]]:
+    """Key -> chunks, in no order. Raises ValueError for storage of another kind, or outside the directory."""
+    sizes = {
+        (key, tuple(chunk.offsets)): tuple(chunk.sizes)
+        for key, value in listed.state_dict_metadata.items()
+        if isinstance(value, _format.TensorStorageMetadata)
+        for chunk in value.chunks
+    }
+    out: defaultdict[str, list[Chunk]] = defaultdict(list)
+    for index, where in listed.storage_data.items():
+        if not isinstance(index, _format.MetadataIndex) or not isinstance(where, _StorageInfo):
+            raise ValueError(
+                f"{path / METADATA} tells of storage of an unknown kind ({type(where).__name__}): {_DAMAGED}"
+            )
+        if index.offset is None:
+            continue
+        if getattr(where, "transform_descriptors", None) or Path(where.relative_path).name != where.relative_path:
+            raise ValueError(
+                f"{path}: {index.fqn} is stored in a way that is not read here ({where}): save it as torch_dist"
+            )
+        offset = tuple(index.offset)
+        if (index.fqn, offset) not in sizes:
+            raise ValueError(f"{path / METADATA}: {index.fqn} has no chunk at {list(offset)}: {_DAMAGED}")
+        box = sizes.pop((index.fqn, offset))
+        out[index.fqn].append(Chunk(where.relative_path, where.offset, where.length, offset, box))
+    if sizes:
+        key, offset = min(sizes)
+        raise ValueError(f"{path / METADATA}: the chunk of {key} at {list(offset)} is stored nowhere: {_DAMAGED}")
+    return out
+
+
+def _assert_tiled(path: Path, key: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
+    """The chunks lie inside the shape, no two share an element, and together they have as many as it."""
+    covered = sum(math.prod(c.sizes) for c in chunks)
+    inside = all(o >= 0 and o + n <= size for c in chunks for o, n, size in zip(c.offset, c.sizes, shape, strict=True))
+    if not inside or covered != math.prod(shape) or _overlap(chunks):
+        raise ValueError(
+            f"{path / METADATA}: the {len(chunks)} chunks of {key} {list(shape)} leave gaps or overlap, {covered} of "
+            f"{math.prod(shape)} elements: {_DAMAGED}"
+        )
+
+
+def _overlap(chunks: Sequence[Chunk]) -> bool:
+    open_now: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda c: c.offset):
+        if not chunk.offset:
+            return len(chunks) > 1
+        open_now = [c for c in open_now if c.offset[0] + c.sizes[0] > chunk.offset[0]]
+        for other in open_now:
+            pairs = zip(chunk.offset, chunk.sizes, other.offset, other.sizes, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in pairs):
+                return True
+        open_now.append(chunk)
+    return False
+
+
+def _place(part: Piece | Chunk) -> tuple[Any, ...]:
+    return part.file, part.start, part.size, tuple(part.offset), tuple(part.sizes)

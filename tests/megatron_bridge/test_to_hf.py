@@ -1,0 +1,310 @@
+"""What leaves the trainer's format must be the model that went in: every tensor of every family, bit for bit, with its
+config and tokenizer, or in FP8 exactly as the quantizer encodes whole tensors; what has the directory's name is whole.
+
+Oracles: the Hugging Face tensors that were converted; `quant.stream` on whole tensors. The layouts of trainers that
+save in between are the round trip's law. Not covered: checkpoints larger than memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_bridge.convert import units
+from megatron_bridge.convert.manifest import MANIFEST, Manifest
+from megatron_bridge.convert.to_hf import to_hf
+from miles_like.hf_checkpoint import HFCheckpoint
+from quant.spec import QuantFormat, QuantSpec
+from quant.stream import quantize_stream
+from tests.megatron_bridge.converted import converted, cut, differing, edit_manifest, flip, write_manifest
+from tests.megatron_bridge.tiny_models import CONFIGS, random_tensors, tiny, tiny_qwen
+
+MIB = 1 << 20
+HF = tiny(num_hidden_layers=2, num_nextn_predict_layers=1)
+# widths that no block divides
+ODD = tiny_qwen(hidden_size=192, moe_intermediate_size=200, intermediate_size=264, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted model with a draft layer, not to be changed."""
+    return converted(tmp_path_factory.mktemp("source"), HF, random_tensors(HF, mtp=True))
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """The same, to be changed."""
+    return converted(tmp_path, HF, random_tensors(HF, mtp=True))
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    return dict(HFCheckpoint(path).stream())
+
+
+def _files(path: Path) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in sorted(path.iterdir())}
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "draft layers in fp32"])
+def test_every_family_comes_back_bit_by_bit(name: str, tmp_path: Path) -> None:
+    drafts = name not in CONFIGS
+    hf = tiny(num_nextn_predict_layers=2, torch_dtype="float32") if drafts else CONFIGS[name]
+    tensors = random_tensors(hf, mtp=drafts)
+    report = to_hf(converted(tmp_path, hf, tensors), tmp_path / "out")
+    assert report.tensors == len(tensors)
+    assert differing(_read(tmp_path / "out"), tensors) == []
+    for file in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
+
+
+@pytest.mark.parametrize("hf", [HF, ODD], ids=["with draft layers", "odd sizes"])
+def test_fp8_is_what_the_quantizer_makes_of_whole_tensors(hf: dict[str, Any], tmp_path: Path) -> None:
+    """Through several files."""
+    tensors = random_tensors(hf, mtp=hf is HF)
+    path = converted(tmp_path, hf, tensors)
+    to_hf(path, tmp_path / "out", format="fp8", shard_bytes=200_000)
+    spec = QuantSpec(format=QuantFormat.FP8)
+    assert differing(_read(tmp_path / "out"), dict(quantize_stream(tensors.items(), spec))) == []
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.pop("quantization_config") == spec.to_hf()
+    assert config == hf
+
+
+def test_blocks_of_the_source_are_kept(tmp_path: Path) -> None:
+    """A model that came in FP8 goes out in its own blocks, its own modules left alone; bf16 says nothing of it."""
+    spec = QuantSpec(format=QuantFormat.FP8, block=(64, 32), ignore=("layers.0.self_attn",))
+    tensors = random_tensors(HF)
+    path = converted(tmp_path, HF, tensors)
+    (path / "hf" / "config.json").write_text(json.dumps({**HF, "quantization_config": spec.to_hf()}))
+    write_manifest(path)
+    to_hf(path, tmp_path / "fp8", format="fp8")
+    to_hf(path, tmp_path / "bf16")
+    assert differing(_read(tmp_path / "fp8"), dict(quantize_stream(tensors.items(), spec))) == []
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text()) == HF
+    assert json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"] == spec.to_hf()
+
+
+def test_the_manifest_lists_every_tensor_and_file(source: Path, tmp_path: Path) -> None:
+    to_hf(source, tmp_path / "out", format="fp8", shard_bytes=200_000)
+    manifest, checkpoint = Manifest.read(tmp_path / "out"), HFCheckpoint(tmp_path / "out")
+    assert manifest.kind == "hf"
+    assert manifest.tensors.keys() == set(checkpoint.names())
+    for name, fact in manifest.tensors.items():
+        info, (piece,) = checkpoint.info(name), fact.pieces
+        assert (piece.file, piece.start, piece.size, piece.sizes) == (
+            info.file.name,
+            info.offset,
+            info.nbytes,
+            info.shape,
+        )
+    assert manifest.files.keys() == set(_files(tmp_path / "out")) - {MANIFEST}
+
+
+def test_bands_and_who_does_the_work_change_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bands of a few rows, files done elsewhere and backwards: the same bytes as one process and large bands."""
+
+    def elsewhere(work: Callable[[int], None], numbers: Sequence[int]) -> None:
+        for number in reversed(numbers):
+            pickle.loads(pickle.dumps(work))(number)
+
+    to_hf(source, tmp_path / "plain", format="fp8", shard_bytes=400_000)
+    monkeypatch.setattr("megatron_bridge.convert.to_hf.plan_memory", lambda *a, **k: units.Memory(1, 5000))
+    to_hf(source, tmp_path / "other", format="fp8", shard_bytes=400_000, spread=elsewhere)
+    assert _files(tmp_path / "plain") == _files(tmp_path / "other")
+
+
+def test_killed_at_any_moment_it_resumes_to_the_same_manifest(source: Path, tmp_path: Path) -> None:
+    """SIGKILL at 20 random moments, each try over what the one before it left. Nothing has the name until it is whole;
+    in the end every file is that of a run that nobody killed."""
+    moments, straight = random.Random(4), tmp_path / "straight"
+    began = time.monotonic()
+    to_hf(source, straight, format="fp8", shard_bytes=60_000)
+    whole_s = time.monotonic() - began
+    outs, kills = [tmp_path / "out0"], 0
+    for _ in range(200):
+        process = multiprocessing.get_context("fork").Process(
+            target=to_hf, args=(source, outs[-1]), kwargs={"format": "fp8", "shard_bytes": 60_000}
+        )
+        process.start()
+        process.join(moments.uniform(0, whole_s / 2))
+        process.kill()
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        kills += process.exitcode != 0
+        if kills == 20:
+            break
+        if outs[-1].exists():
+            outs.append(tmp_path / f"out{len(outs)}")
+    assert kills == 20
+    for out in outs:
+        if not out.exists():
+            to_hf(source, out, format="fp8", shard_bytes=60_000)
+        # a kill between the last rename and the removal of the indexes leaves those
+        found = {name: data for name, data in _files(out).items() if not name.endswith(".safetensors.json")}
+        assert found == _files(straight)
+
+
+def test_a_full_disk_is_named_and_what_is_whole_is_kept(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, left = units.HashedFile.write, [60]
+
+    def full_later(self: Any, data: Any) -> int:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(units.HashedFile, "write", full_later)
+        with pytest.raises(OSError, match=r"disk full: .*/out was not written; free some space and run again"):
+            to_hf(source, tmp_path / "out", shard_bytes=60_000)
+    assert not (tmp_path / "out").exists()
+    assert to_hf(source, tmp_path / "out", shard_bytes=60_000).units_kept > 0
+    to_hf(source, tmp_path / "straight", shard_bytes=60_000)
+    assert _files(tmp_path / "out") == _files(tmp_path / "straight")
+
+
+def _flipped(path: Path) -> str:
+    piece = Manifest.read(path).tensors["decoder.layers.1.mlp.experts.experts.linear_fc2.weight"].pieces[3]
+    flip(path / piece.file, piece)
+    return r"distcp: the bytes of decoder\.layers\.1\.mlp\.experts\.experts\.linear_fc2\.weight at \[3, 0, 0\]"
+
+
+def _truncated(path: Path) -> str:
+    cut(path / "__0_0.distcp", 5000)
+    return r"__0_0\.distcp is truncated"
+
+
+def _missing(path: Path) -> str:
+    (path / "__0_0.distcp").unlink()
+    return r"__0_0\.distcp is missing"
+
+
+def _other_metadata(path: Path) -> str:
+    (path / ".metadata").write_bytes((path / ".metadata").read_bytes() + b" ")
+    return r"\.metadata is not the one that its manifest lists"
+
+
+def _lacks_a_tensor(path: Path) -> str:
+    tensors = dict(Manifest.read(path).tensors)
+    del tensors["output_layer.weight"]
+    edit_manifest(path, tensors=tensors)
+    return r"manifest does not match: output_layer\.weight is only in \.metadata"
+
+
+def _other_place(path: Path) -> str:
+    tensors = dict(Manifest.read(path).tensors)
+    fact = tensors["output_layer.weight"]
+    tensors["output_layer.weight"] = replace(fact, pieces=(replace(fact.pieces[0], start=0),))
+    edit_manifest(path, tensors=tensors)
+    return r"manifest does not match: it tells of another output_layer\.weight"
+
+
+def _edited(path: Path) -> str:
+    (path / MANIFEST).write_text((path / MANIFEST).read_text().replace("bfloat16", "float16"))
+    return r"manifest\.json was edited"
+
+
+def _other_tokenizer(path: Path) -> str:
+    (path / "hf" / "tokenizer.json").write_text("{}")
+    return r"tokenizer\.json is not the one that the manifest lists"
+
+
+def _no_checkpoint(path: Path) -> str:
+    (path / "metadata.json").unlink()
+    return r"not a complete torch_dist checkpoint"
+
+
+def _no_config(path: Path) -> str:
+    (path / "hf").rename(path / "away")
+    return r"has no hf/ .* give hf_config"
+
+
+def _empty_config_dir(path: Path) -> str:
+    (path / "hf" / "config.json").unlink()
+    return r"config\.json is missing"
+
+
+def _more_layers(path: Path) -> str:
+    (path / "hf" / "config.json").write_text(json.dumps({**HF, "num_hidden_layers": 3, "num_nextn_predict_layers": 0}))
+    write_manifest(path)
+    return r"lacks decoder\.layers\.2\..* is hf_config that of the model"
+
+
+def _fewer_layers(path: Path) -> str:
+    (path / "hf" / "config.json").write_text(json.dumps({**HF, "num_nextn_predict_layers": 0}))
+    write_manifest(path)
+    return r"tensors that are not in the model of config\.json, first mtp\.layers\.0"
+
+
+def _wider(path: Path) -> str:
+    (path / "hf" / "config.json").write_text(json.dumps({**HF, "moe_intermediate_size": 96}))
+    write_manifest(path)
+    return r"linear_fc1\.weight has shape \[16, 128, 128\], config\.json wants \[16, 192, 128\]"
+
+
+def _other_family(path: Path) -> str:
+    (path / "hf" / "config.json").write_text(json.dumps(tiny_qwen()))
+    write_manifest(path)
+    return r"is hf_config that of the model"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _flipped,
+        _truncated,
+        _missing,
+        _other_metadata,
+        _lacks_a_tensor,
+        _other_place,
+        _edited,
+        _other_tokenizer,
+        _no_checkpoint,
+        _no_config,
+        _empty_config_dir,
+        _more_layers,
+        _fewer_layers,
+        _wider,
+        _other_family,
+    ],
+)
+def test_a_bad_source_is_one_sentence_and_leaves_nothing(
+    damage: Callable[[Path], str], own: Path, tmp_path: Path
+) -> None:
+    said = damage(own)
+    with pytest.raises(ValueError, match=said) as refused:
+        to_hf(own, tmp_path / "out", shard_bytes=200_000)
+    assert "\n" not in str(refused.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "megatron"]
+
+
+def test_bad_arguments_are_refused(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for more, said in (
+        ({}, "exists"),
+        ({"format": "int4"}, "'int4' is not written: want one of bf16, fp8"),
+        ({"hf_config": tmp_path}, r"config\.json is missing"),
+        ({"memory_limit": 10 * MIB}, "memory limit of 10 MiB is too small"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            to_hf(source, tmp_path / "out", **more)
+    with pytest.raises(ValueError, match="not a complete torch_dist checkpoint"):
+        to_hf(source / "hf", tmp_path / "none")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
