@@ -7,12 +7,14 @@ pieces and token by token. Not covered: bfloat16 (other rounding), and configura
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from embedded_fixtures import BASE, GLM, QWEN, QWEN_MOE, YARN, oracle, save
+from transformers import AutoConfig
 
 from miles_like.hf_checkpoint import HFCheckpoint
 from rollout.embedded import plain_ops
@@ -23,6 +25,19 @@ from rollout.embedded.model import Model
 from rollout.embedded.prepared import prepare
 from rollout.embedded.weights import WeightStore
 
+_NEEDED = {
+    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    *("num_key_value_heads", "moe_intermediate_size", "num_experts_per_tok", "num_experts", "n_routed_experts"),
+    *("n_shared_experts", "n_group", "topk_group", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim"),
+    *(
+        "first_k_dense_replace",
+        "routed_scaling_factor",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "max_position_embeddings",
+        "eos_token_id",
+    ),
+}
 NO_YARN = {"rope_scaling": {"rope_type": "default", "rope_theta": 500.0}}
 SHORT_YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -172,3 +187,13 @@ def test_what_is_not_computed_is_refused_by_name(base: dict[str, Any], change: d
     architecture_of(base)
     with pytest.raises(ValueError, match=named):
         architecture_of(base | change)
+
+
+@pytest.mark.parametrize("base", [BASE, QWEN, QWEN_MOE, GLM], ids=lambda c: c["model_type"])
+def test_an_absent_key_means_what_it_means_to_transformers(base: dict[str, Any]) -> None:
+    """Published configs leave keys out. transformers fills them in, so both ways must read as the same architecture."""
+    sparse = {k: v for k, v in base.items() if k in _NEEDED}
+    theirs = AutoConfig.for_model(**sparse).to_dict()
+    kind = {"model_type": base["model_type"]}
+    ours = architecture_of(sparse)
+    assert ours == replace(architecture_of(theirs | kind), mtp_layers=0), "MTP layers are served by neither"

@@ -1,6 +1,6 @@
 """A family of models is data: whose config.json it reads, which options it computes, and where the sizes are.
 
-Defaults of absent keys are those of transformers' configuration class of the family.
+An absent key that is not `required` means what it means to transformers' configuration class of the family.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ class Family:
 
 
 ALWAYS: dict[str, tuple[object, ...]] = {"hidden_act": ("silu",)}
+SIGMOID_MOE = (
+    *("moe_intermediate_size", "num_experts_per_tok", "n_shared_experts"),
+    *("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace"),
+)
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
@@ -104,19 +108,19 @@ def sigmoid_moe(config: HFConfig) -> Moe:
         experts=experts,
         top_k=config["num_experts_per_tok"],
         ffn=width,
-        shared_ffn=width * (config.get("n_shared_experts") or 0),
+        shared_ffn=width * config["n_shared_experts"],
         score="sigmoid",
         selection_bias=True,
-        groups=config.get("n_group") or 1,
-        group_topk=config.get("topk_group") or 1,
-        scale=float(config.get("routed_scaling_factor", 1.0)),
+        groups=config["n_group"],
+        group_topk=config["topk_group"],
+        scale=float(config["routed_scaling_factor"]),
         renormalize=bool(config.get("norm_topk_prob", True)),
     )
 
 
 def after_first_dense(config: HFConfig) -> tuple[int, ...]:
     """All layers from `first_k_dense_replace` on have experts."""
-    return tuple(range(config.get("first_k_dense_replace") or 0, config["num_hidden_layers"]))
+    return tuple(range(config["first_k_dense_replace"], config["num_hidden_layers"]))
 
 
 def rope(config: HFConfig, *, dim: int, pairs: bool = False) -> Rope:

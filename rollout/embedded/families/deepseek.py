@@ -6,7 +6,7 @@ Source: DeepSeek-V3 report (arXiv 2412.19437), `modeling_deepseek_v3.py` of tran
 from __future__ import annotations
 
 from rollout.embedded.architecture import LatentAttention
-from rollout.embedded.families.base import SIZES, Family, HFConfig, after_first_dense, rope, sigmoid_moe
+from rollout.embedded.families.base import SIGMOID_MOE, SIZES, Family, HFConfig, after_first_dense, rope, sigmoid_moe
 
 
 def _attention(config: HFConfig) -> LatentAttention:
@@ -32,7 +32,7 @@ FAMILY = Family(
     required=(
         *SIZES,
         *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-        *("moe_intermediate_size", "num_experts_per_tok"),
+        *SIGMOID_MOE,
     ),
     only={
         "scoring_func": ("sigmoid",),

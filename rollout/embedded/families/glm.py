@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from rollout.embedded.architecture import GroupedAttention
 from rollout.embedded.families.base import (
+    SIGMOID_MOE,
     SIZES,
     Family,
     HFConfig,
@@ -34,7 +35,7 @@ FAMILY = Family(
     name="GLM-4.5",
     architecture="Glm4MoeForCausalLM",
     model_types=("glm4_moe",),
-    required=(*SIZES, "num_key_value_heads", "moe_intermediate_size", "num_experts_per_tok"),
+    required=(*SIZES, "num_key_value_heads", *SIGMOID_MOE),
     only={
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
