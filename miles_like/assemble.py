@@ -100,11 +100,11 @@ def describe_trainer(config: RunConfig) -> str:
     Raises ValueError for what this model, layout or device cannot use.
     """
     cuda = config.cluster.gpus_per_node > 0
-    path = config.model.config or (config.model.make.config if config.model.make else None)
+    path = _known_config(config)
     if path is None:
         return "kernels: checked once the model is fetched"
-    trainer = trainer_config(config, Path(path).parent)
-    resolved = resolve(trainer, _read_config(Path(path)), cuda=cuda, te=cuda)
+    trainer = trainer_config(config, path.parent)
+    resolved = resolve(trainer, _read_config(path), cuda=cuda, te=cuda)
     return describe_kernels(trainer, resolved.spec)
 
 
@@ -142,9 +142,25 @@ def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
                 node_rank=s.node_rank,
                 nnodes=s.nnodes,
                 dist_init_addr=address,
+                return_routed_experts=_has_experts(config),
             )
         lines.append(f"node {s.node} runs: {' '.join(command)}")
     return lines
+
+
+def _has_experts(config: RunConfig) -> bool:
+    """True too where the model is not known yet."""
+    path = _known_config(config)
+    if path is None:
+        return True
+    hf = _read_config(path)
+    return bool(family_of(hf).moe_layers(hf))
+
+
+def _known_config(config: RunConfig) -> Path | None:
+    """A config.json of the model that is at hand before anything is fetched."""
+    path = config.model.config or (config.model.make.config if config.model.make else None)
+    return None if path is None else Path(path)
 
 
 # single steps of the command line

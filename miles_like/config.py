@@ -36,7 +36,8 @@ class MakeConfig(Section):
     max_steps: int = Field(1500, ge=0)
     check_every: int = Field(50, ge=1)
     target: float = Field(0.1, ge=0, le=1)  # mean probability of the right answer on `validation` that ends the warm-up
-    router_bias_update_rate: float = Field(1e-3, ge=0)
+    # of the warm-up's routers; None: 1e-3 where they have a selection bias, else nothing
+    router_bias_update_rate: float | None = Field(None, ge=0)
 
 
 class ModelConfig(Section):

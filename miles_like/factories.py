@@ -119,6 +119,7 @@ class ServerRecipe:
     weight_version: int
     node_rank: int = 0
     nnodes: int = 1
+    routed_experts: bool = True  # a model without experts has none to return, and stock SGLang then dies of the flag
 
     def __call__(self, host: str, dist_init_addr: str | None) -> ServerHandle:
         if self.config.engine == "embedded":
@@ -138,6 +139,7 @@ class ServerRecipe:
             host=host,
             node_rank=self.node_rank,
             nnodes=self.nnodes,
+            return_routed_experts=self.routed_experts,
             dist_init_addr=dist_init_addr,
             weight_version=self.weight_version,
         )

@@ -30,6 +30,9 @@ from miles_like.warmup import random_weights, read_pairs, warm_up
 from miles_like.workers import RayTrainer, check_nodes
 from quant.spec import QuantFormat, QuantSpec
 
+_HAS_BIAS = "moe_router_enable_expert_bias"
+_BIAS_RATE = 1e-3  # DeepSeek-V3's (arXiv 2412.19437, section 4.2)
+
 
 def make_checkpoint(config: RunConfig, out: Path, console: Console) -> None:
     """Write the checkpoint that `config.model.make` describes to `out`. A missed target is printed."""
@@ -68,7 +71,7 @@ def _warm_up_and_write(
     plan = plan_placement(config.cluster, config.parallel, config.rollout)
     check_nodes(plan)
     trainer = RayTrainer(
-        MegatronFactory(_trainer_config(config, make, bf16), shards, NllLoss()),
+        MegatronFactory(_trainer_config(config, make, bf16, hf_config), shards, NllLoss()),
         plan.of("trainer"),
         dp_size=config.parallel.dp,
         log_dir=out.parent / "logs",
@@ -111,7 +114,10 @@ def _say(console: Console, make: MakeConfig) -> Callable[[int, float], None]:
     return progress
 
 
-def _trainer_config(config: RunConfig, make: MakeConfig, hf_dir: Path) -> TrainerConfig:
+def _trainer_config(config: RunConfig, make: MakeConfig, hf_dir: Path, hf_config: dict[str, Any]) -> TrainerConfig:
+    rate = make.router_bias_update_rate
+    if rate is None:
+        rate = _BIAS_RATE if family_of(hf_config).transformer_config(hf_config).get(_HAS_BIAS) else 0.0
     return TrainerConfig(
         hf_config=str(hf_dir),
         parallel=config.parallel,
@@ -119,5 +125,5 @@ def _trainer_config(config: RunConfig, make: MakeConfig, hf_dir: Path) -> Traine
         optimizer=OptimizerConfig(lr=make.lr, warmup_steps=make.lr_warmup_steps, beta2=0.98),
         replay=ReplayConfig(mode="off"),
         seed=make.seed,
-        router_bias_update_rate=make.router_bias_update_rate,
+        router_bias_update_rate=rate,
     )

@@ -172,6 +172,7 @@ class TrainStage:
                     weight_version=version,
                     node_rank=slot.node_rank,
                     nnodes=slot.nnodes,
+                    routed_experts=bool(self.family.moe_layers(self.hf.config)),
                 ),
             )
             for slot in self.plan.of("rollout")

@@ -28,7 +28,7 @@ Pair = tuple[list[int], list[int]]  # prompt ids, answer ids with the end token
 def random_weights(
     shapes: Mapping[str, tuple[int, ...]], hf_config: Mapping[str, Any], seed: int
 ) -> Iterator[NamedTensor]:
-    """A random model, tensor by tensor: normal with `initializer_range`, norms one, routing bias zero (fp32).
+    """A random model, tensor by tensor: normal with `initializer_range`, norms one, biases zero (the routing's fp32).
 
     Each tensor's values depend only on the seed and its name, not on the order.
     """
@@ -36,6 +36,8 @@ def random_weights(
     for name, shape in shapes.items():
         if name.endswith("e_score_correction_bias"):
             yield NamedTensor(name, torch.zeros(shape, dtype=torch.float32))
+        elif name.endswith(".bias"):
+            yield NamedTensor(name, torch.zeros(shape, dtype=torch.bfloat16))
         elif len(shape) == 1:
             yield NamedTensor(name, torch.ones(shape, dtype=torch.bfloat16))
         else:

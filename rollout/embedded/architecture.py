@@ -85,6 +85,7 @@ class LatentAttention:
     nope: int
     v_dim: int
     rope: Rope
+    bias: bool  # of the projections from and to the hidden state, q_proj's excepted
     norm_eps: float  # of the two latent norms
 
     @property

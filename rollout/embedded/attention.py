@@ -43,9 +43,7 @@ def _grouped(
     cache: Tensor,
     ops: Operations,
 ) -> Tensor:
-    qkv = ops.linear(x, w.qkv)
-    if w.qkv_bias is not None:
-        qkv = qkv + w.qkv_bias
+    qkv = _biased(ops.linear(x, w.qkv), w.qkv_bias)
     q, k, v = torch.split(qkv.view(len(x), -1, a.head), [a.heads, a.kv_heads, a.kv_heads], 1)
     if w.q_norm is not None and w.k_norm is not None:
         q, k = ops.rmsnorm(q, w.q_norm, a.norm_eps), ops.rmsnorm(k, w.k_norm, a.norm_eps)
@@ -60,15 +58,15 @@ def _grouped(
         keys, values = past[:, :, : a.kv_heads], past[:, :, a.kv_heads :]
         heads = ops.attention(chunk.padded(qk[chunk.rows, : a.heads]), keys, values, a.softmax_scale, chunk.q_start)
         out[chunk.rows] = chunk.unpadded(heads).flatten(1)
-    y = ops.linear(out, w.out)
-    return y if w.out_bias is None else y + w.out_bias
+    return _biased(ops.linear(out, w.out), w.out_bias)
 
 
 def _latent(
     a: LatentAttention, w: LatentWeights, x: Tensor, angles: Angles, batch: ForwardBatch, cache: Tensor, ops: Operations
 ) -> Tensor:
     width, rotated = a.cache_width, a.rope.dim
-    first, latent, key = torch.split(ops.linear(x, w.down), [len(w.down) - width, a.kv_lora, rotated], -1)
+    down = _biased(ops.linear(x, w.down), w.down_bias)
+    first, latent, key = torch.split(down, [len(w.down) - width, a.kv_lora, rotated], -1)
     if w.q_up is not None and w.q_norm is not None:
         first = ops.linear(ops.rmsnorm(first, w.q_norm, a.norm_eps), w.q_up)
     q = first.view(len(x), a.heads, a.nope + rotated)
@@ -79,7 +77,7 @@ def _latent(
     for chunk in batch.chunks:
         q_nope, q_rope = q[chunk.rows, :, : a.nope], turned[chunk.rows, :-1]
         out[chunk.rows] = _latent_chunk(a, w, q_nope, q_rope, chunk, cache, ops).flatten(1)
-    return ops.linear(out, w.out)
+    return _biased(ops.linear(out, w.out), w.out_bias)
 
 
 def _latent_chunk(
@@ -108,3 +106,8 @@ def _absorb_below(a: LatentAttention) -> float:
     """
     saved = 2 * a.kv_lora - a.nope - a.v_dim
     return a.kv_lora * (a.nope + a.v_dim) / saved if saved > 0 else float("inf")
+
+
+def _biased(y: Tensor, bias: Tensor | None) -> Tensor:
+    """Added to the rounded product, as megatron's parallel linears do."""
+    return y if bias is None else y + bias

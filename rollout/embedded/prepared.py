@@ -18,6 +18,7 @@ from rollout.embedded.weights import WeightStore
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LatentWeights:
     down: Tensor  # [q_lora + C + rope, D]: q_a | kv_a; without q_lora [H * head + C + rope, D]: q | kv_a
+    down_bias: Tensor | None  # of the rows of `down`
     q_norm: Tensor | None  # [q_lora]
     q_up: Tensor | None  # [H * head, q_lora]
     kv_norm: Tensor  # [C]
@@ -25,6 +26,7 @@ class LatentWeights:
     key_up: Tensor  # [H, nope, C], a view of kv_up
     value_up: Tensor  # [H, C, v], a view of kv_up
     out: Tensor  # [D, H * v]
+    out_bias: Tensor | None  # [D]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,9 +106,14 @@ def _latent(store: WeightStore, a: LatentAttention, p: str, dtype: torch.dtype) 
     lora = a.q_lora is not None
     first = store.decoded(p + ("q_a_proj.weight" if lora else "q_proj.weight"), dtype)
     kv_up = store.decoded(p + "kv_b_proj.weight", dtype)
+    bias = None
+    if a.bias:
+        of_q = store.decoded(p + "q_a_proj.bias", dtype) if lora else torch.zeros(len(first), dtype=dtype)
+        bias = torch.cat([of_q, store.decoded(p + "kv_a_proj_with_mqa.bias", dtype)])
     by_head = kv_up.view(a.heads, a.nope + a.v_dim, a.kv_lora)
     return LatentWeights(
         down=torch.cat([first, store.decoded(p + "kv_a_proj_with_mqa.weight", dtype)]),
+        down_bias=bias,
         q_norm=store.decoded(p + "q_a_layernorm.weight", dtype) if lora else None,
         q_up=store.decoded(p + "q_b_proj.weight", dtype) if lora else None,
         kv_norm=store.decoded(p + "kv_a_layernorm.weight", dtype),
@@ -114,6 +121,7 @@ def _latent(store: WeightStore, a: LatentAttention, p: str, dtype: torch.dtype) 
         key_up=by_head[:, : a.nope],
         value_up=by_head[:, a.nope :].transpose(1, 2),
         out=store.decoded(p + "o_proj.weight", dtype),
+        out_bias=store.decoded(p + "o_proj.bias", dtype) if a.bias else None,
     )
 
 

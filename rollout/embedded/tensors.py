@@ -36,6 +36,9 @@ def _latent(a: LatentAttention, hidden: int) -> Shapes:
         "kv_b_proj.weight": (a.heads * (a.nope + a.v_dim), a.kv_lora),
         "o_proj.weight": (hidden, a.out_dim),
     }
+    if a.bias:
+        out |= {"kv_a_proj_with_mqa.bias": (a.cache_width,), "o_proj.bias": (hidden,)}
+        out |= {"q_a_proj.bias": (a.q_lora,)} if a.q_lora is not None else {}
     if a.q_lora is None:
         return out | {"q_proj.weight": (q, hidden)}
     return out | {

@@ -42,6 +42,8 @@ NO_YARN = {"rope_scaling": {"rope_type": "default", "rope_theta": 500.0}}
 SHORT_YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_groups_yarn_q_lora": BASE,
+    "deepseek_biases": BASE | {"attention_bias": True},
+    "deepseek_biases_no_q_lora": BASE | {"attention_bias": True, "q_lora_rank": None},
     "deepseek_one_group_tied": BASE | {"n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
     "deepseek_no_q_lora_no_yarn_no_shared": BASE | NO_YARN | {"q_lora_rank": None, "n_shared_experts": 0},
     "deepseek_all_dense_but_last": BASE | {"first_k_dense_replace": 2, "norm_topk_prob": False, "n_shared_experts": 2},
@@ -163,7 +165,6 @@ def test_expanded_attention_equals_absorbed(tmp_path: Path) -> None:
         (BASE, {"model_type": "qwen3_next"}, "not None .model_type qwen3_next.*rollout.engine = sglang"),
         (BASE, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         (BASE, {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
-        (BASE, {"attention_bias": True}, "attention_bias = True"),
         (BASE, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
         (BASE, {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
         (BASE, {"n_group": 3}, "n_group = 3"),

@@ -21,6 +21,7 @@ def _attention(config: HFConfig) -> LatentAttention:
         nope=config["qk_nope_head_dim"],
         v_dim=config["v_head_dim"],
         rope=rope(config, dim=config["qk_rope_head_dim"], pairs=True),
+        bias=bool(config.get("attention_bias", False)),
         norm_eps=1e-6,  # transformers and DeepSeek build the two latent norms without the config's value
     )
 
@@ -37,7 +38,6 @@ FAMILY = Family(
     only={
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
-        "attention_bias": (False,),
         "rope_interleave": (True,),
         "moe_layer_freq": (1,),
         "sliding_window": (None,),
