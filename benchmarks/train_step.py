@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers_step import LOSS, MAX_TOKENS, OPTIMIZER, Plain, seconds_of
 
 from megatron_bridge.config import ParallelConfig, PrecisionConfig, ReplayConfig, TrainerConfig
-from megatron_bridge.stream_convert import convert_checkpoint
+from megatron_bridge.convert.to_megatron import to_megatron
 from miles_like.packing import pack
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, TrainBatch
 from rollout.servers import free_port
@@ -173,7 +173,7 @@ def beside_transformers(name: str, work: Work, dtype: str, rounds: int, folder: 
     """Tokens a second of both and the median ratio of turns."""
     plain = Plain(work.hf, getattr(torch, dtype))
     plain.model.save_pretrained(folder / "hf")
-    convert_checkpoint(folder / "hf", folder / "megatron")
+    to_megatron(folder / "hf", folder / "megatron")
     batch = fill(plain, work)
     [row] = batch.grid
     ways = plain.choose(batch.loss_tokens)
@@ -272,7 +272,7 @@ def over_layouts(work: Work, rounds: int, folder: Path) -> dict[str, float]:
     """Layout -> tokens a second over one rank's. Each rank has one thread."""
     plain = Plain(work.hf, torch.bfloat16)
     plain.model.save_pretrained(folder / "hf")
-    convert_checkpoint(folder / "hf", folder / "megatron")
+    to_megatron(folder / "hf", folder / "megatron")
     for dp in (1, 2):
         plain.samples, plain.old, plain.advantages = [], [], []
         torch.save(fill(plain, work, dp=dp, micros=2), folder / f"batch{dp}.pt")

@@ -181,10 +181,9 @@ def quantize(hf_dir: Path, out_dir: Path, format: str) -> int:
 
 
 def convert(hf_dir: Path, out_dir: Path) -> None:
-    from megatron_bridge.stream_convert import convert_checkpoint
+    from megatron_bridge.convert.to_megatron import to_megatron
 
-    unquantized(hf_dir)
-    convert_checkpoint(hf_dir, out_dir)
+    to_megatron(hf_dir, out_dir)
 
 
 def unquantized(hf_dir: Path) -> HFCheckpoint:

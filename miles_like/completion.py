@@ -36,12 +36,25 @@ def files_under(root: Path) -> list[Path]:
     )
 
 
-def write_marker(marker_dir: Path, *, stage: str, key: str, root: Path, files: Sequence[Path]) -> None:
-    """Mark `files` under `root` as the whole output of `stage` for inputs `key`."""
+def write_marker(
+    marker_dir: Path,
+    *,
+    stage: str,
+    key: str,
+    root: Path,
+    files: Sequence[Path],
+    known: Mapping[str, tuple[int, str]] | None = None,
+) -> None:
+    """Mark `files` under `root` as the whole output of `stage` for inputs `key`.
+
+    known: relative name -> (size, SHA-256) of files whose writer has hashed them; they are not read again.
+    """
     facts = {}
     for p in files:
-        st = p.stat()
-        facts[str(p.relative_to(root))] = {"size": st.st_size, "mtime_ns": st.st_mtime_ns, "sha256": file_sha256(p)}
+        st, name = p.stat(), str(p.relative_to(root))
+        size, digest = (known or {}).get(name, (-1, ""))
+        sha256 = digest if size == st.st_size else file_sha256(p)
+        facts[name] = {"size": st.st_size, "mtime_ns": st.st_mtime_ns, "sha256": sha256}
     marker = {"stage": stage, "key": key, "root": str(root.resolve()), "files": facts}
     marker_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(marker_dir / MARKER, json.dumps(marker, indent=1))

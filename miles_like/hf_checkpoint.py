@@ -111,13 +111,16 @@ class HFCheckpoint:
         info = self.info(name)
         return _pread(info, 0, info.nbytes).view(info.shape)
 
-    def read_rows(self, name: str, a: int, b: int) -> Tensor:
-        """Rows [a, b) of the first axis; only their bytes are read, and only they are in the storage."""
+    def read_rows(self, name: str, a: int, b: int, buffer: memoryview | None = None) -> Tensor:
+        """Rows [a, b) of the first axis; only their bytes are read, and only they are in the storage.
+
+        With `buffer`, bytes that may be written, the tensor lies at its beginning and lives as long as it.
+        """
         info = self.info(name)
         if not info.shape or not 0 <= a <= b <= info.shape[0]:
             raise ValueError(f"{name} is {list(info.shape)}: it has no rows {a} to {b}")
         row = info.nbytes // max(1, info.shape[0])
-        return _pread(info, a * row, (b - a) * row).view(b - a, *info.shape[1:])
+        return _pread(info, a * row, (b - a) * row, buffer).view(b - a, *info.shape[1:])
 
     def stream(self) -> Iterator[NamedTensor]:
         """Every tensor, one at a time."""
@@ -187,10 +190,13 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     return out
 
 
-def _pread(info: TensorInfo, skip: int, nbytes: int) -> Tensor:
+def _pread(info: TensorInfo, skip: int, nbytes: int, buffer: memoryview | None = None) -> Tensor:
     """Bytes [skip, skip + nbytes) of the tensor's data as a flat tensor of its dtype."""
-    buffer = torch.empty(nbytes, dtype=torch.uint8)
-    view = buffer.numpy().data
+    if buffer is None or not nbytes:
+        flat = torch.empty(nbytes, dtype=torch.uint8)
+    else:
+        flat = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes)
+    view = flat.numpy().data
     fd = os.open(info.file, os.O_RDONLY)
     try:
         done = 0
@@ -201,7 +207,7 @@ def _pread(info: TensorInfo, skip: int, nbytes: int) -> Tensor:
             done += got
     finally:
         os.close(fd)
-    return buffer.view(info.dtype)
+    return flat.view(info.dtype)
 
 
 def write_hf(
@@ -348,14 +354,14 @@ class _ShardWriter:
 
 
 def companions(directory: Path) -> list[Path]:
-    """Tokenizer, chat template, generation config, model code, licence: all small files but weights and config.json."""
+    """Tokenizer, chat template, generation config, model code, licence: all small files but config.json and what tells
+    of the weights (index, manifest), in name order."""
     return [
         file
         for file in sorted(directory.iterdir())
-        if (file.suffix in _COPIED_SUFFIXES or file.name.startswith("LICENSE"))
-        and file.is_file()
-        and file.name not in ("config.json", "manifest.json")
-        and not file.name.endswith(".index.json")
+        if (file.suffix in _COPIED_SUFFIXES or file.name.startswith("LICENSE")) and file.is_file()
+        if file.name not in ("config.json", "manifest.json") and not file.name.startswith(".")
+        if not file.name.endswith((".index.json", ".safetensors.json"))
     ]
 
 

@@ -19,8 +19,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from megatron_bridge.config import OptimizerConfig, ReplayConfig, TrainerConfig
+from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
-from megatron_bridge.stream_convert import convert_checkpoint
 from miles_like.algorithms.sft import NllLoss
 from miles_like.config import MakeConfig, RunConfig
 from miles_like.factories import CheckpointWriter, MegatronFactory
@@ -46,7 +46,7 @@ def make_checkpoint(config: RunConfig, out: Path, console: Console) -> None:
         write_hf(bf16, random_weights(shapes, hf_config, make.seed), hf_config)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy2(Path(make.tokenizer) / name, bf16 / name)
-        convert_checkpoint(bf16, shards)
+        to_megatron(bf16, shards)
         _warm_up_and_write(config, make, bf16, shards, hf_config, out, console)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from megatron_bridge.convert.manifest import Manifest
 from miles_like.completion import (
     MARKER,
     file_sha256,
@@ -48,6 +49,11 @@ class Output:
 
 
 Run = Callable[[Path, Mapping[str, Output]], Path]  # (directory, earlier stages' outputs) -> root of the data
+Hashes = Callable[[Path], Mapping[str, tuple[int, str]]]  # root -> (size, SHA-256) of files that the stage hashed
+
+
+def _no_hashes(root: Path) -> Mapping[str, tuple[int, str]]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +67,7 @@ class Stage:
     size: int | None  # bytes it will write; None: known once the stage before it ran
     run: Run
     listed: Callable[[Path], list[Path]] = field(default=files_under)
+    hashed: Hashes = field(default=_no_hashes)
 
     def why_not_done(self) -> str | None:
         return why_incomplete(self.directory, self.key)
@@ -95,9 +102,10 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
         )
     ]
 
-    def then(name: str, what: str, size: int | None, run: Run, **inputs: Any) -> None:
+    def then(name: str, what: str, size: int | None, run: Run, hashed: Hashes = _no_hashes, **inputs: Any) -> None:
         key = input_key(name, {"after": stages[-1].key, **inputs})
-        stages.append(Stage(name=name, what=what, key=key, directory=cache / f"{name}-{key}", size=size, run=run))
+        directory = cache / f"{name}-{key}"
+        stages.append(Stage(name=name, what=what, key=key, directory=directory, size=size, run=run, hashed=hashed))
 
     nodes = config.cluster.nodes
     then("dequantize", "FP8 blocks -> BF16 safetensors, tensor by tensor", bf16, _dequantize)
@@ -106,6 +114,7 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
         "Hugging Face tensors -> Megatron torch_dist shards, loadable in any layout",
         bf16,
         lambda out, done: _convert(out, done, parts),
+        _converted,
     )
     then(
         "stage",
@@ -164,7 +173,8 @@ def run_stages(stages: Sequence[Stage], selected: Sequence[str], console: Consol
         with _alone(stage, console):
             if fresh or stage.why_not_done() is not None:  # another command may just have made it
                 root = stage.run(stage.directory, done)
-                write_marker(stage.directory, stage=stage.name, key=stage.key, root=root, files=stage.listed(root))
+                files, known = stage.listed(root), stage.hashed(root)
+                write_marker(stage.directory, stage=stage.name, key=stage.key, root=root, files=files, known=known)
         done[stage.name] = _output(stage)
 
 
@@ -184,6 +194,12 @@ def _alone(stage: Stage, console: Console) -> Iterator[None]:
             console.print(f"{'':12}another command is making it: waiting", soft_wrap=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _converted(root: Path) -> dict[str, tuple[int, str]]:
+    """What the converter's manifest tells of its files: hashes made while they were written."""
+    files = Manifest.read(root).files if Manifest.there(root) else {}
+    return {name: (fact.size, fact.sha256) for name, fact in files.items()}
 
 
 def _output(stage: Stage) -> Output:

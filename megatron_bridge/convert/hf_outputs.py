@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_bridge.convert.boxes import checkpoint_key
 from megatron_bridge.convert.torch_dist import TorchDist
 from megatron_bridge.convert.units import HashedFile
 from megatron_bridge.families.base import HFConfig, Place, Split, TensorMap
 from megatron_bridge.families.registry import family_of
-from megatron_bridge.stream_convert import checkpoint_key
 from quant.fp8_block import SCALE_SUFFIX
 from quant.registry import make_codec
 from quant.spec import QuantSpec

@@ -21,8 +21,16 @@ from typing import Any
 from megatron_bridge.convert.hf_outputs import WriteShards, bind, outputs, shards
 from megatron_bridge.convert.manifest import MANIFEST, Fact, FileFact, Manifest, Piece
 from megatron_bridge.convert.torch_dist import METADATA, TorchDist
-from megatron_bridge.convert.units import Spread, building, files_of, plan_memory, run_units, whole_unit, write_file
-from megatron_bridge.stream_convert import ConvertReport
+from megatron_bridge.convert.units import (
+    ConvertReport,
+    Spread,
+    building,
+    files_of,
+    plan_memory,
+    run_units,
+    whole_unit,
+    write_file,
+)
 from miles_like.hf_checkpoint import companions
 from quant.spec import QuantFormat, QuantSpec
 

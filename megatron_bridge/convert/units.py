@@ -41,7 +41,7 @@ MIB = 1 << 20
 Spread = Callable[[Callable[[int], None], Sequence[int]], None]
 """(work on one unit, picklable; numbers of the units to do): returns when all are done."""
 
-_PROCESS_BYTES = 300 * MIB  # resident in a fresh process with torch and its checkpoint package
+_PROCESS_BYTES = 320 * MIB  # resident in a fresh process with torch and its checkpoint package
 _NAME_BYTES = 4 << 10  # of bookkeeping for each tensor or piece, in each process
 _MOST_CHUNK, _LEAST_CHUNK = 64 * MIB, 1 * MIB
 _BUFFERED = 1 * MIB  # smaller writes are gathered
@@ -117,6 +117,17 @@ class HashedFile:
     def _write(self, view: memoryview) -> None:
         while len(view):  # the kernel writes at most 2 GiB a call
             view = view[self._file.write(view) :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertReport:
+    """What a conversion did."""
+
+    tensors: int  # of the source or the output, scales not counted
+    skipped: tuple[str, ...]  # known tensors that are not trained, or repeat one that is
+    bytes: int  # of all files in the output
+    units: int
+    units_kept: int  # of them, found whole from an interrupted run
 
 
 class Job(Protocol):
@@ -352,26 +363,28 @@ class Memory:
     chunk_bytes: int  # a buffer's
 
 
-def plan_memory(limit: int, workers: int, *, names: int = 0, buffers: int = 4) -> Memory:
+def plan_memory(limit: int, workers: int, *, names: int = 0, buffers: int = 4, least: int = _LEAST_CHUNK) -> Memory:
     """How large the chunks may be that `limit` bytes of resident memory allow to all processes together.
 
+    A power of two, so that it hardly depends on what else a process holds: units of another chunk size are not kept.
     `names` tensors and pieces are known to each process, and a worker holds `buffers` chunks at once, temporaries
-    included. Raises ValueError naming the least limit that works.
+    included. `least` is the smallest chunk that can be worked on. Raises ValueError naming the least limit that works.
     """
     if workers < 1:
         raise ValueError(f"{workers} workers: give at least 1")
     processes = workers + 1 if workers > 1 else 1
     here = max(_PROCESS_BYTES, psutil.Process().memory_info().rss)
     fixed = here + (processes - 1) * _PROCESS_BYTES + processes * names * _NAME_BYTES
-    chunk = min(_MOST_CHUNK, (limit - fixed) // (workers * buffers))
-    if chunk < _LEAST_CHUNK:
-        least = fixed + workers * buffers * _LEAST_CHUNK
+    wanted = max(_LEAST_CHUNK, 1 << (least - 1).bit_length())
+    chunk = min(max(_MOST_CHUNK, wanted), (limit - fixed) // (workers * buffers))
+    if chunk < wanted:
+        total = fixed + workers * buffers * wanted
         remedy = "a larger limit, or fewer workers" if workers > 1 else "a larger limit"
         raise ValueError(
             f"a memory limit of {limit / MIB:.0f} MiB is too small: {workers} worker(s) on this checkpoint need at "
-            f"least {-(-least // MIB)} MiB; give {remedy}"
+            f"least {-(-total // MIB)} MiB; give {remedy}"
         )
-    return Memory(workers, chunk)
+    return Memory(workers, 1 << (chunk.bit_length() - 1))
 
 
 def files_of(job: Job, directory: Path) -> Mapping[str, FileFact]:

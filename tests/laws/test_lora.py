@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.config import LoraConfig, TrainerConfig
+from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
-from megatron_bridge.stream_convert import convert_checkpoint
 from miles_like.hf_checkpoint import write_hf
 from miles_like.types import Stat
 from tests.megatron_bridge import toy
@@ -111,7 +111,7 @@ def _published(
         tensors = _exported(t)
         if rank == 0:
             write_hf(where / "hf", iter(tensors.items()), json.loads((Path(hf) / "config.json").read_text()))
-            convert_checkpoint(where / "hf", where / "megatron")
+            to_megatron(where / "hf", where / "megatron")
         t._step.loss.seen.clear()
         t.evaluate(rows[0], tokens)
         seen.append(t._step.loss.seen)

@@ -78,7 +78,7 @@ def _reference(model: Any, vocab: int, experts: int) -> Answer:
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Answer, Answer]]:
     """name -> (transformers', Megatron's)."""
-    from megatron_bridge.stream_convert import convert_checkpoint
+    from megatron_bridge.convert.to_megatron import to_megatron
 
     jobs, references = [], []
     for name in CONFIGS:
@@ -90,7 +90,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Answer,
                 value.add_(torch.randn(value.shape) * (0.3 if "norm" in key or "bias" in key else 0.05))
         references.append(_reference(model, hf["vocab_size"], family_of(hf).num_experts(hf)))
         model.save_pretrained(root / "hf")
-        convert_checkpoint(root / "hf", root / "megatron")
+        to_megatron(root / "hf", root / "megatron")
         jobs.append((name, str(root / "megatron"), free_port()))
     (found,) = run_ranks(_megatron_answers, 1, jobs)
     ours = [(torch.from_numpy(logits), [torch.from_numpy(m) for m in maps]) for logits, maps in found]

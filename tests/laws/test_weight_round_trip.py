@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
-from megatron_bridge.stream_convert import convert_checkpoint
 from miles_like.hf_checkpoint import HFCheckpoint
 from tests.megatron_bridge.tiny_models import (
     leave,
@@ -174,7 +174,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     for name, config in MODELS.items():
         tensors = random_tensors(config, mtp=name == "deepseek")
         write_checkpoint(root / name, config, tensors, shard_bytes=700_000)
-        convert_checkpoint(root / name, root / f"{name}-megatron")
+        to_megatron(root / name, root / f"{name}-megatron")
     pair = run_ranks(_check_layouts, 2, str(root), {case: free_port() for case in CASES})
     (single,) = run_ranks(_check_layouts, 1, str(root), {case: free_port() for case in ALONE})
     return [*pair, single]

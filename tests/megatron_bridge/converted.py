@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.convert.manifest import MANIFEST, Fact, FileFact, Manifest, Piece, checksum
+from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.convert.torch_dist import TorchDist
-from megatron_bridge.stream_convert import convert_checkpoint
 from tests.megatron_bridge.tiny_models import write_checkpoint
 
 
@@ -23,11 +22,7 @@ def converted(where: Path, hf: dict[str, Any], tensors: dict[str, Tensor]) -> Pa
     write_checkpoint(where / "hf", hf, tensors)
     (where / "hf" / "tokenizer.json").write_text('{"version": "1.0"}')
     (where / "hf" / "chat_template.jinja").write_text("{{ messages }}")
-    convert_checkpoint(where / "hf", where / "megatron")
-    (where / "megatron" / "hf").mkdir()
-    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
-        shutil.copy(where / "hf" / name, where / "megatron" / "hf" / name)
-    write_manifest(where / "megatron")
+    to_megatron(where / "hf", where / "megatron")
     return where / "megatron"
 
 

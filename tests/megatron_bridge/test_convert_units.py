@@ -182,16 +182,17 @@ def test_work_can_be_done_elsewhere(tmp_path: Path) -> None:
         files_of(job, partial)
 
 
-def test_memory_is_divided_or_refused(tmp_path: Path) -> None:
-    here = max(300 * MIB, psutil.Process().memory_info().rss)
-    plan = plan_memory(here + 40 * MIB, 1)
-    assert 9 * MIB < plan.chunk_bytes <= 10 * MIB
+def test_memory_is_divided_or_refused() -> None:
+    here = max(320 * MIB, psutil.Process().memory_info().rss)
+    assert plan_memory(here + 40 * MIB, 1).chunk_bytes == 8 * MIB
     assert plan_memory(64 << 30, 8).chunk_bytes == 64 * MIB
-    assert plan_memory(here + 2 * 300 * MIB + 2 * 8 * MIB, 2).chunk_bytes < 3 * MIB
+    assert plan_memory(here + 2 * 320 * MIB + 20 * MIB, 2).chunk_bytes == 2 * MIB
+    assert plan_memory(here + 300 * MIB, 1, names=50_000).chunk_bytes < plan_memory(here + 300 * MIB, 1).chunk_bytes
     with pytest.raises(ValueError, match=r"limit of 200 MiB is too small: 1 worker.* need at least \d+ MiB"):
         plan_memory(200 * MIB, 1)
     with pytest.raises(ValueError, match="fewer workers"):
         plan_memory(here + 500 * MIB, 2)
+    with pytest.raises(ValueError, match="too small"):
+        plan_memory(here + 40 * MIB, 1, least=9 * MIB)
     with pytest.raises(ValueError, match="0 workers"):
         plan_memory(here, 0)
-    assert plan_memory(here + 600 * MIB, 1, names=100_000).chunk_bytes < plan_memory(here + 600 * MIB, 1).chunk_bytes

@@ -52,18 +52,14 @@ def test_the_traceback_is_kept_where_the_run_keeps_its_logs(tmp_path: Path) -> N
     assert "ValueError: no such thing" in (tmp_path / "driver.log").read_text()
 
 
-def test_what_is_quantized_is_neither_quantized_again_nor_converted(tmp_path: Path) -> None:
-    """Its scales would be taken for unknown tensors; the remedy is another command."""
+def test_what_is_quantized_is_not_quantized_again(tmp_path: Path) -> None:
+    """Its scales would be taken for tensors; the remedy is another command."""
     hf, once = tmp_path / "hf", tmp_path / "once"
     write_hf(hf, [("model.layers.0.mlp.up_proj.weight", torch.ones(4, 4, dtype=torch.bfloat16))], {"a": 1})
     run = CliRunner()
     assert run.invoke(app, ["quantize", str(hf), str(once), "--format", "fp8"]).exit_code == 0
-    for command in (
-        ["quantize", str(once), str(tmp_path / "x")],
-        ["convert", "to-megatron", str(once), str(tmp_path / "y")],
-    ):
-        done = run.invoke(app, command)
-        assert done.exit_code == 2 and "make it BF16 first" in done.stderr
+    done = run.invoke(app, ["quantize", str(once), str(tmp_path / "x")])
+    assert done.exit_code == 2 and "make it BF16 first" in done.stderr
     assert run.invoke(app, ["dequantize", str(once), str(tmp_path / "back")]).exit_code == 0
     assert torch.equal(
         HFCheckpoint(tmp_path / "back").read("model.layers.0.mlp.up_proj.weight"),

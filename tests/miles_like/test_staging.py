@@ -48,6 +48,16 @@ def test_any_harm_makes_it_incomplete_with_the_reason(output: Path, harm, reason
     assert reason in str(why_incomplete(output.parent, "k"))
 
 
+def test_hashes_that_the_writer_knows_are_taken_from_it(output: Path) -> None:
+    """A converted model of 1.3 TB is not read again; a file of another size than the writer says is."""
+    known = {"a.bin": (1000, "a" * 64), "sub/b.bin": (11, "b" * 64), "none.bin": (1, "c" * 64)}
+    write_marker(output.parent, stage="s", key="k", root=output, files=files_under(output), known=known)
+    files = json.loads((output.parent / MARKER).read_text())["files"]
+    assert files["a.bin"]["sha256"] == "a" * 64
+    assert files["sub/b.bin"]["sha256"] == file_sha256(output / "sub" / "b.bin")
+    assert len(files) == 2
+
+
 def test_other_inputs_make_another_key(output: Path) -> None:
     assert why_incomplete(output.parent, "other") == "made from other inputs"
     assert input_key("s", {"a": 1}) != input_key("s", {"a": 2})

@@ -1,0 +1,364 @@
+"""Hugging Face safetensors -> Megatron `torch_dist` checkpoint, without a model or a process group, in bounded memory.
+
+The result is what stock `megatron.core.dist_checkpointing.load` reads into a GPTModel of the local spec in any layout
+(its `moe_layer_freq` is a list, so keys carry the global layer number). Beside the data files lie `manifest.json` and,
+in `hf/`, config.json and everything else of the source that is no weight, so that the way back forgets nothing.
+
+Memory is a few chunks and the metadata. Format: torch.distributed.checkpoint 2.13, one `torch.save` archive a box.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import mmap
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from megatron_bridge.convert.boxes import Box, Grid, boxes, checkpoint_key, checkpoint_shape, extra_state_keys
+from megatron_bridge.convert.manifest import MANIFEST, Fact, FileFact, Manifest, Piece
+from megatron_bridge.convert.source import Source
+from megatron_bridge.convert.units import (
+    MIB,
+    ConvertReport,
+    HashedFile,
+    Spread,
+    building,
+    plan_memory,
+    run_units,
+    whole_unit,
+    write_file,
+)
+from megatron_bridge.families.base import Place, Precision, TensorMap
+from megatron_bridge.families.registry import family_of
+from miles_like.hf_checkpoint import companions
+
+COMPANIONS = "hf"  # the folder
+CONTENT_METADATA = {"singleton_local_shards": False}
+
+
+def to_megatron(
+    hf_dir: Path,
+    out: Path,
+    *,
+    memory_limit: int = 4 << 30,
+    workers: int = 1,
+    spread: Spread | None = None,
+    tp: int = 1,
+    etp: int = 1,
+) -> ConvertReport:
+    """Convert the checkpoint in `hf_dir`, BF16, FP32 or block FP8, into `out`, a new directory.
+
+    memory_limit: bytes of resident memory, of all processes here together (with `spread`: of each elsewhere). workers:
+    processes. tp, etp: the layout whose ranks will read only their own bytes; every layout can load the result.
+
+    Raises ValueError naming the tensor that is missing, unknown, of a wrong shape or dtype, or without its scale
+    (before anything is written), not finite or a copy that differs from its original (`out` is then not made, nor
+    anything kept), for no known family, where `out` exists, or where the limit is too small; OSError naming `out` when
+    the disk is full and RuntimeError when a worker process dies (what is whole is kept for the next run).
+    """
+    source = Source.open(hf_dir)
+    least = max((source.block_rows(name) * _row_bytes(source, name) for name in source.names()), default=1)
+    memory = plan_memory(memory_limit, workers, names=len(source.names()), least=least)
+    return convert_source(
+        source, out, Grid(tp, etp), chunk_bytes=memory.chunk_bytes, workers=memory.workers, spread=spread
+    )
+
+
+def convert_source(
+    source: Source,
+    out: Path,
+    grid: Grid = Grid(),  # noqa: B008  frozen
+    *,
+    chunk_bytes: int = 64 * MIB,
+    unit_bytes: int = 512 * MIB,
+    workers: int = 1,
+    spread: Spread | None = None,
+) -> ConvertReport:
+    """As `to_megatron`. `chunk_bytes` bounds one archive, `unit_bytes` what a kill can lose of a worker's work."""
+    family = family_of(source.hf.config)
+    tensors = family.bind(source.hf.config, mtp=True)
+    copies = {copy: place for place in _tops(tensors) for copy in tensors.copies_of(place.entry) if copy in source}
+    if not any(place.depth is not None and place.hf_name in source for place in tensors.places()):
+        tensors = family.bind(source.hf.config)  # announced in config.json; a checkpoint may leave its draft layers out
+    places, skipped = _checked_places(source, tensors)
+    _check_copies(source, copies)
+    units = [
+        tuple(
+            box
+            for place in unit
+            for box in boxes(place, tensors, grid, chunk_bytes=chunk_bytes, align=source.block_rows(place.hf_name))
+        )
+        for unit in _units(source, places, unit_bytes)
+    ]
+    twins: dict[str, tuple[str, ...]] = {}
+    for copy, place in copies.items():
+        twins[place.hf_name] = (*twins.get(place.hf_name, ()), copy)
+    job = Conversion(source, tuple(units), twins)
+    with building(out, job) as partial:
+        kept = run_units(job, partial, workers=workers, spread=spread)
+        size = _finish(job, partial, tensors, skipped)
+    return ConvertReport(tensors=len(places), skipped=skipped, bytes=size, units=len(units), units_kept=kept)
+
+
+def _row_bytes(source: Source, name: str) -> int:
+    shape = source.shape(name)
+    return source.nbytes(name) // max(1, shape[0] if shape else 1)
+
+
+def _tops(tensors: TensorMap) -> Iterator[Place]:
+    """The tensors that draft layers hold again."""
+    return (place for place in tensors.places() if place.entry.copies)
+
+
+def _checked_places(source: Source, tensors: TensorMap) -> tuple[list[Place], tuple[str, ...]]:
+    """Places of all source tensors, in the source's order, and the names to skip; raises ValueError (see above)."""
+    names = source.names()
+    # transformers saves the shared expert of a model that has none as tensors without elements
+    skipped = tuple(name for name in names if tensors.is_skipped(name) or 0 in source.shape(name))
+    beside = set(skipped)
+    places = [tensors.place_of(name) for name in names if name not in beside]
+    have = {place.hf_name for place in places}
+    missing = [place.hf_name for place in tensors.places() if place.hf_name not in have]
+    if missing:
+        raise ValueError(
+            f"checkpoint lacks {len(missing)} of the model's tensors, first {missing[0]!r}: "
+            "download it again, or correct config.json"
+        )
+    for place in places:
+        shape, dtype = source.shape(place.hf_name), source.dtype(place.hf_name)
+        if shape != place.shape:
+            raise ValueError(
+                f"tensor {place.hf_name!r} has shape {shape}, config.json wants {place.shape}: "
+                "correct config.json, or fetch the checkpoint it belongs to"
+            )
+        wanted = tensors.dtype(place.entry)
+        widens = place.entry.precision is Precision.FP32 and dtype is torch.bfloat16
+        if dtype is not wanted and not widens:
+            raise ValueError(
+                f"tensor {place.hf_name!r} is {dtype}, wanted {wanted}: set dtype in config.json to what the tensors "
+                "are, or fetch the checkpoint it belongs to"
+            )
+    return places, skipped
+
+
+def _check_copies(source: Source, copies: Mapping[str, Place]) -> None:
+    """What headers tell; values are compared when the originals are converted."""
+    for copy, place in copies.items():
+        is_, of = ((source.dtype(name), source.shape(name)) for name in (copy, place.hf_name))
+        if is_ != of:
+            raise ValueError(f"tensor {copy!r} is {is_[0]} {is_[1]}, {of[0]} {of[1]} wanted: {_copy_of(place.hf_name)}")
+
+
+def _copy_of(name: str) -> str:
+    return f"it must be a copy of {name!r}, which Megatron's draft layers share; fetch the checkpoint again"
+
+
+def _units(source: Source, places: Sequence[Place], unit_bytes: int) -> list[list[Place]]:
+    """Runs of tensors of at most `unit_bytes`, in the source's order; a larger tensor is a unit of its own."""
+    units: list[list[Place]] = []
+    size = 0
+    for place in places:
+        nbytes = source.nbytes(place.hf_name)
+        if not units or size + nbytes > unit_bytes:
+            units.append([])
+            size = 0
+        units[-1].append(place)
+        size += nbytes
+    return units
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The `Job`: a unit is a data file of `boxes`, whose `copies` (original -> names) must hold the same bits."""
+
+    source: Source
+    units: tuple[tuple[Box, ...], ...]
+    copies: Mapping[str, tuple[str, ...]]
+
+    @property
+    def count(self) -> int:
+        return len(self.units)
+
+    def file(self, number: int) -> str:
+        return f"__{number}_0.distcp"
+
+    def proof(self, number: int) -> str:
+        """Of what the unit holds and of the files it is read from (size and time, not contents)."""
+        held = self.units[number]
+        read = [n for name in dict.fromkeys(b.hf_name for b in held) for n in (name, *self.copies.get(name, ()))]
+        stored = [info for name in read for info in self.source.stored(name)]
+        stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted({info.file for info in stored})]
+        lie = [(str(info.dtype), info.shape, info.file.name, info.offset) for info in stored]
+        described = [(b.key, b.shape, b.offset, b.sizes, str(b.dtype), b.hf_name, b.first) for b in held]
+        blocks = self.source.spec.block if self.source.spec is not None else None
+        return hashlib.sha256(json.dumps([stats, lie, described, blocks]).encode()).hexdigest()
+
+    def write(self, number: int, out: HashedFile) -> list[list[Any]]:
+        """[start, size, checksum] of each box's archive."""
+        facts = []
+        with _no_crc():
+            for rows, held in self._read_ahead(self.units[number]):
+                for box in held:
+                    part = rows if box.columns is None else rows[:, slice(*box.columns)].contiguous()
+                    torch.save(part.reshape(box.sizes), cast(IO[bytes], out))  # it only writes and flushes
+                    facts.append(list(out.cut()))
+        return facts
+
+    def _read_ahead(self, held: Sequence[Box]) -> Iterator[tuple[Tensor, list[Box]]]:
+        """Rows and their boxes; while the caller has some, the next are read and checked."""
+        reads = [list(same) for _, same in itertools.groupby(held, lambda b: (b.hf_name, b.first, b.last))]
+        size = max(self._read_bytes(same[0]) for same in reads)
+        buffers = itertools.cycle([memoryview(mmap.mmap(-1, size)) for _ in range(2)])
+        with ThreadPoolExecutor(1, "read") as reader:
+            coming = reader.submit(self._rows, reads[0][0], next(buffers))
+            for i, same in enumerate(reads):
+                rows = coming.result()
+                if i + 1 < len(reads):
+                    coming = reader.submit(self._rows, reads[i + 1][0], next(buffers))
+                yield rows, same
+
+    def _read_bytes(self, box: Box) -> int:
+        info, block = self.source.hf.info(box.hf_name), self.source.block_rows(box.hf_name)
+        rows = -(-box.last // block) * block - box.first // block * block
+        return max(1, info.nbytes // max(1, info.shape[0]) * rows)
+
+    def _rows(self, box: Box, buffer: memoryview) -> Tensor:
+        """[rows, ...] of the source tensor in the checkpoint's dtype, whose storage is no larger."""
+        name = box.hf_name
+        rows = self.source.rows(name, box.first, box.last, buffer)
+        if rows.numel():
+            low, high = torch.aminmax(rows)  # either is NaN when one value is; ten times as fast as isfinite
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                raise ValueError(
+                    f"tensor {name!r}: {int((~torch.isfinite(rows)).sum())} of {rows.numel()} values in rows "
+                    f"{box.first}..{box.last - 1} are not finite: the checkpoint is damaged, fetch it again"
+                )
+        for copy in self.copies.get(name, ()):
+            again = self.source.rows(copy, box.first, box.last)
+            if not torch.equal(rows.view(torch.uint8), again.view(torch.uint8)):
+                raise ValueError(f"tensor {copy!r} differs in rows {box.first}..{box.last - 1}: {_copy_of(name)}")
+        return rows.to(box.dtype)
+
+
+@contextmanager
+def _no_crc() -> Iterator[None]:
+    """Archives have checksums of their own, which are many times as fast; readers do not look at the archives'."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+# the directory
+
+
+def _finish(job: Conversion, directory: Path, tensors: TensorMap, skipped: tuple[str, ...]) -> int:
+    """What makes the units a checkpoint, and the manifest; returns the bytes of all files."""
+    files: dict[str, FileFact] = {}
+    pieces: dict[str, list[Piece]] = {}
+    kinds: dict[str, Box] = {}
+    saved = _Saved()
+    for number in range(job.count):
+        unit = whole_unit(job, directory, number)
+        file = job.file(number)
+        files[file] = unit.file
+        for box, (start, size, digest) in zip(job.units[number], unit.facts, strict=True):
+            saved.add(box, file, start, size)
+            pieces.setdefault(box.key, []).append(Piece(file, start, size, digest, box.offset, box.sizes))
+            kinds[box.key] = box
+    blob = _archive([None])  # every `_extra_state` is this, stored once
+    empty_state = job.file(job.count)
+    for key in extra_state_keys(tensors):
+        saved.add_object(key, empty_state, len(blob))
+    backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    versions = {"sharded_backend_version": 1, "common_backend_version": 1}
+    beside = {
+        empty_state: blob,
+        ".metadata": pickle.dumps(saved.metadata(tensors)),
+        "common.pt": _archive({"content_metadata": CONTENT_METADATA}),
+        "metadata.json": json.dumps({**backends, **versions}).encode(),  # its presence makes a directory a checkpoint
+    }
+    (directory / COMPANIONS).mkdir()
+    hf = job.source.hf.path
+    for path in (hf / "config.json", *companions(hf)):
+        beside[f"{COMPANIONS}/{path.name}"] = path.read_bytes()
+    for name, data in beside.items():
+        files[name] = write_file(directory / name, data)
+    facts = {
+        key: Fact(str(box.dtype).removeprefix("torch."), box.shape, tuple(pieces[key])) for key, box in kinds.items()
+    }
+    Manifest("torch_dist", facts, files, skipped).write(directory)
+    return sum(fact.size for fact in files.values()) + (directory / MANIFEST).stat().st_size
+
+
+def _archive(value: Any) -> bytes:
+    blob = io.BytesIO()
+    torch.save(value, blob)
+    return blob.getvalue()
+
+
+class _Saved:
+    """What a save by torch.distributed.checkpoint would have planned and written."""
+
+    def __init__(self) -> None:
+        self.items: list[WriteItem] = []
+        self.storage: dict[MetadataIndex, _StorageInfo] = {}
+
+    def add(self, box: Box, file: str, start: int, size: int) -> None:
+        index = MetadataIndex(box.key, torch.Size(box.offset))
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.sizes)),
+            properties=TensorProperties(dtype=box.dtype),
+            size=torch.Size(box.shape),
+        )
+        self.items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        self.storage[index] = _StorageInfo(file, start, size)
+
+    def add_object(self, key: str, file: str, size: int) -> None:
+        self.items.append(WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO))
+        self.storage[MetadataIndex(key)] = _StorageInfo(file, 0, size)
+
+    def metadata(self, tensors: TensorMap) -> Metadata:
+        plans, metadata = create_default_global_save_plan([SavePlan(self.items)])
+        errors = _validate_global_plan(plans, metadata)  # overlap, bounds, full cover of every tensor
+        assert not errors, errors[:5]
+        _assert_schema(metadata, tensors)
+        # as FileSystemWriter.finish does, but for its random ids: the same input gives the same bytes
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = self.storage
+        return metadata
+
+
+def _assert_schema(metadata: Metadata, tensors: TensorMap) -> None:
+    """Keys, shapes and dtypes written are the table's."""
+    written = {
+        key: (tuple(value.size), value.properties.dtype)
+        for key, value in metadata.state_dict_metadata.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
+    wanted = {checkpoint_key(p): (checkpoint_shape(tensors, p), tensors.dtype(p.entry)) for p in tensors.places()}
+    assert written == wanted, sorted(written.items() ^ wanted.items())[:5]
