@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 
 from miles_like.cli import app, one_sentence, pipeline, sentence
 from miles_like.hf_checkpoint import HFCheckpoint, write_hf
+from tests.megatron_bridge import tiny_models
 
 
 def test_of_a_system_error_the_file_and_the_words_are_said() -> None:
@@ -38,6 +41,18 @@ def test_a_dry_run_refuses_what_the_run_would(
         pipeline(config, tmp_path / "x", stages=stages, overrides=[], dry_run=True)
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("model", "flag"), [(tiny_models.tiny_qwen(), True), (tiny_models.tiny_dense(), False)])
+def test_only_a_model_with_experts_is_asked_for_routes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: dict[str, Any], flag: bool
+) -> None:
+    """Stock SGLang sizes its buffers by `num_experts_per_tok` when the flag is given, and dies where there is none."""
+    (tmp_path / "model.json").write_text(json.dumps(model))
+    config = Path(__file__).parents[2] / "configs" / "tiny.toml"
+    changes = [f"model.make.config={tmp_path}/model.json", "rollout.engine=sglang", "parallel.ep=1"]
+    pipeline(config, tmp_path / "x", overrides=changes, dry_run=True)
+    assert ("--enable-return-routed-experts" in capsys.readouterr().out) == flag
 
 
 def test_a_command_ends_with_status_2(tmp_path: Path) -> None:
