@@ -51,8 +51,8 @@ def resolve(
     transformer = family | _layout(config) | _precision(dtype)
     if config.router_bias_update_rate and not family.get("moe_router_enable_expert_bias"):
         raise ValueError(
-            f"router_bias_update_rate = {config.router_bias_update_rate}, but this model's router has no selection "
-            "bias: set it to 0"
+            f"router_bias_update_rate = {config.router_bias_update_rate}, but this model has no router with a "
+            "selection bias: set it to 0"
         )
     experts = family.get("num_moe_experts") is not None
     if experts:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from miles_like.types import MicroBatch, Stat
 from tests.megatron_bridge import toy
-from tests.megatron_bridge.tiny_models import tiny, tiny_qwen
+from tests.megatron_bridge.tiny_models import tiny, tiny_dense, tiny_glm, tiny_qwen
 from tests.spawn import free_port
 
 STEPS = 2
@@ -25,6 +25,7 @@ PATIENCE = 900.0  # seconds for one call of run_ranks: four ranks share two core
 Layout = Mapping[str, Any]
 Metrics = list[dict[str, float]]
 Sized = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 4}
+Dense = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 24, "torch_dtype": "float32"}
 
 # four layers, so that two stages of two virtual stages divide; fp32, so that gradients are compared unrounded
 MLA: dict[str, Any] = tiny(
@@ -39,9 +40,12 @@ MLA: dict[str, Any] = tiny(
 MODELS: dict[str, dict[str, Any]] = {
     "mla": MLA,
     "gqa": tiny_qwen(**Sized, torch_dtype="float32", head_dim=24, mlp_only_layers=[0]),
-    "mtp": MLA | {"num_nextn_predict_layers": 2},
+    "mtp": MLA | {"num_nextn_predict_layers": 2, "attention_bias": True},
+    "dense": tiny_dense(**Dense, attention_bias=True, tie_word_embeddings=True),
+    # part of each head turns; biases of query, key and value; a draft layer of grouped queries
+    "glm": tiny_glm(**Dense, moe_intermediate_size=32, num_nextn_predict_layers=1),
 }
-MOE_LAYERS = (1, 2, 3)
+MOE_LAYERS = (1, 2, 3)  # of the models with experts
 
 
 class WholeSamples(toy.PolicyGradient):
@@ -84,16 +88,16 @@ class Run:
     bias: list[float]  # the routing biases after the steps
 
 
-def batch(seed: int) -> list[MicroBatch]:
+def batch(seed: int, layers: tuple[int, ...] = MOE_LAYERS) -> list[MicroBatch]:
     """16 samples of 5 to 17 tokens: four a micro-batch, of lengths that are multiples of nothing."""
-    return toy.samples(16, seed=seed, layers=MOE_LAYERS)
+    return toy.samples(16, seed=seed, layers=layers)
 
 
 def train(t: Any, *, dp: int, micros: int) -> Metrics:
     """STEPS optimizer steps, each on another batch."""
     out = []
     for step in range(STEPS):
-        rows, tokens = toy.grid(batch(step), dp=dp, micros=micros)
+        rows, tokens = toy.grid(batch(step, t.family.moe_layers(t.hf)), dp=dp, micros=micros)
         out.append(dict(t.step(rows[t.dp_rank], tokens, step + 1).metrics))
     return out
 
@@ -102,7 +106,7 @@ def gradients(t: Any, *, dp: int, micros: int) -> Iterator[tuple[str, Tensor]]:
     """Every parameter's whole gradient under its Hugging Face name: put in the weights' place and exported, since the
     exporter knows where each shard belongs. The weights are lost. Collective."""
     t.optimizer.zero_grad()
-    rows, tokens = toy.grid(batch(0), dp=dp, micros=micros)
+    rows, tokens = toy.grid(batch(0, t.family.moe_layers(t.hf)), dp=dp, micros=micros)
     t._step.run(rows[t.dp_rank], tokens)
     for chunk in t.chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):

@@ -49,21 +49,33 @@ FOUR: dict[str, dict[str, Any]] = {
 }
 MTP = ("TP2", "PP2xVPP2", "EP2", "CP2", "CP2xTP2")
 GQA = ("TP2", "PP2xVPP2", "EP2", "CP2", "CP2, recomputed", "CP2xTP2")
+GLM = ("TP2", "PP2, uneven", "EP2")
+DENSE = ("TP2", "PP2, uneven", "CP2, recomputed")
 COMPARED = (
     "train/loss",
     "train/grad_norm",
     "train/entropy",
     "mismatch/logprob_abs_diff_max",
     "sample/logprob",
-    "routing/agreement",
 )
+ROUTED = ("routing/agreement", "routing/replay_coverage")  # a dense model reports neither
 
 
 def _cases(rows: dict[str, dict[str, Any]]) -> dict[str, Case]:
     mla = {f"{name}, MLA": Case("mla", layout) for name, layout in rows.items()}
     gqa = {f"{name}, GQA": Case("gqa", layout) for name, layout in rows.items() if name in GQA}
+    dense = {f"{name}, dense": Case("dense", rows[name]) for name in DENSE if name in rows}
+    draft = {"mtp": ("MTP", MTP), "glm": ("GLM", GLM)}
     return (
-        mla | gqa | {f"{name}, MTP": Case("mtp", rows[name], {"mtp_coefficient": 0.3}) for name in MTP if name in rows}
+        mla
+        | gqa
+        | dense
+        | {
+            f"{name}, {title}": Case(model, rows[name], {"mtp_coefficient": 0.3})
+            for model, (title, names) in draft.items()
+            for name in names
+            if name in rows
+        }
     )
 
 
@@ -112,9 +124,11 @@ def test_loss_and_gradient_are_those_of_one_rank(alone: dict[str, Run], runs: di
     sample, and samples are of odd lengths, several a micro-batch. Expert choices are replayed, since a near-tie could
     otherwise flip. Not covered: bf16, more than four ranks."""
     for want, got in zip(alone[CASES[name].key].metrics, runs[name].metrics, strict=True):
-        for key in (*COMPARED, *(("train/mtp_loss",) if CASES[name].model == "mtp" else ())):
+        model = CASES[name].model
+        routed, more = ROUTED if model != "dense" else (), ("train/mtp_loss",) if model in ("mtp", "glm") else ()
+        for key in (*COMPARED, *routed, *more):
             assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-12), f"{name}: {key}"
-        assert got["routing/replay_coverage"] == 1.0
+        assert got.get("routing/replay_coverage") == (1.0 if routed else None)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -128,7 +142,7 @@ def test_each_parameter_gets_the_gradient_of_one_rank(runs: dict[str, Run], name
 def test_a_micro_batch_without_loss_counts_for_nothing(where: Path, alone: dict[str, Run]) -> None:
     """Rows of unequal length are filled up with such; they must not even enter a denominator."""
     got = run_ranks(_idle, 1, where, timeout_s=layouts.PATIENCE)[0]
-    for key in COMPARED:
+    for key in (*COMPARED, *ROUTED):
         if key != "sample/logprob":  # this one counts samples
             assert got[key] == pytest.approx(alone["mla"].metrics[0][key], rel=1e-6), key
 

@@ -43,7 +43,7 @@ def config(hf: str, *, dtype: str = "float32", mode: str = "r3", lr: float = 1e-
 
 
 def sample(seed: int, length: int, *, learnable: bool = False, layers: tuple[int, ...] = LAYERS) -> MicroBatch:
-    """One sample of `length` inputs, its second half with loss; the routes of `layers` are random sets."""
+    """One sample of `length` inputs, its second half with loss; the routes of `layers`, if any, are random sets."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(2, VOCAB, (length + 1,), generator=g)
     if learnable:  # the next token is a function of the last
@@ -58,7 +58,7 @@ def sample(seed: int, length: int, *, learnable: bool = False, layers: tuple[int
         loss_mask=torch.arange(length) >= length // 2,
         advantages=torch.randn(1, generator=g).expand(length).contiguous(),
         rollout_logprobs=-5 * torch.rand(length, generator=g),
-        routing=RoutingTrace(experts=ids, layers=layers, num_experts=EXPERTS),
+        routing=RoutingTrace(experts=ids, layers=layers, num_experts=EXPERTS) if layers else None,
     )
 
 
@@ -126,11 +126,11 @@ def trainer(cfg: TrainerConfig, rank: int, world_size: int, port: int, loss: Any
 
 
 def scramble(t: Any) -> None:
-    """Norm weights and routing biases away from their constant starts, the same on every rank that holds them."""
+    """Norm weights and biases away from their constant starts, the same on every rank that holds them."""
     g = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, x in sorted([*t.models[0].named_parameters(), *t.models[0].named_buffers()]):
-            if "layernorm" in name or "expert_bias" in name:
+            if "layernorm" in name or name.endswith("bias"):
                 x.add_(0.1 * torch.randn(x.shape, generator=g))
     t.optimizer.reload_model_params()
 
