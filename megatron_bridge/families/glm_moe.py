@@ -41,13 +41,14 @@ def _dims(hf: HFConfig) -> dict[str, int]:
 
 
 def _rotary_base(hf: HFConfig) -> float:
-    return settings.rope(hf, NAME)[1]
+    return settings.rope(hf, NAME, partial=True)[1]
 
 
 def _rotary_percent(hf: HFConfig) -> float:
     """0.5 where the config does not say, as in transformers. Raises ValueError for a share that is no even number of
     channels, which cannot be turned by halves."""
-    share = settings.rope(hf, NAME)[2].get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 0.5
+    rope = settings.rope(hf, NAME, partial=True)[2]
+    share = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 0.5
     turned = int(_dims(hf)["head"] * share)
     if turned < 2 or turned % 2 or share > 1:
         raise ValueError(

@@ -23,7 +23,8 @@ TABLE: tuple[Entry, ...] = (
 
 def _dims(hf: HFConfig) -> dict[str, int]:
     biased = bool(hf.get("attention_bias"))
-    return settings.model_dims(hf) | settings.grouped_dims(hf, qkv_bias=biased, o_bias=biased, qk_norm=True)
+    attention = settings.grouped_dims(hf, qkv_bias=biased, o_bias=biased, qk_norm=True, default_head=128)
+    return settings.model_dims(hf) | attention
 
 
 def _rotary_base(hf: HFConfig) -> float:

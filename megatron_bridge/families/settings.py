@@ -55,11 +55,14 @@ def model_dims(hf: HFConfig) -> dict[str, int]:
     }
 
 
-def grouped_dims(hf: HFConfig, *, qkv_bias: bool, o_bias: bool, qk_norm: bool) -> dict[str, int]:
+def grouped_dims(
+    hf: HFConfig, *, qkv_bias: bool, o_bias: bool, qk_norm: bool, default_head: int | None = None
+) -> dict[str, int]:
     """Of `entries.grouped_attention`. A head's size is a key of its own, unrelated to hidden size / heads in most
-    published models."""
+    published models; a config that does not say means `default_head`, or that quotient."""
     heads = hf["num_attention_heads"]
-    head, kv_heads = int(hf.get("head_dim") or hf["hidden_size"] // heads), hf.get("num_key_value_heads") or heads
+    head = int(hf.get("head_dim") or default_head or hf["hidden_size"] // heads)
+    kv_heads = hf.get("num_key_value_heads") or heads
     return {
         "kv_heads": kv_heads,
         "head": head,
@@ -182,12 +185,17 @@ def _group_limits(hf: HFConfig, dims: Mapping[str, int]) -> tuple[int | None, in
     return groups, chosen
 
 
-def rope(hf: HFConfig, family: str, kinds: tuple[str, ...] = ("default",)) -> tuple[str, float, Mapping[str, Any]]:
+def rope(
+    hf: HFConfig, family: str, kinds: tuple[str, ...] = ("default",), *, partial: bool = False
+) -> tuple[str, float, Mapping[str, Any]]:
     """(kind, base, all settings) from `rope_parameters` (transformers 5) or `rope_scaling` + `rope_theta`. Raises
-    ValueError for a kind that is not among `kinds`."""
+    ValueError for a kind that is not among `kinds`, and unless `partial` for a model that turns a part of each head."""
     settings: Mapping[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in kinds:
         wanted = " or ".join(repr(k) for k in kinds)
         raise ValueError(f"config.json: rope type {kind!r} is not trained by family {family}: want {wanted}")
+    share = settings.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if share != 1.0 and not partial:
+        raise ValueError(f"config.json: partial_rotary_factor = {share} is not trained by family {family}: want 1")
     return kind, float(settings.get("rope_theta") or hf.get("rope_theta") or 10000.0), settings

@@ -13,24 +13,32 @@ from typing import Any
 
 import pytest
 
+from megatron_bridge.config import ParallelConfig
 from megatron_bridge.families.base import Precision, Split
 from megatron_bridge.families.registry import family_of
+from megatron_bridge.layout import check_layout
 from megatron_bridge.resolve import resolve
 from miles_like.hf_checkpoint import HFCheckpoint
 from quant.spec import QuantSpec
-from tests.megatron_bridge import toy
+from tests.megatron_bridge import families_page, toy
 from tests.megatron_bridge.tiny_models import (
     CONFIGS,
     leave,
     megatron_rank,
     sharded_state_dict,
     tiny,
+    tiny_dense,
+    tiny_glm,
     tiny_qwen,
     transformers_model,
 )
 from tests.spawn import free_port, run_ranks
 
-BUILT = {**CONFIGS, "draft_layers": tiny(num_nextn_predict_layers=2)}  # transformers has no draft layers
+BUILT = {  # transformers has no draft layers
+    **CONFIGS,
+    "draft_layers": tiny(num_nextn_predict_layers=2),
+    "glm_draft_layer": tiny_glm(num_nextn_predict_layers=1),
+}
 
 DEEPSEEK_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -67,9 +75,13 @@ DEEPSEEK_V3 = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "docs/families.md"])
 def test_table_names_what_transformers_saves(name: str, tmp_path: Path) -> None:
-    hf = CONFIGS[name]
+    with families_page.registered():
+        _compare_with_saved({**CONFIGS, "docs/families.md": families_page.MIXTRAL}[name], tmp_path)
+
+
+def _compare_with_saved(hf: dict[str, Any], tmp_path: Path) -> None:
     transformers_model(hf).save_pretrained(tmp_path)
     saved = HFCheckpoint(tmp_path)
     # the shared expert that a model does not have, it saves as tensors without elements
@@ -300,6 +312,8 @@ def test_unsupported_architecture_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_attention"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
@@ -315,6 +329,46 @@ def test_unsupported_option_of_qwen_is_refused_by_name(changes: dict[str, Any], 
     hf = tiny_qwen(**changes)
     with pytest.raises(ValueError, match=named):
         family_of(hf).bind(hf)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"partial_rotary_factor": 0.4}, "turns 19 of a head's 48 channels"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"n_routed_experts": None}, "n_routed_experts"),
+    ],
+)
+def test_unsupported_option_of_glm_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    hf = tiny_glm(**changes)
+    with pytest.raises(ValueError, match=named):
+        family_of(hf).bind(hf)
+
+
+def test_a_dense_model_is_not_divided_over_experts(tmp_path: Path) -> None:
+    """Every key that acts on experts is refused by its name; none of the layout's checks needs a layer of them."""
+    hf = tiny_dense()
+    family = family_of(hf)
+    assert (family.moe_layers(hf), family.num_experts(hf), family.top_k(hf)) == ((), 0, 0)
+    check_layout(ParallelConfig(tp=2, pp=3), hf)
+    for layout in ({"dp": 2, "ep": 2}, {"dp": 2, "etp": 2}):
+        with pytest.raises(ValueError, match="but the model has no experts: set parallel"):
+            check_layout(ParallelConfig(**layout), hf)
+    for more in ({"router_bias_update_rate": 1e-3}, {"router_aux_loss": 1e-3}):
+        with pytest.raises(ValueError, match=f"{next(iter(more))} = 0.001, but .*: set it to 0"):
+            resolve(toy.config(str(tmp_path), **more), hf, cuda=False)
+
+
+def test_a_bias_that_transformer_engine_lacks_is_refused(tmp_path: Path) -> None:
+    """Of query, key and value it builds them, of the output it does not."""
+    config = toy.config(str(tmp_path))
+    resolve(config, tiny_glm(), cuda=True, te=True)
+    with pytest.raises(ValueError, match=r"self_attention\.linear_proj.*set kernels\.spec = 'local'"):
+        resolve(config, tiny_dense(attention_bias=True), cuda=True, te=True)
 
 
 def test_a_bias_that_the_router_lacks_is_not_updated_in_silence(tmp_path: Path) -> None:

@@ -87,6 +87,24 @@ def test_size_of_kimi_k2() -> None:
     assert 1_026_470_731_056 - counts.total() == 61 * 56
 
 
+def test_draft_layer_of_glm45() -> None:
+    """The names that the published checkpoint has for it, DeepSeek-V3's but for the attention."""
+    tensors, at = whole("glm45"), "model.layers.92."
+    ffn = [f"{half}_proj.weight" for half in ("gate", "up", "down")]
+    own = {
+        *(f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+        *(f"{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")),
+        *(f"self_attn.{x}_proj.{kind}" for x in "qkv" for kind in ("weight", "bias")),
+        *(f"self_attn.{name}.weight" for name in ("q_norm", "k_norm", "o_proj")),
+        *("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
+        *(f"mlp.shared_experts.{name}" for name in ffn),
+        *(f"mlp.experts.{e}.{name}" for e in range(160) for name in ffn),
+    }
+    assert {p.hf_name for p in tensors.places() if p.depth is not None} == {at + name for name in own}
+    copies = [name for entry in tensors.entries for name in tensors.copies_of(entry)]
+    assert copies == [at + "embed_tokens.weight", at + "shared_head.head.weight"]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_elements_are_those_of_transformers(name: str) -> None:
     """transformers' own model of the config, on the meta device; it has no draft layer."""
