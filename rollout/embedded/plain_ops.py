@@ -48,16 +48,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, q_start: Tensor) ->
     """Scores and softmax in fp32. The query heads of a key head are rows of one product."""
     b, n, h, d = q.shape
     length, heads = k.shape[1], k.shape[2]
-    rows = q.view(b, n, heads, -1, d).transpose(1, 2)  # [B, Hk, Q, H/Hk, d]
-    scores = torch.matmul(rows.reshape(b, heads, -1, d), k.permute(0, 2, 3, 1)).float()
-    scores = scores.mul_(scale).view(b, heads, n, -1, length)
+    rows = q.view(b, n, heads, -1, d).transpose(1, 2).reshape(b * heads, -1, d)  # [B Hk, Q H/Hk, d]
+    keys, values = (t.transpose(1, 2).reshape(b * heads, length, -1) for t in (k, v))  # whole rows are copied, or none
+    scores = torch.bmm(rows, keys.transpose(1, 2)).float().mul_(scale)
     if n > 1 or int(q_start.min()) < length - 1:
         last = q_start[:, None] + torch.arange(n)
         hidden = torch.arange(length) > last[..., None]  # [B, Q, L]
-        scores.masked_fill_(hidden[:, None, :, None], float("-inf"))
-    weights = torch.softmax(scores, -1).to(q.dtype).view(b, heads, -1, length)
-    out = torch.matmul(weights, v.transpose(1, 2)).view(b, heads, n, -1, v.shape[-1])
-    return out.transpose(1, 2).reshape(b, n, h, -1)
+        scores.view(b, heads, n, -1, length).masked_fill_(hidden[:, None, :, None], float("-inf"))
+    out = torch.bmm(torch.softmax(scores, -1).to(q.dtype), values)
+    return out.view(b, heads, n, h // heads, -1).transpose(1, 2).reshape(b, n, h, -1)
 
 
 def route(
