@@ -63,6 +63,7 @@ OWN: dict[str, dict[str, Any]] = {
     "glm_no_dense_layer": GLM | {"first_k_dense_replace": 0, "num_key_value_heads": 1},
 }
 CONFIGS = tiny_models.CONFIGS | OWN
+PUBLISHED = {path.parent.name: path for path in (Path(__file__).parents[2] / "configs").glob("*/config.json")}
 
 
 def _ours(reference: Any, tmp_path: Path) -> tuple[Model, KVCache]:
@@ -128,11 +129,10 @@ def test_logits_and_experts_equal_transformers(name: str, tmp_path: Path) -> Non
         assert (got[1] - want[1][25 + step]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", [*tiny_models.CONFIGS, "deepseek_v3"])
+@pytest.mark.parametrize("name", [*tiny_models.CONFIGS, *PUBLISHED])
 def test_engine_and_trainer_name_the_same_tensors(name: str) -> None:
-    """Two tables, written apart: what one publishes the other must know, all of it."""
-    published = Path(__file__).parents[2] / "configs" / "deepseek_v3" / "config.json"
-    hf = json.loads(published.read_text()) if name == "deepseek_v3" else tiny_models.CONFIGS[name]
+    """Two tables, written apart: what one publishes the other must know, all of it; of published models too."""
+    hf = json.loads(PUBLISHED[name].read_text()) if name in PUBLISHED else tiny_models.CONFIGS[name]
     theirs = {p.hf_name: p.shape for p in family_of(hf).bind(hf).places()}
     assert expected_tensors(architecture_of(hf)) == theirs
     assert architecture_of(hf).moe_layers == tuple(family_of(hf).moe_layers(hf))
