@@ -22,6 +22,10 @@ DECODED = torch.bfloat16
 """What FP8 weights are decoded to, as `miles-like dequantize` does."""
 
 
+_SCRATCH = 28
+"""Bytes an element of a band, as seen."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Picklable; no file stays open."""
@@ -63,6 +67,12 @@ class Source:
     def block_rows(self, name: str) -> int:
         """Rows that are cheap to take together: a block's, or one."""
         return self.spec.block[0] if self.is_coded(name) and self.spec is not None else 1
+
+    def scratch(self, name: str) -> int:
+        """Bytes that decoding needs besides codes and result: what `quant` works on at once, in fp32 and indices."""
+        if not self.is_coded(name):
+            return 0
+        return _SCRATCH * max(1 << 20, self.block_rows(name) * self.shape(name)[1])
 
     def stored(self, name: str) -> tuple[TensorInfo, ...]:
         """Everything that `rows` reads for a tensor."""

@@ -17,7 +17,7 @@ import mmap
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -79,8 +79,10 @@ def to_megatron(
     the disk is full and RuntimeError when a worker process dies (what is whole is kept for the next run).
     """
     source = Source.open(hf_dir)
-    least = max((source.block_rows(name) * _row_bytes(source, name) for name in source.names()), default=1)
-    memory = plan_memory(memory_limit, workers, names=len(source.names()), least=least)
+    names = source.names()
+    least = max((source.block_rows(name) * _row_bytes(source, name) for name in names), default=1)
+    scratch = max(map(source.scratch, names), default=0)
+    memory = plan_memory(memory_limit, workers, names=len(names), least=least, scratch=scratch)
     return convert_source(
         source, out, Grid(tp, etp), chunk_bytes=memory.chunk_bytes, workers=memory.workers, spread=spread
     )
@@ -230,7 +232,7 @@ class Conversion:
         """Rows and their boxes; while the caller has some, the next are read and checked."""
         reads = [list(same) for _, same in itertools.groupby(held, lambda b: (b.hf_name, b.first, b.last))]
         size = max(self._read_bytes(same[0]) for same in reads)
-        buffers = itertools.cycle([memoryview(mmap.mmap(-1, size)) for _ in range(2)])
+        buffers = itertools.cycle([_buffer(size) for _ in range(2)])
         with ThreadPoolExecutor(1, "read") as reader:
             coming = reader.submit(self._rows, reads[0][0], next(buffers))
             for i, same in enumerate(reads):
@@ -260,6 +262,14 @@ class Conversion:
             if not torch.equal(rows.view(torch.uint8), again.view(torch.uint8)):
                 raise ValueError(f"tensor {copy!r} differs in rows {box.first}..{box.last - 1}: {_copy_of(name)}")
         return rows.to(box.dtype)
+
+
+def _buffer(size: int) -> memoryview:
+    """Of huge pages, where there are: touching 4 KiB pages for the first time takes longer than reading into them."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 @contextmanager

@@ -363,18 +363,21 @@ class Memory:
     chunk_bytes: int  # a buffer's
 
 
-def plan_memory(limit: int, workers: int, *, names: int = 0, buffers: int = 4, least: int = _LEAST_CHUNK) -> Memory:
+def plan_memory(
+    limit: int, workers: int, *, names: int = 0, buffers: int = 4, least: int = _LEAST_CHUNK, scratch: int = 0
+) -> Memory:
     """How large the chunks may be that `limit` bytes of resident memory allow to all processes together.
 
     A power of two, so that it hardly depends on what else a process holds: units of another chunk size are not kept.
     `names` tensors and pieces are known to each process, and a worker holds `buffers` chunks at once, temporaries
-    included. `least` is the smallest chunk that can be worked on. Raises ValueError naming the least limit that works.
+    included, and `scratch` bytes besides. `least` is the smallest chunk that can be worked on. Raises ValueError naming
+    the least limit that works.
     """
     if workers < 1:
         raise ValueError(f"{workers} workers: give at least 1")
     processes = workers + 1 if workers > 1 else 1
     here = max(_PROCESS_BYTES, psutil.Process().memory_info().rss)
-    fixed = here + (processes - 1) * _PROCESS_BYTES + processes * names * _NAME_BYTES
+    fixed = here + (processes - 1) * _PROCESS_BYTES + processes * names * _NAME_BYTES + workers * scratch
     wanted = max(_LEAST_CHUNK, 1 << (least - 1).bit_length())
     chunk = min(max(_MOST_CHUNK, wanted), (limit - fixed) // (workers * buffers))
     if chunk < wanted:

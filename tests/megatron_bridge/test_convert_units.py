@@ -10,6 +10,8 @@ import hashlib
 import io
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,6 +138,43 @@ def test_a_failure_is_said_and_what_is_whole_is_kept(workers: int, tmp_path: Pat
     (partial / "2.data.json").write_text('{"proof": ')
     assert 1 <= _build(_Numbers(), out, workers=workers) <= 3
     assert _content(out) == WHOLE
+
+
+def _parent_of_two(rank: int, world_size: int, port: int, out: str) -> None:
+    """Dies as soon as both of its worker processes are in the middle of a unit."""
+
+    def die() -> None:
+        while len(list(Path(out + ".partial").glob("*.pid"))) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=die, daemon=True).start()
+    _build(_Endless(where=out + ".partial"), Path(out), workers=2)
+
+
+@dataclass(frozen=True)
+class _Endless(_Numbers):
+    where: str = ""
+
+    def write(self, number: int, out: HashedFile) -> Any:
+        pid = Path(self.where, f"{number}.part")
+        pid.write_text(str(os.getpid()))
+        pid.rename(pid.with_suffix(".pid"))
+        time.sleep(600)
+
+
+def test_workers_die_with_their_parent(tmp_path: Path) -> None:
+    """However that ends: else they would write into a directory that the next run has taken."""
+    from tests.spawn import run_ranks  # not above: as with torch, which it imports
+
+    with pytest.raises(AssertionError, match="died with code -9"):
+        run_ranks(_parent_of_two, 1, str(tmp_path / "out"), timeout_s=120)
+    pids = [int(p.read_text()) for p in (tmp_path / "out.partial").glob("*.pid")]
+    assert len(set(pids)) == 2
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], timeout=20)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    assert _build(_Numbers(), tmp_path / "out") == 0
+    assert _content(tmp_path / "out") == WHOLE
 
 
 def test_units_of_other_inputs_are_made_again(tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""Conversion to Megatron at its limits: killed at any moment it resumes to what it would have been, and its processes
+together stay within the memory they were given, however large the checkpoint.
+
+The second law's checkpoint is larger than the limit but small as checkpoints go; that memory does not grow with size
+follows from chunks of one size, and bookkeeping of a few kilobytes a tensor. Not covered: a machine that loses power.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from megatron_bridge.convert.manifest import MANIFEST, Manifest
+from megatron_bridge.convert.source import Source
+from megatron_bridge.convert.to_megatron import convert_source
+from megatron_bridge.convert.units import MIB
+from megatron_bridge.families.registry import family_of
+from quant.spec import QuantFormat, QuantSpec
+from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
+from tests.spawn import run_ranks
+
+KILLS = 20
+
+
+def _attempt(hf_dir: Path, out: Path, delay: float | None) -> bool:
+    """Convert in a process of its own, killed after `delay` seconds; whether it came to its end."""
+    pid = os.fork()
+    if not pid:
+        try:
+            convert_source(Source.open(hf_dir), out, chunk_bytes=20_000, unit_bytes=150_000)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if delay is not None:
+        time.sleep(delay)
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status in (0, -signal.SIGKILL), status
+    return status == 0
+
+
+def _kill_and_resume(rank: int, world_size: int, port: int, hf: str, root: str) -> tuple[int, int]:
+    """(times it came to its end, the most units that a later attempt found)."""
+    hf_dir, out, straight = Path(hf), Path(root) / "out", Path(root) / "straight"
+    partial = out.with_name("out.partial")
+    _attempt(hf_dir, straight, None)  # the first is slow: nothing is warm
+    shutil.rmtree(straight)
+    began = time.perf_counter()
+    assert _attempt(hf_dir, straight, None)
+    whole = time.perf_counter() - began
+    want = (straight / MANIFEST).read_bytes()
+    draw, kills, ends, kept = random.Random(0), 0, 0, 0
+    while kills < KILLS or not ends:
+        found = len(list(partial.glob("*.distcp.json"))) if partial.exists() else 0
+        kept = max(kept, found)
+        delay = draw.uniform(0, 0.4 * whole) if kills < KILLS else None
+        ended = _attempt(hf_dir, out, delay)
+        kills += not ended
+        if not out.exists():
+            assert not ended
+            continue
+        ends += 1  # or killed after the rename: it is whole
+        assert (out / MANIFEST).read_bytes() == want
+        for name, fact in Manifest.read(out).files.items():
+            assert (out / name).read_bytes() == (straight / name).read_bytes(), name
+            assert fact.size == (out / name).stat().st_size
+        shutil.rmtree(out)
+    return ends, kept
+
+
+def test_killed_at_twenty_moments_it_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    hf = tiny(num_hidden_layers=2)
+    source = write_checkpoint(tmp_path / "hf", hf, random_tensors(hf), shard_bytes=400_000)
+    ((ends, kept),) = run_ranks(_kill_and_resume, 1, str(source), str(tmp_path))
+    assert ends >= 1
+    assert kept > 2  # the kills did not all come before there was something to keep
+
+
+# memory
+
+LIMIT = 1150 * MIB
+CONVERT = """
+import resource, sys
+from pathlib import Path
+from megatron_bridge.convert.to_megatron import to_megatron
+report = to_megatron(Path(sys.argv[1]), Path(sys.argv[2]), memory_limit=int(sys.argv[3]), workers=2)
+peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+print(report.bytes, report.units, *peaks)
+"""
+
+
+def _sparse_fp8(path: Path, hf: dict[str, Any]) -> Path:
+    """A block FP8 checkpoint whose data, zeros, take no room on the disk."""
+    spec, tensors = QuantSpec(format=QuantFormat.FP8), family_of(hf).bind(hf)
+    names = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
+    header: dict[str, Any] = {}
+    end = 0
+    for place in tensors.places():
+        parts = [(place.hf_name, tensors.dtype(place.entry), place.shape)]
+        if spec.covers(place.hf_name, place.shape):
+            blocks = tuple(-(-n // b) for n, b in zip(place.shape, spec.block, strict=True))
+            parts = [
+                (place.hf_name, torch.float8_e4m3fn, place.shape),
+                (place.hf_name + "_scale_inv", torch.float32, blocks),
+            ]
+        for name, dtype, shape in parts:
+            start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+            header[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [start, end]}
+    raw = json.dumps(header).encode()
+    path.mkdir()
+    with (path / "model.safetensors").open("wb") as f:
+        f.write(len(raw).to_bytes(8, "little") + raw)
+        f.truncate(8 + len(raw) + end)
+    (path / "config.json").write_text(json.dumps(hf | {"quantization_config": spec.to_hf()}))
+    return path
+
+
+def test_its_processes_stay_within_the_limit_together(tmp_path: Path) -> None:
+    """Resident memory of parent and workers, sampled while they run; and their peaks added up, which is no less."""
+    hf = tiny(hidden_size=1024, vocab_size=150016, intermediate_size=16384, moe_intermediate_size=3072)
+    source = _sparse_fp8(tmp_path / "hf", hf)
+    command = [sys.executable, "-c", CONVERT, str(source), str(tmp_path / "out"), str(LIMIT)]
+    most = seen = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        parent = psutil.Process(process.pid)
+        while process.poll() is None:
+            sizes = []
+            for p in [parent, *parent.children(recursive=True)]:
+                try:
+                    sizes.append(p.memory_info().rss)
+                except psutil.NoSuchProcess:
+                    continue
+            most, seen = max(most, sum(sizes)), max(seen, len(sizes))
+            time.sleep(0.02)
+        assert process.stdout is not None
+        size, units, own, child = map(int, process.stdout.read().split())
+    assert process.returncode == 0
+    assert size > 1.1 * LIMIT and units > 2
+    assert seen >= 3, most
+    assert 0.5 * LIMIT < most < LIMIT  # and the samples were of the processes that work
+    assert (own + 2 * child) * 1024 < LIMIT, (most, own, child)
+    shutil.rmtree(tmp_path / "out")
