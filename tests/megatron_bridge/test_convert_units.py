@@ -129,14 +129,15 @@ def test_a_failure_is_said_and_what_is_whole_is_kept(workers: int, tmp_path: Pat
     with _raises(kind, "of ours"):
         _build(_Numbers(trouble="bug", at=5), out, workers=workers)
     if workers == 2:
-        (partial / "0.data.json").unlink()  # so that there are two units left to do
+        (partial / "0.data.json").unlink(missing_ok=True)  # so that there are two units left to do
         with _raises(RuntimeError, "a worker process was killed by SIGKILL .*run again"):
             _build(_Numbers(trouble="kill", at=5), out, workers=workers)
     (partial / "stray.tmp").write_bytes(b"half")
     (partial / "folder").mkdir()
     (partial / "1.data").write_bytes(b"cut")
     (partial / "2.data.json").write_text('{"proof": ')
-    assert 1 <= _build(_Numbers(), out, workers=workers) <= 3
+    kept = _build(_Numbers(), out, workers=workers)
+    assert kept == 3 if workers == 1 else kept <= 3  # of two processes one may have been late
     assert _content(out) == WHOLE
 
 
