@@ -9,15 +9,16 @@ anew from (seed, step, the rank's place).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException, check_is_distributed_checkpoint
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_bridge.checkpoint_writer import CheckpointSave, first_line
 from megatron_bridge.lora import ADAPTERS, check_adapters, reset_adapters
@@ -27,6 +28,7 @@ from megatron_bridge.parallel import ParallelContext
 from megatron_bridge.rng import KEY as RNG
 from megatron_bridge.rng import derive_rng_state, rng_state, set_rng_state
 from megatron_bridge.te_names import checkpoint_state, is_extra
+from megatron_bridge.verified_load import load_verified, open_verified
 
 # fully_reshardable: the optimizer's state is stored by parameter, so that another tp, pp, ep or dp can read it.
 _METADATA: dict[str, Any] = {
@@ -102,13 +104,15 @@ def _check(path: Path) -> None:
         )
 
 
-def _read(state: dict[str, Any], path: Path) -> dict[str, Any]:
+@contextmanager
+def _fits(path: Path) -> Iterator[None]:
     try:
-        return dist_checkpointing.load(state, str(path))  # type: ignore[no-any-return]
-    except (CheckpointingException, KeyError, torch.distributed.checkpoint.CheckpointException) as e:
+        yield
+    except (CheckpointingException, KeyError, CheckpointException) as e:
+        said = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
         raise ValueError(
-            f"checkpoint {path} does not fit this model: {first_line(e)}; check that it was made from the same model "
-            "config"
+            f"checkpoint {path} does not fit this model: {first_line(said)}; check that it was made from the same "
+            "model config"
         ) from e
 
 
@@ -132,7 +136,8 @@ def load_checkpoint(
     same_layout = written.get("layout") == parallel.config.model_dump()
     if same_layout:
         wanted[RNG] = rng_state(parallel.rank, parallel.world_size)
-    state = _read(wanted, path)
+    with _fits(path):
+        state = dist_checkpointing.load(wanted, str(path))
     _set_models(models, state)
     optimizer.load_state_dict(state["optimizer"])
     step = int(state["step"])
@@ -143,27 +148,33 @@ def load_checkpoint(
     return step
 
 
-def read_weights(path: Path, models: Sequence[PolicyModel], parallel: ParallelContext) -> None:
-    """Read a converted model (keys as in the unwrapped GPTModel) into `models`, and nothing else. Collective.
+def read_weights(path: Path, models: Sequence[PolicyModel], parallel: ParallelContext) -> int:
+    """Read a converted model (keys as in the unwrapped GPTModel) into `models`, and nothing else; returns the bytes of
+    data files that this rank read. Collective.
 
-    Raises ValueError when the directory is missing, incomplete, or of another model.
+    Raises ValueError on every rank when the directory is missing, incomplete, damaged or of another model; the models
+    are then what they were.
     """
     _check(path)
+    source = open_verified(path)
     wanted = _model_state(models, parallel, loading=True)
     adapted = check_adapters(path, models)
     if not adapted:
         wanted = {
             chunk: {k: v for k, v in state.items() if not k.endswith(ADAPTERS)} for chunk, state in wanted.items()
         }
-    state = _read(wanted, path)  # what else the checkpoint holds comes back beside it
+    with _fits(path):
+        state = load_verified(wanted, source)  # what else the checkpoint holds comes back beside it
     _set_models(models, state)
     if not adapted:
         reset_adapters(models)
+    return source.bytes_read
 
 
 def load_weights(
     path: Path, models: Sequence[PolicyModel], optimizer: ChainedOptimizer, parallel: ParallelContext
-) -> None:
+) -> int:
     """`read_weights`, then refresh the optimizer's fp32 copies. Collective."""
-    read_weights(path, models, parallel)
+    bytes_read = read_weights(path, models, parallel)
     optimizer.reload_model_params()
+    return bytes_read

@@ -19,7 +19,7 @@ import os
 import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +74,13 @@ class TorchDist:
                 "the directory that a conversion or a trainer's save has finished"
             )
         self.manifest = Manifest.read(self.path) if Manifest.there(self.path) else None
-        self._listed = _metadata(self.path, self.manifest)
-        self._chunks = _chunks(self.path, self._listed)
+        self.metadata = _metadata(self.path, self.manifest)
+        self._chunks = _chunks(self.path, self.metadata)
         self._stored: dict[str, Stored] = {}
         self._by_row: dict[str, tuple[list[int], list[Chunk], int]] = {}
         self._sums: dict[tuple[str, int], str] = {}
         self._checked: set[tuple[str, int]] = set()
+        self._object: tuple[str, bytes] | None = None
         self._kept: tuple[tuple[str, int], Tensor] | None = None
         self._room = torch.empty(0, dtype=torch.uint8)
         self._files: OrderedDict[str, int] = OrderedDict()
@@ -88,17 +89,17 @@ class TorchDist:
 
     def names(self) -> list[str]:
         """Of all tensors, the optimizer's included; objects such as `_extra_state` are none."""
-        return [k for k, v in self._listed.state_dict_metadata.items() if isinstance(v, _format.TensorStorageMetadata)]
+        return [k for k, v in self.metadata.state_dict_metadata.items() if isinstance(v, _format.TensorStorageMetadata)]
 
     def __contains__(self, key: str) -> bool:
-        return isinstance(self._listed.state_dict_metadata.get(key), _format.TensorStorageMetadata)
+        return isinstance(self.metadata.state_dict_metadata.get(key), _format.TensorStorageMetadata)
 
     def stored(self, key: str) -> Stored:
         """What is known of a tensor. Raises ValueError when its chunks do not cover it once."""
         if key not in self._stored:
             if key not in self:
                 raise ValueError(f"{self.path} has no tensor {key}: is it a checkpoint of another model?")
-            listed = self._listed.state_dict_metadata[key]
+            listed = self.metadata.state_dict_metadata[key]
             shape, chunks = tuple(listed.size), self._chunks.get(key, [])
             _assert_tiled(self.path, key, shape, chunks)
             ordered = sorted(chunks, key=lambda c: c.offset)
@@ -124,6 +125,25 @@ class TorchDist:
                 inside = [a - c for a, c in zip(low, chunk.offset, strict=True)]
                 self._read_part(key, stored, chunk, inside, target)
         return out
+
+    def read_object(self, key: str) -> bytes:
+        """Of what is no tensor, such as `_extra_state`. Where there is a manifest it tells of its file."""
+        where = self.metadata.storage_data[_format.MetadataIndex(key)]
+        if self._object is None or self._object[0] != where.relative_path:
+            chunk = Chunk(where.relative_path, where.offset, where.length, (), ())
+            fact = self.manifest.files.get(chunk.file) if self.manifest is not None else None
+            if fact is None or fact.size > _BLOCK:  # in a converted directory all of them are one small file
+                return bytes(self._bytes(key, chunk))
+            raw = bytes(self._bytes(key, replace(chunk, start=0, size=fact.size)))
+            if hashlib.sha256(raw).hexdigest() != fact.sha256:
+                raise ValueError(f"{self.path / chunk.file} is not the one that its manifest lists: {_DAMAGED}")
+            self._object = (chunk.file, raw)
+        return self._object[1][where.offset : where.offset + where.length]
+
+    def _bytes(self, key: str, chunk: Chunk) -> memoryview:
+        out = torch.empty(chunk.size, dtype=torch.uint8)
+        self._pread(chunk, out, chunk.start, key)
+        return out.numpy().data
 
     def close(self) -> None:
         """Lets go of open files and of the chunk kept. More may be read afterwards."""
@@ -244,7 +264,7 @@ class TorchDist:
                 f"{'the manifest' if min(ours ^ theirs) in theirs else METADATA}; {_DAMAGED}"
             )
         for key, fact in manifest.tensors.items():
-            listed = self._listed.state_dict_metadata[key]
+            listed = self.metadata.state_dict_metadata[key]
             dtype = str(listed.properties.dtype).removeprefix("torch.")
             same = (dtype, tuple(listed.size)) == (fact.dtype, tuple(fact.shape))
             if not same or {_place(p) for p in fact.pieces} != {_place(c) for c in self._chunks.get(key, [])}:

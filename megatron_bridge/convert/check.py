@@ -1,0 +1,156 @@
+"""A converted directory read through and compared with its manifest: every tensor and every file, each byte once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from megatron_bridge.convert.manifest import MANIFEST, FileFact, Manifest
+from megatron_bridge.convert.torch_dist import TorchDist
+from megatron_bridge.convert.units import plan_memory
+from miles_like.hf_checkpoint import HFCheckpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """Of a directory in which all is as its manifest says."""
+
+    kind: str  # "torch_dist" or "hf"
+    tensors: int
+    files: int
+    bytes: int  # of all files
+
+
+class _Part(NamedTuple):
+    """A tensor's piece in a file."""
+
+    start: int
+    size: int
+    sum: str
+    tensor: str
+
+
+class _Difference(NamedTuple):
+    file: str
+    tensor: str | None  # None: of the file's other bytes
+    what: str
+
+
+def check(directory: Path | str, *, memory_limit: int = 4 << 30, workers: int = 1) -> CheckReport:
+    """Read all files of `directory`, `workers` at a time (threads), in at most `memory_limit` bytes of memory.
+
+    Files that the manifest does not list are left alone. Raises ValueError naming the first file and tensor that differ
+    and how many do; where the directory has no manifest; and where its own headers tell of other tensors than it.
+    """
+    directory = Path(directory)
+    manifest = _manifest(directory)
+    parts: defaultdict[str, list[_Part]] = defaultdict(list)
+    for name, fact in manifest.tensors.items():
+        for piece in fact.pieces:
+            parts[piece.file].append(_Part(piece.start, piece.size, piece.sum, name))
+    names = sum(map(len, parts.values()))
+    block = plan_memory(memory_limit, 1, names=names, buffers=max(1, workers)).chunk_bytes
+    files = sorted(manifest.files.keys() | parts.keys())
+    work = partial(_check_file, directory, manifest, parts, block)
+    with ThreadPoolExecutor(max(1, workers), "check") as pool:
+        found = [difference for differences in pool.map(work, files) for difference in differences]
+    if found:
+        raise ValueError(_sentence(directory, manifest, files, found))
+    if manifest.kind == "torch_dist":
+        TorchDist(directory)
+    else:
+        _check_headers(directory, manifest)
+    total = sum(fact.size for fact in manifest.files.values())
+    return CheckReport(kind=manifest.kind, tensors=len(manifest.tensors), files=len(files), bytes=total)
+
+
+def _manifest(directory: Path) -> Manifest:
+    if Manifest.there(directory):
+        return Manifest.read(directory)
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory")
+    if (directory / "metadata.json").is_file():
+        raise ValueError(
+            f"{directory} is a trainer's own checkpoint, which has no {MANIFEST} to be compared with: convert it with "
+            "to-hf, which reads and checks all of its weights, and check the result"
+        )
+    raise ValueError(f"{directory} has no {MANIFEST}: it was not written by a conversion, or not to its end")
+
+
+def _check_file(
+    directory: Path, manifest: Manifest, parts: dict[str, list[_Part]], block: int, name: str
+) -> list[_Difference]:
+    fact, inside = manifest.files.get(name), sorted(parts.get(name, []))
+    first = inside[0].tensor if inside else None
+    if fact is None:
+        return [_Difference(name, first, "is not among the manifest's files")]
+    try:
+        size = (directory / name).stat().st_size
+        if size == fact.size:
+            return list(_compare(directory / name, name, fact, inside, block))
+    except FileNotFoundError:
+        return [_Difference(name, first, "is missing")]
+    cut = next((p.tensor for p in inside if p.start + p.size > size), first)
+    return [_Difference(name, cut, f"has {size} bytes, the manifest says {fact.size}")]
+
+
+def _compare(path: Path, name: str, fact: FileFact, parts: Sequence[_Part], block: int) -> Iterator[_Difference]:
+    whole, buffer = hashlib.sha256(), torch.empty(block, dtype=torch.uint8).numpy().data
+    fine = True
+    with path.open("rb", buffering=0) as file:
+
+        def read(count: int) -> str:
+            """The checksum of the next bytes."""
+            digest = xxhash.xxh3_128()
+            while count:
+                got = file.readinto(buffer[: min(count, block)])
+                if not got:
+                    break  # cut while it was read: the hashes differ
+                whole.update(buffer[:got])
+                digest.update(buffer[:got])
+                count -= got
+            return str(digest.hexdigest())
+
+        for part in parts:
+            read(part.start - file.tell())
+            if read(part.size) != part.sum:
+                fine = False
+                yield _Difference(name, part.tensor, "does not have its checksum")
+        read(fact.size - file.tell())
+    if fine and whole.hexdigest() != fact.sha256:
+        yield _Difference(name, None, "does not have its checksum")
+
+
+def _sentence(directory: Path, manifest: Manifest, files: Sequence[str], found: Sequence[_Difference]) -> str:
+    file, tensor, what = found[0]
+    where = str(directory / file)
+    if tensor is not None:
+        where += f", tensor {tensor},"
+    elif any(piece.file == file for fact in manifest.tensors.values() for piece in fact.pieces):
+        where += ", in bytes that are no tensor's,"
+    tensors, bad = len({d.tensor for d in found} - {None}), len({d.file for d in found})
+    return (
+        f"{where} {what}; {tensors} of {len(manifest.tensors)} tensors and {bad} of {len(files)} files differ: convert "
+        "or copy the directory again"
+    )
+
+
+def _check_headers(directory: Path, manifest: Manifest) -> None:
+    checkpoint = HFCheckpoint(directory)
+    if set(checkpoint.names()) != manifest.tensors.keys():
+        odd = min(set(checkpoint.names()) ^ manifest.tensors.keys())
+        raise ValueError(f"{directory}: its manifest does not match the headers: {odd} is only in one of them")
+    for name, fact in manifest.tensors.items():
+        info, (piece,) = checkpoint.info(name), fact.pieces
+        theirs = (info.file.name, info.offset, info.nbytes, info.shape, str(info.dtype).removeprefix("torch."))
+        if theirs != (piece.file, piece.start, piece.size, fact.shape, fact.dtype):
+            raise ValueError(f"{directory}: its manifest does not match, the headers tell of another {name}")
