@@ -42,7 +42,8 @@ Spread = Callable[[Callable[[int], None], Sequence[int]], None]
 """(work on one unit, picklable; numbers of the units to do): returns when all are done."""
 
 _PROCESS_BYTES = 320 * MIB  # resident in a fresh process with torch and its checkpoint package
-_NAME_BYTES = 4 << 10  # of bookkeeping for each tensor or piece, in each process
+# bookkeeping for each tensor or piece, as seen with DeepSeek-V3's 90 thousand: 2.8 KiB where the metadata is made
+_NAME_BYTES, _WORKER_NAME_BYTES = 3 << 10, 3 << 9
 _MOST_CHUNK, _LEAST_CHUNK = 64 * MIB, 1 * MIB
 _BUFFERED = 1 * MIB  # smaller writes are gathered
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -377,7 +378,8 @@ def plan_memory(
         raise ValueError(f"{workers} workers: give at least 1")
     processes = workers + 1 if workers > 1 else 1
     here = max(_PROCESS_BYTES, psutil.Process().memory_info().rss)
-    fixed = here + (processes - 1) * _PROCESS_BYTES + processes * names * _NAME_BYTES + workers * scratch
+    fixed = here + names * _NAME_BYTES + (processes - 1) * (_PROCESS_BYTES + names * _WORKER_NAME_BYTES)
+    fixed += workers * scratch
     wanted = max(_LEAST_CHUNK, 1 << (least - 1).bit_length())
     chunk = min(max(_MOST_CHUNK, wanted), (limit - fixed) // (workers * buffers))
     if chunk < wanted:
