@@ -293,12 +293,12 @@ def over_layouts(work: Work, rounds: int, folder: Path) -> dict[str, float]:
 def main() -> int:
     """0 when the goals hold."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--quick", action="store_true", help="within a minute")
+    p.add_argument("--quick", action="store_true", help="fewer tokens, within a minute or so")
     p.add_argument("--threads", type=int, default=1, help="of each way")
     args = p.parse_args()
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of the processes started from here
-    rounds = 3 if args.quick else 7
+    rounds = 5 if args.quick else 9
     figures: dict[str, float] = {"threads": args.threads}
     print(f"{'':28}{'tokens':>8}{'transformers':>14}{'ours':>9}{'ratio':>8}   tokens/s, median of {rounds}")
     for name, work in works(args.quick).items():

@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from megatron_bridge.config import ParallelConfig
+from megatron_bridge.convert.units import Spread
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.kernels import describe_kernels
 from megatron_bridge.layout import check_layout
@@ -55,6 +60,12 @@ def pipeline_parts(config: RunConfig, console: Console, ray_address: str | None)
     def sizes(config_json: Path) -> tuple[int, int]:
         check_layout(config.parallel, _read_config(config_json))  # before anything is fetched or made
         return shapes_bytes(config_json)
+
+    def convert(hf_dir: Path, out: Path) -> None:
+        c, p = config.convert, config.parallel
+        cluster = ray_address if config.cluster.nodes > 1 else None
+        work = ConvertWork(int(c.memory_limit_gib * (1 << 30)), c.workers, cluster)
+        to_megatron(hf_dir, out, work, tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp)
 
     return Parts(make=make, convert=convert, on_every_node=stage, train=train, shapes_bytes=sizes)
 
@@ -180,10 +191,73 @@ def quantize(hf_dir: Path, out_dir: Path, format: str) -> int:
     return write_hf(out_dir, quantize_stream(hf.stream(), spec), config, copy_from=hf_dir)
 
 
-def convert(hf_dir: Path, out_dir: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class ConvertWork:
+    """Who converts, and in how much memory."""
+
+    memory_limit: int  # bytes, of all processes of one machine
+    workers: int  # processes on each machine
+    ray_address: str | None  # a cluster whose nodes share the work; None: this machine alone
+
+    def spread(self) -> Spread | None:
+        if self.ray_address is None:
+            return None
+        from miles_like.workers import over_nodes, start_ray
+
+        start_ray(self.ray_address)
+        return partial(over_nodes, each=self.workers)
+
+
+def to_megatron(
+    hf_dir: Path, out_dir: Path, work: ConvertWork, *, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1
+) -> str:
+    """Convert, and say in one line what was done. Raises ValueError for a layout that the model does not fit."""
     from megatron_bridge.convert.to_megatron import to_megatron
 
-    to_megatron(hf_dir, out_dir)
+    dp = ep * etp // math.gcd(ep * etp, tp)  # the least that such experts need
+    check_layout(ParallelConfig(tp=tp, pp=pp, ep=ep, etp=etp, dp=dp), _read_config(hf_dir / "config.json"))
+    began = time.monotonic()
+    report = to_megatron(
+        hf_dir,
+        out_dir,
+        memory_limit=work.memory_limit,
+        workers=work.workers,
+        spread=work.spread(),
+        tp=tp,
+        etp=etp,
+    )
+    return _converted(report, out_dir, time.monotonic() - began)
+
+
+def to_hf(megatron_dir: Path, out_dir: Path, work: ConvertWork, *, format: str, hf_config: Path | None) -> str:
+    """Convert, and say in one line what was done. Raises ValueError for an unknown format."""
+    from megatron_bridge.convert.to_hf import to_hf
+
+    began = time.monotonic()
+    report = to_hf(
+        megatron_dir,
+        out_dir,
+        format=format,
+        hf_config=hf_config,
+        memory_limit=work.memory_limit,
+        workers=work.workers,
+        spread=work.spread(),
+    )
+    return _converted(report, out_dir, time.monotonic() - began)
+
+
+def _converted(report: Any, out: Path, seconds: float) -> str:
+    kept = f", {report.units_kept} of {report.units} parts kept from an interrupted run" if report.units_kept else ""
+    rate = report.bytes / seconds / 1e9
+    return f"{report.tensors:,} tensors, {report.bytes:,} bytes -> {out} in {seconds:.1f} s ({rate:.2f} GB/s{kept})"
+
+
+def check(directory: Path, *, memory_limit: int, workers: int) -> str:
+    """Verify, and say in one line what was. Raises ValueError naming the first tensor or file that differs."""
+    from megatron_bridge.convert.check import check
+
+    report = check(directory, memory_limit=memory_limit, workers=workers)
+    return f"{directory} is whole: {report.tensors:,} tensors, {report.files:,} files, {report.bytes:,} bytes"
 
 
 def unquantized(hf_dir: Path) -> HFCheckpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,7 @@ def pipeline(
     *,
     stages: str = ",".join(STAGES),
     overrides: list[str],
+    fuse: bool = False,
     resume: bool = False,
     fresh: bool = False,
     dry_run: bool = False,
@@ -62,7 +64,7 @@ def pipeline(
     with one_sentence(run_dir / "logs"):
         if resume and fresh:
             raise ValueError("--resume continues a run and --fresh throws it away: give one of the two")
-        config = load_config(config_path, overrides)
+        config = load_config(config_path, [*overrides, *(["convert.fuse=true"] if fuse else [])])
         parts = assemble.pipeline_parts(config, console, ray_address)
         planned = plan_stages(config, run_dir, parts, mode="resume" if resume else "fresh" if fresh else "auto")
         selected = parse_stages(stages)
@@ -96,12 +98,13 @@ def train(
     config: Path,
     run_dir: Annotated[Path, typer.Option("--run-dir")],
     overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
+    fuse: Annotated[bool, typer.Option("--fuse", help="decode FP8 while converting: no BF16 directory")] = False,
     resume: bool = False,
     fresh: bool = False,
     ray_address: Annotated[str | None, typer.Option("--ray-address")] = None,
 ) -> None:
     """All five stages of a configuration, ending in a trained model."""
-    pipeline(config, run_dir, overrides=overrides, resume=resume, fresh=fresh, ray_address=ray_address)
+    pipeline(config, run_dir, overrides=overrides, fuse=fuse, resume=resume, fresh=fresh, ray_address=ray_address)
 
 
 @app.command()
@@ -118,12 +121,69 @@ def quantize(hf_dir: Path, out_dir: Path, format: Annotated[str, typer.Option("-
         typer.echo(f"{assemble.quantize(hf_dir, out_dir, format):,} bytes -> {out_dir}")
 
 
+MemoryOption = Annotated[
+    str, typer.Option("--memory-limit", help="resident memory of all processes of this machine, such as 4GiB")
+]
+WorkersOption = Annotated[int, typer.Option("--workers", min=1, help="processes on each machine")]
+RayOption = Annotated[str | None, typer.Option("--ray-address", help="share the work with this Ray cluster's nodes")]
+
+
 @convert.command("to-megatron")
-def to_megatron(hf_dir: Path, out_dir: Path) -> None:
-    """A BF16 Hugging Face directory as Megatron torch_dist shards that load in any layout."""
+def to_megatron(
+    hf_dir: Path,
+    out_dir: Path,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="cut so that such ranks read only their own bytes")] = 1,
+    pp: Annotated[int, typer.Option("--pp", min=1)] = 1,
+    ep: Annotated[int, typer.Option("--ep", min=1)] = 1,
+    etp: Annotated[int, typer.Option("--etp", min=1, help="as --tp, of the experts")] = 1,
+    memory_limit: MemoryOption = "4GiB",
+    workers: WorkersOption = 1,
+    ray_address: RayOption = None,
+) -> None:
+    """A BF16 or FP8 Hugging Face directory as Megatron torch_dist shards that load in any layout."""
     with one_sentence():
-        assemble.convert(hf_dir, out_dir)
-        typer.echo(f"-> {out_dir}")
+        work = assemble.ConvertWork(parse_bytes(memory_limit), workers, ray_address)
+        try:
+            typer.echo(assemble.to_megatron(hf_dir, out_dir, work, tp=tp, pp=pp, ep=ep, etp=etp))
+        finally:
+            assemble.shut_down()
+
+
+@convert.command("to-hf")
+def to_hf(
+    megatron_dir: Path,
+    out_dir: Path,
+    format: Annotated[str, typer.Option("--format", help="bf16 or fp8")] = "bf16",
+    hf_config: Annotated[
+        Path | None, typer.Option("--hf-config", help="Hugging Face directory of a checkpoint that training saved")
+    ] = None,
+    memory_limit: MemoryOption = "4GiB",
+    workers: WorkersOption = 1,
+    ray_address: RayOption = None,
+) -> None:
+    """Megatron torch_dist shards, converted or saved by training in any layout, as a Hugging Face directory."""
+    with one_sentence():
+        work = assemble.ConvertWork(parse_bytes(memory_limit), workers, ray_address)
+        try:
+            typer.echo(assemble.to_hf(megatron_dir, out_dir, work, format=format, hf_config=hf_config))
+        finally:
+            assemble.shut_down()
+
+
+@convert.command("check")
+def check_converted(directory: Path, memory_limit: MemoryOption = "4GiB", workers: WorkersOption = 1) -> None:
+    """Every tensor and file of a converted directory against its manifest."""
+    with one_sentence():
+        typer.echo(assemble.check(directory, memory_limit=parse_bytes(memory_limit), workers=workers))
+
+
+def parse_bytes(text: str) -> int:
+    """`4GiB`, `512 MiB` or a plain number of bytes. Raises ValueError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*", text, re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"{text!r} is no amount of memory: write it as 4GiB or 512MiB")
+    unit = (found[2] or "B").upper()[0]
+    return int(float(found[1]) * 1024 ** "BKMGT".index(unit))
 
 
 @app.command()

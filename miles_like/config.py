@@ -84,6 +84,14 @@ class CheckpointConfig(Section):
     asynchronous: bool = False  # training goes on while a copy of the state is written; costs that copy's host memory
 
 
+class ConvertConfig(Section):
+    """How the checkpoint becomes Megatron shards."""
+
+    fuse: bool = False  # decode FP8 on the way: no BF16 directory
+    memory_limit_gib: float = Field(4.0, gt=0)  # resident memory of all its processes on one node
+    workers: int = Field(1, ge=1)  # processes on each node
+
+
 class AlignmentConfig(Section):
     deterministic: bool = False
 
@@ -122,6 +130,7 @@ class RunConfig(Section):
     publish: PublishConfig = PublishConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    convert: ConvertConfig = ConvertConfig()
     alignment: AlignmentConfig = AlignmentConfig()
     cluster: ClusterConfig = ClusterConfig()
 

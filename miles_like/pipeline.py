@@ -108,7 +108,10 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
         stages.append(Stage(name=name, what=what, key=key, directory=directory, size=size, run=run, hashed=hashed))
 
     nodes = config.cluster.nodes
-    then("dequantize", "FP8 blocks -> BF16 safetensors, tensor by tensor", bf16, _dequantize)
+    if config.convert.fuse:
+        then("dequantize", "nothing: FP8 blocks are decoded while they are converted", 0, _leave_to_convert, fuse=True)
+    else:
+        then("dequantize", "FP8 blocks -> BF16 safetensors, tensor by tensor", bf16, _dequantize)
     then(
         "convert",
         "Hugging Face tensors -> Megatron torch_dist shards, loadable in any layout",
@@ -125,7 +128,7 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
         stage_dir=config.cluster.stage_dir,
     )
     train = config.train
-    key = input_key("train", {"after": stages[-1].key, "config": config.model_dump(mode="json"), "data": _data(config)})
+    key = input_key("train", {"after": stages[-1].key, "config": _of_training(config), "data": _data(config)})
     stages.append(
         Stage(
             name="train",
@@ -308,6 +311,11 @@ def _dequantize(out: Path, done: Mapping[str, Output]) -> Path:
     return data
 
 
+def _leave_to_convert(out: Path, done: Mapping[str, Output]) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    return done["fetch"].root
+
+
 def _convert(out: Path, done: Mapping[str, Output], parts: Parts) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     data = out / "data"
@@ -368,6 +376,11 @@ def _empty(run_dir: Path) -> None:
 def _small_facts(run_dir: Path) -> list[Path]:
     """The files that tell a finished run; logs and checkpoints are left out (large, or still growing)."""
     return [p for p in files_under(run_dir) if p.relative_to(run_dir).parts[0] not in SLOW_FACTS]
+
+
+def _of_training(config: RunConfig) -> dict[str, Any]:
+    """What decides how a run goes: not how its checkpoint was converted."""
+    return config.model_dump(mode="json", exclude={"convert"})
 
 
 def _data(config: RunConfig) -> dict[str, str]:

@@ -103,6 +103,29 @@ def on_every_node(work: Callable[[], Mapping[str, Any]]) -> list[Mapping[str, An
     return [_get(ref, "staging") for ref in refs]
 
 
+def over_nodes(work: Callable[[int], None], numbers: Sequence[int], *, each: int) -> None:
+    """`work(n)` for every number, in `each` processes on every node; a process takes neighbouring numbers, in order.
+
+    The first failure is raised, once the others have ended: what they did may be worth keeping.
+    """
+    nodes = [node for node in node_ids() for _ in range(each)]
+    share = -(-len(numbers) // len(nodes))
+    task = ray.remote(num_cpus=0, max_retries=0)(_do_all)
+    refs = [
+        task.options(scheduling_strategy=_at(node)).remote(work, list(numbers[i * share : (i + 1) * share]))
+        for i, node in enumerate(nodes)
+        if i * share < len(numbers)
+    ]
+    ray.wait(refs, num_returns=len(refs))
+    for ref in refs:
+        _get(ref, "converting")
+
+
+def _do_all(work: Callable[[int], None], numbers: Sequence[int]) -> None:
+    for number in numbers:
+        work(number)
+
+
 def _call(work: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
     return work()
 

@@ -24,6 +24,7 @@ def main(
     overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
     resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="redo what is complete")] = False,
+    fuse: Annotated[bool, typer.Option("--fuse", help="decode FP8 while converting: no BF16 directory")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")] = False,
     ray_address: Annotated[str | None, typer.Option("--ray-address", help="join this Ray cluster")] = None,
 ) -> None:
@@ -33,6 +34,7 @@ def main(
         run_dir,
         stages=stages,
         overrides=overrides,
+        fuse=fuse,
         resume=resume,
         fresh=fresh,
         dry_run=dry_run,

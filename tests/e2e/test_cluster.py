@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.e2e.conftest import ROOT, SMALL, Run
+from tests.e2e.conftest import ROOT, SMALL, Run, environment
+from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
 
 ONE_STEP = (*SMALL, "--set", "train.steps=1")
 
@@ -37,6 +40,25 @@ def test_the_command_joins_a_running_cluster_and_uses_its_nodes(run: Run, two_no
     assert rows[1]["routing/replay_coverage"] == 1.0
     staged = max(home.glob("cache/stage-*/.complete.json"), key=lambda p: p.stat().st_mtime)
     assert json.loads(staged.read_text())["files"]
+
+
+def test_a_conversion_shared_by_two_nodes_is_one_machine_s(two_nodes: str, tmp_path: Path) -> None:
+    """Checksum for checksum, of several parts; nodes share a file system."""
+    source = write_checkpoint(tmp_path / "hf", tiny(), random_tensors(tiny()))
+    manifests = []
+    for name, how in (("alone", []), ("shared", ["--ray-address", two_nodes])):
+        out = tmp_path / name
+        done = subprocess.run(
+            [sys.executable, "-m", "miles_like.cli", "convert", "to-megatron", str(source), str(out), *how],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=ROOT,
+            env=environment(),
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        manifests.append(json.loads((out / "manifest.json").read_text())["tensors"])
+    assert manifests[0] == manifests[1]
 
 
 def test_a_placement_larger_than_the_cluster_is_refused(run: Run, two_nodes: str, home: Path) -> None:

@@ -1,0 +1,173 @@
+"""Conversion beside a plain copy: GB/s of to-megatron and to-hf, and the peak of their memory.
+
+A synthetic checkpoint of Qwen3-30B-A3B's real shapes with fewer layers is copied by a loop that reads and writes 8 MiB
+at a time and syncs each file, then converted to Megatron shards and back, by turns; each figure is the median over the
+rounds of a turn's speed over the plain copy's of the same round. Every output is removed before the next turn, and the
+first round, which touches memory that the machine has never used, does not count.
+
+The time for 671 B parameters on one node is extrapolated from bytes alone; nothing of that size was run.
+
+    python benchmarks/convert.py [--quick] [--workers N] [--directory DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_bridge.convert.to_hf import to_hf
+from megatron_bridge.convert.to_megatron import to_megatron
+from megatron_bridge.families.registry import family_of
+from miles_like.hf_checkpoint import write_hf
+
+GOALS = {"to_megatron_of_copy_min": 0.5, "to_hf_of_copy_min": 0.5}
+LIMIT = 4 << 30
+V3_BYTES = 2 * 671_026_404_352
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": False,
+}
+
+
+def random_tensors(hf: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor, cut out of one block of random numbers at a place of its own."""
+    tensors = family_of(hf).bind(hf)
+    block = torch.randn(64 << 20, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    for number, place in enumerate(tensors.places()):
+        size = torch.Size(place.shape).numel()
+        start = number * 7919 % 4096
+        flat = block[start : start + size]
+        if len(flat) < size:
+            flat = block.repeat(-(-size // len(block)))[:size]
+        yield place.hf_name, flat.view(place.shape).to(tensors.dtype(place.entry))
+
+
+def copy_plainly(source: Path, target: Path) -> None:
+    target.mkdir()
+    buffer = bytearray(8 << 20)
+    for file in sorted(source.iterdir()):
+        with file.open("rb", buffering=0) as read, (target / file.name).open("wb", buffering=0) as write:
+            while n := read.readinto(buffer):
+                write.write(memoryview(buffer)[:n])
+            os.fsync(write.fileno())
+
+
+def resident_bytes(process: int) -> int:
+    """Of a process and all it started."""
+    try:
+        fields = Path(f"/proc/{process}/statm").read_text().split()
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:
+        return 0  # it has just ended
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") + sum(resident_bytes(int(child)) for child in children)
+
+
+class Peak:
+    """The most that this process and its children held together, looked at 20 times a second."""
+
+    def __enter__(self) -> Peak:
+        self.bytes, self._end = 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._end.wait(0.05):
+            self.bytes = max(self.bytes, resident_bytes(os.getpid()))
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    os.sync()  # what an earlier turn left to be written is not this one's
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def main() -> int:
+    """0 when the goals hold."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--quick", action="store_true", help="one layer and two rounds: 2.5 GB")
+    p.add_argument("--workers", type=int, default=1, help="processes")
+    p.add_argument("--directory", type=Path, help="for some 20 GB; a temporary one else")
+    args = p.parse_args()
+    hf = QWEN3_30B | {"num_hidden_layers": 1 if args.quick else 3}
+    base = Path(tempfile.mkdtemp(dir=args.directory))
+    try:
+        figures, peak = measure(base, hf, rounds=2 if args.quick else 4, workers=args.workers)
+    finally:
+        shutil.rmtree(base)
+    hours = V3_BYTES / 1e9 / figures["to_megatron_gb_per_s"] / 3600
+    print(f"peak of the resident memory: {peak / (1 << 30):.2f} GiB, limit {LIMIT >> 30} GiB")
+    print(f"extrapolated, not run: 671 B parameters in BF16 to Megatron on one such node in {hours:.2f} h")
+    figures |= {"peak_gib": round(peak / (1 << 30), 3), "extrapolated_671b_hours": round(hours, 3)}
+    holds = peak <= LIMIT and all(figures[goal.removesuffix("_min")] >= least for goal, least in GOALS.items())
+    print(json.dumps({"name": "convert", "figures": figures, "goals": GOALS, "holds": holds}))
+    return 0 if holds else 1
+
+
+def measure(base: Path, hf: dict[str, Any], *, rounds: int, workers: int) -> tuple[dict[str, float], int]:
+    """(figures, peak in bytes) of `rounds` counted rounds and one before."""
+    source = base / "source"
+    nbytes = write_hf(source, random_tensors(hf), hf, shard_bytes=1 << 30)
+    how: dict[str, Any] = {"memory_limit": LIMIT, "workers": workers}
+    turns: list[tuple[float, float, float]] = []
+    for _ in range(rounds + 1):
+        plain = seconds_of(lambda: copy_plainly(source, base / "copy"))
+        shutil.rmtree(base / "copy")
+        with Peak() as peak:
+            there = seconds_of(lambda: to_megatron(source, base / "megatron", **how))
+            back = seconds_of(lambda: to_hf(base / "megatron", base / "back", **how))
+        shutil.rmtree(base / "megatron")
+        shutil.rmtree(base / "back")
+        turns.append((plain, there, back))
+    del turns[0]
+    plain, there, back = (statistics.median(column) for column in zip(*turns, strict=True))
+    figures = {
+        "bytes": float(nbytes),
+        "copy_gb_per_s": nbytes / plain / 1e9,
+        "to_megatron_gb_per_s": nbytes / there / 1e9,
+        "to_hf_gb_per_s": nbytes / back / 1e9,
+        "to_megatron_of_copy": statistics.median(a / b for a, b, _ in turns),
+        "to_hf_of_copy": statistics.median(a / c for a, _, c in turns),
+    }
+    for name, value in figures.items():
+        print(f"{name:24}{value:16,.2f}")
+    return {name: round(value, 3) for name, value in figures.items()}, peak.bytes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

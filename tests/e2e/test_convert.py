@@ -1,0 +1,105 @@
+"""Conversion as a user runs it: the fused pipeline, there and back on the command line, damage found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from miles_like.hf_checkpoint import HFCheckpoint
+from tests.e2e.conftest import ROOT, SMALL, Run, environment
+
+STAGES = ("--stages", "fetch,dequantize,convert,stage")
+
+
+def miles_like(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "miles_like.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=environment(),
+    )
+
+
+def _outputs(stage: str, home: Path) -> list[Path]:
+    """Roots of a stage's outputs, oldest first."""
+    markers = sorted(home.glob(f"cache/{stage}-*/.complete.json"), key=lambda p: p.stat().st_mtime)
+    return [Path(json.loads(m.read_text())["root"]) for m in markers]
+
+
+def _tensors(converted: Path) -> Any:
+    return json.loads((converted / "manifest.json").read_text())["tensors"]
+
+
+@pytest.fixture(scope="module")
+def converted(run: Run, home: Path) -> tuple[Path, Path, Path]:
+    """(BF16 directory, its shards, shards of the FP8 checkpoint itself)."""
+    for how in ((), ("--fuse",)):
+        done = run("--run-dir", str(home / "convert"), *SMALL, *STAGES, *how)
+        assert done.returncode == 0, done.stderr[-3000:]
+    [plain] = [d for d in _outputs("dequantize", home) if d.parent.name.startswith("dequantize")]
+    one, other = _outputs("convert", home)[-2:]
+    return plain, one, other
+
+
+def test_fused_shards_are_those_of_the_bf16_directory_and_there_is_none(
+    converted: tuple[Path, Path, Path], home: Path
+) -> None:
+    _, plain, fused = converted
+    assert plain != fused
+    assert _tensors(plain) == _tensors(fused)
+    assert len(list(home.glob("cache/dequantize-*/data"))) == 1
+
+
+def test_there_and_back_on_the_command_line(converted: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """Bit for bit what was converted, companions too; and again as FP8, which is what was fetched."""
+    source, shards, _ = converted
+    done = miles_like("convert", "to-hf", str(shards), str(tmp_path / "hf"), "--memory-limit", "2GiB")
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs, ours = HFCheckpoint(source), HFCheckpoint(tmp_path / "hf")
+    assert set(theirs.names()) == set(ours.names())
+    assert all(torch.equal(theirs.read(name), ours.read(name)) for name in theirs.names())
+    small = {p.name for p in source.iterdir() if p.suffix != ".safetensors"}
+    assert {p.name for p in (tmp_path / "hf").iterdir()} >= small
+    done = miles_like("convert", "to-megatron", str(tmp_path / "hf"), str(tmp_path / "again"), "--tp", "2", "--ep", "2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    done = miles_like("convert", "check", str(tmp_path / "again"))
+    assert done.returncode == 0 and "is whole" in done.stdout, done.stderr
+
+
+def test_damage_is_named_and_nothing_is_written(converted: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    _, shards, _ = converted
+    damaged = tmp_path / "damaged"
+    subprocess.run(["cp", "-r", str(shards), str(damaged)], check=True)
+    victim = max(damaged.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    with victim.open("r+b") as f:
+        f.seek(victim.stat().st_size // 2)
+        byte = f.read(1)
+        f.seek(-1, 1)
+        f.write(bytes([byte[0] ^ 1]))
+    for arguments in (["check", str(damaged)], ["to-hf", str(damaged), str(tmp_path / "out")]):
+        done = miles_like("convert", *arguments)
+        assert done.returncode == 2
+        assert victim.name in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mistake_is_one_sentence(converted: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    source, shards, _ = converted
+    mistakes = {
+        "16 experts": ["to-megatron", str(source), str(tmp_path / "o"), "--ep", "3"],
+        "no amount of memory": ["to-hf", str(shards), str(tmp_path / "o"), "--memory-limit", "lots"],
+        "bf16": ["to-hf", str(shards), str(tmp_path / "o"), "--format", "int3"],
+    }
+    for words, arguments in mistakes.items():
+        done = miles_like("convert", *arguments)
+        assert done.returncode == 2 and words in done.stderr, (words, done.stderr)
+        assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "o").exists()
