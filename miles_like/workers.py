@@ -106,7 +106,7 @@ def on_every_node(work: Callable[[], Mapping[str, Any]]) -> list[Mapping[str, An
 def over_nodes(work: Callable[[int], None], numbers: Sequence[int], *, each: int) -> None:
     """`work(n)` for every number, in `each` processes on every node; a process takes neighbouring numbers, in order.
 
-    The first failure is raised, once the others have ended: what they did may be worth keeping.
+    The first failure is raised as it was, once the others have ended: what they did may be worth keeping.
     """
     nodes = [node for node in node_ids() for _ in range(each)]
     share = -(-len(numbers) // len(nodes))
@@ -118,7 +118,12 @@ def over_nodes(work: Callable[[int], None], numbers: Sequence[int], *, each: int
     ]
     ray.wait(refs, num_returns=len(refs))
     for ref in refs:
-        _get(ref, "converting")
+        try:
+            ray.get(ref)
+        except RayTaskError as e:
+            raise (e.cause if isinstance(e.cause, ValueError | OSError) else RuntimeError(_said(e))) from None
+        except RayError as e:
+            raise RuntimeError(f"{_said(e)}; what is converted is kept: run again") from None
 
 
 def _do_all(work: Callable[[int], None], numbers: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from miles_like.cli import app, one_sentence, pipeline, sentence
+from miles_like.cli import app, one_sentence, parse_bytes, pipeline, sentence
 from miles_like.hf_checkpoint import HFCheckpoint, write_hf
 from tests.megatron_bridge import tiny_models
 
@@ -88,3 +88,17 @@ def test_serving_on_a_used_port_is_an_error(tmp_path: Path) -> None:
         s.listen()
         done = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", str(s.getsockname()[1])])
     assert done.exit_code == 2 and "cannot listen on" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [("4GiB", 4 << 30), ("512 MiB", 512 << 20), ("1.5g", 3 << 29), ("1048576", 1 << 20), ("2 KB", 2048), ("7B", 7)],
+)
+def test_an_amount_of_memory_is_read_as_it_is_written(text: str, want: int) -> None:
+    assert parse_bytes(text) == want
+
+
+@pytest.mark.parametrize("text", ["", "lots", "-1GiB", "4 GiB each", "GiB"])
+def test_no_amount_of_memory_is_said(text: str) -> None:
+    with pytest.raises(ValueError, match="no amount of memory"):
+        parse_bytes(text)
