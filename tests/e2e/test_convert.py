@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from miles_like.cli import app
 from miles_like.hf_checkpoint import HFCheckpoint
 from tests.e2e.conftest import ROOT, SMALL, Run, environment
 
@@ -26,6 +28,14 @@ def miles_like(*arguments: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         env=environment(),
     )
+
+
+def mistaken(*arguments: str) -> str:
+    """What the command says on stderr, having ended with status 2; in this process, which has imported it all."""
+    done = CliRunner().invoke(app, ["convert", *arguments])
+    assert done.exit_code == 2, (done.exit_code, done.output, done.exception)
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    return done.stderr
 
 
 def _outputs(stage: str, home: Path) -> list[Path]:
@@ -85,9 +95,7 @@ def test_damage_is_named_and_nothing_is_written(converted: tuple[Path, Path, Pat
         f.seek(-1, 1)
         f.write(bytes([byte[0] ^ 1]))
     for arguments in (["check", str(damaged)], ["to-hf", str(damaged), str(tmp_path / "out")]):
-        done = miles_like("convert", *arguments)
-        assert done.returncode == 2
-        assert victim.name in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+        assert victim.name in mistaken(*arguments)
     assert not (tmp_path / "out").exists()
 
 
@@ -99,7 +107,5 @@ def test_a_mistake_is_one_sentence(converted: tuple[Path, Path, Path], tmp_path:
         "bf16": ["to-hf", str(shards), str(tmp_path / "o"), "--format", "int3"],
     }
     for words, arguments in mistakes.items():
-        done = miles_like("convert", *arguments)
-        assert done.returncode == 2 and words in done.stderr, (words, done.stderr)
-        assert len(done.stderr.strip().splitlines()) == 1
+        assert words in mistaken(*arguments)
     assert not (tmp_path / "o").exists()
