@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_bridge.config import ParallelConfig
 from megatron_bridge.convert.to_hf import to_hf
@@ -65,6 +66,8 @@ def _cases() -> list[tuple[str, str]]:
     cases = []
     for names in families.values():
         for turn, (layout, sizes) in enumerate(LAYOUTS.items()):
+            if "vpp" in sizes and any(LAYOUTS[x] == sizes for _, x in cases):
+                continue  # once: it changes nothing but which rank holds which layer
             order = names[turn % len(names) :] + names[: turn % len(names)]
             model = next((name for name in order if _takes(MODELS[name], sizes)), None)
             if model is not None:
@@ -73,14 +76,17 @@ def _cases() -> list[tuple[str, str]]:
 
 
 CASES = _cases()
+LORA = {"rank": 4, "alpha": 6.0, "targets": ["attention", "experts", "shared_experts", "mlp"]}
+ADAPTED = {"TP2, ETP2, PP2": {"tp": 2, "etp": 2, "pp": 2}, "EP2": {"ep": 2, "dp": 4}}
 
 
 def _case_dir(root: Path, case: tuple[str, str]) -> Path:
     return root / "saved" / "-".join(case).replace(" ", "")
 
 
-def _load_and_save(rank: int, world: int, spare: int, root: Path, ports: list[int]) -> None:
-    for i, (case, port) in enumerate(zip(CASES, ports, strict=True)):
+def _load_and_save(rank: int, world: int, spare: int, root: Path, ports: list[int]) -> list[dict[str, Any]]:
+    """What each adapted model publishes."""
+    for i, (case, port) in enumerate(zip(CASES, ports, strict=False)):
         model, layout = case
         hf = MODELS[model]
         drafts = {"mtp_coefficient": 0.1} if hf.get("num_nextn_predict_layers") else {}
@@ -94,6 +100,21 @@ def _load_and_save(rank: int, world: int, spare: int, root: Path, ports: list[in
         with toy.trainer(cfg, rank, world, port) as t:
             t.load_weights(root / model / "megatron")
             t.save(_case_dir(root, case))
+    published = []
+    for i, (layout, sizes) in enumerate(ADAPTED.items()):
+        cfg = toy.config(str(root / "tiny" / "hf"), dtype="bfloat16", lora=LORA, **sizes)
+        with toy.trainer(cfg, rank, world, ports[len(CASES) + i]) as t:
+            t.load_weights(root / "tiny" / "megatron")
+            g = torch.Generator().manual_seed(rank)
+            with torch.no_grad():
+                for name, value in t.models[0].named_parameters():
+                    if name.endswith("lora_b"):
+                        value.copy_(torch.randn(value.shape, generator=g))
+            t.save(root / "saved" / layout)
+            # what other ranks hold of the same adapter may differ: what was saved counts
+            t.load_weights(root / "saved" / layout)
+            published.append({name: value.clone() for name, value in t.export()})
+    return published
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +124,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in {model for model, _ in CASES}:
         tensors = random_tensors(MODELS[name], mtp=bool(MODELS[name].get("num_nextn_predict_layers")))
         converted(root / name, MODELS[name], tensors)
-    run_ranks(_load_and_save, WORLD, root, [free_port() for _ in CASES])
+    ranks = run_ranks(_load_and_save, WORLD, root, [free_port() for _ in range(len(CASES) + len(ADAPTED))])
+    torch.save(ranks[0], root / "published.pt")
     return root
 
 
@@ -121,4 +143,19 @@ def test_every_family_meets_every_layout_it_can_take() -> None:
     met = {(family_of(MODELS[model]).name, layout) for model, layout in CASES}
     families = {family_of(hf).name for hf in MODELS.values()}
     assert len(families) >= 4
-    assert {(f, x) for f in families for x in LAYOUTS} - met == {("qwen_dense", "EP2"), ("qwen_dense", "ETP2")}
+    missed = {(f, x) for f in families for x in LAYOUTS if "vpp" not in LAYOUTS[x]} - met
+    assert missed == {("qwen_dense", "EP2"), ("qwen_dense", "ETP2")}
+
+
+@pytest.mark.parametrize("layout", ADAPTED)
+def test_adapters_are_merged_as_they_are_published(layout: str, root: Path, tmp_path: Path) -> None:
+    """W + lora_alpha / rank B A, rounded once: what the trainer serves of the model it saved. Without lora_alpha it is
+    refused, for the checkpoint does not say it."""
+    saved, hf = root / "saved" / layout, root / "tiny" / "hf"
+    with pytest.raises(ValueError, match=r"holds LoRA adapters of \d+ weights, first decoder.*: give lora_alpha"):
+        to_hf(saved, tmp_path / "out", hf_config=hf)
+    to_hf(saved, tmp_path / "out", hf_config=hf, lora_alpha=LORA["alpha"])
+    published = torch.load(root / "published.pt")[list(ADAPTED).index(layout)]
+    merged = dict(HFCheckpoint(tmp_path / "out").stream())
+    assert differing(merged, published) == []
+    assert len(differing(merged, dict(HFCheckpoint(hf).stream()))) > 50

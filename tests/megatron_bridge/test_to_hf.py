@@ -8,6 +8,7 @@ save in between are the round trip's law. Not covered: checkpoints larger than m
 from __future__ import annotations
 
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -22,10 +23,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megatron_bridge.convert import units
 from megatron_bridge.convert.manifest import MANIFEST, Manifest
 from megatron_bridge.convert.to_hf import to_hf
+from megatron_bridge.convert.torch_dist import TorchDist
 from miles_like.hf_checkpoint import HFCheckpoint
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
@@ -95,6 +98,40 @@ def test_blocks_of_the_source_are_kept(tmp_path: Path) -> None:
     assert differing(_read(tmp_path / "fp8"), dict(quantize_stream(tensors.items(), spec))) == []
     assert json.loads((tmp_path / "bf16" / "config.json").read_text()) == HF
     assert json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"] == spec.to_hf()
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen", "qwen_dense", "glm"])
+def test_transformers_loads_the_same_model(name: str, tmp_path: Path) -> None:
+    """From several files as from one."""
+    hf = {**CONFIGS[name], "num_hidden_layers": 2}
+    path = converted(tmp_path, hf, random_tensors(hf))
+    assert to_hf(path, tmp_path / "out", shard_bytes=300_000).units > 1
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / where, dtype=torch.float32).eval() for where in ("hf", "out")
+    )
+    assert differing(before.state_dict(), after.state_dict()) == []
+    tokens = torch.arange(2, 34)[None]
+    with torch.no_grad():
+        assert torch.equal(before(tokens).logits, after(tokens).logits)
+
+
+def test_a_trainers_value_that_is_not_finite_is_named(own: Path, tmp_path: Path) -> None:
+    """A converted directory has none; what a trainer saves has no manifest, and may."""
+    (own / MANIFEST).unlink()
+    where = TorchDist(own).stored("output_layer.weight").chunks[0]
+    held = (own / where.file).read_bytes()[where.start : where.start + where.size]
+    value = torch.load(io.BytesIO(held))
+    value[5, 7] = float("nan")
+    new = io.BytesIO()
+    torch.save(value, new)
+    assert len(new.getvalue()) == where.size
+    with (own / where.file).open("r+b") as f:
+        f.seek(where.start)
+        f.write(new.getvalue())
+    for format in ("bf16", "fp8"):
+        with pytest.raises(ValueError, match=r"output_layer\.weight, the lm_head\.weight of it, .* not finite"):
+            to_hf(own, tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_manifest_lists_every_tensor_and_file(source: Path, tmp_path: Path) -> None:
