@@ -18,7 +18,7 @@ import math
 import os
 import pickle
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -240,7 +240,13 @@ class TorchDist:
 
     def _data_start(self, key: str, stored: Stored, chunk: Chunk, held: Tensor | None) -> int:
         """Where in its archive a chunk's elements start, in bytes."""
-        raw: Any = io.BytesIO(held.numpy().data) if held is not None else _View(self, chunk, key)
+
+        def part(at: int, size: int) -> bytes:
+            if held is not None:
+                return held[at : at + size].numpy().tobytes()
+            return bytes(self._bytes(key, replace(chunk, start=chunk.start + at, size=size)))
+
+        raw = _View(chunk.size, part)  # of a chunk's bytes, a few are looked at
         try:
             return data_start(raw, stored.dtype, chunk.sizes)
         except UNREADABLE as e:
@@ -294,11 +300,11 @@ class TorchDist:
 
 
 class _View(io.RawIOBase):
-    """The bytes of one chunk as a file."""
+    """`size` bytes as a file; `part(at, size)` gives some of them."""
 
-    def __init__(self, source: TorchDist, chunk: Chunk, key: str) -> None:
+    def __init__(self, size: int, part: Callable[[int, int], bytes]) -> None:
         super().__init__()
-        self._source, self._chunk, self._key, self._at = source, chunk, key, 0
+        self._size, self._part, self._at = size, part, 0
 
     def readable(self) -> bool:
         return True
@@ -310,16 +316,14 @@ class _View(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, offset + (0, self._at, self._chunk.size)[whence])
+        self._at = max(0, offset + (0, self._at, self._size)[whence])
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._chunk.size - self._at)
-        size = left if size is None or size < 0 else min(size, left)
-        out = torch.empty(size, dtype=torch.uint8)
-        self._source._pread(self._chunk, out, self._chunk.start + self._at, self._key)
-        self._at += size
-        return out.numpy().tobytes()
+        left = max(0, self._size - self._at)
+        got = self._part(self._at, left if size is None or size < 0 else min(size, left))
+        self._at += len(got)
+        return got
 
 
 def _metadata(path: Path, manifest: Manifest | None) -> Any:
