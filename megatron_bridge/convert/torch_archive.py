@@ -14,7 +14,7 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -142,3 +142,30 @@ class MetadataUnpickler(pickle.Unpickler):
         if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         return _Inert
+
+
+class View(io.RawIOBase):
+    """`size` bytes as a file; `part(at, size)` gives some of them."""
+
+    def __init__(self, size: int, part: Callable[[int, int], bytes]) -> None:
+        super().__init__()
+        self._size, self._part, self._at = size, part, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._size)[whence])
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        got = self._part(self._at, left if size is None or size < 0 else min(size, left))
+        self._at += len(got)
+        return got

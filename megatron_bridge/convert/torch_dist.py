@@ -18,7 +18,7 @@ import math
 import os
 import pickle
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from xxhash import xxh3_128
 
 from megatron_bridge.convert.manifest import Manifest, Piece, checksum
-from megatron_bridge.convert.torch_archive import UNREADABLE, MetadataUnpickler, data_start, spans
+from megatron_bridge.convert.torch_archive import UNREADABLE, MetadataUnpickler, View, data_start, spans
 
 METADATA = ".metadata"
 _DAMAGED = "copy or convert the checkpoint again"
@@ -189,6 +189,8 @@ class TorchDist:
         """A whole chunk to where it belongs, checked against the manifest there: no byte is copied twice."""
         raw = target.view(-1).view(torch.uint8)
         start = self._data_start(key, stored, chunk, None)
+        if start + len(raw) > chunk.size:
+            self._same(key, chunk, "")  # its framing was damaged
         parts = (
             torch.empty(start, dtype=torch.uint8),
             raw,
@@ -246,7 +248,7 @@ class TorchDist:
                 return held[at : at + size].numpy().tobytes()
             return bytes(self._bytes(key, replace(chunk, start=chunk.start + at, size=size)))
 
-        raw = _View(chunk.size, part)  # of a chunk's bytes, a few are looked at
+        raw = View(chunk.size, part)  # of a chunk's bytes, a few are looked at
         try:
             return data_start(raw, stored.dtype, chunk.sizes)
         except UNREADABLE as e:
@@ -297,33 +299,6 @@ class TorchDist:
                 )
             for piece in fact.pieces:
                 self._sums[piece.file, piece.start] = piece.sum
-
-
-class _View(io.RawIOBase):
-    """`size` bytes as a file; `part(at, size)` gives some of them."""
-
-    def __init__(self, size: int, part: Callable[[int, int], bytes]) -> None:
-        super().__init__()
-        self._size, self._part, self._at = size, part, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, offset + (0, self._at, self._size)[whence])
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._size - self._at)
-        got = self._part(self._at, left if size is None or size < 0 else min(size, left))
-        self._at += len(got)
-        return got
 
 
 def _metadata(path: Path, manifest: Manifest | None) -> Any:

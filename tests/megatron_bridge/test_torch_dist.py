@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from megatron_bridge.convert.manifest import Manifest
 from megatron_bridge.convert.torch_dist import TorchDist, spans
 from tests.megatron_bridge.converted import write_manifest
 
@@ -61,6 +62,20 @@ def test_only_the_bytes_of_a_box_are_read(tmp_path: Path) -> None:
     before = source.bytes_read
     source.read("w", [500, 7], [10, 2])  # two columns
     assert source.bytes_read - before < 10 * 8 + 4096
+
+
+def test_no_flipped_byte_of_a_chunk_goes_unseen(tmp_path: Path) -> None:
+    """Wherever it is: in the elements, or in the framing that says where they are."""
+    tensors = _saved(tmp_path)
+    write_manifest(tmp_path)
+    (piece,) = Manifest.read(tmp_path).tensors["row"].pieces
+    path, value = tmp_path / piece.file, tensors["row"]
+    whole = path.read_bytes()
+    for at in range(piece.start, piece.start + piece.size, 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        for box in (value.shape, (5,)):
+            with pytest.raises(ValueError, match=r"row at .*(are not those|is not stored)"):
+                TorchDist(tmp_path).read("row", [0], box)
 
 
 def test_runs_of_a_box() -> None:
