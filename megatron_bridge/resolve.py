@@ -125,6 +125,12 @@ def _mtp(config: TrainerConfig, hf: HFConfig) -> dict[str, Any]:
         raise ValueError(
             f"mtp_coefficient = {config.mtp_coefficient}, but config.json has num_nextn_predict_layers = 0: set it to 0"
         )
+    if hf.get("tie_word_embeddings") and config.parallel.pp > 1:
+        raise ValueError(
+            f"mtp_coefficient = {config.mtp_coefficient} with tie_word_embeddings and parallel.pp = "
+            f"{config.parallel.pp}: megatron-core cannot save a last stage that holds the embedding for both; "
+            "set parallel.pp = 1 or mtp_coefficient = 0"
+        )
     return {"mtp_num_layers": depths}
 
 

@@ -229,16 +229,15 @@ def to_megatron(
     return _converted(report, out_dir, time.monotonic() - began)
 
 
-def to_hf(megatron_dir: Path, out_dir: Path, work: ConvertWork, *, format: str, hf_config: Path | None) -> str:
-    """Convert, and say in one line what was done. Raises ValueError for an unknown format."""
+def to_hf(megatron_dir: Path, out_dir: Path, work: ConvertWork, **how: Any) -> str:
+    """Convert, and say in one line what was done. `how`: format, hf_config and lora_alpha of the conversion."""
     from megatron_bridge.convert.to_hf import to_hf
 
     began = time.monotonic()
     report = to_hf(
         megatron_dir,
         out_dir,
-        format=format,
-        hf_config=hf_config,
+        **how,
         memory_limit=work.memory_limit,
         workers=work.workers,
         spread=work.spread(),

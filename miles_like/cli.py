@@ -157,6 +157,9 @@ def to_hf(
     hf_config: Annotated[
         Path | None, typer.Option("--hf-config", help="Hugging Face directory of a checkpoint that training saved")
     ] = None,
+    lora_alpha: Annotated[
+        float | None, typer.Option("--lora-alpha", help="merge the checkpoint's adapters, as trained with this alpha")
+    ] = None,
     memory_limit: MemoryOption = "4GiB",
     workers: WorkersOption = 1,
     ray_address: RayOption = None,
@@ -165,7 +168,8 @@ def to_hf(
     with one_sentence():
         work = assemble.ConvertWork(parse_bytes(memory_limit), workers, ray_address)
         try:
-            typer.echo(assemble.to_hf(megatron_dir, out_dir, work, format=format, hf_config=hf_config))
+            how = {"format": format, "hf_config": hf_config, "lora_alpha": lora_alpha}
+            typer.echo(assemble.to_hf(megatron_dir, out_dir, work, **how))
         finally:
             assemble.shut_down()
 

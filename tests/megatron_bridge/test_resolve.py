@@ -10,7 +10,7 @@ import pytest
 
 from megatron_bridge.device import init_device
 from tests.megatron_bridge import toy
-from tests.megatron_bridge.tiny_models import tiny
+from tests.megatron_bridge.tiny_models import tiny, tiny_glm
 
 init_device()
 
@@ -193,3 +193,11 @@ def test_what_cannot_work_or_would_do_nothing_is_refused(name: str) -> None:
         _resolved(more.pop("hf", WIDE), kernels, **more)
     assert all(w in str(e.value) for w in words), str(e.value)
     assert "kernels." in str(e.value)
+
+
+def test_draft_layers_of_a_tied_head_are_refused_over_stages() -> None:
+    """Megatron trains them and then cannot save them: said before anything starts. One stage can."""
+    tied = tiny_glm(tie_word_embeddings=True, num_nextn_predict_layers=1)
+    assert _resolved(tied, {}, cuda=False, mtp_coefficient=0.1).transformer["mtp_num_layers"] == 1
+    with pytest.raises(ValueError, match=r"tie_word_embeddings and parallel.pp = 2.*set parallel.pp = 1"):
+        _resolved(tied, {}, cuda=False, mtp_coefficient=0.1, pp=2)
