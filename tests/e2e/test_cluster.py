@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,22 +44,25 @@ def test_the_command_joins_a_running_cluster_and_uses_its_nodes(run: Run, two_no
 
 
 def test_a_conversion_shared_by_two_nodes_is_one_machine_s(two_nodes: str, tmp_path: Path) -> None:
-    """Checksum for checksum, of several parts; nodes share a file system."""
+    """There and back, checksum for checksum; nodes share a file system."""
     source = write_checkpoint(tmp_path / "hf", tiny(), random_tensors(tiny()))
-    manifests = []
-    for name, how in (("alone", []), ("shared", ["--ray-address", two_nodes])):
-        out = tmp_path / name
-        done = subprocess.run(
-            [sys.executable, "-m", "miles_like.cli", "convert", "to-megatron", str(source), str(out), *how],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            cwd=ROOT,
-            env=environment(),
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        manifests.append(json.loads((out / "manifest.json").read_text())["tensors"])
-    assert manifests[0] == manifests[1]
+    there, back = tmp_path / "megatron", tmp_path / "back"
+    found = []
+    for how in ([], ["--ray-address", two_nodes]):
+        for verb, a, b in (("to-megatron", source, there), ("to-hf", there, back)):
+            done = subprocess.run(
+                [sys.executable, "-m", "miles_like.cli", "convert", verb, str(a), str(b), *how],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                cwd=ROOT,
+                env=environment(),
+            )
+            assert done.returncode == 0, done.stderr[-3000:]
+        found.append([json.loads((out / "manifest.json").read_text())["tensors"] for out in (there, back)])
+        shutil.rmtree(there)
+        shutil.rmtree(back)
+    assert found[0] == found[1]
 
 
 def test_a_placement_larger_than_the_cluster_is_refused(run: Run, two_nodes: str, home: Path) -> None:
