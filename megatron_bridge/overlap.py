@@ -16,11 +16,36 @@ def connect_overlap(transformer_config: Any, chunks: Sequence[DistributedDataPar
     reduction and forward hooks the gathering.
     """
     ddp = chunks[0].ddp_config
-    transformer_config.no_sync_func = _each([chunk.no_sync for chunk in chunks])
+    transformer_config.no_sync_func = _each([_NoSync(chunk) for chunk in chunks])
     if len(chunks) > 1 and ddp.overlap_grad_reduce:
         transformer_config.grad_sync_func = _each([chunk.start_grad_sync for chunk in chunks])
     if len(chunks) > 1 and ddp.overlap_param_gather:
         transformer_config.param_sync_func = _each([chunk.start_param_sync for chunk in chunks])
+
+
+class _NoSync:
+    """A chunk's no_sync, remembered."""
+
+    def __init__(self, chunk: DistributedDataParallel) -> None:
+        self._chunk = chunk
+        self._entered: Any = None
+
+    def __call__(self) -> Any:
+        self._entered = self._chunk.no_sync()
+        return self._entered
+
+    def leave(self) -> None:
+        if self._entered is not None:
+            self._entered.gen.close()
+            self._entered = None
+
+
+def leave_no_sync(transformer_config: Any) -> None:
+    """End what a schedule has begun. Pipeline schedules enter no_sync by hand and leave it to the garbage collector
+    after an error or a forward pass, which may come in the midst of a later step or when the model is gone."""
+    functions = transformer_config.no_sync_func
+    for function in functions if isinstance(functions, list) else [functions]:
+        function.leave()
 
 
 def settle_parameters(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_bridge.agree import check_equal, raise_together
 from megatron_bridge.mtp import mtp_loss
+from megatron_bridge.overlap import leave_no_sync
 from megatron_bridge.parallel import ParallelContext
 from megatron_bridge.replay_hook import RoutingReplay
 from megatron_bridge.shard import Shard, shard
@@ -120,16 +121,21 @@ class Step:
     def _schedule(self, shards: list[Shard], after: _After, *, forward_only: bool) -> list[Any]:
         """Megatron's schedule; what `after` made of each micro-batch, in order, on the last stage."""
         virtual = len(self.chunks) > 1
-        with torch.no_grad() if forward_only else nullcontext():
-            outputs: list[Any] = get_forward_backward_func()(
-                forward_step_func=partial(self._forward, after),
-                data_iterator=[iter(enumerate(shards)) for _ in self.chunks] if virtual else iter(enumerate(shards)),
-                model=self.chunks if virtual else self.chunks[0],
-                num_microbatches=len(shards),
-                seq_length=shards[0].tokens.shape[1],  # each micro-batch announces its own
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
+        try:
+            with torch.no_grad() if forward_only else nullcontext():
+                outputs: list[Any] = get_forward_backward_func()(
+                    forward_step_func=partial(self._forward, after),
+                    data_iterator=[iter(enumerate(shards)) for _ in self.chunks]
+                    if virtual
+                    else iter(enumerate(shards)),
+                    model=self.chunks if virtual else self.chunks[0],
+                    num_microbatches=len(shards),
+                    seq_length=shards[0].tokens.shape[1],  # each micro-batch announces its own
+                    micro_batch_size=1,
+                    forward_only=forward_only,
+                )
+        finally:
+            leave_no_sync(self.config)
         self.replay.finish()
         return outputs
 

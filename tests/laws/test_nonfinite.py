@@ -6,6 +6,8 @@ covered: more than two ranks, CUDA, TransformerEngine's modules.
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -165,6 +167,33 @@ def _skips(rank: int, world: int, hf: str, ports: list[int], distributed: bool) 
     return out
 
 
+class Failing(toy.PolicyGradient):
+    """A bug in a loss function."""
+
+    def __call__(self, **more: Any) -> tuple[Tensor, Mapping[str, Stat]]:
+        raise KeyError("a bug")
+
+
+def _left_within(rank: int, world: int, port: int, cfg: Any) -> dict[str, Any]:
+    """A schedule that an error left in its midst: the last stage's own, or that of a stage whose neighbour has gone."""
+    silent: list[str] = []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda what: silent.append(str(what.exc_value))
+    with toy.trainer(cfg, rank, world, port, Failing()) as t:
+        rows, tokens = batch(cfg)
+        groups = [g for chunk in t.chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+        try:
+            t.step(rows[t.dp_rank], tokens, 1)
+            error = None
+        except (KeyError, RuntimeError) as e:
+            error = e  # its traceback keeps the schedule's frames
+        syncs = all(g.is_last_microbatch for g in groups)
+    said = type(error).__name__
+    del error
+    gc.collect()
+    sys.unraisablehook = hook
+    return {"said": said, "syncs": syncs, "silent": silent}
+
+
 def _bad_rows(rank: int, world: int, port: int, hf: str) -> Said:
     """What only rank 1 is given wrongly."""
     out: Said = {}
@@ -206,6 +235,9 @@ def _two_ranks(rank: int, world: int, port: int, hf: str, deeper: str, ports: di
     for name, distributed in (("skip", True), ("skip without distributed optimizer", False)):
         out[name] = _skips(rank, world, hf, [ports[f"{name} {i}"] for i in range(2)], distributed)
     out["rows"] = _bad_rows(rank, world, port, hf)
+    for name in ("PP2", "VPP2"):
+        cfg = config(deeper if name == "VPP2" else hf, **LAYOUTS[name])
+        out[f"left {name}"] = _left_within(rank, world, ports[f"left {name}"], cfg)
     return out
 
 
@@ -216,11 +248,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     text = Path(deeper, "config.json").read_text()
     Path(deeper, "config.json").write_text(text.replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
     skips = [f"skip{x} {i}" for x in ("", " without distributed optimizer") for i in range(2)]
-    ranks = run_ranks(_two_ranks, 2, hf, deeper, {name: free_port() for name in [*LAYOUTS, *skips]}, timeout_s=600)
+    ports = {name: free_port() for name in [*LAYOUTS, *skips, "left PP2", "left VPP2"]}
+    ranks = run_ranks(_two_ranks, 2, hf, deeper, ports, timeout_s=600)
     for name in [*LAYOUTS, "rows"]:
         for case in ranks[0][name]:
             assert ranks[0][name][case] == ranks[1][name][case], f"{name}, {case}: ranks disagree"
-    return ranks[0]
+    return ranks[0] | {name: [r[name] for r in ranks] for name in ("left PP2", "left VPP2")}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -268,3 +301,13 @@ def test_what_one_rank_is_given_wrongly_ends_the_call_on_all(found: dict[str, An
     assert "between 1 and 2 micro-batches" in s["fewer"]
     assert "0 loss tokens teaches nothing" in s["no loss"]
     assert float(s["after"]) == float(s["after"])
+
+
+@pytest.mark.parametrize("name", ["left PP2", "left VPP2"])
+def test_an_error_amid_a_pipeline_leaves_nothing_half_done(found: dict[str, Any], name: str) -> None:
+    """Pipeline schedules switch gradient reduction off by hand. After an error it is on again at once, and closing the
+    trainer prints nothing of an exception that nobody can catch."""
+    for rank in found[name]:
+        assert rank["said"] != "NoneType" and rank["syncs"]
+        assert rank["silent"] == []
+    assert found[name][1]["said"] == "KeyError"
