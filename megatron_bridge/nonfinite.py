@@ -100,6 +100,18 @@ def _named_modules(model: Any, parallel: ParallelContext) -> Iterator[tuple[str,
         yield rename(name) or "model", module
 
 
+def _named_values(model: Any, parallel: ParallelContext) -> Iterator[tuple[str, str, Tensor]]:
+    """("parameter" or "buffer", name as in `_named_modules`, value). Renamed whole: where one module holds all experts
+    of a rank, the expert's number is in the parameter's own name."""
+    rename = renamer(model, parallel)
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for key, value in held.items():
+                if value is not None:
+                    yield kind, rename(prefix + key), value
+
+
 def _bad(x: Any) -> str:
     """ "nan in 3 of 64 values", or an empty text when x is finite or holds no numbers."""
     if not (isinstance(x, Tensor) and x.is_floating_point()):
@@ -149,10 +161,10 @@ class _Watch:
                 entering = partial(self._entering, stage, name)
                 handles.append(module.register_forward_pre_hook(entering, with_kwargs=True))
                 handles.append(module.register_forward_hook(partial(self._left, stage, name)))
-                for key, p in module.named_parameters(recurse=False):
-                    if p.requires_grad:
-                        what = f"the gradient of parameter {name}.{key}"
-                        handles.append(p.register_hook(partial(self._gradient, stage, what, None)))
+            for kind, name, p in _named_values(model, self.parallel):
+                if kind == "parameter" and p.requires_grad:
+                    what = f"the gradient of parameter {name}"
+                    handles.append(p.register_hook(partial(self._gradient, stage, what, None)))
         loss = self.step.loss
         self.step.loss = partial(self._loss, loss)
         try:
@@ -179,19 +191,16 @@ class _Watch:
     def bad_weight(self) -> str:
         """The first parameter or buffer of this rank that is not finite."""
         for model in self.models:
-            for name, module in _named_modules(model, self.parallel):
-                for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
-                    for key, value in held.items():
-                        if bad := _bad(value):
-                            return f"{kind} {name}.{key} itself holds {bad} (rank {self.parallel.rank})"
+            for kind, name, value in _named_values(model, self.parallel):
+                if bad := _bad(value):
+                    return f"{kind} {name} itself holds {bad} (rank {self.parallel.rank})"
         return ""
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for model in self.models:
-            for name, module in _named_modules(model, self.parallel):
-                for key, p in module.named_parameters(recurse=False):
-                    if getattr(p, "main_grad", None) is not None:
-                        yield f"{name}.{key}", p.main_grad
+            for kind, name, p in _named_values(model, self.parallel):
+                if kind == "parameter" and getattr(p, "main_grad", None) is not None:
+                    yield name, p.main_grad
 
     # what is looked at
 

@@ -47,8 +47,38 @@ def main(kind: str, hf: dict[str, Any], kernels: dict[str, Any], port: int) -> d
         "keys": {name: value.key for name, value in sharded.items()},
         "types": sorted({type(m).__name__ for m in model.modules()}),
     }
+    if kernels.get("grouped_gemm"):
+        out["not finite"] = _not_finite(chunk, model)
     close_parallel()
     return out
+
+
+def _not_finite(chunk: Any, model: Any) -> list[str]:
+    """What is said of expert 3 of the second of two expert ranks: a gradient as it comes and as summed, the weight."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from megatron_bridge.nonfinite import _Watch
+
+    place = SimpleNamespace(ep_rank=1, pp_rank=0, dp_rank=0, rank=1, config=SimpleNamespace(ep=2, pp=1))
+    name = "decoder.layers.2.mlp.experts.linear_fc1.weight3"
+    weight = dict(model.named_parameters())[name]
+    said = []
+    for act in ("gradient", "sum", "weight"):
+        step: Any = SimpleNamespace(parallel=place, chunks=[chunk], loss=None, replay=SimpleNamespace(micro=0))
+        watch = _Watch(step)
+        if act == "gradient":
+            with watch.on():
+                (weight.sum() * torch.nan).backward()
+        elif act == "sum":
+            weight.main_grad.zero_()[0, 0] = torch.inf
+            watch.look_at_sums()
+        else:
+            with torch.no_grad():
+                weight[0, 0] = torch.nan
+        said.append(watch.bad_weight() if act == "weight" else (watch.found or ((), "nothing"))[1])
+    return said
 
 
 if __name__ == "__main__":

@@ -67,6 +67,20 @@ def test_every_parameter_has_one_local_name_and_its_shape(
     assert renamed == local["parameters"]
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_not_finite_is_said_by_the_experts_global_number(
+    built: dict[tuple[str, ...], dict[str, Any]], model: str
+) -> None:
+    """One grouped linear holds all experts of a rank, and numbers them from 0: expert 3 of the second of two ranks is
+    one of the model's other half, and is called as checkpoints and name patterns call it."""
+    half = MODELS[model].get("n_routed_experts", MODELS[model].get("num_experts")) // 2
+    expert = f"decoder.layers.2.mlp.experts.local_experts.{half + 3}.linear_fc1.weight"
+    gradient, total, weight = built[model, "grouped"]["not finite"]
+    assert f"in the gradient of parameter {expert}, micro-batch 0" in gradient
+    assert f"of the gradient of {expert}: inf in 1" in total
+    assert f"parameter {expert} itself holds nan in 1" in weight
+
+
 @pytest.mark.parametrize(("model", "experts"), CASES)
 def test_a_checkpoint_has_the_keys_that_the_local_model_writes(
     built: dict[tuple[str, ...], dict[str, Any]], model: str, experts: str
