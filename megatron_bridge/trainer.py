@@ -115,6 +115,8 @@ class MegatronTrainer:
     def step(self, row: Sequence[MicroBatch], loss_tokens: int, version: int) -> StepReport:
         """One optimizer step on this rank's row; `version` is the weight version after it.
 
+        Raises ValueError with `config.reference` when `load_weights` was never called, and what Step.run refuses.
+
         When the loss or the gradient norm is not finite the weights, the optimizer's state and the routing biases stay
         as they are, bit for bit. With on_nonfinite "stop", RuntimeError on every rank, one sentence naming where it
         began; with "skip", that sentence is logged by rank 0, the metrics say train/skipped = 1, and the next step is
@@ -158,7 +160,14 @@ class MegatronTrainer:
             return self._step.logprobs(row)
 
     def _refs(self, row: Sequence[MicroBatch]) -> list[Tensor] | None:
-        return self.logprobs(row, REFERENCE) if self.config.reference else None
+        if not self.config.reference:
+            return None
+        if REFERENCE not in self.copies:
+            raise ValueError(
+                "reference = true, but no weights were kept to refer to, since load keeps none: call load_weights with "
+                "the weights that the run began with, then load"
+            )
+        return self.logprobs(row, REFERENCE)
 
     def export(self) -> Iterator[NamedTensor]:
         """The weights as whole Hugging Face tensors, one at a time. Draining it is collective."""
@@ -206,7 +215,7 @@ class MegatronTrainer:
         return done
 
     def load(self, path: Path) -> None:
-        """What `save` wrote."""
+        """What `save` wrote. It holds no reference: with `config.reference` call `load_weights` first."""
         self.copies.assert_own()
         settle_parameters(self.chunks)
         self.steps_done = load_checkpoint(path, self.models, self.optimizer, self.parallel, seed=self.config.seed)

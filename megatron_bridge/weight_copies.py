@@ -63,8 +63,14 @@ class WeightCopies:
 
     @contextmanager
     def swapped(self, name: str) -> Iterator[None]:
-        """The model holds the copy's values inside, for forward passes only, and its own again after, bit for bit."""
-        assert name in self._copies, f"no copy {name!r} was kept, only {sorted(self._copies)}"
+        """The model holds the copy's values inside, for forward passes only, and its own again after, bit for bit.
+
+        Raises ValueError when there is no copy of that name.
+        """
+        if name not in self._copies:
+            raise ValueError(
+                f"no copy of weights is named {name!r}, only {sorted(self._copies)}: keep or load it before it is used"
+            )
         self._settle()
         self._exchange(name)
         self.current = name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ Found = dict[str, Any]
 STEPS = 3
 KL = ClippedLoss(clip_low=0.2, clip_high=0.28, kl_coefficient=0.1)
 NO_KL = replace(KL, kl_coefficient=0.0)
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {"router_bias_update_rate": 1e-2},
+    "bfloat16": {"router_bias_update_rate": 1e-2, "dtype": "bfloat16"},
+    "bfloat16 with adapters": {"dtype": "bfloat16", "lora": {"rank": 4, "targets": ["attention", "experts"]}},
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": {"dp": 2, "ep": 2},
     "PP2": {"pp": 2},
@@ -79,18 +85,18 @@ def _train(t: Any, first: int, last: int, **how: Any) -> list[dict[str, float]]:
     return [dict(t.step(*_row(t, step, **how), step + 1).metrics) for step in range(first, last)]
 
 
-def _refused(act: Any) -> str:
+def _refused(act: Any, kind: type[Exception] = AssertionError) -> str:
     try:
         act()
-    except AssertionError as e:
+    except kind as e:
         return str(e)
     return "nothing was said"
 
 
-def _one_model(port: int, hf: str, where: Path, dtype: str) -> Found:
+def _one_model(port: int, hf: str, where: Path, kind: str) -> Found:
     """A life of one trainer, looked at between its steps."""
-    cfg = toy.config(hf, dtype=dtype, lr=1e-2, router_bias_update_rate=1e-2, reference=True)
-    start, out = where / f"start-{dtype}", {}
+    cfg = toy.config(hf, lr=1e-2, reference=True, **KINDS[kind])
+    start, out = where / f"start-{kind}", {}
     with toy.trainer(cfg, 0, 1, port, KL) as t:
         import megatron_bridge.weight_copies as module
 
@@ -113,8 +119,8 @@ def _one_model(port: int, hf: str, where: Path, dtype: str) -> Found:
                 raise KeyError("body")
         except KeyError:
             out["no trace after an error"] = _same(before, _bits(t))
-        t.save(where / f"trained-{dtype}")
-        t.copies.load("teacher", where / f"trained-{dtype}")
+        t.save(where / f"trained-{kind}")
+        t.copies.load("teacher", where / f"trained-{kind}")
         now = t.logprobs(row)
         out["bytes"] = [sum(x.nbytes for x in kept) for kept in t.copies._copies.values()]
         out["model's bytes"] = sum(x.nbytes for x in t.models[0].state_dict().values() if torch.is_tensor(x))
@@ -128,7 +134,7 @@ def _one_model(port: int, hf: str, where: Path, dtype: str) -> Found:
 
 
 def _alone(rank: int, world: int, port: int, hf: str, wide: str, where: Path) -> Found:
-    out: Found = {dtype: _one_model(free_port(), hf, where, dtype) for dtype in ("float32", "bfloat16")}
+    out: Found = {kind: _one_model(free_port(), hf, where, kind) for kind in KINDS}
     start = where / "start-bfloat16"
     with toy.trainer(toy.config(hf, dtype="bfloat16", mode="off"), 0, 1, free_port(), Listening()) as t:
         t.load_weights(start)
@@ -147,6 +153,10 @@ def _alone(rank: int, world: int, port: int, hf: str, wide: str, where: Path) ->
         t.save(where / "first")
         out["uninterrupted"] = _train(t, 1, STEPS)
     with toy.trainer(cfg, 0, 1, free_port(), KL) as t:
+        t.load(where / "first")
+        row, tokens = _row(t, 1)
+        acts = (partial(t.evaluate, row, tokens), partial(t.step, row, tokens, 2))
+        out["no reference"] = [_refused(act, ValueError) for act in acts]
         t.load_weights(start)
         t.load(where / "first")
         out["resumed"] = _train(t, 1, STEPS)
@@ -178,36 +188,36 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return out | {"pair": run_ranks(_pair, 2, wide, where / "wide", {name: free_port() for name in LAYOUTS})}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_after_training_the_reference_is_still_the_initial_model(found: Found, dtype: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_training_the_reference_is_still_the_initial_model(found: Found, kind: str) -> None:
     """Bitwise: log-probs under the copy after three steps are those of the untouched model before the first. The
     routing bias moves too and is part of the weights; the routes are the reference's own, so records do not matter."""
-    got = found[dtype]
+    got = found[kind]
     assert got["reference is initial"] and got["own routing"]
     assert got["moved"], "three steps changed nothing: the comparison says nothing"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_swap_leaves_no_trace(found: Found, dtype: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_swap_leaves_no_trace(found: Found, kind: str) -> None:
     """Weights, buffers (the routing bias' counters too), fp32 masters and Adam's moments, bit for bit: after a
     reference pass, after an error inside, after a copy was loaded from disk or could not be."""
-    got = found[dtype]
+    got = found[kind]
     assert got["there"], "inside, the model must hold other values"
     assert got["no trace"] and got["no trace after an error"] and got["no trace of loading"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_model_in_exchange_may_not_be_trained_saved_or_published(found: Found, dtype: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_in_exchange_may_not_be_trained_saved_or_published(found: Found, kind: str) -> None:
     """Its optimizer's masters are another model's: a step would mix the two."""
-    assert len(found[dtype]["refused"]) == 3
-    assert all("forward passes only" in said for said in found[dtype]["refused"])
+    assert len(found[kind]["refused"]) == 3
+    assert all("forward passes only" in said for said in found[kind]["refused"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_copy_from_disk_is_that_model_and_costs_one_model(found: Found, dtype: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_from_disk_is_that_model_and_costs_one_model(found: Found, kind: str) -> None:
     """Two names, two models' worth of bytes, also when one is loaded over."""
-    assert found[dtype]["teacher"]
-    assert found[dtype]["bytes"] == [found[dtype]["model's bytes"]] * 2
+    assert found[kind]["teacher"]
+    assert found[kind]["bytes"] == [found[kind]["model's bytes"]] * 2
 
 
 def test_log_probs_are_those_the_loss_function_gets(found: Found) -> None:
@@ -224,6 +234,13 @@ def test_a_resumed_run_keeps_its_first_reference(found: Found) -> None:
     """The copy is made where the initial weights are read, before the checkpoint's: bitwise the uninterrupted steps."""
     assert found["resumed"] == found["uninterrupted"]
     assert found["resumed"][0]["train/kl_ref"] > 0
+
+
+def test_a_checkpoint_alone_gives_no_reference(found: Found) -> None:
+    """It holds the weights that were trained; a step or an evaluation says what to call first, and changes nothing
+    (the resumed steps above come after)."""
+    assert len(found["no reference"]) == 2
+    assert all("call load_weights with the weights that the run began with" in said for said in found["no reference"])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
