@@ -159,6 +159,19 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def samples_fit_a_pack(self) -> RunConfig:
+        """Prompts are held to data.max_prompt_tokens when they are read, so no rollout can give a longer sample."""
+        prompt, new = self.data.max_prompt_tokens, self.rollout.max_new_tokens
+        longest = prompt + new - 1  # a sample's last token is a label only
+        if longest > self.max_pack_tokens:
+            raise ValueError(
+                f"data.max_prompt_tokens = {prompt} and rollout.max_new_tokens = {new} allow samples of {longest} "
+                f"input tokens, a micro-batch holds {self.max_pack_tokens} (train.max_tokens_per_rank * parallel.cp): "
+                "raise train.max_tokens_per_rank, or lower rollout.max_new_tokens or data.max_prompt_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
     def schedule_fits_the_run(self) -> RunConfig:
         self.optimizer.over(self.train.steps)
         return self

@@ -31,14 +31,21 @@ def test_brackets_in_a_sentence_are_text(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "error: shape [bold] is not [/x]\n"
 
 
-@pytest.mark.parametrize(("stages", "said"), [("fetch,tain", "no stage called 'tain'"), ("", "--stages names none")])
+@pytest.mark.parametrize(
+    ("stages", "overrides", "said"),
+    [
+        ("fetch,tain", [], "no stage called 'tain'"),
+        ("", [], "--stages names none"),
+        ("train", ["rollout.max_new_tokens=8000"], "samples of 8511 input tokens, a micro-batch holds 8192"),
+    ],
+)
 def test_a_dry_run_refuses_what_the_run_would(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], stages: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stages: str, overrides: list[str], said: str
 ) -> None:
     """A plan of nothing, printed without a word, would be believed."""
     config = Path(__file__).parents[2] / "configs" / "tiny.toml"
     with pytest.raises(typer.Exit):
-        pipeline(config, tmp_path / "x", stages=stages, overrides=[], dry_run=True)
+        pipeline(config, tmp_path / "x", stages=stages, overrides=overrides, dry_run=True)
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from miles_like.config_io import dump_config, load_config, parse_override
+from miles_like.packing import pack_pairs
 from miles_like.placement import plan_placement
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -83,3 +84,21 @@ def test_context_parallel_ranks_share_a_pack() -> None:
     """The limit is one rank's memory: over cp ranks a pack, and a sample, may be that many times longer."""
     config = load_config(TINY, ["parallel.cp=2", "parallel.dp=1", "parallel.ep=1"])
     assert config.max_pack_tokens == 2 * config.train.max_tokens_per_rank
+
+
+def test_no_rollout_can_give_a_sample_that_is_too_long_to_train() -> None:
+    """Else a run ends at its first long answer, after its rollout. The limit is the packer's own: a prompt and an
+    answer of the most tokens allowed are packed, and where one more is allowed the configuration is refused."""
+    prompt, new = 40, 25
+    limit = prompt + new - 1
+    keys = [f"data.max_prompt_tokens={prompt}", f"rollout.max_new_tokens={new}"]
+    load_config(TINY, [*keys, f"train.max_tokens_per_rank={limit}"])
+    load_config(TINY, [*keys, f"train.max_tokens_per_rank={limit // 2}", "parallel.cp=2"])
+    pack_pairs([([1] * prompt, [2] * new)], dp_size=1, max_tokens=limit)
+    with pytest.raises(ValueError, match=f"{limit} input tokens"):
+        pack_pairs([([1] * prompt, [2] * new)], dp_size=1, max_tokens=limit - 1)
+    with pytest.raises(ValueError) as e:
+        load_config(TINY, [*keys, f"train.max_tokens_per_rank={limit - 1}"])
+    said = str(e.value)
+    for part in ("max_prompt_tokens = 40", "max_new_tokens = 25", "samples of 64 input", "holds 63", "raise train.max"):
+        assert part in said
