@@ -5,6 +5,7 @@ Every run starts from one checkpoint, which the single rank writes. Letters: T p
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,8 +45,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": tiny_dense(**Dense, attention_bias=True, tie_word_embeddings=True),
     # part of each head turns; biases of query, key and value; a draft layer of grouped queries
     "glm": tiny_glm(**Dense, moe_intermediate_size=32, num_nextn_predict_layers=1),
+    "six layers": MLA | {"num_hidden_layers": 6},
 }
 MOE_LAYERS = (1, 2, 3)  # of the models with experts
+KL = 0.5  # coefficient, where there is a reference
 
 
 class WholeSamples(toy.PolicyGradient):
@@ -59,7 +62,13 @@ class WholeSamples(toy.PolicyGradient):
         kept = torch.where(more["loss_mask"], logprobs, 0.0)
         sums = torch.zeros(len(lengths)).index_add(0, owner, kept)  # [N]
         stats = dict(stats) | {"sample/logprob": Stat(sums.detach().sum(), torch.tensor(len(lengths)))}
-        return loss * (1 + 0.1 * sums[owner]), stats
+        loss = loss * (1 + 0.1 * sums[owner])
+        if more["ref_logprobs"] is None:
+            return loss, stats
+        gap = torch.where(more["loss_mask"], more["ref_logprobs"] - logprobs, 0.0)
+        penalty = gap.exp() - gap - 1
+        stats["train/kl_ref"] = Stat(penalty.detach().sum(), more["loss_mask"].sum())
+        return loss + KL * penalty, stats
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,8 @@ class Case:
     @property
     def key(self) -> str:
         """Of the single rank's run that this one is compared with."""
-        return "-".join([self.model, *(f"{name}-{value}" for name, value in sorted(self.settings.items()))])
+        words = [self.model, *(f"{name}-{value}" for name, value in sorted(self.settings.items()))]
+        return re.sub(r"[^\w.]+", "-", "-".join(words))
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,7 @@ class Run:
     metrics: Metrics
     worst: tuple[str, float]
     bias: list[float]  # the routing biases after the steps
+    rounding: dict[str, float]  # in bf16, of each parameter's gradient: its distance from fp32's, relative to its norm
 
 
 def batch(seed: int, layers: tuple[int, ...] = MOE_LAYERS) -> list[MicroBatch]:
@@ -93,11 +104,15 @@ def batch(seed: int, layers: tuple[int, ...] = MOE_LAYERS) -> list[MicroBatch]:
     return toy.samples(16, seed=seed, layers=layers)
 
 
+def _grid(t: Any, seed: int, *, dp: int, micros: int) -> tuple[list[list[MicroBatch]], int]:
+    return toy.grid(batch(seed, t.family.moe_layers(t.hf)), dp=dp, micros=micros)
+
+
 def train(t: Any, *, dp: int, micros: int) -> Metrics:
     """STEPS optimizer steps, each on another batch."""
     out = []
     for step in range(STEPS):
-        rows, tokens = toy.grid(batch(step, t.family.moe_layers(t.hf)), dp=dp, micros=micros)
+        rows, tokens = _grid(t, step, dp=dp, micros=micros)
         out.append(dict(t.step(rows[t.dp_rank], tokens, step + 1).metrics))
     return out
 
@@ -106,7 +121,7 @@ def gradients(t: Any, *, dp: int, micros: int) -> Iterator[tuple[str, Tensor]]:
     """Every parameter's whole gradient under its Hugging Face name: put in the weights' place and exported, since the
     exporter knows where each shard belongs. The weights are lost. Collective."""
     t.optimizer.zero_grad()
-    rows, tokens = toy.grid(batch(0, t.family.moe_layers(t.hf)), dp=dp, micros=micros)
+    rows, tokens = _grid(t, 0, dp=dp, micros=micros)
     t._step.run(rows[t.dp_rank], tokens)
     for chunk in t.chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -114,9 +129,43 @@ def gradients(t: Any, *, dp: int, micros: int) -> Iterator[tuple[str, Tensor]]:
                 ranks = group.intra_distributed_optimizer_instance_group  # each holds the sum of its part only
                 mine = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=ranks)
-        for param in chunk.parameters():
-            param.data.copy_(param.main_grad)
+    if t.config.lora.rank:
+        yield from _of_adapters(t)
+        return
+    for param in (p for chunk in t.chunks for p in chunk.parameters()):
+        # into memory of its own: what is computed in bf16 has its gradient in fp32, and is compared unrounded
+        param.data = param.main_grad.clone()
     yield from t.export()
+
+
+def _of_adapters(t: Any) -> Iterator[tuple[str, Tensor]]:
+    """An adapter is published inside its weight, W + scale * B A: with W at zero, A's gradient shows beside B's values
+    and B's beside A's, all of it, since B's columns and A's rows are independent."""
+    named = [(name, p) for model in t.models for name, p in model.named_parameters()]
+    held = {id(p): p.detach().clone() for _, p in named}
+    for adapter in ("lora_a", "lora_b"):
+        with torch.no_grad():
+            for name, p in named:
+                if name.endswith(adapter):
+                    p.copy_(p.main_grad)
+                elif "lora_" in name:
+                    p.copy_(held[id(p)])
+                else:
+                    p.zero_()
+        for name, x in t.export():
+            yield f"{name}, {adapter}", x
+
+
+def bend(t: Any) -> None:
+    """Every adapter's B away from zero, where A has no gradient; the same in every layout of the ranks."""
+    from megatron_bridge.param_names import named_tensors
+
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, x in sorted(named_tensors(t.models, t.parallel), key=lambda pair: pair[0]):
+            if name.endswith("lora_b"):
+                x.copy_(0.2 * torch.randn(x.shape, generator=g))
+    t.optimizer.reload_model_params()
 
 
 def bias(t: Any) -> list[float]:
@@ -163,19 +212,29 @@ def _run(rank: int, world: int, port: int, where: Path, case: Case, *, write: bo
     with toy.trainer(cfg, rank, world, port, WholeSamples()) as t:
         if write:
             toy.scramble(t)
+            bend(t)
             t.save(start)
         t.load_weights(start)
         metrics, biases = train(t, **spread), bias(t)
         t.load_weights(start)
-        found = gradients(t, **spread)
-        if write:
-            torch.save({name: x.clone() for name, x in found}, whole)
-            return Run(metrics, ("", 0.0), biases)
-        want = torch.load(whole)
-        errors = {name: _distance(x, want.pop(name)) for name, x in found}
-        assert not want, f"gradients of {sorted(want)[:3]} are missing"
-        worst = max(errors, key=lambda name: errors[name])
-        return Run(metrics, (worst, errors[worst]), biases)
+        found = {name: x.clone() for name, x in gradients(t, **spread)}
+    exact = whole.with_suffix(".exact.pt")
+    if write:
+        torch.save(found, whole)
+        if cfg.params_dtype == "bfloat16":
+            exactly = toy.config(hf, **case.settings | {"dtype": "float32"})
+            with toy.trainer(exactly, rank, world, free_port(), WholeSamples()) as t:
+                t.load_weights(start)
+                torch.save({name: x.clone() for name, x in gradients(t, **spread)}, exact)
+    rounding = _distances(found, torch.load(exact)) if exact.exists() else {}
+    errors = _distances(found, torch.load(whole))
+    worst = max(errors, key=lambda name: errors[name])
+    return Run(metrics, (worst, errors[worst]), biases, rounding)
+
+
+def _distances(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:
+    assert got.keys() == want.keys(), f"gradients of {sorted(got.keys() ^ want.keys())[:3]} are of one run only"
+    return {name: _distance(x, want[name]) for name, x in got.items()}
 
 
 def _distance(got: Tensor, want: Tensor) -> float:

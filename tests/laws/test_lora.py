@@ -2,7 +2,7 @@
 
 Oracles: torch's own W + alpha / rank * B A, and a trainer without adapters that loads what was published. Adapters act
 on every kind of target at once, with B away from zero (at zero A has no gradient at all).
-Not covered: virtual stages, context parallelism, more than two ranks, CUDA.
+Not covered: more than two ranks, CUDA.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
 from miles_like.hf_checkpoint import write_hf
 from miles_like.types import Stat
+from tests.laws import layouts
+from tests.laws.layouts import Case
 from tests.megatron_bridge import toy
 from tests.spawn import free_port, run_ranks
 
@@ -35,6 +37,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts alone over two": {"dp": 2, "etp": 2},
     "EP2 without distributed optimizer": ROUTED,
     "PP2, recomputed": {"pp": 2, "first_stage_layers": 1, "recompute": "full"},
+}
+
+WITH_REFERENCE = {"lora": LORA, "reference": True, "lr": 1e-2}
+GQA = {"lora": LORA | {"targets": ["attention", "experts", "mlp"]}}  # Qwen has no shared experts
+MTP = {"lora": LORA, "mtp_coefficient": 0.3}
+SPREAD = {
+    "TP2, with a reference": Case("mla", {"tp": 2}, WITH_REFERENCE),
+    "PP2xVPP2, with a reference": Case("mla", {"pp": 2, "vpp": 2}, WITH_REFERENCE),
+    "CP2, with a reference": Case("mla", {"cp": 2}, WITH_REFERENCE),
+    "TP2, GQA": Case("gqa", {"tp": 2}, GQA),
+    "CP2, GQA": Case("gqa", {"cp": 2}, GQA),
+    "PP2xVPP2, MTP": Case("mtp", {"pp": 2, "vpp": 2}, MTP),
+    "CP2xEP2 over the same ranks, MTP": Case("mtp", {"cp": 2, "ep": 2}, MTP),
 }
 
 
@@ -53,18 +68,6 @@ def _named(t: Any) -> dict[str, Tensor]:
     from megatron_bridge.param_names import named_tensors
 
     return {name: x.detach().clone() for name, x in named_tensors(t.models, t.parallel)}
-
-
-def _bend(t: Any) -> None:
-    """B away from zero."""
-    from megatron_bridge.param_names import named_tensors
-
-    g = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, x in sorted(named_tensors(t.models, t.parallel), key=lambda pair: pair[0]):
-            if name.endswith("lora_b"):
-                x.copy_(0.2 * torch.randn(x.shape, generator=g))
-    t.optimizer.reload_model_params()
 
 
 def _step(t: Any, step: int, dp: int) -> dict[str, float]:
@@ -150,7 +153,7 @@ def _one_rank(rank: int, world: int, port: int, hf: str, moe_only: str, where: P
         out["adapters at zero"] = dict(t.evaluate(rows[0], tokens)), _digest(_exported(t))
         served = [p for p in t.models[0].parameters() if hasattr(p, "served")]
         out["not the weight"] = sum(not torch.equal(p, p.served()) for p in served), len(served) > 0
-        _bend(t)
+        layouts.bend(t)
         before = _named(t)
         t.save(where / "bent")
         want, got = _by_hand(before, family_of(t.hf).bind(t.hf)), _exported(t)
@@ -168,6 +171,7 @@ def _one_rank(rank: int, world: int, port: int, hf: str, moe_only: str, where: P
     dense = {"rank": 2, "targets": ["attention", "mlp"]}
     out["target"] = _refused(toy.config(moe_only, lora=dense), rank, world, free_port())
     out["adapters lost"] = _refused(toy.config(hf), rank, world, free_port(), where / "bent")
+    out["spread"] = layouts.references(rank, world, port, where, SPREAD)
     return out
 
 
@@ -203,6 +207,7 @@ def _two_ranks(rank: int, world: int, port: int, hf: str, where: Path, ports: di
     out["published"] = _published(
         hf, rank, world, [ports["one"], ports["two"]], where / "plain", where / "two", {"tp": 2, "etp": 2}
     )
+    out["spread"] = layouts.in_layouts(rank, world, port, where, SPREAD)
     return out
 
 
@@ -248,6 +253,24 @@ def test_the_step_does_not_depend_on_the_layout(found: Found, layout: str) -> No
         for want, got in zip(found["one"]["metrics"], rank[layout]["metrics"], strict=True):
             for key in ("train/loss", "train/grad_norm"):
                 assert got[key] == pytest.approx(want[key], rel=1e-5), key
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_products_of_layouts_and_a_reference_change_nothing_either(found: Found, name: str) -> None:
+    """Virtual stages, context parallelism, query-group attention, draft layers, and a reference that was kept with its
+    adapters (and is penalized for leaving): two steps to 1e-5, and the gradient of every adapter to 2e-5 of its norm.
+    Draft layers have no adapters of their own: their loss trains those of the layers below."""
+    case, key = SPREAD[name], SPREAD[name].key
+    want = found["one"]["spread"][key]
+    for rank in found["both"]:
+        got = rank["spread"][name]
+        for mine, alone in zip(got.metrics, want.metrics, strict=True):
+            more = {"train/mtp_loss": case.model == "mtp", "train/kl_ref": "reference" in case.settings}
+            for metric in ("train/loss", "train/grad_norm", *(name for name, there in more.items() if there)):
+                assert mine[metric] == pytest.approx(alone[metric], rel=1e-5), metric
+        assert got.worst[1] < 2e-5, got.worst
+    if "reference" in case.settings:  # which chooses its own routes, while the policy replays recorded ones
+        assert all(m["train/kl_ref"] > 1e-3 for m in want.metrics)
 
 
 def test_only_adapters_move(found: Found) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from tests.laws import layouts
 from tests.laws.layouts import Case, Run
 from tests.megatron_bridge import toy
-from tests.spawn import run_ranks
+from tests.spawn import free_port, run_ranks
 
 FULL = {"recompute": "full"}
 PARTS = {"recompute": "selective", "recompute_modules": ("core_attn", "mla_up_proj", "moe")}
@@ -46,6 +47,8 @@ FOUR: dict[str, dict[str, Any]] = {
     "CP2xTP2": {"cp": 2, "tp": 2},
     "EP2xDP2": {"dp": 4, "ep": 2},
     "PP2xVPP2xTP2": {"pp": 2, "vpp": 2, "tp": 2},
+    "CP2xPP2": {"cp": 2, "pp": 2},
+    "CP2xDP2, EP2 over both": {"cp": 2, "dp": 2, "ep": 2},
 }
 MTP = ("TP2", "PP2xVPP2", "EP2", "CP2", "CP2xTP2")
 GQA = ("TP2", "PP2xVPP2", "EP2", "CP2", "CP2, recomputed", "CP2xTP2")
@@ -80,8 +83,13 @@ def _cases(rows: dict[str, dict[str, Any]]) -> dict[str, Case]:
 
 
 PACKINGS = {f"{n} micro-batches": Case("mla", micros=n) for n in (1, 2, 16)}
-RANKS = {1: PACKINGS, 2: _cases(TWO), 4: _cases(FOUR)}
+UNEVEN = {"PP2xVPP2, uneven": Case("six layers", {"pp": 2, "vpp": 2, "first_stage_layers": 2})}
+ROUNDED = {
+    f"{name}, bf16": Case("mla", TWO[name], {"dtype": "bfloat16"}) for name in ("TP2", "CP2xEP2 over the same ranks")
+}
+RANKS = {1: PACKINGS, 2: _cases(TWO) | UNEVEN | ROUNDED, 4: _cases(FOUR)}
 CASES = {name: case for cases in RANKS.values() for name, case in cases.items()}
+EXACT = [name for name in CASES if name not in ROUNDED]
 
 
 def _idle(rank: int, world: int, port: int, where: Path) -> dict[str, float]:
@@ -100,29 +108,40 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("invariance")
 
 
+def _one_rank(rank: int, world: int, port: int, where: Path) -> tuple[dict[str, Run], dict[str, Run], dict[str, float]]:
+    """The single rank's runs by key, those of other packings by name, and one with idle micro-batches."""
+    alone = layouts.references(rank, world, port, where, CASES)
+    return alone, layouts.in_layouts(rank, world, port, where, RANKS[1]), _idle(rank, world, free_port(), where)
+
+
 @pytest.fixture(scope="module")
-def alone(where: Path) -> dict[str, Run]:
+def single(where: Path) -> tuple[dict[str, Run], dict[str, Run], dict[str, float]]:
+    return run_ranks(_one_rank, 1, where, timeout_s=layouts.PATIENCE)[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def alone(single: Any) -> dict[str, Run]:
     """The single rank's runs, by key."""
-    return run_ranks(layouts.references, 1, where, CASES, timeout_s=layouts.PATIENCE)[0]  # type: ignore[no-any-return]
+    return single[0]  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def runs(where: Path, alone: dict[str, Run]) -> dict[str, Run]:
-    out: dict[str, Run] = {}
-    for world, cases in RANKS.items():
-        ranks = run_ranks(layouts.in_layouts, world, where, cases, timeout_s=layouts.PATIENCE)
-        for name in cases:
+def runs(where: Path, single: Any) -> dict[str, Run]:
+    out: dict[str, Run] = dict(single[1])
+    for world in (2, 4):
+        ranks = run_ranks(layouts.in_layouts, world, where, RANKS[world], timeout_s=layouts.PATIENCE)
+        for name in RANKS[world]:
             assert all(r[name].metrics == ranks[0][name].metrics for r in ranks), f"{name}: ranks report different ones"
         out |= ranks[0]
     return out
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EXACT)
 def test_loss_and_gradient_are_those_of_one_rank(alone: dict[str, Run], runs: dict[str, Run], name: str) -> None:
     """Layouts and packings compute the same sums in another order, so only fp32 rounding may differ: 1e-5 relative in
     two steps from one checkpoint, the second on weights that the first has changed. The loss couples the tokens of a
     sample, and samples are of odd lengths, several a micro-batch. Expert choices are replayed, since a near-tie could
-    otherwise flip. Not covered: bf16, more than four ranks."""
+    otherwise flip. Not covered: more than four ranks."""
     for want, got in zip(alone[CASES[name].key].metrics, runs[name].metrics, strict=True):
         model = CASES[name].model
         routed, more = ROUTED if model != "dense" else (), ("train/mtp_loss",) if model in ("mtp", "glm") else ()
@@ -131,7 +150,7 @@ def test_loss_and_gradient_are_those_of_one_rank(alone: dict[str, Run], runs: di
         assert got.get("routing/replay_coverage") == (1.0 if routed else None)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EXACT)
 def test_each_parameter_gets_the_gradient_of_one_rank(runs: dict[str, Run], name: str) -> None:
     """A norm over all parameters hides a wrong small one: MLA's key rotation under tensor parallelism once had half of
     its gradient, 1e-2 of two weights, with the right loss. Relative to each parameter's own norm."""
@@ -139,9 +158,26 @@ def test_each_parameter_gets_the_gradient_of_one_rank(runs: dict[str, Run], name
     assert distance < 2e-5, f"{name}: {worst}"
 
 
-def test_a_micro_batch_without_loss_counts_for_nothing(where: Path, alone: dict[str, Run]) -> None:
+@pytest.mark.parametrize("name", ROUNDED)
+def test_in_bf16_a_layout_rounds_no_worse_than_one_rank(alone: dict[str, Run], runs: dict[str, Run], name: str) -> None:
+    """Sums in another order round otherwise, by as much as rounding itself: what can be asked is that a layout is no
+    farther than one rank from the fp32 gradient of the same bf16 weights. One rank's is off by 1.2 to 1.9 % of each
+    parameter's gradient; of a layout's, at most twice that for each (seen 1.6 times), and no more in the middle of all
+    parameters (seen 1.03 times). A share of a gradient that is missing is tens of percent. Loss and norm to 5e-3."""
+    one, got = alone[CASES[name].key], runs[name]
+    times = {p: got.rounding[p] / off for p, off in one.rounding.items() if off}
+    assert len(times) > 100 and max(one.rounding.values()) < 0.03
+    worst = max(times, key=lambda p: times[p])
+    assert times[worst] < 2, (worst, times[worst])
+    assert statistics.median(times.values()) < 1.1
+    for want, mine in zip(one.metrics, got.metrics, strict=True):
+        for key in ("train/loss", "train/grad_norm"):
+            assert mine[key] == pytest.approx(want[key], rel=5e-3), key
+
+
+def test_a_micro_batch_without_loss_counts_for_nothing(single: Any, alone: dict[str, Run]) -> None:
     """Rows of unequal length are filled up with such; they must not even enter a denominator."""
-    got = run_ranks(_idle, 1, where, timeout_s=layouts.PATIENCE)[0]
+    got = single[2]
     for key in (*COMPARED, *ROUTED):
         if key != "sample/logprob":  # this one counts samples
             assert got[key] == pytest.approx(alone["mla"].metrics[0][key], rel=1e-6), key
