@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import pickle
-import queue
 import random
 import socket
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -27,50 +29,100 @@ def free_port() -> int:
         return port
 
 
-def _rank(fn: Callable[..., Any], rank: int, world_size: int, port: int, args: tuple[Any, ...], results: Any) -> None:
+def _serve(line: Connection) -> None:
+    """A rank's process: jobs in, results out, until the parent hangs up or a job fails."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)
-    try:
-        value = fn(rank, world_size, port, *args)
-        # by value: a queue would pass tensors as handles that die with this process
-        results.put((rank, pickle.dumps(value), None))
-    except BaseException:  # a rank's edge: whatever it was, the parent reports it
-        results.put((rank, None, traceback.format_exc()))
-        raise
+    unseeded = torch.initial_seed()
+    while True:
+        try:
+            fn, arguments = pickle.loads(line.recv_bytes())
+        except EOFError:
+            return
+        try:
+            value = fn(*arguments)
+            # by value: torch's own connections would pass tensors as handles that die with this process
+            answer = (pickle.dumps(value), None)
+        except BaseException:  # a rank's edge: whatever it was, the parent reports it
+            line.send_bytes(pickle.dumps((None, traceback.format_exc())))
+            raise
+        del value, arguments
+        torch.manual_seed(unseeded)  # as a process that has just begun
+        gc.collect()
+        line.send_bytes(pickle.dumps(answer))
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0) -> list[Any]:
-    """[fn(rank, world_size, port, *args)] in rank order; fn is a module-level function, results and args pickle.
+class _Rank:
+    """A process and the line to it."""
 
-    `port` is free on loopback when the ranks start. Raises AssertionError with a rank's traceback when one fails, and
-    TimeoutError after timeout_s; either way no process is left behind.
-    """
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    port = free_port()
-    ranks = [context.Process(target=_rank, args=(fn, r, world_size, port, args, results)) for r in range(world_size)]
-    for process in ranks:
-        process.start()
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self.line, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,))
+        self.process.start()
+        theirs.close()
+
+    def stop(self, patience: float) -> None:
+        self.line.close()
+        self.process.join(timeout=patience)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+_kept: list[_Rank] = []
+
+
+@atexit.register
+def _stop_kept() -> None:
+    while _kept:
+        _kept.pop().stop(0.0)
+
+
+def _answers(ranks: list[_Rank], timeout_s: float) -> list[Any]:
     done: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_s
-    try:
-        while len(done) < world_size:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"ranks {sorted(set(range(world_size)) - set(done))} not done in {timeout_s} s")
+    while len(done) < len(ranks):
+        waiting = {r.line: i for i, r in enumerate(ranks) if i not in done}
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} not done in {timeout_s} s")
+        for line in ready:
+            i = waiting[line]  # type: ignore[index]
             try:
-                rank, value, error = results.get(timeout=0.2)
-            except queue.Empty:
-                dead = [r for r, p in enumerate(ranks) if r not in done and p.exitcode not in (None, 0)]
-                assert not (dead and results.empty()), f"rank {dead[0]} died with code {ranks[dead[0]].exitcode}"
-                continue
-            assert error is None, f"rank {rank} failed:\n{error}"
-            done[rank] = pickle.loads(value)
+                value, error = pickle.loads(ranks[i].line.recv_bytes())
+            except EOFError:
+                ranks[i].process.join(timeout=5)
+                raise AssertionError(f"rank {i} died with code {ranks[i].process.exitcode}") from None
+            assert error is None, f"rank {i} failed:\n{error}"
+            done[i] = pickle.loads(value)
+    return [done[i] for i in range(len(ranks))]
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0, keep: bool = False
+) -> list[Any]:
+    """[fn(rank, world_size, port, *args)] in rank order; fn is a module-level function, results and args pickle.
+
+    `port` is free on loopback when the ranks start. With `keep` the processes are those of the last call that asked so,
+    which saves each the seconds that torch and megatron take to import: for functions that leave their world and
+    change nothing else in their process. Raises AssertionError with a rank's traceback when one fails, and TimeoutError
+    after timeout_s; either way no process is left behind, but for kept ones until this process ends.
+    """
+    ranks = _kept[:world_size] if keep else []
+    if keep:
+        del _kept[:world_size]
+    ranks += [_Rank() for _ in range(len(ranks), world_size)]
+    port, patience = free_port(), 0.1
+    try:
+        for i, rank in enumerate(ranks):
+            rank.line.send_bytes(pickle.dumps((fn, (i, world_size, port, *args))))
+        out, patience = _answers(ranks, timeout_s), 5.0
+        if keep:
+            _kept[:0], ranks = ranks, []
     finally:
-        for process in ranks:
-            process.join(timeout=5 if len(done) == world_size else 0.1)
-            if process.is_alive():
-                process.kill()
-                process.join()
-    return [done[r] for r in range(world_size)]
+        for rank in ranks:
+            rank.stop(patience)
+    return out

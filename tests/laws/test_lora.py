@@ -216,9 +216,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     where = tmp_path_factory.mktemp("lora")
     hf = toy.hf_dir(where / "hf")
     moe_only = toy.hf_dir(where / "moe_only", toy.hf_config() | {"first_k_dense_replace": 0})
-    (one,) = run_ranks(_one_rank, 1, hf, moe_only, where, timeout_s=500)
+    (one,) = run_ranks(_one_rank, 1, hf, moe_only, where, timeout_s=500, keep=True)
     ports = {name: free_port() for name in [*LAYOUTS, "DP2", "one", "two"]}
-    return {"one": one, "both": run_ranks(_two_ranks, 2, hf, where, ports, timeout_s=500)}
+    return {"one": one, "both": run_ranks(_two_ranks, 2, hf, where, ports, timeout_s=500, keep=True)}
 
 
 def test_fresh_adapters_change_nothing(found: Found) -> None:

@@ -103,7 +103,7 @@ def _answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Answer
         model.save_pretrained(root / "hf")
         to_megatron(root / "hf", root / "megatron")
         jobs.append((name, str(root / "megatron"), free_port()))
-    (found,) = run_ranks(_megatron_answers, 1, jobs)
+    (found,) = run_ranks(_megatron_answers, 1, jobs, keep=True)
     ours = [(torch.from_numpy(logits), [torch.from_numpy(m) for m in maps]) for logits, maps in found]
     return {name: both for name, *both in zip(MODELS, references, ours, strict=True)}  # type: ignore[misc]
 

@@ -141,8 +141,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     where = tmp_path_factory.mktemp("mtp")
     hf = toy.hf_dir(where / "hf", toy.hf_config() | {"num_nextn_predict_layers": DEPTHS})
     start = where / "start"
-    out: dict[str, Any] = run_ranks(_one_rank, 1, hf, start)[0]
-    both = run_ranks(_two_ranks, 2, hf, start, {n: free_port() for n in LAYOUTS}, where / "save")
+    out: dict[str, Any] = run_ranks(_one_rank, 1, hf, start, keep=True)[0]
+    both = run_ranks(_two_ranks, 2, hf, start, {n: free_port() for n in LAYOUTS}, where / "save", keep=True)
     for name in LAYOUTS:
         assert both[0][name] == both[1][name], f"{name}: ranks report different metrics"
     return out | both[0] | {"embeddings": [both[0]["embedding"], both[1]["embedding"]]}

@@ -60,7 +60,9 @@ def _run(rank: int, world: int, port: int, hf: str, start: Path, ports: dict[str
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     where = tmp_path_factory.mktemp("overlap")
-    return run_ranks(_run, 2, toy.hf_dir(where / "hf"), where / "start", {name: free_port() for name in CASES})
+    return run_ranks(
+        _run, 2, toy.hf_dir(where / "hf"), where / "start", {name: free_port() for name in CASES}, keep=True
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "plain"])

@@ -116,7 +116,7 @@ def _one_rank(rank: int, world: int, port: int, where: Path) -> tuple[dict[str, 
 
 @pytest.fixture(scope="module")
 def single(where: Path) -> tuple[dict[str, Run], dict[str, Run], dict[str, float]]:
-    return run_ranks(_one_rank, 1, where, timeout_s=layouts.PATIENCE)[0]  # type: ignore[no-any-return]
+    return run_ranks(_one_rank, 1, where, timeout_s=layouts.PATIENCE, keep=True)[0]  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def alone(single: Any) -> dict[str, Run]:
 def runs(where: Path, single: Any) -> dict[str, Run]:
     out: dict[str, Run] = dict(single[1])
     for world in (2, 4):
-        ranks = run_ranks(layouts.in_layouts, world, where, RANKS[world], timeout_s=layouts.PATIENCE)
+        ranks = run_ranks(layouts.in_layouts, world, where, RANKS[world], timeout_s=layouts.PATIENCE, keep=True)
         for name in RANKS[world]:
             assert all(r[name].metrics == ranks[0][name].metrics for r in ranks), f"{name}: ranks report different ones"
         out |= ranks[0]

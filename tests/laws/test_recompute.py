@@ -79,7 +79,7 @@ def test_gradients_do_not_depend_on_what_is_recomputed(tmp_path: Path, layout: d
     is none."""
     world = layout.get("tp", 1)
     ports = [free_port() for _ in KINDS]
-    found = run_ranks(_ranks, world, toy.hf_dir(tmp_path / "hf"), tmp_path / "start", ports, layout)
+    found = run_ranks(_ranks, world, toy.hf_dir(tmp_path / "hf"), tmp_path / "start", ports, layout, keep=True)
     for rank in found:
         for name, got in rank.items():
             assert got["loss"] == rank["none"]["loss"] and got["gap"] <= (

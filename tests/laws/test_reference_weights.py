@@ -100,7 +100,7 @@ def _one_model(port: int, hf: str, where: Path, kind: str) -> Found:
     with toy.trainer(cfg, 0, 1, port, KL) as t:
         import megatron_bridge.weight_copies as module
 
-        module._AT_ONCE = 1000  # more than one exchange a tensor, and a remainder
+        at_once, module._AT_ONCE = module._AT_ONCE, 1000  # more than one exchange a tensor, and a remainder
         toy.scramble(t)
         t.save(start)
         t.load_weights(start)
@@ -130,6 +130,7 @@ def _one_model(port: int, hf: str, where: Path, kind: str) -> Found:
             t.copies.load("gone", where / "nowhere")
         except ValueError:
             out["no trace of loading"] = _same(before, _bits(t)) and "gone" not in t.copies
+        module._AT_ONCE = at_once
     return out
 
 
@@ -184,8 +185,8 @@ def _pair(rank: int, world: int, port: int, hf: str, start: Path, ports: dict[st
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     where = tmp_path_factory.mktemp("reference")
     hf, wide = toy.hf_dir(where / "hf"), toy.hf_dir(where / "hf4", tiny(num_hidden_layers=4))
-    out: Found = run_ranks(_alone, 1, hf, wide, where)[0]
-    return out | {"pair": run_ranks(_pair, 2, wide, where / "wide", {name: free_port() for name in LAYOUTS})}
+    out: Found = run_ranks(_alone, 1, hf, wide, where, keep=True)[0]
+    return out | {"pair": run_ranks(_pair, 2, wide, where / "wide", {name: free_port() for name in LAYOUTS}, keep=True)}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -124,7 +124,7 @@ def _one_rank(rank: int, world: int, port: int, hf: str, start: Path) -> Found:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     where = tmp_path_factory.mktemp("replay")
-    return run_ranks(_one_rank, 1, toy.hf_dir(where / "hf"), where / "start")[0]
+    return run_ranks(_one_rank, 1, toy.hf_dir(where / "hf"), where / "start", keep=True)[0]
 
 
 def _same_gradients(a: Found, b: Found) -> bool:

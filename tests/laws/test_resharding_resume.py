@@ -124,7 +124,7 @@ def rings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Foun
         world = max(toy.config("", **LAYOUTS[layout]).parallel.world_size for layout in names)
         ports = [free_port() for _ in range(2 * len(names))]
         hf = toy.hf_dir(where / "hf", toy.hf_config() | {"num_hidden_layers": LAYERS})
-        return run_ranks(whole_ring, world, hf, where, name, ports, timeout_s=900.0)
+        return run_ranks(whole_ring, world, hf, where, name, ports, timeout_s=900.0, keep=True)
 
     return run
 

@@ -33,9 +33,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """(the single rank's runs by key, the two ranks' by name)."""
     where: Path = tmp_path_factory.mktemp("routers")
     alone: list[Any] = run_ranks(
-        layouts.references, 1, where, {**CASES, "none": Case("mla")}, timeout_s=layouts.PATIENCE
+        layouts.references, 1, where, {**CASES, "none": Case("mla")}, timeout_s=layouts.PATIENCE, keep=True
     )
-    return alone[0], run_ranks(layouts.in_layouts, 2, where, CASES, timeout_s=layouts.PATIENCE)[0]
+    return alone[0], run_ranks(layouts.in_layouts, 2, where, CASES, timeout_s=layouts.PATIENCE, keep=True)[0]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("bias")])

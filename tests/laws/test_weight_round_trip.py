@@ -175,8 +175,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         tensors = random_tensors(config, mtp=name == "deepseek")
         write_checkpoint(root / name, config, tensors, shard_bytes=700_000)
         to_megatron(root / name, root / f"{name}-megatron")
-    pair = run_ranks(_check_layouts, 2, str(root), {case: free_port() for case in CASES})
-    (single,) = run_ranks(_check_layouts, 1, str(root), {case: free_port() for case in ALONE})
+    pair = run_ranks(_check_layouts, 2, str(root), {case: free_port() for case in CASES}, keep=True)
+    (single,) = run_ranks(_check_layouts, 1, str(root), {case: free_port() for case in ALONE}, keep=True)
     return [*pair, single]
 
 

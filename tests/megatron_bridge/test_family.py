@@ -118,7 +118,7 @@ def _all_configs(rank: int, world_size: int, port: int, ports: list[int]) -> dic
 
 @pytest.fixture(scope="module")
 def megatron() -> dict[str, Any]:
-    (answer,) = run_ranks(_all_configs, 1, [free_port() for _ in BUILT])
+    (answer,) = run_ranks(_all_configs, 1, [free_port() for _ in BUILT], keep=True)
     return answer  # type: ignore[no-any-return]
 
 

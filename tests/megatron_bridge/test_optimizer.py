@@ -143,9 +143,9 @@ def _two_ranks(rank: int, world: int, port: int, hf: str, where: Path, ports: di
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     where = tmp_path_factory.mktemp("optimizer")
     hf = toy.hf_dir(where / "hf")
-    (one,) = run_ranks(_one_rank, 1, hf, where, {name: free_port() for name in FROZEN})
+    (one,) = run_ranks(_one_rank, 1, hf, where, {name: free_port() for name in FROZEN}, keep=True)
     names = [*(f"{f}, {layout}" for layout, f in CASES), "decay", "typo", "all", "decay typo", "one expert"]
-    both = run_ranks(_two_ranks, 2, hf, where, {name: free_port() for name in names})
+    both = run_ranks(_two_ranks, 2, hf, where, {name: free_port() for name in names}, keep=True)
     return {"one": one, "both": both}
 
 
