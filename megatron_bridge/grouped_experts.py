@@ -99,8 +99,9 @@ class LocalGroupedMLP(SequentialMLP):
         return resized(self._linear("linear_fc2", h, sizes), sizes, counts), None
 
     def _linear(self, name: str, x: Tensor, sizes: list[int]) -> Tensor:
-        """That linear of every expert. One that is being watched is called as a module, for its hooks."""
+        """That linear of every expert. One with hooks is called as a module: it is being watched, or its weights are
+        still being gathered (overlap_param_gather) and its hook waits for them."""
         linears = [getattr(expert, name) for expert in self.local_experts]
-        if any(linear._forward_hooks for linear in linears):
+        if any(linear._forward_hooks or linear._forward_pre_hooks for linear in linears):
             return torch.cat([linear(rows)[0] for linear, rows in zip(linears, x.split(sizes), strict=True)])
         return _GroupedLinear.apply(x, sizes, *map(weight_of, linears))  # type: ignore[no-any-return]

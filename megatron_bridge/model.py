@@ -5,6 +5,7 @@ Letters: T packed tokens, s rows of them below the embedding, H hidden size, D d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class PolicyModel(GPTModel):
         super().__init__(*args, **kwargs)
         self.spec: Spec = "local"  # whose modules; decides the parameters' names (te_names)
         self.temperature, self.logprob_memory = temperature, logprob_memory
+        self.await_head: Callable[[], object] = lambda: None  # until its weights are gathered: see connect_overlap
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """[2 + D, T] fp32 on the last stage, given labels [1 + D, T] and loss_mask [1 + D, T] bool of `mtp.ahead`:
@@ -73,6 +75,7 @@ class PolicyModel(GPTModel):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         rows = loss_mask.nonzero()[:, 0]
+        self.await_head()
         logprobs, entropy = label_logprobs(
             hidden[:, 0].index_select(0, rows),
             self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,

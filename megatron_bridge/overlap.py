@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
+
+from megatron_bridge.model import unwrap
 
 
 def connect_overlap(transformer_config: Any, chunks: Sequence[DistributedDataParallel]) -> None:
@@ -13,7 +16,8 @@ def connect_overlap(transformer_config: Any, chunks: Sequence[DistributedDataPar
 
     With virtual stages every pipeline rank starts both at the same point of the schedule, as megatron's own training
     loop does by default: a stage that communicates alone makes the others wait. Without them backward hooks start the
-    reduction and forward hooks the gathering.
+    reduction and forward hooks the gathering. The head's weight is read without a call of its module, so that its hook,
+    which waits for the gathering, is handed to the model.
     """
     ddp = chunks[0].ddp_config
     transformer_config.no_sync_func = _each([_NoSync(chunk) for chunk in chunks])
@@ -21,6 +25,9 @@ def connect_overlap(transformer_config: Any, chunks: Sequence[DistributedDataPar
         transformer_config.grad_sync_func = _each([chunk.start_grad_sync for chunk in chunks])
     if len(chunks) > 1 and ddp.overlap_param_gather:
         transformer_config.param_sync_func = _each([chunk.start_param_sync for chunk in chunks])
+    for model, chunk in ((unwrap(chunk), chunk) for chunk in chunks if ddp.overlap_param_gather):
+        if model.post_process:
+            model.await_head = partial(chunk._make_forward_pre_hook(), model.output_layer)
 
 
 class _NoSync:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
         "kernels": GATHER | {"overlap_shared_expert": True},
     },
     "without expert parallelism": {"dp": 2, "kernels": GATHER},
+    "the head gathered by itself": {"dp": 2, "kernels": GATHER, "bucket_size": 16_000},
     "all-gather of tokens": {"tp": 2, "ep": 2, "kernels": {"dispatcher": "allgather"}},
 }
 COMPARED = ("train/loss", "train/grad_norm", "train/entropy")
@@ -33,11 +36,31 @@ def _fingerprint(t: Any) -> list[float]:
     return [values[name] for name in sorted(values)]
 
 
+@contextmanager
+def _buckets(size: int | None) -> Iterator[None]:
+    """Buckets of that many elements: megatron's are larger than the whole tiny model, so that to wait for one
+    parameter is to wait for all."""
+    from megatron_bridge import trainer
+    from megatron_bridge.resolve import resolve
+
+    def resized(*args: Any, **kwargs: Any) -> Any:
+        resolved = resolve(*args, **kwargs)
+        resolved.ddp["bucket_size"] = size
+        return resolved
+
+    trainer.resolve = resized if size else resolve  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        trainer.resolve = resolve
+
+
 def _run(rank: int, world: int, port: int, hf: str, start: Path, ports: dict[str, int]) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    for name, layout in CASES.items():
-        dp = layout.get("dp", 1)
-        with toy.trainer(toy.config(hf, **layout), rank, world, ports[name]) as t:
+    for name, case in CASES.items():
+        layout, dp = dict(case), case.get("dp", 1)
+        size = layout.pop("bucket_size", None)
+        with _buckets(size), toy.trainer(toy.config(hf, **layout), rank, world, ports[name]) as t:
             if name == "plain":
                 toy.scramble(t)
                 t.save(start)
