@@ -145,6 +145,7 @@ def measure(base: Path, hf: dict[str, Any], *, rounds: int, workers: int) -> tup
     nbytes = write_hf(source, random_tensors(hf), hf, shard_bytes=1 << 30)
     how: dict[str, Any] = {"memory_limit": LIMIT, "workers": workers}
     turns: list[tuple[float, float, float]] = []
+    most = 0
     for _ in range(rounds + 1):
         plain = seconds_of(lambda: copy_plainly(source, base / "copy"))
         shutil.rmtree(base / "copy")
@@ -153,6 +154,7 @@ def measure(base: Path, hf: dict[str, Any], *, rounds: int, workers: int) -> tup
             back = seconds_of(lambda: to_hf(base / "megatron", base / "back", **how))
         shutil.rmtree(base / "megatron")
         shutil.rmtree(base / "back")
+        most = max(most, peak.bytes)
         turns.append((plain, there, back))
     del turns[0]
     plain, there, back = (statistics.median(column) for column in zip(*turns, strict=True))
@@ -166,7 +168,7 @@ def measure(base: Path, hf: dict[str, Any], *, rounds: int, workers: int) -> tup
     }
     for name, value in figures.items():
         print(f"{name:24}{value:16,.2f}")
-    return {name: round(value, 3) for name, value in figures.items()}, peak.bytes
+    return {name: round(value, 3) for name, value in figures.items()}, most
 
 
 if __name__ == "__main__":

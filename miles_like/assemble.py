@@ -218,8 +218,8 @@ def to_megatron(
     check_layout(ParallelConfig(tp=tp, pp=pp, ep=ep, etp=etp, dp=dp), _read_config(hf_dir / "config.json"))
     began = time.monotonic()
     report = to_megatron(
-        hf_dir,
-        out_dir,
+        hf_dir.resolve(),  # other nodes have other working directories
+        out_dir.resolve(),
         memory_limit=work.memory_limit,
         workers=work.workers,
         spread=work.spread(),
@@ -235,8 +235,8 @@ def to_hf(megatron_dir: Path, out_dir: Path, work: ConvertWork, **how: Any) -> s
 
     began = time.monotonic()
     report = to_hf(
-        megatron_dir,
-        out_dir,
+        megatron_dir.resolve(),
+        out_dir.resolve(),
         **how,
         memory_limit=work.memory_limit,
         workers=work.workers,

@@ -23,7 +23,7 @@ def dequantize_checkpoint(src: Path | str, dst: Path | str, *, shard_bytes: int 
     and as `HFCheckpoint` and `write_hf` do.
     """
     hf = HFCheckpoint(src)
-    spec = QuantSpec.from_hf(hf.config)
+    spec = QuantSpec.from_hf(hf.config, reading=True)
     config = {k: v for k, v in hf.config.items() if k != "quantization_config"}
 
     def scale(name: str) -> Tensor | None:
@@ -52,7 +52,7 @@ def dequantized_bytes(hf: HFCheckpoint) -> int:
 def is_plain(hf: HFCheckpoint) -> bool:
     """Nothing to dequantize. FP8 codes without `quantization_config` are not: `dequantize_checkpoint` refuses them."""
     coded = any(hf.info(name).dtype is torch.float8_e4m3fn for name in hf.names())
-    return not coded and QuantSpec.from_hf(hf.config) is None
+    return not coded and QuantSpec.from_hf(hf.config, reading=True) is None
 
 
 def _finite(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

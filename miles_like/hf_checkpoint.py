@@ -81,9 +81,13 @@ class HFCheckpoint:
                     f"{self.path} has neither {_SINGLE} nor {_INDEX}: not a safetensors checkpoint, or not whole"
                 )
             return None
-        weight_map: dict[str, str] = _read_json(self.path / _INDEX).get("weight_map", {})
-        if not weight_map:
-            raise ValueError(f"{self.path / _INDEX} has no weight_map: {_REFETCH}")
+        weight_map = _read_json(self.path / _INDEX).get("weight_map")
+        if (
+            not weight_map
+            or not isinstance(weight_map, dict)
+            or not all(isinstance(f, str) for f in weight_map.values())
+        ):
+            raise ValueError(f"{self.path / _INDEX} has no weight_map of names to files: {_REFETCH}")
         for file in sorted(set(weight_map.values())):
             if Path(file).name != file or not (self.path / file).exists():
                 raise ValueError(f"{self.path / file} is missing, {_INDEX} lists it: {_REFETCH}")

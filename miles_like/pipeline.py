@@ -118,6 +118,7 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
         bf16,
         lambda out, done: _convert(out, done, parts),
         _converted,
+        grid=[config.parallel.tp, config.parallel.etp],  # cut for these ranks
     )
     then(
         "stage",

@@ -106,7 +106,7 @@ def on_every_node(work: Callable[[], Mapping[str, Any]]) -> list[Mapping[str, An
 def over_nodes(work: Callable[[int], None], numbers: Sequence[int], *, each: int) -> None:
     """`work(n)` for every number, in `each` processes on every node; a process takes neighbouring numbers, in order.
 
-    The first failure is raised as it was, once the others have ended: what they did may be worth keeping.
+    The first failure stops the others and is raised as it was, once none of them writes any more.
     """
     nodes = [node for node in node_ids() for _ in range(each)]
     share = -(-len(numbers) // len(nodes))
@@ -116,14 +116,20 @@ def over_nodes(work: Callable[[int], None], numbers: Sequence[int], *, each: int
         for i, node in enumerate(nodes)
         if i * share < len(numbers)
     ]
-    ray.wait(refs, num_returns=len(refs))
-    for ref in refs:
-        try:
-            ray.get(ref)
-        except RayTaskError as e:
-            raise (e.cause if isinstance(e.cause, ValueError | OSError) else RuntimeError(_said(e))) from None
-        except RayError as e:
-            raise RuntimeError(f"{_said(e)}; what is converted is kept: run again") from None
+    left = list(refs)
+    try:
+        while left:
+            [done], left = ray.wait(left, num_returns=1)
+            ray.get(done)
+    except RayTaskError as e:
+        raise (e.cause if isinstance(e.cause, ValueError | OSError) else RuntimeError(_said(e))) from None
+    except RayError as e:
+        raise RuntimeError(f"{_said(e)}; what is converted is kept: run again") from None
+    finally:
+        for ref in left:
+            ray.cancel(ref, force=True)
+        if left:
+            ray.wait(left, num_returns=len(left))
 
 
 def _do_all(work: Callable[[int], None], numbers: Sequence[int]) -> None:

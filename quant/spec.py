@@ -48,8 +48,9 @@ class QuantSpec:
             raise ValueError(f"quantization block {self.block}: give two positive sizes, as (128, 128)")
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> QuantSpec | None:
-        """Of a whole config.json; None when the model is not quantized.
+    def from_hf(cls, config: Mapping[str, Any], *, reading: bool = False) -> QuantSpec | None:
+        """Of a whole config.json; None when the model is not quantized. `reading`: to decode only, which scales that
+        are powers of two (scale_fmt "ue8m0", DeepSeek-V3.1) do not change.
 
         Raises ValueError naming the key whose value is not supported.
         """
@@ -59,7 +60,7 @@ class QuantSpec:
         for key, want in (("quant_method", "fp8"), ("fmt", "e4m3"), ("activation_scheme", "dynamic")):
             if q.get(key, want if key != "quant_method" else None) != want:
                 raise ValueError(f"quantization_config.{key} = {q.get(key)!r} is not supported: only {want!r} is")
-        if q.get("scale_fmt") is not None:
+        if q.get("scale_fmt") is not None and not (reading and q["scale_fmt"] == "ue8m0"):
             raise ValueError(
                 f"quantization_config.scale_fmt = {q['scale_fmt']!r} is not supported: "
                 "only fp32 scales are, which a config.json says by having no scale_fmt"

@@ -38,7 +38,7 @@ class Source:
         """Raises ValueError as HFCheckpoint does, and naming FP8 codes without their scale or without a
         `quantization_config`, a scale without its codes, or scales that do not fit."""
         hf = HFCheckpoint(path)
-        source = cls(hf, QuantSpec.from_hf(hf.config))
+        source = cls(hf, QuantSpec.from_hf(hf.config, reading=True))
         source._check_scales()
         return source
 

@@ -66,12 +66,16 @@ def to_hf(
     megatron_dir, out = Path(megatron_dir), Path(out)
     source = TorchDist(megatron_dir)
     config_dir = _config_dir(megatron_dir, hf_config)
+    if hf_config is None:
+        _check_companions(source)
     raw_config = (config_dir / CONFIG).read_bytes()
     config = _parsed(config_dir, raw_config)
     spec = _spec(format, config)
     tensors = outputs(source, bind(source, config), spec, merge=lora_alpha is not None)
-    pieces = sum(len(source.stored(key).chunks) for key in {o.key for o in tensors})
-    memory = plan_memory(memory_limit, workers, names=len(tensors) + pieces, buffers=_BUFFERS[spec.format])
+    known = len(tensors) + len(source.metadata.storage_data)  # a trainer's has its optimizer's pieces too
+    # the encoder takes whole rows of blocks, in fp32
+    least = max((4 * spec.block[0] * o.row_elements for o in tensors if o.quantized), default=1)
+    memory = plan_memory(memory_limit, workers, names=known, buffers=_BUFFERS[spec.format], least=least)
     job = WriteShards(
         megatron_dir,
         shards(tensors, spec, shard_bytes),
@@ -83,7 +87,7 @@ def to_hf(
     with building(out, job) as partial:
         kept = run_units(job, partial, workers=memory.workers, spread=spread)
         facts = _facts(job, partial)
-        files = {**files_of(job, partial), **_companions(source, config_dir, partial)}
+        files = {**files_of(job, partial), **_companions(config_dir, partial)}
         written = _config(config, spec)
         files[CONFIG] = write_file(partial / CONFIG, raw_config if written == config else _json(written))
         if job.count > 1:
@@ -151,15 +155,19 @@ def _json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _companions(source: TorchDist, directory: Path, partial: Path) -> dict[str, FileFact]:
-    """Copies of the small files beside config.json. Raises ValueError for one that is not as the manifest says."""
-    facts = {}
-    for file in companions(directory):
-        facts[file.name] = write_file(partial / file.name, file.read_bytes())
-        listed = source.manifest.files.get(f"hf/{file.name}") if source.manifest is not None else None
-        if directory == source.path / "hf" and source.manifest is not None and facts[file.name] != listed:
+def _companions(directory: Path, partial: Path) -> dict[str, FileFact]:
+    """Copies of the small files beside config.json."""
+    return {file.name: write_file(partial / file.name, file.read_bytes()) for file in companions(directory)}
+
+
+def _check_companions(source: TorchDist) -> None:
+    """Raises ValueError where a file under `hf/` is missing or not as the manifest says."""
+    for name, fact in source.manifest.files.items() if source.manifest is not None else ():
+        file = source.path / name
+        if name.startswith("hf/") and (
+            not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != fact.sha256
+        ):
             raise ValueError(f"{file} is not the one that the manifest lists: convert the checkpoint again")
-    return facts
 
 
 def _identity(source: TorchDist) -> str:

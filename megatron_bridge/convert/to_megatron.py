@@ -54,6 +54,7 @@ from megatron_bridge.families.base import Place, Precision, TensorMap
 from megatron_bridge.families.registry import family_of
 from miles_like.hf_checkpoint import companions
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPANIONS = "hf"  # the folder
 CONTENT_METADATA = {"singleton_local_shards": False}
 
@@ -82,10 +83,14 @@ def to_megatron(
     names = source.names()
     least = max((source.block_rows(name) * _row_bytes(source, name) for name in names), default=1)
     scratch = max(map(source.scratch, names), default=0)
-    memory = plan_memory(memory_limit, workers, names=len(names), least=least, scratch=scratch)
-    return convert_source(
-        source, out, Grid(tp, etp), chunk_bytes=memory.chunk_bytes, workers=memory.workers, spread=spread
-    )
+    grid, known = Grid(tp, etp), len(names)
+    while True:  # smaller chunks are more pieces, which are to be known too
+        memory = plan_memory(memory_limit, workers, names=known, least=least, scratch=scratch)
+        pieces = _count_pieces(source, grid, memory.chunk_bytes)
+        if pieces <= known:
+            break
+        known = pieces
+    return convert_source(source, out, grid, chunk_bytes=memory.chunk_bytes, workers=memory.workers, spread=spread)
 
 
 def convert_source(
@@ -99,11 +104,7 @@ def convert_source(
     spread: Spread | None = None,
 ) -> ConvertReport:
     """As `to_megatron`. `chunk_bytes` bounds one archive, `unit_bytes` what a kill can lose of a worker's work."""
-    family = family_of(source.hf.config)
-    tensors = family.bind(source.hf.config, mtp=True)
-    copies = {copy: place for place in _tops(tensors) for copy in tensors.copies_of(place.entry) if copy in source}
-    if not any(place.depth is not None and place.hf_name in source for place in tensors.places()):
-        tensors = family.bind(source.hf.config)  # announced in config.json; a checkpoint may leave its draft layers out
+    tensors, copies = _bind(source)
     places, skipped = _checked_places(source, tensors)
     _check_copies(source, copies)
     units = [
@@ -124,6 +125,28 @@ def convert_source(
     return ConvertReport(tensors=len(places), skipped=skipped, bytes=size, units=len(units), units_kept=kept)
 
 
+def _bind(source: Source) -> tuple[TensorMap, dict[str, Place]]:
+    """The model's table, and what repeats a tensor of it in the source: name -> place of the original."""
+    family, config = family_of(source.hf.config), source.hf.config
+    tensors = family.bind(config, mtp=True)
+    copies = {copy: place for place in _tops(tensors) for copy in tensors.copies_of(place.entry) if copy in source}
+    if config.get("tie_word_embeddings") and _HEAD in source:  # some releases store it all the same
+        copies[_HEAD] = tensors.place_of(_EMBEDDING)
+    if not any(place.depth is not None and place.hf_name in source for place in tensors.places()):
+        tensors = family.bind(config)  # announced in config.json; a checkpoint may leave its draft layers out
+    return tensors, copies
+
+
+def _count_pieces(source: Source, grid: Grid, chunk_bytes: int) -> int:
+    tensors, _ = _bind(source)
+    return sum(
+        1
+        for place in tensors.places()
+        if place.hf_name in source
+        for _ in boxes(place, tensors, grid, chunk_bytes=chunk_bytes, align=source.block_rows(place.hf_name))
+    )
+
+
 def _row_bytes(source: Source, name: str) -> int:
     shape = source.shape(name)
     return source.nbytes(name) // max(1, shape[0] if shape else 1)
@@ -138,7 +161,8 @@ def _checked_places(source: Source, tensors: TensorMap) -> tuple[list[Place], tu
     """Places of all source tensors, in the source's order, and the names to skip; raises ValueError (see above)."""
     names = source.names()
     # transformers saves the shared expert of a model that has none as tensors without elements
-    skipped = tuple(name for name in names if tensors.is_skipped(name) or 0 in source.shape(name))
+    absent = {name for name in names if ".shared_experts." in name and 0 in source.shape(name)}
+    skipped = tuple(name for name in names if tensors.is_skipped(name) or name in absent)
     beside = set(skipped)
     places = [tensors.place_of(name) for name in names if name not in beside]
     have = {place.hf_name for place in places}
@@ -174,7 +198,7 @@ def _check_copies(source: Source, copies: Mapping[str, Place]) -> None:
 
 
 def _copy_of(name: str) -> str:
-    return f"it must be a copy of {name!r}, which Megatron's draft layers share; fetch the checkpoint again"
+    return f"it must be a copy of {name!r}, the one that Megatron keeps of both; fetch the checkpoint again"
 
 
 def _units(source: Source, places: Sequence[Place], unit_bytes: int) -> list[list[Place]]:

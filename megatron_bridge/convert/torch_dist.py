@@ -74,7 +74,8 @@ class TorchDist:
                 f"{self.path} is not a complete torch_dist checkpoint: it has no metadata.json with a {METADATA}; give "
                 "the directory that a conversion or a trainer's save has finished"
             )
-        self.manifest = Manifest.read(self.path) if Manifest.there(self.path) else None
+        converted = Manifest.there(self.path) or (self.path / "hf").is_dir()  # a trainer's save has neither
+        self.manifest = Manifest.read(self.path) if converted else None
         self.metadata = _metadata(self.path, self.manifest)
         self._chunks = _chunks(self.path, self.metadata)
         self._stored: dict[str, Stored] = {}

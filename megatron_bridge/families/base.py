@@ -114,7 +114,10 @@ class Family:
     def bind(self, hf: HFConfig, *, mtp: bool = False) -> TensorMap:
         """The table for one model, with its draft layers if `mtp`. Raises ValueError for an option that the family
         cannot train."""
-        self.transformer_config(hf)
+        try:
+            self.transformer_config(hf)
+        except (TypeError, AttributeError) as e:
+            raise ValueError(f"config.json cannot be read as one of family {self.name}: {e}") from None
         return TensorMap(self, hf, mtp)
 
     def vocab_size(self, hf: HFConfig) -> int:

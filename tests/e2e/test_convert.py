@@ -68,7 +68,7 @@ def test_fused_shards_are_those_of_the_bf16_directory_and_there_is_none(
     assert len(list(home.glob("cache/dequantize-*/data"))) == 1
 
 
-def test_there_and_back_on_the_command_line(converted: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_there_and_back_on_the_command_line(converted: tuple[Path, Path, Path], home: Path, tmp_path: Path) -> None:
     """Bit for bit what was converted, companions too; and again as FP8, which is what was fetched."""
     source, shards, _ = converted
     done = miles_like("convert", "to-hf", str(shards), str(tmp_path / "hf"), "--memory-limit", "2GiB")
@@ -80,6 +80,14 @@ def test_there_and_back_on_the_command_line(converted: tuple[Path, Path, Path], 
     assert {p.name for p in (tmp_path / "hf").iterdir()} >= small
     done = miles_like("convert", "to-megatron", str(tmp_path / "hf"), str(tmp_path / "again"), "--tp", "2", "--ep", "2")
     assert done.returncode == 0, done.stderr[-3000:]
+    done = miles_like("convert", "to-hf", str(tmp_path / "again"), str(tmp_path / "fp8"), "--format", "fp8")
+    assert done.returncode == 0, done.stderr[-3000:]
+    [fetched] = {Path(json.loads(m.read_text())["root"]) for m in home.glob("cache/fetch-*/.complete.json")}
+    theirs, ours = HFCheckpoint(fetched), HFCheckpoint(tmp_path / "fp8")
+    assert set(theirs.names()) == set(ours.names())
+    for name in theirs.names():
+        a, b = theirs.read(name), ours.read(name)
+        assert a.dtype is b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
     done = miles_like("convert", "check", str(tmp_path / "again"))
     assert done.returncode == 0 and "is whole" in done.stdout, done.stderr
 

@@ -55,6 +55,17 @@ def test_any_rows_are_those_of_the_whole_tensor(tmp_path: Path) -> None:
             assert rows.untyped_storage().nbytes() == rows.nbytes  # torch.save writes all of it
 
 
+def test_scales_that_are_powers_of_two_are_read_as_they_are(tmp_path: Path) -> None:
+    """DeepSeek-V3.1 says so in its config; the stored scales are fp32 as ever, and decoding multiplies by them."""
+    stored = _stored()
+    for name in (n for n in stored if n.endswith("_scale_inv")):
+        stored[name] = stored[name].log2().ceil().exp2()
+    config = {"quantization_config": SPEC.to_hf() | {"scale_fmt": "ue8m0"}}
+    source = Source.open(_write(tmp_path / "hf", stored, config))
+    for name, tensor in dequantize_stream(stored.items(), SPEC):
+        assert torch.equal(source.rows(name, 0, len(tensor)).view(torch.int16), tensor.view(torch.int16))
+
+
 def _lose_scale(stored: dict[str, Tensor]) -> str:
     del stored[UP + "_scale_inv"]
     return rf"{UP}: FP8 codes without their scale"

@@ -32,7 +32,7 @@ from megatron_bridge.convert.boxes import Grid
 from megatron_bridge.convert.manifest import Manifest, checksum
 from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.to_megatron import Conversion, convert_source, to_megatron
-from megatron_bridge.convert.units import MIB, ConvertReport, HashedFile
+from megatron_bridge.convert.units import MIB, ConvertReport, HashedFile, plan_memory
 from miles_like.dequantize import dequantize_checkpoint
 from miles_like.hf_checkpoint import HFCheckpoint
 from quant.spec import QuantFormat, QuantSpec
@@ -328,6 +328,11 @@ def _add(t: dict[str, Tensor]) -> str:
     return r"experts\.16"
 
 
+def _add_empty(t: dict[str, Tensor]) -> str:
+    t["model.layers.1.mlp.unknown.weight"] = torch.empty(0, 5)
+    return "model.layers.1.mlp.unknown.weight"
+
+
 def _reshape(t: dict[str, Tensor]) -> str:
     t["model.embed_tokens.weight"] = t["model.embed_tokens.weight"][:-1].clone()
     return r"embed_tokens.*127.*128"
@@ -364,6 +369,19 @@ def _corrupt_index(path: Path) -> None:
     index.write_text(index.read_text()[:-100])
 
 
+def _index_without_names(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": ["model.norm.weight"]}))
+
+
+def _index_of_numbers(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": 5}}))
+
+
+def _words_for_numbers(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "two"}))
+
+
 def _twice(path: Path) -> None:
     shutil.copyfile(path / "model-00002-of-00004.safetensors", path / "model-00001-of-00004.safetensors")
 
@@ -383,6 +401,9 @@ def _fewer_layers(path: Path) -> None:
     [
         (_cut_file, r"00002-of-00004.safetensors is truncated: .* 100 are missing"),
         (_corrupt_index, "index.json is not JSON"),
+        (_index_without_names, "has no weight_map of names to files"),
+        (_index_of_numbers, "has no weight_map of names to files"),
+        (_words_for_numbers, "config.json cannot be read as one of family deepseek"),
         (_twice, "is in two files"),
         (_other_config, r"experts\.0\.gate_proj.*\(64, 128\), config.json wants \(32, 128\)"),
         (_fewer_layers, r"tensor 'model\.layers\.2\..*check the numbers of layers"),
@@ -398,13 +419,44 @@ def test_a_damaged_directory_is_refused_and_leaves_nothing(
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
+def test_memory_is_planned_for_the_pieces_that_there_will_be(
+    hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layout's grid makes several pieces of a tensor, and each is known to every process."""
+    planned: list[int] = []
+
+    def plan(*args: Any, **how: Any) -> Any:
+        planned.append(how["names"])
+        return plan_memory(*args, **how)
+
+    monkeypatch.setattr(converter, "plan_memory", plan)
+    for etp in (1, 8):
+        to_megatron(hf_dir, tmp_path / f"{etp}", etp=etp)
+        facts = Manifest.read(tmp_path / f"{etp}").tensors.values()
+        assert planned[-1] >= sum(len(fact.pieces) for fact in facts)
+    assert planned[-1] > 2 * planned[0]
+
+
+def test_a_head_stored_beside_a_tied_embedding_is_that_embedding(tmp_path: Path) -> None:
+    hf = tiny_qwen(tie_word_embeddings=True)
+    tensors = random_tensors(hf)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    write_checkpoint(tmp_path / "same", hf, tensors)
+    assert "lm_head.weight" in to_megatron(tmp_path / "same", tmp_path / "out").skipped
+    tensors["lm_head.weight"][3, 4] += 1
+    write_checkpoint(tmp_path / "other", hf, tensors)
+    with pytest.raises(ValueError, match=r"lm_head\.weight.*copy of 'model\.embed_tokens\.weight'"):
+        to_megatron(tmp_path / "other", tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+
+
 def test_a_limit_that_is_too_small_is_refused_with_the_least_that_works(hf_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"limit of 256 MiB is too small.*need at least \d+ MiB"):
         to_megatron(hf_dir, tmp_path / "out", memory_limit=256 * MIB)
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
-@pytest.mark.parametrize("damage", [_drop, _add, _reshape, _quantized, _wider, _nan, _inf])
+@pytest.mark.parametrize("damage", [_drop, _add, _add_empty, _reshape, _quantized, _wider, _nan, _inf])
 def test_bad_checkpoint_is_refused_and_leaves_nothing(
     damage: Callable[[dict[str, Tensor]], str], tmp_path: Path
 ) -> None:

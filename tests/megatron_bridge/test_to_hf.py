@@ -118,6 +118,7 @@ def test_transformers_loads_the_same_model(name: str, tmp_path: Path) -> None:
 def test_a_trainers_value_that_is_not_finite_is_named(own: Path, tmp_path: Path) -> None:
     """A converted directory has none; what a trainer saves has no manifest, and may."""
     (own / MANIFEST).unlink()
+    companions = (own / "hf").rename(tmp_path / "companions")
     where = TorchDist(own).stored("output_layer.weight").chunks[0]
     held = (own / where.file).read_bytes()[where.start : where.start + where.size]
     value = torch.load(io.BytesIO(held))
@@ -130,7 +131,7 @@ def test_a_trainers_value_that_is_not_finite_is_named(own: Path, tmp_path: Path)
         f.write(new.getvalue())
     for format in ("bf16", "fp8"):
         with pytest.raises(ValueError, match=r"output_layer\.weight, the lm_head\.weight of it, .* not finite"):
-            to_hf(own, tmp_path / "out", format=format)
+            to_hf(own, tmp_path / "out", format=format, hf_config=companions)
     assert not (tmp_path / "out").exists()
 
 
@@ -263,6 +264,21 @@ def _other_tokenizer(path: Path) -> str:
     return r"tokenizer\.json is not the one that the manifest lists"
 
 
+def _no_tokenizer(path: Path) -> str:
+    (path / "hf" / "tokenizer.json").unlink()
+    return r"tokenizer\.json is not the one that the manifest lists"
+
+
+def _other_rope(path: Path) -> str:
+    (path / "hf" / "config.json").write_text(json.dumps(HF | {"rope_theta": 7.0}))
+    return r"config\.json is not the one that the manifest lists"
+
+
+def _no_manifest(path: Path) -> str:
+    (path / MANIFEST).unlink()
+    return r"manifest\.json is missing"
+
+
 def _no_checkpoint(path: Path) -> str:
     (path / "metadata.json").unlink()
     return r"not a complete torch_dist checkpoint"
@@ -313,6 +329,9 @@ def _other_family(path: Path) -> str:
         _other_place,
         _edited,
         _other_tokenizer,
+        _no_tokenizer,
+        _other_rope,
+        _no_manifest,
         _no_checkpoint,
         _no_config,
         _empty_config_dir,
