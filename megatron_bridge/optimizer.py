@@ -90,6 +90,7 @@ def build_optimizer(
     parameters that are frozen on every rank have no optimizer.
     """
     config = MegatronOptimizerConfig(**resolved.optimizer)
+    _store_padding(chunks)
     for parameter in no_decay:
         parameter.no_decay = True  # type: ignore[attr-defined]
     overrides = get_standard_config_overrides(config) | {ParamKey(attr="no_decay"): ParamGroupOverride(wd_mult=0.0)}
@@ -103,6 +104,21 @@ def build_optimizer(
         for group in inner.param_groups:
             group["fused"] = True  # one pass over each parameter instead of a dozen
     return optimizer
+
+
+def _store_padding(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Count the padding between a buffer's buckets as part of it.
+
+    Gradients that are reduced in backward lie in several buckets, each padded so that it divides over the ranks. When
+    megatron 0.16.1 gathers the state for a `fully_reshardable` checkpoint it leaves that padding out, and then cuts
+    parameters from the result where they lie with it: all behind a padded bucket are stored with their neighbours'
+    values, without an error. Nothing but these checkpoints reads the numbers.
+    """
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            for bucket in buffer.buckets[:-1]:
+                buffer.numel_unpadded += bucket.grad_data.numel() - bucket.numel_unpadded
+                bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def _torch_optimizers(optimizer: ChainedOptimizer) -> list[Any]:

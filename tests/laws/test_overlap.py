@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
         "kernels": GATHER | {"overlap_shared_expert": True},
     },
     "without expert parallelism": {"dp": 2, "kernels": GATHER},
-    "the head gathered by itself": {"dp": 2, "kernels": GATHER, "bucket_size": 16_000},
+    "each parameter by itself": {"dp": 2, "kernels": GATHER, "bucket_size": 1},
     "all-gather of tokens": {"tp": 2, "ep": 2, "kernels": {"dispatcher": "allgather"}},
 }
 COMPARED = ("train/loss", "train/grad_norm", "train/entropy")
@@ -38,8 +38,8 @@ def _fingerprint(t: Any) -> list[float]:
 
 @contextmanager
 def _buckets(size: int | None) -> Iterator[None]:
-    """Buckets of that many elements: megatron's are larger than the whole tiny model, so that to wait for one
-    parameter is to wait for all."""
+    """Buckets of that many elements. Megatron's are larger than the whole tiny model, so that to wait for one parameter
+    is to wait for all, and no padding lies between parameters when they are saved."""
     from megatron_bridge import trainer
     from megatron_bridge.resolve import resolve
 
