@@ -188,12 +188,12 @@ def in_layouts(rank: int, world: int, port: int, where: Path, cases: Mapping[str
     """The runs of `cases` over all ranks, each in a world of its own."""
     out = {}
     for i, (name, case) in enumerate(cases.items()):
-        port = _agree_on_port(where / f"port-{world}-{i}", rank)
+        port = agree_on_port(where / f"port-{world}-{i}", rank)
         out[name] = _run(rank, world, port, where, case, write=False)
     return out
 
 
-def _agree_on_port(file: Path, rank: int) -> int:
+def agree_on_port(file: Path, rank: int) -> int:
     """A free port, picked by rank 0 just before it is used: one that is picked minutes ahead may be taken by then."""
     if rank == 0:
         file.with_suffix(".new").write_text(str(free_port()))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.laws.layouts import agree_on_port
 from tests.megatron_bridge import toy
 from tests.spawn import free_port, run_ranks
 
@@ -96,7 +97,7 @@ def resharded(t: Any, before: Path) -> Found:
     return {"derived draws": draws(), "resharded": train(t, (2, 3))}
 
 
-def whole_ring(rank: int, world: int, port: int, hf: str, where: Path, name: str, ports: list[int]) -> Found:
+def whole_ring(rank: int, world: int, port: int, hf: str, where: Path, name: str) -> Found:
     """Every layout in turn, each on the first of these ranks."""
     out: Found = {}
     more, names = RINGS[name]
@@ -104,11 +105,12 @@ def whole_ring(rank: int, world: int, port: int, hf: str, where: Path, name: str
         cfg = toy.config(hf, **LAYOUTS[layout], **more)
         ranks, before = cfg.parallel.world_size, where / names[i - 1]
         if rank < ranks:
-            first, again = (toy.trainer(cfg, rank, ranks, ports[2 * i + k]) for k in range(2))
+            ports = [agree_on_port(where / f"port-{i}-{k}", rank) for k in range(2)]
+            first, again = (toy.trainer(cfg, rank, ranks, port) for port in ports)
             out[layout] = one_layout(first, again, where / "start", where / layout, before if i else None)
     if rank == 0:  # the ring closes where it began, on one rank
         assert not LAYOUTS[names[0]]
-        with toy.trainer(toy.config(hf, **more), rank, 1, port) as t:
+        with toy.trainer(toy.config(hf, **more), rank, 1, free_port()) as t:
             out[names[0]] |= resharded(t, where / names[-1])
     return out
 
@@ -122,9 +124,8 @@ def rings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Foun
         where = tmp_path_factory.mktemp("ring")
         _, names = RINGS[name]
         world = max(toy.config("", **LAYOUTS[layout]).parallel.world_size for layout in names)
-        ports = [free_port() for _ in range(2 * len(names))]
         hf = toy.hf_dir(where / "hf", toy.hf_config() | {"num_hidden_layers": LAYERS})
-        return run_ranks(whole_ring, world, hf, where, name, ports, timeout_s=900.0, keep=True)
+        return run_ranks(whole_ring, world, hf, where, name, timeout_s=900.0, keep=True)
 
     return run
 
