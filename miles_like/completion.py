@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ def files_under(root: Path) -> list[Path]:
     return sorted(
         p for p in root.rglob("*") if p.is_file() and p.name != MARKER and not p.name.endswith((".partial", ".lock"))
     )
+
+
+def cleared(directory: Path) -> Path:
+    """Where the data goes of a stage that begins anew: `directory`, emptied, and `data` in it, not made."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return directory / "data"
 
 
 def write_marker(

@@ -18,18 +18,10 @@ from typing import Any, Literal
 from rich.console import Console
 
 from megatron_bridge.convert.manifest import Manifest
-from miles_like.completion import (
-    MARKER,
-    file_sha256,
-    files_under,
-    input_key,
-    read_marker,
-    why_incomplete,
-    write_atomically,
-    write_marker,
-)
+from miles_like.completion import MARKER, cleared, files_under, input_key, read_marker, why_incomplete, write_marker
 from miles_like.config import ModelConfig, RunConfig
 from miles_like.dequantize import dequantize_checkpoint, is_plain
+from miles_like.fetch import content, describe, fetch, not_hidden, source_inputs
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.staging import Copy, StageFiles
 
@@ -88,24 +80,24 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
     """All five stages with their keys and directories. Reads configuration files only; writes nothing."""
     cache = run_dir.parent / "cache"
     stored, bf16 = _sizes(config.model, parts)
-    source = _source_inputs(config.model)
+    source = source_inputs(config.model)
     key = input_key("fetch", source)
     stages = [
         Stage(
             name="fetch",
-            what=_fetch_what(config.model),
+            what=describe(config.model),
             key=key,
             directory=cache / f"fetch-{key}",
             size=0 if Path(config.model.path).is_dir() else stored,
-            run=lambda out, _: _fetch(config, out, parts),
-            listed=_not_hidden,
+            run=lambda out, _: fetch(config.model, out, lambda data: parts.make(config, data)),
+            listed=not_hidden,
         )
     ]
 
     def then(name: str, what: str, size: int | None, run: Run, hashed: Hashes = _no_hashes, **inputs: Any) -> None:
         key = input_key(name, {"after": stages[-1].key, **inputs})
-        directory = cache / f"{name}-{key}"
-        stages.append(Stage(name=name, what=what, key=key, directory=directory, size=size, run=run, hashed=hashed))
+        how: dict[str, Any] = {"run": run, "listed": not_hidden, "hashed": hashed}
+        stages.append(Stage(name=name, what=what, key=key, directory=cache / f"{name}-{key}", size=size, **how))
 
     nodes = config.cluster.nodes
     if config.convert.fuse:
@@ -177,7 +169,8 @@ def run_stages(stages: Sequence[Stage], selected: Sequence[str], console: Consol
         with _alone(stage, console):
             if fresh or stage.why_not_done() is not None:  # another command may just have made it
                 root = stage.run(stage.directory, done)
-                files, known = stage.listed(root), stage.hashed(root)
+                known = {**_as_left(root, done), **stage.hashed(root)}
+                files = stage.listed(root)
                 write_marker(stage.directory, stage=stage.name, key=stage.key, root=root, files=files, known=known)
         done[stage.name] = _output(stage)
 
@@ -206,98 +199,22 @@ def _converted(root: Path) -> dict[str, tuple[int, str]]:
     return {name: (fact.size, fact.sha256) for name, fact in files.items()}
 
 
+def _as_left(root: Path, done: Mapping[str, Output]) -> dict[str, tuple[int, str]]:
+    """Hashes of the files that an earlier stage left in the same place and nothing has touched since: a stage that has
+    nothing to do does not read a checkpoint again."""
+    return {
+        name: (fact["size"], fact["sha256"])
+        for output in done.values()
+        if output.root == root.resolve()
+        for name, fact in output.files.items()
+        if (root / name).is_file() and (root / name).stat().st_mtime_ns == fact["mtime_ns"]
+    }
+
+
 def _output(stage: Stage) -> Output:
     marker = read_marker(stage.directory)
     assert marker is not None, stage.directory
     return Output(Path(marker["root"]), marker["files"])
-
-
-def _clear(directory: Path) -> Path:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    return directory / "data"
-
-
-# fetch
-
-
-def _not_hidden(root: Path) -> list[Path]:
-    """A checkpoint's files without .git, .cache and the like: they would be hashed, and copied to every node."""
-    return [p for p in files_under(root) if not any(part.startswith(".") for part in p.relative_to(root).parts)]
-
-
-def _source_inputs(model: ModelConfig) -> dict[str, Any]:
-    """What a fetched checkpoint is a function of."""
-    if model.make is not None:
-        make = model.make.model_dump(mode="json")
-        for name in ("config", "corpus", "validation"):
-            make[name] = _content(Path(make[name]))
-        make["tokenizer"] = _content(Path(make["tokenizer"]) / "tokenizer.json")
-        return {"make": make}
-    if Path(model.path).is_dir():
-        files = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(Path(model.path).glob("*"))}
-        return {"directory": str(Path(model.path).resolve()), "files": files}
-    return {"hub": model.path, "revision": model.revision}
-
-
-def _content(path: Path) -> str:
-    try:
-        return file_sha256(path)
-    except OSError as e:
-        raise ValueError(f"{path}: {e.strerror}: it is named in the configuration") from None
-
-
-def _fetch_what(model: ModelConfig) -> str:
-    if model.make is not None:
-        return f"make {model.path}: random weights of {Path(model.make.config).name}, supervised warm-up, FP8"
-    if Path(model.path).is_dir():
-        return f"check the local checkpoint {model.path}"
-    return f"download {model.path} at revision {model.revision or 'main'} from the hub, resumable"
-
-
-def _fetch(config: RunConfig, out: Path, parts: Parts) -> Path:
-    model = config.model
-    if model.make is not None:
-        data = _clear(out)
-        parts.make(config, data)
-        return data
-    if Path(model.path).is_dir():
-        HFCheckpoint(Path(model.path))  # every file there and whole
-        out.mkdir(parents=True, exist_ok=True)
-        return Path(model.path)
-    return _download(model, out / "data")
-
-
-def _download(model: ModelConfig, target: Path) -> Path:
-    """What was downloaded before a kill is kept: the hub client continues it, at the commit it began with."""
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError  # HTTPError: of whatever client the hub's uses
-
-    pinned = target.parent / "revision"
-    try:
-        # asked each time: with no hub, snapshot_download would take whatever lies in `target` for the commit's files
-        revision = pinned.read_text() if pinned.exists() else model.revision
-        commit = str(HfApi().model_info(model.path, revision=revision).sha)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(pinned, commit)
-        snapshot_download(model.path, revision=commit, local_dir=target)
-    except HFValidationError:
-        raise ValueError(f"model.path = {model.path!r} is neither a directory nor a hub name (owner/name)") from None
-    except (HTTPError, OSError) as e:
-        lines = [line for line in str(e).splitlines() if line.strip()] or [type(e).__name__]
-        raise ValueError(
-            f"could not download {model.path} at {model.revision or 'main'}: {' '.join(lines[:2]).rstrip(' .:')}: "
-            "check the name, the network and the disk, then run again; what is downloaded is kept"
-        ) from None
-    try:
-        HFCheckpoint(target)
-    except ValueError as e:
-        raise ValueError(
-            f"{e}; the hub's {model.path} is so at commit {commit}: set model.revision to another, or remove "
-            f"{target.parent} to begin anew at {model.revision or 'main'}"
-        ) from None
-    shutil.rmtree(target / ".cache" / "huggingface", ignore_errors=True)  # the client's records and half files
-    return target
 
 
 # dequantize, convert, stage, train
@@ -307,7 +224,7 @@ def _dequantize(out: Path, done: Mapping[str, Output]) -> Path:
     if is_plain(HFCheckpoint(done["fetch"].root)):
         out.mkdir(parents=True, exist_ok=True)
         return done["fetch"].root
-    data = _clear(out)
+    data = cleared(out)
     dequantize_checkpoint(done["fetch"].root, data)
     return data
 
@@ -387,7 +304,7 @@ def _of_training(config: RunConfig) -> dict[str, Any]:
 def _data(config: RunConfig) -> dict[str, str]:
     paths = {"train": config.data.train, "eval": config.data.eval}
     # an absolute path is meant as a file; anything else may be a hub name
-    return {k: _content(Path(p)) for k, p in paths.items() if p and (Path(p).is_absolute() or Path(p).is_file())}
+    return {k: content(Path(p)) for k, p in paths.items() if p and (Path(p).is_absolute() or Path(p).is_file())}
 
 
 def _sizes(model: ModelConfig, parts: Parts) -> tuple[int | None, int | None]:

@@ -111,8 +111,9 @@ def over_nodes(work: Callable[[int], None], numbers: Sequence[int], *, each: int
     nodes = [node for node in node_ids() for _ in range(each)]
     share = -(-len(numbers) // len(nodes))
     task = ray.remote(num_cpus=0, max_retries=0)(_do_all)
+    job = ray.put(work)  # once, not with each task: it lists every piece of the checkpoint
     refs = [
-        task.options(scheduling_strategy=_at(node)).remote(work, list(numbers[i * share : (i + 1) * share]))
+        task.options(scheduling_strategy=_at(node)).remote(job, list(numbers[i * share : (i + 1) * share]))
         for i, node in enumerate(nodes)
         if i * share < len(numbers)
     ]

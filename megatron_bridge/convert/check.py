@@ -15,8 +15,8 @@ import torch
 import xxhash
 
 from megatron_bridge.convert.manifest import MANIFEST, FileFact, Manifest
+from megatron_bridge.convert.memory import plan_memory
 from megatron_bridge.convert.torch_dist import TorchDist
-from megatron_bridge.convert.units import plan_memory
 from miles_like.hf_checkpoint import HFCheckpoint
 
 

@@ -20,13 +20,13 @@ from typing import Any
 
 from megatron_bridge.convert.hf_outputs import WriteShards, bind, outputs, shards
 from megatron_bridge.convert.manifest import MANIFEST, Fact, FileFact, Manifest, Piece
+from megatron_bridge.convert.memory import plan_memory
 from megatron_bridge.convert.torch_dist import METADATA, TorchDist
 from megatron_bridge.convert.units import (
     ConvertReport,
     Spread,
     building,
     files_of,
-    plan_memory,
     run_units,
     whole_unit,
     write_file,
@@ -75,7 +75,8 @@ def to_hf(
     known = len(tensors) + len(source.metadata.storage_data)  # a trainer's has its optimizer's pieces too
     # the encoder takes whole rows of blocks, in fp32
     least = max((4 * spec.block[0] * o.row_elements for o in tensors if o.quantized), default=1)
-    memory = plan_memory(memory_limit, workers, names=known, buffers=_BUFFERS[spec.format], least=least)
+    buffers, apart = _BUFFERS[spec.format], spread is not None
+    memory = plan_memory(memory_limit, workers, apart=apart, names=known, buffers=buffers, least=least)
     job = WriteShards(
         megatron_dir,
         shards(tensors, spec, shard_bytes),

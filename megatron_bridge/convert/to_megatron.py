@@ -37,24 +37,22 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from megatron_bridge.convert.boxes import Box, Grid, boxes, checkpoint_key, checkpoint_shape, extra_state_keys
+from megatron_bridge.convert.hf_inputs import bind, check_copies, checked_places, copy_of
 from megatron_bridge.convert.manifest import MANIFEST, Fact, FileFact, Manifest, Piece
+from megatron_bridge.convert.memory import MIB, plan_memory
 from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.units import (
-    MIB,
     ConvertReport,
     HashedFile,
     Spread,
     building,
-    plan_memory,
     run_units,
     whole_unit,
     write_file,
 )
-from megatron_bridge.families.base import Place, Precision, TensorMap
-from megatron_bridge.families.registry import family_of
+from megatron_bridge.families.base import Place, TensorMap
 from miles_like.hf_checkpoint import companions
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPANIONS = "hf"  # the folder
 CONTENT_METADATA = {"singleton_local_shards": False}
 
@@ -85,7 +83,7 @@ def to_megatron(
     scratch = max(map(source.scratch, names), default=0)
     grid, known = Grid(tp, etp), len(names)
     while True:  # smaller chunks are more pieces, which are to be known too
-        memory = plan_memory(memory_limit, workers, names=known, least=least, scratch=scratch)
+        memory = plan_memory(memory_limit, workers, apart=spread is not None, names=known, least=least, scratch=scratch)
         pieces = _count_pieces(source, grid, memory.chunk_bytes)
         if pieces <= known:
             break
@@ -104,9 +102,9 @@ def convert_source(
     spread: Spread | None = None,
 ) -> ConvertReport:
     """As `to_megatron`. `chunk_bytes` bounds one archive, `unit_bytes` what a kill can lose of a worker's work."""
-    tensors, copies = _bind(source)
-    places, skipped = _checked_places(source, tensors)
-    _check_copies(source, copies)
+    tensors, copies = bind(source)
+    places, skipped = checked_places(source, tensors)
+    check_copies(source, copies)
     units = [
         tuple(
             box
@@ -125,20 +123,8 @@ def convert_source(
     return ConvertReport(tensors=len(places), skipped=skipped, bytes=size, units=len(units), units_kept=kept)
 
 
-def _bind(source: Source) -> tuple[TensorMap, dict[str, Place]]:
-    """The model's table, and what repeats a tensor of it in the source: name -> place of the original."""
-    family, config = family_of(source.hf.config), source.hf.config
-    tensors = family.bind(config, mtp=True)
-    copies = {copy: place for place in _tops(tensors) for copy in tensors.copies_of(place.entry) if copy in source}
-    if config.get("tie_word_embeddings") and _HEAD in source:  # some releases store it all the same
-        copies[_HEAD] = tensors.place_of(_EMBEDDING)
-    if not any(place.depth is not None and place.hf_name in source for place in tensors.places()):
-        tensors = family.bind(config)  # announced in config.json; a checkpoint may leave its draft layers out
-    return tensors, copies
-
-
 def _count_pieces(source: Source, grid: Grid, chunk_bytes: int) -> int:
-    tensors, _ = _bind(source)
+    tensors, _ = bind(source)
     return sum(
         1
         for place in tensors.places()
@@ -150,55 +136,6 @@ def _count_pieces(source: Source, grid: Grid, chunk_bytes: int) -> int:
 def _row_bytes(source: Source, name: str) -> int:
     shape = source.shape(name)
     return source.nbytes(name) // max(1, shape[0] if shape else 1)
-
-
-def _tops(tensors: TensorMap) -> Iterator[Place]:
-    """The tensors that draft layers hold again."""
-    return (place for place in tensors.places() if place.entry.copies)
-
-
-def _checked_places(source: Source, tensors: TensorMap) -> tuple[list[Place], tuple[str, ...]]:
-    """Places of all source tensors, in the source's order, and the names to skip; raises ValueError (see above)."""
-    names = source.names()
-    # transformers saves the shared expert of a model that has none as tensors without elements
-    absent = {name for name in names if ".shared_experts." in name and 0 in source.shape(name)}
-    skipped = tuple(name for name in names if tensors.is_skipped(name) or name in absent)
-    beside = set(skipped)
-    places = [tensors.place_of(name) for name in names if name not in beside]
-    have = {place.hf_name for place in places}
-    missing = [place.hf_name for place in tensors.places() if place.hf_name not in have]
-    if missing:
-        raise ValueError(
-            f"checkpoint lacks {len(missing)} of the model's tensors, first {missing[0]!r}: "
-            "download it again, or correct config.json"
-        )
-    for place in places:
-        shape, dtype = source.shape(place.hf_name), source.dtype(place.hf_name)
-        if shape != place.shape:
-            raise ValueError(
-                f"tensor {place.hf_name!r} has shape {shape}, config.json wants {place.shape}: "
-                "correct config.json, or fetch the checkpoint it belongs to"
-            )
-        wanted = tensors.dtype(place.entry)
-        widens = place.entry.precision is Precision.FP32 and dtype is torch.bfloat16
-        if dtype is not wanted and not widens:
-            raise ValueError(
-                f"tensor {place.hf_name!r} is {dtype}, wanted {wanted}: set dtype in config.json to what the tensors "
-                "are, or fetch the checkpoint it belongs to"
-            )
-    return places, skipped
-
-
-def _check_copies(source: Source, copies: Mapping[str, Place]) -> None:
-    """What headers tell; values are compared when the originals are converted."""
-    for copy, place in copies.items():
-        is_, of = ((source.dtype(name), source.shape(name)) for name in (copy, place.hf_name))
-        if is_ != of:
-            raise ValueError(f"tensor {copy!r} is {is_[0]} {is_[1]}, {of[0]} {of[1]} wanted: {_copy_of(place.hf_name)}")
-
-
-def _copy_of(name: str) -> str:
-    return f"it must be a copy of {name!r}, the one that Megatron keeps of both; fetch the checkpoint again"
 
 
 def _units(source: Source, places: Sequence[Place], unit_bytes: int) -> list[list[Place]]:
@@ -284,7 +221,7 @@ class Conversion:
         for copy in self.copies.get(name, ()):
             again = self.source.rows(copy, box.first, box.last)
             if not torch.equal(rows.view(torch.uint8), again.view(torch.uint8)):
-                raise ValueError(f"tensor {copy!r} differs in rows {box.first}..{box.last - 1}: {_copy_of(name)}")
+                raise ValueError(f"tensor {copy!r} differs in rows {box.first}..{box.last - 1}: {copy_of(name)}")
         return rows.to(box.dtype)
 
 

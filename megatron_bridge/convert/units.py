@@ -1,9 +1,9 @@
 """Long work on a directory of files, cut into units that survive a kill.
 
-A unit is one file. It is written to FILE.tmp, synced and renamed, and then so is its index, FILE.json: what the unit
-was made from, its size, its SHA-256, and what the finished directory's manifest must know of it. Units whose index fits
-are kept by the next run; everything else in the unfinished directory is removed. The directory grows as OUT.partial and
-becomes OUT by a rename, so an OUT is whole; the indexes are removed only then.
+A unit is one file. It is written under another name, synced and renamed, and then so is its index, FILE.json: what the
+unit was made from, its size, its SHA-256, and what the finished directory's manifest must know of it. Units whose index
+fits are kept by the next run; everything else in the unfinished directory is removed. The directory grows as
+OUT.partial and becomes OUT by a rename, so an OUT is whole; the indexes are removed only then.
 
 Units do not depend on each other: they are done here, by processes of this machine, or wherever `Spread` takes them.
 """
@@ -18,6 +18,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -32,20 +33,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-import psutil
 import xxhash
 
 from megatron_bridge.convert.manifest import FileFact
 
-MIB = 1 << 20
 Spread = Callable[[Callable[[int], None], Sequence[int]], None]
 """(work on one unit, picklable; numbers of the units to do): returns when all are done."""
 
-_PROCESS_BYTES = 320 * MIB  # resident in a fresh process with torch and its checkpoint package
-# bookkeeping for each tensor or piece, as seen with DeepSeek-V3's 90 thousand: 2.8 KiB where the metadata is made
-_NAME_BYTES, _WORKER_NAME_BYTES = 3 << 10, 3 << 9
-_MOST_CHUNK, _LEAST_CHUNK = 64 * MIB, 1 * MIB
-_BUFFERED = 1 * MIB  # smaller writes are gathered
+_BUFFERED = 1 << 20  # smaller writes are gathered
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -250,6 +245,11 @@ def whole_unit(job: Job, directory: Path, number: int) -> UnitIndex:
     return unit
 
 
+def files_of(job: Job, directory: Path) -> Mapping[str, FileFact]:
+    """Size and hash of all units' files."""
+    return {job.file(number): whole_unit(job, directory, number).file for number in range(job.count)}
+
+
 def write_file(path: Path, data: bytes) -> FileFact:
     """A small file beside the units, on disk when this returns."""
     with HashedFile(path) as out:
@@ -271,13 +271,14 @@ def _index_path(directory: Path, file: str) -> Path:
 
 def _write_unit(job: Job, partial: Path, number: int) -> None:
     path = partial / job.file(number)
-    temporary = path.with_name(path.name + ".tmp")
+    # its own: a process of a killed run on another machine may not have ended yet
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     with HashedFile(temporary) as out:
         facts = job.write(number, out)
         file = out.finish()
     temporary.rename(path)
     index = {"proof": job.proof(number), "size": file.size, "sha256": file.sha256, "facts": facts}
-    temporary = path.with_name(path.name + ".json.tmp")
+    temporary = temporary.with_suffix(".json.tmp")
     write_file(temporary, json.dumps(index).encode())
     temporary.rename(_index_path(partial, path.name))
 
@@ -353,45 +354,3 @@ def _serve(work: Callable[[int], None], end: Connection, parent: int) -> None:
             end.send(RuntimeError(f"a worker process failed: {type(e).__name__}: {e}"))
         else:
             end.send(None)
-
-
-# memory
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    workers: int
-    chunk_bytes: int  # a buffer's
-
-
-def plan_memory(
-    limit: int, workers: int, *, names: int = 0, buffers: int = 4, least: int = _LEAST_CHUNK, scratch: int = 0
-) -> Memory:
-    """How large the chunks may be that `limit` bytes of resident memory allow to all processes together.
-
-    A power of two, so that it hardly depends on what else a process holds: units of another chunk size are not kept.
-    `names` tensors and pieces are known to each process, and a worker holds `buffers` chunks at once, temporaries
-    included, and `scratch` bytes besides. `least` is the smallest chunk that can be worked on. Raises ValueError naming
-    the least limit that works.
-    """
-    if workers < 1:
-        raise ValueError(f"{workers} workers: give at least 1")
-    processes = workers + 1 if workers > 1 else 1
-    here = max(_PROCESS_BYTES, psutil.Process().memory_info().rss)
-    fixed = here + names * _NAME_BYTES + (processes - 1) * (_PROCESS_BYTES + names * _WORKER_NAME_BYTES)
-    fixed += workers * scratch
-    wanted = max(_LEAST_CHUNK, 1 << (least - 1).bit_length())
-    chunk = min(max(_MOST_CHUNK, wanted), (limit - fixed) // (workers * buffers))
-    if chunk < wanted:
-        total = fixed + workers * buffers * wanted
-        remedy = "a larger limit, or fewer workers" if workers > 1 else "a larger limit"
-        raise ValueError(
-            f"a memory limit of {limit / MIB:.0f} MiB is too small: {workers} worker(s) on this checkpoint need at "
-            f"least {-(-total // MIB)} MiB; give {remedy}"
-        )
-    return Memory(workers, 1 << (chunk.bit_length() - 1))
-
-
-def files_of(job: Job, directory: Path) -> Mapping[str, FileFact]:
-    """Size and hash of all units' files."""
-    return {job.file(number): whole_unit(job, directory, number).file for number in range(job.count)}

@@ -22,9 +22,9 @@ import psutil
 import torch
 
 from megatron_bridge.convert.manifest import MANIFEST, Manifest
+from megatron_bridge.convert.memory import MIB
 from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.to_megatron import convert_source
-from megatron_bridge.convert.units import MIB
 from megatron_bridge.families.registry import family_of
 from quant.spec import QuantFormat, QuantSpec
 from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint

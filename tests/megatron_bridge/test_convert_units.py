@@ -22,12 +22,11 @@ import psutil
 import pytest
 import xxhash
 
+from megatron_bridge.convert.memory import MIB, plan_memory
 from megatron_bridge.convert.units import (
-    MIB,
     HashedFile,
     building,
     files_of,
-    plan_memory,
     run_units,
     whole_unit,
 )
@@ -227,6 +226,7 @@ def test_memory_is_divided_or_refused() -> None:
     assert plan_memory(here + 40 * MIB, 1).chunk_bytes == 8 * MIB
     assert plan_memory(64 << 30, 8).chunk_bytes == 64 * MIB
     assert plan_memory(here + 2 * 320 * MIB + 20 * MIB, 2).chunk_bytes == 2 * MIB
+    assert plan_memory(here + 320 * MIB + 40 * MIB, 1, apart=True).chunk_bytes == 8 * MIB
     assert plan_memory(here + 300 * MIB, 1, names=50_000).chunk_bytes < plan_memory(here + 300 * MIB, 1).chunk_bytes
     with pytest.raises(ValueError, match=r"limit of 200 MiB is too small: 1 worker.* need at least \d+ MiB"):
         plan_memory(200 * MIB, 1)

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_bridge.convert import units
 from megatron_bridge.convert.manifest import MANIFEST, Manifest
+from megatron_bridge.convert.memory import Memory
 from megatron_bridge.convert.to_hf import to_hf
 from megatron_bridge.convert.torch_dist import TorchDist
 from miles_like.hf_checkpoint import HFCheckpoint
@@ -161,7 +162,7 @@ def test_bands_and_who_does_the_work_change_nothing(
             pickle.loads(pickle.dumps(work))(number)
 
     to_hf(source, tmp_path / "plain", format="fp8", shard_bytes=400_000)
-    monkeypatch.setattr("megatron_bridge.convert.to_hf.plan_memory", lambda *a, **k: units.Memory(1, 5000))
+    monkeypatch.setattr("megatron_bridge.convert.to_hf.plan_memory", lambda *a, **k: Memory(1, 5000))
     to_hf(source, tmp_path / "other", format="fp8", shard_bytes=400_000, spread=elsewhere)
     assert _files(tmp_path / "plain") == _files(tmp_path / "other")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +16,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from miles_like import completion
+from miles_like.completion import file_sha256
 from miles_like.config import RunConfig
 from miles_like.hf_checkpoint import write_hf
-from miles_like.pipeline import STAGES, Mode, Parts, plan_stages, run_stages
+from miles_like.pipeline import STAGES, Mode, Output, Parts, _as_left, plan_stages, run_stages
 
 
 class Cluster:
@@ -138,6 +141,32 @@ def test_hidden_folders_of_a_checkpoint_are_not_staged(config: RunConfig, tmp_pa
     go(Cluster(), config, tmp_path / "runs" / "a", stages="fetch,dequantize,convert,stage")
     staged = {p.name for p in (tmp_path / "runs" / "cache").glob("stage-*/data/hf/**/*")}
     assert "config.json" in staged and "pack" not in staged
+
+
+def test_a_stage_with_nothing_to_do_does_not_read_the_checkpoint_again(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for its marker nor beside hidden folders: of a large model that takes an hour. What was touched since is
+    hashed anew."""
+    (tmp_path / "model" / ".git").mkdir()
+    (tmp_path / "model" / ".git" / "pack").write_text("large")
+    hashed: list[str] = []
+
+    def sha256(path: Path) -> str:
+        hashed.append(path.name)
+        return file_sha256(path)
+
+    monkeypatch.setattr(completion, "file_sha256", sha256)
+    go(Cluster(), config, tmp_path / "a" / "run", stages="fetch,dequantize")
+    assert sorted(hashed) == ["config.json", "model.safetensors"]
+    fused = config.model_copy(update={"convert": config.convert.model_copy(update={"fuse": True})})
+    go(Cluster(), fused, tmp_path / "a" / "run", stages="fetch,dequantize")
+    assert len(hashed) == 2
+    root = tmp_path / "model"
+    files = {name: {"size": 1, "sha256": "", "mtime_ns": (root / name).stat().st_mtime_ns} for name in ("config.json",)}
+    assert _as_left(root, {"fetch": Output(root, files)}) == {"config.json": (1, "")}
+    os.utime(root / "config.json", (0, 0))
+    assert not _as_left(root, {"fetch": Output(root, files)})
 
 
 def test_two_commands_do_not_write_one_directory(config: RunConfig, tmp_path: Path) -> None:

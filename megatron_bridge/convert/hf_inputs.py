@@ -1,0 +1,81 @@
+"""What `to_megatron` must find in a Hugging Face checkpoint: every tensor of the family's table once, as config.json
+describes it, and nothing that the table does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from megatron_bridge.convert.source import Source
+from megatron_bridge.families.base import Place, Precision, TensorMap
+from megatron_bridge.families.registry import family_of
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def bind(source: Source) -> tuple[TensorMap, dict[str, Place]]:
+    """The model's table, and what repeats a tensor of it in the source: name -> place of the original."""
+    family, config = family_of(source.hf.config), source.hf.config
+    tensors = family.bind(config, mtp=True)
+    copies = {copy: place for place in _tops(tensors) for copy in tensors.copies_of(place.entry) if copy in source}
+    if config.get("tie_word_embeddings") and _HEAD in source:  # some releases store it all the same
+        copies[_HEAD] = tensors.place_of(_EMBEDDING)
+    if not any(place.depth is not None and place.hf_name in source for place in tensors.places()):
+        tensors = family.bind(config)  # announced in config.json; a checkpoint may leave its draft layers out
+    return tensors, copies
+
+
+def _tops(tensors: TensorMap) -> Iterator[Place]:
+    """The tensors that draft layers hold again."""
+    return (place for place in tensors.places() if place.entry.copies)
+
+
+def checked_places(source: Source, tensors: TensorMap) -> tuple[list[Place], tuple[str, ...]]:
+    """Places of all source tensors, in the source's order, and the names to skip.
+
+    Raises ValueError naming the first tensor that the table does not know, that is missing, or whose shape or dtype is
+    not what config.json says.
+    """
+    names = source.names()
+    # transformers saves the shared expert of a model that has none as tensors without elements
+    absent = {name for name in names if ".shared_experts." in name and 0 in source.shape(name)}
+    skipped = tuple(name for name in names if tensors.is_skipped(name) or name in absent)
+    beside = set(skipped)
+    places = [tensors.place_of(name) for name in names if name not in beside]
+    have = {place.hf_name for place in places}
+    missing = [place.hf_name for place in tensors.places() if place.hf_name not in have]
+    if missing:
+        raise ValueError(
+            f"checkpoint lacks {len(missing)} of the model's tensors, first {missing[0]!r}: "
+            "download it again, or correct config.json"
+        )
+    for place in places:
+        shape, dtype = source.shape(place.hf_name), source.dtype(place.hf_name)
+        if shape != place.shape:
+            raise ValueError(
+                f"tensor {place.hf_name!r} has shape {shape}, config.json wants {place.shape}: "
+                "correct config.json, or fetch the checkpoint it belongs to"
+            )
+        wanted = tensors.dtype(place.entry)
+        widens = place.entry.precision is Precision.FP32 and dtype is torch.bfloat16
+        if dtype is not wanted and not widens:
+            raise ValueError(
+                f"tensor {place.hf_name!r} is {dtype}, wanted {wanted}: set dtype in config.json to what the tensors "
+                "are, or fetch the checkpoint it belongs to"
+            )
+    return places, skipped
+
+
+def check_copies(source: Source, copies: Mapping[str, Place]) -> None:
+    """What headers tell; values are compared when the originals are converted. Raises ValueError naming a copy whose
+    dtype or shape is not its original's."""
+    for copy, place in copies.items():
+        is_, of = ((source.dtype(name), source.shape(name)) for name in (copy, place.hf_name))
+        if is_ != of:
+            raise ValueError(f"tensor {copy!r} is {is_[0]} {is_[1]}, {of[0]} {of[1]} wanted: {copy_of(place.hf_name)}")
+
+
+def copy_of(name: str) -> str:
+    """The end of a sentence on a tensor that is not what `name` is."""
+    return f"it must be a copy of {name!r}, the one that Megatron keeps of both; fetch the checkpoint again"
