@@ -8,12 +8,15 @@ experts. Weights are large enough, and biases and norms random, so that each of 
 (measured on transformers' side: yarn, mscale, interleaving, groups, bias, scaling), thousands of times the bound. For
 Qwen3-MoE: the order of fused heads, their norms, the rotary base, gates normalized and not, dense layers among the
 others, a tied head. For all: biases; for GLM-4.5: the turned part of a head. The example of docs/families.md is held to
-the same.
-Not covered: bf16, other layouts than one rank, multi-token prediction, TransformerEngine's kernels.
+the same. Of each family one model is cut into two pipeline stages of unequal size too, and read by the trainer itself.
+Not covered: bf16, other layouts (test_parallel_invariance.py compares them with one rank), multi-token prediction,
+TransformerEngine's kernels.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,24 @@ import pytest
 import torch
 
 from megatron_bridge.families.registry import family_of
-from tests.megatron_bridge import families_page
-from tests.megatron_bridge.tiny_models import CONFIGS, leave, load_converted, megatron_rank, transformers_model
+from miles_like.types import MicroBatch
+from tests.laws.layouts import agree_on_port
+from tests.megatron_bridge import families_page, toy
+from tests.megatron_bridge.tiny_models import CONFIGS, KIMI, leave, load_converted, megatron_rank, transformers_model
 from tests.spawn import free_port, run_ranks
 
 LENGTHS = (96, 33, 128)  # packed for Megatron, one at a time for transformers
 BOUND = 1e-4
 
-MODELS = {**CONFIGS, "docs/families.md": families_page.MIXTRAL}
+MODELS = {**CONFIGS, **KIMI, "docs/families.md": families_page.MIXTRAL}
+# model -> its two pipeline stages; where a model has experts, both stages have routers
+STAGES: dict[str, tuple[dict[str, int], list[int]]] = {
+    "one_group": ({"first_stage_layers": 3}, [3, 1]),
+    "kimi_two_dense_no_yarn": ({"last_stage_layers": 1}, [3, 1]),
+    "qwen_every_second_layer": ({"first_stage_layers": 3}, [3, 1]),
+    "qwen_dense_tied": ({"first_stage_layers": 1}, [1, 2]),
+    "glm_tied": ({"last_stage_layers": 1}, [3, 1]),
+}
 Answer = tuple[torch.Tensor, list[torch.Tensor]]  # logits, and per MoE layer which experts a token has
 
 
@@ -81,31 +94,93 @@ def _reference(model: Any, vocab: int, experts: int) -> Answer:
     return logits, maps
 
 
+def _micro_batch(parts: list[torch.Tensor]) -> MicroBatch:
+    """Sequences end to end; every token has a label under loss, the token after it."""
+    tokens = torch.cat(parts)
+    return MicroBatch(
+        tokens=tokens,
+        labels=tokens.roll(-1),
+        positions=torch.cat([torch.arange(len(p)) for p in parts]),
+        cu_seqlens=torch.tensor([0, *(len(p) for p in parts)]).cumsum(0).int(),
+        loss_mask=torch.ones(len(tokens), dtype=torch.bool),
+        advantages=torch.zeros(len(tokens)),
+        rollout_logprobs=torch.zeros(len(tokens)),
+        routing=None,
+    )
+
+
+def _row(vocab: int) -> list[MicroBatch]:
+    """The same tokens in two micro-batches of different lengths."""
+    first, second, third = _tokens(vocab)
+    return [_micro_batch([first, second]), _micro_batch([third])]
+
+
+def _in_stages(rank: int, world: int, spare: int, where: Path, roots: dict[str, Path]) -> dict[str, Any]:
+    """name -> (layers here, numpy experts of each token [sum of LENGTHS, experts] bool of each MoE layer here, logits
+    of the last stage as of one rank, log-probabilities of the labels [sum of LENGTHS])."""
+    out = {}
+    for i, (name, root) in enumerate(roots.items()):
+        cfg = toy.config(str(root / "hf"), mode="off", pp=world, **STAGES[name][0])
+        with toy.trainer(cfg, rank, world, agree_on_port(where / f"port-{i}", rank)) as t:
+            t.load_weights(root / "megatron")
+            out[name] = _stage_answer(t)
+    return out
+
+
+def _stage_answer(t: Any) -> Any:
+    from megatron_bridge.model import routers
+
+    row = _row(t.hf["vocab_size"])
+    logprobs = torch.cat(t.logprobs(row)).numpy()
+    maps: dict[int, list[torch.Tensor]] = {r.layer_number - 1: [] for r in routers(t.chunks)}
+    for router in routers(t.chunks):
+        at = maps[router.layer_number - 1]
+        router.register_forward_hook(lambda _, args, out, at=at: at.append(out[1]))
+    # the trainer's own schedule, but for labels: without them the last stage answers with logits
+    shards = [replace(s, labels=None) for s in t._step._shards(row, forward_only=True, own_routing=True)]
+    logits = t._step._schedule(
+        shards, lambda _, s, out: (out.sum(), out.new_ones((), dtype=torch.int), out[0]), forward_only=True
+    )
+    experts = {layer: torch.cat(found).numpy() for layer, found in maps.items()}
+    return len(t.models[0].decoder.layers), experts, torch.cat(logits).numpy() if logits else None, logprobs
+
+
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Answer, Answer]]:
-    """name -> (transformers', Megatron's)."""
-    with families_page.registered():
-        return _answers(tmp_path_factory)
-
-
-def _answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Answer, Answer]]:
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Answer]]:
+    """name -> (where the checkpoint lies, in "hf" and converted in "megatron", transformers' answer)."""
     from megatron_bridge.convert.to_megatron import to_megatron
 
-    jobs, references = [], []
-    for number, name in enumerate(MODELS):
-        hf, root = _fp32(name), tmp_path_factory.mktemp(f"model-{number}")
-        torch.manual_seed(7)
-        model = transformers_model(hf).eval()
-        with torch.no_grad():
-            for key, value in model.state_dict().items():
-                value.add_(torch.randn(value.shape) * (0.3 if "norm" in key or "bias" in key else 0.05))
-        references.append(_reference(model, hf["vocab_size"], family_of(hf).num_experts(hf)))
-        model.save_pretrained(root / "hf")
-        to_megatron(root / "hf", root / "megatron")
-        jobs.append((name, str(root / "megatron"), free_port()))
+    out = {}
+    with families_page.registered():
+        for number, name in enumerate(MODELS):
+            hf, root = _fp32(name), tmp_path_factory.mktemp(f"model-{number}")
+            torch.manual_seed(7)
+            model = transformers_model(hf).eval()
+            with torch.no_grad():
+                for key, value in model.state_dict().items():
+                    value.add_(torch.randn(value.shape) * (0.3 if "norm" in key or "bias" in key else 0.05))
+            out[name] = root, _reference(model, hf["vocab_size"], family_of(hf).num_experts(hf))
+            model.save_pretrained(root / "hf")
+            if hf["model_type"] == "kimi_k2":  # which transformers calls by another name
+                (root / "hf" / "config.json").write_text(json.dumps(hf))
+            to_megatron(root / "hf", root / "megatron")
+    return out
+
+
+@pytest.fixture(scope="module")
+def answers(published: dict[str, tuple[Path, Answer]]) -> dict[str, tuple[Answer, Answer]]:
+    """name -> (transformers', Megatron's)."""
+    jobs = [(name, str(root / "megatron"), free_port()) for name, (root, _) in published.items()]
     (found,) = run_ranks(_megatron_answers, 1, jobs, keep=True)
     ours = [(torch.from_numpy(logits), [torch.from_numpy(m) for m in maps]) for logits, maps in found]
-    return {name: both for name, *both in zip(MODELS, references, ours, strict=True)}  # type: ignore[misc]
+    return {name: (theirs, own) for (name, (_, theirs)), own in zip(published.items(), ours, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def staged(published: dict[str, tuple[Path, Answer]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two stages answers."""
+    roots = {name: published[name][0] for name in STAGES}
+    return run_ranks(_in_stages, 2, tmp_path_factory.mktemp("ports"), roots, keep=True)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -125,3 +200,26 @@ def test_logits_are_equal(name: str, answers: dict[str, tuple[Answer, Answer]]) 
     assert theirs.shape == ours.shape
     assert float(theirs.std()) > 0.1, "the logits say nothing"
     assert float((theirs - ours).abs().max()) <= BOUND
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_uneven_stages_give_the_same(
+    name: str, published: dict[str, tuple[Path, Answer]], staged: list[dict[str, Any]]
+) -> None:
+    """Logits of the last stage, log-probabilities on each, and each stage's own experts."""
+    theirs, chosen = published[name][1]
+    (first, upper, nothing, told), (last, lower, ours, own) = (rank[name] for rank in staged)
+    hf = MODELS[name]
+    assert [first, last] == STAGES[name][1]
+    assert nothing is None
+    assert ours.shape == theirs.shape
+    assert float((theirs - torch.from_numpy(ours)).abs().max()) <= BOUND
+    labels = torch.cat([batch.labels for batch in _row(hf["vocab_size"])])
+    want = theirs.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    for logprobs in (told, own):
+        assert float((want - torch.from_numpy(logprobs)).abs().max()) <= BOUND
+    layers = family_of(hf).moe_layers(hf)
+    assert [*upper, *lower] == list(layers)
+    assert not layers or (upper and lower), "a stage without routers chooses nothing"
+    for layer, a in zip(layers, chosen, strict=True):
+        assert torch.equal(a, torch.from_numpy((upper | lower)[layer])), f"layer {layer}: tokens go elsewhere"

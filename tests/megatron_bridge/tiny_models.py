@@ -24,6 +24,27 @@ def tiny(**changes: Any) -> dict[str, Any]:
     return {**json.loads(_TINY.read_text()), **changes}
 
 
+def tiny_kimi(**changes: Any) -> dict[str, Any]:
+    """A Kimi K2 of the same size: one group, one dense layer, and a ramp of yarn that is a step."""
+    base = tiny(
+        model_type="kimi_k2",
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=2.827,
+        rope_theta=50000.0,
+        rope_scaling={
+            "type": "yarn",
+            "factor": 64.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    )
+    return {**base, **changes}
+
+
 _DEEPSEEK = {
     "tiny": tiny(),
     "no_q_lora_no_yarn": tiny(q_lora_rank=None, rope_scaling=None, n_shared_experts=2, routed_scaling_factor=2.5),
@@ -41,23 +62,7 @@ _DEEPSEEK = {
             "mscale_all_dim": 1.0,
         },
     ),
-    # Kimi K2: one group, one dense layer, and a ramp of yarn that is a step
-    "kimi": tiny(
-        model_type="kimi_k2",
-        n_group=1,
-        topk_group=1,
-        routed_scaling_factor=2.827,
-        rope_theta=50000.0,
-        rope_scaling={
-            "type": "yarn",
-            "factor": 64.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 1.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    ),
+    "kimi": tiny_kimi(),
     "biases": tiny(attention_bias=True, n_shared_experts=0),
     "biases_tied": tiny(attention_bias=True, q_lora_rank=None, tie_word_embeddings=True),
 }
@@ -160,6 +165,20 @@ _GLM = {
     "glm_groups": tiny_glm(n_group=4, topk_group=2, n_shared_experts=0, rope_theta=1e6),
 }
 CONFIGS = _DEEPSEEK | _QWEN | _DENSE | _GLM
+
+# Apart from CONFIGS: for the comparisons with transformers. To what looks at names and shapes alone they are DeepSeeks.
+KIMI = {
+    "kimi_24_experts": tiny_kimi(n_routed_experts=24, num_experts_per_tok=8, n_shared_experts=2),
+    "kimi_no_q_lora_tied": tiny_kimi(q_lora_rank=None, tie_word_embeddings=True),
+    "kimi_two_dense_no_yarn": tiny_kimi(
+        architectures=None,  # told by its model_type alone
+        num_hidden_layers=4,
+        first_k_dense_replace=2,
+        rope_scaling=None,
+        n_routed_experts=24,
+        num_experts_per_tok=8,
+    ),
+}
 
 
 def transformers_config(hf: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,12 @@ def oracle(seed: int = 0, base: dict[str, Any] = BASE, **changes: Any) -> Any:
     return model
 
 
-def save(model: Any, path: Path) -> Path:
-    """A Hugging Face directory, weights under the names of the published checkpoints."""
+def save(model: Any, path: Path, config: dict[str, Any] | None = None) -> Path:
+    """A Hugging Face directory, weights under the names of the published checkpoints; config.json is `config`, else as
+    transformers writes it."""
     model.save_pretrained(path)
+    if config is not None:
+        (path / "config.json").write_text(json.dumps(config))
     tensors = load_file(path / "model.safetensors")
     whole = {n: t for n, t in tensors.items() if t.numel()}  # transformers' absent shared expert has width 0
     if len(whole) < len(tensors):

@@ -25,13 +25,15 @@ from rollout.checksum import tensor_checksum
 from rollout.embedded.service import Service
 from rollout.wire_control import PauseMode
 from routing_replay.trace import RoutingTrace
+from tests.megatron_bridge.tiny_models import KIMI
 
 Q = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
 A, B = [5, 9, 33, 2, 71], list(range(10, 47))
 MODELS: dict[str, dict[str, Any]] = {
     "kimi": BASE
-    | {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 2}
+    | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "num_hidden_layers": 2}
     | {"n_group": 1, "topk_group": 1, "n_routed_experts": 272},
+    **KIMI,
     "qwen_moe": QWEN_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "attention_bias": True},
     "qwen": QWEN | {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "glm": GLM,
@@ -46,8 +48,8 @@ def _fp8(path: Path, base: dict[str, Any], seed: int) -> tuple[Path, dict[str, t
     plain = {n: t if n.endswith("correction_bias") else t.to(torch.bfloat16) for n, t in named.items()}
     tensors = dict(quantize_stream(plain.items(), spec))
     config = json.loads((path / "config.json").read_text()) | {"quantization_config": Q}
-    if base.get("architectures"):
-        config |= {"architectures": base["architectures"], "model_type": "kimi_k2"}
+    if base["model_type"] == "kimi_k2":  # which transformers has not: as the release says it
+        config = base | {"quantization_config": Q}
     (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors")
     return path, tensors
