@@ -16,6 +16,16 @@ from megatron_bridge.families.base import HFConfig
 REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 REQUIRED_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
 
+# what a table's shapes are made of; of each model those that it has
+COUNTS = (
+    *REQUIRED,
+    *REQUIRED_EXPERTS,
+    *("num_key_value_heads", "head_dim"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "n_group", "topk_group"),
+    *("first_k_dense_replace", "decoder_sparse_step", "num_nextn_predict_layers"),
+)
+
 # option -> the only values that are trained; the first is what a config that does not say means
 ONLY: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_dropout": (0.0, 0)}
 ONLY_SIGMOID: Mapping[str, tuple[Any, ...]] = {
@@ -28,10 +38,15 @@ ONLY_FULL_ATTENTION: Mapping[str, tuple[Any, ...]] = {"use_sliding_window": (Fal
 
 
 def refuse_unsupported(hf: HFConfig, family: str, required: Iterable[str], only: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ValueError where config.json lacks a `required` key or has an option at a value that is not in `only`
-    (the first is what a config that does not say means), or where a layer attends less than everything before it."""
+    """Raises ValueError where config.json lacks a `required` key, has one of COUNTS that is no whole number or an
+    option at a value that is not in `only` (the first is what a config that does not say means), or where a layer
+    attends less than everything before it."""
     if missing := [key for key in required if hf.get(key) is None]:
         raise ValueError(f"config.json lacks {', '.join(missing)}: family {family} needs them")
+    for key in COUNTS:
+        count = hf.get(key)
+        if count is not None and (type(count) is not int or count < 0):
+            raise ValueError(f"config.json: {key} = {count!r}: want a whole number")
     for key, allowed in only.items():
         value = hf.get(key, allowed[0])
         if value is not None and value not in allowed:

@@ -383,6 +383,11 @@ def _words_for_numbers(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "two"}))
 
 
+def _word_for_a_table(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"rope_scaling": "yarn"}))
+
+
 def _twice(path: Path) -> None:
     shutil.copyfile(path / "model-00002-of-00004.safetensors", path / "model-00001-of-00004.safetensors")
 
@@ -404,7 +409,8 @@ def _fewer_layers(path: Path) -> None:
         (_corrupt_index, "index.json is not JSON"),
         (_index_without_names, "has no weight_map of names to files"),
         (_index_of_numbers, "has no weight_map of names to files"),
-        (_words_for_numbers, "config.json cannot be read as one of family deepseek"),
+        (_words_for_numbers, "config.json: num_hidden_layers = 'two': want a whole number"),
+        (_word_for_a_table, "config.json cannot be read as one of family deepseek"),
         (_twice, "is in two files"),
         (_other_config, r"experts\.0\.gate_proj.*\(64, 128\), config.json wants \(32, 128\)"),
         (_fewer_layers, r"tensor 'model\.layers\.2\..*check the numbers of layers"),

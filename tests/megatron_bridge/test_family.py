@@ -7,6 +7,7 @@ Values, layouts and the meaning of the config (rope, router) are the laws' busin
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,20 @@ def test_unsupported_option_is_refused_by_name(changes: dict[str, Any], named: s
     hf = tiny(**changes)
     with pytest.raises(ValueError, match=named):
         family_of(hf).bind(hf)
+
+
+@pytest.mark.parametrize("value", [4.5, 4.0, "4", True, [4], -4], ids=repr)
+def test_a_count_that_is_no_whole_number_is_refused_by_key_and_value(value: Any) -> None:
+    """Of what int() would take, or megatron die of on every rank; wherever a table's shapes read it."""
+    for hf, keys in (
+        (tiny(), ("q_lora_rank", "n_routed_experts", "n_shared_experts", "n_group", "first_k_dense_replace")),
+        (tiny_qwen(), ("num_experts", "moe_intermediate_size", "num_experts_per_tok", "decoder_sparse_step")),
+        (tiny_dense(), ("num_hidden_layers", "hidden_size", "vocab_size", "head_dim", "num_attention_heads")),
+        (tiny_glm(), ("num_key_value_heads", "intermediate_size", "num_nextn_predict_layers")),
+    ):
+        for key in keys:
+            with pytest.raises(ValueError, match=re.escape(f"config.json: {key} = {value!r}: want a whole number")):
+                check_layout(ParallelConfig(), {**hf, key: value})
 
 
 def test_unsupported_architecture_is_refused_by_name() -> None:

@@ -185,6 +185,10 @@ def test_expanded_attention_equals_absorbed(tmp_path: Path) -> None:
         (GLM, {"partial_rotary_factor": 0.1}, "rotates 3 channels"),
         (GLM, {"hidden_act": "relu"}, "hidden_act = 'relu'"),
         (GLM, {"n_routed_experts": None}, "no n_routed_experts"),
+        (BASE, {"q_lora_rank": 4.5}, "q_lora_rank = 4.5: want a whole number"),
+        (QWEN, {"num_hidden_layers": "3"}, "num_hidden_layers = '3': want a whole number"),
+        (QWEN_MOE, {"num_experts": 16.0}, "num_experts = 16.0: want a whole number"),
+        (GLM, {"first_k_dense_replace": True}, "first_k_dense_replace = True: want a whole number"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(base: dict[str, Any], change: dict[str, Any], named: str) -> None:

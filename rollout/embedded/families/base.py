@@ -33,10 +33,14 @@ class Family:
     norm_eps: float = 1e-6
 
     def read(self, config: HFConfig, eos_ids: tuple[int, ...] | None) -> Architecture:
-        """Raises ValueError naming the option or size that is not computed."""
+        """Raises ValueError naming the option or size that is not computed, or the count that is no whole number."""
         missing = [key for key in self.required if config.get(key) is None]
         if missing:
             raise ValueError(f"config.json has no {missing[0]}: it is not a complete {self.name} configuration")
+        for key in COUNTS:
+            count = config.get(key)
+            if count is not None and (type(count) is not int or count < 0):
+                raise ValueError(f"config.json has {key} = {count!r}: want a whole number")
         for option, values in (ALWAYS | dict(self.only)).items():
             got = config.get(option, values[0])
             if got not in values:
@@ -66,6 +70,14 @@ SIGMOID_MOE = (
     *("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace"),
 )
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+COUNTS = (  # whole numbers where they are given at all
+    *SIZES,
+    *("num_key_value_heads", "head_dim"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("moe_intermediate_size", "num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts"),
+    *("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "decoder_sparse_step"),
+    *("num_nextn_predict_layers", "max_position_embeddings"),
+)
 
 
 def grouped(
