@@ -168,7 +168,7 @@ CONFIGS = _DEEPSEEK | _QWEN | _DENSE | _GLM
 
 # Apart from CONFIGS: for the comparisons with transformers. To what looks at names and shapes alone they are DeepSeeks.
 KIMI = {
-    "kimi_24_experts": tiny_kimi(n_routed_experts=24, num_experts_per_tok=8, n_shared_experts=2),
+    "kimi_24_experts": tiny_kimi(n_routed_experts=24, num_experts_per_tok=8, n_shared_experts=2, rms_norm_eps=1e-3),
     "kimi_no_q_lora_tied": tiny_kimi(q_lora_rank=None, tie_word_embeddings=True),
     "kimi_two_dense_no_yarn": tiny_kimi(
         architectures=None,  # told by its model_type alone
@@ -193,10 +193,15 @@ def transformers_config(hf: dict[str, Any]) -> Any:
 
 
 def transformers_model(hf: dict[str, Any]) -> Any:
-    """transformers' own model of the config, random, in fp32 for computing."""
+    """transformers' own model of the config, random, in fp32 for computing; but MLA's latents are normed with the
+    config's rms_norm_eps, as serving engines do, where transformers has 1e-6 whatever the config says."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(transformers_config(hf), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(transformers_config(hf), dtype=torch.float32)
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = hf["rms_norm_eps"]
+    return model
 
 
 def random_tensors(hf: dict[str, Any], seed: int = 0, *, mtp: bool = False) -> dict[str, Tensor]:

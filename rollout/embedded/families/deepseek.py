@@ -22,7 +22,8 @@ def _attention(config: HFConfig) -> LatentAttention:
         v_dim=config["v_head_dim"],
         rope=rope(config, dim=config["qk_rope_head_dim"], pairs=True),
         bias=bool(config.get("attention_bias", False)),
-        norm_eps=1e-6,  # transformers and DeepSeek build the two latent norms without the config's value
+        # as SGLang and the trainer; transformers has 1e-6 here whatever the config says
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
     )
 
 
