@@ -3,8 +3,8 @@ directions, and the ranks of a large layout hold every element of it exactly onc
 
 Oracles: the parameter counts of the hub's safetensors index, transformers' models on the meta device, and a division of
 each parameter over the ranks that is written here by the rules of tensor, pipeline and expert parallelism, not by the
-exporter's. Values of config.json are those of configs/*/config.json. Not covered: what megatron itself builds at this
-size; the shards of small models are compared with it in tests/laws/test_weight_round_trip.py.
+exporter's. Values of config.json are those of configs/*/config.json. Beside it: test_built_shapes.py has what megatron
+itself builds at this size, tests/laws/test_weight_round_trip.py the bits of small models' shards.
 """
 
 from __future__ import annotations
