@@ -10,6 +10,7 @@ own process.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -72,6 +73,16 @@ def _nowhere() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A fifth of the time is to look for garbage among what was imported; what models leave is a hundred megabytes."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def build_ranks(hf: dict[str, Any], layout: Mapping[str, Any], ranks: Sequence[int]) -> list[BuiltRank]:
     """Those ranks of the layout, one after the other, with the draft layers that the model has; `tests.spawn` processes
     only."""
@@ -96,7 +107,7 @@ def build_ranks(hf: dict[str, Any], layout: Mapping[str, Any], ranks: Sequence[i
     resolved.transformer["perform_initialization"] = False  # random numbers that nobody will see
     join = functools.partial(init_parallel, master_addr="", master_port=0, backend="fake", seed=0)
     built = []
-    with _nowhere():
+    with _nowhere(), _uncollected():
         for rank in ranks:
             parallel = join(config.parallel, rank=rank, world_size=config.parallel.world_size)
             with torch.device("meta"):
