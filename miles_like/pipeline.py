@@ -96,7 +96,9 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
 
     def then(name: str, what: str, size: int | None, run: Run, hashed: Hashes = _no_hashes, **inputs: Any) -> None:
         key = input_key(name, {"after": stages[-1].key, **inputs})
-        how: dict[str, Any] = {"run": run, "listed": not_hidden, "hashed": hashed}
+        # the dequantize stage may leave the fetched directory as it is; shards have a hidden file, their metadata
+        listed = not_hidden if name == "dequantize" else files_under
+        how: dict[str, Any] = {"run": run, "listed": listed, "hashed": hashed}
         stages.append(Stage(name=name, what=what, key=key, directory=cache / f"{name}-{key}", size=size, **how))
 
     nodes = config.cluster.nodes

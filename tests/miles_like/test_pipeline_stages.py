@@ -39,6 +39,7 @@ class Cluster:
             if self.break_convert:
                 raise RuntimeError("killed")
             (out / "whole").write_text("whole")
+            (out / ".metadata").write_text("which tensor lies where")  # as torch_dist calls it
 
         def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
             self.ran.append("resume" if resume else "train")
@@ -141,6 +142,14 @@ def test_hidden_folders_of_a_checkpoint_are_not_staged(config: RunConfig, tmp_pa
     go(Cluster(), config, tmp_path / "runs" / "a", stages="fetch,dequantize,convert,stage")
     staged = {p.name for p in (tmp_path / "runs" / "cache").glob("stage-*/data/hf/**/*")}
     assert "config.json" in staged and "pack" not in staged
+
+
+def test_all_that_was_converted_is_staged(config: RunConfig, tmp_path: Path) -> None:
+    """Shards without their hidden `.metadata` cannot be read."""
+    go(Cluster(), config, tmp_path / "runs" / "a", stages="fetch,dequantize,convert,stage")
+    (made,) = (tmp_path / "runs" / "cache").glob("convert-*/data")
+    (staged,) = (tmp_path / "runs" / "cache").glob("stage-*/data/megatron")
+    assert {p.name for p in staged.iterdir()} == {p.name for p in made.iterdir()} == {"half", "whole", ".metadata"}
 
 
 def test_a_stage_with_nothing_to_do_does_not_read_the_checkpoint_again(
