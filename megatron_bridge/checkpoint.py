@@ -155,8 +155,8 @@ def read_weights(path: Path, models: Sequence[PolicyModel], parallel: ParallelCo
     Raises ValueError on every rank when the directory is missing, incomplete, damaged or of another model; the models
     are then what they were.
     """
-    _check(path)
     source = open_verified(path)
+    _check(path)
     wanted = _model_state(models, parallel, loading=True)
     adapted = check_adapters(path, models)
     if not adapted:

@@ -9,6 +9,7 @@ manifest that does not match is one sentence on every rank, and the model is wha
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ def open_verified(path: Path) -> TorchDist:
     source, problem = None, None
     try:
         source = TorchDist(path)
+        _check_beside(source)
     except (ValueError, OSError) as e:
         problem = str(e)
     _agree(problem)
@@ -61,6 +63,16 @@ def load_verified(state: dict[str, Any], source: TorchDist) -> dict[str, Any]:
         raise
     finally:
         source.close()
+
+
+def _check_beside(source: TorchDist) -> None:
+    """Raises ValueError where a small file that stock loading reads too is not the one that the manifest lists."""
+    for name in ("common.pt", "metadata.json"):
+        file, facts = source.path / name, source.manifest.files if source.manifest is not None else {}
+        found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+        if found is None or (facts and (name not in facts or found != facts[name].sha256)):
+            listed = "is not the one that its manifest lists" if found else "is missing"
+            raise ValueError(f"{file} {listed}: copy or convert the checkpoint again")
 
 
 class _Damaged(ValueError):

@@ -35,7 +35,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HEADER_ROOM = 128 << 10  # bytes kept free for a shard's header, which is known only when its data is written
-_COPIED_SUFFIXES = frozenset((".json", ".jinja", ".model", ".tiktoken", ".txt", ".py"))
+_COPIED_SUFFIXES = frozenset((".json", ".jinja", ".model", ".tiktoken", ".txt", ".bpe", ".vocab", ".py"))
+_TEMPLATES = "additional_chat_templates"  # the folder of those beside the first, as transformers calls it
 _REFETCH = "fetch the checkpoint again"
 
 
@@ -81,7 +82,7 @@ class HFCheckpoint:
                     f"{self.path} has neither {_SINGLE} nor {_INDEX}: not a safetensors checkpoint, or not whole"
                 )
             return None
-        weight_map = _read_json(self.path / _INDEX).get("weight_map")
+        weight_map = _read_json(self.path / _INDEX, once=True).get("weight_map")
         if (
             not weight_map
             or not isinstance(weight_map, dict)
@@ -91,6 +92,8 @@ class HFCheckpoint:
         for file in sorted(set(weight_map.values())):
             if Path(file).name != file or not (self.path / file).exists():
                 raise ValueError(f"{self.path / file} is missing, {_INDEX} lists it: {_REFETCH}")
+        if (self.path / _SINGLE).exists() and _SINGLE not in weight_map.values():  # transformers would read this one
+            raise ValueError(f"{self.path / _SINGLE} is another checkpoint than {_INDEX} lists: remove one of the two")
         return weight_map
 
     def names(self) -> list[str]:
@@ -132,13 +135,14 @@ class HFCheckpoint:
             yield NamedTensor(name, self.read(name))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, *, once: bool = False) -> dict[str, Any]:
+    """`once`: a key that occurs twice is an error."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once if once else None)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: is this a Hugging Face model directory?") from None
     except ValueError as e:
-        raise ValueError(f"{path} is not JSON ({e}): {_REFETCH}") from None
+        raise ValueError(f"{path} is not JSON that can be read ({e}): {_REFETCH}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object: {_REFETCH}")
     return value
@@ -151,6 +155,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{key} occurs twice")
         out[key] = value
     return out
+
+
+def _two(offsets: Any) -> tuple[int, int]:
+    begin, end = offsets
+    return int(begin), int(end)
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
@@ -167,13 +176,13 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         header = json.loads(raw, object_pairs_hook=_once)
         entries = sorted(
             (
-                (name, e["dtype"], tuple(map(int, e["shape"])), *map(int, e["data_offsets"]))
+                (name, str(e["dtype"]), tuple(map(int, e["shape"])), *_two(e["data_offsets"]))
                 for name, e in header.items()
                 if name != "__metadata__"
             ),
             key=lambda entry: (entry[3], entry[4]),
         )
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as e:
         raise ValueError(f"{path} has no valid safetensors header ({e}): {_REFETCH}") from None
     out: dict[str, TensorInfo] = {}
     end = 0
@@ -249,9 +258,11 @@ def write_hf(
         shards.finish()
         if copy_from is not None:
             for file in companions(Path(copy_from)):
-                shutil.copyfile(file, partial / file.name)
+                target = partial / file.relative_to(copy_from)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
         _write_json(partial / "config.json", config)
-        for file in partial.iterdir():
+        for file in partial.rglob("*"):
             _fsync(file)
         _fsync(partial)
         partial.replace(path)
@@ -358,11 +369,11 @@ class _ShardWriter:
 
 
 def companions(directory: Path) -> list[Path]:
-    """Tokenizer, chat template, generation config, model code, licence: all small files but config.json and what tells
-    of the weights (index, manifest), in name order."""
+    """Tokenizer, chat templates, generation config, model code, licence: all small files of these kinds but config.json
+    and what tells of the weights (index, manifest), in name order; templates may lie in their folder."""
     return [
         file
-        for file in sorted(directory.iterdir())
+        for file in sorted((*directory.iterdir(), *(directory / _TEMPLATES).glob("*.jinja")))
         if (file.suffix in _COPIED_SUFFIXES or file.name.startswith("LICENSE")) and file.is_file()
         if file.name not in ("config.json", "manifest.json") and not file.name.startswith(".")
         if not file.name.endswith((".index.json", ".safetensors.json"))

@@ -19,8 +19,10 @@ def bind(source: Source) -> tuple[TensorMap, dict[str, Place]]:
     family, config = family_of(source.hf.config), source.hf.config
     tensors = family.bind(config, mtp=True)
     copies = {copy: place for place in _tops(tensors) for copy in tensors.copies_of(place.entry) if copy in source}
-    if config.get("tie_word_embeddings") and _HEAD in source:  # some releases store it all the same
-        copies[_HEAD] = tensors.place_of(_EMBEDDING)
+    if tensors.tied:  # some releases store the head all the same
+        head = next(entry for entry in family.table if _HEAD in entry.hf)
+        stored = (name for name in (_HEAD, *tensors.copies_of(head)) if name in source)
+        copies |= dict.fromkeys(stored, tensors.place_of(_EMBEDDING))
     if not any(place.depth is not None and place.hf_name in source for place in tensors.places()):
         tensors = family.bind(config)  # announced in config.json; a checkpoint may leave its draft layers out
     return tensors, copies

@@ -158,7 +158,12 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 def _companions(directory: Path, partial: Path) -> dict[str, FileFact]:
     """Copies of the small files beside config.json."""
-    return {file.name: write_file(partial / file.name, file.read_bytes()) for file in companions(directory)}
+    facts = {}
+    for file in companions(directory):
+        name = file.relative_to(directory)
+        (partial / name).parent.mkdir(exist_ok=True)
+        facts[str(name)] = write_file(partial / name, file.read_bytes())
+    return facts
 
 
 def _check_companions(source: TorchDist) -> None:

@@ -273,11 +273,11 @@ def _finish(job: Conversion, directory: Path, tensors: TensorMap, skipped: tuple
         "common.pt": _archive({"content_metadata": CONTENT_METADATA}),
         "metadata.json": json.dumps({**backends, **versions}).encode(),  # its presence makes a directory a checkpoint
     }
-    (directory / COMPANIONS).mkdir()
     hf = job.source.hf.path
     for path in (hf / "config.json", *companions(hf)):
-        beside[f"{COMPANIONS}/{path.name}"] = path.read_bytes()
+        beside[f"{COMPANIONS}/{path.relative_to(hf)}"] = path.read_bytes()
     for name, data in beside.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         files[name] = write_file(directory / name, data)
     facts = {
         key: Fact(str(box.dtype).removeprefix("torch."), box.shape, tuple(pieces[key])) for key, box in kinds.items()

@@ -302,15 +302,16 @@ class TensorMap:
 
     @cached_property
     def _skipped(self) -> tuple[re.Pattern[str], ...]:
-        # with tied embeddings some releases store the head nevertheless; it is never read
-        head = (r"lm_head\.weight", r"model\.layers\.\d+\.shared_head\.head\.weight") if self.tied else ()
+        # with tied embeddings some releases store the head nevertheless; it must be the embedding
+        head = (r"lm_head\.weight",) if self.tied else ()
         return tuple(re.compile(pattern) for pattern in (*self.family.skipped, *head))
 
     @cached_property
     def _beside(self) -> frozenset[str]:
         """Names of draft layers that are not among `places`: the copies, and all of them without `mtp`."""
         whole = TensorMap(self.family, self.hf, mtp=True)
-        names = {name for entry in whole.entries for name in whole.copies_of(entry)}
+        # of the whole table: a head that is tied may be stored all the same
+        names = {name for entry in self.family.table for name in whole.copies_of(entry)}
         if not self.mtp:
             names |= {place.hf_name for place in whole.places() if place.depth is not None}
         return frozenset(names)

@@ -16,10 +16,12 @@ FAMILIES: dict[str, Family] = {
 def family_of(hf_config: HFConfig) -> Family:
     """The family by `architectures`, or by `model_type` where that is absent. ValueError names the known ones."""
     architectures = hf_config.get("architectures") or ()
+    if not isinstance(architectures, list | tuple) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"config.json: architectures = {architectures!r}: want a list of names")
     for family in FAMILIES.values():
         if family.architectures.intersection(architectures):
             return family
-        if not architectures and hf_config.get("model_type") in family.model_types:
+        if not architectures and str(hf_config.get("model_type")) in family.model_types:
             return family
     known = sorted(name for family in FAMILIES.values() for name in family.architectures)
     raise ValueError(

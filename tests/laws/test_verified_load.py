@@ -63,6 +63,21 @@ def _other_sum(path: Path) -> str:
     return f"the bytes of {LAST} at"
 
 
+def _other_common(path: Path) -> str:
+    (path / "common.pt").write_bytes(b"")
+    return "common.pt is not the one that its manifest lists"
+
+
+def _other_kind(path: Path) -> str:
+    (path / "metadata.json").write_text("{")
+    return "metadata.json is not the one that its manifest lists"
+
+
+def _no_common(path: Path) -> str:
+    (path / "common.pt").unlink()
+    return "common.pt is missing"
+
+
 def _no_match(path: Path) -> str:
     tensors = dict(Manifest.read(path).tensors)
     del tensors[LAST]
@@ -79,7 +94,11 @@ def _other_vocabulary(path: Path) -> str:
 
 
 DAMAGES: dict[str, Callable[[Path], str]] = {
-    f.__name__: f for f in (_flipped, _truncated, _missing, _other_sum, _no_match, _other_vocabulary)
+    f.__name__: f
+    for f in (
+        *(_flipped, _truncated, _missing, _other_sum, _no_match, _other_vocabulary),
+        *(_other_common, _other_kind, _no_common),
+    )
 }
 
 

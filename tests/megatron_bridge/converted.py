@@ -22,6 +22,8 @@ def converted(where: Path, hf: dict[str, Any], tensors: dict[str, Tensor]) -> Pa
     write_checkpoint(where / "hf", hf, tensors)
     (where / "hf" / "tokenizer.json").write_text('{"version": "1.0"}')
     (where / "hf" / "chat_template.jinja").write_text("{{ messages }}")
+    (where / "hf" / "additional_chat_templates").mkdir()
+    (where / "hf" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     to_megatron(where / "hf", where / "megatron")
     return where / "megatron"
 

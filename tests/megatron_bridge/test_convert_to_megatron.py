@@ -38,7 +38,7 @@ from miles_like.dequantize import dequantize_checkpoint
 from miles_like.hf_checkpoint import HFCheckpoint
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
-from tests.megatron_bridge.tiny_models import CONFIGS, random_tensors, tiny, tiny_qwen, write_checkpoint
+from tests.megatron_bridge.tiny_models import CONFIGS, random_tensors, tiny, tiny_glm, tiny_qwen, write_checkpoint
 from tests.spawn import run_ranks
 
 HF = tiny()
@@ -378,6 +378,22 @@ def _index_of_numbers(path: Path) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": 5}}))
 
 
+def _listed_twice(path: Path) -> None:
+    index = path / "model.safetensors.index.json"
+    name = next(iter(json.loads(index.read_text())["weight_map"]))
+    first = f'"{name}": "model-00004-of-00004.safetensors", '
+    index.write_text(index.read_text().replace('"weight_map": {', '"weight_map": {' + first))
+
+
+def _two_checkpoints(path: Path) -> None:
+    shutil.copyfile(path / "model-00002-of-00004.safetensors", path / "model.safetensors")
+
+
+def _number_for_names(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": 5}))
+
+
 def _words_for_numbers(path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "two"}))
@@ -409,6 +425,9 @@ def _fewer_layers(path: Path) -> None:
         (_corrupt_index, "index.json is not JSON"),
         (_index_without_names, "has no weight_map of names to files"),
         (_index_of_numbers, "has no weight_map of names to files"),
+        (_listed_twice, r"index.json is not JSON that can be read \(.* occurs twice\)"),
+        (_two_checkpoints, "model.safetensors is another checkpoint than model.safetensors.index.json lists"),
+        (_number_for_names, "config.json: architectures = 5: want a list of names"),
         (_words_for_numbers, "config.json: num_hidden_layers = 'two': want a whole number"),
         (_word_for_a_table, "config.json cannot be read as one of family deepseek"),
         (_twice, "is in two files"),
@@ -454,6 +473,23 @@ def test_a_head_stored_beside_a_tied_embedding_is_that_embedding(tmp_path: Path)
     write_checkpoint(tmp_path / "other", hf, tensors)
     with pytest.raises(ValueError, match=r"lm_head\.weight.*copy of 'model\.embed_tokens\.weight'"):
         to_megatron(tmp_path / "other", tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_draft_layer_s_head_beside_a_tied_embedding_is_that_embedding_too(tmp_path: Path) -> None:
+    hf = tiny_glm(tie_word_embeddings=True, num_nextn_predict_layers=1)
+    tensors, name = random_tensors(hf, mtp=True), "model.layers.3.shared_head.head.weight"
+    tensors[name] = tensors["model.embed_tokens.weight"].clone()
+    write_checkpoint(tmp_path / "same", hf, tensors)
+    assert name in to_megatron(tmp_path / "same", tmp_path / "out").skipped
+    tensors[name][3, 4] += 1
+    write_checkpoint(tmp_path / "other", hf, tensors)
+    with pytest.raises(ValueError, match=r"layers\.3\.shared_head.*copy of 'model\.embed_tokens\.weight'"):
+        to_megatron(tmp_path / "other", tmp_path / "bad")
+    tensors["model.layers.0.shared_head.head.weight"] = tensors.pop(name)
+    write_checkpoint(tmp_path / "elsewhere", hf, tensors)
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.shared_head\.head\.weight' is not one of family"):
+        to_megatron(tmp_path / "elsewhere", tmp_path / "bad")
     assert not (tmp_path / "bad").exists()
 
 

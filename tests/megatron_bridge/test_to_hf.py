@@ -59,7 +59,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _files(path: Path) -> dict[str, bytes]:
-    return {f.name: f.read_bytes() for f in sorted(path.iterdir())}
+    return {str(f.relative_to(path)): f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file()}
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, "draft layers in fp32"])
@@ -70,7 +70,7 @@ def test_every_family_comes_back_bit_by_bit(name: str, tmp_path: Path) -> None:
     report = to_hf(converted(tmp_path, hf, tensors), tmp_path / "out")
     assert report.tensors == len(tensors)
     assert differing(_read(tmp_path / "out"), tensors) == []
-    for file in ("config.json", "tokenizer.json", "chat_template.jinja"):
+    for file in ("config.json", "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
 
 

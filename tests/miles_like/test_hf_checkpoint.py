@@ -132,11 +132,15 @@ def test_tokenizer_files_are_taken_over(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors.index.json", "model-1.safetensors", "pytorch_model.bin"):
         (source / name).write_text("{}")
     (source / "folder.json").mkdir()
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "rag.jinja").write_text("rag")
     write_hf(tmp_path / "m", tensors().items(), CONFIG, copy_from=source)
     assert {f.name for f in (tmp_path / "m").iterdir()} == {
         "config.json", "model.safetensors",
         "tokenizer.json", "generation_config.json", "chat_template.jinja", "modeling_x.py", "LICENSE",
+        "additional_chat_templates",
     }  # fmt: skip
+    assert (tmp_path / "m" / "additional_chat_templates" / "rag.jinja").read_text() == "rag"
     assert json.loads((tmp_path / "m" / "config.json").read_text()) == CONFIG
     with pytest.raises(ValueError, match="nowhere is not a directory"):
         write_hf(tmp_path / "n", [], CONFIG, copy_from=tmp_path / "nowhere")
@@ -184,6 +188,10 @@ def test_a_file_with_more_than_its_header_tells_of(tmp_path: Path) -> None:
         (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', r"a \[2\] F32 cannot lie at 0..4"),
         (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', "cannot lie at 4..8"),
         (b'{"a":{"dtype":"F64","shape":[1],"data_offsets":[0,8]}}', "a has dtype F64"),
+        (b'{"a":{"dtype":["F32"],"shape":[1],"data_offsets":[0,4]}}', "a has dtype "),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0]}}', "no valid safetensors header"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}}', "no valid safetensors header"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,Infinity]}}', "no valid safetensors header"),
         (
             b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}',
             "a occurs twice",
