@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
-    """A frozen section; an unknown key is an error."""
+    """A frozen section; an unknown key is an error, and so is a number that is not finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ParallelConfig(Section):
@@ -72,9 +72,9 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.0, ge=0)
     no_decay: tuple[str, ...] = ()  # name patterns not decayed, besides all one-dimensional parameters
     frozen: tuple[str, ...] = ()  # name patterns of parameters and routing biases that are not trained
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, gt=0)
 
     @model_validator(mode="after")

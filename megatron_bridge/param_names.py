@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the exporter, which needs the names alone, runs without meg
     from megatron_bridge.parallel import ParallelContext
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+_EMBEDDING = "embedding.word_embeddings.weight"
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
@@ -33,11 +34,16 @@ def renamer(model: Any, parallel: ParallelContext) -> Callable[[str], str]:
 
 
 def named_tensors(models: Sequence[Any], parallel: ParallelContext) -> Iterator[tuple[str, Tensor]]:
-    """(global name, tensor) of every parameter and routing bias that this rank holds; `models` are unwrapped chunks."""
+    """(global name, tensor) of every parameter and routing bias that this rank holds; `models` are unwrapped chunks.
+
+    The head of a model that ties it to the embedding has the embedding's name, also on a last stage, which holds a copy
+    of its own: the two must be trained alike.
+    """
     for model in models:
         rename = renamer(model, parallel)
         for name, value in model.named_parameters():
-            yield rename(name), value
+            tied = name == "output_layer.weight" and model.share_embeddings_and_output_weights
+            yield _EMBEDDING if tied else rename(name), value
         for name, value in model.named_buffers():
             if name.endswith(".expert_bias"):
                 yield rename(name), value

@@ -101,10 +101,12 @@ def train(
     fuse: Annotated[bool, typer.Option("--fuse", help="decode FP8 while converting: no BF16 directory")] = False,
     resume: bool = False,
     fresh: bool = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")] = False,
     ray_address: Annotated[str | None, typer.Option("--ray-address")] = None,
 ) -> None:
     """All five stages of a configuration, ending in a trained model."""
-    pipeline(config, run_dir, overrides=overrides, fuse=fuse, resume=resume, fresh=fresh, ray_address=ray_address)
+    how = {"fuse": fuse, "resume": resume, "fresh": fresh, "dry_run": dry_run}
+    pipeline(config, run_dir, overrides=overrides, ray_address=ray_address, **how)
 
 
 @app.command()

@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """A frozen section; an unknown key is an error."""
+    """A frozen section; an unknown key is an error, and so is a number that is not finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class SGLangFlags(Section):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.megatron_bridge import toy
+from tests.megatron_bridge.tiny_models import tiny_dense
 from tests.spawn import free_port, run_ranks
 
 STEPS = 2
@@ -124,6 +125,26 @@ def _decayed(hf: str, rank: int, world: int, port: int) -> Found:
     return {n: "kept" if r is True else "decayed" if r < 1e-7 else f"off by {r}" for n, r in ratio.items()}
 
 
+def _tied(rank: int, world: int, port: int, hf: str, port_too: int) -> Found:
+    """A tied embedding named by its own name, over the stages that hold it: frozen, and not decayed."""
+    from megatron_bridge.agree import gather
+
+    out: Found = {}
+    for key, at in {"frozen": port, "no_decay": port_too}.items():
+        optimizer = {"lr": 0.5, "weight_decay": 0.1, key: ["embedding.*"]}
+        config = toy.config(hf, mode="off", pp=world, optimizer=optimizer, distributed_optimizer=False)
+        with toy.trainer(config, rank, world, at) as t:
+            held = t.models[0].shared_embedding_or_output_weight()
+            groups = t.optimizer.param_groups
+            out[key] = [g["wd_mult"] for g in groups if any(p is held for p in g["params"])]
+            if key == "frozen" and not any(gather(held.requires_grad)):  # on one stage alone a step waits for ever
+                before = held.detach().clone()
+                rows, tokens = toy.grid(toy.samples(4, layers=()), dp=1, micros=2)
+                t.step(rows[0], tokens, 1)
+                out["kept"] = torch.equal(before, held)
+    return out
+
+
 def _two_ranks(rank: int, world: int, port: int, hf: str, where: Path, ports: dict[str, int]) -> Found:
     out: Found = {}
     for layout, frozen in CASES:
@@ -194,6 +215,14 @@ def test_matrices_are_decayed_but_for_those_named(found: Found) -> None:
         named = ".2.mlp.experts.local_experts.9." in name or name.startswith("output_layer.")
         assert kind == ("kept" if one_dimensional or named else "decayed"), name
     assert sum("local_experts.9." in name for name in names) == 4
+
+
+def test_a_tied_embedding_is_one_parameter_over_stages(tmp_path: Path) -> None:
+    """The last stage holds a copy of it as its head. A pattern that means one of the two alone would hang the step,
+    whose stages add up the gradients of both, or decay the copies apart."""
+    hf = toy.hf_dir(tmp_path / "hf", tiny_dense(tie_word_embeddings=True, num_hidden_layers=2, torch_dtype="float32"))
+    for rank in run_ranks(_tied, 2, hf, free_port(), keep=True):
+        assert rank == {"frozen": [], "kept": True, "no_decay": [0.0]}
 
 
 def test_patterns_that_cannot_be_meant_are_refused(found: Found) -> None:

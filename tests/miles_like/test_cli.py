@@ -37,6 +37,9 @@ def test_brackets_in_a_sentence_are_text(capsys: pytest.CaptureFixture[str]) -> 
         ("fetch,tain", [], "no stage called 'tain'"),
         ("", [], "--stages names none"),
         ("train", ["rollout.max_new_tokens=8000"], "samples of 8511 input tokens, a micro-batch holds 8192"),
+        ("train", ["optimizer.lr=inf"], "optimizer.lr: Input should be a finite number"),
+        ("train", ["rollout.temperature=inf"], "rollout.temperature: Input should be a finite number"),
+        ("train", ["optimizer.beta2=1.5"], "optimizer.beta2: Input should be less than 1 (got 1.5)"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(
@@ -47,6 +50,16 @@ def test_a_dry_run_refuses_what_the_run_would(
     with pytest.raises(typer.Exit):
         pipeline(config, tmp_path / "x", stages=stages, overrides=overrides, dry_run=True)
     assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_training_has_a_dry_run_of_its_own(tmp_path: Path) -> None:
+    """As the script's: the plan, and the layout that cannot be, without a directory."""
+    config = Path(__file__).parents[2] / "configs" / "tiny.toml"
+    command = ["train", str(config), "--run-dir", str(tmp_path / "x"), "--dry-run"]
+    assert "kernels: local modules" in CliRunner().invoke(app, command).output
+    refused = CliRunner().invoke(app, [*command, "--set", "parallel.ep=3", "--set", "parallel.dp=3"])
+    assert refused.exit_code == 2 and "16 experts do not divide over parallel.ep = 3" in refused.output
     assert not list(tmp_path.iterdir())
 
 
