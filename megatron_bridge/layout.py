@@ -26,6 +26,7 @@ def check_world(config: ParallelConfig, world_size: int) -> None:
 def check_layout(config: ParallelConfig, hf: HFConfig) -> None:
     """Raises ValueError when the model of this config.json cannot be laid out so, or cannot be trained at all."""
     family = family_of(hf)
+    family.bind(hf)  # which says what cannot be read
     architecture = family.transformer_config(hf)
     _check_tensor_parallel(config, architecture, family.vocab_size(hf))
     _check_experts(config, architecture)

@@ -84,6 +84,8 @@ def _read_config(config_json: Path) -> dict[str, Any]:
         raise ValueError(f"{config_json}: {e.strerror}") from None
     except ValueError as e:
         raise ValueError(f"{config_json} is not JSON: {e}") from None
+    if not isinstance(hf, dict):
+        raise ValueError(f"{config_json} is not a JSON object: fetch the model's again")
     return hf
 
 
@@ -211,11 +213,15 @@ class ConvertWork:
 def to_megatron(
     hf_dir: Path, out_dir: Path, work: ConvertWork, *, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1
 ) -> str:
-    """Convert, and say in one line what was done. Raises ValueError for a layout that the model does not fit."""
+    """Convert, and say in one line what was done. Raises ValueError for a layout that the model does not fit; stages
+    are not cut, so that `pp` need not divide the layers."""
     from megatron_bridge.convert.to_megatron import to_megatron
 
     dp = ep * etp // math.gcd(ep * etp, tp)  # the least that such experts need
-    check_layout(ParallelConfig(tp=tp, pp=pp, ep=ep, etp=etp, dp=dp), _read_config(hf_dir / "config.json"))
+    hf = _read_config(hf_dir / "config.json")
+    check_layout(ParallelConfig(tp=tp, ep=ep, etp=etp, dp=dp), hf)
+    if pp > (layers := family_of(hf).num_layers(hf)):
+        raise ValueError(f"--pp {pp}: the model has {layers} layers, a stage needs at least one; choose fewer stages")
     began = time.monotonic()
     report = to_megatron(
         hf_dir.resolve(),  # other nodes have other working directories

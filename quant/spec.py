@@ -57,6 +57,8 @@ class QuantSpec:
         q = config.get("quantization_config")
         if q is None:
             return None
+        if not isinstance(q, Mapping):
+            raise ValueError(f"quantization_config = {q!r} is not supported: it must be an object")
         for key, want in (("quant_method", "fp8"), ("fmt", "e4m3"), ("activation_scheme", "dynamic")):
             if q.get(key, want if key != "quant_method" else None) != want:
                 raise ValueError(f"quantization_config.{key} = {q.get(key)!r} is not supported: only {want!r} is")
@@ -66,16 +68,15 @@ class QuantSpec:
                 "only fp32 scales are, which a config.json says by having no scale_fmt"
             )
         block = q.get("weight_block_size")
-        if not isinstance(block, Sequence) or len(block) != 2:
+        if not isinstance(block, Sequence) or len(block) != 2 or not all(type(n) is int for n in block):
             raise ValueError(
                 f"quantization_config.weight_block_size = {block!r} is not supported: "
                 "it must be two sizes, as [128, 128]; per-tensor and per-channel scales are not read"
             )
-        return cls(
-            format=QuantFormat.FP8,
-            block=(int(block[0]), int(block[1])),
-            ignore=tuple(q.get("modules_to_not_convert") or ()),
-        )
+        ignore = q.get("modules_to_not_convert") or []
+        if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
+            raise ValueError(f"quantization_config.modules_to_not_convert = {ignore!r}: it must be a list of names")
+        return cls(format=QuantFormat.FP8, block=(block[0], block[1]), ignore=tuple(ignore))
 
     def to_hf(self) -> dict[str, Any]:
         """The value of `quantization_config`. Raises ValueError for bf16, which has none."""

@@ -61,7 +61,7 @@ def outputs(source: TorchDist, tensors: TensorMap, spec: QuantSpec, *, merge: bo
     """Every Hugging Face tensor, copies in draft layers included, in the order of their names' numbers.
 
     Raises ValueError naming a tensor that the checkpoint lacks, that it has beside the model's, or that has another
-    shape than config.json wants; and for adapters, unless they are to be merged.
+    shape than config.json wants; for adapters, unless they are to be merged; and where there are none to be merged.
     """
     adapters = {key.rpartition(".")[0] for key in source.names() if key.endswith(_ADAPTERS)}
     adapters = {key for key in adapters if not key.startswith(_OPTIMIZER)}
@@ -70,6 +70,8 @@ def outputs(source: TorchDist, tensors: TensorMap, spec: QuantSpec, *, merge: bo
             f"{source.path} holds LoRA adapters of {len(adapters)} weights, first {min(adapters)}: give lora_alpha, "
             "the run's lora.alpha, to merge them into the weights"
         )
+    if merge and not adapters:
+        raise ValueError(f"{source.path} holds no LoRA adapters: leave lora_alpha out")
     out: list[Output] = []
     known: set[str] = set()
     for place in tensors.places():

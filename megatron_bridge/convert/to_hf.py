@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ def to_hf(
     OSError when the disk is full; what is whole is kept for the next try.
     """
     megatron_dir, out = Path(megatron_dir), Path(out)
+    if lora_alpha is not None and not 0 < lora_alpha < math.inf:
+        raise ValueError(f"lora_alpha = {lora_alpha}: give the run's lora.alpha, a positive number")
     source = TorchDist(megatron_dir)
     config_dir = _config_dir(megatron_dir, hf_config)
     if hf_config is None:

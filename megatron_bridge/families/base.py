@@ -116,7 +116,7 @@ class Family:
         cannot train."""
         try:
             self.transformer_config(hf)
-        except (TypeError, AttributeError) as e:
+        except (TypeError, AttributeError, ArithmeticError) as e:
             raise ValueError(f"config.json cannot be read as one of family {self.name}: {e}") from None
         return TensorMap(self, hf, mtp)
 

@@ -7,6 +7,7 @@ in megatron raises ValueError here, named by its key.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import Any
 
 import torch.nn.functional as F
@@ -26,6 +27,8 @@ COUNTS = (
     *("first_k_dense_replace", "decoder_sparse_step", "num_nextn_predict_layers"),
 )
 
+NUMBERS = ("rms_norm_eps", "routed_scaling_factor", "rope_theta", "partial_rotary_factor")
+
 # option -> the only values that are trained; the first is what a config that does not say means
 ONLY: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_dropout": (0.0, 0)}
 ONLY_SIGMOID: Mapping[str, tuple[Any, ...]] = {
@@ -38,21 +41,28 @@ ONLY_FULL_ATTENTION: Mapping[str, tuple[Any, ...]] = {"use_sliding_window": (Fal
 
 
 def refuse_unsupported(hf: HFConfig, family: str, required: Iterable[str], only: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ValueError where config.json lacks a `required` key, has one of COUNTS that is no whole number or an
-    option at a value that is not in `only` (the first is what a config that does not say means), or where a layer
-    attends less than everything before it."""
+    """Raises ValueError where config.json lacks a `required` key, has one of COUNTS that is no whole number, one of
+    NUMBERS that is none, or an option at a value that is not in `only` (the first is what a config that does not say
+    means), or where a layer attends less than everything before it."""
     if missing := [key for key in required if hf.get(key) is None]:
         raise ValueError(f"config.json lacks {', '.join(missing)}: family {family} needs them")
     for key in COUNTS:
         count = hf.get(key)
         if count is not None and (type(count) is not int or count < 0):
             raise ValueError(f"config.json: {key} = {count!r}: want a whole number")
+    for key in NUMBERS:
+        _number(key, hf.get(key))
     for key, allowed in only.items():
         value = hf.get(key, allowed[0])
         if value is not None and value not in allowed:
             raise ValueError(f"config.json: {key} = {value!r} is not trained by family {family}: want {allowed[0]!r}")
     if other := sorted(set(hf.get("layer_types") or ()) - {"full_attention"}):
         raise ValueError(f"config.json: layer_types has {other[0]!r}, family {family} trains 'full_attention' alone")
+
+
+def _number(key: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf):
+        raise ValueError(f"config.json: {key} = {value!r}: want a number")
 
 
 # dimensions
@@ -206,6 +216,8 @@ def rope(
     """(kind, base, all settings) from `rope_parameters` (transformers 5) or `rope_scaling` + `rope_theta`. Raises
     ValueError for a kind that is not among `kinds`, and unless `partial` for a model that turns a part of each head."""
     settings: Mapping[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        _number(key, settings.get(key))
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in kinds:
         wanted = " or ".join(repr(k) for k in kinds)

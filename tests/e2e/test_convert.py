@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 from miles_like.cli import app
 from miles_like.hf_checkpoint import HFCheckpoint
 from tests.e2e.conftest import ROOT, SMALL, Run, environment
+from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
 
+LAYOUT = ("--tp", "2", "--ep", "2", "--pp", "2")  # of three layers
 STAGES = ("--stages", "fetch,dequantize,convert,stage")
 
 
@@ -78,7 +80,7 @@ def test_there_and_back_on_the_command_line(converted: tuple[Path, Path, Path], 
     assert all(torch.equal(theirs.read(name), ours.read(name)) for name in theirs.names())
     small = {p.name for p in source.iterdir() if p.suffix != ".safetensors"}
     assert {p.name for p in (tmp_path / "hf").iterdir()} >= small
-    done = miles_like("convert", "to-megatron", str(tmp_path / "hf"), str(tmp_path / "again"), "--tp", "2", "--ep", "2")
+    done = miles_like("convert", "to-megatron", str(tmp_path / "hf"), str(tmp_path / "again"), *LAYOUT)
     assert done.returncode == 0, done.stderr[-3000:]
     done = miles_like("convert", "to-hf", str(tmp_path / "again"), str(tmp_path / "fp8"), "--format", "fp8")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -111,9 +113,30 @@ def test_a_mistake_is_one_sentence(converted: tuple[Path, Path, Path], tmp_path:
     source, shards, _ = converted
     mistakes = {
         "16 experts": ["to-megatron", str(source), str(tmp_path / "o"), "--ep", "3"],
+        "the model has 3 layers": ["to-megatron", str(source), str(tmp_path / "o"), "--pp", "4"],
         "no amount of memory": ["to-hf", str(shards), str(tmp_path / "o"), "--memory-limit", "lots"],
         "bf16": ["to-hf", str(shards), str(tmp_path / "o"), "--format", "int3"],
     }
     for words, arguments in mistakes.items():
         assert words in mistaken(*arguments)
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (None, "is not a JSON object"),
+        ({"rope_scaling": "yarn"}, "config.json cannot be read as one of family deepseek"),
+        ({"layer_types": 5}, "config.json cannot be read as one of family deepseek"),
+        ({"rope_theta": "x"}, "config.json: rope_theta = 'x': want a number"),
+        ({"architectures": 5}, "architectures = 5: want a list of names"),
+        ({"quantization_config": 5}, "quantization_config = 5 is not supported"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_one_sentence(change: dict[str, Any] | None, said: str, tmp_path: Path) -> None:
+    """Whatever reads it first: the check of the layout, or the conversion."""
+    hf = tiny()
+    write_checkpoint(tmp_path / "hf", hf, random_tensors(hf))
+    (tmp_path / "hf" / "config.json").write_text(json.dumps([] if change is None else hf | change))
+    assert said in mistaken("to-megatron", str(tmp_path / "hf"), str(tmp_path / "o"))
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]

@@ -357,6 +357,8 @@ def test_bad_arguments_are_refused(source: Path, tmp_path: Path) -> None:
     for more, said in (
         ({}, "exists"),
         ({"format": "int4"}, "'int4' is not written: want one of bf16, fp8"),
+        ({"lora_alpha": 4.0}, "holds no LoRA adapters: leave lora_alpha out"),
+        ({"lora_alpha": float("nan")}, "lora_alpha = nan: give the run's lora.alpha"),
         ({"hf_config": tmp_path}, r"config\.json is missing"),
         ({"memory_limit": 10 * MIB}, "memory limit of 10 MiB is too small"),
     ):
