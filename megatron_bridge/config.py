@@ -148,7 +148,7 @@ class KernelsConfig(Section):
     overlap_param_gather: bool = False  # updated weights are gathered while the next forward runs
     overlap_shared_expert: bool = False  # the shared expert computes while tokens travel
     offload_optimizer: float = Field(0.0, ge=0, le=1)  # share of the optimizer's state and step on the host
-    swiglu_fusion: bool = True  # one autograd function: fewer saved tensors
+    swiglu_fusion: bool = True  # one autograd function: fewer saved tensors; experts of local modules always have it
     rope_fusion: bool = False
     permute_fusion: bool = False
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from megatron_bridge.effective import weight_of
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 class _GroupedLinear(torch.autograd.Function):
     """Runs of `sizes` rows of x [T, in], each times the transpose of its own weight [out, in] -> [T, out]."""
@@ -73,6 +75,8 @@ class LocalGroupedMLP(SequentialMLP):
     a bf16 matrix product anew for every number of rows: half a millisecond, several times the product itself at small
     sizes. Rows of zeros give zeros (there are no biases) and no gradient. Sixteen rows or more also keep a row's bits
     independent of how many there are.
+
+    The experts' linears can be watched by hooks; an expert itself, and its activation, are not called.
     """
 
     ROWS = 64
@@ -102,6 +106,6 @@ class LocalGroupedMLP(SequentialMLP):
         """That linear of every expert. One with hooks is called as a module: it is being watched, or its weights are
         still being gathered (overlap_param_gather) and its hook waits for them."""
         linears = [getattr(expert, name) for expert in self.local_experts]
-        if any(linear._forward_hooks or linear._forward_pre_hooks for linear in linears):
+        if any(getattr(linear, kind) for linear in linears for kind in _HOOKS):
             return torch.cat([linear(rows)[0] for linear, rows in zip(linears, x.split(sizes), strict=True)])
         return _GroupedLinear.apply(x, sizes, *map(weight_of, linears))  # type: ignore[no-any-return]

@@ -223,7 +223,8 @@ class _Watch:
         what = "the log-probabilities (output layer)" if name == "model" else f"the output of module {name}"
         for x in _tensors(output):
             self._value(stage, what, x)
-            if _gives_gradient(x):
+            # a linear may hand its bias on: a hook on a weight would see other micro-batches, and stay
+            if _gives_gradient(x) and not isinstance(x, torch.nn.Parameter):
                 x.register_hook(partial(self._gradient, stage, f"the gradient that reaches {what}", self._micro))
 
     def _loss(self, loss: LossFn, *, logprobs: Tensor, loss_mask: Tensor, **more: Any) -> _Loss:

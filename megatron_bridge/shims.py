@@ -3,7 +3,8 @@
 Each is one row of a table: what it replaces, why, and a check that it is still needed. A target that is gone, or a bug
 that is fixed, fails the start: the wheel is pinned exactly, so that only happens when the pin moves.
 
-Redirects answer only callers inside `megatron.*`; every other user of torch in the process keeps torch's own behaviour.
+Redirects answer only callers inside `megatron.*`; every other user of torch in the process keeps torch's own behaviour,
+but for `torch.cuda.Stream` and `Event`, which need a device, and a sum over one rank alone, which starts no thread.
 """
 
 from __future__ import annotations

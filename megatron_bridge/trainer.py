@@ -127,7 +127,11 @@ class MegatronTrainer:
         self.optimizer.zero_grad()  # without a distributed optimizer, .grad is the buffer that gradients are added to
         self._bias.keep()
         run = partial(self._step.run, row, loss_tokens, refs=refs)
-        metrics = run()
+        try:
+            metrics = run()
+        except ValueError:
+            self._bias.restore()  # a wrong loss_tokens shows after backward
+            raise
         lr = learning_rate(self.config.optimizer, self.steps_done)
         may_skip = self.config.on_nonfinite == "skip"
         try:

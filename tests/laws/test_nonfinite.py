@@ -217,6 +217,21 @@ def _bad_rows(rank: int, world: int, port: int, hf: str) -> Said:
     return out
 
 
+def _biased(rank: int, world: int, port: int, hf: str) -> dict[str, Any]:
+    """Of a model whose linears hand their biases on; and a batch that is refused when it has been computed."""
+    cfg = config(hf, router_bias_update_rate=1e-2)
+    with toy.trainer(cfg, rank, world, port) as t:
+        rows, tokens = batch(cfg)
+        out: dict[str, Any] = {"advantage": said(t, poisoned(rows, 0, 1, NAN), tokens)}
+        out["hooks left"] = sum(bool(p._backward_hooks) for p in t.models[0].parameters())
+        before = _state(t)
+        try:
+            t.step(rows[0], tokens + 1, 7)
+        except ValueError as e:
+            out["miscounted"] = str(e)
+        return out | {"unharmed": _same(before, _state(t))}
+
+
 EXPERT = {  # a local expert's matrix, the rank that holds it
     "EP2": ("decoder.layers.2.mlp.experts.local_experts.3.linear_fc1", 1),
     "EP2 recompute": ("decoder.layers.2.mlp.experts.local_experts.3.linear_fc1", 1),
@@ -276,6 +291,23 @@ def test_the_first_place_is_named(found: dict[str, Any], layout: str) -> None:
     assert "decoder.layers.1.mlp.shared_experts.linear_fc1" in s["backward"]
     assert "gradient" in s["backward"] and "micro-batch 0" in s["backward"]
     assert all("in step 7" in s[case] and "weights are unchanged" in s[case] for case in ("advantage", "weight"))
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    hf = toy.hf_dir(tmp_path_factory.mktemp("biased"), toy.hf_config() | {"attention_bias": True})
+    return run_ranks(_biased, 1, hf, keep=True)[0]  # type: ignore[no-any-return]
+
+
+def test_a_bias_that_a_linear_returns_is_no_value_of_a_micro_batch(biased: dict[str, Any]) -> None:
+    """It is a weight: a hook on it would see the gradients of all later micro-batches and steps, as its first's."""
+    assert "first in what the loss function returns" in biased["advantage"]
+    assert "micro-batch 1 of" in biased["advantage"] and biased["hooks left"] == 0
+
+
+def test_a_miscounted_step_changes_nothing(biased: dict[str, Any]) -> None:
+    """It is refused after backward, when megatron has moved the routing biases."""
+    assert "loss masks of all rows hold" in biased["miscounted"] and biased["unharmed"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -26,8 +26,10 @@ def _compare(rank: int, world: int, port: int, dtype: str, frozen: bool, watched
     fc1 = [e.linear_fc1 for e in experts.local_experts]
     fc1[2].weight.requires_grad_(not frozen)
     use_effective_weight(fc1[4], lambda w: 2 * w)
+    watches: list[int] = []
     if watched:
         fc1[3].register_forward_hook(lambda *_: None)
+        experts.local_experts[5].linear_fc2.register_full_backward_hook(lambda *_: watches.append(5))
     t, h = sum(COUNTS), 128
     x = torch.randn(t, h, dtype=getattr(torch, dtype), requires_grad=True)
     probs = torch.rand(t, requires_grad=True)
@@ -38,6 +40,7 @@ def _compare(rank: int, world: int, port: int, dtype: str, frozen: bool, watched
     for forward in (experts.forward, lambda *a: SequentialMLP.forward(experts, *a)):
         out, _ = forward(x, counts, probs)
         found.append([out, *torch.autograd.grad(out, values, grad)])
+        assert len(watches) == watched * len(found), "a hook on a linear was not called"
     leave()
     names = ["output", "x", "probs", *(n for n, p in experts.named_parameters() if p.requires_grad)]
     return {
