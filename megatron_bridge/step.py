@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from megatron_bridge.agree import check_equal, raise_together
+from megatron_bridge.model import unwrap
 from megatron_bridge.mtp import mtp_loss
 from megatron_bridge.overlap import leave_no_sync
 from megatron_bridge.parallel import ParallelContext
@@ -48,7 +49,7 @@ class Step:
         mtp_coefficient: float = 0.0,
         token_multiple: int = 1,
     ) -> None:
-        self.token_multiple = token_multiple
+        self.token_multiple, self.vocab = token_multiple, unwrap(chunks[0]).vocab_size
         self.chunks, self.config, self.parallel = chunks, transformer_config, parallel
         self.replay, self.loss, self.device = replay, loss, device
         self.depths, self.mtp_coefficient = transformer_config.mtp_num_layers or 0, mtp_coefficient
@@ -66,8 +67,9 @@ class Step:
         `refs`: the reference log-probabilities of each micro-batch, [T] fp32, handed on to the loss function.
 
         Raises ValueError, on every rank, when a row or a micro-batch is empty, rows differ in their number of
-        micro-batches, loss_tokens is not the number of labels with loss over all rows, or in mode r3 when a micro-batch
-        has no routing or a recorded row was not used exactly once. A micro-batch without loss is legal beside others.
+        micro-batches, a token is outside the vocabulary, loss_tokens is not the number of labels with loss over all
+        rows, or in mode r3 when a micro-batch has no routing or a recorded row was not used exactly once. A micro-batch
+        without loss is legal beside others.
         """
         if loss_tokens < 1:
             raise ValueError(f"a batch with {loss_tokens} loss tokens teaches nothing: drop it")
@@ -110,6 +112,7 @@ class Step:
                     f"(parallel.vpp = {len(self.chunks)}): pack with micro_multiple = {stages}"
                 )
             for batch in row:
+                _check_vocabulary(batch, self.vocab)
                 out.append(shard(batch, self.parallel, self.device, token_multiple=self.token_multiple, **fixed))
             self.replay.load(out, forward_only=forward_only, own_routing=own_routing)
         except ValueError as e:
@@ -197,6 +200,18 @@ class Step:
         agreed, compared, replayed, routed = counts.tolist()
         out = {"routing/replay_coverage": replayed / routed} if routed else {}
         return out | ({"routing/agreement": agreed / compared} if compared else {})
+
+
+def _check_vocabulary(batch: MicroBatch, size: int) -> None:
+    """Raises ValueError for a token, or a label with loss, outside the vocabulary: over tensor-parallel ranks, and for
+    a label on any, megatron's lookups would take it for one that another rank has."""
+    ids = torch.cat([batch.tokens, batch.labels[batch.loss_mask]])
+    wrong = ids[(ids < 0) | (ids >= size)]
+    if len(wrong):
+        raise ValueError(
+            f"token {int(wrong[0])} is outside the model's vocabulary of {size}: check that rollout and trainer have "
+            "the same tokenizer and config.json"
+        )
 
 
 def _finalize(

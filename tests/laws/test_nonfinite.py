@@ -206,6 +206,8 @@ def _bad_rows(rank: int, world: int, port: int, hf: str) -> Said:
             "empty micro-batch": [rows[0], [rows[1][0], nothing]],
             "no routes": [rows[0], [rows[1][0], replace(rows[1][1], routing=None)]],
             "fewer": [rows[0], rows[1][:1]],
+            "token": [rows[0], [rows[1][0], replace(rows[1][1], tokens=rows[1][1].tokens + toy.VOCAB)]],
+            "label": [rows[0], [rows[1][0], replace(rows[1][1], labels=rows[1][1].labels - toy.VOCAB)]],
             "no loss": [[replace(m, loss_mask=torch.zeros_like(m.loss_mask)) for m in row] for row in rows],
         }
         for name, case in cases.items():
@@ -329,6 +331,8 @@ def test_what_one_rank_is_given_wrongly_ends_the_call_on_all(found: dict[str, An
     s = found["rows"]
     assert "rank 1: a row without micro-batches" in s["empty row"]
     assert "rank 1: an empty micro-batch cannot be fed" in s["empty micro-batch"]
+    for case in ("token", "label"):
+        assert "rank 1: token " in s[case] and f"outside the model's vocabulary of {toy.VOCAB}" in s[case]
     assert "rank 1: replay.mode = r3, but micro-batch 1 carries no expert choices" in s["no routes"]
     assert "between 1 and 2 micro-batches" in s["fewer"]
     assert "0 loss tokens teaches nothing" in s["no loss"]
