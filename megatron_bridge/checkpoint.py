@@ -9,6 +9,7 @@ anew from (seed, step, the rank's place).
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,6 +105,17 @@ def _check(path: Path) -> None:
         )
 
 
+def _common(path: Path) -> dict[str, Any]:
+    """What a checkpoint keeps once for all ranks. Raises ValueError when it is damaged."""
+    try:
+        return dict(dist_checkpointing.load_common_state_dict(str(path)))
+    # what torch and megatron make of a file that is empty, cut, something else, or missing
+    except (EOFError, RuntimeError, KeyError, AttributeError, CheckpointingException, pickle.UnpicklingError) as e:
+        raise ValueError(
+            f"checkpoint {path}: common.pt cannot be read ({first_line(e)}): resume from an earlier checkpoint"
+        ) from None
+
+
 @contextmanager
 def _fits(path: Path) -> Iterator[None]:
     try:
@@ -124,7 +136,7 @@ def load_checkpoint(
     Raises ValueError when the directory is missing, incomplete, of another model, or of the other kind of optimizer.
     """
     _check(path)
-    written = dist_checkpointing.load_common_state_dict(str(path))
+    written = _common(path)
     if (had := written.get("distributed_optimizer")) is not (have := _is_distributed(optimizer)):
         raise ValueError(
             f"checkpoint {path} was written with distributed_optimizer = {had}, this run has {have}: "

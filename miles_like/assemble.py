@@ -254,7 +254,10 @@ def to_hf(megatron_dir: Path, out_dir: Path, work: ConvertWork, **how: Any) -> s
 def _converted(report: Any, out: Path, seconds: float) -> str:
     kept = f", {report.units_kept} of {report.units} parts kept from an interrupted run" if report.units_kept else ""
     rate = report.bytes / seconds / 1e9
-    return f"{report.tensors:,} tensors, {report.bytes:,} bytes -> {out} in {seconds:.1f} s ({rate:.2f} GB/s{kept})"
+    less = f"; left out: {len(report.skipped)} tensors, first {report.skipped[0]}" if report.skipped else ""
+    return (
+        f"{report.tensors:,} tensors, {report.bytes:,} bytes -> {out} in {seconds:.1f} s ({rate:.2f} GB/s{kept}){less}"
+    )
 
 
 def check(directory: Path, *, memory_limit: int, workers: int) -> str:

@@ -32,11 +32,13 @@ from megatron_bridge.convert.units import (
     whole_unit,
     write_file,
 )
+from megatron_bridge.families.base import TensorMap
 from miles_like.hf_checkpoint import companions
 from quant.spec import QuantFormat, QuantSpec
 
 SHARD_BYTES = 2 << 30
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+DRAFT_LAYERS = "num_nextn_predict_layers"  # config.json's number of them
 _BUFFERS = {QuantFormat.BF16: 4, QuantFormat.FP8: 6}  # of a worker: chunk, band, cast; codes and the encoder's work
 
 
@@ -57,7 +59,8 @@ def to_hf(
     Tensors are in the dtype that config.json says (routing biases fp32), as they are published: a trainer's fp32
     parameters of a BF16 model are rounded. `format` "fp8" encodes what `quant` covers, in the blocks of the source's
     quantization_config where it has one, else 128 x 128. `hf_config`: directory whose config.json and companions count,
-    for a source without `hf/`. `lora_alpha` merges adapters that the checkpoint holds, W + lora_alpha / rank B A,
+    for a source without `hf/`. Draft layers that it announces and a trainer did not save are left out, and the new
+    config.json announces none. `lora_alpha` merges adapters that the checkpoint holds, W + lora_alpha / rank B A,
     rounded once. Files have about `shard_bytes`. `memory_limit` is in bytes, of all processes of this machine.
 
     Raises ValueError, with nothing left of `out`: it exists; the source is not whole or not as its manifest says, is
@@ -74,7 +77,8 @@ def to_hf(
     raw_config = (config_dir / CONFIG).read_bytes()
     config = _parsed(config_dir, raw_config)
     spec = _spec(format, config)
-    tensors = outputs(source, bind(source, config), spec, merge=lora_alpha is not None)
+    table = bind(source, config)
+    tensors, left_out = outputs(source, table, spec, merge=lora_alpha is not None), _left_out(source, table)
     known = len(tensors) + len(source.metadata.storage_data)  # a trainer's has its optimizer's pieces too
     # the encoder takes whole rows of blocks, in fp32
     least = max((4 * spec.block[0] * o.row_elements for o in tensors if o.quantized), default=1)
@@ -92,13 +96,22 @@ def to_hf(
         kept = run_units(job, partial, workers=memory.workers, spread=spread)
         facts = _facts(job, partial)
         files = {**files_of(job, partial), **_companions(config_dir, partial)}
-        written = _config(config, spec)
+        written = _config(config, spec) | ({DRAFT_LAYERS: 0} if left_out else {})
         files[CONFIG] = write_file(partial / CONFIG, raw_config if written == config else _json(written))
         if job.count > 1:
             files[INDEX] = write_file(partial / INDEX, _json(_index(facts)))
         Manifest("hf", facts, files).write(partial)
     size = sum(f.stat().st_size for f in out.iterdir())
-    return ConvertReport(tensors=len(tensors), skipped=(), bytes=size, units=job.count, units_kept=kept)
+    return ConvertReport(tensors=len(tensors), skipped=left_out, bytes=size, units=job.count, units_kept=kept)
+
+
+def _left_out(source: TorchDist, table: TensorMap) -> tuple[str, ...]:
+    """The draft layers' names where training ran without them: config.json must not go on announcing them. A converted
+    directory that has none is as its source was."""
+    if source.manifest is not None or any(place.depth is not None for place in table.places()):
+        return ()
+    whole = table.family.bind(table.hf, mtp=True)
+    return tuple(place.hf_name for place in whole.places() if place.depth is not None)
 
 
 def _facts(job: WriteShards, partial: Path) -> dict[str, Fact]:

@@ -120,7 +120,7 @@ class ConvertReport:
     """What a conversion did."""
 
     tensors: int  # of the source or the output, scales not counted
-    skipped: tuple[str, ...]  # known tensors that are not trained, or repeat one that is
+    skipped: tuple[str, ...]  # known tensors that are not trained, repeat one that is, or were trained without
     bytes: int  # of all files in the output
     units: int
     units_kept: int  # of them, found whole from an interrupted run

@@ -5,6 +5,7 @@ Not covered: a rank that hangs (its peers wait as long as for any collective), a
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import queue
@@ -233,6 +234,25 @@ def _resumes(rank: int, world: int, port: int, hf: str, where: Path) -> int:
     with toy.trainer(toy.config(hf), rank, world, port) as t:
         t.load(where)
         return int(t.steps_done)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "another file", "missing"])
+def test_a_damaged_common_file_is_one_sentence(damage: str, tmp_path: Path) -> None:
+    from megatron_bridge.checkpoint import _common
+
+    facts = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (tmp_path / "metadata.json").write_text(
+        json.dumps(facts | {"common_backend": "torch", "common_backend_version": 1})
+    )
+    torch.save({"step": 3}, tmp_path / "common.pt")
+    assert _common(tmp_path) == {"step": 3}
+    whole = (tmp_path / "common.pt").read_bytes()
+    bad = {"empty": b"", "cut": whole[: len(whole) // 2], "another file": b"hello world" * 20, "missing": None}[damage]
+    (tmp_path / "common.pt").unlink()
+    if bad is not None:
+        (tmp_path / "common.pt").write_bytes(bad)
+    with pytest.raises(ValueError, match=r"common\.pt cannot be read \(.+\): resume from an earlier checkpoint"):
+        _common(tmp_path)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -29,14 +29,16 @@ from megatron_bridge.convert import units
 from megatron_bridge.convert.manifest import MANIFEST, Manifest
 from megatron_bridge.convert.memory import Memory
 from megatron_bridge.convert.to_hf import to_hf
+from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.convert.torch_dist import TorchDist
+from miles_like.dequantize import dequantize_checkpoint
 from miles_like.hf_checkpoint import HFCheckpoint
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
 from tests.megatron_bridge.converted import converted, cut, differing, edit_manifest, flip, write_manifest
-from tests.megatron_bridge.tiny_models import CONFIGS, random_tensors, tiny, tiny_qwen
+from tests.megatron_bridge.tiny_models import CONFIGS, random_tensors, tiny, tiny_qwen, write_checkpoint
 
-MIB = 1 << 20
+MIB, V3 = 1 << 20, "deepseek_v3"
 HF = tiny(num_hidden_layers=2, num_nextn_predict_layers=1)
 # widths that no block divides
 ODD = tiny_qwen(hidden_size=192, moe_intermediate_size=200, intermediate_size=264, num_hidden_layers=2)
@@ -101,11 +103,34 @@ def test_blocks_of_the_source_are_kept(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"] == spec.to_hf()
 
 
-@pytest.mark.parametrize("name", ["tiny", "qwen", "qwen_dense", "glm"])
-def test_transformers_loads_the_same_model(name: str, tmp_path: Path) -> None:
-    """From several files as from one."""
-    hf = {**CONFIGS[name], "num_hidden_layers": 2}
-    path = converted(tmp_path, hf, random_tensors(hf))
+def test_draft_layers_that_were_not_trained_are_not_announced(tmp_path: Path) -> None:
+    """Neither by config.json nor by silence; of a converted directory config.json comes back as it was."""
+    path = converted(tmp_path, HF, random_tensors(HF))
+    assert to_hf(path, tmp_path / "back").skipped == ()
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == HF
+    (path / MANIFEST).unlink()  # as training saves
+    companions = (path / "hf").rename(tmp_path / "companions")
+    report = to_hf(path, tmp_path / "out", hf_config=companions)
+    assert "model.layers.2.eh_proj.weight" in report.skipped
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**HF, "num_nextn_predict_layers": 0}
+
+
+@pytest.mark.parametrize("name", ["tiny", "biases_tied", "kimi", "qwen", "qwen_dense_tied", "glm", "glm_tied"])
+@pytest.mark.parametrize("from_fp8", [False, True], ids=["bf16", "fp8"])
+def test_transformers_loads_the_same_model(name: str, from_fp8: bool, tmp_path: Path) -> None:
+    """From several files as from one; of FP8, what the codes stand for."""
+    hf = {**CONFIGS[name], "model_type": CONFIGS[name]["model_type"].replace("kimi_k2", V3)}
+    tensors = random_tensors(hf)
+    path = converted(tmp_path, hf, tensors)
+    if from_fp8:
+        spec = QuantSpec(format=QuantFormat.FP8)
+        coded = dict(quantize_stream(tensors.items(), spec))
+        write_checkpoint(tmp_path / "coded", hf | {"quantization_config": spec.to_hf()}, coded)
+        to_megatron(tmp_path / "coded", tmp_path / "decoded")
+        dequantize_checkpoint(tmp_path / "coded", tmp_path / "plain")
+        (tmp_path / "hf").rename(tmp_path / "not meant")
+        (tmp_path / "plain").rename(tmp_path / "hf")
+        path = tmp_path / "decoded"
     assert to_hf(path, tmp_path / "out", shard_bytes=300_000).units > 1
     before, after = (
         AutoModelForCausalLM.from_pretrained(tmp_path / where, dtype=torch.float32).eval() for where in ("hf", "out")
