@@ -94,15 +94,19 @@ def to_hf(
     )
     with building(out, job) as partial:
         kept = run_units(job, partial, workers=memory.workers, spread=spread)
-        facts = _facts(job, partial)
-        files = {**files_of(job, partial), **_companions(config_dir, partial)}
         written = _config(config, spec) | ({DRAFT_LAYERS: 0} if left_out else {})
-        files[CONFIG] = write_file(partial / CONFIG, raw_config if written == config else _json(written))
-        if job.count > 1:
-            files[INDEX] = write_file(partial / INDEX, _json(_index(facts)))
-        Manifest("hf", facts, files).write(partial)
-    size = sum(f.stat().st_size for f in out.iterdir())
+        _finish(job, partial, config_dir, raw_config if written == config else _json(written))
+    size = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
     return ConvertReport(tensors=len(tensors), skipped=left_out, bytes=size, units=job.count, units_kept=kept)
+
+
+def _finish(job: WriteShards, partial: Path, config_dir: Path, config: bytes) -> None:
+    """What makes the units a checkpoint, and the manifest."""
+    facts = _facts(job, partial)
+    files = {**files_of(job, partial), **_companions(config_dir, partial), CONFIG: write_file(partial / CONFIG, config)}
+    if job.count > 1:
+        files[INDEX] = write_file(partial / INDEX, _json(_index(facts)))
+    Manifest("hf", facts, files).write(partial)
 
 
 def _left_out(source: TorchDist, table: TensorMap) -> tuple[str, ...]:

@@ -124,7 +124,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in {model for model, _ in CASES}:
         tensors = random_tensors(MODELS[name], mtp=bool(MODELS[name].get("num_nextn_predict_layers")))
         converted(root / name, MODELS[name], tensors)
-    ranks = run_ranks(_load_and_save, WORLD, root, [free_port() for _ in range(len(CASES) + len(ADAPTED))])
+    ports = [free_port() for _ in range(len(CASES) + len(ADAPTED))]
+    ranks = run_ranks(_load_and_save, WORLD, root, ports, keep=True)
     torch.save(ranks[0], root / "published.pt")
     return root
 

@@ -141,7 +141,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     good = converted(root / "other", HF, other)
     said = {name: damage(Path(shutil.copytree(good, root / name))) for name, damage in DAMAGES.items()}
     assert path == root / "megatron"
-    return run_ranks(_loads, 2, root, {layout: free_port() for layout in LAYOUTS}), said
+    return run_ranks(_loads, 2, root, {layout: free_port() for layout in LAYOUTS}, keep=True), said
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

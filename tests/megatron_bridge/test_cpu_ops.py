@@ -90,6 +90,6 @@ def _alone(rank: int, world: int, port: int) -> list[list[float]]:
 
 
 def test_one_rank_alone_waits_for_nobody_and_two_add_up() -> None:
-    for rank, (alone, together) in enumerate(run_ranks(_alone, 2)):
+    for rank, (alone, together) in enumerate(run_ranks(_alone, 2, keep=True)):
         assert alone == [rank + 1.0] * 8
         assert together == [3.0] * 6

@@ -57,6 +57,6 @@ def test_experts_at_once_are_experts_one_by_one(dtype: str, frozen: bool, watche
     """Experts without tokens, a frozen and an effective weight, one that is watched by a hook; bf16's padded rows.
     Oracle: megatron's SequentialMLP.forward on the same module. Not covered: ETP (a rank's experts know nothing of it).
     """
-    [found] = run_ranks(_compare, 1, dtype, frozen, watched)
+    [found] = run_ranks(_compare, 1, dtype, frozen, watched, keep=True)
     assert len(found) == 3 + 16 - frozen
     assert all(d <= bound for d in found.values()), found

@@ -68,7 +68,7 @@ def test_they_are_log_softmax_of_whole_logits(world: int) -> None:
     blocks and however the vocabulary is split; no row with loss is no error, nor is a frozen weight. Not covered: bf16,
     where logits round first."""
     want = _oracle()
-    ranks = run_ranks(_ranks, world)
+    ranks = run_ranks(_ranks, world, keep=True)
     for name in BLOCKS:
         for rank in range(world):
             got = {k: torch.tensor(v, dtype=torch.float64) for k, v in ranks[rank][name].items()}

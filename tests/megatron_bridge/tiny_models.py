@@ -6,6 +6,7 @@ Imports megatron-core only inside the functions that run in a rank's own process
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from megatron_bridge.families.registry import family_of
 from miles_like.hf_checkpoint import write_hf
 
+_built: list[Any] = []  # chunks of this process's model
 _TINY = Path(__file__).parents[2] / "configs" / "tiny" / "model.json"
 
 
@@ -259,13 +261,19 @@ def megatron_rank(
     resolved = resolve(config, hf, cuda=env.device.type == "cuda")
     if mtp:
         resolved.transformer["mtp_num_layers"] = family_of(hf).mtp_layers(hf)
-    return build_model(config, hf, resolved, parallel, env), parallel
+    _built.extend(chunks := build_model(config, hf, resolved, parallel, env))
+    return chunks, parallel
 
 
 def leave() -> None:
+    """Chunks built by `megatron_rank` are no more; modules inside them are."""
     from megatron_bridge.parallel import close_parallel
 
+    for chunk in _built:
+        vars(chunk).clear()  # as a trainer does: gradient hooks would hold it, and the groups' threads, for good
+    _built.clear()
     close_parallel()
+    gc.collect()
 
 
 def sharded_state_dict(chunk: Any, parallel: Any) -> Any:
