@@ -213,20 +213,20 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return F.rms_norm(x, weight.shape, weight, eps)
+        out, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)  # what F.rms_norm calls
+        ctx.save_for_backward(x, weight, scale)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
+        x, weight, scale = ctx.saved_tensors
         dtype = torch.promote_types(x.dtype, torch.float32)
         wide, g, w = x.to(dtype).flatten(0, -2), grad.to(dtype).flatten(0, -2), weight.to(dtype)
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(len(w)).add_(ctx.eps).rsqrt_()
+        scale = scale.to(dtype).flatten(0, -2)
         g = g * scale
         product = wide * g
         of_weight = product.sum(0)
-        along = product.mul_(w).sum(-1, keepdim=True).mul_(scale.square_()).div_(len(w))
+        along = product.mul_(w).sum(-1, keepdim=True).mul_(scale.square()).div_(len(w))
         of_x = g.mul_(w).addcmul_(wide, along, value=-1)
         return of_x.to(x.dtype).view_as(x), of_weight.to(weight.dtype), None
 

@@ -42,13 +42,52 @@ def apply_packed_rope(
     """[T, h, d]: bitwise megatron's `_apply_rotary_pos_emb_thd`, without its loop over segments; angles are turned into
     sines and cosines once a position, not once a token."""
     positions = packed_positions(tuple(cu_seqlens.tolist()), cp_group.rank(), cp_group.size(), t.device)
-    cos, sin = ((f(freqs[:, 0]) * mscale).to(t.dtype).index_select(0, positions) for f in (torch.cos, torch.sin))
     size = freqs.shape[-1]
-    t, rest = t[..., :size], t[..., size:]
+    heads = 1 if rotary_interleaved else t.shape[1]
+    # laid out for every head, by position: a product with one that is repeated over heads takes several times as long
+    cos, sin = (
+        (f(freqs[:, 0]) * mscale).to(t.dtype).repeat(1, heads, 1).index_select(0, positions)
+        for f in (torch.cos, torch.sin)
+    )
     if rotary_interleaved:
+        t, rest = t[..., :size], t[..., size:]
         turned = t * cos + rope_utils._rotate_half(t[None], True)[0] * sin
         return torch.cat((turned, rest), -1)
-    first, second = (t[..., 0::2], t[..., 1::2]) if multi_latent_attention else t.chunk(2, -1)
-    (cos, cos2), (sin, sin2) = cos.chunk(2, -1), sin.chunk(2, -1)
-    halves = first * cos - second * sin, second * cos2 + first * sin2
-    return torch.cat((*halves, rest) if rest.shape[-1] else halves, -1)
+    return _Turned.apply(t, cos, sin, multi_latent_attention)  # type: ignore[no-any-return]
+
+
+class _Turned(torch.autograd.Function):
+    """[T, h, d] with its first dimensions turned, as many as cos and sin [T, h, .] have. Autograd would make a whole
+    tensor of zeros for each half that is read, and add them up; the gradient is the same to the last bit."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, in_pairs: bool) -> Tensor:
+        """in_pairs: halves are the even and the odd dimensions of t, as in MLA's checkpoints."""
+        ctx.save_for_backward(cos, sin)
+        ctx.in_pairs = in_pairs
+        out, size = torch.empty_like(t), cos.shape[-1]
+        first, second = _halves(t, size, in_pairs)
+        into, into2 = _halves(out, size, False)
+        (cos, cos2), (sin, sin2) = cos.chunk(2, -1), sin.chunk(2, -1)
+        torch.sub(first * cos, second * sin, out=into)
+        torch.add(second * cos2, first * sin2, out=into2)
+        out[..., size:] = t[..., size:]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        size = cos.shape[-1]
+        of_t = torch.empty_like(grad)
+        g, g2 = _halves(grad, size, False)
+        into, into2 = _halves(of_t, size, ctx.in_pairs)
+        (cos, cos2), (sin, sin2) = cos.chunk(2, -1), sin.chunk(2, -1)
+        torch.add(g * cos, g2 * sin2, out=into)
+        torch.sub(g2 * cos2, g * sin, out=into2)
+        of_t[..., size:] = grad[..., size:]
+        return of_t, None, None, None
+
+
+def _halves(x: Tensor, size: int, in_pairs: bool) -> tuple[Tensor, Tensor]:
+    """Views of the halves of the first `size` dimensions that are turned into each other."""
+    return (x[..., 0:size:2], x[..., 1:size:2]) if in_pairs else (x[..., : size // 2], x[..., size // 2 : size])
