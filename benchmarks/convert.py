@@ -1,10 +1,10 @@
 """Conversion beside a plain copy: GB/s of to-megatron and to-hf, and the peak of their memory.
 
 A synthetic checkpoint of Qwen3-30B-A3B's real shapes with fewer layers is copied by a loop that reads and writes 8 MiB
-at a time and syncs each file, then converted to Megatron shards and back, by turns; each figure is the median over the
-rounds of a turn's speed over the plain copy's of the same round. Every output is removed before the next turn, and the
-first round, which touches memory that the machine has never used, does not count. Then the model goes to block FP8, and
-from there to Megatron in one pass; those speeds are of the BF16 bytes too, and have no goal.
+at a time and syncs each file, then converted to Megatron shards and back, by turns that begin alike (`seconds_of`);
+each figure is the median over the rounds of a turn's speed over the plain copy's of the same round. The first round
+does not count. The model also goes to block FP8, and from there to Megatron in one pass; those speeds are of the BF16
+bytes too, and have no goal.
 
 The time for 671 B parameters on one node is extrapolated from bytes alone; nothing of that size was run.
 
@@ -111,7 +111,18 @@ class Peak:
             self.bytes = max(self.bytes, resident_bytes(os.getpid()))
 
 
-def seconds_of(work: Callable[[], object]) -> float:
+def seconds_of(work: Callable[[], object], base: Path, nbytes: int) -> float:
+    """Of the work, which will write about `nbytes` below `base`.
+
+    As many are written and removed just before: a virtual machine gives memory back that was free for a second, and a
+    turn that had to fetch it again would pay for its place in the order.
+    """
+    zeros = bytes(8 << 20)
+    with (base / "memory").open("wb", buffering=0) as file:
+        for _ in range(nbytes // len(zeros)):
+            file.write(zeros)
+        os.fsync(file.fileno())
+    (base / "memory").unlink()
     os.sync()  # what an earlier turn left to be written is not this one's
     began = time.perf_counter()
     work()
@@ -121,14 +132,14 @@ def seconds_of(work: Callable[[], object]) -> float:
 def main() -> int:
     """0 when the goals hold."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--quick", action="store_true", help="one layer and two rounds: 2.5 GB")
+    p.add_argument("--quick", action="store_true", help="one layer: 2.5 GB")
     p.add_argument("--workers", type=int, default=1, help="processes")
     p.add_argument("--directory", type=Path, help="for some 20 GB; a temporary one else")
     args = p.parse_args()
     hf = QWEN3_30B | {"num_hidden_layers": 1 if args.quick else 3}
     base = Path(tempfile.mkdtemp(dir=args.directory))
     try:
-        figures, peak = measure(base, hf, rounds=2 if args.quick else 4, workers=args.workers)
+        figures, peak = measure(base, hf, rounds=3, workers=args.workers)
     finally:
         shutil.rmtree(base)
     hours = V3_BYTES / 1e9 / figures["to_megatron_gb_per_s"] / 3600
@@ -149,15 +160,15 @@ def measure(base: Path, hf: dict[str, Any], *, rounds: int, workers: int) -> tup
     coded: list[tuple[float, float]] = []
     most = 0
     for _ in range(rounds + 1):
-        plain = seconds_of(lambda: copy_plainly(source, base / "copy"))
+        plain = seconds_of(lambda: copy_plainly(source, base / "copy"), base, nbytes)
         shutil.rmtree(base / "copy")
         with Peak() as peak:
-            there = seconds_of(lambda: to_megatron(source, base / "megatron", **how))
-            back = seconds_of(lambda: to_hf(base / "megatron", base / "back", **how))
+            there = seconds_of(lambda: to_megatron(source, base / "megatron", **how), base, nbytes)
+            back = seconds_of(lambda: to_hf(base / "megatron", base / "back", **how), base, nbytes)
             shutil.rmtree(base / "back")
-            encode = seconds_of(lambda: to_hf(base / "megatron", base / "fp8", format="fp8", **how))
+            encode = seconds_of(lambda: to_hf(base / "megatron", base / "fp8", format="fp8", **how), base, nbytes)
             shutil.rmtree(base / "megatron")
-            decode = seconds_of(lambda: to_megatron(base / "fp8", base / "megatron", **how))
+            decode = seconds_of(lambda: to_megatron(base / "fp8", base / "megatron", **how), base, nbytes)
         shutil.rmtree(base / "megatron")
         shutil.rmtree(base / "fp8")
         most = max(most, peak.bytes)
