@@ -1,43 +1,368 @@
-"""The `Codec` protocol and the one quantized value type.
+"""What a codec is, and the one quantized value type.
 
 A codec is the only place where its format is encoded or decoded: checkpoint conversion, the trainer's fake quantization
-and weight publication all call it, so they cannot disagree.
+and weight publication all call it, so they cannot disagree. Every codec rounds what it is given to bf16 first: an fp32
+master and its bf16 copy would choose other codes.
+
+Letters: B weights of one shape, n rows (out), k columns (in), r x c a tile of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from quant.spec import QuantSpec
+from quant.tiles import amax_bits, each, tile_elements, tiles
+
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+NOT_FINITE = 0x7F80  # bits of bf16's infinity; a NaN's are above
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantTensor:
     """A quantized weight as a checkpoint stores it."""
 
-    codes: Tensor  # stored under the weight's own name
-    scales: Mapping[str, Tensor]  # suffix put after the weight's name (e.g. "_scale_inv") -> tensor
+    parts: Mapping[str, Tensor]  # last component of the stored name, in the order of the file -> tensor
     shape: tuple[int, ...]  # of the decoded weight
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + sum(s.nbytes for s in self.scales.values())
+        return sum(p.nbytes for p in self.parts.values())
 
 
-class Codec(Protocol):
-    def encode(self, bundle: Mapping[str, Tensor]) -> Mapping[str, QuantTensor]:
-        """Names that must share a scale come in one bundle (NVFP4 gate and up); otherwise it has one entry.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stored tensor that has one element for `rows` x `columns` elements of the weight."""
 
-        Raises ValueError naming the tensor when a weight is not finite or has a shape the format cannot hold.
+    dtype: torch.dtype
+    rows: int = 1
+    columns: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A stored tensor of fixed shape, about the whole weight."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+
+
+class _NotFinite(Exception):
+    pass
+
+
+class Codec(ABC):
+    """One format. `parts` says what it stores; the hooks work on tiles that hold whole blocks."""
+
+    parts: Mapping[str, Part | Whole]
+    dropped: ClassVar[frozenset[str]] = frozenset()  # last components not read: this codec makes its own
+    shared_amax: ClassVar[bool] = False  # the largest magnitude of a whole bundle enters the scales
+
+    def __init__(self, spec: QuantSpec) -> None:
+        self.spec = spec
+        self.block = spec.block
+
+    # ---- hooks
+
+    @abstractmethod
+    def _choose(self, w: Tensor, bits: Tensor, top: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The quantizer. w bf16 [B, r, c]; bits int16 [B, r/bn, c/bk] of each block's amax; top fp32 [B], the largest
+        magnitude of each weight's bundle -> codes [B, r, c], packed or not, and the scales as stored."""
+
+    @abstractmethod
+    def _pack(self, codes: Tensor) -> Tensor:
+        """Codes as `_choose` gives them -> as stored."""
+
+    @abstractmethod
+    def _levels(self, codes: Tensor) -> Tensor:
+        """Codes as `_choose` gives them -> what they stand for before scaling, bf16 or fp32 [B, r, c]."""
+
+    @abstractmethod
+    def _unpack(self, packed: Tensor) -> Tensor:
+        """Codes as stored -> the same."""
+
+    @abstractmethod
+    def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Levels times their scales: the decoded values, rounded to `dtype` once."""
+
+    def _whole(self, shape: tuple[int, ...], top: Tensor | None) -> dict[str, Tensor]:
+        """Each `Whole` part of B weights of one shape, [B, ...] or the same for all."""
+        return {}
+
+    def _top(self, whole: Mapping[str, Tensor]) -> Tensor | None:
+        """The `top` that decoding needs, [B], of the stored `Whole` parts."""
+        return None
+
+    def _check_values(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        """Raises ValueError naming a part whose values cannot be meant."""
+
+    # ---- shapes and names
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        return tuple(self.parts)
+
+    def bundle_of(self, name: str) -> tuple[str, ...]:
+        """All weights that must be encoded together with `name`, itself included, in an order that all share."""
+        return (name,)
+
+    def layout(self, shape: Sequence[int], name: str = "a weight") -> Layout:
+        """Of what is stored for a weight [n, k]. Raises ValueError for a shape that the format cannot hold."""
+        self._check_shape(name, shape)
+        n, k = shape
+        return {
+            leaf: (p.dtype, (-(-n // p.rows), -(-k // p.columns))) if isinstance(p, Part) else (p.dtype, p.shape)
+            for leaf, p in self.parts.items()
+        }
+
+    def shape_of(self, parts: Mapping[str, Tensor | tuple[int, ...]]) -> tuple[int, int]:
+        """[n, k] that the codes, or their shape, are of."""
+        (leaf, part), codes = next(iter(self.parts.items())), parts[next(iter(self.parts))]
+        assert isinstance(part, Part)
+        shape = tuple(codes.shape) if isinstance(codes, Tensor) else codes
+        if len(shape) != 2:
+            raise ValueError(f"{leaf}: {self.spec.format} codes are 2-D, these are {list(shape)}")
+        return shape[0] * part.rows, shape[1] * part.columns
+
+    def _check_shape(self, name: str, shape: Sequence[int]) -> None:
+        if len(shape) != 2 or not all(shape):
+            raise ValueError(f"{name}: {self.spec.format} holds 2-D weights, this one is {list(shape)}")
+        bn, bk = self.block
+        if bn == 1 and shape[1] % bk:
+            raise ValueError(
+                f"{name}: {shape[1]} columns are not a multiple of the group of {bk} that {self.spec.format} scales "
+                "together: choose a smaller group, or leave the weight out (ignore)"
+            )
+
+    # ---- encode
+
+    @torch.no_grad()
+    def encode(
+        self, bundle: Mapping[str, Tensor], amax: Mapping[str, Tensor] | None = None
+    ) -> Mapping[str, QuantTensor]:
+        """Weights [n, k] of any float dtype -> what is stored of each, none sharing storage.
+
+        Names of one `bundle_of` must come together, unless `amax` gives, for each name, the largest magnitude of its
+        whole bundle (0-d). Many weights at once are cheaper, as those of one shape are encoded together. Raises
+        ValueError naming a weight that is not 2-D, not finite, or of a shape the format cannot hold.
         """
+        done: dict[str, QuantTensor] = {}
 
-    def decode(self, q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor: ...
+        def work(names: list[str], w: Tensor, top: Tensor | None) -> list[Callable[[], None]]:
+            shape = (w.shape[1], w.shape[2])
+            whole = self._whole(shape, top)
+            parts = {
+                leaf: whole[leaf].expand(len(names), *p.shape)
+                if isinstance(p, Whole)
+                else torch.empty(len(names), *self.layout(shape)[leaf][1], dtype=p.dtype, device=w.device)
+                for leaf, p in self.parts.items()
+            }
+            own = len(names) > 1  # a view into the stack would be pickled with the whole of it
+            for i, name in enumerate(names):
+                done[name] = QuantTensor({leaf: p[i] for leaf, p in parts.items()}, shape)
+            tiled = [(p, parts[leaf]) for leaf, p in self.parts.items() if isinstance(p, Part)]
 
-    def decode_stack(self, qs: Sequence[QuantTensor], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Tensors of one shape -> [B, ...], each exactly as `decode` gives it; many small ones cost one call."""
+            def tile(rows: slice, columns: slice) -> None:
+                codes, scales = self._quantize(w[:, rows, columns], top)
+                for (part, out), value in zip(tiled, (self._pack(codes), *scales), strict=True):
+                    out[:, _cut(rows, part.rows), _cut(columns, part.columns)] = value
 
-    def bundle_of(self, name: str) -> frozenset[str]:
-        """All names that must be encoded together with `name`, itself included."""
+            def split() -> None:
+                for name in names if own else ():
+                    q = done[name]
+                    done[name] = QuantTensor({leaf: p.clone() for leaf, p in q.parts.items()}, q.shape)
+
+            after.append(split)
+            return [partial(tile, *t) for t in tiles(shape, self.block, tile_elements(w.device) // len(names))]
+
+        after: list[Callable[[], None]] = []
+        self._over(bundle, amax, work)
+        for finish in after:
+            finish()
+        return {name: done[name] for name in bundle}
+
+    @torch.no_grad()
+    def fake(
+        self,
+        bundle: Mapping[str, Tensor],
+        amax: Mapping[str, Tensor] | None = None,
+        out: Mapping[str, Tensor] | None = None,
+    ) -> Mapping[str, Tensor]:
+        """`decode(encode(w))` of each weight, bf16 [n, k], without the packing in between; into `out` where given.
+
+        Arguments and errors as of `encode`.
+        """
+        done = dict(out) if out is not None else {}
+        after: list[Callable[[], None]] = []
+
+        def work(names: list[str], w: Tensor, top: Tensor | None) -> list[Callable[[], None]]:
+            shape = (w.shape[1], w.shape[2])
+            alone = len(names) == 1 and names[0] in done
+            into = done[names[0]].view(w.shape) if alone else torch.empty_like(w)
+
+            def tile(rows: slice, columns: slice) -> None:
+                codes, scales = self._quantize(w[:, rows, columns], top)
+                into[:, rows, columns] = self._scaled(self._levels(codes), scales, top, torch.bfloat16)
+
+            def keep() -> None:
+                for name, value in zip(names, into.unbind(), strict=True):
+                    if name in done:
+                        done[name].copy_(value)
+                    else:
+                        done[name] = value
+
+            if not alone:
+                after.append(keep)
+            return [partial(tile, *t) for t in tiles(shape, self.block, tile_elements(w.device) // len(names))]
+
+        self._over(bundle, amax, work)
+        for finish in after:
+            finish()
+        return {name: done[name] for name in bundle}
+
+    def amax(self, w: Tensor) -> Tensor:
+        """The largest magnitude of the bf16 copy of a weight, fp32, 0-d; NaN or infinite when the weight is not
+        finite. What ranks that hold parts of a bundle take the maximum of."""
+        bits = w.detach().to(torch.bfloat16).view(torch.int16).bitwise_and(0x7FFF).amax()
+        return bits.view(torch.bfloat16).float()
+
+    def _quantize(self, w: Tensor, top: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        bits = amax_bits(w, self.block)
+        if int(bits.max()) >= NOT_FINITE:
+            raise _NotFinite
+        return self._choose(w, bits, top)
+
+    def _over(
+        self,
+        bundle: Mapping[str, Tensor],
+        amax: Mapping[str, Tensor] | None,
+        work: Callable[[list[str], Tensor, Tensor | None], list[Callable[[], None]]],
+    ) -> None:
+        """Calls `work(names, [B, n, k] bf16, top [B])` for weights of one shape at a time, and runs the jobs."""
+        alike: defaultdict[tuple[torch.Size, torch.device], list[str]] = defaultdict(list)
+        for name, w in bundle.items():
+            if not w.is_floating_point():
+                raise ValueError(f"{name}: {self.spec.format} holds 2-D float weights, this one is {w.dtype}")
+            self._check_shape(name, w.shape)
+            alike[w.shape, w.device].append(name)
+        tops = self._tops(bundle, amax) if self.shared_amax else None
+        jobs: list[Callable[[], None]] = []
+        for (shape, device), names in alike.items():
+            together = max(1, tile_elements(device) // shape.numel())
+            for i in range(0, len(names), together):
+                some = names[i : i + together]
+                ws = [bundle[n].detach().to(torch.bfloat16) for n in some]
+                w = torch.stack(ws) if len(ws) > 1 else ws[0].contiguous()[None]
+                jobs += work(some, w, None if tops is None else torch.stack([tops[n] for n in some]))
+        try:
+            each(jobs, next(iter(bundle.values())).device if bundle else torch.device("cpu"))
+        except _NotFinite:
+            bad = next(n for n, w in bundle.items() if not bool(torch.isfinite(w.to(torch.bfloat16)).all()))
+            raise ValueError(
+                f"{bad}: the weight has NaN or infinite values; nothing was quantized. "
+                "Check the checkpoint it came from, or the gradient norm of the last step"
+            ) from None
+
+    def _tops(self, bundle: Mapping[str, Tensor], amax: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        if amax is None:
+            own = {name: self.amax(w) for name, w in bundle.items()}
+            amax = {}
+            for name in bundle:
+                names = self.bundle_of(name)
+                if missing := [n for n in names if n not in own]:
+                    raise ValueError(f"{name} shares a scale with {missing[0]}: encode them together")
+                amax[name] = torch.stack([own[n] for n in names]).max()
+        for name, value in amax.items():
+            if not math.isfinite(float(value)):
+                raise ValueError(
+                    f"{name}: the weight, or one that shares its scale, has NaN or infinite values; nothing was "
+                    "quantized. Check the checkpoint it came from, or the gradient norm of the last step"
+                )
+        return amax
+
+    # ---- decode
+
+    def decode(self, q: QuantTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """[n, k] in `dtype`: the fp32 product of code and scale, rounded once."""
+        return self.decode_stack([q], dtype)[0]
+
+    @torch.no_grad()
+    def decode_stack(
+        self, qs: Sequence[QuantTensor], dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
+    ) -> Tensor:
+        """[B, n, k] of B weights of one shape, each as `decode` gives it; many small ones cost one call."""
+        shape = qs[0].shape
+        if any(q.shape != shape for q in qs):
+            raise ValueError(f"weights of shapes {sorted({q.shape for q in qs})} cannot be stacked")
+        n, k = shape
+        for leaf, (_, want) in self.layout((n, k)).items():
+            if tuple(qs[0].parts[leaf].shape) != want:
+                have = tuple(qs[0].parts[leaf].shape)
+                raise ValueError(
+                    f"{leaf} {have} does not fit a weight {n} x {k} in blocks of {self.block}: want {want}"
+                )
+        device = next(iter(qs[0].parts.values())).device
+        if out is None:
+            out = torch.empty(len(qs), n, k, dtype=dtype, device=device)
+        jobs: list[Callable[[], None]] = []
+        together = max(1, tile_elements(device) // (n * k))
+        for i in range(0, len(qs), together):
+            some = {
+                leaf: torch.stack([q.parts[leaf] for q in qs[i : i + together]])
+                if together > 1
+                else qs[i].parts[leaf][None]
+                for leaf in self.parts
+            }
+            jobs += self._decode_jobs(some, out[i : i + together])
+        each(jobs, device)
+        return out
+
+    def _decode_jobs(self, parts: Mapping[str, Tensor], out: Tensor) -> list[Callable[[], None]]:
+        """parts [B, ...] -> jobs that fill out [B, n, k]."""
+        top = self._top({leaf: parts[leaf] for leaf, p in self.parts.items() if isinstance(p, Whole)})
+        tiled = [(p, parts[leaf]) for leaf, p in self.parts.items() if isinstance(p, Part)]
+
+        def tile(rows: slice, columns: slice) -> None:
+            codes, *scales = (v[:, _cut(rows, p.rows), _cut(columns, p.columns)] for p, v in tiled)
+            out[:, rows, columns] = self._scaled(self._unpack(codes), tuple(scales), top, out.dtype)
+
+        shape = (out.shape[1], out.shape[2])
+        return [partial(tile, *t) for t in tiles(shape, self.block, tile_elements(out.device) // len(out))]
+
+    def adopt(self, name: str, parts: Mapping[str, Tensor]) -> QuantTensor:
+        """Parts read from a file or a wire -> the weight. Raises ValueError naming a part of a wrong shape or dtype,
+        and values that no encoder writes."""
+        module = name.removesuffix(".weight")
+        shape = self.shape_of(parts)
+        found: dict[str, Tensor] = {}
+        for leaf, (dtype, want) in self.layout(shape, name).items():
+            if leaf in self.dropped:
+                found[leaf] = self._whole(shape, None)[leaf]
+                continue
+            part = self._accept(leaf, parts[leaf])
+            if tuple(part.shape) != want or part.dtype != dtype:
+                raise ValueError(
+                    f"{module}.{leaf}: {parts[leaf].dtype} {tuple(parts[leaf].shape)}; a weight {shape} in "
+                    f"{self.spec.format} blocks of {self.block} has {str(dtype).removeprefix('torch.')} {want}: is the "
+                    "quantization_config in config.json that of these weights?"
+                )
+            found[leaf] = part
+        self._check_values(module, found)
+        return QuantTensor(found, shape)
+
+    def _accept(self, leaf: str, part: Tensor) -> Tensor:
+        """A part in the dtype and shape that this codec writes, where what came means the same."""
+        return part
+
+
+def _cut(run: slice, per: int) -> slice:
+    return slice(run.start // per, -(-run.stop // per))

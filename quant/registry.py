@@ -6,9 +6,14 @@ from collections.abc import Callable
 
 from quant.codec import Codec
 from quant.fp8_block import Fp8BlockCodec
+from quant.int4 import Int4Codec
 from quant.spec import QuantFormat, QuantSpec
 
-CODECS: dict[QuantFormat, Callable[[QuantSpec], Codec]] = {QuantFormat.FP8: Fp8BlockCodec}
+CODECS: dict[QuantFormat, Callable[[QuantSpec], Codec]] = {
+    QuantFormat.FP8: Fp8BlockCodec,
+    QuantFormat.FP8_UE8M0: Fp8BlockCodec,
+    QuantFormat.INT4: Int4Codec,
+}
 
 
 def make_codec(spec: QuantSpec) -> Codec:
@@ -16,3 +21,8 @@ def make_codec(spec: QuantSpec) -> Codec:
     if spec.format not in CODECS:
         raise ValueError(f"format {spec.format} has no codec; those that have: {', '.join(CODECS)}")
     return CODECS[spec.format](spec)
+
+
+def codec_or_none(spec: QuantSpec | None) -> Codec | None:
+    """None for weights that are stored as they are."""
+    return None if spec is None or spec.format is QuantFormat.BF16 else make_codec(spec)

@@ -1,4 +1,4 @@
-"""What to quantize and how; reads and writes Hugging Face's `quantization_config`. Torch-free.
+"""What to quantize and how. Torch-free; `hf_config` reads and writes it as config.json has it.
 
 Names are those of a Hugging Face checkpoint. A tensor is chosen by whole path components, never by substrings: `norm`
 or `head` may occur in the name of a module that must be quantized.
@@ -6,11 +6,12 @@ or `head` may occur in the name of a module that must be quantized.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 
 class QuantFormat(StrEnum):
@@ -18,7 +19,33 @@ class QuantFormat(StrEnum):
 
     BF16 = "bf16"  # not quantized
     FP8 = "fp8"  # e4m3 codes, one fp32 scale a block
+    FP8_UE8M0 = "fp8-ue8m0"  # the same, scales are powers of two
+    INT4 = "int4"  # -7 .. 7, one bf16 scale a group
+    MXFP8 = "mxfp8"  # e4m3 codes, one power of two a group
+    MXFP4 = "mxfp4"  # e2m1 codes, one power of two a group
+    NVFP4 = "nvfp4"  # e2m1 codes, one e4m3 scale a group, one fp32 scale a weight
 
+
+FOUR_BIT = frozenset((QuantFormat.INT4, QuantFormat.MXFP4, QuantFormat.NVFP4))
+_BLOCKS = {
+    QuantFormat.BF16: (1, 1),
+    QuantFormat.FP8: (128, 128),
+    QuantFormat.FP8_UE8M0: (128, 128),
+    QuantFormat.INT4: (1, 32),
+    QuantFormat.MXFP8: (1, 32),
+    QuantFormat.MXFP4: (1, 32),
+    QuantFormat.NVFP4: (1, 16),
+}
+_FIXED = frozenset((QuantFormat.MXFP8, QuantFormat.MXFP4, QuantFormat.NVFP4))  # the group is part of the format
+_CONVENTIONS: Mapping[QuantFormat, tuple[str, ...]] = {
+    QuantFormat.FP8: ("deepseek",),
+    QuantFormat.FP8_UE8M0: ("deepseek",),
+    QuantFormat.INT4: ("compressed-tensors",),
+    QuantFormat.MXFP8: ("sglang", "compressed-tensors"),
+    QuantFormat.MXFP4: ("compressed-tensors",),
+    QuantFormat.NVFP4: ("compressed-tensors", "modelopt"),
+}
+"""Names of stored tensors and of the keys in config.json, the default first."""
 
 _ATTENTION = frozenset(
     ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
@@ -35,62 +62,39 @@ EXPERTS_ONLY = ("self_attn", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "m
 class QuantSpec:
     """A format and the modules it is for.
 
-    A pattern of `ignore` is a run of path components (`*` is a wildcard within one): "lm_head", "layers.0.self_attn"
-    and "layers.*.mlp.shared_experts" each keep every tensor below such a module out.
+    block: rows (out) and columns (in) of a weight that share a scale; by default the format's own. ignore: modules kept
+    out. A plain pattern is a run of path components (`*` is a wildcard within one): "lm_head", "layers.0.self_attn" and
+    "layers.*.mlp.shared_experts" each keep every tensor below such a module out. "re:..." is a regular expression that a
+    module's whole name begins with (compressed-tensors), "glob:..." a shell pattern of the whole name (ModelOpt).
+    convention: whose names of tensors and keys, where there are several.
     """
 
     format: QuantFormat
-    block: tuple[int, int] = (128, 128)  # rows (out), columns (in) that share a scale
+    block: tuple[int, int] = (0, 0)
     ignore: tuple[str, ...] = ()
+    convention: str = ""
 
     def __post_init__(self) -> None:
+        own = _BLOCKS[self.format]
+        if self.block == (0, 0):
+            object.__setattr__(self, "block", own)
         if len(self.block) != 2 or min(self.block) < 1:
-            raise ValueError(f"quantization block {self.block}: give two positive sizes, as (128, 128)")
+            raise ValueError(f"quantization block {self.block}: give two positive sizes, as {own}")
+        if self.format in _FIXED and self.block != own:
+            raise ValueError(f"{self.format} scales groups of {own[1]} columns, not blocks of {self.block}")
+        if self.format is QuantFormat.INT4 and (self.block[0] != 1 or self.block[1] % 8):
+            raise ValueError(f"INT4 scales groups of a multiple of 8 columns, not blocks of {self.block}")
+        known = _CONVENTIONS.get(self.format, ("",))
+        if not self.convention:
+            object.__setattr__(self, "convention", known[0])
+        if self.convention not in known:
+            raise ValueError(f"{self.format} is not written as {self.convention!r}: want {' or '.join(known)}")
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], *, reading: bool = False) -> QuantSpec | None:
-        """Of a whole config.json; None when the model is not quantized. `reading`: to decode only, which scales that
-        are powers of two (scale_fmt "ue8m0", DeepSeek-V3.1) do not change.
-
-        Raises ValueError naming the key whose value is not supported.
-        """
-        q = config.get("quantization_config")
-        if q is None:
-            return None
-        if not isinstance(q, Mapping):
-            raise ValueError(f"quantization_config = {q!r} is not supported: it must be an object")
-        for key, want in (("quant_method", "fp8"), ("fmt", "e4m3"), ("activation_scheme", "dynamic")):
-            if q.get(key, want if key != "quant_method" else None) != want:
-                raise ValueError(f"quantization_config.{key} = {q.get(key)!r} is not supported: only {want!r} is")
-        if q.get("scale_fmt") is not None and not (reading and q["scale_fmt"] == "ue8m0"):
-            raise ValueError(
-                f"quantization_config.scale_fmt = {q['scale_fmt']!r} is not supported: "
-                "only fp32 scales are, which a config.json says by having no scale_fmt"
-            )
-        block = q.get("weight_block_size")
-        if not isinstance(block, Sequence) or len(block) != 2 or not all(type(n) is int for n in block):
-            raise ValueError(
-                f"quantization_config.weight_block_size = {block!r} is not supported: "
-                "it must be two sizes, as [128, 128]; per-tensor and per-channel scales are not read"
-            )
-        ignore = q.get("modules_to_not_convert") or []
-        if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
-            raise ValueError(f"quantization_config.modules_to_not_convert = {ignore!r}: it must be a list of names")
-        return cls(format=QuantFormat.FP8, block=(block[0], block[1]), ignore=tuple(ignore))
-
-    def to_hf(self) -> dict[str, Any]:
-        """The value of `quantization_config`. Raises ValueError for bf16, which has none."""
-        if self.format is not QuantFormat.FP8:
-            raise ValueError(f"{self.format} weights have no quantization_config: leave the key out")
-        out: dict[str, Any] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": list(self.block),
-        }
-        if self.ignore:
-            out["modules_to_not_convert"] = list(self.ignore)
-        return out
+    def of(cls, format: QuantFormat, scope: Literal["all", "experts"] | None = None, **rest: Any) -> QuantSpec:
+        """The usual modules of a format: routed experts for 4 bits, else every linear; `scope` says otherwise."""
+        experts = format in FOUR_BIT if scope is None else scope == "experts"
+        return cls(format=format, ignore=EXPERTS_ONLY if experts else (), **rest)
 
     def covers(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the tensor `name` of `shape` is stored quantized.
@@ -101,7 +105,7 @@ class QuantSpec:
         if self.format is QuantFormat.BF16 or len(shape) != 2:
             return False
         *module, leaf = name.split(".")
-        return leaf == "weight" and _is_quantizable(module) and not any(_has_run(module, p) for p in self.ignore)
+        return leaf == "weight" and _is_quantizable(module) and not any(_ignored(module, p) for p in self.ignore)
 
 
 def _is_quantizable(module: list[str]) -> bool:
@@ -115,7 +119,11 @@ def _is_quantizable(module: list[str]) -> bool:
     return parent == "mlp" or (parent in _SHARED and above == "mlp") or (parent.isdecimal() and above == "experts")
 
 
-def _has_run(module: list[str], pattern: str) -> bool:
+def _ignored(module: list[str], pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], ".".join(module)) is not None
+    if pattern.startswith("glob:"):
+        return fnmatchcase(".".join(module), pattern[5:])
     want = pattern.removesuffix(".weight").split(".")
     starts = range(len(module) - len(want) + 1)
     return any(all(fnmatchcase(m, w) for m, w in zip(module[i:], want, strict=False)) for i in starts)

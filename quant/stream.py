@@ -1,49 +1,78 @@
 """Streams of named tensors, quantized and back. Names are those of a Hugging Face checkpoint.
 
-Memory: `quantize_stream` holds at most `batch_bytes` and one tensor. `pair_stream` holds scales that came before their
-codes (1/4096 of the codes' bytes at 128 x 128), and codes whose scale has not come: with `lookup` there are none of
-those, so a checkpoint whose scales lie in another file streams in the memory of a few tensors; without it they are at
-most `held_bytes`.
+Memory: `quantize_stream` holds at most `batch_bytes`, one tensor, and weights that wait for one they share a scale with.
+`pair_stream` holds small parts that came before their codes, and codes whose other parts have not come: with `lookup`
+there are none of those, so a checkpoint whose scales lie in another file streams in the memory of a few tensors; without
+it they are at most `held_bytes`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from quant.codec import Codec, QuantTensor
-from quant.fp8_block import SCALE_SUFFIX, Fp8BlockCodec
-from quant.registry import make_codec
+from quant.registry import CODECS, codec_or_none, make_codec
 from quant.spec import QuantFormat, QuantSpec
 
 Named = tuple[str, Tensor]
 Lookup = Callable[[str], Tensor | None]
+_CODED = (torch.float8_e4m3fn, torch.int32, torch.uint8)
+_LEAVES = {leaf for f in CODECS for leaf in make_codec(QuantSpec(format=f)).leaves if leaf != "weight"}
+
+
+def stored_name(name: str, leaf: str) -> str:
+    """Of a part of the weight `name`."""
+    return f"{name.removesuffix('weight')}{leaf}"
+
+
+def part_of(codec: Codec | None, name: str, dtype: torch.dtype) -> tuple[str, str] | None:
+    """(weight, last component) where a stored tensor is a part of a coded weight, by its name and dtype."""
+    if codec is None:
+        return None
+    module, _, leaf = name.rpartition(".")
+    part = codec.parts.get(leaf)
+    if part is None or (leaf == "weight" and dtype is not part.dtype):
+        return None
+    return f"{module}.weight", leaf
 
 
 def quantize_stream(
     tensors: Iterable[Named], spec: QuantSpec | None, *, batch_bytes: int = 16 << 20
 ) -> Iterator[Named]:
-    """Each weight the spec covers as `X.weight` codes followed by its scales; everything else as it is, order kept.
+    """Each weight the spec covers as its codes followed by its scales; everything else as it is, order kept but for
+    weights that share a scale, which follow the last of them.
 
     Without a spec, or with a bf16 one, all tensors pass. Up to `batch_bytes` of tensors are encoded at once, so one
-    that was taken must stay valid until it has been given back. Raises ValueError naming a weight that is not finite.
+    that was taken must stay valid until it has been given back. Raises ValueError naming a weight that is not finite,
+    and one that shares a scale with another that did not come.
     """
-    if spec is None or spec.format is QuantFormat.BF16:
+    codec = codec_or_none(spec)
+    if codec is None or spec is None:
         yield from tensors
         return
-    codec = make_codec(spec)
     batch: list[Named] = []
     size = 0
+    waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        batch.append((name, tensor))
-        size += tensor.nbytes
+        if spec.covers(name, tensor.shape) and len(bundle := codec.bundle_of(name)) > 1:
+            waiting[name] = tensor
+            if any(n not in waiting for n in bundle):
+                continue
+            ready = [(n, waiting.pop(n)) for n in bundle]
+        else:
+            ready = [(name, tensor)]
+        batch += ready
+        size += sum(t.nbytes for _, t in ready)
         if size >= batch_bytes:
             yield from _quantize_batch(batch, spec, codec)
             batch, size = [], 0
     yield from _quantize_batch(batch, spec, codec)
+    for name in waiting:
+        missing = next(n for n in codec.bundle_of(name) if n not in waiting)
+        raise ValueError(f"{name} shares a scale with {missing}, which did not come: give both")
 
 
 def _quantize_batch(batch: list[Named], spec: QuantSpec, codec: Codec) -> Iterator[Named]:
@@ -53,9 +82,8 @@ def _quantize_batch(batch: list[Named], spec: QuantSpec, codec: Codec) -> Iterat
         if q is None:
             yield name, tensor
             continue
-        yield name, q.codes
-        for suffix, scale in q.scales.items():
-            yield name + suffix, scale
+        for leaf, part in q.parts.items():
+            yield stored_name(name, leaf), part
 
 
 def pair_stream(
@@ -65,24 +93,33 @@ def pair_stream(
     lookup: Lookup | None = None,
     held_bytes: int = 4 << 30,
 ) -> Iterator[tuple[str, Tensor | QuantTensor]]:
-    """Joins each weight's codes with its scales, which may come before or after; everything else passes as it is.
+    """Joins the parts of each coded weight, which come in any order; everything else passes as it is.
 
-    `lookup(name)` fetches a scale that has not come yet (None: there is none). Scales stored in bf16 become fp32.
-    Raises ValueError naming the tensor: codes without scale, scale without codes, scales of a wrong shape or dtype,
-    negative or not finite, codes that are NaN, or codes in a stream whose model has no `quantization_config`.
+    `lookup(name)` fetches a part that has not come yet (None: there is none). Raises ValueError naming the tensor:
+    codes without scale, scale without codes, parts of a wrong shape or dtype or with values that cannot be meant, or
+    coded weights in a stream whose model has no `quantization_config`.
     """
-    pairs = _Pairs(spec, lookup, held_bytes)
+    pairs = _Pairs(codec_or_none(spec), lookup, held_bytes)
     for name, tensor in tensors:
-        if tensor.dtype is torch.float8_e4m3fn:
-            got = pairs.take_codes(name, tensor)
-        elif name.endswith(SCALE_SUFFIX):
-            got = pairs.take_scale(name, tensor)
-        else:
+        part = part_of(pairs.codec, name, tensor.dtype)
+        if part is None:
+            if pairs.drops(name):
+                continue
+            _refuse_foreign(name, tensor, spec)
             yield name, tensor
-            continue
-        if got is not None:
+        elif (got := pairs.take(*part, tensor)) is not None:
             yield got
     pairs.finish()
+
+
+def _refuse_foreign(name: str, tensor: Tensor, spec: QuantSpec | None) -> None:
+    leaf = name.rpartition(".")[2]
+    if leaf in _LEAVES or (leaf == "weight" and tensor.dtype in _CODED):
+        has = "no quantization_config" if spec is None else f"a quantization_config of {spec.format}"
+        raise ValueError(
+            f"{name}: a part of a quantized weight ({str(tensor.dtype).removeprefix('torch.')}), but the model's "
+            f"config.json has {has}: use the config.json that belongs to these weights"
+        )
 
 
 def dequantize_stream(
@@ -93,7 +130,7 @@ def dequantize_stream(
     lookup: Lookup | None = None,
 ) -> Iterator[Named]:
     """Quantized weights decoded to `dtype`, scales left out, everything else as it is. Raises as `pair_stream` does."""
-    codec = make_codec(spec) if spec is not None and spec.format is not QuantFormat.BF16 else None
+    codec = codec_or_none(spec)
     for name, value in pair_stream(tensors, spec, lookup=lookup):
         if isinstance(value, QuantTensor):
             assert codec is not None
@@ -103,75 +140,60 @@ def dequantize_stream(
 
 
 class _Pairs:
-    """Halves that wait for each other."""
+    """Parts that wait for each other."""
 
-    def __init__(self, spec: QuantSpec | None, lookup: Lookup | None, held_bytes: int) -> None:
-        self.codec = Fp8BlockCodec(spec) if spec is not None and spec.format is QuantFormat.FP8 else None
+    def __init__(self, codec: Codec | None, lookup: Lookup | None, held_bytes: int) -> None:
+        self.codec = codec
         self.lookup = lookup
         self.held_bytes = held_bytes
-        self.codes: dict[str, Tensor] = {}
-        self.scales: dict[str, Tensor] = {}
-        self.fetched: set[str] = set()  # scales that `lookup` gave before the stream did
-        self.waiting = 0  # bytes of self.codes
+        self.held: dict[str, dict[str, Tensor]] = {}  # weight -> leaf -> part
+        self.fetched: set[str] = set()  # stored names that `lookup` gave before the stream did
+        self.waiting = 0  # bytes of codes in self.held
 
-    def take_codes(self, name: str, codes: Tensor) -> tuple[str, QuantTensor] | None:
-        if self.codec is None:
-            raise ValueError(
-                f"{name}: FP8 codes, but the model's config.json has no FP8 quantization_config: "
-                "use the config.json that belongs to these weights"
-            )
-        scale = self.scales.pop(name + SCALE_SUFFIX, None)
-        if scale is None and self.lookup is not None:
-            scale = self.lookup(name + SCALE_SUFFIX)
-            if scale is None:
-                raise ValueError(_missing_scale(name))
-            self.fetched.add(name + SCALE_SUFFIX)
-        if scale is not None:
-            return name, self.join(name, codes, scale)
-        self.codes[name] = codes
-        self.waiting += codes.nbytes
-        if self.waiting > self.held_bytes:
-            raise ValueError(
-                f"{len(self.codes)} weights of {self.waiting} bytes, first {next(iter(self.codes))}, wait for their "
-                f"scales: more than the {self.held_bytes} bytes held; send scales next to their weights"
-            )
+    def drops(self, name: str) -> bool:
+        return self.codec is not None and name.rpartition(".")[2] in self.codec.dropped
+
+    def take(self, name: str, leaf: str, part: Tensor) -> tuple[str, QuantTensor] | None:
+        assert self.codec is not None
+        if (stored := stored_name(name, leaf)) in self.fetched:
+            self.fetched.remove(stored)
+            return None
+        have = self.held.setdefault(name, {})
+        have[leaf] = part
+        codes, wanted = self.codec.leaves[0], [n for n in self.codec.leaves if n not in self.codec.dropped]
+        if codes in have and self.lookup is not None:
+            for other in wanted:
+                if other not in have:
+                    found = self.lookup(stored_name(name, other))
+                    if found is None:
+                        raise ValueError(_missing(name, codes, other))
+                    have[other] = found
+                    self.fetched.add(stored_name(name, other))
+        if all(n in have for n in wanted):
+            if leaf != codes:
+                self.waiting -= have[codes].nbytes
+            return name, self.codec.adopt(name, self.held.pop(name))
+        if leaf == codes:
+            self.waiting += part.nbytes
+            if self.waiting > self.held_bytes:
+                raise ValueError(
+                    f"{len(self.held)} weights of {self.waiting} bytes, first {next(iter(self.held))}, wait for their "
+                    f"scales: more than the {self.held_bytes} bytes held; send scales next to their weights"
+                )
         return None
 
-    def take_scale(self, name: str, scale: Tensor) -> tuple[str, QuantTensor] | None:
-        if name in self.fetched:
-            self.fetched.remove(name)
-            return None
-        weight = name.removesuffix(SCALE_SUFFIX)
-        codes = self.codes.pop(weight, None)
-        if codes is None:
-            self.scales[name] = scale
-            return None
-        self.waiting -= codes.nbytes
-        return weight, self.join(weight, codes, scale)
-
-    def join(self, name: str, codes: Tensor, scale: Tensor) -> QuantTensor:
-        assert self.codec is not None
-        if codes.ndim != 2:
-            raise ValueError(f"{name}: FP8 codes are 2-D, these are {tuple(codes.shape)}")
-        want = self.codec.scale_shape(tuple(codes.shape))
-        if tuple(scale.shape) != want or scale.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"{name}{SCALE_SUFFIX}: {scale.dtype} {tuple(scale.shape)}; a weight {tuple(codes.shape)} in blocks of "
-                f"{self.codec.block} has float32 {want}: is weight_block_size in config.json right?"
-            )
-        low, high = (x.item() for x in torch.aminmax(scale))  # either is NaN when one scale is
-        if not (low >= 0 and high < math.inf):
-            raise ValueError(f"{name}{SCALE_SUFFIX}: scales must be finite, not negative: fetch the checkpoint again")
-        if codes.numel() and int((codes.view(torch.uint8) & 0x7F).max()) == 0x7F:
-            raise ValueError(f"{name}: codes that are NaN: fetch the checkpoint again")
-        return QuantTensor(codes=codes, scales={SCALE_SUFFIX: scale.to(torch.float32)}, shape=tuple(codes.shape))
-
     def finish(self) -> None:
-        for name in self.codes:
-            raise ValueError(_missing_scale(name))
-        for name in self.scales:
-            raise ValueError(f"{name}: a scale without its weight {name.removesuffix(SCALE_SUFFIX)}")
+        if self.codec is None:
+            return
+        codes = self.codec.leaves[0]
+        for name, have in self.held.items():
+            if codes in have:
+                raise ValueError(_missing(name, codes, next(n for n in self.codec.leaves if n not in have)))
+            leaf = next(iter(have))
+            raise ValueError(f"{stored_name(name, leaf)}: a scale without its weight {stored_name(name, codes)}")
 
 
-def _missing_scale(name: str) -> str:
-    return f"{name}: FP8 codes without their scale {name}{SCALE_SUFFIX}: fetch the checkpoint again"
+def _missing(name: str, codes: str, leaf: str) -> str:
+    return (
+        f"{stored_name(name, codes)}: codes without their scale {stored_name(name, leaf)}: fetch the checkpoint again"
+    )

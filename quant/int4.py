@@ -1,0 +1,85 @@
+"""Symmetric INT4 by groups of a row, stored as compressed-tensors' `pack-quantized` (Kimi-K2-Thinking, W4A16).
+
+Letters: B weights of one shape, r rows (out) and c columns (in) of a tile, g columns a group.
+
+Encode, of the bf16 weight: s = bf16(max(amax / 7, 1e-5)), q = round(w / s) to nearest even, -7 .. 7. The scale is rounded
+to what is stored before the integers are chosen. Decode: bf16(q * s). Stored: `weight_packed` int32 [n, k / 8], nibble i of
+word j is q[8 j + i] + 8, lowest first; `weight_scale` bf16 [n, k / g]; `weight_shape` int64 [2] = n, k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quant.codec import Codec, Part, Whole
+from quant.lookup import nibble_values, pack_nibbles
+from quant.spec import QuantFormat, QuantSpec
+
+LEVELS = 7  # symmetric: -8 is never written, though it is read
+LEAST_SCALE = 1e-5
+_OFFSET = 8
+
+
+def _values(codes: Tensor) -> Tensor:
+    return codes.float() - _OFFSET
+
+
+class Int4Codec(Codec):
+    """The codec of `QuantFormat.INT4`."""
+
+    def __init__(self, spec: QuantSpec) -> None:
+        if spec.format is not QuantFormat.INT4:
+            raise ValueError(f"the INT4 codec was given a spec of format {spec.format}")
+        super().__init__(spec)
+        self.parts = {
+            "weight_packed": Part(torch.int32, 1, 8),
+            "weight_scale": Part(torch.bfloat16, 1, self.block[1]),
+            "weight_shape": Whole(torch.int64, (2,)),
+        }
+
+    def _choose(self, w: Tensor, bits: Tensor, top: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        scales = bits.view(torch.bfloat16).float().div_(LEVELS).clamp_(min=LEAST_SCALE).to(torch.bfloat16)
+        x = w.to(torch.float32, memory_format=torch.contiguous_format)
+        # the bf16 scale is at most 2^-8 off, so that no quotient reaches 7.5: nothing is to be clamped
+        _groups(x, self.block[1]).div_(scales.float()[..., None]).round_()
+        return x, (scales,)
+
+    def _pack(self, codes: Tensor) -> Tensor:
+        return pack_nibbles(codes.add(_OFFSET).to(torch.int8).view(torch.uint8)).view(torch.int32)
+
+    def _levels(self, codes: Tensor) -> Tensor:
+        return codes
+
+    def _unpack(self, packed: Tensor) -> Tensor:
+        return nibble_values(packed.contiguous().view(torch.uint8), _values)
+
+    def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
+        x = _groups(levels.to(torch.float32), self.block[1])
+        # the weight is defined as a bf16 value, whatever it is computed with
+        return x.mul(scales[0].float()[..., None]).view(levels.shape).to(torch.bfloat16).to(dtype)
+
+    def _whole(self, shape: tuple[int, ...], top: Tensor | None) -> dict[str, Tensor]:
+        return {"weight_shape": torch.tensor(shape)}
+
+    def _accept(self, leaf: str, part: Tensor) -> Tensor:
+        return part.to(torch.int64) if leaf == "weight_shape" and part.dtype is torch.int32 else part
+
+    def _check_values(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        low, high = (x.item() for x in torch.aminmax(parts["weight_scale"]))
+        if not (low >= 0 and high < math.inf):
+            raise ValueError(f"{name}.weight_scale: scales must be finite, not negative: fetch the checkpoint again")
+        shape = tuple(parts["weight_shape"].tolist())
+        if shape != self.shape_of(parts):
+            raise ValueError(
+                f"{name}.weight_shape says {list(shape)}, {name}.weight_packed holds {list(self.shape_of(parts))}: "
+                "fetch the checkpoint again"
+            )
+
+
+def _groups(x: Tensor, g: int) -> Tensor:
+    """[B, r, c] -> [B, r, c/g, g]."""
+    return x.view(*x.shape[:-1], -1, g)
