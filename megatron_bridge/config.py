@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from quant.spec import FOUR_BIT, QuantFormat, QuantSpec
+
 
 class Section(BaseModel):
     """A frozen section; an unknown key is an error, and so is a number that is not finite."""
@@ -54,9 +56,38 @@ class ParallelConfig(Section):
 class PrecisionConfig(Section):
     """What the rollout's weights are stored in, and whether the trainer trains through that rounding."""
 
-    format: Literal["bf16", "fp8"] = "fp8"
-    scope: Literal["all", "experts"] = "all"
-    qat: bool = False
+    format: QuantFormat = QuantFormat.FP8
+    scope: Literal["all", "experts"] | None = None  # every linear, or the routed experts'; None: as is usual for format
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: the format's own
+    qat: bool = False  # forward computes with decode(encode(weight)); its gradient goes to the weight unchanged
+    activations: Literal["none", "fp8"] = "none"  # inputs of quantized linears, e4m3 by 128 columns of a token
+    allow_without_qat: bool = False  # 4-bit weights in the rollout that the trainer does not know of
+
+    @model_validator(mode="after")
+    def every_key_does_something(self) -> PrecisionConfig:
+        plain = self.format is QuantFormat.BF16
+        given = {"scope": self.scope, "block": self.block, "qat": self.qat, "activations": self.activations != "none"}
+        if plain and (useless := [k for k, v in given.items() if v]):
+            raise ValueError(f"precision.{useless[0]} does nothing with precision.format = 'bf16': remove it")
+        if self.format in FOUR_BIT and not (self.qat or self.allow_without_qat):
+            raise ValueError(
+                f"precision.format = {self.format.value!r} without precision.qat: 4 bits move a weight by about 10 % and "
+                "the trainer would not know; set precision.qat = true, or precision.allow_without_qat = true"
+            )
+        if self.activations == "fp8" and self.format not in (QuantFormat.FP8, QuantFormat.FP8_UE8M0, QuantFormat.MXFP8):
+            raise ValueError(
+                f"precision.activations = 'fp8' goes with FP8 weights, not with precision.format = {self.format.value!r}: "
+                "set it to 'none'"
+            )
+        if not plain:
+            self.spec()
+        return self
+
+    def spec(self) -> QuantSpec | None:
+        """Of the rollout's weights; None for bf16. Raises ValueError for a block that the format does not have."""
+        if self.format is QuantFormat.BF16:
+            return None
+        return QuantSpec.of(self.format, self.scope, block=self.block or (0, 0))
 
 
 class OptimizerConfig(Section):

@@ -102,7 +102,7 @@ class Codec(ABC):
         """The `top` that decoding needs, [B], of the stored `Whole` parts."""
         return None
 
-    def _check_values(self, name: str, parts: Mapping[str, Tensor]) -> None:
+    def _check_values(self, name: str, parts: Mapping[str, Tensor]) -> None:  # noqa: B027 - most need none
         """Raises ValueError naming a part whose values cannot be meant."""
 
     # ---- shapes and names

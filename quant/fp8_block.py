@@ -57,7 +57,8 @@ class Fp8BlockCodec(Codec):
     def _levels(self, codes: Tensor) -> Tensor:
         return byte_values(codes, e4m3_decode)
 
-    _unpack = _levels
+    def _unpack(self, packed: Tensor) -> Tensor:
+        return byte_values(packed, e4m3_decode)
 
     def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
         blocks, s = _blocks(levels.float(), scales[0])
@@ -73,8 +74,8 @@ class Fp8BlockCodec(Codec):
             raise ValueError(f"{name}.{SCALES}: scales must be finite, not negative: fetch the checkpoint again")
         if self.spec.format is QuantFormat.FP8_UE8M0 and bool((scales.view(torch.int32) & 0x7FFFFF).any()):
             raise ValueError(
-                f"{name}.{SCALES}: scales that are no powers of two, though config.json says scale_fmt = 'ue8m0': is it "
-                "that of these weights?"
+                f"{name}.{SCALES}: scales that are no powers of two, though config.json says scale_fmt = 'ue8m0': "
+                "is it that of these weights?"
             )
         if int((parts["weight"].view(torch.uint8) & 0x7F).max()) == 0x7F:
             raise ValueError(f"{name}.weight: codes that are NaN: fetch the checkpoint again")

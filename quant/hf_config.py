@@ -59,8 +59,8 @@ def _read_deepseek(q: Mapping[str, Any]) -> QuantSpec:
     _want(q, _DEEPSEEK)
     if q.get("scale_fmt") not in (None, "float", "ue8m0"):
         raise ValueError(
-            f"quantization_config.scale_fmt = {q['scale_fmt']!r} is not supported: 'ue8m0' is, and fp32 scales, which a "
-            "config.json says by having no scale_fmt"
+            f"quantization_config.scale_fmt = {q['scale_fmt']!r} is not supported: 'ue8m0' is, and fp32 scales, which "
+            "a config.json says by having no scale_fmt"
         )
     block = q.get("weight_block_size")
     if not isinstance(block, Sequence) or len(block) != 2 or not all(type(n) is int for n in block):

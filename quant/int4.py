@@ -2,9 +2,9 @@
 
 Letters: B weights of one shape, r rows (out) and c columns (in) of a tile, g columns a group.
 
-Encode, of the bf16 weight: s = bf16(max(amax / 7, 1e-5)), q = round(w / s) to nearest even, -7 .. 7. The scale is rounded
-to what is stored before the integers are chosen. Decode: bf16(q * s). Stored: `weight_packed` int32 [n, k / 8], nibble i of
-word j is q[8 j + i] + 8, lowest first; `weight_scale` bf16 [n, k / g]; `weight_shape` int64 [2] = n, k.
+Encode, of the bf16 weight: s = bf16(max(amax / 7, 1e-5)), q = round(w / s) to nearest even, -7 .. 7. The scale is
+rounded to what is stored before the integers are chosen. Decode: bf16(q * s). Stored: `weight_packed` int32 [n, k / 8],
+nibble i of word j is q[8 j + i] + 8, lowest first; `weight_scale` bf16 [n, k / g]; `weight_shape` int64 [2] = n, k.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class QuantSpec:
 
     block: rows (out) and columns (in) of a weight that share a scale; by default the format's own. ignore: modules kept
     out. A plain pattern is a run of path components (`*` is a wildcard within one): "lm_head", "layers.0.self_attn" and
-    "layers.*.mlp.shared_experts" each keep every tensor below such a module out. "re:..." is a regular expression that a
-    module's whole name begins with (compressed-tensors), "glob:..." a shell pattern of the whole name (ModelOpt).
+    "layers.*.mlp.shared_experts" each keep every tensor below such a module out. "re:..." is a regular expression that
+    a module's whole name begins with (compressed-tensors), "glob:..." a shell pattern of the whole name (ModelOpt).
     convention: whose names of tensors and keys, where there are several.
     """
 

@@ -1,9 +1,9 @@
 """Streams of named tensors, quantized and back. Names are those of a Hugging Face checkpoint.
 
-Memory: `quantize_stream` holds at most `batch_bytes`, one tensor, and weights that wait for one they share a scale with.
-`pair_stream` holds small parts that came before their codes, and codes whose other parts have not come: with `lookup`
-there are none of those, so a checkpoint whose scales lie in another file streams in the memory of a few tensors; without
-it they are at most `held_bytes`.
+Memory: `quantize_stream` holds at most `batch_bytes`, one tensor, and weights that wait for one they share a scale
+with. `pair_stream` holds small parts that came before their codes, and codes whose other parts have not come: with
+`lookup` there are none of those, so a checkpoint whose scales lie in another file streams in the memory of a few
+tensors; without it they are at most `held_bytes`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quant.codec import Codec, QuantTensor
 from quant.registry import CODECS, codec_or_none, make_codec
-from quant.spec import QuantFormat, QuantSpec
+from quant.spec import QuantSpec
 
 Named = tuple[str, Tensor]
 Lookup = Callable[[str], Tensor | None]
