@@ -71,13 +71,13 @@ class PrecisionConfig(Section):
             raise ValueError(f"precision.{useless[0]} does nothing with precision.format = 'bf16': remove it")
         if self.format in FOUR_BIT and not (self.qat or self.allow_without_qat):
             raise ValueError(
-                f"precision.format = {self.format.value!r} without precision.qat: 4 bits move a weight by about 10 % and "
-                "the trainer would not know; set precision.qat = true, or precision.allow_without_qat = true"
+                f"precision.format = {self.format.value!r} without precision.qat: 4 bits move a weight by about 10 % "
+                "and the trainer would not know; set precision.qat = true, or precision.allow_without_qat = true"
             )
         if self.activations == "fp8" and self.format not in (QuantFormat.FP8, QuantFormat.FP8_UE8M0, QuantFormat.MXFP8):
             raise ValueError(
-                f"precision.activations = 'fp8' goes with FP8 weights, not with precision.format = {self.format.value!r}: "
-                "set it to 'none'"
+                "precision.activations = 'fp8' goes with FP8 weights, not with precision.format = "
+                f"{self.format.value!r}: set it to 'none'"
             )
         if not plain:
             self.spec()
