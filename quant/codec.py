@@ -322,18 +322,30 @@ class Codec(ABC):
                 else qs[i].parts[leaf][None]
                 for leaf in self.parts
             }
-            jobs += self._decode_jobs(some, out[i : i + together])
+            jobs += self._decode_jobs(some, out[i : i + together], out.dtype)
         each(jobs, device)
         return out
 
-    def _decode_jobs(self, parts: Mapping[str, Tensor], out: Tensor) -> list[Callable[[], None]]:
-        """parts [B, ...] -> jobs that fill out [B, n, k]."""
+    @torch.no_grad()
+    def decode_parts(self, parts: Mapping[str, Tensor], out: Tensor) -> Tensor:
+        """Parts [B, ...] of B weights of one shape, stacked once for many calls -> out [B, n, k] of any float dtype: the
+        bf16 values of `decode`, cast. The shapes are not checked: each weight came through `adopt`."""
+        together = max(1, tile_elements(out.device) // (out.shape[1] * out.shape[2]))
+        jobs: list[Callable[[], None]] = []
+        for i in range(0, len(out), together):
+            some = {leaf: p[i : i + together] for leaf, p in parts.items()}
+            jobs += self._decode_jobs(some, out[i : i + together], torch.bfloat16)
+        each(jobs, out.device)
+        return out
+
+    def _decode_jobs(self, parts: Mapping[str, Tensor], out: Tensor, dtype: torch.dtype) -> list[Callable[[], None]]:
+        """parts [B, ...] -> jobs that fill out [B, n, k] with values rounded to `dtype`."""
         top = self._top({leaf: parts[leaf] for leaf, p in self.parts.items() if isinstance(p, Whole)})
         tiled = [(p, parts[leaf]) for leaf, p in self.parts.items() if isinstance(p, Part)]
 
         def tile(rows: slice, columns: slice) -> None:
             codes, *scales = (v[:, _cut(rows, p.rows), _cut(columns, p.columns)] for p, v in tiled)
-            out[:, rows, columns] = self._scaled(self._unpack(codes), tuple(scales), top, out.dtype)
+            out[:, rows, columns] = self._scaled(self._unpack(codes), tuple(scales), top, dtype)
 
         shape = (out.shape[1], out.shape[2])
         return [partial(tile, *t) for t in tiles(shape, self.block, tile_elements(out.device) // len(out))]
@@ -344,20 +356,26 @@ class Codec(ABC):
         module = name.removesuffix(".weight")
         shape = self.shape_of(parts)
         found: dict[str, Tensor] = {}
-        for leaf, (dtype, want) in self.layout(shape, name).items():
+        for leaf in self.layout(shape, name):
             if leaf in self.dropped:
                 found[leaf] = self._whole(shape, None)[leaf]
                 continue
-            part = self._accept(leaf, parts[leaf])
-            if tuple(part.shape) != want or part.dtype != dtype:
-                raise ValueError(
-                    f"{module}.{leaf}: {parts[leaf].dtype} {tuple(parts[leaf].shape)}; a weight {shape} in "
-                    f"{self.spec.format} blocks of {self.block} has {str(dtype).removeprefix('torch.')} {want}: is the "
-                    "quantization_config in config.json that of these weights?"
-                )
-            found[leaf] = part
+            found[leaf] = self.adopt_part(name, leaf, parts[leaf], shape)
         self._check_values(module, found)
         return QuantTensor(found, shape)
+
+    def adopt_part(self, name: str, leaf: str, part: Tensor, shape: Sequence[int]) -> Tensor:
+        """One part of the weight `name` [n, k], as this codec writes it. Raises ValueError naming a part of a wrong shape
+        or dtype."""
+        dtype, want = self.layout(shape, name)[leaf]
+        fit = self._accept(leaf, part)
+        if tuple(fit.shape) != want or fit.dtype != dtype:
+            raise ValueError(
+                f"{name.removesuffix('.weight')}.{leaf}: {part.dtype} {tuple(part.shape)}; a weight {tuple(shape)} in "
+                f"{self.spec.format} blocks of {self.block} has {str(dtype).removeprefix('torch.')} {want}: is the "
+                "quantization_config in config.json that of these weights?"
+            )
+        return fit
 
     def _accept(self, leaf: str, part: Tensor) -> Tensor:
         """A part in the dtype and shape that this codec writes, where what came means the same."""
