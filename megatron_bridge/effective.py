@@ -1,4 +1,4 @@
-"""A linear that computes with a function of its weight, and the promise that this very tensor is what is published."""
+"""A linear that computes with a function of its weight, or of its input, and what of it is published."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from torch import Tensor
 Effective = Callable[[Tensor], Tensor]  # weight [out, in] -> the weight computed with, same shape and dtype
 
 
-def use_effective_weight(linear: Any, effective: Effective) -> None:
+def use_effective_weight(linear: Any, effective: Effective, *, published: bool = True) -> None:
     """`linear` (Megatron's column- and row-parallel linears, DuplicatedLinear) computes with `effective(weight)`.
 
     Called once a forward, and again where a layer is recomputed, so `effective` must be deterministic; gradients flow
     through it. A second call composes: the later function is applied to the earlier one's result. The parameter stays
-    what it was for the optimizer and for checkpoints, and gets `served`, a function without arguments that returns what
-    the linear computes with now, without gradient: the exporter publishes that.
+    what it was for the optimizer and for checkpoints, and gets two functions without arguments, which give no gradient:
+    `computed`, what the linear computes with now, and `served`, the same without the functions that are not `published`
+    because publication does their work itself: they come last.
     """
-    composed = getattr(linear, "effective_weights", None)
-    if composed is not None:
-        composed.append(effective)
-        return
+    private: list[Effective] | None = getattr(linear, "private_weights", None)
+    if private is None:
+        private = _wrap(linear)
+    assert not (published and private), "a published function of a weight comes before those that are not"
+    (linear.effective_weights if published else private).append(effective)
+
+
+def _wrap(linear: Any) -> list[Effective]:
     # a fused kernel would add the gradient to the parameter's buffer itself, past `effective`
     assert not getattr(linear, "gradient_accumulation_fusion", False), "gradient_accumulation_fusion must be off"
     parameter, stock = linear.weight, linear.forward
-    linear.effective_weights = [effective]
+    private: list[Effective] = []
+    linear.effective_weights, linear.private_weights = [], private
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         linear._parameters["weight"] = weight_of(linear)
@@ -37,12 +43,39 @@ def use_effective_weight(linear: Any, effective: Effective) -> None:
             linear._parameters["weight"] = parameter
 
     linear.forward = forward
-    parameter.served = torch.no_grad()(partial(weight_of, linear))
+    parameter.served = torch.no_grad()(partial(published_weight_of, linear))
+    parameter.computed = torch.no_grad()(partial(weight_of, linear))
+    return private
 
 
-def weight_of(linear: Any) -> Tensor:
-    """The weight that `linear` computes with now, for who multiplies by it in its place."""
+def published_weight_of(linear: Any) -> Tensor:
+    """The weight of `linear` that is handed to publication."""
     value: Tensor = linear.weight
     for function in getattr(linear, "effective_weights", ()):
         value = function(value)
     return value
+
+
+def weight_of(linear: Any) -> Tensor:
+    """The weight that `linear` computes with now, for who multiplies by it in its place."""
+    value = published_weight_of(linear)
+    for function in getattr(linear, "private_weights", ()):
+        value = function(value)
+    return value
+
+
+def use_effective_input(linear: Any, effective: Effective) -> None:
+    """`linear` computes with `effective(x)` of what it is called with; who multiplies in its place asks `input_of`."""
+    assert not hasattr(linear, "effective_input"), "one function of a linear's input"
+    stock, linear.effective_input = linear.forward, effective
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return stock(effective(x), *args, **kwargs)
+
+    linear.forward = forward
+
+
+def input_of(linear: Any, x: Tensor) -> Tensor:
+    """What `linear` multiplies its weight with when it is given x."""
+    effective: Effective | None = getattr(linear, "effective_input", None)
+    return x if effective is None else effective(x)

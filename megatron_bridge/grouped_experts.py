@@ -14,7 +14,7 @@ from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
-from megatron_bridge.effective import weight_of
+from megatron_bridge.effective import input_of, weight_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -104,8 +104,10 @@ class LocalGroupedMLP(SequentialMLP):
 
     def _linear(self, name: str, x: Tensor, sizes: list[int]) -> Tensor:
         """That linear of every expert. One with hooks is called as a module: it is being watched, or its weights are
-        still being gathered (overlap_param_gather) and its hook waits for them."""
+        still being gathered (overlap_param_gather) and its hook waits for them. So are all where only
+        some compute with a function of their input."""
         linears = [getattr(expert, name) for expert in self.local_experts]
-        if any(getattr(linear, kind) for linear in linears for kind in _HOOKS):
+        mixed = len({hasattr(linear, "effective_input") for linear in linears}) > 1
+        if mixed or any(getattr(linear, kind) for linear in linears for kind in _HOOKS):
             return torch.cat([linear(rows)[0] for linear, rows in zip(linears, x.split(sizes), strict=True)])
-        return _GroupedLinear.apply(x, sizes, *map(weight_of, linears))  # type: ignore[no-any-return]
+        return _GroupedLinear.apply(input_of(linears[0], x), sizes, *map(weight_of, linears))  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -27,6 +27,7 @@ from megatron_bridge.te_names import is_extra
 from miles_like.types import NamedTensor
 
 BUCKET_BYTES = 256 << 20
+_Value = Callable[[Any], Tensor]  # of a parameter
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
@@ -109,10 +110,11 @@ class ExportPlan:
             bucket for _, group in groupby(slots, key=exporter.key) for bucket in exporter.buckets(group, bucket_bytes)
         ]
 
-    def export(self) -> Iterator[NamedTensor]:
-        """The stream, from the parameters' values now. Draining it is collective."""
+    def export(self, *, computed: bool = False) -> Iterator[NamedTensor]:
+        """The stream, from the parameters' values now; `computed`: of what the model computes with, rounded where it
+        is trained so. Draining it is collective."""
         for bucket in self._buckets:
-            yield from self._exporter.export(bucket)
+            yield from self._exporter.export(bucket, _computed if computed else _served)
 
 
 def _all_slots(chunks: Sequence[torch.nn.Module], tensors: TensorMap, parallel: ExportGroups) -> list[_Slot]:
@@ -198,9 +200,9 @@ class _Exporter:
         if bucket:
             yield bucket
 
-    def export(self, bucket: Sequence[_Slot]) -> Iterator[NamedTensor]:
+    def export(self, bucket: Sequence[_Slot], value: _Value) -> Iterator[NamedTensor]:
         owner = bucket[0].stage
-        whole = self._gather(bucket) if owner == self.stage else None
+        whole = self._gather(bucket, value) if owner == self.stage else None
         parts = self._broadcast(bucket, whole, owner)
         for slot in bucket:
             for name in self._names(slot):
@@ -215,11 +217,11 @@ class _Exporter:
             expert = None if slot.local_expert is None else rank * local + slot.local_expert
             yield from (pattern.format(i=slot.layer, e=expert) for pattern in entry.hf)
 
-    def _gather(self, bucket: Sequence[_Slot]) -> list[Tensor]:
+    def _gather(self, bucket: Sequence[_Slot], value: _Value) -> list[Tensor]:
         """Whole tensors of a bucket of this rank's stage, in the order of the names."""
         first = self.entry(bucket[0])
         dtype = self.tensors.dtype(first)
-        shards = [_served(slot.tensor).to(dtype) for slot in bucket if slot.tensor is not None]
+        shards = [value(slot.tensor).to(dtype) for slot in bucket if slot.tensor is not None]
         ranks = [shards]
         if first.per_expert:
             ranks = self._all_gather(ranks, self.parallel.etp_group)
@@ -295,8 +297,13 @@ class _Exporter:
 
 
 def _served(parameter: Any) -> Tensor:
-    """What the model computes with: the parameter, or the effective weight made of it."""
+    """What is published, and encoded then: the parameter, or the effective weight made of it."""
     return parameter.served() if hasattr(parameter, "served") else parameter.detach()
+
+
+def _computed(parameter: Any) -> Tensor:
+    """What the model computes with."""
+    return parameter.computed() if hasattr(parameter, "computed") else parameter.detach()
 
 
 def _concat(pieces: Sequence[Tensor], axis: int) -> Tensor:

@@ -22,6 +22,7 @@ from megatron_bridge.kernels import (
     token_multiple,
     transformer_arguments,
 )
+from megatron_bridge.precision import check_precision
 from megatron_bridge.recompute import recompute_settings
 
 
@@ -43,8 +44,10 @@ def resolve(
     """The family's keywords plus everything that layout, precision, kernels and device decide.
 
     `te`: TransformerEngine is installed; `capability` of the device, None where none is at hand. Raises ValueError for
-    a model that its family cannot train, and for kernels that this device, layout or model cannot use.
+    a model that its family cannot train, for kernels that this device, layout or model cannot use, and for
+    quantization-aware training that would not round as the rollout does.
     """
+    check_precision(config, hf)
     spec = choose_spec(config, hf, cuda=cuda, te=te, capability=capability)
     dtype = torch.bfloat16 if config.params_dtype == "bfloat16" else torch.float32
     family = dict(family_of(hf).transformer_config(hf))

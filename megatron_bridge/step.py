@@ -53,6 +53,7 @@ class Step:
         self.chunks, self.config, self.parallel = chunks, transformer_config, parallel
         self.replay, self.loss, self.device = replay, loss, device
         self.depths, self.mtp_coefficient = transformer_config.mtp_num_layers or 0, mtp_coefficient
+        self.prepare: Callable[[], None] = lambda: None  # collective; what weights that have changed ask for
 
     def run(
         self,
@@ -124,6 +125,7 @@ class Step:
     def _schedule(self, shards: list[Shard], after: _After, *, forward_only: bool) -> list[Any]:
         """Megatron's schedule; what `after` made of each micro-batch, in order, on the last stage."""
         virtual = len(self.chunks) > 1
+        self.prepare()
         try:
             with torch.no_grad() if forward_only else nullcontext():
                 outputs: list[Any] = get_forward_backward_func()(

@@ -23,6 +23,7 @@ _ENV = init_device()  # before anything below imports megatron
 from megatron_bridge.checkpoint import begin_save, load_checkpoint, load_weights  # noqa: E402
 from megatron_bridge.checkpoint_writer import CheckpointSave  # noqa: E402
 from megatron_bridge.config import TrainerConfig  # noqa: E402
+from megatron_bridge.fake_quant import FakeQuant  # noqa: E402
 from megatron_bridge.families.registry import family_of  # noqa: E402
 from megatron_bridge.hf_export import ExportPlan  # noqa: E402
 from megatron_bridge.layout import check_layout  # noqa: E402
@@ -32,6 +33,7 @@ from megatron_bridge.optimizer import NonFiniteGradient, apply_gradients, build_
 from megatron_bridge.overlap import connect_overlap, settle_parameters  # noqa: E402
 from megatron_bridge.parallel import close_parallel, init_parallel  # noqa: E402
 from megatron_bridge.param_names import matching  # noqa: E402
+from megatron_bridge.precision import trained_spec  # noqa: E402
 from megatron_bridge.recompute import routes_again  # noqa: E402
 from megatron_bridge.replay_hook import RoutingReplay  # noqa: E402
 from megatron_bridge.resolve import resolve  # noqa: E402
@@ -102,7 +104,12 @@ class MegatronTrainer:
             resolved.token_multiple,
         )
         self._bias = RoutingBias(self.chunks)
-        self.copies = WeightCopies(self.chunks, self.parallel)
+        self._fake: FakeQuant | None = None
+        if (spec := trained_spec(config, self.hf)) is not None:
+            tensors = self.family.bind(self.hf, mtp=bool(tf.mtp_num_layers))
+            self._fake = FakeQuant(self.chunks, self.parallel, tensors, spec, config.precision, _ENV.device)
+            self._step.prepare = self._fake.refresh
+        self.copies = WeightCopies(self.chunks, self.parallel, self.weights_changed)
         self.steps_done = 0
         self._export: ExportPlan | None = None
         self._saving: CheckpointSave | None = None
@@ -146,6 +153,7 @@ class MegatronTrainer:
             if self.parallel.rank == 0:
                 _log.warning("step skipped: %s", said)
             return StepReport(version=version, metrics=metrics | {"train/lr": lr, "train/skipped": 1.0})
+        self.weights_changed()
         self.steps_done += 1
         metrics |= {"train/grad_norm": norm, "train/lr": lr} | ({"train/skipped": 0.0} if may_skip else {})
         return StepReport(version=version, metrics=metrics)
@@ -173,14 +181,23 @@ class MegatronTrainer:
             )
         return self.logprobs(row, REFERENCE)
 
-    def export(self) -> Iterator[NamedTensor]:
-        """The weights as whole Hugging Face tensors, one at a time. Draining it is collective."""
+    def weights_changed(self) -> None:
+        """The parameters got other values: what is made of them is made anew before the next forward pass. Who sets
+        them by hand calls this, on every rank."""
+        if self._fake is not None:
+            self._fake.weights_changed()
+
+    def export(self, *, computed: bool = False) -> Iterator[NamedTensor]:
+        """The weights as whole Hugging Face tensors, one at a time; `computed`: as the model computes with them, which
+        with `precision.qat` is decode(encode(weight)). Draining it is collective."""
         self.copies.assert_own()
         settle_parameters(self.chunks)
+        if computed and self._fake is not None:
+            self._fake.refresh()
         if self._export is None:
             mtp = bool(self.models[0].config.mtp_num_layers)
             self._export = ExportPlan(self.chunks, self.family, self.hf, self.parallel, mtp=mtp)
-        return self._export.export()
+        return self._export.export(computed=computed)
 
     def load_weights(self, path: Path) -> None:
         """Weights from a converted `torch_dist` directory; the optimizer starts anew.
@@ -189,6 +206,7 @@ class MegatronTrainer:
         """
         self.copies.assert_own()
         settle_parameters(self.chunks)
+        self.weights_changed()
         load_weights(path, self.models, self.optimizer, self.parallel)
         if self.config.reference:
             self.copies.keep(REFERENCE)
@@ -222,6 +240,7 @@ class MegatronTrainer:
         """What `save` wrote. It holds no reference: with `config.reference` call `load_weights` first."""
         self.copies.assert_own()
         settle_parameters(self.chunks)
+        self.weights_changed()
         self.steps_done = load_checkpoint(path, self.models, self.optimizer, self.parallel, seed=self.config.seed)
 
     def close(self) -> None:

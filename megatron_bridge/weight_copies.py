@@ -4,7 +4,7 @@ with the model's own values while a forward pass needs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,8 +29,14 @@ class WeightCopies:
     other, though a frozen base with its adapters set to zero would be the cheaper reference.
     """
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], parallel: ParallelContext) -> None:
-        self._chunks, self._parallel = chunks, parallel
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        parallel: ParallelContext,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`changed` is called whenever the model has got other values."""
+        self._chunks, self._parallel, self._changed = chunks, parallel, changed
         self._models = [unwrap(chunk) for chunk in chunks]
         self._copies: dict[str, list[Tensor]] = {}
         self.current: str | None = None  # the copy whose values the model holds just now
@@ -104,6 +110,7 @@ class WeightCopies:
                 held = a.clone()
                 a.copy_(b)
                 b.copy_(held)
+        self._changed()
 
 
 def _on_host(x: Tensor) -> Tensor:

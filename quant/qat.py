@@ -30,13 +30,14 @@ class _Through(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 def straight_through(x: Tensor, value: Tensor) -> Tensor:
     """`value`, a function of `x` of its shape and dtype; the gradient goes to x unchanged."""
-    return _Through.apply(x, value)  # type: ignore[no-any-return,no-untyped-call]
+    out: Tensor = _Through.apply(x, value)  # type: ignore[no-untyped-call]
+    return out
 
 
 def activation_codec(spec: QuantSpec) -> Codec:

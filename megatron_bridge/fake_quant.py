@@ -1,0 +1,206 @@
+"""Quantization-aware training on Megatron's modules: forward computes with the weights that the rollout is served.
+
+For every covered weight a rank keeps what decoding its codes gives, recomputed only when weights have changed: once a
+step, however many micro-batches and recomputed layers read it. A linear computes with that, and its gradient goes to
+the weight as if nothing was rounded. Blocks are those of Hugging Face's tensors: Megatron's fused matrices are cut
+into them, and no rank holds a part of a block (`precision.check_precision`). Published is the weight itself, which
+the publisher encodes by the same codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_bridge.agree import raise_together
+from megatron_bridge.config import PrecisionConfig
+from megatron_bridge.effective import published_weight_of, use_effective_input, use_effective_weight
+from megatron_bridge.families.base import Entry, Split, TensorMap
+from megatron_bridge.local_modules import DuplicatedLinear
+from megatron_bridge.model import unwrap
+from megatron_bridge.overlap import settle_parameters
+from megatron_bridge.parallel import ParallelContext
+from megatron_bridge.param_names import renamer
+from quant.codec import Codec
+from quant.qat import activation_codec, fake_activations, straight_through
+from quant.registry import make_codec
+from quant.spec import QuantSpec
+
+_AT_ONCE = 1 << 26  # elements whose temporaries exist at once
+
+Run = tuple[int, int]  # first row, end
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """This rank's part of one covered Hugging Face tensor."""
+
+    name: str
+    runs: tuple[Run, ...]  # of the parameter's rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Weight:
+    """A parameter with covered tensors in it."""
+
+    linear: Any
+    value: Tensor  # what the linear computes with, in the parameter's dtype
+    pieces: tuple[_Piece, ...]
+    whole: bool  # every row belongs to a piece
+    group: ProcessGroup | None  # of the ranks that hold the rest of its tensors
+
+
+class FakeQuant:
+    """The covered linears of one rank. Collective to make and to refresh."""
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        parallel: ParallelContext,
+        tensors: TensorMap,
+        spec: QuantSpec,
+        precision: PrecisionConfig,
+        device: torch.device,
+    ) -> None:
+        self._chunks, self._device = chunks, device
+        self._codec, self._rounds = make_codec(spec), precision.qat
+        inputs = activation_codec(spec) if precision.activations == "fp8" else None
+        self._weights: list[_Weight] = []
+        for linear, covered, group in _covered(chunks, parallel, tensors, spec):
+            if inputs is not None:
+                use_effective_input(linear, partial(fake_activations, inputs))
+            if precision.qat:
+                self._weights.append(weight := _weight(linear, covered, group))
+                use_effective_weight(linear, partial(_replaced, weight.value), published=False)
+        self._stale = True
+
+    def weights_changed(self) -> None:
+        """The parameters hold other values than at the last `refresh`."""
+        self._stale = True
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Let the linears compute with what the weights are now. Nothing is done where they have not changed.
+
+        Raises ValueError, on every rank, naming a weight that is not finite.
+        """
+        if not (self._stale and self._rounds):
+            return
+        settle_parameters(self._chunks)
+        error = None
+        try:
+            amax = _shared_amax(self._weights, self._codec) if self._codec.shared_amax else None
+            for batch in _batches(self._weights):
+                _round(batch, self._codec, amax)
+        except ValueError as e:
+            error = e
+        raise_together(error, self._device)
+        self._stale = False
+
+
+def _covered(
+    chunks: Sequence[DistributedDataParallel], parallel: ParallelContext, tensors: TensorMap, spec: QuantSpec
+) -> Iterator[tuple[Any, tuple[_Piece, ...], ProcessGroup | None]]:
+    """(linear, covered tensors in it, ranks among which it is divided), in an order that these ranks share."""
+    for model in map(unwrap, chunks):
+        rename = renamer(model, parallel)
+        for name, module in model.named_modules():
+            if "weight" not in module._parameters or module is getattr(model, "output_layer", None):
+                continue
+            places = tensors.parts_of(rename(f"{name}.weight"))
+            if not any(spec.covers(place.hf_name, place.shape) for place in places):
+                continue
+            assert isinstance(module, ColumnParallelLinear | RowParallelLinear | DuplicatedLinear), type(module)
+            entry, weight = places[0].entry, module.weight
+            pieces = tuple(
+                _Piece(place.hf_name, _runs(tensors, place.part, entry, len(weight)))
+                for place in places
+                if spec.covers(place.hf_name, place.shape)
+            )
+            group = parallel.etp_group if entry.per_expert else parallel.tp_group
+            yield module, pieces, None if entry.split is Split.REPLICATED else group
+
+
+def _runs(tensors: TensorMap, part: int, entry: Entry, rows: int) -> tuple[Run, ...]:
+    """Where Hugging Face tensor `part` lies in the `rows` of a rank's share of the parameter."""
+    if entry.split is Split.QKV:  # whole groups of heads, each [query, key, value]
+        return tuple((first, first + n) for _, first, n in tensors.runs(entry, part) if first < rows)
+    share = rows // len(entry.hf)
+    return ((part * share, (part + 1) * share),)
+
+
+def _weight(linear: Any, pieces: tuple[_Piece, ...], group: ProcessGroup | None) -> _Weight:
+    covered = sum(end - first for piece in pieces for first, end in piece.runs)
+    value = torch.empty_like(linear.weight, requires_grad=False)
+    return _Weight(linear, value, pieces, covered == len(value), group)
+
+
+def _replaced(value: Tensor, weight: Tensor) -> Tensor:
+    return straight_through(weight, value)
+
+
+def _rows(x: Tensor, runs: Sequence[Run]) -> Tensor:
+    """A view where the rows lie together."""
+    parts = [x[first:end] for first, end in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _batches(weights: Sequence[_Weight]) -> Iterator[list[_Weight]]:
+    """Of bounded size, weights of one shape together: they cost one call."""
+    batch: list[_Weight] = []
+    for weight in sorted(weights, key=lambda w: tuple(w.value.shape)):
+        if batch and sum(w.value.numel() for w in batch) + weight.value.numel() > _AT_ONCE:
+            yield batch
+            batch = []
+        batch.append(weight)
+    if batch:
+        yield batch
+
+
+def _round(weights: Sequence[_Weight], codec: Codec, amax: Mapping[str, Tensor] | None) -> None:
+    bundle: dict[str, Tensor] = {}
+    into: dict[str, Tensor] = {}
+    for weight in weights:
+        source = published_weight_of(weight.linear)
+        if not weight.whole:
+            weight.value.copy_(source)
+        for piece in weight.pieces:
+            bundle[piece.name] = _rows(source, piece.runs)
+            if len(piece.runs) == 1:
+                into[piece.name] = _rows(weight.value, piece.runs)
+    tops = None if amax is None else {name: amax[name] for name in bundle}
+    rounded = codec.fake(bundle, tops, into)
+    for weight in weights:
+        for piece in weight.pieces:
+            if len(piece.runs) > 1:
+                lengths = [end - first for first, end in piece.runs]
+                for (first, end), rows in zip(piece.runs, rounded[piece.name].split(lengths), strict=True):
+                    weight.value[first:end] = rows
+
+
+def _shared_amax(weights: Sequence[_Weight], codec: Codec) -> dict[str, Tensor]:
+    """Tensor name -> the largest magnitude of its whole bundle, over the ranks that hold parts of it: one collective
+    for all experts, one for the rest."""
+    tops: dict[str, Tensor] = {}
+    for group in dict.fromkeys(weight.group for weight in weights):
+        own: dict[str, Tensor] = {}
+        for weight in weights:
+            if weight.group is group:
+                source = published_weight_of(weight.linear)
+                own |= {piece.name: codec.amax(_rows(source, piece.runs)) for piece in weight.pieces}
+        names = list(own)
+        both = torch.stack([torch.stack([own[n] for n in codec.bundle_of(name)]).amax() for name in names])
+        both = both.nan_to_num(nan=torch.inf, posinf=torch.inf)  # no backend's maximum of NaN is relied on
+        if group is not None and group.size() > 1:
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        tops |= zip(names, both.unbind(), strict=True)
+    return tops
