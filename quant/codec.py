@@ -64,7 +64,7 @@ class Codec(ABC):
     """One format. `parts` says what it stores; the hooks work on tiles that hold whole blocks."""
 
     parts: Mapping[str, Part | Whole]
-    dropped: ClassVar[frozenset[str]] = frozenset()  # last components not read: this codec makes its own
+    dropped: frozenset[str] = frozenset()  # last components not read: those stored too, this codec makes itself
     shared_amax: ClassVar[bool] = False  # the largest magnitude of a whole bundle enters the scales
 
     def __init__(self, spec: QuantSpec) -> None:
@@ -75,8 +75,8 @@ class Codec(ABC):
 
     @abstractmethod
     def _choose(self, w: Tensor, bits: Tensor, top: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The quantizer. w bf16 [B, r, c]; bits int16 [B, r/bn, c/bk] of each block's amax; top fp32 [B], the largest
-        magnitude of each weight's bundle -> codes [B, r, c], packed or not, and the scales as stored."""
+        """The quantizer. w bf16 [B, r, c]; bits int16 [B, r/bn, c/bk] of each block's amax; top fp32 [B], what
+        `_shared` made of the bundles -> codes [B, r, c], packed or not, and the scales as stored."""
 
     @abstractmethod
     def _pack(self, codes: Tensor) -> Tensor:
@@ -98,8 +98,12 @@ class Codec(ABC):
         """Each `Whole` part of B weights of one shape, [B, ...] or the same for all."""
         return {}
 
+    def _shared(self, amax: Tensor) -> Tensor:
+        """The number that the weights of a bundle share, as stored, fp32 [B], of their largest magnitudes [B]."""
+        return amax
+
     def _top(self, whole: Mapping[str, Tensor]) -> Tensor | None:
-        """The `top` that decoding needs, [B], of the stored `Whole` parts."""
+        """What `_shared` gave, [B], of the stored `Whole` parts."""
         return None
 
     def _check_values(self, name: str, parts: Mapping[str, Tensor]) -> None:  # noqa: B027 - most need none
@@ -262,7 +266,7 @@ class Codec(ABC):
                 some = names[i : i + together]
                 ws = [bundle[n].detach().to(torch.bfloat16) for n in some]
                 w = torch.stack(ws) if len(ws) > 1 else ws[0].contiguous()[None]
-                jobs += work(some, w, None if tops is None else torch.stack([tops[n] for n in some]))
+                jobs += work(some, w, None if tops is None else self._shared(torch.stack([tops[n] for n in some])))
         try:
             each(jobs, next(iter(bundle.values())).device if bundle else torch.device("cpu"))
         except _NotFinite:
@@ -328,8 +332,8 @@ class Codec(ABC):
 
     @torch.no_grad()
     def decode_parts(self, parts: Mapping[str, Tensor], out: Tensor) -> Tensor:
-        """Parts [B, ...] of B weights of one shape, stacked once for many calls -> out [B, n, k] of any float dtype: the
-        bf16 values of `decode`, cast. The shapes are not checked: each weight came through `adopt`."""
+        """Parts [B, ...] of B weights of one shape, stacked once for many calls -> out [B, n, k] of any float dtype:
+        the bf16 values of `decode`, cast. The shapes are not checked: each weight came through `adopt`."""
         together = max(1, tile_elements(out.device) // (out.shape[1] * out.shape[2]))
         jobs: list[Callable[[], None]] = []
         for i in range(0, len(out), together):
@@ -365,8 +369,8 @@ class Codec(ABC):
         return QuantTensor(found, shape)
 
     def adopt_part(self, name: str, leaf: str, part: Tensor, shape: Sequence[int]) -> Tensor:
-        """One part of the weight `name` [n, k], as this codec writes it. Raises ValueError naming a part of a wrong shape
-        or dtype."""
+        """One part of the weight `name` [n, k], as this codec writes it. Raises ValueError naming a part of a wrong
+        shape or dtype."""
         dtype, want = self.layout(shape, name)[leaf]
         fit = self._accept(leaf, part)
         if tuple(fit.shape) != want or fit.dtype != dtype:

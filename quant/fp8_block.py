@@ -24,12 +24,23 @@ from quant.spec import QuantFormat, QuantSpec
 SCALES = "weight_scale_inv"
 ZERO_BLOCK_AMAX = 1e-10  # a block of zeros gets a small positive scale: 0 / 0 would be NaN
 
+_FINITE = 1.875 * 2.0**127
+_INFINITE_BITS = 0x7F78  # of 1.9375 * 2^127 in bf16
+
 
 def ceil_to_power_of_two(s: Tensor) -> Tensor:
     """fp32, positive and finite -> the least power of two that is not below, between 2^-126 and 2^127."""
     bits = s.view(torch.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
     return (exponent.clamp(1, 254) << 23).view(torch.float32)
+
+
+def within_e4m3(w: Tensor, bits: Tensor) -> Tensor:
+    """bf16 weights, and the bits of their blocks' amax -> the same, but none that power-of-two scales make infinite.
+
+    From 1.9375 * 2^127 on e4m3 rounds up to 2^128.
+    """
+    return w.clamp(-_FINITE, _FINITE) if int(bits.max()) >= _INFINITE_BITS else w
 
 
 class Fp8BlockCodec(Codec):
@@ -45,7 +56,7 @@ class Fp8BlockCodec(Codec):
     def _choose(self, w: Tensor, bits: Tensor, top: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         scales = bits.view(torch.bfloat16).float().clamp_(min=ZERO_BLOCK_AMAX).div_(E4M3_MAX)
         if self.spec.format is QuantFormat.FP8_UE8M0:
-            scales = ceil_to_power_of_two(scales)
+            scales, w = ceil_to_power_of_two(scales), within_e4m3(w, bits)
         x = w.to(torch.float32, memory_format=torch.contiguous_format)
         blocks, s = _blocks(x, scales)
         blocks.div_(s)  # at most 448 but for one rounding, which the cast rounds to 448: no clamp is needed

@@ -21,6 +21,7 @@ from quant.spec import QuantFormat, QuantSpec
 
 LEVELS = 7  # symmetric: -8 is never written, though it is read
 LEAST_SCALE = 1e-5
+_GREATEST_SCALE = 145 / 128 * 2.0**125  # 7 times the next bf16 number is infinite in bf16
 _OFFSET = 8
 
 
@@ -42,7 +43,7 @@ class Int4Codec(Codec):
         }
 
     def _choose(self, w: Tensor, bits: Tensor, top: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        scales = bits.view(torch.bfloat16).float().div_(LEVELS).clamp_(min=LEAST_SCALE).to(torch.bfloat16)
+        scales = bits.view(torch.bfloat16).float().div_(LEVELS).clamp_(LEAST_SCALE, _GREATEST_SCALE).to(torch.bfloat16)
         x = w.to(torch.float32, memory_format=torch.contiguous_format)
         # the bf16 scale is at most 2^-8 off, so that no quotient reaches 7.5: nothing is to be clamped
         _groups(x, self.block[1]).div_(scales.float()[..., None]).round_()
@@ -52,7 +53,7 @@ class Int4Codec(Codec):
         return pack_nibbles(codes.add(_OFFSET).to(torch.int8).view(torch.uint8)).view(torch.int32)
 
     def _levels(self, codes: Tensor) -> Tensor:
-        return codes
+        return codes + 0.0  # integers have no -0
 
     def _unpack(self, packed: Tensor) -> Tensor:
         return nibble_values(packed.contiguous().view(torch.uint8), _values)

@@ -2,6 +2,9 @@
 
 E4M3 ("fn": finite, no infinities) is 1 sign, 4 exponent (bias 7) and 3 mantissa bits: normal 2^-6 .. 448, subnormal
 multiples of 2^-9, NaN 0x7F and 0xFF (OCP 8-bit Floating Point Specification, section 5).
+
+E2M1 is 1 sign, 2 exponent (bias 1) and 1 mantissa bit: 0, 1/2, 1, 3/2, 2, 3, 4, 6 and their negatives, neither NaN nor
+infinity. E8M0 has no sign and no zero: code b is 2^(b - 127), 0xFF is NaN (OCP Microscaling Formats, section 5).
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import torch
 from torch import Tensor
 
 E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+E8M0_NAN = 0xFF
 _SIGN, _NAN, _LARGEST = 0x80, 0x7F, 0x7E
 _MIN_EXPONENT = -6  # of a normal e4m3 number; below it the step stays 2^-9
 
@@ -37,3 +42,45 @@ def e4m3_decode(codes: Tensor) -> Tensor:
     step = ((exponent.clamp(min=1) - 7 - 3 + 127) << 23).view(torch.float32)
     value = torch.where((c & _NAN) == _NAN, torch.nan, steps * step)
     return torch.where((c & _SIGN) != 0, -value, value)
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def e2m1_encode(x: Tensor) -> Tensor:
+    """Codes of fp32 `x`, below 16: nearest, ties to even, saturating at +-6; -0 keeps its sign. Any shape -> uint8.
+
+    Raises ValueError for NaN, which the format lacks.
+    """
+    if bool(torch.isnan(x).any()):
+        raise ValueError("E2M1 has no NaN: encode finite values")
+    grid = torch.tensor(_E2M1, device=x.device)
+    middle = (grid[1:] + grid[:-1]) / 2
+    t = x.to(torch.float32).abs()[..., None]
+    upper_is_even = torch.arange(1, 8, device=x.device) % 2 == 0  # of the two codes beside a midpoint
+    code = torch.where(upper_is_even, t >= middle, t > middle).sum(-1)
+    return (code + 8 * torch.signbit(x)).to(torch.uint8)
+
+
+def e2m1_decode(codes: Tensor) -> Tensor:
+    """Values of uint8 `codes` below 16, fp32, same shape."""
+    value = torch.tensor(_E2M1, device=codes.device)[(codes & 7).long()]
+    return torch.where((codes & 8) != 0, -value, value)
+
+
+def e8m0_encode(x: Tensor, *, up: bool) -> Tensor:
+    """Codes of the power of two next to fp32 `x`, not below it (`up`) or not above, 0 .. 254; uint8, same shape.
+
+    By bits: log2 in fp32 is wrong beside powers of two. `x` is finite and not negative; zero has code 0.
+    """
+    bits = x.to(torch.float32).contiguous().view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    beyond = torch.where(exponent > 0, mantissa > 0, mantissa > 0x400000)  # 2^-127 is subnormal in fp32
+    code = exponent + beyond.to(torch.int32) if up else exponent
+    return code.clamp(max=254).to(torch.uint8)
+
+
+def e8m0_decode(codes: Tensor) -> Tensor:
+    """Values of uint8 `codes`, fp32, same shape."""
+    value = (codes.to(torch.int32) << 23).clamp(min=0x400000).view(torch.float32)  # 2^-127 has exponent bits of 0
+    return torch.where(codes == E8M0_NAN, torch.nan, value)

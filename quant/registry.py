@@ -7,12 +7,17 @@ from collections.abc import Callable
 from quant.codec import Codec
 from quant.fp8_block import Fp8BlockCodec
 from quant.int4 import Int4Codec
+from quant.mxfp import Mxfp4Codec, Mxfp8Codec
+from quant.nvfp4 import Nvfp4Codec
 from quant.spec import QuantFormat, QuantSpec
 
 CODECS: dict[QuantFormat, Callable[[QuantSpec], Codec]] = {
     QuantFormat.FP8: Fp8BlockCodec,
     QuantFormat.FP8_UE8M0: Fp8BlockCodec,
     QuantFormat.INT4: Int4Codec,
+    QuantFormat.MXFP8: Mxfp8Codec,
+    QuantFormat.MXFP4: Mxfp4Codec,
+    QuantFormat.NVFP4: Nvfp4Codec,
 }
 
 

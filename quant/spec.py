@@ -37,7 +37,7 @@ _BLOCKS = {
     QuantFormat.NVFP4: (1, 16),
 }
 _FIXED = frozenset((QuantFormat.MXFP8, QuantFormat.MXFP4, QuantFormat.NVFP4))  # the group is part of the format
-_CONVENTIONS: Mapping[QuantFormat, tuple[str, ...]] = {
+CONVENTIONS: Mapping[QuantFormat, tuple[str, ...]] = {
     QuantFormat.FP8: ("deepseek",),
     QuantFormat.FP8_UE8M0: ("deepseek",),
     QuantFormat.INT4: ("compressed-tensors",),
@@ -84,7 +84,7 @@ class QuantSpec:
             raise ValueError(f"{self.format} scales groups of {own[1]} columns, not blocks of {self.block}")
         if self.format is QuantFormat.INT4 and (self.block[0] != 1 or self.block[1] % 8):
             raise ValueError(f"INT4 scales groups of a multiple of 8 columns, not blocks of {self.block}")
-        known = _CONVENTIONS.get(self.format, ("",))
+        known = CONVENTIONS.get(self.format, ("",))
         if not self.convention:
             object.__setattr__(self, "convention", known[0])
         if self.convention not in known:

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from quant.codec import Codec, QuantTensor
 from quant.registry import CODECS, codec_or_none, make_codec
-from quant.spec import QuantSpec
+from quant.spec import CONVENTIONS, QuantSpec
 
 Named = tuple[str, Tensor]
 Lookup = Callable[[str], Tensor | None]
 _CODED = (torch.float8_e4m3fn, torch.int32, torch.uint8)
-_LEAVES = {leaf for f in CODECS for leaf in make_codec(QuantSpec(format=f)).leaves if leaf != "weight"}
+_LEAVES = {
+    leaf for f in CODECS for c in CONVENTIONS[f] for leaf in make_codec(QuantSpec(format=f, convention=c)).leaves
+} - {"weight"}
 
 
 def stored_name(name: str, leaf: str) -> str:
@@ -101,10 +103,10 @@ def pair_stream(
     """
     pairs = _Pairs(codec_or_none(spec), lookup, held_bytes)
     for name, tensor in tensors:
+        if pairs.drops(name):
+            continue
         part = part_of(pairs.codec, name, tensor.dtype)
         if part is None:
-            if pairs.drops(name):
-                continue
             _refuse_foreign(name, tensor, spec)
             yield name, tensor
         elif (got := pairs.take(*part, tensor)) is not None:
