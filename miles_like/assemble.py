@@ -29,6 +29,7 @@ from miles_like.dequantize import dequantize_checkpoint
 from miles_like.hf_checkpoint import HFCheckpoint, write_hf
 from miles_like.pipeline import Parts
 from miles_like.placement import plan_placement
+from miles_like.served import served_config
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
 from rollout.servers import embedded_command, sglang_command
@@ -117,7 +118,7 @@ def describe_trainer(config: RunConfig) -> str:
     if path is None:
         return "kernels: checked once the model is fetched"
     trainer = trainer_config(config, path.parent)
-    resolved = resolve(trainer, _read_config(path), cuda=cuda, te=cuda)
+    resolved = resolve(trainer, served_config(config.precision, _read_config(path)), cuda=cuda, te=cuda)
     return describe_kernels(trainer, resolved.spec)
 
 

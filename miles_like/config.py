@@ -18,6 +18,7 @@ from megatron_bridge.config import (
     Section,
     TrainerConfig,
 )
+from quant.spec import QuantFormat
 from rollout.config import DataConfig, PublishConfig, RolloutConfig
 
 
@@ -35,6 +36,7 @@ class MakeConfig(Section):
     batch: int = Field(128, ge=1)  # problems a step
     max_steps: int = Field(1500, ge=0)
     check_every: int = Field(50, ge=1)
+    format: QuantFormat = QuantFormat.FP8  # of the checkpoint that is made; bf16: one serves every precision.format
     target: float = Field(0.1, ge=0, le=1)  # mean probability of the right answer on `validation` that ends the warm-up
     # of the warm-up's routers; None: 1e-3 where they have a selection bias, else nothing
     router_bias_update_rate: float | None = Field(None, ge=0)
@@ -181,11 +183,6 @@ class RunConfig(Section):
         """A key that would silently do nothing is worse than one that is refused."""
         if self.alignment.deterministic:
             raise ValueError("alignment.deterministic = true: this version measures the mismatch only; set it to false")
-        if self.precision.qat or self.precision.scope != "all":
-            raise ValueError(
-                f"precision.qat = {self.precision.qat}, precision.scope = {self.precision.scope!r}: this version "
-                "trains in BF16 and quantizes what the checkpoint does; set qat = false and scope = 'all'"
-            )
         return self
 
 

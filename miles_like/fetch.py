@@ -42,7 +42,8 @@ def content(path: Path) -> str:
 def describe(model: ModelConfig) -> str:
     """One line for a reader."""
     if model.make is not None:
-        return f"make {model.path}: random weights of {Path(model.make.config).name}, supervised warm-up, FP8"
+        made = f"random weights of {Path(model.make.config).name}, supervised warm-up"
+        return f"make {model.path}: {made}, {model.make.format.value.upper()}"
     if Path(model.path).is_dir():
         return f"check the local checkpoint {model.path}"
     return f"download {model.path} at revision {model.revision or 'main'} from the hub, resumable"

@@ -1,7 +1,8 @@
-"""Fetch's other half: make a checkpoint where none can be downloaded, in DeepSeek's own FP8 layout.
+"""Fetch's other half: make a checkpoint where none can be downloaded, by default in DeepSeek's own FP8 layout.
 
 Random weights -> Hugging Face BF16 -> Megatron shards -> supervised warm-up by the trainer that reinforcement learning
-will use -> Hugging Face FP8. Everything but the random draw is the same code that a real checkpoint goes through.
+will use -> Hugging Face FP8, or another format. Everything but the random draw is the same code that a real checkpoint
+goes through.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from megatron_bridge.config import OptimizerConfig, ReplayConfig, TrainerConfig
+from megatron_bridge.config import OptimizerConfig, PrecisionConfig, ReplayConfig, TrainerConfig
 from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
 from miles_like.algorithms.sft import NllLoss
@@ -28,6 +29,7 @@ from miles_like.hf_checkpoint import write_hf
 from miles_like.placement import plan_placement
 from miles_like.warmup import random_weights, read_pairs, warm_up
 from miles_like.workers import RayTrainer, check_nodes
+from quant.hf_config import quantized_config
 from quant.spec import QuantFormat, QuantSpec
 
 _HAS_BIAS = "moe_router_enable_expert_bias"
@@ -92,9 +94,10 @@ def _warm_up_and_write(
                 f"{'':12}warm-up stopped at {report.steps} steps with p(right answer) {report.right_prob:.3f}, "
                 f"below model.make.target = {make.target}"
             )
-        spec = QuantSpec(format=QuantFormat.FP8)
-        quantized = hf_config | {"quantization_config": spec.to_hf()}
-        trainer.connect(CheckpointWriter(out=out, hf_config=quantized, spec=spec, copy_from=bf16))
+        spec = None if make.format is QuantFormat.BF16 else QuantSpec.of(make.format)
+        trainer.connect(
+            CheckpointWriter(out=out, hf_config=quantized_config(hf_config, spec), spec=spec, copy_from=bf16)
+        )
         await trainer.publish(version=0)
         await trainer.close()
 
@@ -121,7 +124,7 @@ def _trainer_config(config: RunConfig, make: MakeConfig, hf_dir: Path, hf_config
     return TrainerConfig(
         hf_config=str(hf_dir),
         parallel=config.parallel,
-        precision=config.precision,
+        precision=PrecisionConfig(format=QuantFormat.BF16),  # the warm-up knows nothing of the run's format
         optimizer=OptimizerConfig(lr=make.lr, warmup_steps=make.lr_warmup_steps, beta2=0.98),
         replay=ReplayConfig(mode="off"),
         seed=make.seed,

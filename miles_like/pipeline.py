@@ -18,12 +18,23 @@ from typing import Any, Literal
 from rich.console import Console
 
 from megatron_bridge.convert.manifest import Manifest
-from miles_like.completion import MARKER, cleared, files_under, input_key, read_marker, why_incomplete, write_marker
+from miles_like.completion import (
+    MARKER,
+    cleared,
+    file_sha256,
+    files_under,
+    input_key,
+    read_marker,
+    why_incomplete,
+    write_marker,
+)
 from miles_like.config import ModelConfig, RunConfig
 from miles_like.dequantize import dequantize_checkpoint, is_plain
 from miles_like.fetch import content, describe, fetch, not_hidden, source_inputs
 from miles_like.hf_checkpoint import HFCheckpoint
+from miles_like.served import served_spec, store_served
 from miles_like.staging import Copy, StageFiles
+from quant.hf_config import spec_from_hf
 
 Mode = Literal["auto", "resume", "fresh"]
 STAGES = ("fetch", "dequantize", "convert", "stage", "train")
@@ -101,7 +112,7 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
         how: dict[str, Any] = {"run": run, "listed": listed, "hashed": hashed}
         stages.append(Stage(name=name, what=what, key=key, directory=cache / f"{name}-{key}", size=size, **how))
 
-    nodes = config.cluster.nodes
+    nodes, precision = config.cluster.nodes, config.precision
     if config.convert.fuse:
         then("dequantize", "nothing: FP8 blocks are decoded while they are converted", 0, _leave_to_convert, fuse=True)
     else:
@@ -116,11 +127,13 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
     )
     then(
         "stage",
-        f"copy checkpoint and shards to {nodes} node(s), one Ray task a node, verified by SHA-256",
+        f"copy {precision.format.value.upper()} checkpoint and shards to {nodes} node(s), one Ray task a node, "
+        "verified by SHA-256",
         None if stored is None or bf16 is None else (stored + bf16) * nodes,
-        lambda out, done: _stage(config.cluster.stage_dir, out, done, parts),
+        lambda out, done: _stage(config, out, done, parts),
         nodes=nodes,
         stage_dir=config.cluster.stage_dir,
+        served=precision.model_dump(mode="json", include={"format", "scope", "block"}),
     )
     train = config.train
     key = input_key("train", {"after": stages[-1].key, "config": _of_training(config), "data": _data(config)})
@@ -244,16 +257,28 @@ def _convert(out: Path, done: Mapping[str, Output], parts: Parts) -> Path:
     return data
 
 
-def _stage(stage_dir: str | None, out: Path, done: Mapping[str, Output], parts: Parts) -> Path:
+def _stage(config: RunConfig, out: Path, done: Mapping[str, Output], parts: Parts) -> Path:
+    stage_dir = config.cluster.stage_dir
     data = Path(stage_dir) / out.name if stage_dir else out / "data"
-    copies = [
-        Copy(done[stage].root, data / name, done[stage].files)
-        for stage, name in (("fetch", "hf"), ("convert", "megatron"))
-    ]
+    stored = out / "served"  # where the rollout's format is not the fetched one; removed once it is on every node
+    served, shards = _served(config, done["fetch"], stored), done["convert"]
+    copies = [Copy(o.root, data / name, o.files) for o, name in ((served, "hf"), (shards, "megatron"))]
     parts.on_every_node(StageFiles(tuple(copies)))
+    shutil.rmtree(stored, ignore_errors=True)
     if not data.is_dir():
         raise ValueError(f"staged to {data} on every node, but this machine is none of them: run on a cluster node")
     return data
+
+
+def _served(config: RunConfig, fetched: Output, out: Path) -> Output:
+    """The checkpoint that the rollout serves: the fetched one, or, where it has another format, what is made of it."""
+    hf = HFCheckpoint(fetched.root).config
+    spec = served_spec(config.precision, hf)
+    if spec == spec_from_hf(hf):
+        return fetched
+    store_served(fetched.root, out, spec)
+    facts = {p.name: {"size": p.stat().st_size, "sha256": file_sha256(p)} for p in files_under(out)}
+    return Output(out, facts)
 
 
 def _train(config: RunConfig, run_dir: Path, done: Mapping[str, Output], parts: Parts, mode: Mode) -> Path:

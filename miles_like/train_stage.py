@@ -33,10 +33,12 @@ from miles_like.placement import plan_placement
 from miles_like.report import write_report
 from miles_like.rewards import load_reward
 from miles_like.run_state import RunState
+from miles_like.served import served_spec
 from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
 from miles_like.types import Prompt, SampleGroup, SamplingParams
 from miles_like.workers import RayServers, RayTrainer, check_nodes
-from quant.spec import QuantFormat, QuantSpec
+from quant.hf_config import spec_from_hf
+from quant.spec import QuantSpec
 from rollout.client import RoutingShape, SGLangClient, seed_of
 from rollout.episode import run_groups
 from rollout.pool import EnginePool
@@ -57,7 +59,7 @@ class TrainStage:
         self.hf = HFCheckpoint(served)
         self.family: Family = family_of(self.hf.config)
         check_layout(config.parallel, self.hf.config)
-        self.spec = served_spec(config, self.hf)
+        self.spec = self._spec()
         self.trainer = trainer_config(config, served)
         cuda = config.cluster.gpus_per_node > 0
         resolve(self.trainer, self.hf.config, cuda=cuda, te=cuda)  # refuses before anything is started
@@ -157,6 +159,17 @@ class TrainStage:
                 await trainer.close()
 
     # the parts
+
+    def _spec(self) -> QuantSpec | None:
+        """How the weights that are served are stored. Raises ValueError when the run's configuration disagrees."""
+        spec, want = spec_from_hf(self.hf.config), served_spec(self.config.precision, self.hf.config)
+        if spec != want:
+            stored = "BF16" if spec is None else spec.format.value
+            raise ValueError(
+                f"precision.format = {self.config.precision.format.value!r}, but {self.served} holds {stored} weights: "
+                "run the stage that makes it again (--stages stage,train)"
+            )
+        return spec
 
     def servers(self, version: int) -> RayServers:
         c = self.config.rollout
@@ -316,15 +329,3 @@ class _Bar:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-
-
-def served_spec(config: RunConfig, hf: HFCheckpoint) -> QuantSpec | None:
-    """How the rollout's weights are stored. Raises ValueError when the checkpoint and `precision.format` disagree."""
-    spec = QuantSpec.from_hf(hf.config)
-    found = QuantFormat.BF16 if spec is None else spec.format
-    if found != config.precision.format:
-        raise ValueError(
-            f"precision.format = {config.precision.format!r}, but {hf.path} holds {found.value} weights: "
-            f"set precision.format = {found.value!r}, or serve a checkpoint in that format (miles-like quantize)"
-        )
-    return spec

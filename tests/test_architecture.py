@@ -27,6 +27,7 @@ FLOORS = {  # longest prefix wins
     "miles_like.controller": 5,
     "miles_like.pipeline": 5,
     "miles_like.placement": 5,
+    "miles_like.served": 5,
     "miles_like.workers": 5,
     "miles_like.assemble": 6,
     "miles_like.make_checkpoint": 6,
@@ -36,7 +37,14 @@ FLOORS = {  # longest prefix wins
     "scripts": 8,
 }
 LIBRARIES_OF_FLOOR_0 = {"torch", "numpy"}
-TORCH_FREE = ("rollout.config", "megatron_bridge.config", "miles_like.config", "miles_like.config_io", "quant.spec")
+TORCH_FREE = (
+    "rollout.config",
+    "megatron_bridge.config",
+    "miles_like.config",
+    "miles_like.config_io",
+    "quant.spec",
+    "quant.hf_config",
+)
 
 
 def floor(module: str) -> int:

@@ -34,7 +34,9 @@ def test_every_shipped_configuration_loads_places_and_comes_back(path: Path, tmp
         ("parallel.ep=3", "parallel.ep * parallel.etp = 3 does not divide tp * cp * dp = 2"),
         ("replay.mode=r4", "replay.mode"),
         ("nonsense", "want section.key=value"),
-        ("precision.qat=true", "set qat = false"),
+        ("precision.format=int4", "set precision.qat = true, or precision.allow_without_qat = true"),
+        ("precision.format=int5", "precision.format"),
+        ("precision.activations=int8", "precision.activations"),
         ("alignment.deterministic=true", "set it to false"),
     ],
 )
