@@ -20,6 +20,7 @@ class SGLangFlags(Section):
     ep_size: int = Field(1, ge=1)
     dp_size: int = Field(1, ge=1)
     enable_dp_attention: bool = False
+    moe_dense_tp_size: Literal[1] | None = None  # ranks that divide the MLP of layers without experts; None: tp_size
     moe_a2a_backend: Literal["none", "deepep"] = "none"
     deepep_mode: Literal["auto", "normal", "low_latency"] = "auto"
     mem_fraction_static: float = Field(0.8, gt=0, lt=1)

@@ -194,7 +194,13 @@ def sglang_command(
         flags.append(("--attn-dp-size", f.dp_size))
     if f.moe_a2a_backend != "none":
         flags += [("--moe-a2a-backend", f.moe_a2a_backend), ("--deepep-mode", f.deepep_mode)]
-    optional = ("chunked_prefill_size", "max_running_requests", "context_length", "attention_backend")
+    optional = (
+        "moe_dense_tp_size",
+        "chunked_prefill_size",
+        "max_running_requests",
+        "context_length",
+        "attention_backend",
+    )
     flags += [(f"--{k.replace('_', '-')}", getattr(f, k)) for k in optional if getattr(f, k) is not None]
     if nnodes > 1:
         flags += [("--nnodes", nnodes), ("--node-rank", node_rank), ("--dist-init-addr", dist_init_addr)]
