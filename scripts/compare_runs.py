@@ -1,5 +1,8 @@
-"""Several runs in one picture and one table: `compare_runs.py OUT.png LABEL=DIR[,DIR...] ...`; the directories of a label
-are the same run from other seeds. Curves are means, bands reach from the lowest to the highest seed."""
+"""Several runs in one picture and one table: `compare_runs.py OUT.png LABEL=DIR[,DIR...] ...`.
+
+The directories of a label are the same run from other seeds. Curves are means, bands reach from the lowest to the
+highest seed.
+"""
 
 from __future__ import annotations
 

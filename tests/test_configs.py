@@ -1,4 +1,4 @@
-"""Every configuration shipped is one that a run would take: it loads, its layout fits the model, its engine can serve."""
+"""Every configuration shipped is one that a run would take: it loads, its layout fits, its engine can serve."""
 
 from __future__ import annotations
 
