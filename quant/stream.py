@@ -107,14 +107,17 @@ def pair_stream(
             continue
         part = part_of(pairs.codec, name, tensor.dtype)
         if part is None:
-            _refuse_foreign(name, tensor, spec)
+            refuse_foreign(name, tensor, spec)
             yield name, tensor
         elif (got := pairs.take(*part, tensor)) is not None:
             yield got
     pairs.finish()
 
 
-def _refuse_foreign(name: str, tensor: Tensor, spec: QuantSpec | None) -> None:
+def refuse_foreign(name: str, tensor: Tensor, spec: QuantSpec | None) -> None:
+    """Raises ValueError for a part of a weight coded in another way than `spec` says."""
+    if part_of(codec_or_none(spec), name, tensor.dtype) is not None:
+        return
     leaf = name.rpartition(".")[2]
     if leaf in _LEAVES or (leaf == "weight" and tensor.dtype in _CODED):
         has = "no quantization_config" if spec is None else f"a quantization_config of {spec.format}"

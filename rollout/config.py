@@ -30,12 +30,16 @@ class SGLangFlags(Section):
     context_length: int | None = None
     attention_backend: str | None = None
     enable_memory_saver: bool = False
+    gpu: Literal["hopper", "blackwell"] = "hopper"  # no flag of a server's: what it can serve depends on it
 
 
 class EmbeddedFlags(Section):
     """The CPU engine."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights are the decoded codes
+    weights: Literal["decoded", "codes"] = (
+        "decoded"  # beside the codes, decoded copies; or the codes alone: less memory
+    )
     threads: int = Field(2, ge=1)
     max_running_requests: int = Field(512, ge=1)
     max_total_tokens: int = Field(65536, ge=64)  # slots in the KV cache

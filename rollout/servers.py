@@ -133,9 +133,15 @@ def start(command: list[str], *, url: str, log: Path) -> ServerHandle:
 
 
 def embedded_command(
-    model_path: Path, config: RolloutConfig, *, port: int, host: str = "127.0.0.1", weight_version: int = 0
+    model_path: Path,
+    config: RolloutConfig,
+    *,
+    port: int,
+    host: str = "127.0.0.1",
+    weight_version: int = 0,
+    activations: str = "none",
 ) -> list[str]:
-    """Command line of the CPU engine."""
+    """Command line of the CPU engine. activations: "fp8" rounds the inputs of quantized linears."""
     e = config.embedded
     return [
         *(sys.executable, "-m", "rollout.embedded.server"),
@@ -144,6 +150,8 @@ def embedded_command(
         *("--port", str(port)),
         *("--threads", str(e.threads)),
         *("--dtype", e.dtype),
+        *("--weights", e.weights),
+        *("--activations", activations),
         *("--max-total-tokens", str(e.max_total_tokens)),
         *("--max-running-requests", str(e.max_running_requests)),
         *("--context-length", str(e.context_length)),
@@ -221,10 +229,13 @@ def launch_embedded(
     log_dir: Path,
     host: str = "127.0.0.1",
     weight_version: int = 0,
+    activations: str = "none",
 ) -> ServerHandle:
     """Start a CPU engine and wait until it answers. Raises ValueError (port) or RolloutError (it did not come up)."""
     port = _usable(port, host)
-    command = embedded_command(model_path, config, port=port, host=host, weight_version=weight_version)
+    command = embedded_command(
+        model_path, config, port=port, host=host, weight_version=weight_version, activations=activations
+    )
     return _started(command, f"http://{host}:{port}", log_dir / f"embedded_{port}.log", config.start_timeout_s)
 
 

@@ -13,6 +13,7 @@ from rollout.embedded.architecture import GroupedAttention, LatentAttention
 from rollout.embedded.batch import Chunk, ForwardBatch
 from rollout.embedded.operations import Operations
 from rollout.embedded.prepared import GroupedWeights, LatentWeights
+from rollout.embedded.projections import Linear
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [T, rotated / 2] each
 
@@ -43,7 +44,7 @@ def _grouped(
     cache: Tensor,
     ops: Operations,
 ) -> Tensor:
-    qkv = _biased(ops.linear(x, w.qkv), w.qkv_bias)
+    qkv = _biased(w.qkv(x, ops), w.qkv_bias)
     q, k, v = torch.split(qkv.view(len(x), -1, a.head), [a.heads, a.kv_heads, a.kv_heads], 1)
     if w.q_norm is not None and w.k_norm is not None:
         q, k = ops.rmsnorm(q, w.q_norm, a.norm_eps), ops.rmsnorm(k, w.k_norm, a.norm_eps)
@@ -58,45 +59,51 @@ def _grouped(
         keys, values = past[:, :, : a.kv_heads], past[:, :, a.kv_heads :]
         heads = ops.attention(chunk.padded(qk[chunk.rows, : a.heads]), keys, values, a.softmax_scale, chunk.q_start)
         out[chunk.rows] = chunk.unpadded(heads).flatten(1)
-    return _biased(ops.linear(out, w.out), w.out_bias)
+    return _biased(w.out(out, ops), w.out_bias)
 
 
 def _latent(
     a: LatentAttention, w: LatentWeights, x: Tensor, angles: Angles, batch: ForwardBatch, cache: Tensor, ops: Operations
 ) -> Tensor:
     width, rotated = a.cache_width, a.rope.dim
-    down = _biased(ops.linear(x, w.down), w.down_bias)
-    first, latent, key = torch.split(down, [len(w.down) - width, a.kv_lora, rotated], -1)
+    down = _biased(w.down(x, ops), w.down_bias)
+    first, latent, key = torch.split(down, [w.down.shape[0] - width, a.kv_lora, rotated], -1)
     if w.q_up is not None and w.q_norm is not None:
-        first = ops.linear(ops.rmsnorm(first, w.q_norm, a.norm_eps), w.q_up)
+        first = w.q_up(ops.rmsnorm(first, w.q_norm, a.norm_eps), ops)
     q = first.view(len(x), a.heads, a.nope + rotated)
     turned = ops.rope(torch.cat([q[..., a.nope :], key[:, None]], 1), *angles, deinterleave=a.rope.pairs)
     latent = ops.rmsnorm(latent, w.kv_norm, a.norm_eps)
     cache.index_copy_(0, batch.slots, torch.cat([latent, turned[:, -1]], -1))
     out = torch.empty(len(x), a.out_dim, dtype=x.dtype)
+    kv_up = w.kv_up.opened()
     for chunk in batch.chunks:
         q_nope, q_rope = q[chunk.rows, :, : a.nope], turned[chunk.rows, :-1]
-        out[chunk.rows] = _latent_chunk(a, w, q_nope, q_rope, chunk, cache, ops).flatten(1)
-    return _biased(ops.linear(out, w.out), w.out_bias)
+        out[chunk.rows] = _latent_chunk(a, kv_up, q_nope, q_rope, chunk, cache, ops).flatten(1)
+    return _biased(w.out(out, ops), w.out_bias)
 
 
 def _latent_chunk(
-    a: LatentAttention, w: LatentWeights, q_nope: Tensor, q_rope: Tensor, chunk: Chunk, cache: Tensor, ops: Operations
+    a: LatentAttention, kv_up: Linear, q_nope: Tensor, q_rope: Tensor, chunk: Chunk, cache: Tensor, ops: Operations
 ) -> Tensor:
-    """q_nope [R, H, nope], q_rope [R, H, rotated] of a chunk's R rows -> [R, H, v]."""
+    """q_nope [R, H, nope], q_rope [R, H, rotated] of a chunk's R rows -> [R, H, v].
+
+    Queries are absorbed where that is cheaper and the same function: not where the latents are to be rounded first.
+    """
     b, length = chunk.key_slots.shape
     past = cache.index_select(0, chunk.key_slots.reshape(-1)).view(b, length, a.cache_width)
     absorb = ops.absorb and cache.dtype == torch.float32 and chunk.queries < _absorb_below(a)
+    absorb = absorb and not kv_up.rounds_inputs
+    by_head = kv_up.value().view(a.heads, a.nope + a.v_dim, a.kv_lora)
     if absorb:
-        q_nope = torch.bmm(q_nope.transpose(0, 1), w.key_up).transpose(0, 1)
+        q_nope = torch.bmm(q_nope.transpose(0, 1), by_head[:, : a.nope]).transpose(0, 1)
         k, v = past[:, :, None], past[:, :, None, : a.kv_lora]
     else:
-        kv = ops.linear(past[..., : a.kv_lora].reshape(b * length, -1), w.kv_up)
+        kv = kv_up(past[..., : a.kv_lora].reshape(b * length, -1), ops)
         k_nope, v = torch.split(kv.view(b, length, a.heads, -1), [a.nope, a.v_dim], -1)
         k = torch.cat([k_nope, past[:, :, None, a.kv_lora :].expand(-1, -1, a.heads, -1)], -1)
     q = chunk.padded(torch.cat([q_nope, q_rope], -1))
     out = chunk.unpadded(ops.attention(q, k, v, a.softmax_scale, chunk.q_start))  # [R, H, C or v]
-    return torch.bmm(out.transpose(0, 1), w.value_up).transpose(0, 1) if absorb else out
+    return torch.bmm(out.transpose(0, 1), by_head[:, a.nope :].transpose(1, 2)).transpose(0, 1) if absorb else out
 
 
 def _absorb_below(a: LatentAttention) -> float:

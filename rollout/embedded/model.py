@@ -53,7 +53,7 @@ class Model:
         return self._moe(layer.mlp, x, routing)
 
     def _mlp(self, w: MlpWeights, x: Tensor) -> Tensor:
-        return self.ops.linear(self.ops.swiglu(self.ops.linear(x, w.gate_up)), w.down)
+        return w.down(self.ops.swiglu(w.gate_up(x, self.ops)), self.ops)
 
     def _moe(self, w: MoeWeights, x: Tensor, routing: Tensor) -> Tensor:
         """`routing` int32 [T, K] receives the expert ids. The gate weight enters before the last projection."""
@@ -75,7 +75,7 @@ class Model:
         counts = np.bincount(flat, minlength=m.experts).tolist()
         order = torch.from_numpy(np.argsort(flat, kind="stable"))
         token = order // m.top_k
-        h = ops.grouped_linear(x.index_select(0, token), w.gate_up, counts)
+        h = w.gate_up(w.gate_up.rounded(x).index_select(0, token), counts, ops)
         h = ops.swiglu(h, gates.reshape(-1, 1).index_select(0, order))
-        y = ops.combine(ops.grouped_linear(h, w.down, counts), token, len(x))
+        y = ops.combine(w.down(w.down.rounded(h), counts, ops), token, len(x))
         return y if w.shared is None else y + self._mlp(w.shared, x)

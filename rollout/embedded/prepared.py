@@ -1,56 +1,57 @@
-"""Decoded weights in the shape the model multiplies with: projections of one input fused, experts stacked.
+"""Weights in the shape the model multiplies with: projections of one input fused, experts stacked.
 
 Letters: D hidden, I expert width, E experts, H heads, Hk key/value heads, C latent rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from quant.qat import activation_codec
 from rollout.embedded.architecture import GroupedAttention, LatentAttention, Moe
+from rollout.embedded.projections import Experts, Linear, Scratch
 from rollout.embedded.weights import WeightStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LatentWeights:
-    down: Tensor  # [q_lora + C + rope, D]: q_a | kv_a; without q_lora [H * head + C + rope, D]: q | kv_a
+    down: Linear  # [q_lora + C + rope, D]: q_a | kv_a; without q_lora [H * head + C + rope, D]: q | kv_a
     down_bias: Tensor | None  # of the rows of `down`
     q_norm: Tensor | None  # [q_lora]
-    q_up: Tensor | None  # [H * head, q_lora]
+    q_up: Linear | None  # [H * head, q_lora]
     kv_norm: Tensor  # [C]
-    kv_up: Tensor  # [H * (nope + v), C]
-    key_up: Tensor  # [H, nope, C], a view of kv_up
-    value_up: Tensor  # [H, C, v], a view of kv_up
-    out: Tensor  # [D, H * v]
+    kv_up: Linear  # [H * (nope + v), C]
+    out: Linear  # [D, H * v]
     out_bias: Tensor | None  # [D]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupedWeights:
-    qkv: Tensor  # [(H + 2 Hk) * head, D]: query heads, key heads, value heads
+    qkv: Linear  # [(H + 2 Hk) * head, D]: query heads, key heads, value heads
     qkv_bias: Tensor | None  # [(H + 2 Hk) * head]
     q_norm: Tensor | None  # [head]
     k_norm: Tensor | None  # [head]
-    out: Tensor  # [D, H * head]
+    out: Linear  # [D, H * head]
     out_bias: Tensor | None  # [D]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MlpWeights:
-    gate_up: Tensor  # [2I, D]
-    down: Tensor  # [D, I]
+    gate_up: Linear  # [2I, D]
+    down: Linear  # [D, I]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MoeWeights:
     router: Tensor  # [E, D] fp32
     bias: Tensor | None  # [E] fp32, for the choice alone
-    gate_up: Tensor  # [E, 2I, D]
-    down: Tensor  # [E, D, I]
+    gate_up: Experts  # [E, 2I, D]
+    down: Experts  # [E, D, I]
     shared: MlpWeights | None
 
 
@@ -70,89 +71,186 @@ class ModelWeights:
     head: Tensor  # [V, D]
 
 
-def prepare(
-    store: WeightStore, dtype: torch.dtype, *, old: ModelWeights | None = None, changed: Iterable[str] = ()
-) -> ModelWeights:
-    """Of the whole store; with `old`, only what the names in `changed` touch is made again."""
-    embed = store.decoded("model.embed_tokens.weight", dtype)
-    prefixes = {".".join(n.split(".")[:3]) for n in changed}
-    layers = tuple(
-        _layer(store, i, dtype) if old is None or f"model.layers.{i}" in prefixes else old.layers[i]
-        for i in range(store.arch.layers)
-    )
-    return ModelWeights(
-        embed=embed,
-        layers=layers,
-        norm=store.decoded("model.norm.weight", dtype),
-        head=embed if store.arch.tied else store.decoded("lm_head.weight", dtype),
-    )
+class Preparation:
+    """How the weights of a store are kept.
+
+    dtype: of what is multiplied. weights: "decoded" copies beside the codes, or the "codes" alone. activations: "fp8"
+    rounds the inputs of quantized linears, as their codec rounds. Raises ValueError where that is not defined.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        weights: Literal["decoded", "codes"] = "decoded",
+        activations: Literal["none", "fp8"] = "none",
+    ) -> None:
+        self.dtype = dtype
+        self.keep_codes = weights == "codes"
+        self.rounds_inputs = activations == "fp8"
+        self.scratch = Scratch(dtype)
+
+    def prepare(
+        self, store: WeightStore, *, old: ModelWeights | None = None, changed: Iterable[str] = ()
+    ) -> ModelWeights:
+        """Of the whole store; with `old`, only what the names in `changed` touch is made again."""
+        return _Store(self, store).model(old, changed)
 
 
-def _layer(store: WeightStore, i: int, dtype: torch.dtype) -> LayerWeights:
-    p, arch = f"model.layers.{i}.", store.arch
-    a, moe = arch.attention, arch.moe if i in arch.moe_layers else None
-    attention = p + "self_attn."
-    return LayerWeights(
-        input_norm=store.decoded(p + "input_layernorm.weight", dtype),
-        post_norm=store.decoded(p + "post_attention_layernorm.weight", dtype),
-        attention=_latent(store, a, attention, dtype)
-        if isinstance(a, LatentAttention)
-        else _grouped(store, a, attention, dtype),
-        mlp=_mlp(store, p + "mlp.", dtype) if moe is None else _moe(store, moe, p + "mlp.", dtype),
-    )
+class _Store:
+    """A store's weights in the form that a preparation wants. What lies in memory twice is let go of in the store."""
+
+    def __init__(self, how: Preparation, store: WeightStore) -> None:
+        self.how = how
+        self.store = store
+        if how.rounds_inputs and store.spec is None:
+            raise ValueError(
+                "the inputs of quantized linears are to be rounded, but the checkpoint has no quantization_config: "
+                "serve a quantized one, or set precision.activations = 'none'"
+            )
+        self.inputs = activation_codec(store.spec) if how.rounds_inputs and store.spec is not None else None
+
+    # ---- kinds of weights
+
+    def plain(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        value = self.store.decoded(name, dtype or self.how.dtype)
+        self.store.share(name, value)
+        return value
+
+    def linear(self, *names: str) -> Linear:
+        pieces = [self.store.codes([n], own=self.how.keep_codes) or self.plain_piece(n) for n in names]
+        made = Linear(pieces, keep_codes=self.how.keep_codes, scratch=self.how.scratch, inputs=self.inputs)
+        if made.rounds_inputs:
+            self.check_columns(names[0], made.shape[1])
+        for name, rows in zip(names, made.rows(), strict=False):
+            self.store.share(name, rows)
+        return made
+
+    def plain_piece(self, name: str) -> Tensor:
+        value = self.store[name]
+        assert isinstance(value, Tensor)
+        return value
+
+    def experts(self, names: list[str], experts: int) -> Experts:
+        """names: of each expert in turn, all that are fused."""
+        codes = self.store.codes(names, own=self.how.keep_codes)
+        if codes is None:
+            return self._uncoded(names, experts)
+        if self.inputs is not None:
+            self.check_columns(names[0], codes.shape[1])
+        how = self.how
+        return Experts(codes, experts, keep_codes=how.keep_codes, scratch=how.scratch, inputs=self.inputs)
+
+    def _uncoded(self, names: list[str], experts: int) -> Experts:
+        """Where not all are quantized, all are kept decoded."""
+        if self.inputs is not None and (some := [n for n in names if self.store.is_coded(n)]):
+            other = next(n for n in names if not self.store.is_coded(n))
+            raise ValueError(
+                f"{some[0]} is quantized and {other} is not: with precision.activations = 'fp8' the experts of a layer "
+                "are quantized alike; leave out all of them (ignore), or none"
+            )
+        rows, columns = self.store.shape(names[0])
+        dense = torch.empty(len(names), rows, columns, dtype=self.how.dtype)
+        for name, into in zip(names, dense.unbind(), strict=True):
+            into.copy_(self.store.decoded(name, self.how.dtype))
+            self.store.share(name, into)
+        stacked = dense.view(experts, -1, columns)
+        return Experts(stacked, experts, keep_codes=False, scratch=self.how.scratch)
+
+    def check_columns(self, name: str, columns: int) -> None:
+        assert self.inputs is not None
+        group = self.inputs.block[1]
+        if columns % group:
+            raise ValueError(
+                f"{name} has inputs of {columns} columns, not a multiple of the {group} that share a scale: set "
+                "precision.activations = 'none'"
+            )
+
+    # ---- parts of the model
+
+    def model(self, old: ModelWeights | None, changed: Iterable[str]) -> ModelWeights:
+        embed = self.plain("model.embed_tokens.weight")
+        prefixes = {".".join(n.split(".")[:3]) for n in changed}
+        arch = self.store.arch
+        layers = tuple(
+            self.layer(i) if old is None or f"model.layers.{i}" in prefixes else old.layers[i]
+            for i in range(arch.layers)
+        )
+        return ModelWeights(
+            embed=embed,
+            layers=layers,
+            norm=self.plain("model.norm.weight"),
+            head=embed if arch.tied else self.plain("lm_head.weight"),
+        )
+
+    def layer(self, i: int) -> LayerWeights:
+        p, arch = f"model.layers.{i}.", self.store.arch
+        a, moe = arch.attention, arch.moe if i in arch.moe_layers else None
+        attention = p + "self_attn."
+        return LayerWeights(
+            input_norm=self.plain(p + "input_layernorm.weight"),
+            post_norm=self.plain(p + "post_attention_layernorm.weight"),
+            attention=self.latent(a, attention) if isinstance(a, LatentAttention) else self.grouped(a, attention),
+            mlp=self.mlp(p + "mlp.") if moe is None else self.moe(moe, p + "mlp."),
+        )
+
+    def latent(self, a: LatentAttention, p: str) -> LatentWeights:
+        lora, dtype = a.q_lora is not None, self.how.dtype
+        first = p + ("q_a_proj.weight" if lora else "q_proj.weight")
+        bias = None
+        if a.bias:
+            rows = self.store.shape(first)[0]
+            of_q = self.plain(p + "q_a_proj.bias") if lora else torch.zeros(rows, dtype=dtype)
+            bias = torch.cat([of_q, self.plain(p + "kv_a_proj_with_mqa.bias")])
+        return LatentWeights(
+            down=self.linear(first, p + "kv_a_proj_with_mqa.weight"),
+            down_bias=bias,
+            q_norm=self.plain(p + "q_a_layernorm.weight") if lora else None,
+            q_up=self.linear(p + "q_b_proj.weight") if lora else None,
+            kv_norm=self.plain(p + "kv_a_layernorm.weight"),
+            kv_up=self.linear(p + "kv_b_proj.weight"),
+            out=self.linear(p + "o_proj.weight"),
+            out_bias=self.plain(p + "o_proj.bias") if a.bias else None,
+        )
+
+    def grouped(self, a: GroupedAttention, p: str) -> GroupedWeights:
+        biases = [f"{p}{n}_proj.bias" for n in "qkv"]
+        return GroupedWeights(
+            qkv=self.linear(*(f"{p}{n}_proj.weight" for n in "qkv")),
+            qkv_bias=torch.cat([self.plain(n) for n in biases]) if a.qkv_bias else None,
+            q_norm=self.plain(p + "q_norm.weight") if a.qk_norm else None,
+            k_norm=self.plain(p + "k_norm.weight") if a.qk_norm else None,
+            out=self.linear(p + "o_proj.weight"),
+            out_bias=self.plain(p + "o_proj.bias") if a.out_bias else None,
+        )
+
+    def mlp(self, p: str) -> MlpWeights:
+        gate_up = self.linear(p + "gate_proj.weight", p + "up_proj.weight")
+        return MlpWeights(gate_up=gate_up, down=self.linear(p + "down_proj.weight"))
+
+    def moe(self, m: Moe, p: str) -> MoeWeights:
+        numbers = range(m.experts)
+        bias = p + "gate.e_score_correction_bias"
+        return MoeWeights(
+            router=self.plain(p + "gate.weight", torch.float32),
+            bias=self.plain(bias, torch.float32) if m.selection_bias else None,
+            gate_up=self.experts(
+                [f"{p}experts.{e}.{n}_proj.weight" for e in numbers for n in ("gate", "up")], m.experts
+            ),
+            down=self.experts([f"{p}experts.{e}.down_proj.weight" for e in numbers], m.experts),
+            shared=self.mlp(p + "shared_experts.") if m.shared_ffn else None,
+        )
 
 
-def _latent(store: WeightStore, a: LatentAttention, p: str, dtype: torch.dtype) -> LatentWeights:
-    lora = a.q_lora is not None
-    first = store.decoded(p + ("q_a_proj.weight" if lora else "q_proj.weight"), dtype)
-    kv_up = store.decoded(p + "kv_b_proj.weight", dtype)
-    bias = None
-    if a.bias:
-        of_q = store.decoded(p + "q_a_proj.bias", dtype) if lora else torch.zeros(len(first), dtype=dtype)
-        bias = torch.cat([of_q, store.decoded(p + "kv_a_proj_with_mqa.bias", dtype)])
-    by_head = kv_up.view(a.heads, a.nope + a.v_dim, a.kv_lora)
-    return LatentWeights(
-        down=torch.cat([first, store.decoded(p + "kv_a_proj_with_mqa.weight", dtype)]),
-        down_bias=bias,
-        q_norm=store.decoded(p + "q_a_layernorm.weight", dtype) if lora else None,
-        q_up=store.decoded(p + "q_b_proj.weight", dtype) if lora else None,
-        kv_norm=store.decoded(p + "kv_a_layernorm.weight", dtype),
-        kv_up=kv_up,
-        key_up=by_head[:, : a.nope],
-        value_up=by_head[:, a.nope :].transpose(1, 2),
-        out=store.decoded(p + "o_proj.weight", dtype),
-        out_bias=store.decoded(p + "o_proj.bias", dtype) if a.bias else None,
-    )
-
-
-def _grouped(store: WeightStore, a: GroupedAttention, p: str, dtype: torch.dtype) -> GroupedWeights:
-    def fused(leaf: str) -> Tensor:
-        return torch.cat([store.decoded(f"{p}{n}_proj.{leaf}", dtype) for n in "qkv"])
-
-    return GroupedWeights(
-        qkv=fused("weight"),
-        qkv_bias=fused("bias") if a.qkv_bias else None,
-        q_norm=store.decoded(p + "q_norm.weight", dtype) if a.qk_norm else None,
-        k_norm=store.decoded(p + "k_norm.weight", dtype) if a.qk_norm else None,
-        out=store.decoded(p + "o_proj.weight", dtype),
-        out_bias=store.decoded(p + "o_proj.bias", dtype) if a.out_bias else None,
-    )
-
-
-def _mlp(store: WeightStore, p: str, dtype: torch.dtype) -> MlpWeights:
-    halves = [store.decoded(p + f"{n}_proj.weight", dtype) for n in ("gate", "up")]
-    return MlpWeights(gate_up=torch.cat(halves), down=store.decoded(p + "down_proj.weight", dtype))
-
-
-def _moe(store: WeightStore, m: Moe, p: str, dtype: torch.dtype) -> MoeWeights:
-    gate, up, down = (
-        store.decoded_stack([f"{p}experts.{e}.{n}_proj.weight" for e in range(m.experts)], dtype)
-        for n in ("gate", "up", "down")
-    )
-    return MoeWeights(
-        router=store.decoded(p + "gate.weight", torch.float32),
-        bias=store.decoded(p + "gate.e_score_correction_bias", torch.float32) if m.selection_bias else None,
-        gate_up=torch.cat([gate, up], 1),
-        down=down,
-        shared=_mlp(store, p + "shared_experts.", dtype) if m.shared_ffn else None,
-    )
+def held(weights: object) -> Iterator[Tensor]:
+    """Every tensor that prepared weights keep in memory."""
+    if isinstance(weights, Tensor):
+        yield weights
+    elif isinstance(weights, Linear | Experts):
+        yield from weights.held()
+    elif isinstance(weights, tuple):
+        for w in weights:
+            yield from held(w)
+    elif is_dataclass(weights):
+        for f in fields(weights):
+            yield from held(getattr(weights, f.name))

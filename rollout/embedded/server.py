@@ -189,6 +189,7 @@ class Handlers:
             "max_total_num_tokens": engine.cache.pages * engine.cache.page,
             "enable_return_routed_experts": bool(self.service.arch.routed),
             "started_ts": self.started,
+            "weights_bytes": self.service.weights_bytes,
             "weight_version": engine.version,  # of now, not of the command line
             "internal_states": [state],
             "version": "embedded",
@@ -302,11 +303,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
         prog="rollout.embedded.server", description="A CPU engine behind SGLang's HTTP surface."
     )
-    p.add_argument("--model-path", required=True, help="Hugging Face directory, FP8 or not")
+    p.add_argument("--model-path", required=True, help="Hugging Face directory, quantized or not")
     p.add_argument("--port", type=int, required=True)
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of activations")
+    p.add_argument("--weights", choices=("decoded", "codes"), default="decoded", help="what is kept of quantized ones")
+    p.add_argument(
+        "--activations", choices=("none", "fp8"), default="none", help="rounding of quantized linears' inputs"
+    )
     p.add_argument("--max-total-tokens", type=int, default=65536, help="slots of the cache")
     p.add_argument("--max-running-requests", type=int, default=512)
     p.add_argument("--context-length", type=int, default=1024)
@@ -344,7 +349,14 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace) -> None:
         context_length=args.context_length,
     )
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype]
-    service = Service(Path(args.model_path), limits, dtype=dtype, version=args.weight_version)
+    service = Service(
+        Path(args.model_path),
+        limits,
+        dtype=dtype,
+        weights=args.weights,
+        activations=args.activations,
+        version=args.weight_version,
+    )
     worker = EngineWorker(service, threads=args.threads)
     worker.start()
     config = uvicorn.Config(make_app(worker, args), log_level="warning", access_log=False, timeout_graceful_shutdown=1)

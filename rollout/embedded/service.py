@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.types import NamedTensor
+from quant.hf_config import spec_from_hf
 from rollout.embedded import plain_ops
 from rollout.embedded.engine import Engine, EngineLimits
 from rollout.embedded.families.registry import architecture_of
 from rollout.embedded.model import Model
 from rollout.embedded.operations import Operations
-from rollout.embedded.prepared import prepare
+from rollout.embedded.prepared import Preparation, held
 from rollout.embedded.weights import UpdateSession, WeightStore
 
 
@@ -28,16 +31,20 @@ class Service:
         limits: EngineLimits,
         *,
         dtype: torch.dtype = torch.float32,
+        weights: Literal["decoded", "codes"] = "decoded",
+        activations: Literal["none", "fp8"] = "none",
         version: str = "default",
         ops: Operations = plain_ops,
     ) -> None:
-        """Raises ValueError with one sentence when the directory cannot be served."""
+        """weights, activations: as of `Preparation`. Raises ValueError with one sentence when the directory cannot be
+        served."""
         self.model_path = model_path
         checkpoint = HFCheckpoint(model_path)
         self.arch = architecture_of(checkpoint.config, eos_ids=_generation_eos(model_path))
         self.config = checkpoint.config
         self.store = WeightStore.load(checkpoint, self.arch)
-        model = Model(self.arch, prepare(self.store, dtype), ops, dtype)
+        self._preparation = Preparation(dtype, weights=weights, activations=activations)
+        model = Model(self.arch, self._preparation.prepare(self.store), ops, dtype)
         self.engine = Engine(model, limits, version=version)
         self._session: UpdateSession | None = None
 
@@ -74,6 +81,7 @@ class Service:
         arch = architecture_of(checkpoint.config, eos_ids=self.arch.eos_ids)
         if arch != self.arch:
             raise ValueError(f"{path} is another model than {self.model_path}: start a server for it")
+        self.store.check_coverage(spec_from_hf(checkpoint.config), path)
         self.store = WeightStore.load(checkpoint, self.arch)
         self._publish(None)
         self.model_path = path
@@ -83,9 +91,19 @@ class Service:
     def _publish(self, changed: Iterable[str] | None) -> None:
         model = self.engine.model
         if changed is None:
-            model.weights = prepare(self.store, model.dtype)
+            model.weights = self._preparation.prepare(self.store)
         else:
-            model.weights = prepare(self.store, model.dtype, old=model.weights, changed=changed)
+            model.weights = self._preparation.prepare(self.store, old=model.weights, changed=changed)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Resident: what came in, what is multiplied with where that is a copy, and the buffer for decoded values."""
+        storages = {s.data_ptr(): s.nbytes() for s in self._storages()}
+        return sum(storages.values()) + self._preparation.scratch.nbytes
+
+    def _storages(self) -> Iterator[torch.UntypedStorage]:
+        for t in itertools.chain(self.store.tensors(), held(self.engine.model.weights)):
+            yield t.untyped_storage()
 
     def require_flushable(self, flush_cache: bool) -> None:
         """Frozen requests keep their cache, so it cannot be flushed under them."""

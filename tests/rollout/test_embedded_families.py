@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from miles_like.types import NamedTensor
 from quant.codec import QuantTensor
-from quant.spec import QuantSpec
+from quant.hf_config import spec_from_hf
 from quant.stream import quantize_stream
 from rollout.checksum import tensor_checksum
 from rollout.embedded.service import Service
@@ -44,7 +44,7 @@ def _fp8(path: Path, base: dict[str, Any], seed: int) -> tuple[Path, dict[str, t
     """A directory with block FP8 weights as the family's vendors store them, and its tensors."""
     save(oracle(seed, base), path)
     named = load_file(path / "model.safetensors")
-    spec = QuantSpec.from_hf({"quantization_config": Q})
+    spec = spec_from_hf({"quantization_config": Q})
     plain = {n: t if n.endswith("correction_bias") else t.to(torch.bfloat16) for n, t in named.items()}
     tensors = dict(quantize_stream(plain.items(), spec))
     config = json.loads((path / "config.json").read_text()) | {"quantization_config": Q}
@@ -61,7 +61,7 @@ def _oracle_of(tensors: dict[str, torch.Tensor], base: dict[str, Any]) -> Any:
     for name, t in tensors.items():
         if t.dtype is torch.float8_e4m3fn:
             scale = tensors[name + "_scale_inv"].repeat_interleave(16, 0).repeat_interleave(16, 1)
-            values[name] = t.float() * scale[: t.shape[0], : t.shape[1]]
+            values[name] = (t.float() * scale[: t.shape[0], : t.shape[1]]).to(torch.bfloat16).float()
         elif not name.endswith("_scale_inv"):
             values[name] = t.float()
     model = oracle(5, base)

@@ -24,7 +24,7 @@ from rollout.embedded.families.registry import architecture_of
 from rollout.embedded.kv_cache import KVCache
 from rollout.embedded.layout import SequenceRows, lay_out
 from rollout.embedded.model import Model
-from rollout.embedded.prepared import prepare
+from rollout.embedded.prepared import Preparation
 from rollout.embedded.tensors import expected_tensors
 from rollout.embedded.weights import WeightStore
 from tests.megatron_bridge import tiny_models
@@ -69,7 +69,7 @@ PUBLISHED = {path.parent.name: path for path in (Path(__file__).parents[2] / "co
 def _ours(reference: Any, tmp_path: Path, config: dict[str, Any] | None = None) -> tuple[Model, KVCache]:
     checkpoint = HFCheckpoint(save(reference, tmp_path / "hf", config))
     arch = architecture_of(checkpoint.config)
-    weights = prepare(WeightStore.load(checkpoint, arch), torch.float32)
+    weights = Preparation(torch.float32).prepare(WeightStore.load(checkpoint, arch))
     return Model(arch, weights, plain_ops, torch.float32), KVCache(arch, slots=512, page=4)
 
 

@@ -145,12 +145,19 @@ def test_embedded_command() -> None:
     """The whole command line, as the engine's own parser takes it."""
     config = RolloutConfig(
         embedded=EmbeddedFlags(
-            dtype="bfloat16", threads=3, max_running_requests=7, max_total_tokens=4096, context_length=256
+            dtype="bfloat16",
+            weights="codes",
+            threads=3,
+            max_running_requests=7,
+            max_total_tokens=4096,
+            context_length=256,
         )
     )
-    assert embedded_command(Path("/m"), config, port=31000, weight_version=5)[1:] == words(
+    command = embedded_command(Path("/m"), config, port=31000, weight_version=5, activations="fp8")
+    assert command[1:] == words(
         "-m rollout.embedded.server --model-path /m --host 127.0.0.1 --port 31000 --threads 3 --dtype bfloat16 "
-        "--max-total-tokens 4096 --max-running-requests 7 --context-length 256 --weight-version 5"
+        "--weights codes --activations fp8 --max-total-tokens 4096 --max-running-requests 7 --context-length 256 "
+        "--weight-version 5"
     )
 
 
