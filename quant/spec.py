@@ -52,7 +52,11 @@ _ATTENTION = frozenset(
 )
 _MLP = frozenset(("gate_proj", "up_proj", "down_proj"))
 _SHARED = frozenset(("shared_experts", "shared_expert"))
-_OTHER_TOWERS = frozenset(("vision_tower", "vision_model", "visual", "mm_projector", "multi_modal_projector"))
+OTHER_TOWERS = ("vision_tower", "vision_model", "visual", "mm_projector", "multi_modal_projector")
+FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} | dict.fromkeys(
+    ("q_proj", "k_proj", "v_proj"), "qkv_proj"
+)
+"""Linears that engines hold as one, and its name."""
 
 EXPERTS_ONLY = ("self_attn", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.shared_experts", "mlp.shared_expert")
 """`QuantSpec.ignore` that leaves only the routed experts quantized."""
@@ -105,11 +109,19 @@ class QuantSpec:
         if self.format is QuantFormat.BF16 or len(shape) != 2:
             return False
         *module, leaf = name.split(".")
-        return leaf == "weight" and _is_quantizable(module) and not any(_ignored(module, p) for p in self.ignore)
+        return leaf == "weight" and _is_quantizable(module) and not self._ignores(module)
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether `ignore` alone keeps the tensor from being stored quantized."""
+        *module, leaf = name.split(".")
+        return leaf == "weight" and _is_quantizable(module) and self._ignores(module)
+
+    def _ignores(self, module: list[str]) -> bool:
+        return any(_ignored(module, p) for p in self.ignore)
 
 
 def _is_quantizable(module: list[str]) -> bool:
-    if len(module) < 3 or not _OTHER_TOWERS.isdisjoint(module):
+    if len(module) < 3 or not set(OTHER_TOWERS).isdisjoint(module):
         return False
     above, parent, proj = module[-3:]
     if proj in _ATTENTION:
