@@ -30,6 +30,8 @@ from miles_like.hf_checkpoint import HFCheckpoint, write_hf
 from miles_like.pipeline import Parts
 from miles_like.placement import plan_placement
 from miles_like.served import served_config
+from quant.hf_config import quantized_config, spec_from_hf
+from quant.registry import make_codec
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
 from rollout.servers import embedded_command, sglang_command
@@ -94,15 +96,16 @@ def shapes_bytes(config_json: Path) -> tuple[int, int]:
     """Bytes of a model of this config.json, (as stored, in BF16), from the family's table; nothing is loaded."""
     hf = _read_config(config_json)
     tensors = family_of(hf).bind(hf)
-    spec = QuantSpec.from_hf(hf) or QuantSpec(format=QuantFormat.FP8)
+    spec = spec_from_hf(hf) or QuantSpec(format=QuantFormat.FP8)
+    codec = make_codec(spec)
     stored = bf16 = 0
     for place in tensors.places():
         size = math.prod(place.shape)
         plain = size * tensors.dtype(place.entry).itemsize
         bf16 += plain
         if spec.covers(place.hf_name, place.shape):
-            rows, columns = (-(-n // b) for n, b in zip(place.shape, spec.block, strict=True))
-            stored += size + 4 * rows * columns
+            parts = codec.layout(place.shape, place.hf_name).values()
+            stored += sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts)
         else:
             stored += plain
     return stored, bf16
@@ -190,8 +193,7 @@ def quantize(hf_dir: Path, out_dir: Path, format: str) -> int:
     if format not in known:
         raise ValueError(f"--format {format!r}: this version writes {', '.join(known)}")
     hf, spec = unquantized(hf_dir), QuantSpec(format=QuantFormat(format))
-    config = hf.config | {"quantization_config": spec.to_hf()}
-    return write_hf(out_dir, quantize_stream(hf.stream(), spec), config, copy_from=hf_dir)
+    return write_hf(out_dir, quantize_stream(hf.stream(), spec), quantized_config(hf.config, spec), copy_from=hf_dir)
 
 
 @dataclass(frozen=True, slots=True)

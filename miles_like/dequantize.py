@@ -1,7 +1,8 @@
-"""An FP8 checkpoint as a bf16 one: what the trainer starts from, as the FP8 codes are what the rollout starts from."""
+"""A quantized checkpoint as a bf16 one: what the trainer starts from, as the codes are what the rollout starts from."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,13 +10,13 @@ import torch
 from torch import Tensor
 
 from miles_like.hf_checkpoint import HFCheckpoint, write_hf
-from quant.fp8_block import SCALE_SUFFIX
-from quant.spec import QuantSpec
-from quant.stream import dequantize_stream
+from quant.hf_config import quantized_config, spec_from_hf
+from quant.registry import codec_or_none
+from quant.stream import dequantize_stream, is_foreign, part_of
 
 
 def dequantize_checkpoint(src: Path | str, dst: Path | str, *, shard_bytes: int = 5 << 30) -> int:
-    """Write the model directory `src` to `dst` with every FP8 weight as bf16; return the bytes of tensor data.
+    """Write the model directory `src` to `dst` with every quantized weight as bf16; return the bytes of tensor data.
 
     Tensor by tensor: at no time are more than a few of them in memory. The configuration loses `quantization_config`,
     names and order stay, everything that was not quantized is copied bit by bit, tokenizer files too. A checkpoint that
@@ -23,16 +24,15 @@ def dequantize_checkpoint(src: Path | str, dst: Path | str, *, shard_bytes: int 
     and as `HFCheckpoint` and `write_hf` do.
     """
     hf = HFCheckpoint(src)
-    spec = QuantSpec.from_hf(hf.config, reading=True)
-    config = {k: v for k, v in hf.config.items() if k != "quantization_config"}
+    spec = spec_from_hf(hf.config)
 
-    def scale(name: str) -> Tensor | None:
+    def part(name: str) -> Tensor | None:
         return hf.read(name) if name in hf else None
 
     return write_hf(
         dst,
-        _finite(dequantize_stream(hf.stream(), spec, torch.bfloat16, lookup=scale)),
-        config,
+        _finite(dequantize_stream(hf.stream(), spec, torch.bfloat16, lookup=part)),
+        quantized_config(hf.config, None),
         copy_from=src,
         shard_bytes=shard_bytes,
         nbytes=dequantized_bytes(hf),
@@ -40,19 +40,22 @@ def dequantize_checkpoint(src: Path | str, dst: Path | str, *, shard_bytes: int 
 
 
 def dequantized_bytes(hf: HFCheckpoint) -> int:
-    """Bytes of tensor data that `dequantize_checkpoint` will write: two for each FP8 code, none for scales."""
+    """Bytes of tensor data that `dequantize_checkpoint` will write: two for each weight of codes, none for scales."""
+    codec = codec_or_none(spec_from_hf(hf.config))
     total = 0
     for name in hf.names():
         info = hf.info(name)
-        if not (name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in hf):
-            total += info.nbytes * (2 if info.dtype is torch.float8_e4m3fn else 1)
+        part = part_of(codec, name, info.dtype)
+        if codec is None or (part is None and name.rpartition(".")[2] not in codec.dropped):
+            total += info.nbytes
+        elif part is not None and part[1] == codec.leaves[0]:
+            total += 2 * math.prod(codec.shape_of({part[1]: info.shape}, part[0]))
     return total
 
 
 def is_plain(hf: HFCheckpoint) -> bool:
-    """Nothing to dequantize. FP8 codes without `quantization_config` are not: `dequantize_checkpoint` refuses them."""
-    coded = any(hf.info(name).dtype is torch.float8_e4m3fn for name in hf.names())
-    return not coded and QuantSpec.from_hf(hf.config, reading=True) is None
+    """Nothing to dequantize. Codes without `quantization_config` are not: `dequantize_checkpoint` refuses them."""
+    return spec_from_hf(hf.config) is None and not any(is_foreign(name, hf.info(name).dtype) for name in hf.names())
 
 
 def _finite(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -31,7 +31,7 @@ _DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HEADER_ROOM = 128 << 10  # bytes kept free for a shard's header, which is known only when its data is written
@@ -303,7 +303,7 @@ class _ShardWriter:
         """Append a tensor. Raises ValueError for a name twice, or a dtype that safetensors files here do not have."""
         if name in self.names:
             raise ValueError(f"{name} came twice")
-        if tensor.dtype not in _DTYPE_NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"{name}: {tensor.dtype} is not written; those that are: {', '.join(_DTYPES)}")
         self.names.add(name)
         shape, n = list(tensor.shape), tensor.nbytes
@@ -313,7 +313,7 @@ class _ShardWriter:
             self._open_shard()
         self._write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         place = [self.size, self.size + n]
-        self.headers[-1][name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": shape, "data_offsets": place}
+        self.headers[-1][name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": shape, "data_offsets": place}
         self.size += n
         self.header_bytes += entry_bytes
         self.total += n

@@ -13,47 +13,23 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from quant.parts import Layout, Part, QuantTensor, Whole
 from quant.spec import QuantSpec
 from quant.tiles import amax_bits, each, tile_elements, tiles
 
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+__all__ = ["NOT_FINITE", "Codec", "Layout", "Part", "QuantTensor", "Whole"]
+
+_DAMAGED = (
+    "NaN or infinite values; nothing was quantized. Check the checkpoint it came from, or the gradient norm of the "
+    "last step"
+)
 NOT_FINITE = 0x7F80  # bits of bf16's infinity; a NaN's are above
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QuantTensor:
-    """A quantized weight as a checkpoint stores it."""
-
-    parts: Mapping[str, Tensor]  # last component of the stored name, in the order of the file -> tensor
-    shape: tuple[int, ...]  # of the decoded weight
-
-    @property
-    def nbytes(self) -> int:
-        return sum(p.nbytes for p in self.parts.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A stored tensor that has one element for `rows` x `columns` elements of the weight."""
-
-    dtype: torch.dtype
-    rows: int = 1
-    columns: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A stored tensor of fixed shape, about the whole weight."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...] = ()
 
 
 class _NotFinite(Exception):
@@ -109,6 +85,9 @@ class Codec(ABC):
     def _check_values(self, name: str, parts: Mapping[str, Tensor]) -> None:  # noqa: B027 - most need none
         """Raises ValueError naming a part whose values cannot be meant."""
 
+    def _check_whole(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> None:  # noqa: B027
+        """The same of what `Whole` parts say of a weight of that shape."""
+
     # ---- shapes and names
 
     @property
@@ -128,13 +107,18 @@ class Codec(ABC):
             for leaf, p in self.parts.items()
         }
 
-    def shape_of(self, parts: Mapping[str, Tensor | tuple[int, ...]]) -> tuple[int, int]:
-        """[n, k] that the codes, or their shape, are of."""
+    def whole(self, shape: tuple[int, int], amax: Tensor | None = None) -> dict[str, Tensor]:
+        """Each `Whole` part of a weight of `shape`; `amax` as of `encode`, where magnitudes are shared."""
+        given = self._whole(shape, self._shared(amax[None]) if amax is not None and self.shared_amax else None)
+        return {leaf: given[leaf].expand(1, *p.shape)[0] for leaf, p in self.parts.items() if isinstance(p, Whole)}
+
+    def shape_of(self, parts: Mapping[str, Tensor | tuple[int, ...]], name: str = "a weight") -> tuple[int, int]:
+        """[n, k] that the codes, or their shape, are of. Raises ValueError for codes that are not 2-D."""
         (leaf, part), codes = next(iter(self.parts.items())), parts[next(iter(self.parts))]
         assert isinstance(part, Part)
         shape = tuple(codes.shape) if isinstance(codes, Tensor) else codes
         if len(shape) != 2:
-            raise ValueError(f"{leaf}: {self.spec.format} codes are 2-D, these are {list(shape)}")
+            raise ValueError(f"{name}: {self.spec.format} codes ({leaf}) are 2-D, these are {list(shape)}")
         return shape[0] * part.rows, shape[1] * part.columns
 
     def _check_shape(self, name: str, shape: Sequence[int]) -> None:
@@ -271,10 +255,7 @@ class Codec(ABC):
             each(jobs, next(iter(bundle.values())).device if bundle else torch.device("cpu"))
         except _NotFinite:
             bad = next(n for n, w in bundle.items() if not bool(torch.isfinite(w.to(torch.bfloat16)).all()))
-            raise ValueError(
-                f"{bad}: the weight has NaN or infinite values; nothing was quantized. "
-                "Check the checkpoint it came from, or the gradient norm of the last step"
-            ) from None
+            raise ValueError(f"{bad}: the weight has {_DAMAGED}") from None
 
     def _tops(self, bundle: Mapping[str, Tensor], amax: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         if amax is None:
@@ -287,10 +268,7 @@ class Codec(ABC):
                 amax[name] = torch.stack([own[n] for n in names]).max()
         for name, value in amax.items():
             if not math.isfinite(float(value)):
-                raise ValueError(
-                    f"{name}: the weight, or one that shares its scale, has NaN or infinite values; nothing was "
-                    "quantized. Check the checkpoint it came from, or the gradient norm of the last step"
-                )
+                raise ValueError(f"{name}: the weight, or one that shares its scale, has {_DAMAGED}")
         return amax
 
     # ---- decode
@@ -354,18 +332,24 @@ class Codec(ABC):
         shape = (out.shape[1], out.shape[2])
         return [partial(tile, *t) for t in tiles(shape, self.block, tile_elements(out.device) // len(out))]
 
-    def adopt(self, name: str, parts: Mapping[str, Tensor]) -> QuantTensor:
-        """Parts read from a file or a wire -> the weight. Raises ValueError naming a part of a wrong shape or dtype,
-        and values that no encoder writes."""
-        module = name.removesuffix(".weight")
-        shape = self.shape_of(parts)
+    def adopt(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int] | None = None) -> QuantTensor:
+        """Parts read from a file or a wire -> the weight. `shape`: of the whole weight, where the parts have only some
+        whole rows of blocks of it. Raises ValueError naming a part of a wrong shape or dtype, and values that no
+        encoder writes."""
+        q = self.fit(name, parts)
+        self._check_values(name.removesuffix(".weight"), q.parts)
+        self._check_whole(name.removesuffix(".weight"), q.parts, shape or (q.shape[0], q.shape[1]))
+        return q
+
+    def fit(self, name: str, parts: Mapping[str, Tensor]) -> QuantTensor:
+        """As `adopt`, but values are not looked at: tensors on the meta device will do."""
+        shape = self.shape_of(parts, name)
         found: dict[str, Tensor] = {}
         for leaf in self.layout(shape, name):
             if leaf in self.dropped:
                 found[leaf] = self._whole(shape, None)[leaf]
-                continue
-            found[leaf] = self.adopt_part(name, leaf, parts[leaf], shape)
-        self._check_values(module, found)
+            else:
+                found[leaf] = self.adopt_part(name, leaf, parts[leaf], shape)
         return QuantTensor(found, shape)
 
     def adopt_part(self, name: str, leaf: str, part: Tensor, shape: Sequence[int]) -> Tensor:

@@ -73,11 +73,12 @@ class Int4Codec(Codec):
         low, high = (x.item() for x in torch.aminmax(parts["weight_scale"]))
         if not (low >= 0 and high < math.inf):
             raise ValueError(f"{name}.weight_scale: scales must be finite, not negative: fetch the checkpoint again")
-        shape = tuple(parts["weight_shape"].tolist())
-        if shape != self.shape_of(parts):
+
+    def _check_whole(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
+        said = parts["weight_shape"].tolist()
+        if said != list(shape):
             raise ValueError(
-                f"{name}.weight_shape says {list(shape)}, {name}.weight_packed holds {list(self.shape_of(parts))}: "
-                "fetch the checkpoint again"
+                f"{name}.weight_shape says {said}, {name}.weight_packed holds {list(shape)}: fetch the checkpoint again"
             )
 
 

@@ -107,22 +107,25 @@ def pair_stream(
             continue
         part = part_of(pairs.codec, name, tensor.dtype)
         if part is None:
-            refuse_foreign(name, tensor, spec)
+            refuse_foreign(name, tensor.dtype, spec)
             yield name, tensor
         elif (got := pairs.take(*part, tensor)) is not None:
             yield got
     pairs.finish()
 
 
-def refuse_foreign(name: str, tensor: Tensor, spec: QuantSpec | None) -> None:
-    """Raises ValueError for a part of a weight coded in another way than `spec` says."""
-    if part_of(codec_or_none(spec), name, tensor.dtype) is not None:
-        return
+def is_foreign(name: str, dtype: torch.dtype) -> bool:
+    """Whether a stored tensor that is no part to the codec at hand is one of a quantized weight all the same."""
     leaf = name.rpartition(".")[2]
-    if leaf in _LEAVES or (leaf == "weight" and tensor.dtype in _CODED):
+    return leaf in _LEAVES or (leaf == "weight" and dtype in _CODED)
+
+
+def refuse_foreign(name: str, dtype: torch.dtype, spec: QuantSpec | None) -> None:
+    """Raises ValueError for a part of a weight coded in another way than `spec` says."""
+    if is_foreign(name, dtype) and part_of(codec_or_none(spec), name, dtype) is None:
         has = "no quantization_config" if spec is None else f"a quantization_config of {spec.format}"
         raise ValueError(
-            f"{name}: a part of a quantized weight ({str(tensor.dtype).removeprefix('torch.')}), but the model's "
+            f"{name}: a part of a quantized weight ({str(dtype).removeprefix('torch.')}), but the model's "
             f"config.json has {has}: use the config.json that belongs to these weights"
         )
 

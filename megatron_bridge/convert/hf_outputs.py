@@ -7,7 +7,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ from megatron_bridge.convert.torch_dist import TorchDist
 from megatron_bridge.convert.units import HashedFile
 from megatron_bridge.families.base import HFConfig, Place, Split, TensorMap
 from megatron_bridge.families.registry import family_of
-from quant.fp8_block import SCALE_SUFFIX
+from miles_like.hf_checkpoint import DTYPE_NAMES
+from quant.codec import Codec
 from quant.registry import make_codec
 from quant.spec import QuantSpec
+from quant.stream import stored_name
 
 _ADAPTERS = (".lora_a", ".lora_b")
 _OPTIMIZER = "optimizer."  # what a trainer saves beside its weights
-_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
 _KEPT_FRAMING = 1 << 16  # of an archive, beside its tensor
 _OTHER_MODEL = "is hf_config that of the model in the checkpoint?"
 
@@ -133,13 +135,21 @@ def shards(outputs: Sequence[Output], spec: QuantSpec, shard_bytes: int) -> list
 
 
 def parts(output: Output, spec: QuantSpec) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """(name, dtype, shape) of what is stored of a tensor: itself, or codes and scales."""
+    """(name, dtype, shape) of what is stored of a tensor: itself, or codes and what belongs to them.
+
+    Raises ValueError for a shape that the format cannot hold.
+    """
     if not output.quantized:
         yield output.name, output.dtype, output.shape
         return
-    (rows, columns), (bn, bk) = output.shape, spec.block
-    yield output.name, torch.float8_e4m3fn, output.shape
-    yield output.name + SCALE_SUFFIX, torch.float32, (-(-rows // bn), -(-columns // bk))
+    for leaf, (dtype, shape) in make_codec(spec).layout(output.shape, output.name).items():
+        yield stored_name(output.name, leaf), dtype, shape
+
+
+def held_bytes(output: Output, spec: QuantSpec) -> int:
+    """Of what is stored of a tensor beside its codes."""
+    _, *others = parts(output, spec)
+    return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in others)
 
 
 class WriteShards:
@@ -159,9 +169,11 @@ class WriteShards:
         self.path, self.files, self.spec = path, files, spec
         self.chunk_bytes, self.lora_alpha, self.identity = chunk_bytes, lora_alpha, identity
         self._source: TorchDist | None = None
+        self._named: dict[str, Output] = {}
+        self._amax_of: dict[tuple[str, ...], Tensor] = {}  # of the last bundle
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_source": None}
+        return {**vars(self), "_source": None, "_named": {}, "_amax_of": {}}
 
     @property
     def count(self) -> int:
@@ -186,19 +198,14 @@ class WriteShards:
         facts = []
         room = torch.empty(self.chunk_bytes, dtype=torch.uint8)  # fresh memory for each band costs as much as reading
         for output in self.files[number]:
-            scales = []
-            for value in self._bands(self._source, output, room):
-                if output.quantized:
-                    encoded = make_codec(self.spec).encode({output.name: value})[output.name]
-                    scales.append(encoded.scales[SCALE_SUFFIX])
-                    value = encoded.codes
-                out.write(_bytes(value))
-            cuts = [out.cut()]
-            if scales:
-                out.write(_bytes(torch.cat(scales)))
-                cuts.append(out.cut())
-            for (name, dtype, shape), cut in zip(parts(output, self.spec), cuts, strict=True):
-                facts.append([name, str(dtype).removeprefix("torch."), shape, *cut])
+            if output.quantized:
+                written: Iterator[Iterable[Tensor]] = self._coded(self._source, output, room)
+            else:
+                written = iter([self._bands(self._source, output, room)])
+            for (name, dtype, shape), bands in zip(parts(output, self.spec), written, strict=True):
+                for value in bands:
+                    out.write(_bytes(value))
+                facts.append([name, str(dtype).removeprefix("torch."), shape, *out.cut()])
         self._source.close()
         return facts
 
@@ -208,10 +215,41 @@ class WriteShards:
         for output in self.files[number]:
             for name, dtype, shape in parts(output, self.spec):
                 start, end = end, end + math.prod(shape) * dtype.itemsize
-                header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+                header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
         return len(raw).to_bytes(8, "little") + raw
+
+    def _coded(self, source: TorchDist, output: Output, room: Tensor) -> Iterator[Iterable[Tensor]]:
+        """Each part of what a weight is stored as, by bands: the codes, then what belongs to them, which is held."""
+        codec = make_codec(self.spec)
+        codes, amax = codec.leaves[0], self._amax(source, output, codec, room)
+        held: defaultdict[str, list[Tensor]] = defaultdict(list)
+
+        def encoded() -> Iterator[Tensor]:
+            for band in self._bands(source, output, room):
+                q = codec.encode({output.name: band}, None if amax is None else {output.name: amax})[output.name]
+                for leaf, value in q.parts.items():
+                    held[leaf].append(value)
+                yield held.pop(codes)[0]
+
+        yield encoded()
+        whole = codec.whole((output.shape[0], output.shape[1]), amax)
+        for leaf in codec.leaves[1:]:
+            yield [whole[leaf]] if leaf in whole else held[leaf]
+
+    def _amax(self, source: TorchDist, output: Output, codec: Codec, room: Tensor) -> Tensor | None:
+        """The largest magnitude of all that is encoded with a weight, where its scales depend on it: one reading more
+        of each, once for two that follow each other."""
+        if not codec.shared_amax:
+            return None
+        bundle = codec.bundle_of(output.name)
+        if bundle not in self._amax_of:
+            if not self._named:
+                self._named = {o.name: o for file in self.files for o in file}
+            each = [codec.amax(band) for name in bundle for band in self._bands(source, self._named[name], room)]
+            self._amax_of = {bundle: torch.stack(each).max()}
+        return self._amax_of[bundle]
 
     def _bands(self, source: TorchDist, output: Output, room: Tensor) -> Iterator[Tensor]:
         """The tensor in its dtype, some rows at a time; whole rows of blocks where it is quantized."""

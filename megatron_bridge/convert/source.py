@@ -1,25 +1,29 @@
-"""The tensors of a Hugging Face checkpoint as the model has them, by rows: BF16 and FP32 as stored, block FP8 decoded.
+"""The tensors of a Hugging Face checkpoint as the model has them, by rows: BF16 and FP32 as stored, quantized weights
+decoded.
 
-FP8 is decoded a run of whole blocks of rows at a time by `quant/`, so no BF16 copy of the checkpoint is ever made. A
-weight and its scales may lie in different files.
+They are decoded a run of whole blocks of rows at a time by `quant/`, so no BF16 copy of the checkpoint is ever made.
+The parts of a weight may lie in different files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from miles_like.hf_checkpoint import HFCheckpoint, TensorInfo
-from quant.fp8_block import SCALE_SUFFIX, Fp8BlockCodec
-from quant.spec import QuantFormat, QuantSpec
-from quant.stream import dequantize_stream
+from quant.codec import Codec, Part
+from quant.hf_config import spec_from_hf
+from quant.registry import codec_or_none
+from quant.spec import QuantSpec
+from quant.stream import part_of, refuse_foreign, stored_name
 
-_CODES = torch.float8_e4m3fn
 DECODED = torch.bfloat16
-"""What FP8 weights are decoded to, as `miles-like dequantize` does."""
+"""What quantized weights are decoded to, as `miles-like dequantize` does."""
 
 
 _SCRATCH = 28
@@ -35,22 +39,28 @@ class Source:
 
     @classmethod
     def open(cls, path: Path | str) -> Source:
-        """Raises ValueError as HFCheckpoint does, and naming FP8 codes without their scale or without a
-        `quantization_config`, a scale without its codes, or scales that do not fit."""
+        """Raises ValueError as HFCheckpoint does, and naming codes without their scales or without a
+        `quantization_config`, scales without their codes, or parts that do not fit."""
         hf = HFCheckpoint(path)
-        source = cls(hf, QuantSpec.from_hf(hf.config, reading=True))
-        source._check_scales()
+        source = cls(hf, spec_from_hf(hf.config))
+        source._check_parts()
         return source
 
+    @cached_property
+    def codec(self) -> Codec | None:
+        return codec_or_none(self.spec)
+
     def names(self) -> list[str]:
-        """Of all weights, in the order of the files and of the data in each; scales are not weights."""
-        return [name for name in self.hf.names() if not name.endswith(SCALE_SUFFIX)]
+        """Of all weights, in the order of the files and of the data in each; a quantized one is where its codes are."""
+        return [name for name, leaf in self._stored() if leaf is None or leaf == self._codes]
 
     def __contains__(self, name: str) -> bool:
-        return name in self.hf and not name.endswith(SCALE_SUFFIX)
+        return self.is_coded(name) or (name in self.hf and self._part(name) is None and not self._drops(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.hf.info(name).shape
+        if self.codec is None or not self.is_coded(name):
+            return self.hf.info(name).shape
+        return self.codec.shape_of({self._codes: self.hf.info(stored_name(name, self._codes)).shape}, name)
 
     def dtype(self, name: str) -> torch.dtype:
         """As `rows` gives it."""
@@ -58,15 +68,15 @@ class Source:
 
     def nbytes(self, name: str) -> int:
         """Of the whole tensor, as `rows` gives it."""
-        info = self.hf.info(name)
-        return info.nbytes // info.dtype.itemsize * self.dtype(name).itemsize
+        return torch.Size(self.shape(name)).numel() * self.dtype(name).itemsize
 
     def is_coded(self, name: str) -> bool:
-        return self.hf.info(name).dtype is _CODES
+        codes = stored_name(name, self._codes)
+        return self.codec is not None and codes in self.hf and self._part(codes) == (name, self._codes)
 
     def block_rows(self, name: str) -> int:
         """Rows that are cheap to take together: a block's, or one."""
-        return self.spec.block[0] if self.is_coded(name) and self.spec is not None else 1
+        return self.spec.block[0] if self.spec is not None and self.is_coded(name) else 1
 
     def scratch(self, name: str) -> int:
         """Bytes that decoding needs besides codes and result: what `quant` works on at once, in fp32 and indices."""
@@ -75,9 +85,10 @@ class Source:
         return _SCRATCH * max(1 << 20, self.block_rows(name) * self.shape(name)[1])
 
     def stored(self, name: str) -> tuple[TensorInfo, ...]:
-        """Everything that `rows` reads for a tensor."""
-        info = self.hf.info(name)
-        return (info, self.hf.info(name + SCALE_SUFFIX)) if self.is_coded(name) else (info,)
+        """Everything that `rows` reads for a tensor; first what it reads into a buffer."""
+        if self.codec is None or not self.is_coded(name):
+            return (self.hf.info(name),)
+        return tuple(self.hf.info(stored_name(name, leaf)) for leaf in self._read_leaves())
 
     def rows(self, name: str, a: int, b: int, buffer: memoryview | None = None) -> Tensor:
         """Rows [a, b) of the first axis (some, where they are coded), in storage of exactly their size; where nothing
@@ -85,42 +96,66 @@ class Source:
 
         Raises ValueError for scales or codes that are not finite, and when the file has been cut since it was opened.
         """
-        if not self.is_coded(name):
+        if self.codec is None or not self.is_coded(name):
             return self.hf.read_rows(name, a, b, buffer)
-        assert self.spec is not None
-        block, n = self.spec.block[0], self.shape(name)[0]
+        n, k = self.shape(name)
+        block = self.codec.block[0]
         first, last = a // block * block, min(n, -(-b // block) * block)  # what scales belong to
-        codes = self.hf.read_rows(name, first, last, buffer)
-        scales = self.hf.read_rows(name + SCALE_SUFFIX, first // block, -(-last // block))
-        ((_, decoded),) = dequantize_stream([(name, codes)], self.spec, DECODED, lookup=lambda _: scales)
+        parts: dict[str, Tensor] = {}
+        for leaf in self._read_leaves():
+            part, stored = self.codec.parts[leaf], stored_name(name, leaf)
+            if isinstance(part, Part):
+                run = first // part.rows, -(-last // part.rows)
+                parts[leaf] = self.hf.read_rows(stored, *run, buffer if leaf == self._codes else None)
+            else:
+                parts[leaf] = self.hf.read(stored)
+        decoded = self.codec.decode(self.codec.adopt(name, parts, (n, k)), DECODED)
         return decoded if (first, last) == (a, b) else decoded[a - first : b - first].clone()
 
-    def _check_scales(self) -> None:
-        """From the headers alone, for the whole checkpoint."""
-        codec = Fp8BlockCodec(self.spec) if self.spec is not None and self.spec.format is QuantFormat.FP8 else None
-        for name in self.hf.names():
-            if name.endswith(SCALE_SUFFIX):
-                weight = name.removesuffix(SCALE_SUFFIX)
-                if weight not in self.hf or not self.is_coded(weight):
-                    raise ValueError(f"{name}: a scale without its FP8 weight {weight}: fetch the checkpoint again")
-            elif self.is_coded(name):
-                self._check_coded(name, codec)
+    @property
+    def _codes(self) -> str:
+        return "weight" if self.codec is None else self.codec.leaves[0]
 
-    def _check_coded(self, name: str, codec: Fp8BlockCodec | None) -> None:
-        if codec is None:
-            raise ValueError(
-                f"{name}: FP8 codes, but config.json has no FP8 quantization_config: use the config.json that belongs "
-                "to these weights"
-            )
-        shape = self.shape(name)
-        if name + SCALE_SUFFIX not in self.hf:
-            raise ValueError(f"{name}: FP8 codes without their scale {name}{SCALE_SUFFIX}: fetch the checkpoint again")
-        scale = self.hf.info(name + SCALE_SUFFIX)
-        if len(shape) != 2:
-            raise ValueError(f"{name}: FP8 codes are 2-D, these are {shape}")
-        want = codec.scale_shape(shape)
-        if scale.shape != want or scale.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"{name}{SCALE_SUFFIX}: {scale.dtype} {scale.shape}; a weight {shape} in blocks of {codec.block} has "
-                f"float32 {want}: is weight_block_size in config.json right?"
-            )
+    def _read_leaves(self) -> Iterator[str]:
+        return (leaf for leaf in self.codec.leaves if leaf not in self.codec.dropped) if self.codec else iter(())
+
+    def _part(self, stored: str) -> tuple[str, str] | None:
+        """(weight, last component) where a stored tensor is a part of one."""
+        return part_of(self.codec, stored, self.hf.info(stored).dtype)
+
+    def _drops(self, stored: str) -> bool:
+        return self.codec is not None and stored.rpartition(".")[2] in self.codec.dropped
+
+    def _stored(self) -> Iterator[tuple[str, str | None]]:
+        """(weight, last component, where it is a part) of all that is read, in the order of the files."""
+        for stored in self.hf.names():
+            if not self._drops(stored):
+                yield self._part(stored) or (stored, None)
+
+    def _check_parts(self) -> None:
+        """From the headers alone, for the whole checkpoint."""
+        for name, leaf in self._stored():
+            if leaf is None:
+                refuse_foreign(name, self.hf.info(name).dtype, self.spec)
+            elif leaf == self._codes:
+                self._check_coded(name)
+            elif not self.is_coded(name):
+                codes = stored_name(name, self._codes)
+                raise ValueError(
+                    f"{stored_name(name, leaf)}: a scale without its weight {codes}: fetch the checkpoint again"
+                )
+
+    def _check_coded(self, name: str) -> None:
+        assert self.codec is not None
+        if self._codes != "weight" and name in self.hf:
+            raise ValueError(f"{name} is there twice, as it is and as codes: fetch the checkpoint again")
+        parts: dict[str, Tensor] = {}
+        for leaf in self._read_leaves():
+            stored = stored_name(name, leaf)
+            if stored not in self.hf:
+                raise ValueError(
+                    f"{stored_name(name, self._codes)}: codes without their scale {stored}: fetch the checkpoint again"
+                )
+            info = self.hf.info(stored)
+            parts[leaf] = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        self.codec.fit(name, parts)

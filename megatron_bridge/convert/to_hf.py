@@ -1,4 +1,4 @@
-"""`torch_dist` -> Hugging Face safetensors, BF16 or block FP8, without a model or a process group, in bounded memory.
+"""`torch_dist` -> Hugging Face safetensors, BF16 or quantized, without a model or a process group, in bounded memory.
 
 The source is a converted directory, or what a trainer of any layout saved; of the latter the optimizer's state is left
 out. The family's table is read backwards: each Hugging Face tensor is rows of a Megatron parameter, or of one expert in
@@ -6,8 +6,9 @@ the tensor that all experts of a layer share. Draft layers are written with the 
 checkpoints hold, where the source has them.
 
 A unit is a file of the output. Its header is known from the shapes, so tensors stream through it by bands of rows: a
-band of FP8 is whole rows of blocks, encoded as `quant` encodes whole tensors, and the scales of a weight (1/4096 of it)
-are held until its codes are written.
+band to be encoded is whole rows of blocks, which `quant` encodes as it does whole tensors, and the scales of a weight
+(at most 1/16 of it) are held until its codes are written. Where scales depend on the largest magnitude of a weight, or
+of two together, all their rows are read once more for it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_bridge.convert.hf_outputs import WriteShards, bind, outputs, shards
+from megatron_bridge.convert.hf_outputs import Output, WriteShards, bind, held_bytes, outputs, shards
 from megatron_bridge.convert.manifest import MANIFEST, Fact, FileFact, Manifest, Piece
-from megatron_bridge.convert.memory import plan_memory
+from megatron_bridge.convert.memory import Memory, plan_memory
 from megatron_bridge.convert.torch_dist import METADATA, TorchDist
 from megatron_bridge.convert.units import (
     ConvertReport,
@@ -34,12 +35,13 @@ from megatron_bridge.convert.units import (
 )
 from megatron_bridge.families.base import TensorMap
 from miles_like.hf_checkpoint import companions
+from quant.hf_config import quantized_config, spec_from_hf
 from quant.spec import QuantFormat, QuantSpec
 
 SHARD_BYTES = 2 << 30
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 DRAFT_LAYERS = "num_nextn_predict_layers"  # config.json's number of them
-_BUFFERS = {QuantFormat.BF16: 4, QuantFormat.FP8: 6}  # of a worker: chunk, band, cast; codes and the encoder's work
+_PLAIN_BUFFERS, _CODED_BUFFERS = 4, 6  # of a worker: chunk, band, cast; codes and the encoder's work
 
 
 def to_hf(
@@ -57,11 +59,12 @@ def to_hf(
     """Write the Hugging Face directory `out`, new, with all that the source's `hf/` has (tokenizer and the like).
 
     Tensors are in the dtype that config.json says (routing biases fp32), as they are published: a trainer's fp32
-    parameters of a BF16 model are rounded. `format` "fp8" encodes what `quant` covers, in the blocks of the source's
-    quantization_config where it has one, else 128 x 128. `hf_config`: directory whose config.json and companions count,
-    for a source without `hf/`. Draft layers that it announces and a trainer did not save are left out, and the new
-    config.json announces none. `lora_alpha` merges adapters that the checkpoint holds, W + lora_alpha / rank B A,
-    rounded once. Files have about `shard_bytes`. `memory_limit` is in bytes, of all processes of this machine.
+    parameters of a BF16 model are rounded. `format`, a `QuantFormat`: encoded is what the source's quantization_config
+    says, where it is of that format, in its blocks; else the format's usual modules, in its usual blocks. `hf_config`:
+    directory whose config.json and companions count, for a source without `hf/`. Draft layers that it announces and a
+    trainer did not save are left out, and the new config.json announces none. `lora_alpha` merges adapters that the
+    checkpoint holds, W + lora_alpha / rank B A, rounded once. Files have about `shard_bytes`. `memory_limit` is in
+    bytes, of all processes of this machine.
 
     Raises ValueError, with nothing left of `out`: it exists; the source is not whole or not as its manifest says, is
     of another model than the config, has a value that is not finite, holds adapters and no lora_alpha was given.
@@ -79,11 +82,7 @@ def to_hf(
     spec = _spec(format, config)
     table = bind(source, config)
     tensors, left_out = outputs(source, table, spec, merge=lora_alpha is not None), _left_out(source, table)
-    known = len(tensors) + len(source.metadata.storage_data)  # a trainer's has its optimizer's pieces too
-    # the encoder takes whole rows of blocks, in fp32
-    least = max((4 * spec.block[0] * o.row_elements for o in tensors if o.quantized), default=1)
-    buffers, apart = _BUFFERS[spec.format], spread is not None
-    memory = plan_memory(memory_limit, workers, apart=apart, names=known, buffers=buffers, least=least)
+    memory = _memory(source, tensors, spec, memory_limit, workers, apart=spread is not None)
     job = WriteShards(
         megatron_dir,
         shards(tensors, spec, shard_bytes),
@@ -94,10 +93,27 @@ def to_hf(
     )
     with building(out, job) as partial:
         kept = run_units(job, partial, workers=memory.workers, spread=spread)
-        written = _config(config, spec) | ({DRAFT_LAYERS: 0} if left_out else {})
+        written = config if spec == spec_from_hf(config) else quantized_config(config, spec)
+        written = written | ({DRAFT_LAYERS: 0} if left_out else {})
         _finish(job, partial, config_dir, raw_config if written == config else _json(written))
     size = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
     return ConvertReport(tensors=len(tensors), skipped=left_out, bytes=size, units=job.count, units_kept=kept)
+
+
+def _memory(
+    source: TorchDist, tensors: Sequence[Output], spec: QuantSpec, limit: int, workers: int, *, apart: bool
+) -> Memory:
+    coded = [o for o in tensors if o.quantized]
+    return plan_memory(
+        limit,
+        workers,
+        apart=apart,
+        names=len(tensors) + len(source.metadata.storage_data),  # a trainer's has its optimizer's pieces too
+        buffers=_PLAIN_BUFFERS if spec.format is QuantFormat.BF16 else _CODED_BUFFERS,
+        # the encoder takes whole rows of blocks, in fp32
+        least=max((4 * spec.block[0] * o.row_elements for o in coded), default=1),
+        scratch=max((held_bytes(o, spec) for o in coded), default=0),
+    )
 
 
 def _finish(job: WriteShards, partial: Path, config_dir: Path, config: bytes) -> None:
@@ -160,16 +176,8 @@ def _parsed(directory: Path, raw: bytes) -> dict[str, Any]:
 def _spec(format: str, config: Mapping[str, Any]) -> QuantSpec:
     if format not in tuple(QuantFormat):
         raise ValueError(f"format {format!r} is not written: want one of {', '.join(QuantFormat)}")
-    own = QuantSpec.from_hf(config) if format == QuantFormat.FP8 else None
-    return own or QuantSpec(format=QuantFormat(format))
-
-
-def _config(config: Mapping[str, Any], spec: QuantSpec) -> dict[str, Any]:
-    """What is written as config.json."""
-    rest = {k: v for k, v in config.items() if k != "quantization_config"}
-    if spec.format is QuantFormat.BF16:
-        return rest
-    return {**rest, "quantization_config": config.get("quantization_config") or spec.to_hf()}
+    own = spec_from_hf(config)
+    return own if own is not None and own.format == format else QuantSpec.of(QuantFormat(format))
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

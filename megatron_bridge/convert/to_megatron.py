@@ -18,7 +18,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -67,7 +67,7 @@ def to_megatron(
     tp: int = 1,
     etp: int = 1,
 ) -> ConvertReport:
-    """Convert the checkpoint in `hf_dir`, BF16, FP32 or block FP8, into `out`, a new directory.
+    """Convert the checkpoint in `hf_dir`, BF16, FP32 or in any quantized format, into `out`, a new directory.
 
     memory_limit: bytes of resident memory, of all processes here together (with `spread`: of each elsewhere). workers:
     processes. tp, etp: the layout whose ranks will read only their own bytes; every layout can load the result.
@@ -175,8 +175,8 @@ class Conversion:
         stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted({info.file for info in stored})]
         lie = [(str(info.dtype), info.shape, info.file.name, info.offset) for info in stored]
         described = [(b.key, b.shape, b.offset, b.sizes, str(b.dtype), b.hf_name, b.first) for b in held]
-        blocks = self.source.spec.block if self.source.spec is not None else None
-        return hashlib.sha256(json.dumps([stats, lie, described, blocks]).encode()).hexdigest()
+        spec = None if self.source.spec is None else asdict(self.source.spec)
+        return hashlib.sha256(json.dumps([stats, lie, described, spec]).encode()).hexdigest()
 
     def write(self, number: int, out: HashedFile) -> list[list[Any]]:
         """[start, size, checksum] of each box's archive."""
@@ -203,7 +203,7 @@ class Conversion:
                 yield rows, same
 
     def _read_bytes(self, box: Box) -> int:
-        info, block = self.source.hf.info(box.hf_name), self.source.block_rows(box.hf_name)
+        info, block = self.source.stored(box.hf_name)[0], self.source.block_rows(box.hf_name)
         rows = -(-box.last // block) * block - box.first // block * block
         return max(1, info.nbytes // max(1, info.shape[0]) * rows)
 

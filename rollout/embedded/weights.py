@@ -61,7 +61,7 @@ class WeightStore:
 
     def check(self, name: str, tensor: Tensor) -> None:
         """Raises ValueError when a streamed tensor is not one of this model's, before it is paired or kept."""
-        refuse_foreign(name, tensor, self.spec)
+        refuse_foreign(name, tensor.dtype, self.spec)
         part = part_of(self._codec, name, tensor.dtype)
         weight = name if part is None else part[0]
         want = self._expected.get(weight)

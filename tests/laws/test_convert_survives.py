@@ -26,6 +26,7 @@ from megatron_bridge.convert.memory import MIB
 from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.to_megatron import convert_source
 from megatron_bridge.families.registry import family_of
+from quant.hf_config import spec_to_hf
 from quant.spec import QuantFormat, QuantSpec
 from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
 from tests.spawn import run_ranks
@@ -126,7 +127,7 @@ def _sparse_fp8(path: Path, hf: dict[str, Any]) -> Path:
     with (path / "model.safetensors").open("wb") as f:
         f.write(len(raw).to_bytes(8, "little") + raw)
         f.truncate(8 + len(raw) + end)
-    (path / "config.json").write_text(json.dumps(hf | {"quantization_config": spec.to_hf()}))
+    (path / "config.json").write_text(json.dumps(hf | {"quantization_config": spec_to_hf(spec)}))
     return path
 
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from megatron_bridge.convert.source import Source
 from miles_like.hf_checkpoint import HFCheckpoint, write_hf
+from quant.hf_config import spec_to_hf
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import dequantize_stream, quantize_stream
 
 SPEC = QuantSpec(format=QuantFormat.FP8, block=(16, 24))
-CONFIG = {"quantization_config": SPEC.to_hf()}
+CONFIG = {"quantization_config": spec_to_hf(SPEC)}
 UP, DOWN, NORM = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
 
 
@@ -60,7 +61,7 @@ def test_scales_that_are_powers_of_two_are_read_as_they_are(tmp_path: Path) -> N
     stored = _stored()
     for name in (n for n in stored if n.endswith("_scale_inv")):
         stored[name] = stored[name].log2().ceil().exp2()
-    config = {"quantization_config": SPEC.to_hf() | {"scale_fmt": "ue8m0"}}
+    config = {"quantization_config": spec_to_hf(SPEC) | {"scale_fmt": "ue8m0"}}
     source = Source.open(_write(tmp_path / "hf", stored, config))
     for name, tensor in dequantize_stream(stored.items(), SPEC):
         assert torch.equal(source.rows(name, 0, len(tensor)).view(torch.int16), tensor.view(torch.int16))
@@ -68,17 +69,17 @@ def test_scales_that_are_powers_of_two_are_read_as_they_are(tmp_path: Path) -> N
 
 def _lose_scale(stored: dict[str, Tensor]) -> str:
     del stored[UP + "_scale_inv"]
-    return rf"{UP}: FP8 codes without their scale"
+    return rf"{UP}: codes without their scale"
 
 
 def _lose_weight(stored: dict[str, Tensor]) -> str:
     del stored[DOWN]
-    return rf"{DOWN}_scale_inv: a scale without its FP8 weight"
+    return rf"{DOWN}_scale_inv: a scale without its weight"
 
 
 def _plain_weight(stored: dict[str, Tensor]) -> str:
     stored[DOWN] = stored[DOWN].to(torch.bfloat16)
-    return rf"{DOWN}_scale_inv: a scale without its FP8 weight"
+    return rf"{DOWN}_scale_inv: a scale without its weight"
 
 
 def _other_blocks(stored: dict[str, Tensor]) -> str:
@@ -88,7 +89,7 @@ def _other_blocks(stored: dict[str, Tensor]) -> str:
 
 def _not_a_matrix(stored: dict[str, Tensor]) -> str:
     stored[UP] = stored[UP].flatten()
-    return r"up_proj.weight: FP8 codes are 2-D"
+    return r"up_proj.weight: fp8 codes \(weight\) are 2-D"
 
 
 def _half_scales(stored: dict[str, Tensor]) -> str:
@@ -110,7 +111,7 @@ def test_what_cannot_be_decoded_is_named_before_anything_is_read(
 
 def test_codes_need_a_config_that_knows_them(tmp_path: Path) -> None:
     path = _write(tmp_path / "hf", _stored(), {})
-    with pytest.raises(ValueError, match=r"FP8 codes, but config\.json has no FP8 quantization_config"):
+    with pytest.raises(ValueError, match=r"a part of a quantized weight.*has no quantization_config"):
         Source.open(path)
 
 

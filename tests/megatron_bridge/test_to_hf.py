@@ -33,6 +33,7 @@ from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.convert.torch_dist import TorchDist
 from miles_like.dequantize import dequantize_checkpoint
 from miles_like.hf_checkpoint import HFCheckpoint
+from quant.hf_config import spec_to_hf
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
 from tests.megatron_bridge.converted import converted, cut, differing, edit_manifest, flip, write_manifest
@@ -85,7 +86,7 @@ def test_fp8_is_what_the_quantizer_makes_of_whole_tensors(hf: dict[str, Any], tm
     spec = QuantSpec(format=QuantFormat.FP8)
     assert differing(_read(tmp_path / "out"), dict(quantize_stream(tensors.items(), spec))) == []
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config.pop("quantization_config") == spec.to_hf()
+    assert config.pop("quantization_config") == spec_to_hf(spec)
     assert config == hf
 
 
@@ -94,13 +95,13 @@ def test_blocks_of_the_source_are_kept(tmp_path: Path) -> None:
     spec = QuantSpec(format=QuantFormat.FP8, block=(64, 32), ignore=("layers.0.self_attn",))
     tensors = random_tensors(HF)
     path = converted(tmp_path, HF, tensors)
-    (path / "hf" / "config.json").write_text(json.dumps({**HF, "quantization_config": spec.to_hf()}))
+    (path / "hf" / "config.json").write_text(json.dumps({**HF, "quantization_config": spec_to_hf(spec)}))
     write_manifest(path)
     to_hf(path, tmp_path / "fp8", format="fp8")
     to_hf(path, tmp_path / "bf16")
     assert differing(_read(tmp_path / "fp8"), dict(quantize_stream(tensors.items(), spec))) == []
     assert json.loads((tmp_path / "bf16" / "config.json").read_text()) == HF
-    assert json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"] == spec.to_hf()
+    assert json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"] == spec_to_hf(spec)
 
 
 def test_draft_layers_that_were_not_trained_are_not_announced(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_transformers_loads_the_same_model(name: str, from_fp8: bool, tmp_path: 
     if from_fp8:
         spec = QuantSpec(format=QuantFormat.FP8)
         coded = dict(quantize_stream(tensors.items(), spec))
-        write_checkpoint(tmp_path / "coded", hf | {"quantization_config": spec.to_hf()}, coded)
+        write_checkpoint(tmp_path / "coded", hf | {"quantization_config": spec_to_hf(spec)}, coded)
         to_megatron(tmp_path / "coded", tmp_path / "decoded")
         dequantize_checkpoint(tmp_path / "coded", tmp_path / "plain")
         (tmp_path / "hf").rename(tmp_path / "not meant")
@@ -381,7 +382,7 @@ def test_bad_arguments_are_refused(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     for more, said in (
         ({}, "exists"),
-        ({"format": "int4"}, "'int4' is not written: want one of bf16, fp8"),
+        ({"format": "int3"}, "'int3' is not written: want one of bf16, fp8"),
         ({"lora_alpha": 4.0}, "holds no LoRA adapters: leave lora_alpha out"),
         ({"lora_alpha": float("nan")}, "lora_alpha = nan: give the run's lora.alpha"),
         ({"hf_config": tmp_path}, r"config\.json is missing"),

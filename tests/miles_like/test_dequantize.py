@@ -16,6 +16,7 @@ from torch import Tensor
 
 from miles_like.dequantize import dequantize_checkpoint, dequantized_bytes
 from miles_like.hf_checkpoint import HFCheckpoint, write_hf
+from quant.hf_config import spec_to_hf
 from quant.minifloat import e4m3_decode
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
@@ -35,7 +36,7 @@ def fp8_model(path: Path, *, block: tuple[int, int] = (128, 128)) -> tuple[torch
     spec = QuantSpec(format=QuantFormat.FP8, block=block)
     stored = list(quantize_stream(HFCheckpoint(path / "bf16").stream(), spec))
     stored.sort(key=lambda item: item[0].endswith("_scale_inv"))  # all scales after all codes, so in later files
-    write_hf(path / "fp8", stored, {**config, "quantization_config": spec.to_hf()}, shard_bytes=200_000)
+    write_hf(path / "fp8", stored, {**config, "quantization_config": spec_to_hf(spec)}, shard_bytes=200_000)
     (path / "fp8" / "tokenizer.json").write_text("{}")
     return model, path / "fp8"
 
@@ -132,7 +133,7 @@ def broken(case: str) -> list[tuple[str, Tensor]]:
 )
 def test_refusals_name_the_tensor_and_leave_nothing(tmp_path: Path, case: str, name: str) -> None:
     """A half-written directory would be taken for whole by the next stage."""
-    write_hf(tmp_path / "in", broken(case), {"quantization_config": SPEC.to_hf()})
+    write_hf(tmp_path / "in", broken(case), {"quantization_config": spec_to_hf(SPEC)})
     with pytest.raises(ValueError, match=name):
         dequantize_checkpoint(tmp_path / "in", tmp_path / "out")
     assert [f.name for f in tmp_path.iterdir()] == ["in"]
@@ -156,7 +157,7 @@ def test_memory_is_that_of_a_few_tensors(tmp_path: Path) -> None:
 
     Bound: four such weights and the fp32 working band. Were the model held, it would be 96 MB as codes, 192 as bf16.
     """
-    config = {"quantization_config": SPEC.to_hf()}
+    config = {"quantization_config": spec_to_hf(SPEC)}
 
     def model(count: int, n: int) -> list[tuple[str, Tensor]]:
         names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(count)]
