@@ -298,12 +298,12 @@ class _Exporter:
 
 def _served(parameter: Any) -> Tensor:
     """What is published, and encoded then: the parameter, or the effective weight made of it."""
-    return parameter.served() if hasattr(parameter, "served") else parameter.detach()
+    return (parameter.served() if hasattr(parameter, "served") else parameter).detach()
 
 
 def _computed(parameter: Any) -> Tensor:
     """What the model computes with."""
-    return parameter.computed() if hasattr(parameter, "computed") else parameter.detach()
+    return (parameter.computed() if hasattr(parameter, "computed") else parameter).detach()
 
 
 def _concat(pieces: Sequence[Tensor], axis: int) -> Tensor:
