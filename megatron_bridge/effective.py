@@ -43,9 +43,14 @@ def _wrap(linear: Any) -> list[Effective]:
             linear._parameters["weight"] = parameter
 
     linear.forward = forward
-    parameter.served = torch.no_grad()(partial(published_weight_of, linear))
-    parameter.computed = torch.no_grad()(partial(weight_of, linear))
+    parameter.served = partial(_without_gradient, published_weight_of, linear)
+    parameter.computed = partial(_without_gradient, weight_of, linear)
     return private
+
+
+def _without_gradient(weight: Effective, linear: Any) -> Tensor:
+    with torch.no_grad():
+        return weight(linear).detach()
 
 
 def published_weight_of(linear: Any) -> Tensor:

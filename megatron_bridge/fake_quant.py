@@ -87,7 +87,6 @@ class FakeQuant:
         """The parameters hold other values than at the last `refresh`."""
         self._stale = True
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Let the linears compute with what the weights are now. Nothing is done where they have not changed.
 
@@ -95,12 +94,16 @@ class FakeQuant:
         """
         if not (self._stale and self._rounds):
             return
-        settle_parameters(self._chunks)
+        with (
+            torch.enable_grad()
+        ):  # megatron keeps views that it makes here, and later writes into them with gradients on
+            settle_parameters(self._chunks)
         error = None
         try:
-            amax = _shared_amax(self._weights, self._codec) if self._codec.shared_amax else None
-            for batch in _batches(self._weights):
-                _round(batch, self._codec, amax)
+            with torch.no_grad():
+                amax = _shared_amax(self._weights, self._codec) if self._codec.shared_amax else None
+                for batch in _batches(self._weights):
+                    _round(batch, self._codec, amax)
         except ValueError as e:
             error = e
         raise_together(error, self._device)
