@@ -8,8 +8,10 @@ weights are replaced by hand. Not covered: more than two ranks, CUDA.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.registry import CODECS
-from quant.spec import QuantFormat
 from quant.stream import dequantize_stream, quantize_stream
 from tests.megatron_bridge import toy
 from tests.megatron_bridge.tiny_models import tiny, tiny_qwen
@@ -57,21 +57,20 @@ FORMATS: dict[str, dict[str, Any]] = {
     "mxfp4 of all": {"format": "mxfp4", "scope": "all"},
     "nvfp4": {"format": "nvfp4"},
 }
-FORMATS = {name: keys for name, keys in FORMATS.items() if QuantFormat(keys["format"]) in CODECS}
 FULL = {"recompute": "full"}
 MTP = {"mtp_coefficient": 0.3}
 OVERLAPPED = {"kernels": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
 LORA = {"lora": {"rank": 4, "alpha": 6.0, "targets": ["attention", "experts", "shared_experts", "mlp"]}}
 BF16 = {"dtype": "bfloat16"}
 Case = tuple[str, dict[str, Any], tuple[str, ...]]  # model, settings, formats
-EVERY, SOME = tuple(FORMATS), tuple(f for f in ("fp8", "int4", "nvfp4") if f in FORMATS)
+EVERY, SCOPES, SOME = tuple(f for f in FORMATS if " " not in f), tuple(FORMATS), ("fp8", "int4", "nvfp4")
 ONE: dict[str, Case] = {
     "bf16, recomputed": ("gqa", BF16 | FULL, EVERY),
     "fp32, without distributed optimizer": ("mtp", MTP | {"distributed_optimizer": False}, SOME),
     "LoRA": ("mla", BF16 | LORA, SOME),
 }
 TWO: dict[str, Case] = {
-    "TP2": ("gqa", BF16 | {"tp": 2}, EVERY),
+    "TP2": ("gqa", BF16 | {"tp": 2}, SCOPES),
     "TP2 and ETP2, recomputed": ("mla", BF16 | FULL | {"tp": 2, "etp": 2}, EVERY),
     "ETP2, fp32": ("mla", {"dp": 2, "etp": 2}, EVERY),
     "EP2 without distributed optimizer": ("mla", BF16 | {"dp": 2, "ep": 2, "distributed_optimizer": False}, EVERY),
@@ -90,7 +89,7 @@ def _config(where: Path, model: str, precision: dict[str, Any] | None = None, **
 def _row(t: Any, seed: int) -> tuple[Any, int]:
     layers = t.family.moe_layers(t.hf)
     dp = t.config.parallel.dp
-    rows, tokens = toy.grid(toy.samples(8, seed=seed, layers=layers), dp=dp, micros=4 // dp)
+    rows, tokens = toy.grid(toy.samples(4, seed=seed, layers=layers), dp=dp, micros=2 // dp)
     return rows[t.dp_rank], tokens
 
 
@@ -130,10 +129,10 @@ def _compared(t: Any) -> Found:
 def _law(where: Path, rank: int, world: int, case: Case, format: str, port: int) -> Found:
     model, settings, _ = case
     with toy.trainer(_config(where, model, FORMATS[format], **settings), rank, world, port) as t:
-        before = _hash(_clones(t.export(computed=True)))
+        before = _compared(t)
         for step in range(STEPS):
-            metrics = _step(t, step)
-        return _compared(t) | {"moved": before != _hash(_clones(t.export(computed=True))), "metrics": metrics}
+            _step(t, step)
+        return _compared(t) | {"before": before["trained"]}
 
 
 @torch.no_grad()
@@ -260,10 +259,9 @@ def _mutated(where: Path, rank: int, world: int, ports: dict[str, int]) -> Found
     module.FakeQuant.weights_changed = lambda self: None  # type: ignore[method-assign]
     out["stale"] = _law(where, rank, world, case, "fp8", ports["stale"])["differing"]
     module.FakeQuant.weights_changed = stock[0]  # type: ignore[method-assign]
-    if "nvfp4" in FORMATS:
-        module._shared_amax = lambda weights, codec: None  # type: ignore[assignment]
-        out["own amax"] = _law(where, rank, world, case, "nvfp4", ports["own amax"])["differing"]
-        module._shared_amax = stock[1]
+    module._shared_amax = lambda weights, codec: None  # type: ignore[assignment]
+    out["own amax"] = _law(where, rank, world, case, "nvfp4", ports["own amax"])["differing"]
+    module._shared_amax = stock[1]
     return out
 
 
@@ -282,6 +280,17 @@ def _not_finite(where: Path, rank: int, world: int, port: int) -> str:
         return "no error"
 
 
+@contextmanager
+def _quick_to_close() -> Iterator[None]:
+    """A trainer that closes collects garbage: not among all that was imported, dozens of times."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@_quick_to_close()
 def _one_rank(rank: int, world: int, port: int, where: Path) -> Found:
     out: Found = {
         f"{name}: {format}": _law(where, rank, world, case, format, free_port())
@@ -296,6 +305,7 @@ def _one_rank(rank: int, world: int, port: int, where: Path) -> Found:
     return out
 
 
+@_quick_to_close()
 def _two_ranks(rank: int, world: int, port: int, where: Path, ports: dict[str, int]) -> Found:
     out: Found = {
         f"{name}: {format}": _law(where, rank, world, case, format, ports[f"{name}: {format}"])
@@ -334,7 +344,7 @@ def test_what_is_trained_is_what_is_served(name: str, found: list[Found]) -> Non
     for r in reports:
         assert r["differing"] == 0, r["where"]
         assert r["trained"] == r["served"] == reports[0]["served"]
-        assert r["not rounded"] == r["changed"] == [] and r["covered"] and r["moved"]
+        assert r["not rounded"] == r["changed"] == [] and r["covered"] and r["trained"] != r["before"]
 
 
 @pytest.mark.parametrize("name", ["oracle bfloat16", "oracle float32", "oracle TP2"])

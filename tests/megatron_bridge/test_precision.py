@@ -1,0 +1,146 @@
+"""What quantization-aware training is refused for, told from config.json, and the grid that it trains on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_bridge.kernels import choose_spec
+from megatron_bridge.precision import check_precision, trained_spec
+from megatron_bridge.resolve import resolve
+from quant.spec import EXPERTS_ONLY, QuantFormat, QuantSpec
+from tests.megatron_bridge import toy
+from tests.megatron_bridge.tiny_models import tiny, tiny_dense, tiny_qwen
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+WIDE = tiny(q_lora_rank=128, kv_lora_rank=128, moe_intermediate_size=128, v_head_dim=64)  # all inputs divide by 128
+
+
+def _check(hf: dict[str, Any], precision: dict[str, Any], **settings: Any) -> None:
+    check_precision(toy.config("", precision={"qat": True, **precision}, **settings), hf)
+
+
+@pytest.mark.parametrize(
+    ("hf", "precision", "settings", "words"),
+    [
+        (
+            tiny(quantization_config=FP8),
+            {"format": "int4"},
+            {},
+            ["precision.format = 'int4'", "stores 'fp8'", "set precision.format = 'fp8'"],
+        ),
+        (
+            tiny(quantization_config=FP8),
+            {"format": "fp8", "block": [16, 32]},
+            {},
+            ["precision.block = [16, 32]", "[32, 32]"],
+        ),
+        (
+            tiny(quantization_config=FP8),
+            {"format": "fp8", "scope": "experts"},
+            {},
+            ["precision.scope = 'experts'", "quantizes model.layers.0.self_attn", "remove precision.scope"],
+        ),
+        (
+            tiny(quantization_config=FP8 | {"modules_to_not_convert": ["model.layers.1.self_attn"]}),
+            {"format": "fp8", "scope": "all"},
+            {},
+            ["leaves out model.layers.1.self_attn"],
+        ),
+        (tiny(), {"format": "fp8", "block": [64, 32]}, {"tp": 4}, ["q_b_proj.weight has 128 rows, 32", "parallel.tp"]),
+        (tiny(), {"format": "fp8", "block": [16, 64]}, {"tp": 4}, ["o_proj.weight has 128 columns, 32", "16 x 64"]),
+        (
+            tiny_qwen(),
+            {"format": "fp8", "block": [64, 16]},
+            {"tp": 2},
+            ["k_proj.weight has 96 rows, 48", "parallel.tp"],
+        ),
+        (
+            tiny_qwen(),
+            {"format": "int4"},
+            {"dp": 4, "etp": 4},
+            ["down_proj.weight has 64 columns, 16 on each of parallel.etp = 4", "1 x 32", "parallel.ep"],
+        ),
+        (tiny_qwen(), {"format": "fp8", "block": [64, 32]}, {"dp": 2, "etp": 2}, ["gate_proj.weight has 64 rows, 32"]),
+        (tiny(moe_intermediate_size=72), {"format": "int4"}, {}, ["down_proj.weight: 72 columns", "group of 32"]),
+        (
+            tiny(),
+            {"format": "nvfp4", "scope": "all"},
+            {},
+            ["q_a_proj", "shares one scale", "precision.scope = 'experts'"],
+        ),
+        (tiny_dense(), {"format": "int4"}, {}, ["quantizes no tensor", "precision.scope"]),
+        (tiny(), {"format": "int4"}, {"kernels": {"spec": "te"}}, ["kernels.spec = 'te'", "qat", "'auto'"]),
+        (
+            tiny(),
+            {"format": "fp8"},
+            {"kernels": {"fp8": "blockwise"}},
+            ["kernels.fp8 = 'blockwise'", "kernels.fp8 = 'none'"],
+        ),
+        (
+            tiny(),
+            {"format": "fp8", "activations": "fp8"},
+            {},
+            ["precision.activations = 'fp8'", "q_b_proj.weight takes 64 inputs", "128"],
+        ),
+        (
+            WIDE,
+            {"format": "fp8", "activations": "fp8", "block": [16, 16]},
+            {"dp": 2, "etp": 2},
+            ["down_proj.weight takes 64 inputs on a rank (parallel.etp = 2)", "lower parallel.etp"],
+        ),
+    ],
+)
+def test_refusals_give_both_numbers_and_the_remedy(
+    hf: dict[str, Any], precision: dict[str, Any], settings: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ValueError) as e:
+        _check(hf, precision, **settings)
+    for part in words:
+        assert part in str(e.value)
+
+
+def test_a_dry_run_is_refused_too() -> None:
+    with pytest.raises(ValueError, match="1 x 32"):
+        resolve(toy.config("", precision={"format": "int4", "qat": True}, dp=4, etp=4), tiny_qwen(), cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("hf", "precision", "settings"),
+    [
+        (tiny(), {"format": "fp8"}, {}),  # blocks of 128 where a dimension is not divided may be cut short
+        (tiny(), {"format": "int4"}, {"dp": 2, "ep": 2}),
+        (tiny(), {"format": "int4"}, {"tp": 2, "etp": 2}),
+        (tiny_qwen(), {"format": "fp8", "block": [16, 16]}, {"tp": 2, "etp": 2}),
+        (WIDE, {"format": "fp8", "activations": "fp8"}, {}),
+        (tiny(), {"format": "mxfp8", "activations": "fp8"}, {"tp": 2, "etp": 2}),
+        # attention, whose rows a block of 64 would cut, is not quantized
+        (tiny_qwen(), {"format": "fp8", "block": [64, 32], "scope": "experts"}, {"tp": 2}),
+    ],
+)
+def test_whole_blocks_on_every_rank_pass(
+    hf: dict[str, Any], precision: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    _check(hf, precision, **settings)
+
+
+def test_the_grid_is_the_checkpoints_own() -> None:
+    """Its ignored modules and block too; where it has none, that of the configuration."""
+    cfg = toy.config("", precision={"format": "fp8", "qat": True})
+    stored = trained_spec(cfg, tiny(quantization_config=FP8 | {"modules_to_not_convert": ["self_attn"]}))
+    assert stored == QuantSpec(format=QuantFormat.FP8, block=(32, 32), ignore=("self_attn",))
+    assert trained_spec(cfg, tiny()) == QuantSpec(format=QuantFormat.FP8)
+    experts = toy.config("", precision={"format": "int4", "qat": True})
+    assert trained_spec(experts, tiny()) == QuantSpec(format=QuantFormat.INT4, ignore=EXPERTS_ONLY)
+
+
+def test_nothing_is_asked_of_a_run_without_it() -> None:
+    cfg = toy.config("", precision={"format": "int4", "allow_without_qat": True})
+    assert trained_spec(cfg, tiny(quantization_config=FP8)) is None
+
+
+def test_auto_builds_local_modules_where_transformer_engine_is_installed() -> None:
+    """Its own would compute with weights that nobody rounded."""
+    for precision, want in (({"format": "int4", "qat": True}, "local"), ({"format": "bf16"}, "te")):
+        assert choose_spec(toy.config("", precision=precision), tiny(), cuda=True, te=True) == want
