@@ -26,14 +26,14 @@ from megatron_bridge.layout import check_layout
 from megatron_bridge.resolve import resolve
 from miles_like.config import RunConfig, trainer_config
 from miles_like.dequantize import dequantize_checkpoint
-from miles_like.hf_checkpoint import HFCheckpoint, write_hf
 from miles_like.pipeline import Parts
 from miles_like.placement import plan_placement
+from miles_like.quant_report import QuantReport
+from miles_like.quantize import quantize_checkpoint, spec_of
 from miles_like.served import served_config
-from quant.hf_config import quantized_config, spec_from_hf
+from quant.hf_config import spec_from_hf
 from quant.registry import make_codec
 from quant.spec import QuantFormat, QuantSpec
-from quant.stream import quantize_stream
 from rollout.servers import embedded_command, sglang_command
 
 
@@ -187,13 +187,14 @@ def dequantize(hf_dir: Path, out_dir: Path) -> int:
     return dequantize_checkpoint(hf_dir, out_dir)
 
 
-def quantize(hf_dir: Path, out_dir: Path, format: str) -> int:
-    """BF16 directory -> quantized directory; returns bytes. Raises ValueError for an unknown format."""
-    known = [f.value for f in QuantFormat if f is not QuantFormat.BF16]
-    if format not in known:
-        raise ValueError(f"--format {format!r}: this version writes {', '.join(known)}")
-    hf, spec = unquantized(hf_dir), QuantSpec(format=QuantFormat(format))
-    return write_hf(out_dir, quantize_stream(hf.stream(), spec), quantized_config(hf.config, spec), copy_from=hf_dir)
+def quantize(hf_dir: Path, out_dir: Path, console: Console, *, report: bool = False, **how: Any) -> int:
+    """Unquantized directory -> quantized directory; returns bytes. `how`: the words of `spec_of`."""
+    spec = spec_of(**how)
+    found = QuantReport(spec) if report else None
+    written = quantize_checkpoint(hf_dir, out_dir, spec, report=found)
+    if found is not None:
+        console.print(found.table())
+    return written
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +270,6 @@ def check(directory: Path, *, memory_limit: int, workers: int) -> str:
 
     report = check(directory, memory_limit=memory_limit, workers=workers)
     return f"{directory} is whole: {report.tensors:,} tensors, {report.files:,} files, {report.bytes:,} bytes"
-
-
-def unquantized(hf_dir: Path) -> HFCheckpoint:
-    """Raises ValueError for a directory that is quantized already."""
-    hf = HFCheckpoint(hf_dir)
-    if "quantization_config" in hf.config:
-        raise ValueError(f"{hf_dir} is quantized: make it BF16 first (miles-like dequantize {hf_dir} OUT_DIR)")
-    return hf
 
 
 def serve(hf_dir: Path, *, host: str, port: int, threads: int) -> None:

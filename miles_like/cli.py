@@ -21,6 +21,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 convert = typer.Typer(no_args_is_help=True, help="Checkpoints from one form to another.")
 app.add_typer(convert, name="convert")
 
+FORMATS = "fp8, fp8-ue8m0, int4, mxfp8, mxfp4 or nvfp4"
 SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override section.key of the config")]
 
 
@@ -117,10 +118,29 @@ def dequantize(hf_dir: Path, out_dir: Path) -> None:
 
 
 @app.command()
-def quantize(hf_dir: Path, out_dir: Path, format: Annotated[str, typer.Option("--format")] = "fp8") -> None:
+def quantize(
+    hf_dir: Path,
+    out_dir: Path,
+    format: Annotated[str, typer.Option("--format", help=FORMATS)] = "fp8",
+    scope: Annotated[
+        str | None, typer.Option("--scope", help="all or experts; of 4 bits the default is experts")
+    ] = None,
+    block: Annotated[str | None, typer.Option("--block", help="rows x columns of an FP8 block, as 128x128")] = None,
+    group: Annotated[int | None, typer.Option("--group", help="columns of an INT4 group: 32, 64, 128")] = None,
+    convention: Annotated[
+        str | None, typer.Option("--convention", help="deepseek, sglang, compressed-tensors or modelopt")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", metavar="PATTERN", help="modules kept out, as layers.0.self_attn or re:..."),
+    ] = None,
+    report: Annotated[bool, typer.Option("--report", help="measure what is lost: a table, a file, plots")] = False,
+) -> None:
     """A BF16 Hugging Face directory in a low-precision format."""
     with one_sentence():
-        typer.echo(f"{assemble.quantize(hf_dir, out_dir, format):,} bytes -> {out_dir}")
+        how = {"format": format, "scope": scope, "block": block, "group": group, "convention": convention}
+        written = assemble.quantize(hf_dir, out_dir, Console(), report=report, ignore=ignore or (), **how)
+        typer.echo(f"{written:,} bytes -> {out_dir}")
 
 
 MemoryOption = Annotated[
@@ -142,7 +162,7 @@ def to_megatron(
     workers: WorkersOption = 1,
     ray_address: RayOption = None,
 ) -> None:
-    """A BF16 or FP8 Hugging Face directory as Megatron torch_dist shards that load in any layout."""
+    """A BF16 or quantized Hugging Face directory as Megatron torch_dist shards that load in any layout."""
     with one_sentence():
         work = assemble.ConvertWork(parse_bytes(memory_limit), workers, ray_address)
         try:
@@ -155,7 +175,7 @@ def to_megatron(
 def to_hf(
     megatron_dir: Path,
     out_dir: Path,
-    format: Annotated[str, typer.Option("--format", help="bf16 or fp8")] = "bf16",
+    format: Annotated[str, typer.Option("--format", help=f"bf16, {FORMATS}")] = "bf16",
     hf_config: Annotated[
         Path | None, typer.Option("--hf-config", help="Hugging Face directory of a checkpoint that training saved")
     ] = None,

@@ -60,6 +60,10 @@ def is_plain(hf: HFCheckpoint) -> bool:
 
 def _finite(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{name} has NaN or infinite values: fetch the checkpoint again")
+        check_finite(name, tensor)
         yield name, tensor
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"{name} has NaN or infinite values: fetch the checkpoint again")

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from miles_like.types import NamedTensor
+from quant.hf_config import MODELOPT_FILE, modelopt_file
 
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -36,6 +37,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HEADER_ROOM = 128 << 10  # bytes kept free for a shard's header, which is known only when its data is written
 _COPIED_SUFFIXES = frozenset((".json", ".jinja", ".model", ".tiktoken", ".txt", ".bpe", ".vocab", ".py"))
+_OF_WEIGHTS = frozenset(("config.json", "manifest.json", MODELOPT_FILE, "quant_report.json"))
 _TEMPLATES = "additional_chat_templates"  # the folder of those beside the first, as transformers calls it
 _REFETCH = "fetch the checkpoint again"
 
@@ -231,14 +233,15 @@ def write_hf(
     copy_from: Path | str | None = None,
     shard_bytes: int = 5 << 30,
     nbytes: int | None = None,
+    beside: Callable[[Path], None] | None = None,
 ) -> int:
     """Write a model directory; return the bytes of tensor data.
 
     Tensors are written as they come, in files of about `shard_bytes`, into `path`.partial, which becomes `path` when
     all is on disk; whatever goes wrong, no `path` is left and no .partial. `copy_from` is a model directory whose
     tokenizer, generation config and the like are taken over. `nbytes`, where known, is checked against the free space
-    beforehand. Raises ValueError for a name twice, a dtype that is not written, or a `path` that exists; OSError naming
-    path and bytes when the disk is full.
+    beforehand. `beside`, called with the unfinished directory, writes more into it. Raises ValueError for a name twice,
+    a dtype that is not written, or a `path` that exists; OSError naming path and bytes when the disk is full.
     """
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -262,6 +265,10 @@ def write_hf(
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, target)
         _write_json(partial / "config.json", config)
+        if (again := modelopt_file(config)) is not None:
+            _write_json(partial / MODELOPT_FILE, again)
+        if beside is not None:
+            beside(partial)
         for file in partial.rglob("*"):
             _fsync(file)
         _fsync(partial)
@@ -375,7 +382,7 @@ def companions(directory: Path) -> list[Path]:
         file
         for file in sorted((*directory.iterdir(), *(directory / _TEMPLATES).glob("*.jinja")))
         if (file.suffix in _COPIED_SUFFIXES or file.name.startswith("LICENSE")) and file.is_file()
-        if file.name not in ("config.json", "manifest.json") and not file.name.startswith(".")
+        if file.name not in _OF_WEIGHTS and not file.name.startswith(".")
         if not file.name.endswith((".index.json", ".safetensors.json"))
     ]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -111,6 +111,19 @@ class Codec(ABC):
         """Each `Whole` part of a weight of `shape`; `amax` as of `encode`, where magnitudes are shared."""
         given = self._whole(shape, self._shared(amax[None]) if amax is not None and self.shared_amax else None)
         return {leaf: given[leaf].expand(1, *p.shape)[0] for leaf, p in self.parts.items() if isinstance(p, Whole)}
+
+    def levels_of_bytes(self) -> Tensor:
+        """fp32 [256, m]: of each byte of stored codes, what the m codes in it stand for before scaling."""
+        stored = torch.arange(256, dtype=torch.uint8).view(next(iter(self.parts.values())).dtype)
+        return self._unpack(stored[None, None]).float().view(256, -1)
+
+    def check_bundle(self, name: str, coded: Container[str]) -> None:
+        """Raises ValueError where a weight is to be encoded without another that it shares a scale with."""
+        for other in self.bundle_of(name):
+            if other not in coded:
+                raise ValueError(
+                    f"{name} shares a scale with {other}, which is not there to be quantized: quantize or ignore both"
+                )
 
     def shape_of(self, parts: Mapping[str, Tensor | tuple[int, ...]], name: str = "a weight") -> tuple[int, int]:
         """[n, k] that the codes, or their shape, are of. Raises ValueError for codes that are not 2-D."""

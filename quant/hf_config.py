@@ -69,6 +69,19 @@ def quantized_config(config: Mapping[str, Any], spec: QuantSpec | None, names: S
     return rest if spec is None or spec.format is QuantFormat.BF16 else rest | {_HERE: spec_to_hf(spec, names)}
 
 
+MODELOPT_FILE = "hf_quant_config.json"
+
+
+def modelopt_file(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What lies beside a whole config.json as `MODELOPT_FILE`, where it says ModelOpt's way how weights are stored."""
+    q = config.get(_HERE)
+    if not isinstance(q, Mapping) or q.get("quant_method") not in _MODELOPT or "quant_algo" not in q:
+        return None
+    inner = {"quant_algo": q["quant_algo"], "kv_cache_quant_algo": None, "group_size": q.get("group_size", 16)}
+    producer = q.get("producer", {"name": "miles-like", "version": "1"})
+    return {"producer": producer, "quantization": {**inner, "exclude_modules": q.get("ignore", [])}}
+
+
 def _want(q: Mapping[str, Any], wanted: Mapping[str, Any], where: str = _HERE) -> None:
     """Every key of `wanted` that is there, and not null, has that value."""
     for key, want in wanted.items():

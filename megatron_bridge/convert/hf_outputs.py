@@ -23,7 +23,7 @@ from megatron_bridge.families.base import HFConfig, Place, Split, TensorMap
 from megatron_bridge.families.registry import family_of
 from miles_like.hf_checkpoint import DTYPE_NAMES
 from quant.codec import Codec
-from quant.registry import make_codec
+from quant.registry import codec_or_none, make_codec
 from quant.spec import QuantSpec
 from quant.stream import stored_name
 
@@ -100,6 +100,10 @@ def outputs(source: TorchDist, tensors: TensorMap, spec: QuantSpec, *, merge: bo
             f"{source.path} has {len(extra)} tensors that are not in the model of config.json, first {min(extra)}: "
             f"{_OTHER_MODEL}"
         )
+    if (codec := codec_or_none(spec)) is not None:
+        coded = {o.name for o in out if o.quantized}
+        for name in coded:
+            codec.check_bundle(name, coded)
     return sorted(out, key=lambda o: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", o.name)])
 
 

@@ -35,7 +35,7 @@ from megatron_bridge.convert.units import (
 )
 from megatron_bridge.families.base import TensorMap
 from miles_like.hf_checkpoint import companions
-from quant.hf_config import quantized_config, spec_from_hf
+from quant.hf_config import MODELOPT_FILE, modelopt_file, quantized_config, spec_from_hf
 from quant.spec import QuantFormat, QuantSpec
 
 SHARD_BYTES = 2 << 30
@@ -93,9 +93,10 @@ def to_hf(
     )
     with building(out, job) as partial:
         kept = run_units(job, partial, workers=memory.workers, spread=spread)
-        written = config if spec == spec_from_hf(config) else quantized_config(config, spec)
+        names = sorted(o.name for o in tensors)
+        written = config if spec == spec_from_hf(config) else quantized_config(config, spec, names)
         written = written | ({DRAFT_LAYERS: 0} if left_out else {})
-        _finish(job, partial, config_dir, raw_config if written == config else _json(written))
+        _finish(job, partial, config_dir, raw_config if written == config else _json(written), modelopt_file(written))
     size = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
     return ConvertReport(tensors=len(tensors), skipped=left_out, bytes=size, units=job.count, units_kept=kept)
 
@@ -116,10 +117,12 @@ def _memory(
     )
 
 
-def _finish(job: WriteShards, partial: Path, config_dir: Path, config: bytes) -> None:
+def _finish(job: WriteShards, partial: Path, config_dir: Path, config: bytes, modelopt: dict[str, Any] | None) -> None:
     """What makes the units a checkpoint, and the manifest."""
     facts = _facts(job, partial)
     files = {**files_of(job, partial), **_companions(config_dir, partial), CONFIG: write_file(partial / CONFIG, config)}
+    if modelopt is not None:
+        files[MODELOPT_FILE] = write_file(partial / MODELOPT_FILE, _json(modelopt))
     if job.count > 1:
         files[INDEX] = write_file(partial / INDEX, _json(_index(facts)))
     Manifest("hf", facts, files).write(partial)

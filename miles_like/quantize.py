@@ -1,0 +1,165 @@
+"""A bf16 checkpoint in a low-precision format: what the rollout serves, and what is uploaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from miles_like.dequantize import check_finite
+from miles_like.hf_checkpoint import HFCheckpoint, write_hf
+from miles_like.quant_report import PLOTS, QuantReport
+from quant.codec import Codec, QuantTensor
+from quant.hf_config import quantized_config
+from quant.registry import CODECS, make_codec
+from quant.spec import QuantFormat, QuantSpec
+from quant.stream import part_of, quantize_stream, refuse_foreign
+
+Scope = Literal["all", "experts"]
+Named = tuple[str, Tensor]
+
+
+def spec_of(
+    format: str,
+    *,
+    scope: str | None = None,
+    block: str | None = None,
+    group: int | None = None,
+    convention: str | None = None,
+    ignore: Sequence[str] = (),
+) -> QuantSpec:
+    """Of the command line's words. Raises ValueError naming the one that is not known, or does not go with `format`."""
+    if format not in tuple(CODECS):
+        raise ValueError(f"--format {format!r}: this version writes {', '.join(CODECS)}")
+    if scope is not None and scope not in get_args(Scope):
+        raise ValueError(f"--scope {scope!r}: want {' or '.join(get_args(Scope))}")
+    kind = QuantFormat(format)
+    by_block = kind in (QuantFormat.FP8, QuantFormat.FP8_UE8M0)
+    rest: dict[str, Any] = {} if convention is None else {"convention": convention}
+    if block is not None:
+        sizes = block.lower().split("x")
+        if not by_block or not all(s.isdecimal() for s in sizes) or len(sizes) > 2:
+            raise ValueError(f"--block {block!r}: a block of FP8 is given as 128 or 128x64; other formats have --group")
+        rest["block"] = (int(sizes[0]), int(sizes[-1]))
+    if group is not None:
+        if by_block:
+            raise ValueError(f"--group {group}: {format} has blocks of rows and columns; give --block")
+        rest["block"] = (1, group)
+    spec = QuantSpec.of(kind, scope, **rest)  # type: ignore[arg-type]  # one of its words, as checked
+    return replace(spec, ignore=(*spec.ignore, *ignore))
+
+
+def quantize_checkpoint(
+    src: Path | str,
+    dst: Path | str,
+    spec: QuantSpec,
+    *,
+    report: QuantReport | None = None,
+    shard_bytes: int = 5 << 30,
+) -> int:
+    """Write the model directory `src`, not quantized, to `dst` as `spec` says; return the bytes of tensor data.
+
+    Weights that share a scale are read together wherever they lie, everything else as it comes, so that at no time
+    more than a few tensors are in memory. The configuration gets `quantization_config`, tokenizer files are copied.
+    `report` is filled, and written into `dst`. Raises ValueError, with nothing left of `dst`: a source that is
+    quantized, of which nothing would be, with a weight of a shape that the format cannot hold (before anything is
+    written), with values that are not finite; and as `HFCheckpoint` and `write_hf` do.
+    """
+    hf, codec = unquantized(src), make_codec(spec)
+    nbytes = quantized_bytes(hf, spec)
+    tensors = _in_bundles(hf, spec, codec)
+    stored = quantize_stream(tensors, spec) if report is None else _watched(tensors, spec, codec, report)
+    return write_hf(
+        dst,
+        stored,
+        quantized_config(hf.config, spec, sorted(hf.names())),
+        copy_from=src,
+        shard_bytes=shard_bytes,
+        nbytes=nbytes,
+        beside=None if report is None else partial(_write_report, report),
+    )
+
+
+def _write_report(report: QuantReport, directory: Path) -> None:
+    from miles_like.quant_plots import write_quant_plots  # not before it is needed: matplotlib is heavy
+
+    report.write(directory)
+    write_quant_plots(report, directory / PLOTS)
+
+
+def quantized_bytes(hf: HFCheckpoint, spec: QuantSpec) -> int:
+    """Bytes of tensor data that `quantize_checkpoint` will write, from the headers. Raises ValueError as it does for
+    what they tell."""
+    codec = make_codec(spec)
+    coded = {name for name in hf.names() if spec.covers(name, hf.info(name).shape)}
+    if not coded:
+        raise ValueError(
+            f"{hf.path} has no weight that {spec.format} would be stored in: ignored are "
+            f"{', '.join(spec.ignore) or 'none'}; give --scope all, or fewer --ignore"
+        )
+    total = 0
+    for name in hf.names():
+        info = hf.info(name)
+        if name not in coded:
+            total += info.nbytes
+            continue
+        codec.check_bundle(name, coded)
+        layout = codec.layout(info.shape, name)
+        total += sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.values())
+    return total
+
+
+def unquantized(hf_dir: Path | str) -> HFCheckpoint:
+    """Raises ValueError for a directory that is quantized already."""
+    hf = HFCheckpoint(hf_dir)
+    if "quantization_config" in hf.config:
+        raise ValueError(f"{hf_dir} is quantized: make it BF16 first (miles-like dequantize {hf_dir} OUT_DIR)")
+    for name in hf.names():
+        refuse_foreign(name, hf.info(name).dtype, None)
+    return hf
+
+
+def _in_bundles(hf: HFCheckpoint, spec: QuantSpec, codec: Codec) -> Iterator[Named]:
+    """Every tensor in the order of the files, but weights that share a scale together."""
+    ahead: set[str] = set()
+    for name in hf.names():
+        if name in ahead:
+            ahead.remove(name)
+        elif spec.covers(name, hf.info(name).shape):
+            for other in codec.bundle_of(name):
+                yield other, hf.read(other)
+                ahead.add(other)
+            ahead.remove(name)
+        else:
+            tensor = hf.read(name)
+            check_finite(name, tensor)
+            yield name, tensor
+
+
+def _watched(tensors: Iterator[Named], spec: QuantSpec, codec: Codec, report: QuantReport) -> Iterator[Named]:
+    """`quantize_stream`, whose results are compared with what they are of; each is held until it has been."""
+    held: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}
+
+    def noted() -> Iterator[Named]:
+        for name, tensor in tensors:
+            if spec.covers(name, tensor.shape):
+                held[name] = tensor
+            else:
+                report.skip(tensor)
+            yield name, tensor
+
+    for stored, tensor in quantize_stream(noted(), spec):
+        found = part_of(codec, stored, tensor.dtype)
+        if found is not None and found[0] in held:
+            parts[found[1]] = tensor
+            if len(parts) == len(codec.leaves):
+                w = held.pop(found[0])
+                report.add(found[0], w, QuantTensor(parts, tuple(w.shape)))
+                parts = {}
+        yield stored, tensor
