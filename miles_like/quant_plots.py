@@ -18,6 +18,7 @@ from miles_like.quant_report import QuantReport, Tally
 
 SNR = "snr_by_layer.png"
 _DPI = 100
+_SPAN = 2.0  # dB, the least height of a panel
 
 
 def write_quant_plots(report: QuantReport, folder: Path) -> list[Path]:
@@ -49,6 +50,9 @@ def _snr(report: QuantReport, path: Path) -> None:
             style = "-" if i < len(COLOURS) else "--"
             colour = COLOURS[i % len(COLOURS)]
             ax.plot(layers, values, style, color=colour, marker="o", markersize=3, linewidth=1.3, label=projection)
+        low, high = ax.get_ylim()
+        if high - low < _SPAN:  # differences that nobody would see are not to look large
+            ax.set_ylim((low + high - _SPAN) / 2, (low + high + _SPAN) / 2)
         _dress(ax, f"{kind[0].upper()}{kind[1:]}", f"{report.spec.format}: signal to noise, dB")
         ax.legend(fontsize=8, frameon=False, ncols=4, labelcolor=INK)
     panels[-1].set_xlabel("layer", fontsize=9, color=FAINT)
@@ -65,9 +69,9 @@ def _occupancy(report: QuantReport, layer: int, tallies: Mapping[str, Tally], pa
         at = range(len(magnitudes))
         ax.plot(at, [100 * s for s in shares], drawstyle="steps-mid", color=COLOURS[i], linewidth=1.3, label=kind)
     _dress(ax, f"Layer {layer}", f"{report.spec.format}: % of codes")
-    every = max(1, len(magnitudes) // 12)
+    every = max(1, len(magnitudes) // 8)
     ticks = sorted({*range(0, len(magnitudes), every), len(magnitudes) - 1})
-    ax.set_xticks(ticks, [f"{magnitudes[t]:g}" for t in ticks])
+    ax.set_xticks(ticks, [f"{magnitudes[t]:.3g}" for t in ticks])
     ax.set_xlabel("magnitude before scaling", fontsize=9, color=FAINT)
     ax.legend(fontsize=8, frameon=False, labelcolor=INK)
     figure.savefig(path)

@@ -71,6 +71,6 @@ def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
 
     def same(x: Tensor, y: Tensor) -> bool:
         alike = x.dtype is y.dtype and x.shape == y.shape
-        return alike and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+        return alike and torch.equal(x.flatten().view(torch.uint8), y.flatten().view(torch.uint8))
 
     return sorted(name for name in a.keys() | b.keys() if name not in a or name not in b or not same(a[name], b[name]))
