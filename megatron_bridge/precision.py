@@ -57,9 +57,11 @@ def check_precision(config: TrainerConfig, hf: HFConfig) -> None:
     _refuse_te(config)
     tensors, covered = _tensors(config, hf), 0
     for entry in tensors.entries:
-        if place := next((p for p in places_of(tensors, entry) if spec.covers(p.hf_name, p.shape)), None):
-            _check_place(config, place, make_codec(spec))
-            covered += 1
+        for part in range(len(entry.hf)):  # one of each kind: in other layers it has the same shape
+            places = (place for place in places_of(tensors, entry) if place.part == part)
+            if place := next((p for p in places if spec.covers(p.hf_name, p.shape)), None):
+                _check_place(config, place, make_codec(spec))
+                covered += 1
     if not covered:
         raise ValueError(
             f"precision.format = {spec.format.value!r} quantizes no tensor of this model: look at precision.scope and "

@@ -52,7 +52,7 @@ def _check(hf: dict[str, Any], precision: dict[str, Any], **settings: Any) -> No
         (tiny(), {"format": "fp8", "block": [16, 64]}, {"tp": 4}, ["o_proj.weight has 128 columns, 32", "16 x 64"]),
         (
             tiny_qwen(),
-            {"format": "fp8", "block": [64, 16]},
+            {"format": "fp8", "block": [32, 16]},
             {"tp": 2},
             ["k_proj.weight has 96 rows, 48", "parallel.tp"],
         ),
