@@ -325,9 +325,11 @@ class Codec(ABC):
     def decode_parts(self, parts: Mapping[str, Tensor], out: Tensor) -> Tensor:
         """Parts [B, ...] of B weights of one shape, stacked once for many calls -> out [B, n, k] of any float dtype:
         the bf16 values of `decode`, cast. The shapes are not checked: each weight came through `adopt`."""
-        together = max(1, tile_elements(out.device) // (out.shape[1] * out.shape[2]))
+        b, n, k = out.shape
+        threads = torch.get_num_threads() if out.device.type == "cpu" else 1
+        together = max(1, min(tile_elements(out.device) // (n * k), -(-b // threads)))
         jobs: list[Callable[[], None]] = []
-        for i in range(0, len(out), together):
+        for i in range(0, b, together):
             some = {leaf: p[i : i + together] for leaf, p in parts.items()}
             jobs += self._decode_jobs(some, out[i : i + together], torch.bfloat16)
         each(jobs, out.device)

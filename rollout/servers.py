@@ -15,6 +15,7 @@ import httpx
 
 from rollout.client import RolloutError, no_certificates
 from rollout.config import RolloutConfig
+from rollout.served import check_directory
 from rollout.wire import HEALTH
 
 _POLL_S = 0.1
@@ -231,7 +232,11 @@ def launch_embedded(
     weight_version: int = 0,
     activations: str = "none",
 ) -> ServerHandle:
-    """Start a CPU engine and wait until it answers. Raises ValueError (port) or RolloutError (it did not come up)."""
+    """Start a CPU engine and wait until it answers.
+
+    Raises ValueError (port; a format it does not serve) or RolloutError (it did not come up).
+    """
+    check_directory("embedded", model_path, config.sglang)
     port = _usable(port, host)
     command = embedded_command(
         model_path, config, port=port, host=host, weight_version=weight_version, activations=activations
@@ -252,7 +257,11 @@ def launch_sglang(
     weight_version: int = 0,
     return_routed_experts: bool = True,
 ) -> ServerHandle:
-    """Start this node's part of a stock server; on its first node wait until it answers (the others speak no HTTP)."""
+    """Start this node's part of a stock server; on its first node wait until it answers (the others speak no HTTP).
+
+    Raises ValueError (port; a format it does not serve) or RolloutError (it did not come up).
+    """
+    check_directory("sglang", model_path, config.sglang)
     port = _usable(port, host)
     command = sglang_command(
         config,

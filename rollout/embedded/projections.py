@@ -1,7 +1,8 @@
 """Weights of linear layers as they lie in memory, decoded or as codes, and the product with them.
 
 Codes are decoded at each use, into one buffer that all share, to the values that a decoded copy would hold: either way
-the same numbers are multiplied. A use costs the decoding of each weight once, whatever the number of rows.
+the same numbers are multiplied. A use costs the decoding of each weight once, whatever the number of rows. Beside
+experts, which a layer has many of, small weights are kept decoded in any case.
 
 Letters: T rows, N rows (out) and K columns (in) of a weight, B weights of one shape, E experts.
 """
@@ -21,6 +22,7 @@ from quant.qat import fake_activations
 from rollout.embedded.operations import Operations
 
 _TOGETHER = 1 << 18  # decoded elements of experts that are multiplied at once: they stay in a core's cache
+SMALL = 1 << 16  # elements of a fused weight up to which it is kept decoded: calls would cost more than the memory
 
 
 class Scratch:
@@ -83,7 +85,7 @@ class Linear:
         self._coded = coded
         self._pieces, self._scratch = tuple(pieces), scratch
         self._dense: Tensor | None = None
-        if not (keep_codes and any(coded)):
+        if not (keep_codes and any(coded)) or math.prod(self.shape) <= SMALL:
             self._dense = self._fill(torch.empty(self.shape, dtype=scratch.dtype))
             self._pieces = ()
 
