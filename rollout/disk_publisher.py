@@ -10,6 +10,7 @@ from typing import Any
 
 from miles_like.hf_checkpoint import write_hf
 from miles_like.types import NamedTensor, PublishReport
+from quant.hf_config import quantized_config, spec_from_hf
 from quant.spec import QuantSpec
 from quant.stream import quantize_stream
 from rollout import wire
@@ -23,7 +24,8 @@ class DiskPublisher:
     """WeightPublisher over /update_weights_from_disk. The servers generate while the directory is written.
 
     directory: gets `version_N`; the one before it is removed once all servers have loaded the new one, for they may
-    read lazily. hf_config: the model's config.json; copy_from: its directory. Other arguments as in TensorPublisher.
+    read lazily. hf_config: the model's config.json, whose quantization_config is written as `spec` says unless it says
+    so already; copy_from: its directory. Other arguments as in TensorPublisher.
     """
 
     def __init__(
@@ -42,7 +44,8 @@ class DiskPublisher:
             raise ValueError("no servers to publish to: rollout.servers must be at least 1")
         self._urls = tuple(urls)
         self._directory = directory.resolve()
-        self._hf_config = hf_config
+        said = "quantization_config" in hf_config and spec_from_hf(hf_config) == spec
+        self._hf_config = hf_config if said else quantized_config(hf_config, spec)
         self._copy_from = copy_from
         self._spec = spec
         self._config = config

@@ -41,12 +41,14 @@ def _sglang(spec: QuantSpec, flags: SGLangFlags) -> str:
     blackwell, ct = flags.gpu == "blackwell", spec.convention == "compressed-tensors"
     if spec.format is QuantFormat.FP8 and blackwell:
         return (  # requant_block_scale_ue8m0_for_deepgemm
-            "DeepGEMM's scales are powers of two there, so that it would quantize fp32-scaled weights anew and change a "
-            "quarter of them; set precision.format = 'fp8-ue8m0', which it takes as it is"
+            "DeepGEMM's scales are powers of two there, so that it would quantize fp32-scaled weights anew and change "
+            "a quarter of them; set precision.format = 'fp8-ue8m0', which it takes as it is"
         )
     if spec.format is QuantFormat.INT4 and spec.block[1] not in _INT4_GROUPS:
         groups = ", ".join(map(str, _INT4_GROUPS))
-        return f"its kernels have groups of {groups} columns, these of {spec.block[1]}; set precision.block, {_EMBEDDED}"
+        return (
+            f"its kernels have groups of {groups} columns, these of {spec.block[1]}; set precision.block, {_EMBEDDED}"
+        )
     if spec.format is QuantFormat.MXFP8 and ct:
         return (
             "it has no scheme for experts of compressed-tensors' mxfp8-quantized; store them in the convention "
@@ -58,8 +60,8 @@ def _sglang(spec: QuantSpec, flags: SGLangFlags) -> str:
         return f"0.5.23 has no loader for MXFP4 experts stored one by one; set precision.format = 'nvfp4', {_EMBEDDED}"
     if spec.format is QuantFormat.NVFP4 and ct:  # the scheme deletes w13_weight_packed and restores nothing
         return (
-            "the loaded codes of compressed-tensors' nvfp4-pack-quantized are repacked and their names dropped, so that "
-            f"every later update would be ignored; store them in the convention 'modelopt', {_EMBEDDED}"
+            "the codes of compressed-tensors' nvfp4-pack-quantized are repacked and their names dropped, so that every "
+            f"later update would be ignored; store them in the convention 'modelopt', {_EMBEDDED}"
         )
     if spec.format is QuantFormat.NVFP4 and not blackwell:  # prepare_moe_nvfp4_layer_for_marlin
         return (

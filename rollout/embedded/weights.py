@@ -53,8 +53,8 @@ class WeightStore:
     # ---- what comes in
 
     def skips(self, name: str) -> bool:
-        """Known and not served: a multi-token-prediction layer's, a head beside the embedding that is the head, or scales
-        of activations that come with some formats."""
+        """Known and not served: a multi-token-prediction layer's, a head beside the embedding that is the head, or
+        scales of activations that come with some formats."""
         if self.arch.tied and name == "lm_head.weight":
             return True
         if self._codec is not None and name.rpartition(".")[2] in self._codec.dropped - self._codec.parts.keys():

@@ -113,8 +113,25 @@ def save(model: Any, path: Path, config: dict[str, Any] | None = None) -> Path:
     return path
 
 
-def service(path: Path, **limits: int) -> Service:
-    return Service(path, EngineLimits(**({"max_total_tokens": 2048, "context_length": 256} | limits)))
+def with_values(values: dict[str, torch.Tensor], base: dict[str, Any] = BASE) -> Any:
+    """transformers' model of these values, named as a checkpoint names them."""
+    model = oracle(5, base)
+    own = dict([*model.named_parameters(), *model.named_buffers()])
+    with torch.no_grad():
+        for name in (n for n in values if ".experts." not in n):
+            own[name].copy_(values[name])
+        for name, p in model.named_parameters():
+            if ".experts." in name:  # stacked, and gate over up
+                prefix, leaf = name.rsplit(".", 1)
+                parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
+                for e in range(len(p)):
+                    p[e].copy_(torch.cat([values[f"{prefix}.{e}.{part}.weight"] for part in parts]))
+    return model
+
+
+def service(path: Path, weights: Any = "decoded", activations: Any = "none", **limits: int) -> Service:
+    wanted = EngineLimits(**({"max_total_tokens": 2048, "context_length": 256} | limits))
+    return Service(path, wanted, weights=weights, activations=activations)
 
 
 def spec(ids: list[int], **changes: Any) -> PromptSpec:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from embedded_fixtures import BASE, GLM, QWEN, QWEN_MOE, oracle, run, save, service, spec, submit
+from embedded_fixtures import BASE, GLM, QWEN, QWEN_MOE, oracle, run, save, service, spec, submit, with_values
 from safetensors.torch import load_file, save_file
 
 from miles_like.types import NamedTensor
@@ -64,19 +64,7 @@ def _oracle_of(tensors: dict[str, torch.Tensor], base: dict[str, Any]) -> Any:
             values[name] = (t.float() * scale[: t.shape[0], : t.shape[1]]).to(torch.bfloat16).float()
         elif not name.endswith("_scale_inv"):
             values[name] = t.float()
-    model = oracle(5, base)
-    ours = {n for n in values if ".experts." not in n}
-    own = dict([*model.named_parameters(), *model.named_buffers()])
-    with torch.no_grad():
-        for name in ours:
-            own[name].copy_(values[name])
-        for name, p in model.named_parameters():
-            if ".experts." in name:  # stacked, and gate over up
-                prefix, leaf = name.rsplit(".", 1)
-                parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
-                for e in range(len(p)):
-                    p[e].copy_(torch.cat([values[f"{prefix}.{e}.{part}.weight"] for part in parts]))
-    return model
+    return with_values(values, base)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from miles_like.types import NamedTensor
+from quant.hf_config import spec_from_hf
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
 from rollout import wire
@@ -210,7 +211,7 @@ def test_disk_publication(tmp_path: Path) -> None:
         assert report.bytes == sum(t.nbytes for _, t in encoded)
         assert [p.name for p in (tmp_path / "weights").iterdir()] == ["version_2"]
         config = json.loads((tmp_path / "weights/version_2/config.json").read_text())
-        assert config == {"model_type": "deepseek_v3"}
+        assert config["model_type"] == "deepseek_v3" and spec_from_hf(config) == SPEC
         b.fault = {wire.UPDATE_FROM_DISK: "refuse"}
         with pytest.raises(RuntimeError, match=f"{b.url} refused .*left paused"):
             pub.publish(weights(1), version=3)
