@@ -147,7 +147,7 @@ def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
     for s in plan.of("rollout"):
         port = (config.rollout.port or 30000) + s.index
         if config.rollout.engine == "embedded":
-            command = embedded_command(model, config.rollout, port=port)
+            command = embedded_command(model, config.rollout, port=port, activations=config.precision.activations)
         else:
             head = next(x for x in plan.of("rollout") if x.index == s.index and x.node_rank == 0)
             address = f"NODE{head.node}:{20000 + s.index}" if s.nnodes > 1 else None

@@ -119,6 +119,7 @@ class ServerRecipe:
     weight_version: int
     node_rank: int = 0
     nnodes: int = 1
+    activations: str = "none"  # "fp8": the embedded engine rounds the inputs of quantized linears, as the trainer does
     routed_experts: bool = True  # a model without experts has none to return, and stock SGLang then dies of the flag
 
     def __call__(self, host: str, dist_init_addr: str | None) -> ServerHandle:
@@ -130,6 +131,7 @@ class ServerRecipe:
                 port=self.port,
                 log_dir=self.log_dir,
                 weight_version=self.weight_version,
+                activations=self.activations,
             )
         return launch_sglang(
             self.model_path,

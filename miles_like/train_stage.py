@@ -183,6 +183,7 @@ class TrainStage:
                     port=first_port[slot.index],
                     log_dir=(self.run_dir / "logs").resolve(),
                     weight_version=version,
+                    activations=self.config.precision.activations,
                     node_rank=slot.node_rank,
                     nnodes=slot.nnodes,
                     routed_experts=bool(self.family.moe_layers(self.hf.config)),
