@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -25,8 +24,7 @@ from megatron_bridge.agree import raise_together
 from megatron_bridge.config import PrecisionConfig
 from megatron_bridge.effective import published_weight_of, use_effective_input, use_effective_weight
 from megatron_bridge.families.base import Entry, Split, TensorMap
-from megatron_bridge.local_modules import DuplicatedLinear
-from megatron_bridge.model import unwrap
+from megatron_bridge.model import PolicyModel, unwrap
 from megatron_bridge.overlap import settle_parameters
 from megatron_bridge.parallel import ParallelContext
 from megatron_bridge.param_names import renamer
@@ -53,6 +51,7 @@ class _Weight:
     """A parameter with covered tensors in it."""
 
     linear: Any
+    name: str  # of the parameter in the linear
     value: Tensor  # what the linear computes with, in the parameter's dtype
     pieces: tuple[_Piece, ...]
     whole: bool  # every row belongs to a piece
@@ -75,12 +74,12 @@ class FakeQuant:
         self._codec, self._rounds = make_codec(spec), precision.qat
         inputs = activation_codec(spec) if precision.activations == "fp8" else None
         self._weights: list[_Weight] = []
-        for linear, covered, group in _covered(chunks, parallel, tensors, spec):
+        for linear, name, covered, group in _covered(chunks, parallel, tensors, spec):
             if inputs is not None:
                 use_effective_input(linear, partial(fake_activations, inputs))
             if precision.qat:
-                self._weights.append(weight := _weight(linear, covered, group))
-                use_effective_weight(linear, partial(_replaced, weight.value), published=False)
+                self._weights.append(weight := _weight(linear, name, covered, group))
+                use_effective_weight(linear, partial(_replaced, weight.value), published=False, name=name)
         self._stale = True
 
     def weights_changed(self) -> None:
@@ -112,25 +111,34 @@ class FakeQuant:
 
 def _covered(
     chunks: Sequence[DistributedDataParallel], parallel: ParallelContext, tensors: TensorMap, spec: QuantSpec
-) -> Iterator[tuple[Any, tuple[_Piece, ...], ProcessGroup | None]]:
-    """(linear, covered tensors in it, ranks among which it is divided), in an order that these ranks share."""
+) -> Iterator[tuple[Any, str, tuple[_Piece, ...], ProcessGroup | None]]:
+    """(linear, its parameter, covered tensors in that, ranks among which it is divided), in an order that these ranks
+    share."""
     for model in map(unwrap, chunks):
         rename = renamer(model, parallel)
-        for name, module in model.named_modules():
-            if "weight" not in module._parameters or module is getattr(model, "output_layer", None):
-                continue
-            places = tensors.parts_of(rename(f"{name}.weight"))
+        for name, module, leaf, weight in _matrices(model):
+            places = tensors.parts_of(rename(f"{name}.{leaf}"))
             if not any(spec.covers(place.hf_name, place.shape) for place in places):
                 continue
-            assert isinstance(module, ColumnParallelLinear | RowParallelLinear | DuplicatedLinear), type(module)
-            entry, weight = places[0].entry, module.weight
+            entry = places[0].entry
             pieces = tuple(
                 _Piece(place.hf_name, _runs(tensors, place.part, entry, len(weight)))
                 for place in places
                 if spec.covers(place.hf_name, place.shape)
             )
             group = parallel.etp_group if entry.per_expert else parallel.tp_group
-            yield module, pieces, None if entry.split is Split.REPLICATED else group
+            yield module, leaf, pieces, None if entry.split is Split.REPLICATED else group
+
+
+def _matrices(model: PolicyModel) -> Iterator[tuple[str, Any, str, Tensor]]:
+    """(module's name, module, parameter's name in it, parameter) of every weight of a linear but the head."""
+    for name, module in model.named_modules():
+        if module is getattr(model, "output_layer", None):
+            continue
+        for leaf, parameter in module._parameters.items():
+            # TransformerEngine's grouped linear has weight0, weight1, ... of a rank's experts
+            if parameter is not None and leaf.rstrip("0123456789") == "weight":
+                yield name, module, leaf, parameter
 
 
 def _runs(tensors: TensorMap, part: int, entry: Entry, rows: int) -> tuple[Run, ...]:
@@ -141,10 +149,10 @@ def _runs(tensors: TensorMap, part: int, entry: Entry, rows: int) -> tuple[Run, 
     return ((part * share, (part + 1) * share),)
 
 
-def _weight(linear: Any, pieces: tuple[_Piece, ...], group: ProcessGroup | None) -> _Weight:
+def _weight(linear: Any, name: str, pieces: tuple[_Piece, ...], group: ProcessGroup | None) -> _Weight:
     covered = sum(end - first for piece in pieces for first, end in piece.runs)
-    value = torch.empty_like(linear.weight, requires_grad=False)
-    return _Weight(linear, value, pieces, covered == len(value), group)
+    value = torch.empty_like(getattr(linear, name), requires_grad=False)
+    return _Weight(linear, name, value, pieces, covered == len(value), group)
 
 
 def _replaced(value: Tensor, weight: Tensor) -> Tensor:
@@ -173,7 +181,7 @@ def _round(weights: Sequence[_Weight], codec: Codec, amax: Mapping[str, Tensor] 
     bundle: dict[str, Tensor] = {}
     into: dict[str, Tensor] = {}
     for weight in weights:
-        source = published_weight_of(weight.linear)
+        source = published_weight_of(weight.linear, weight.name)
         if not weight.whole:
             weight.value.copy_(source)
         for piece in weight.pieces:
@@ -198,7 +206,7 @@ def _shared_amax(weights: Sequence[_Weight], codec: Codec) -> dict[str, Tensor]:
         own: dict[str, Tensor] = {}
         for weight in weights:
             if weight.group is group:
-                source = published_weight_of(weight.linear)
+                source = published_weight_of(weight.linear, weight.name)
                 own |= {piece.name: codec.amax(_rows(source, piece.runs)) for piece in weight.pieces}
         names = list(own)
         both = torch.stack([torch.stack([own[n] for n in codec.bundle_of(name)]).amax() for name in names])

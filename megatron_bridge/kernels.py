@@ -39,8 +39,8 @@ def choose_spec(
     if kernels.spec == "te" and not (cuda and te):
         missing = "a CUDA device" if not cuda else "the package transformer-engine"
         raise ValueError(f"kernels.spec = 'te' needs {missing} on every trainer rank: set kernels.spec = 'auto'")
-    own = config.precision.qat or config.precision.activations != "none"  # which only local modules can be told
-    spec: Spec = "te" if kernels.spec != "local" and cuda and te and not own else "local"
+    local = config.precision.activations != "none"  # only local modules round their inputs as the rollout does
+    spec: Spec = "te" if kernels.spec in (("te",) if local else ("te", "auto")) and cuda and te else "local"
     if not cuda:
         _refuse_without_cuda(kernels)
     if spec == "local":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_bridge.config import TrainerConfig
+from megatron_bridge.config import PrecisionConfig, TrainerConfig
 from megatron_bridge.families.base import Entry, HFConfig, Place, Split, TensorMap
 from megatron_bridge.families.registry import family_of
 from quant.codec import Codec
@@ -21,41 +21,59 @@ from quant.spec import QuantSpec
 _MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
-def trained_spec(config: TrainerConfig, hf: HFConfig) -> QuantSpec | None:
-    """Of the weights that the rollout is served: the checkpoint's own where config.json has one, else what
-    `config.precision` says. None where the trainer rounds neither weights nor activations.
+def served_spec(precision: PrecisionConfig, hf: HFConfig) -> QuantSpec | None:
+    """How the rollout's weights are stored, of a model with this config.json; None: in BF16.
 
-    Raises ValueError where the two differ.
+    A checkpoint that comes in the run's format is served as it is, in its own blocks and with its own modules; any
+    other is stored anew. Raises ValueError for blocks or a scope in the configuration that the former does not have.
+    """
+    asked, stored = precision.spec(), spec_from_hf(hf)
+    if asked is None or stored is None or stored.format is not asked.format:
+        return asked
+    if precision.block is not None and stored.block != asked.block:
+        raise ValueError(
+            f"precision.block = {list(asked.block)}, but config.json's quantization_config has blocks of "
+            f"{list(stored.block)}: what is trained on one grid and served on another is not trained at all; remove "
+            "precision.block, or start from the BF16 checkpoint, which is then stored in such blocks"
+        )
+    if precision.scope is not None:
+        for place in family_of(hf).bind(hf).places():
+            name, shape = place.hf_name, place.shape
+            if asked.covers(name, shape) != (quantized := stored.covers(name, shape)):
+                raise ValueError(
+                    f"precision.scope = {precision.scope!r}, but config.json's quantization_config "
+                    f"{'quantizes' if quantized else 'leaves out'} {name}: remove precision.scope, or start from the "
+                    "BF16 checkpoint"
+                )
+    return stored
+
+
+def trained_spec(config: TrainerConfig, hf: HFConfig) -> QuantSpec | None:
+    """Of the weights that training computes with: `served_spec`. None where the trainer rounds neither weights nor
+    activations.
+
+    Raises ValueError as `served_spec`, and where config.json, which is the served checkpoint's, has another format.
     """
     precision = config.precision
     if not precision.qat and precision.activations == "none":
         return None
     asked, stored = precision.spec(), spec_from_hf(hf)
     assert asked is not None, "bf16 has neither qat nor activations"
-    if stored is None:
-        return asked
-    if stored.format is not asked.format:
+    if stored is not None and stored.format is not asked.format:
         raise ValueError(
             f"precision.format = {asked.format.value!r}, but config.json's quantization_config stores "
             f"{stored.format.value!r}: set precision.format = {stored.format.value!r}, or quantize the checkpoint anew"
         )
-    if precision.block is not None and stored.block != asked.block:
-        raise ValueError(
-            f"precision.block = {list(asked.block)}, but config.json's quantization_config has blocks of "
-            f"{list(stored.block)}: what is trained on one grid and served on another is not trained at all; remove "
-            "precision.block, or quantize the checkpoint anew"
-        )
-    if precision.scope is not None:
-        _check_scope(config, hf, asked, stored)
-    return stored
+    return served_spec(precision, hf)
 
 
-def check_precision(config: TrainerConfig, hf: HFConfig) -> None:
-    """Raises ValueError, with the remedy, for weights or inputs that no rank could round as the rollout does."""
+def check_precision(config: TrainerConfig, hf: HFConfig, *, te: bool = False) -> None:
+    """Raises ValueError, with the remedy, for weights or inputs that no rank could round as the rollout does. `te`: the
+    model is built from TransformerEngine's modules."""
     if (spec := trained_spec(config, hf)) is None:
         return
-    _refuse_te(config)
-    tensors, covered = _tensors(config, hf), 0
+    _refuse_te(config, te)
+    tensors, covered = family_of(hf).bind(hf, mtp=config.mtp_coefficient > 0), 0
     for entry in tensors.entries:
         for part in range(len(entry.hf)):  # one of each kind: in other layers it has the same shape
             places = (place for place in places_of(tensors, entry) if place.part == part)
@@ -77,28 +95,18 @@ def places_of(tensors: TensorMap, entry: Entry) -> Iterator[Place]:
             yield from tensors.parts_of(entry.megatron.format(i=layer, e=expert, j=depth))
 
 
-def _tensors(config: TrainerConfig, hf: HFConfig) -> TensorMap:
-    return family_of(hf).bind(hf, mtp=config.mtp_coefficient > 0)
-
-
-def _check_scope(config: TrainerConfig, hf: HFConfig, asked: QuantSpec, stored: QuantSpec) -> None:
-    for place in _tensors(config, hf).places():
-        name, shape = place.hf_name, place.shape
-        if asked.covers(name, shape) != (quantized := stored.covers(name, shape)):
-            raise ValueError(
-                f"precision.scope = {config.precision.scope!r}, but config.json's quantization_config "
-                f"{'quantizes' if quantized else 'leaves out'} {name}: remove precision.scope, the checkpoint decides"
-            )
-
-
-def _refuse_te(config: TrainerConfig) -> None:
-    kernels = config.kernels
-    given = "spec = 'te'" if kernels.spec == "te" else f"fp8 = {kernels.fp8!r}" if kernels.fp8 != "none" else ""
-    if given:
-        key = "qat = true" if config.precision.qat else f"activations = {config.precision.activations!r}"
+def _refuse_te(config: TrainerConfig, te: bool) -> None:
+    kernels, precision = config.kernels, config.precision
+    if kernels.fp8 != "none":
+        key = "qat = true" if precision.qat else f"activations = {precision.activations!r}"
         raise ValueError(
-            f"kernels.{given} with precision.{key}: TransformerEngine's modules quantize by their own rules, not by "
-            "the rollout's; set kernels.spec = 'auto' and kernels.fp8 = 'none'"
+            f"kernels.fp8 = {kernels.fp8!r} with precision.{key}: TransformerEngine quantizes by its own rules, not by "
+            "the rollout's; set kernels.fp8 = 'none'"
+        )
+    if te and precision.activations != "none":
+        raise ValueError(
+            f"precision.activations = {precision.activations!r} works on megatron's local modules, this run builds "
+            "TransformerEngine's: set kernels.spec = 'local', or precision.activations = 'none'"
         )
 
 

@@ -47,8 +47,8 @@ def resolve(
     a model that its family cannot train, for kernels that this device, layout or model cannot use, and for
     quantization-aware training that would not round as the rollout does.
     """
-    check_precision(config, hf)
     spec = choose_spec(config, hf, cuda=cuda, te=te, capability=capability)
+    check_precision(config, hf, te=spec == "te")
     dtype = torch.bfloat16 if config.params_dtype == "bfloat16" else torch.float32
     family = dict(family_of(hf).transformer_config(hf))
     transformer = family | _layout(config) | _precision(dtype)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from megatron_bridge.convert.manifest import Manifest
+from megatron_bridge.precision import served_spec
 from miles_like.completion import (
     MARKER,
     cleared,
@@ -32,7 +33,7 @@ from miles_like.config import ModelConfig, RunConfig
 from miles_like.dequantize import dequantize_checkpoint, is_plain
 from miles_like.fetch import content, describe, fetch, not_hidden, source_inputs
 from miles_like.hf_checkpoint import HFCheckpoint
-from miles_like.served import served_spec, store_served
+from miles_like.served import store_served
 from miles_like.staging import Copy, StageFiles
 from quant.hf_config import spec_from_hf
 

@@ -12,38 +12,12 @@ from torch import Tensor
 from megatron_bridge.config import PrecisionConfig
 from megatron_bridge.families.base import Split
 from megatron_bridge.families.registry import family_of
+from megatron_bridge.precision import served_spec
 from miles_like.hf_checkpoint import HFCheckpoint, write_hf
 from quant.hf_config import quantized_config, spec_from_hf
 from quant.spec import QuantSpec
 from quant.stream import dequantize_stream, quantize_stream
 from rollout.config import SGLangFlags
-
-
-def served_spec(precision: PrecisionConfig, hf: Mapping[str, Any]) -> QuantSpec | None:
-    """How the rollout's weights are stored, of a model with this config.json; None: in BF16.
-
-    A checkpoint that comes in the run's format is served as it is, in its own blocks and with its own modules; any
-    other is stored anew. Raises ValueError for blocks or a scope in the configuration that the former does not have.
-    """
-    want, own = precision.spec(), spec_from_hf(hf)
-    if want is None or own is None or own.format is not want.format:
-        return want
-    if precision.block is not None and precision.block != own.block:
-        raise ValueError(
-            f"precision.block = {list(precision.block)}, but the checkpoint's {own.format} scales are of blocks of "
-            f"{list(own.block)}: trained and served weights would differ; remove precision.block, or fetch the BF16 "
-            "checkpoint, which is then stored in blocks of that size"
-        )
-    if precision.scope is not None:
-        for place in family_of(hf).bind(hf).places():
-            in_run, in_file = (s.covers(place.hf_name, place.shape) for s in (want, own))
-            if in_run != in_file:
-                raise ValueError(
-                    f"precision.scope = {precision.scope!r} says that {place.hf_name} is "
-                    f"{'quantized' if in_run else 'BF16'}, the checkpoint's quantization_config that it is "
-                    f"{'quantized' if in_file else 'BF16'}: remove precision.scope, or fetch the BF16 checkpoint"
-                )
-    return own
 
 
 def served_config(precision: PrecisionConfig, hf: Mapping[str, Any]) -> dict[str, Any]:

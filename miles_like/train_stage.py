@@ -17,6 +17,7 @@ from megatron_bridge.families.base import Family
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.flops import forward_flops, train_flops
 from megatron_bridge.layout import check_layout
+from megatron_bridge.precision import served_spec
 from megatron_bridge.resolve import resolve
 from miles_like import run_state
 from miles_like.algorithms.advantages import shuffle_over_batch
@@ -33,7 +34,6 @@ from miles_like.placement import plan_placement
 from miles_like.report import write_report
 from miles_like.rewards import load_reward
 from miles_like.run_state import RunState
-from miles_like.served import served_spec
 from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
 from miles_like.types import Prompt, SampleGroup, SamplingParams
 from miles_like.workers import RayServers, RayTrainer, check_nodes

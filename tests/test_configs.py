@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_bridge.layout import check_layout
+from megatron_bridge.precision import served_spec
 from miles_like.assemble import describe_processes
 from miles_like.config_io import dump_config, load_config
-from miles_like.served import served_spec
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 

@@ -49,7 +49,48 @@ def main(kind: str, hf: dict[str, Any], kernels: dict[str, Any], port: int) -> d
     }
     if kernels.get("grouped_gemm"):
         out["not finite"] = _not_finite(chunk, model)
+    out["rounded"] = _rounded(chunk, model, hf, context)
     close_parallel()
+    return out
+
+
+def _rounded(chunk: Any, model: Any, hf: dict[str, Any], context: Any) -> dict[str, list[str]]:
+    """Local name -> hashes of the weight that quantization-aware training computes with, and of what it is published
+    from; every weight is random by its local name. A linear's product is held to them here."""
+    import hashlib
+
+    import torch
+
+    from megatron_bridge.config import PrecisionConfig
+    from megatron_bridge.fake_quant import FakeQuant
+    from megatron_bridge.families.registry import family_of
+    from megatron_bridge.te_names import local_name
+
+    tensors = family_of(hf).bind(hf, mtp=bool(model.config.mtp_num_layers))
+    precision = PrecisionConfig(format="fp8", block=(16, 16), qat=True)
+    fake = FakeQuant([chunk], context, tensors, precision.spec(), precision, torch.device("cpu"))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            seed = int(hashlib.sha256(local_name(name).encode()).hexdigest()[:12], 16)
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) * 0.02)
+    fake.weights_changed()
+    fake.refresh()
+    out = {
+        local_name(name): [
+            hashlib.sha256(w().float().numpy().tobytes()).hexdigest()[:16] for w in (p.computed, p.served)
+        ]
+        for name, p in model.named_parameters()
+        if hasattr(p, "computed")
+    }
+    for module in model.modules():
+        if hasattr(module, "num_gemms") and hasattr(module, "effective_weights"):
+            weights = [p.computed() for p in module.parameters()]
+            x = torch.randn(3 * len(weights), weights[0].shape[1], dtype=weights[0].dtype)
+            y = module.forward(x, [3] * len(weights))[0]
+            want = torch.cat([a @ w.t() for a, w in zip(x.split(3), weights, strict=True)])
+            assert torch.equal(y, want)
+            y.float().sum().backward()  # straight through, to every expert
+            assert all(p.main_grad.abs().sum() > 0 for p in module.parameters())
     return out
 
 

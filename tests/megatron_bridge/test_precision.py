@@ -71,7 +71,6 @@ def _check(hf: dict[str, Any], precision: dict[str, Any], **settings: Any) -> No
             ["q_a_proj", "shares one scale", "precision.scope = 'experts'"],
         ),
         (tiny_dense(), {"format": "int4"}, {}, ["quantizes no tensor", "precision.scope"]),
-        (tiny(), {"format": "int4"}, {"kernels": {"spec": "te"}}, ["kernels.spec = 'te'", "qat", "'auto'"]),
         (
             tiny(),
             {"format": "fp8"},
@@ -99,6 +98,13 @@ def test_refusals_give_both_numbers_and_the_remedy(
         _check(hf, precision, **settings)
     for part in words:
         assert part in str(e.value)
+
+
+def test_activations_are_not_rounded_by_transformer_engines_modules() -> None:
+    config = toy.config("", precision={"format": "mxfp8", "activations": "fp8"})
+    with pytest.raises(ValueError, match=r"kernels\.spec = 'local'"):
+        check_precision(config, WIDE, te=True)
+    check_precision(toy.config("", precision={"format": "int4", "qat": True}), WIDE, te=True)
 
 
 def test_a_dry_run_is_refused_too() -> None:
@@ -140,7 +146,12 @@ def test_nothing_is_asked_of_a_run_without_it() -> None:
     assert trained_spec(cfg, tiny(quantization_config=FP8)) is None
 
 
-def test_auto_builds_local_modules_where_transformer_engine_is_installed() -> None:
-    """Its own would compute with weights that nobody rounded."""
-    for precision, want in (({"format": "int4", "qat": True}, "local"), ({"format": "bf16"}, "te")):
+def test_auto_builds_local_modules_where_inputs_are_rounded() -> None:
+    """TransformerEngine's own would compute with inputs that nobody rounded; weights are rounded in either."""
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"format": "mxfp8", "activations": "fp8"}, "local"),
+        ({"format": "int4", "qat": True}, "te"),
+        ({"format": "bf16"}, "te"),
+    )
+    for precision, want in cases:
         assert choose_spec(toy.config("", precision=precision), tiny(), cuda=True, te=True) == want

@@ -55,6 +55,9 @@ class Linear(_Module):
         self.in_features, self.out_features = in_features, out_features
         self._parameter("weight", *_share(out_features, in_features, tp_size, parallel_mode), dtype=params_dtype)
 
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return x @ self.weight.t()
+
 
 class LayerNormLinear(Linear):
     def __init__(
@@ -85,6 +88,10 @@ class GroupedLinear(_Module):
         for i in range(num_gemms):
             shape = _share(out_features, in_features, tp_size, parallel_mode)
             self._parameter(f"weight{i}", *shape, dtype=params_dtype)
+
+    def forward(self, x: Tensor, m_splits: list[int], **kwargs: Any) -> Tensor:
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]  # as the real one takes them
+        return torch.cat([part @ w.t() for part, w in zip(x.split(m_splits), weights, strict=True)])
 
 
 class RMSNorm(torch.nn.Module):
