@@ -32,7 +32,7 @@ from miles_like.quant_report import QuantReport
 from miles_like.quantize import quantize_checkpoint, spec_of
 from miles_like.served import served_config
 from quant.hf_config import spec_from_hf
-from quant.registry import make_codec
+from quant.registry import codec_or_none
 from quant.spec import QuantFormat, QuantSpec
 from rollout.servers import embedded_command, sglang_command
 
@@ -92,18 +92,21 @@ def _read_config(config_json: Path) -> dict[str, Any]:
     return hf
 
 
-def shapes_bytes(config_json: Path) -> tuple[int, int]:
-    """Bytes of a model of this config.json, (as stored, in BF16), from the family's table; nothing is loaded."""
+def shapes_bytes(config_json: Path, spec: QuantSpec | None = None) -> tuple[int, int]:
+    """Bytes of a model of this config.json, (as stored, in BF16), from the family's table; nothing is loaded.
+
+    Stored as `spec` says, else as config.json does, else in FP8. Raises ValueError for a shape it cannot hold.
+    """
     hf = _read_config(config_json)
     tensors = family_of(hf).bind(hf)
-    spec = spec_from_hf(hf) or QuantSpec(format=QuantFormat.FP8)
-    codec = make_codec(spec)
+    spec = spec or spec_from_hf(hf) or QuantSpec(format=QuantFormat.FP8)
+    codec = codec_or_none(spec)
     stored = bf16 = 0
     for place in tensors.places():
         size = math.prod(place.shape)
         plain = size * tensors.dtype(place.entry).itemsize
         bf16 += plain
-        if spec.covers(place.hf_name, place.shape):
+        if codec is not None and spec.covers(place.hf_name, place.shape):
             parts = codec.layout(place.shape, place.hf_name).values()
             stored += sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts)
         else:

@@ -99,7 +99,7 @@ def train(
     config: Path,
     run_dir: Annotated[Path, typer.Option("--run-dir")],
     overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
-    fuse: Annotated[bool, typer.Option("--fuse", help="decode FP8 while converting: no BF16 directory")] = False,
+    fuse: Annotated[bool, typer.Option("--fuse", help="decode while converting: no BF16 directory")] = False,
     resume: bool = False,
     fresh: bool = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")] = False,

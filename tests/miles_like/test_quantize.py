@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
+from miles_like.assemble import shapes_bytes
+from miles_like.cli import app
 from miles_like.dequantize import dequantize_checkpoint, dequantized_bytes, is_plain
 from miles_like.hf_checkpoint import HFCheckpoint, write_hf
 from miles_like.quant_report import QuantReport
@@ -25,6 +28,7 @@ from quant.registry import CODECS, make_codec
 from quant.spec import CONVENTIONS, QuantFormat, QuantSpec
 from quant.stream import stored_name
 from tests.megatron_bridge.converted import differing
+from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
 
 ALL = [(f, c) for f in CODECS for c in CONVENTIONS[f]]
 each_format = pytest.mark.parametrize(("fmt", "convention"), ALL, ids=[f"{f}-{c}" for f, c in ALL])
@@ -225,3 +229,39 @@ def test_few_tensors_are_held_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     dequantize_checkpoint(tmp_path / "apart", tmp_path / "back")
     scales = sum(out.info(n).nbytes for n in apart if not n.endswith("weight_packed"))
     assert most <= scales + 2 * size
+
+
+# the command
+
+
+@pytest.mark.parametrize(
+    ("words", "fmt", "block"),
+    [
+        (["--format", "fp8", "--block", "64x32"], "fp8", (64, 32)),
+        (["--format", "int4", "--group", "64", "--scope", "all", "--ignore", "self_attn"], "int4", (1, 64)),
+        (["--format", "nvfp4", "--convention", "modelopt", "--report"], "nvfp4", (1, 16)),
+    ],
+)
+def test_the_command_does_what_its_words_say(
+    words: list[str], fmt: str, block: tuple[int, int], tmp_path: Path
+) -> None:
+    """And what a plan says of such a model's size is what it is."""
+    hf = tiny(num_hidden_layers=2, n_routed_experts=4)
+    write_checkpoint(tmp_path / "hf", hf, random_tensors(hf))
+    done = CliRunner().invoke(app, ["quantize", str(tmp_path / "hf"), str(tmp_path / "out"), *words])
+    assert done.exit_code == 0, done.output
+    out, spec = HFCheckpoint(tmp_path / "out"), spec_from_hf(HFCheckpoint(tmp_path / "out").config)
+    assert spec is not None and (spec.format, spec.block) == (fmt, block)
+    attention = "model.layers.0.self_attn.o_proj."
+    assert (f"{attention}weight" in out and out.info(f"{attention}weight").dtype is torch.bfloat16) == (fmt != "fp8")
+    assert f"{out.nbytes:,} bytes -> " in done.output.replace("\n", "")
+    assert ("SNR dB" in done.output) == ("--report" in words) == (tmp_path / "out" / "quant_report.json").exists()
+    plain = HFCheckpoint(tmp_path / "hf").nbytes
+    assert shapes_bytes(tmp_path / "out" / "config.json") == (out.nbytes, plain)
+    assert shapes_bytes(tmp_path / "hf" / "config.json", spec) == (out.nbytes, plain)
+
+
+def test_a_wrong_word_is_one_sentence(plain: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["quantize", str(plain), str(tmp_path / "out"), "--format", "int3"])
+    assert done.exit_code == 2 and "--format 'int3': this version writes fp8" in done.stderr
+    assert not list(tmp_path.iterdir())
