@@ -14,6 +14,7 @@ from quant.spec import QuantFormat, QuantSpec
 from quant.stream import dequantize_stream, pair_stream, quantize_stream
 
 FP8 = QuantSpec(format=QuantFormat.FP8, block=(4, 8))
+SCALE = "model.layers.0.self_attn.q_proj.weight_scale_inv"
 Q, EXPERT, NORM, EMBED = (
     "model.layers.0.self_attn.q_proj.weight",
     "model.layers.1.mlp.experts.3.up_proj.weight",
@@ -34,9 +35,9 @@ def codes_and_scales() -> list[tuple[str, Tensor]]:
 
 def test_names_and_order() -> None:
     """A scale follows its codes directly, so that both travel in the same update; the rest keeps its place."""
-    assert [n for n, _ in codes_and_scales()] == [EMBED, Q, Q + "_scale_inv", NORM, EXPERT, EXPERT + "_scale_inv"]
+    assert [n for n, _ in codes_and_scales()] == [EMBED, Q, SCALE, NORM, EXPERT, EXPERT + "_scale_inv"]
     kinds = {n: t.dtype for n, t in codes_and_scales()}
-    assert kinds[Q] is torch.float8_e4m3fn and kinds[Q + "_scale_inv"] is torch.float32
+    assert kinds[Q] is torch.float8_e4m3fn and kinds[SCALE] is torch.float32
     assert kinds[EMBED] is torch.bfloat16
 
 
@@ -116,7 +117,7 @@ def test_scales_in_bf16_become_fp32() -> None:
     items = [(n, t.to(torch.bfloat16) if n.endswith("_scale_inv") else t) for n, t in codes_and_scales()]
     value = dict(pair_stream(items, FP8))[Q]
     assert isinstance(value, QuantTensor)
-    assert torch.equal(value.scales["_scale_inv"], dict(items)[Q + "_scale_inv"].float())
+    assert torch.equal(value.parts["weight_scale_inv"], dict(items)[SCALE].float())
 
 
 def without(name: str) -> list[tuple[str, Tensor]]:
@@ -130,14 +131,14 @@ def replaced(name: str, value: Tensor) -> list[tuple[str, Tensor]]:
 @pytest.mark.parametrize("with_lookup", [False, True])
 def test_codes_without_scale_are_refused(with_lookup: bool) -> None:
     """They would be read as weights of order 100."""
-    items = without(Q + "_scale_inv")
-    with pytest.raises(ValueError, match=f"{Q}: FP8 codes without their scale"):
+    items = without(SCALE)
+    with pytest.raises(ValueError, match=f"{Q}: codes without their scale"):
         list(pair_stream(items, FP8, lookup=dict(items).get if with_lookup else None))
 
 
 def test_a_scale_without_codes_is_refused() -> None:
     """A weight was lost."""
-    with pytest.raises(ValueError, match=f"{Q}_scale_inv: a scale without its weight"):
+    with pytest.raises(ValueError, match=f"{SCALE}: a scale without its weight"):
         list(pair_stream(without(Q), FP8))
 
 
@@ -152,8 +153,8 @@ def test_a_scale_without_codes_is_refused() -> None:
 )
 def test_scales_that_cannot_be_right_are_refused(scale: Tensor, message: str) -> None:
     """A wrong shape is a wrong block size; the rest is a broken file."""
-    with pytest.raises(ValueError, match=f"{Q}_scale_inv.*{message}"):
-        list(pair_stream(replaced(Q + "_scale_inv", scale), FP8))
+    with pytest.raises(ValueError, match=f"{SCALE}.*{message}"):
+        list(pair_stream(replaced(SCALE, scale), FP8))
 
 
 def test_codes_that_are_nan_are_refused() -> None:
