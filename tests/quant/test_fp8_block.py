@@ -209,7 +209,9 @@ def test_decoding_equals_deepseeks_formula_and_transformers() -> None:
 
     ragged = encode(torch.randn(200, 300, generator=torch.Generator().manual_seed(6)), CODEC)
     rows, columns = torch.arange(200) // 128, torch.arange(300) // 128
-    by_index = e4m3_decode(ragged.parts["weight"].view(torch.uint8)) * ragged.parts["weight_scale_inv"][rows][:, columns]
+    by_index = (
+        e4m3_decode(ragged.parts["weight"].view(torch.uint8)) * ragged.parts["weight_scale_inv"][rows][:, columns]
+    )
     assert torch.equal(CODEC.decode(ragged, torch.float32), by_index)
 
 

@@ -1,20 +1,14 @@
-"""Which tensors are quantized, and the form of that in config.json."""
+"""Which tensors are quantized, and how a spec is completed."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from quant.spec import EXPERTS_ONLY, QuantFormat, QuantSpec
+from quant.spec import EXPERTS_ONLY, FOUR_BIT, QuantFormat, QuantSpec
 
 FP8 = QuantSpec(format=QuantFormat.FP8)
-DEEPSEEK_V3 = {
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    }
-}
 QUANTIZED = [
     "model.layers.0.self_attn.q_a_proj.weight",
     "model.layers.0.self_attn.q_b_proj.weight",
@@ -92,42 +86,63 @@ def test_experts_only_leaves_the_routed_experts() -> None:
     assert left == [n for n in QUANTIZED if ".mlp.experts." in n]
 
 
-def test_deepseeks_config_is_read_and_written() -> None:
-    """What is read must be written unchanged, or a converted checkpoint would not load where the first did."""
-    spec = QuantSpec.from_hf(DEEPSEEK_V3)
-    assert spec == FP8
-    assert spec is not None and spec.to_hf() == DEEPSEEK_V3["quantization_config"]
-    kept = QuantSpec(format=QuantFormat.FP8, block=(64, 32), ignore=("lm_head", "model.layers.0.mlp"))
-    assert QuantSpec.from_hf({"quantization_config": kept.to_hf()}) == kept
-
-
-def test_a_model_that_is_not_quantized_has_no_spec() -> None:
-    """bf16 checkpoints lack the key, or have it as null."""
-    assert QuantSpec.from_hf({}) is None
-    assert QuantSpec.from_hf({"quantization_config": None}) is None
-    with pytest.raises(ValueError, match="bf16"):
-        QuantSpec(format=QuantFormat.BF16).to_hf()
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("quant_method", "awq"),
-        ("quant_method", None),
-        ("fmt", "e5m2"),
-        ("activation_scheme", "static"),
-        ("scale_fmt", "ue8m0"),
-        ("weight_block_size", None),
-        ("weight_block_size", [128]),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(key: str, value: object) -> None:
-    """Read with the wrong rule, codes become wrong weights and nothing else would fail."""
-    with pytest.raises(ValueError, match=key):
-        QuantSpec.from_hf({"quantization_config": {**DEEPSEEK_V3["quantization_config"], key: value}})
-
-
 def test_a_block_has_two_positive_sizes() -> None:
     """A size of 0 would divide by zero far from here."""
     with pytest.raises(ValueError, match="block"):
         QuantSpec(format=QuantFormat.FP8, block=(128, 0))
+
+
+def test_a_format_has_its_own_block_and_convention() -> None:
+    """What config.json and the codec need is known from the format where nothing is said."""
+    assert QuantSpec(format=QuantFormat.INT4).block == (1, 32)
+    assert QuantSpec(format=QuantFormat.NVFP4).convention == "compressed-tensors"
+    assert QuantSpec(format=QuantFormat.MXFP8).convention == "sglang"
+    assert QuantSpec(format=QuantFormat.MXFP8) == QuantSpec(
+        format=QuantFormat.MXFP8, block=(1, 32), convention="sglang"
+    )
+
+
+@pytest.mark.parametrize(
+    ("format", "rest", "message"),
+    [
+        (QuantFormat.MXFP4, {"block": (1, 16)}, r"groups of 32 columns, not blocks of \(1, 16\)"),
+        (QuantFormat.NVFP4, {"block": (1, 32)}, "groups of 16 columns"),
+        (QuantFormat.INT4, {"block": (2, 32)}, "multiple of 8"),
+        (QuantFormat.INT4, {"block": (1, 12)}, "multiple of 8"),
+        (QuantFormat.INT4, {"convention": "modelopt"}, "'modelopt': want compressed-tensors"),
+        (QuantFormat.NVFP4, {"convention": "sglang"}, "want compressed-tensors or modelopt"),
+    ],
+)
+def test_what_a_format_has_not_is_refused(format: QuantFormat, rest: dict[str, Any], message: str) -> None:
+    """A codec of another group would store what no loader reads."""
+    with pytest.raises(ValueError, match=message):
+        QuantSpec(format=format, **rest)
+
+
+def test_usual_scope() -> None:
+    """Four bits are for routed experts, eight for every linear, unless it is said."""
+    attention, expert = QUANTIZED[0], "model.layers.3.mlp.experts.255.down_proj.weight"
+    for format in QuantFormat:
+        if format is not QuantFormat.BF16:
+            spec = QuantSpec.of(format)
+            assert spec.covers(expert, (64, 64))
+            assert spec.covers(attention, (64, 64)) is (format not in FOUR_BIT)
+            assert QuantSpec.of(format, "all").covers(attention, (64, 64))
+            assert not QuantSpec.of(format, "experts").covers(attention, (64, 64))
+            assert spec.leaves_out(attention) is (format in FOUR_BIT) and not spec.leaves_out("lm_head.weight")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "kept"),
+    [
+        (r"re:.*self_attn.*", "model.layers.0.self_attn.q_proj.weight", True),
+        (r"re:self_attn", "model.layers.0.self_attn.q_proj.weight", False),  # a name begins with the expression
+        (r"re:model\.layers\.1\.", "model.layers.1.self_attn.q_proj.weight", True),
+        ("glob:*.self_attn.*", "model.layers.0.self_attn.q_proj.weight", True),
+        ("glob:self_attn.*", "model.layers.0.self_attn.q_proj.weight", False),
+        ("layers.*.q_proj", "model.layers.0.self_attn.q_proj.weight", False),  # a wildcard stays in its component
+    ],
+)
+def test_other_peoples_patterns(pattern: str, name: str, kept: bool) -> None:
+    """Each language by its own rule: matched from the start, or the whole name."""
+    assert QuantSpec(format=QuantFormat.FP8, ignore=(pattern,)).covers(name, (64, 64)) is not kept
