@@ -139,7 +139,8 @@ def _of_regex(entry: str) -> str:
     if not entry.startswith("re:"):
         return f"re:{re.escape(entry)}$"
     middle = entry.removeprefix("re:" + _ANYWHERE).removesuffix(_BELOW)
-    plain = re.sub(r"\\(.)", r"\1", middle.replace("[^.]*", "*").replace("[^.]", "?"))
+    wild = middle.replace("[^.]*", "*").replace("[^.]", "?").replace("[^.", "[!")
+    plain = re.sub(r"\\(.)", r"\1", wild)
     return plain if _regex_of(plain) == entry else entry
 
 
@@ -152,7 +153,7 @@ def _translate(pattern: str, any_character: str) -> str:
         if c in "*?":
             out += any_character + ("*" if c == "*" else "")
         elif close >= 0:
-            inside = pattern[i:close].replace("\\", r"\\")
+            inside = re.sub(r"([\\^\[])", r"\\\1", pattern[i:close])
             out += f"[{'^.' + inside[1:] if inside[0] == '!' else inside}]"
             i = close + 1
         else:

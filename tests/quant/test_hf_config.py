@@ -127,7 +127,7 @@ PATTERNS = (
 
 
 @every_convention
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_what_is_written_is_read_back(spec: QuantSpec, data: st.DataObject) -> None:
     """The same names are covered, and once more written it is the same text; patterns of our own come back as they are.
@@ -269,7 +269,7 @@ def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], path: 
     for part in above:
         at = at[part]
     at[key] = value
-    with pytest.raises(ValueError, match="group_0" if path.endswith("weights.type") else key):
+    with pytest.raises(ValueError, match="format" if path.endswith("weights.type") else key):
         read(q)
 
 
