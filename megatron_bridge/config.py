@@ -59,6 +59,7 @@ class PrecisionConfig(Section):
     format: QuantFormat = QuantFormat.FP8
     scope: Literal["all", "experts"] | None = None  # every linear, or the routed experts'; None: as is usual for format
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None: the format's own
+    convention: str | None = None  # whose names of stored tensors; None: the format's usual, or the checkpoint's
     qat: bool = False  # forward computes with decode(encode(weight)); its gradient goes to the weight unchanged
     activations: Literal["none", "fp8"] = "none"  # inputs of quantized linears, e4m3 by 128 columns of a token
     allow_without_qat: bool = False  # 4-bit weights in the rollout that the trainer does not know of
@@ -66,7 +67,8 @@ class PrecisionConfig(Section):
     @model_validator(mode="after")
     def every_key_does_something(self) -> PrecisionConfig:
         plain = self.format is QuantFormat.BF16
-        given = {"scope": self.scope, "block": self.block, "qat": self.qat, "activations": self.activations != "none"}
+        given = {key: getattr(self, key) for key in ("scope", "block", "convention", "qat")}
+        given["activations"] = self.activations != "none"
         if plain and (useless := [k for k, v in given.items() if v]):
             raise ValueError(f"precision.{useless[0]} does nothing with precision.format = 'bf16': remove it")
         if self.format in FOUR_BIT and not (self.qat or self.allow_without_qat):
@@ -87,7 +89,7 @@ class PrecisionConfig(Section):
         """Of the rollout's weights; None for bf16. Raises ValueError for a block that the format does not have."""
         if self.format is QuantFormat.BF16:
             return None
-        return QuantSpec.of(self.format, self.scope, block=self.block or (0, 0))
+        return QuantSpec.of(self.format, self.scope, block=self.block or (0, 0), convention=self.convention or "")
 
 
 class OptimizerConfig(Section):

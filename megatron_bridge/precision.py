@@ -30,6 +30,8 @@ def served_spec(precision: PrecisionConfig, hf: HFConfig) -> QuantSpec | None:
     asked, stored = precision.spec(), spec_from_hf(hf)
     if asked is None or stored is None or stored.format is not asked.format:
         return asked
+    if precision.convention is not None and stored.convention != asked.convention:
+        return asked
     if precision.block is not None and stored.block != asked.block:
         raise ValueError(
             f"precision.block = {list(asked.block)}, but config.json's quantization_config has blocks of "

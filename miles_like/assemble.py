@@ -26,6 +26,7 @@ from megatron_bridge.layout import check_layout
 from megatron_bridge.resolve import resolve
 from miles_like.config import RunConfig, trainer_config
 from miles_like.dequantize import dequantize_checkpoint
+from miles_like.engine_fit import check_engine
 from miles_like.pipeline import Parts
 from miles_like.placement import plan_placement
 from miles_like.quant_report import QuantReport
@@ -61,7 +62,9 @@ def pipeline_parts(config: RunConfig, console: Console, ray_address: str | None)
         TrainStage(config, run_dir, served, weights, console).run(resume)
 
     def sizes(config_json: Path) -> tuple[int, int]:
-        check_layout(config.parallel, _read_config(config_json))  # before anything is fetched or made
+        hf = _read_config(config_json)
+        check_layout(config.parallel, hf)  # before anything is fetched or made
+        check_engine(config.rollout, config.precision, hf)
         return shapes_bytes(config_json)
 
     def convert(hf_dir: Path, out: Path) -> None:

@@ -128,28 +128,27 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
     )
     then(
         "stage",
-        f"copy {precision.format.value.upper()} checkpoint and shards to {nodes} node(s), one Ray task a node, "
-        "verified by SHA-256",
+        f"copy {precision.format.upper()} checkpoint and shards to {nodes} node(s), verified by SHA-256",
         None if stored is None or bf16 is None else (stored + bf16) * nodes,
         lambda out, done: _stage(config, out, done, parts),
         nodes=nodes,
         stage_dir=config.cluster.stage_dir,
-        served=precision.model_dump(mode="json", include={"format", "scope", "block"}),
+        served=precision.model_dump(mode="json", include={"format", "scope", "block", "convention"}),
     )
+    return [*stages, _plan_training(config, run_dir, parts, mode, after=stages[-1].key)]
+
+
+def _plan_training(config: RunConfig, run_dir: Path, parts: Parts, mode: Mode, *, after: str) -> Stage:
     train = config.train
-    key = input_key("train", {"after": stages[-1].key, "config": _of_training(config), "data": _data(config)})
-    stages.append(
-        Stage(
-            name="train",
-            what=f"{train.steps} steps of {train.groups_per_step} x {train.samples_per_group} samples",
-            key=key,
-            directory=run_dir,
-            size=None,
-            run=lambda out, done: _train(config, out, done, parts, mode),
-            listed=_small_facts,
-        )
+    return Stage(
+        name="train",
+        what=f"{train.steps} steps of {train.groups_per_step} x {train.samples_per_group} samples",
+        key=input_key("train", {"after": after, "config": _of_training(config), "data": _data(config)}),
+        directory=run_dir,
+        size=None,
+        run=lambda out, done: _train(config, out, done, parts, mode),
+        listed=_small_facts,
     )
-    return stages
 
 
 def parse_stages(text: str) -> list[str]:

@@ -10,14 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from megatron_bridge.config import PrecisionConfig
-from megatron_bridge.families.base import Split
-from megatron_bridge.families.registry import family_of
 from megatron_bridge.precision import served_spec
 from miles_like.hf_checkpoint import HFCheckpoint, write_hf
 from quant.hf_config import quantized_config, spec_from_hf
 from quant.spec import QuantSpec
 from quant.stream import dequantize_stream, quantize_stream
-from rollout.config import SGLangFlags
 
 
 def served_config(precision: PrecisionConfig, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,40 +32,3 @@ def store_served(fetched: Path, out: Path, spec: QuantSpec | None) -> None:
     shutil.rmtree(out, ignore_errors=True)
     plain = dequantize_stream(hf.stream(), spec_from_hf(hf.config), lookup=part)
     write_hf(out, quantize_stream(plain, spec), quantized_config(hf.config, spec), copy_from=fetched)
-
-
-def check_engine_shards(flags: SGLangFlags, hf: Mapping[str, Any], spec: QuantSpec | None) -> None:
-    """Whether an SGLang server's ranks can share quantized weights out without cutting a block or group.
-
-    Raises ValueError with both numbers: SGLang and vLLM fail on such a division only while they load.
-    """
-    tensors = family_of(hf).bind(hf)
-    for entry in tensors.entries if spec is not None else ():
-        for pattern, shape in zip(entry.hf, tensors.shapes(entry), strict=True):
-            name = pattern.format(i=tensors.layers_of(entry)[0], e=0)
-            key, ranks = _engine_ranks(name, flags)
-            if spec is None or entry.split is Split.REPLICATED or ranks == 1 or not spec.covers(name, shape):
-                continue
-            if entry.split is Split.QKV and "q_proj" not in pattern and tensors.dims["kv_heads"] < ranks:
-                continue  # whole key/value heads are repeated
-            axis = 1 if entry.split is Split.ROW else 0
-            size, block = shape[axis], spec.block[axis]
-            if size % (ranks * block):
-                raise ValueError(
-                    f"{name} {list(shape)} over {ranks} ranks of a server is {size / ranks:g} "
-                    f"{'columns' if axis else 'rows'} each, and {spec.format} scales blocks of {block}: {key}"
-                )
-
-
-def _engine_ranks(name: str, flags: SGLangFlags) -> tuple[str, int]:
-    """(remedy, ranks that divide a linear) in SGLang, whose rules differ by kind of layer."""
-    lower = "lower rollout.sglang.tp_size"
-    if ".self_attn." in name:
-        return f"{lower}, or set enable_dp_attention", flags.tp_size // (
-            flags.dp_size if flags.enable_dp_attention else 1
-        )
-    if ".experts." in name:
-        return f"{lower}, or raise rollout.sglang.ep_size", flags.tp_size // flags.ep_size
-    if "shared_expert" in name:
-        return f"{lower}, or set moe_a2a_backend", 1 if flags.moe_a2a_backend != "none" else flags.tp_size
-    return f"{lower}, or set rollout.sglang.moe_dense_tp_size = 1", flags.moe_dense_tp_size or flags.tp_size

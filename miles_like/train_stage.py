@@ -26,6 +26,7 @@ from miles_like.buffer import DataBuffer
 from miles_like.config import RunConfig, trainer_config
 from miles_like.config_io import dump_config
 from miles_like.controller import Controller
+from miles_like.engine_fit import check_engine
 from miles_like.factories import MegatronFactory, PublisherRecipe, ServerRecipe
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.metrics import eval_metrics, rollout_metrics, speed_metrics, write_rollouts
@@ -60,6 +61,7 @@ class TrainStage:
         self.family: Family = family_of(self.hf.config)
         check_layout(config.parallel, self.hf.config)
         self.spec = self._spec()
+        check_engine(config.rollout, config.precision, self.hf.config)
         self.trainer = trainer_config(config, served)
         cuda = config.cluster.gpus_per_node > 0
         resolve(self.trainer, self.hf.config, cuda=cuda, te=cuda)  # refuses before anything is started

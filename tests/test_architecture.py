@@ -32,6 +32,7 @@ FLOORS = {  # longest prefix wins
     "miles_like.assemble": 6,
     "miles_like.make_checkpoint": 6,
     "miles_like.factories": 6,
+    "miles_like.engine_fit": 6,
     "miles_like.train_stage": 6,
     "miles_like.cli": 7,
     "scripts": 8,
