@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
-from functools import partial
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from quant.parts import Layout, Part, QuantTensor, Whole
 from quant.spec import QuantSpec
-from quant.tiles import amax_bits, each, tile_elements, tiles
+from quant.tiles import amax_bits, tile_elements, tiles
 
 __all__ = ["NOT_FINITE", "Codec", "Layout", "Part", "QuantTensor", "Whole"]
 
@@ -32,12 +31,11 @@ _DAMAGED = (
 NOT_FINITE = 0x7F80  # bits of bf16's infinity; a NaN's are above
 
 
-class _NotFinite(Exception):
-    pass
-
-
 class Codec(ABC):
-    """One format. `parts` says what it stores; the hooks work on tiles that hold whole blocks."""
+    """One format. `parts` says what it stores; the hooks work on tiles that hold whole blocks.
+
+    `_pack` and `_levels` may overwrite the codes of `_choose`, and `_scaled` the levels: each result is used once.
+    """
 
     parts: Mapping[str, Part | Whole]
     dropped: frozenset[str] = frozenset()  # last components not read: those stored too, this codec makes itself
@@ -60,7 +58,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _levels(self, codes: Tensor) -> Tensor:
-        """Codes as `_choose` gives them -> what they stand for before scaling, bf16 or fp32 [B, r, c]."""
+        """Codes as `_choose` gives them -> what they stand for before scaling, fp32 [B, r, c]."""
 
     @abstractmethod
     def _unpack(self, packed: Tensor) -> Tensor:
@@ -68,7 +66,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Levels times their scales: the decoded values, rounded to `dtype` once."""
+        """Levels times their scales, which rounded to `dtype` are the decoded values, rounded once."""
 
     def _whole(self, shape: tuple[int, ...], top: Tensor | None) -> dict[str, Tensor]:
         """Each `Whole` part of B weights of one shape, [B, ...] or the same for all."""
@@ -157,38 +155,24 @@ class Codec(ABC):
         ValueError naming a weight that is not 2-D, not finite, or of a shape the format cannot hold.
         """
         done: dict[str, QuantTensor] = {}
-
-        def work(names: list[str], w: Tensor, top: Tensor | None) -> list[Callable[[], None]]:
+        for names, w, top in self._stacks(bundle, amax):
             shape = (w.shape[1], w.shape[2])
-            whole = self._whole(shape, top)
+            whole, layout = self._whole(shape, top), self.layout(shape)
             parts = {
                 leaf: whole[leaf].expand(len(names), *p.shape)
                 if isinstance(p, Whole)
-                else torch.empty(len(names), *self.layout(shape)[leaf][1], dtype=p.dtype, device=w.device)
+                else torch.empty(len(names), *layout[leaf][1], dtype=p.dtype, device=w.device)
                 for leaf, p in self.parts.items()
             }
-            own = len(names) > 1  # a view into the stack would be pickled with the whole of it
-            for i, name in enumerate(names):
-                done[name] = QuantTensor({leaf: p[i] for leaf, p in parts.items()}, shape)
             tiled = [(p, parts[leaf]) for leaf, p in self.parts.items() if isinstance(p, Part)]
-
-            def tile(rows: slice, columns: slice) -> None:
-                codes, scales = self._quantize(w[:, rows, columns], top)
+            for rows, columns in tiles(shape, self.block, tile_elements(w.device) // len(names)):
+                codes, scales = self._quantize(bundle, w[:, rows, columns], top)
                 for (part, out), value in zip(tiled, (self._pack(codes), *scales), strict=True):
                     out[:, _cut(rows, part.rows), _cut(columns, part.columns)] = value
-
-            def split() -> None:
-                for name in names if own else ():
-                    q = done[name]
-                    done[name] = QuantTensor({leaf: p.clone() for leaf, p in q.parts.items()}, q.shape)
-
-            after.append(split)
-            return [partial(tile, *t) for t in tiles(shape, self.block, tile_elements(w.device) // len(names))]
-
-        after: list[Callable[[], None]] = []
-        self._over(bundle, amax, work)
-        for finish in after:
-            finish()
+            # a view into the stack would be pickled with the whole of it
+            own = {leaf: p.unbind() if len(names) == 1 else [v.clone() for v in p] for leaf, p in parts.items()}
+            for i, name in enumerate(names):
+                done[name] = QuantTensor({leaf: p[i] for leaf, p in own.items()}, shape)
         return {name: done[name] for name in bundle}
 
     @torch.no_grad()
@@ -203,31 +187,20 @@ class Codec(ABC):
         Arguments and errors as of `encode`.
         """
         done = dict(out) if out is not None else {}
-        after: list[Callable[[], None]] = []
-
-        def work(names: list[str], w: Tensor, top: Tensor | None) -> list[Callable[[], None]]:
+        for names, w, top in self._stacks(bundle, amax):
             shape = (w.shape[1], w.shape[2])
             alone = len(names) == 1 and names[0] in done
             into = done[names[0]].view(w.shape) if alone else torch.empty_like(w)
-
-            def tile(rows: slice, columns: slice) -> None:
-                codes, scales = self._quantize(w[:, rows, columns], top)
+            for rows, columns in tiles(shape, self.block, tile_elements(w.device) // len(names)):
+                codes, scales = self._quantize(bundle, w[:, rows, columns], top)
                 into[:, rows, columns] = self._scaled(self._levels(codes), scales, top, torch.bfloat16)
-
-            def keep() -> None:
-                for name, value in zip(names, into.unbind(), strict=True):
-                    if name in done:
-                        done[name].copy_(value)
-                    else:
-                        done[name] = value
-
-            if not alone:
-                after.append(keep)
-            return [partial(tile, *t) for t in tiles(shape, self.block, tile_elements(w.device) // len(names))]
-
-        self._over(bundle, amax, work)
-        for finish in after:
-            finish()
+            if alone:
+                continue
+            for name, value in zip(names, into.unbind(), strict=True):
+                if name in done:
+                    done[name].copy_(value)
+                else:
+                    done[name] = value
         return {name: done[name] for name in bundle}
 
     def amax(self, w: Tensor) -> Tensor:
@@ -236,19 +209,19 @@ class Codec(ABC):
         bits = w.detach().to(torch.bfloat16).view(torch.int16).bitwise_and(0x7FFF).amax()
         return bits.view(torch.bfloat16).float()
 
-    def _quantize(self, w: Tensor, top: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _quantize(
+        self, bundle: Mapping[str, Tensor], w: Tensor, top: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         bits = amax_bits(w, self.block)
         if int(bits.max()) >= NOT_FINITE:
-            raise _NotFinite
+            bad = next(n for n, x in bundle.items() if not bool(torch.isfinite(x.to(torch.bfloat16)).all()))
+            raise ValueError(f"{bad}: the weight has {_DAMAGED}")
         return self._choose(w, bits, top)
 
-    def _over(
-        self,
-        bundle: Mapping[str, Tensor],
-        amax: Mapping[str, Tensor] | None,
-        work: Callable[[list[str], Tensor, Tensor | None], list[Callable[[], None]]],
-    ) -> None:
-        """Calls `work(names, [B, n, k] bf16, top [B])` for weights of one shape at a time, and runs the jobs."""
+    def _stacks(
+        self, bundle: Mapping[str, Tensor], amax: Mapping[str, Tensor] | None
+    ) -> Iterator[tuple[list[str], Tensor, Tensor | None]]:
+        """(names, [B, n, k] bf16, top [B]) of weights of one shape at a time; a stack of several fits in a tile."""
         alike: defaultdict[tuple[torch.Size, torch.device], list[str]] = defaultdict(list)
         for name, w in bundle.items():
             if not w.is_floating_point():
@@ -256,19 +229,13 @@ class Codec(ABC):
             self._check_shape(name, w.shape)
             alike[w.shape, w.device].append(name)
         tops = self._tops(bundle, amax) if self.shared_amax else None
-        jobs: list[Callable[[], None]] = []
         for (shape, device), names in alike.items():
             together = max(1, tile_elements(device) // shape.numel())
             for i in range(0, len(names), together):
                 some = names[i : i + together]
                 ws = [bundle[n].detach().to(torch.bfloat16) for n in some]
                 w = torch.stack(ws) if len(ws) > 1 else ws[0].contiguous()[None]
-                jobs += work(some, w, None if tops is None else self._shared(torch.stack([tops[n] for n in some])))
-        try:
-            each(jobs, next(iter(bundle.values())).device if bundle else torch.device("cpu"))
-        except _NotFinite:
-            bad = next(n for n, w in bundle.items() if not bool(torch.isfinite(w.to(torch.bfloat16)).all()))
-            raise ValueError(f"{bad}: the weight has {_DAMAGED}") from None
+                yield some, w, None if tops is None else self._shared(torch.stack([tops[n] for n in some]))
 
     def _tops(self, bundle: Mapping[str, Tensor], amax: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         if amax is None:
@@ -308,7 +275,6 @@ class Codec(ABC):
         device = next(iter(qs[0].parts.values())).device
         if out is None:
             out = torch.empty(len(qs), n, k, dtype=dtype, device=device)
-        jobs: list[Callable[[], None]] = []
         together = max(1, tile_elements(device) // (n * k))
         for i in range(0, len(qs), together):
             some = {
@@ -317,35 +283,28 @@ class Codec(ABC):
                 else qs[i].parts[leaf][None]
                 for leaf in self.parts
             }
-            jobs += self._decode_jobs(some, out[i : i + together], out.dtype)
-        each(jobs, device)
+            self._decode(some, out[i : i + together], out.dtype)
         return out
 
     @torch.no_grad()
     def decode_parts(self, parts: Mapping[str, Tensor], out: Tensor) -> Tensor:
         """Parts [B, ...] of B weights of one shape, stacked once for many calls -> out [B, n, k] of any float dtype:
         the bf16 values of `decode`, cast. The shapes are not checked: each weight came through `adopt`."""
-        b, n, k = out.shape
-        threads = torch.get_num_threads() if out.device.type == "cpu" else 1
-        together = max(1, min(tile_elements(out.device) // (n * k), -(-b // threads)))
-        jobs: list[Callable[[], None]] = []
-        for i in range(0, b, together):
+        together = max(1, tile_elements(out.device) // (out.shape[1] * out.shape[2]))
+        for i in range(0, len(out), together):
             some = {leaf: p[i : i + together] for leaf, p in parts.items()}
-            jobs += self._decode_jobs(some, out[i : i + together], torch.bfloat16)
-        each(jobs, out.device)
+            self._decode(some, out[i : i + together], torch.bfloat16)
         return out
 
-    def _decode_jobs(self, parts: Mapping[str, Tensor], out: Tensor, dtype: torch.dtype) -> list[Callable[[], None]]:
-        """parts [B, ...] -> jobs that fill out [B, n, k] with values rounded to `dtype`."""
+    def _decode(self, parts: Mapping[str, Tensor], out: Tensor, dtype: torch.dtype) -> None:
+        """parts [B, ...] -> out [B, n, k], with values rounded to `dtype`."""
         top = self._top({leaf: parts[leaf] for leaf, p in self.parts.items() if isinstance(p, Whole)})
         tiled = [(p, parts[leaf]) for leaf, p in self.parts.items() if isinstance(p, Part)]
-
-        def tile(rows: slice, columns: slice) -> None:
-            codes, *scales = (v[:, _cut(rows, p.rows), _cut(columns, p.columns)] for p, v in tiled)
-            out[:, rows, columns] = self._scaled(self._unpack(codes), tuple(scales), top, dtype)
-
         shape = (out.shape[1], out.shape[2])
-        return [partial(tile, *t) for t in tiles(shape, self.block, tile_elements(out.device) // len(out))]
+        for rows, columns in tiles(shape, self.block, tile_elements(out.device) // len(out)):
+            codes, *scales = (v[:, _cut(rows, p.rows), _cut(columns, p.columns)] for p, v in tiled)
+            value = self._scaled(self._unpack(codes), tuple(scales), top, dtype)
+            out[:, rows, columns] = value if out.dtype is dtype else value.to(dtype)
 
     def adopt(self, name: str, parts: Mapping[str, Tensor], shape: tuple[int, int] | None = None) -> QuantTensor:
         """Parts read from a file or a wire -> the weight. `shape`: of the whole weight, where the parts have only some

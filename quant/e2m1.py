@@ -5,22 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quant.lookup import nibble_values, pack_nibbles
-from quant.minifloat import e2m1_decode
+from quant.lookup import e2m1_values, pack_nibbles
+
+_ONE, _EXPONENT = 127 << 23, 0x7F800000  # bits of fp32
+_TWICE_EXPONENT = (2 * (127 + 22) + 1) % 256  # as the low byte has it where e = 0
 
 
 def e2m1_codes(w: Tensor, quotients: Tensor) -> Tensor:
-    """Quotients fp32 of bf16 weights and positive scales, same shape -> uint8 codes, to nearest even, at most 6.
+    """Quotients fp32 of bf16 weights and positive scales, same shape, magnitudes below 200 -> uint8 codes, to nearest
+    even, at most 6. Overwrites the quotients.
 
-    The sign is that of the weight, which a zero keeps. From 0 the grid goes by 1/2, from 2 by 1, from 4 by 2; each line
-    of codes rounds on its own, and the least is that of the step that is in force.
+    The sign is that of the weight, which a zero keeps. With 2^e the power of two of a magnitude, 1, 2 or 4, the grid
+    goes by 2^(e - 1). Beside 1.5 * 2^(e + 22) neighbours in fp32 are that far apart, so that adding it rounds, and
+    leaves in the lowest bits the number of steps; the code is this number + 2e, and twice the exponent, odd for the
+    half, is what the sum has from bit 22 on.
     """
-    t = quotients.abs()
-    code = (t * 2).round_()
-    torch.minimum(code, t.round().add_(2), out=code)
-    torch.minimum(code, t.mul_(0.5).round_().add_(4), out=code)
+    t = quotients.abs_()
+    power = t.view(torch.int32).bitwise_and(_EXPONENT).clamp_(_ONE, _ONE + (2 << 23)).view(torch.float32)
+    bits, double = t.add_(power, alpha=1.5 * 2.0**22).view(torch.int32), power.view(torch.int32)
+    torch.bitwise_right_shift(bits, 22, out=double)  # memory that is in the cache: new memory is not
+    code = bits.add_(double).to(torch.uint8).sub_(_TWICE_EXPONENT).clamp_(max=7)
     sign = w.view(torch.int16).bitwise_right_shift(12).bitwise_and_(8).to(torch.uint8)
-    return code.clamp_(max=7).to(torch.uint8).bitwise_or_(sign)
+    return code.bitwise_or_(sign)
 
 
 def e2m1_pack(codes: Tensor) -> Tensor:
@@ -29,5 +35,5 @@ def e2m1_pack(codes: Tensor) -> Tensor:
 
 
 def e2m1_levels(packed: Tensor) -> Tensor:
-    """uint8 [..., c] -> bf16 values [..., 2c]."""
-    return nibble_values(packed, e2m1_decode)
+    """uint8 [..., c] -> fp32 values [..., 2c]."""
+    return e2m1_values(packed)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from quant.codec import Codec, Part
-from quant.lookup import byte_values
-from quant.minifloat import E4M3_MAX, e4m3_decode
+from quant.lookup import e4m3_values
+from quant.minifloat import E4M3_MAX
 from quant.spec import QuantFormat, QuantSpec
 
 SCALES = "weight_scale_inv"
@@ -66,14 +66,15 @@ class Fp8BlockCodec(Codec):
         return codes
 
     def _levels(self, codes: Tensor) -> Tensor:
-        return byte_values(codes, e4m3_decode)
+        return e4m3_values(codes)
 
     def _unpack(self, packed: Tensor) -> Tensor:
-        return byte_values(packed, e4m3_decode)
+        return e4m3_values(packed)
 
     def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
-        blocks, s = _blocks(levels.float(), scales[0])
-        return blocks.mul_(s).view(levels.shape).to(dtype)
+        blocks, s = _blocks(levels, scales[0])
+        blocks.mul_(s)
+        return levels
 
     def _accept(self, leaf: str, part: Tensor) -> Tensor:
         return part.to(torch.float32) if leaf == SCALES and part.dtype is torch.bfloat16 else part

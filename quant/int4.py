@@ -16,17 +16,14 @@ import torch
 from torch import Tensor
 
 from quant.codec import Codec, Part, Whole
-from quant.lookup import nibble_values, pack_nibbles
+from quant.lookup import int4_values, pack_nibbles
 from quant.spec import QuantFormat, QuantSpec
 
 LEVELS = 7  # symmetric: -8 is never written, though it is read
 LEAST_SCALE = 1e-5
 _GREATEST_SCALE = 145 / 128 * 2.0**125  # 7 times the next bf16 number is infinite in bf16
 _OFFSET = 8
-
-
-def _values(codes: Tensor) -> Tensor:
-    return codes.float() - _OFFSET
+_ROUNDS = 1.5 * 2.0**23  # neighbours of this number are whole numbers apart: adding it rounds, ties to even
 
 
 class Int4Codec(Codec):
@@ -46,22 +43,22 @@ class Int4Codec(Codec):
         scales = bits.view(torch.bfloat16).float().div_(LEVELS).clamp_(LEAST_SCALE, _GREATEST_SCALE).to(torch.bfloat16)
         x = w.to(torch.float32, memory_format=torch.contiguous_format)
         # the bf16 scale is at most 2^-8 off, so that no quotient reaches 7.5: nothing is to be clamped
-        _groups(x, self.block[1]).div_(scales.float()[..., None]).round_()
+        _groups(x, self.block[1]).div_(scales.float()[..., None])
         return x, (scales,)
 
     def _pack(self, codes: Tensor) -> Tensor:
-        return pack_nibbles(codes.add(_OFFSET).to(torch.int8).view(torch.uint8)).view(torch.int32)
+        return pack_nibbles(codes.add_(_ROUNDS + _OFFSET).view(torch.int32).to(torch.uint8)).view(torch.int32)
 
     def _levels(self, codes: Tensor) -> Tensor:
-        return codes + 0.0  # integers have no -0
+        return codes.add_(_ROUNDS).sub_(_ROUNDS)  # integers have no -0
 
     def _unpack(self, packed: Tensor) -> Tensor:
-        return nibble_values(packed.contiguous().view(torch.uint8), _values)
+        return int4_values(packed.contiguous().view(torch.uint8))
 
     def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
-        x = _groups(levels.to(torch.float32), self.block[1])
+        _groups(levels, self.block[1]).mul_(scales[0].float()[..., None])
         # the weight is defined as a bf16 value, whatever it is computed with
-        return x.mul(scales[0].float()[..., None]).view(levels.shape).to(torch.bfloat16).to(dtype)
+        return levels if dtype is torch.bfloat16 else levels.to(torch.bfloat16)
 
     def _whole(self, shape: tuple[int, ...], top: Tensor | None) -> dict[str, Tensor]:
         return {"weight_shape": torch.tensor(shape)}

@@ -22,8 +22,8 @@ from torch import Tensor
 from quant.codec import Codec, Part
 from quant.e2m1 import e2m1_codes, e2m1_levels, e2m1_pack
 from quant.fp8_block import within_e4m3
-from quant.lookup import byte_values
-from quant.minifloat import e4m3_decode, e8m0_decode
+from quant.lookup import e4m3_values
+from quant.minifloat import e8m0_decode
 from quant.spec import QuantFormat, QuantSpec
 
 GROUP = 32
@@ -43,7 +43,8 @@ class _MxCodec(Codec):
         self.scales = "weight_scale_inv" if spec.convention == "sglang" else "weight_scale"
 
     def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return _groups(levels.float()).mul_(e8m0_decode(scales[0])[..., None]).view(levels.shape).to(dtype)
+        _groups(levels).mul_(e8m0_decode(scales[0])[..., None])
+        return levels
 
     def _accept(self, leaf: str, part: Tensor) -> Tensor:
         return part.view(torch.uint8) if leaf == self.scales and part.dtype is torch.float8_e8m0fnu else part
@@ -75,10 +76,10 @@ class Mxfp8Codec(_MxCodec):
         return codes
 
     def _levels(self, codes: Tensor) -> Tensor:
-        return byte_values(codes, e4m3_decode)
+        return e4m3_values(codes)
 
     def _unpack(self, packed: Tensor) -> Tensor:
-        return byte_values(packed, e4m3_decode)
+        return e4m3_values(packed)
 
     def _check_values(self, name: str, parts: Mapping[str, Tensor]) -> None:
         super()._check_values(name, parts)

@@ -100,7 +100,8 @@ class Nvfp4Codec(Codec):
 
     def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert top is not None
-        return _groups(levels.float()).mul_(self._factors(scales[0], top)[..., None]).view(levels.shape).to(dtype)
+        _groups(levels).mul_(self._factors(scales[0], top)[..., None])
+        return levels
 
     def _whole(self, shape: tuple[int, ...], top: Tensor | None) -> dict[str, Tensor]:
         found = {} if self.divides else {"input_scale": torch.ones(())}
