@@ -1,0 +1,214 @@
+"""Codecs: GB/s of encode, fake quantization and decode in each format, all counted in bytes of the bf16 weight.
+
+In one run, by turns, beside (a) `torch.Tensor.copy_` of the bf16 bytes, (b) the format's formula as one expression over
+the whole tensor, packed, and (c) compressed-tensors' quantize and pack with given scales, where it is installed and
+has the format. Each figure is a median over turns; each ratio is the median of ratios within a turn. The results of (b)
+are checked to be the codec's. A bundle of small experts and one of a ragged shape show what a call costs.
+
+    python benchmarks/codec.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quant.codec import Codec
+from quant.fp8_block import ceil_to_power_of_two
+from quant.minifloat import e8m0_decode
+from quant.registry import CODECS, make_codec
+from quant.spec import QuantFormat, QuantSpec
+
+try:
+    from compressed_tensors.compressors import pack_quantized
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+except ImportError:
+    quantize = None
+
+GOALS = {
+    "fp8_encode_of_plain_min": 3.0,
+    "int4_encode_of_plain_min": 3.0,
+    "fp8_encode_of_compressed_tensors_min": 3.0,
+    "int4_encode_of_compressed_tensors_min": 3.0,
+    "fp8_encode_threads_min": 1.8,  # of two threads over one
+    "int4_encode_threads_min": 1.8,
+}
+CONVENTION = {QuantFormat.NVFP4: "modelopt"}  # the formula of `plain_nvfp4`
+EXPERT = (2048, 2048)  # 8 MiB of bf16
+Plain = Callable[[Tensor], tuple[Tensor, ...]]
+
+
+def plain_fp8(w: Tensor, *, powers: bool = False) -> tuple[Tensor, ...]:
+    n, k = w.shape
+    x = w.float().view(n // 128, 128, k // 128, 128)
+    s = x.abs().amax((1, 3), keepdim=True).clamp(min=1e-10) / 448
+    s = ceil_to_power_of_two(s) if powers else s
+    return (x / s).clamp(-448, 448).to(torch.float8_e4m3fn).view(n, k), s[:, 0, :, 0]
+
+
+def plain_int4(w: Tensor) -> tuple[Tensor, ...]:
+    n, k = w.shape
+    x = w.float().view(n, k // 32, 32)
+    s = (x.abs().amax(2, keepdim=True) / 7).clamp(min=1e-5).to(torch.bfloat16)
+    q = (x / s.float()).round().clamp(-7, 7).to(torch.int32).view(n, k // 8, 8) + 8
+    return (q << torch.arange(0, 32, 4, dtype=torch.int32)).sum(2, dtype=torch.int32), s[:, :, 0]
+
+
+def plain_mxfp8(w: Tensor) -> tuple[Tensor, ...]:
+    n, k = w.shape
+    x = w.float().view(n, k // 32, 32)
+    s = ceil_to_power_of_two((x.abs().amax(2, keepdim=True) / 448).clamp(min=2.0**-126))
+    codes = (x / s).clamp(-448, 448).to(torch.float8_e4m3fn).view(n, k)
+    return codes, (s.view(torch.int32) >> 23).to(torch.uint8)[:, :, 0]
+
+
+def _e2m1_packed(x: Tensor) -> Tensor:
+    t = x.abs()
+    code = torch.where(t < 2, (t * 2).round(), torch.where(t < 4, t.round() + 2, (t / 2).round() + 4)).clamp(max=7)
+    code = code.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
+    return code[:, ::2] | (code[:, 1::2] << 4)
+
+
+def plain_mxfp4(w: Tensor) -> tuple[Tensor, ...]:
+    n, k = w.shape
+    x = w.float().view(n, k // 32, 32)
+    codes = ((x.abs().amax(2, keepdim=True).view(torch.int32) >> 23) - 2).clamp(min=0).to(torch.uint8)
+    return _e2m1_packed((x / e8m0_decode(codes)).view(n, k)), codes[:, :, 0]
+
+
+def plain_nvfp4(w: Tensor) -> tuple[Tensor, ...]:
+    n, k = w.shape
+    x = w.float().view(n, k // 16, 16)
+    whole = x.abs().max() / 2688
+    s = (x.abs().amax(2, keepdim=True) / 6 / whole).clamp(max=448).to(torch.float8_e4m3fn)
+    by = s.float() * whole
+    return _e2m1_packed(torch.where(by > 0, x / by, 0.0).view(n, k)), s[:, :, 0], whole
+
+
+PLAIN: dict[QuantFormat, Plain] = {
+    QuantFormat.FP8: plain_fp8,
+    QuantFormat.FP8_UE8M0: lambda w: plain_fp8(w, powers=True),
+    QuantFormat.INT4: plain_int4,
+    QuantFormat.MXFP8: plain_mxfp8,
+    QuantFormat.MXFP4: plain_mxfp4,
+    QuantFormat.NVFP4: plain_nvfp4,
+}
+
+
+def compressed(fmt: QuantFormat, w: Tensor, parts: list[Tensor]) -> Callable[[], object] | None:
+    """compressed-tensors' quantize, and for INT4 its packing; scales are given to it, which spares it their search."""
+    if quantize is None or fmt not in (QuantFormat.FP8, QuantFormat.INT4):
+        return None
+    how: dict[str, Any] = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}
+    if fmt is QuantFormat.FP8:
+        how = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [128, 128]}
+    args, scale = QuantizationArgs(symmetric=True, **how), parts[1].to(torch.bfloat16)
+    zero = torch.zeros_like(scale)
+    if fmt is QuantFormat.FP8:
+        return lambda: quantize(w, scale, zero, args, dtype=torch.float8_e4m3fn)
+    return lambda: pack_quantized.pack_to_int32(quantize(w, scale, zero, args, dtype=torch.int8), 4)
+
+
+def bundles() -> dict[str, dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(0)
+
+    def some(count: int, n: int, k: int) -> dict[str, Tensor]:
+        return {f"mlp.experts.{i}.down_proj.weight": torch.randn(n, k, generator=g).bfloat16() for i in range(count)}
+
+    return {"": some(1, *EXPERT), "small_": some(256, 64, 128), "ragged_": some(16, 200, 320)}
+
+
+def ways(codec: Codec, bundle: dict[str, Tensor]) -> dict[str, Callable[[], object]]:
+    encoded = list(codec.encode(bundle).values())
+    values = {name: torch.empty_like(w) for name, w in bundle.items()}
+    stack = torch.empty(len(bundle), *encoded[0].shape, dtype=torch.bfloat16)
+    return {
+        "encode": lambda: codec.encode(bundle),
+        "fake": lambda: codec.fake(bundle, out=values),
+        "decode": lambda: codec.decode_stack(encoded, out=stack),
+    }
+
+
+def measure(fmt: QuantFormat, threads: tuple[int, ...], turns: int) -> dict[str, float]:
+    codec = make_codec(QuantSpec(format=fmt, convention=CONVENTION.get(fmt, "")))
+    figures: dict[str, float] = {}
+    one: dict[str, float] = {}
+    for count in threads:
+        torch.set_num_threads(count)
+        of = "" if count == 1 else f"_{count}_threads"
+        for kind, bundle in bundles().items():
+            work = ways(codec, bundle)
+            nbytes = sum(w.nbytes for w in bundle.values())
+            if not kind:
+                work |= beside(codec, next(iter(bundle.values())))
+            seconds = by_turns(work, turns)
+            for name, took in seconds.items():
+                figures[f"{fmt}_{kind}{name}{of}_gb_per_s"] = nbytes / statistics.median(took) / 1e9
+            if kind:
+                continue
+            encode = seconds["encode"]
+            for name in ("copy", "plain", "compressed_tensors"):
+                if name in seconds:
+                    ratios = [b / a for a, b in zip(encode, seconds[name], strict=True)]
+                    figures[f"{fmt}_encode_of_{name}{of}"] = statistics.median(ratios)
+            for name in ("encode", "fake", "decode"):
+                took = statistics.median(seconds[name])
+                if count == 1:
+                    one[name] = took
+                elif count == 2:
+                    figures[f"{fmt}_{name}_threads"] = one[name] / took
+    return figures
+
+
+def beside(codec: Codec, w: Tensor) -> dict[str, Callable[[], object]]:
+    plain, copy = PLAIN[codec.spec.format], torch.empty_like(w)
+    parts = list(codec.encode({"mlp.down_proj.weight": w})["mlp.down_proj.weight"].parts.values())
+    for ours, theirs in zip(parts, plain(w), strict=False):
+        ours, theirs = (x.contiguous().flatten().view(torch.uint8) for x in (ours, theirs))
+        assert torch.equal(ours, theirs), codec.spec.format
+    found: dict[str, Callable[[], object]] = {"copy": lambda: copy.copy_(w), "plain": lambda: plain(w)}
+    if (other := compressed(codec.spec.format, w, parts)) is not None:
+        found["compressed_tensors"] = other
+    return found
+
+
+def by_turns(work: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(turns + 1):
+        for name, call in work.items():
+            began = time.perf_counter()
+            call()
+            if turn:  # the first fetches memory
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def main() -> int:
+    """0 when the goals hold."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--quick", action="store_true", help="7 turns instead of 25")
+    p.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    args = p.parse_args()
+    threads, figures = tuple(args.threads), {}
+    for fmt in CODECS:
+        figures |= measure(fmt, threads, 7 if args.quick else 25)
+    for name, value in figures.items():
+        print(f"{name:48}{value:10.2f}")
+    goals = {goal: least for goal, least in GOALS.items() if goal.removesuffix("_min") in figures}
+    holds = all(figures[goal.removesuffix("_min")] >= least for goal, least in goals.items())
+    rounded = {name: round(value, 3) for name, value in figures.items()}
+    print(json.dumps({"name": "codec", "figures": rounded, "goals": goals, "holds": holds}))
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
