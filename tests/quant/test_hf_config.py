@@ -149,6 +149,18 @@ def test_what_is_written_is_read_back(spec: QuantSpec, data: st.DataObject) -> N
     assert [n for n in some if by_name.covers(n, (8, 8))] == [n for n in some if spec.covers(n, (8, 8))]
 
 
+def test_expressions_mean_what_the_patterns_do() -> None:
+    """To a loader that matches them from the start of a name: exactly the modules that the pattern keeps out."""
+    modules = ("self_attn.q_proj", "xself_attn.x.self_attn.q_proj", "mlp.gate_proj", "mlp.experts.1.up_proj")
+    layers = [f"{p}{layer}" for p in ("model.", "xmodel.", "") for layer in ("layers.1", "layers.11", "xlayers.1")]
+    some = [f"{layer}.{module}" for layer in layers for module in modules]
+    for pattern in PATTERNS:
+        spec = QuantSpec(format=F.INT4, ignore=(pattern,))
+        expressions = [p.removeprefix("re:") for p in spec_to_hf(spec)["ignore"] if p.startswith("re:")]
+        kept = [n for n in some if any(re.match(e, n) for e in expressions)]
+        assert kept == [n for n in some if spec.leaves_out(f"{n}.weight")], pattern
+
+
 @every_convention
 @pytest.mark.parametrize("scope", ["all", "experts"])
 def test_the_usual_specs_come_back_equal(spec: QuantSpec, scope: Any) -> None:

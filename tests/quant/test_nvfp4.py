@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quant.codec import Codec
+from quant.minifloat import e2m1_decode
 from quant.nvfp4 import Nvfp4Codec
 from quant.registry import make_codec
 from quant.spec import QuantFormat, QuantSpec
@@ -73,7 +74,19 @@ def test_zeros_and_groups_that_vanish(codec: Codec) -> None:
     w[0, 0] = -10.0
     q = codec.encode({"w": w})["w"]
     assert q.parts["weight_scale"].float()[0, 1] == 0
+    assert next(iter(q.parts.values()))[0].tolist() == [0x0F, *[0] * 15]
     assert codec.decode(q)[0].tolist() == [-10.0] + [0.0] * 31
+
+
+@pytest.mark.parametrize("codec", [CT, MODELOPT], ids=["compressed-tensors", "modelopt"])
+def test_the_product_is_taken_in_one_order(codec: Codec) -> None:
+    """Code times (block scale and the number of the weight), by a true division where that number divides."""
+    w = torch.randn(64, 64, generator=torch.Generator().manual_seed(3)) * 0.02
+    q = codec.encode({"w": w})["w"]
+    codes, scales, whole, *_ = q.parts.values()
+    s = scales.float() / whole if codec is CT else scales.float() * whole
+    values = e2m1_decode(torch.stack([codes & 15, codes >> 4], -1).view(64, 64))
+    assert torch.equal(codec.decode(q, torch.float32), values * s.repeat_interleave(16, 1))
 
 
 def test_every_magnitude_decodes_to_a_finite_number() -> None:
