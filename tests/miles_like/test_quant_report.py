@@ -28,6 +28,7 @@ def test_every_figure_is_its_definition(fmt: QuantFormat, tmp_path: Path, monkey
     write_hf(tmp_path / "in", tensors.items(), CONFIG)
     report = QuantReport(spec)
     monkeypatch.setattr("miles_like.quant_plots.write_quant_plots", lambda *_: None)
+    monkeypatch.setattr("miles_like.quant_report._CHUNK", 1000)
     quantize_checkpoint(tmp_path / "in", tmp_path / "out", spec, report=report)
     dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
     back, codec = HFCheckpoint(tmp_path / "back"), make_codec(spec)
