@@ -13,8 +13,9 @@ from megatron_bridge.config import PrecisionConfig
 from megatron_bridge.precision import served_spec
 from miles_like.hf_checkpoint import HFCheckpoint, write_hf
 from quant.hf_config import quantized_config, spec_from_hf
+from quant.registry import codec_or_none
 from quant.spec import QuantSpec
-from quant.stream import dequantize_stream, quantize_stream
+from quant.stream import dequantize_stream, part_of, quantize_stream
 
 
 def served_config(precision: PrecisionConfig, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,5 +31,8 @@ def store_served(fetched: Path, out: Path, spec: QuantSpec | None) -> None:
         return hf.read(name) if name in hf else None
 
     shutil.rmtree(out, ignore_errors=True)
-    plain = dequantize_stream(hf.stream(), spec_from_hf(hf.config), lookup=part)
-    write_hf(out, quantize_stream(plain, spec), quantized_config(hf.config, spec), copy_from=fetched)
+    own = spec_from_hf(hf.config)
+    codec = codec_or_none(own)
+    names = {(part_of(codec, name, hf.info(name).dtype) or (name,))[0] for name in hf.names()}
+    plain = dequantize_stream(hf.stream(), own, lookup=part)
+    write_hf(out, quantize_stream(plain, spec), quantized_config(hf.config, spec, sorted(names)), copy_from=fetched)

@@ -1,0 +1,73 @@
+"""The rollout's checkpoint: which format it gets, that nothing is lost on the way, and what no engine could divide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_bridge.config import PrecisionConfig
+from megatron_bridge.precision import served_spec
+from miles_like.engine_fit import check_engine, check_engine_shards
+from miles_like.hf_checkpoint import HFCheckpoint
+from miles_like.served import store_served
+from quant.hf_config import spec_from_hf, spec_to_hf
+from quant.spec import QuantFormat, QuantSpec
+from quant.stream import dequantize_stream, quantize_stream
+from rollout.config import RolloutConfig, SGLangFlags
+from tests.megatron_bridge.tiny_models import random_tensors, tiny_qwen, write_checkpoint
+
+FP8 = QuantSpec(format=QuantFormat.FP8, block=(64, 64))
+
+
+def _precision(**keys: Any) -> PrecisionConfig:
+    return PrecisionConfig(**keys, allow_without_qat=True)
+
+
+def test_a_checkpoint_in_the_runs_format_is_served_as_it_is_and_any_other_stored_anew() -> None:
+    """Its own blocks: what a user fetched quantized is what others trained and measured."""
+    hf = tiny_qwen(quantization_config=spec_to_hf(FP8))
+    assert served_spec(_precision(format="fp8"), hf) == FP8
+    assert served_spec(_precision(format="int4"), hf) == QuantSpec.of(QuantFormat.INT4)
+    assert served_spec(_precision(format="bf16"), hf) is None
+    with pytest.raises(ValueError, match=r"precision\.block = \[128, 128\].*blocks of \[64, 64\]"):
+        served_spec(_precision(format="fp8", block=(128, 128)), hf)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int4", "nvfp4", "fp8-ue8m0"])
+def test_what_is_stored_anew_is_the_fetched_weights_decoded_and_encoded(fmt: str, tmp_path: Path) -> None:
+    """From FP8, tensor by tensor: the oracle is the whole model decoded, then encoded, in memory."""
+    hf = tiny_qwen()
+    tensors = random_tensors(hf)
+    coded = dict(quantize_stream(tensors.items(), FP8))
+    write_checkpoint(tmp_path / "fp8", hf | {"quantization_config": spec_to_hf(FP8)}, coded)
+    spec = _precision(format=fmt).spec()
+    store_served(tmp_path / "fp8", tmp_path / "out", spec)
+    out = HFCheckpoint(tmp_path / "out")
+    want = dict(quantize_stream(dequantize_stream(coded.items(), FP8), spec))
+    assert set(out.names()) == set(want)
+    for name, tensor in want.items():
+        assert torch.equal(out.read(name).view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+    stored = spec_from_hf(out.config)
+    for name, tensor in tensors.items():
+        covered = spec is not None and spec.covers(name, tensor.shape)
+        assert covered == (stored is not None and stored.covers(name, tensor.shape))
+
+
+def test_blocks_that_a_servers_ranks_would_cut_are_refused_with_both_numbers() -> None:
+    """Qwen3-235B's experts of 1536 rows over 8 ranks are 192 each: the case that vLLM and SGLang die of while loading."""
+    hf = tiny_qwen(moe_intermediate_size=1536, hidden_size=2048)
+    spec = QuantSpec.of(QuantFormat.FP8, "experts")
+    with pytest.raises(ValueError, match=r"over 8 ranks of a server is 192 rows each.*blocks of 128.*ep_size"):
+        check_engine_shards(SGLangFlags(tp_size=8), hf, spec)
+    check_engine_shards(SGLangFlags(tp_size=8, ep_size=8), hf, spec)
+    check_engine_shards(SGLangFlags(tp_size=4), hf, spec)
+
+
+def test_an_engine_that_would_scale_anew_is_refused() -> None:
+    sglang = RolloutConfig(engine="sglang", sglang=SGLangFlags(gpu="blackwell"))
+    with pytest.raises(ValueError, match="fp8-ue8m0"):
+        check_engine(sglang, _precision(format="fp8"), tiny_qwen())
+    check_engine(sglang, _precision(format="fp8-ue8m0"), tiny_qwen())
