@@ -2,8 +2,9 @@
 
 In one run, by turns, beside (a) `torch.Tensor.copy_` of the bf16 bytes, (b) the format's formula as one expression over
 the whole tensor, packed, and (c) compressed-tensors' quantize and pack with given scales, where it is installed and
-has the format. Each figure is a median over turns; each ratio is the median of ratios within a turn. The results of (b)
-are checked to be the codec's. A bundle of small experts and one of a ragged shape show what a call costs.
+has the format. Each figure is a median over turns; each ratio is the median of ratios within a turn. On one thread the
+processor's time counts, which other programs do not lengthen much; on more, which need idle cores, the clock's. The
+results of (b) are checked to be the codec's. Bundles of small experts and of a ragged shape show what a call costs.
 
     python benchmarks/codec.py [--quick]
 """
@@ -150,7 +151,7 @@ def measure(fmt: QuantFormat, threads: tuple[int, ...], turns: int) -> dict[str,
             nbytes = sum(w.nbytes for w in bundle.values())
             if not kind:
                 work |= beside(codec, next(iter(bundle.values())))
-            seconds = by_turns(work, turns)
+            seconds = by_turns(work, turns, time.thread_time if count == 1 else time.perf_counter)
             for name, took in seconds.items():
                 figures[f"{fmt}_{kind}{name}{of}_gb_per_s"] = nbytes / statistics.median(took) / 1e9
             if kind:
@@ -181,14 +182,14 @@ def beside(codec: Codec, w: Tensor) -> dict[str, Callable[[], object]]:
     return found
 
 
-def by_turns(work: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+def by_turns(work: dict[str, Callable[[], object]], turns: int, clock: Callable[[], float]) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(turns + 1):
         for name, call in work.items():
-            began = time.perf_counter()
+            began = clock()
             call()
             if turn:  # the first fetches memory
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(clock() - began)
     return seconds
 
 

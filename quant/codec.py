@@ -54,7 +54,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _pack(self, codes: Tensor) -> Tensor:
-        """Codes as `_choose` gives them -> as stored."""
+        """Codes as `_choose` gives them -> as stored, but for the cast to the stored dtype."""
 
     @abstractmethod
     def _levels(self, codes: Tensor) -> Tensor:

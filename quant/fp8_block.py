@@ -60,13 +60,13 @@ class Fp8BlockCodec(Codec):
         x = w.to(torch.float32, memory_format=torch.contiguous_format)
         blocks, s = _blocks(x, scales)
         blocks.div_(s)  # at most 448 but for one rounding, which the cast rounds to 448: no clamp is needed
-        return x.to(torch.float8_e4m3fn), (scales,)
+        return x, (scales,)
 
     def _pack(self, codes: Tensor) -> Tensor:
         return codes
 
     def _levels(self, codes: Tensor) -> Tensor:
-        return e4m3_values(codes)
+        return e4m3_values(codes.to(torch.float8_e4m3fn))
 
     def _unpack(self, packed: Tensor) -> Tensor:
         return e4m3_values(packed)

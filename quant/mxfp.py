@@ -70,13 +70,13 @@ class Mxfp8Codec(_MxCodec):
 
     def _choose(self, w: Tensor, bits: Tensor, top: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         codes = ((bits + _ABOVE_448) >> _MANTISSA_BITS).sub_(8).clamp_(min=0).to(torch.uint8)
-        return _divided(within_e4m3(w, bits), codes).to(torch.float8_e4m3fn), (codes,)
+        return _divided(within_e4m3(w, bits), codes), (codes,)
 
     def _pack(self, codes: Tensor) -> Tensor:
         return codes
 
     def _levels(self, codes: Tensor) -> Tensor:
-        return e4m3_values(codes)
+        return e4m3_values(codes.to(torch.float8_e4m3fn))
 
     def _unpack(self, packed: Tensor) -> Tensor:
         return e4m3_values(packed)
