@@ -18,8 +18,6 @@ from quant.qat import activation_codec
 from quant.registry import make_codec
 from quant.spec import QuantSpec
 
-_MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-
 
 def served_spec(precision: PrecisionConfig, hf: HFConfig) -> QuantSpec | None:
     """How the rollout's weights are stored, of a model with this config.json; None: in BF16.
@@ -115,12 +113,7 @@ def _refuse_te(config: TrainerConfig, te: bool) -> None:
 def _check_place(config: TrainerConfig, place: Place, codec: Codec) -> None:
     name, (rows, columns), entry = place.hf_name, place.shape, place.entry
     codec.layout(place.shape, name)  # refuses columns that are no multiple of the group
-    if codec.shared_amax and not name.endswith(_MLP):
-        raise ValueError(
-            f"precision.qat with {codec.spec.format.value} and {name}: it shares one scale of the whole tensor with "
-            "others of its layer, which is trained for gate_proj, up_proj and down_proj alone; set precision.scope = "
-            "'experts', or leave attention out of the checkpoint's quantization"
-        )
+    codec.check_bundle(name, codec.bundle_of(name))  # refuses NVFP4's attention
     key = "etp" if entry.per_expert else "tp"
     ranks = config.parallel.etp if entry.per_expert else config.parallel.tp
     if entry.split is Split.REPLICATED:

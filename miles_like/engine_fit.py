@@ -9,6 +9,7 @@ from megatron_bridge.config import PrecisionConfig
 from megatron_bridge.families.base import Split
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.precision import served_spec
+from quant.registry import codec_or_none
 from quant.spec import QuantSpec
 from rollout.config import RolloutConfig, SGLangFlags
 from rollout.served import check_served
@@ -23,18 +24,22 @@ def check_engine(rollout: RolloutConfig, precision: PrecisionConfig, hf: Mapping
 
 
 def check_engine_shards(flags: SGLangFlags, hf: Mapping[str, Any], spec: QuantSpec | None) -> None:
-    """Whether an SGLang server's ranks can share quantized weights out without cutting a block or group.
+    """Whether an SGLang server can multiply with quantized weights as they are scaled, and its ranks share them out
+    without cutting a block or group.
 
-    Raises ValueError with both numbers: SGLang and vLLM fail on such a division only while they load.
+    Raises ValueError, of a division with both numbers: SGLang and vLLM fail on it only while they load.
     """
-    tensors = family_of(hf).bind(hf)
+    tensors, codec = family_of(hf).bind(hf), codec_or_none(spec)
     for entry in tensors.entries if spec is not None else ():
         if not (layers := tensors.layers_of(entry)):
             continue
         for pattern, shape in zip(entry.hf, tensors.shapes(entry), strict=True):
             name = pattern.format(i=layers[0], e=0)
             key, ranks = _engine_ranks(name, flags)
-            if spec is None or entry.split is Split.REPLICATED or ranks == 1 or not spec.covers(name, shape):
+            if spec is None or codec is None or not spec.covers(name, shape):
+                continue
+            codec.check_bundle(name, codec.bundle_of(name))
+            if entry.split is Split.REPLICATED or ranks == 1:
                 continue
             if entry.split is Split.QKV and "q_proj" not in pattern and tensors.dims["kv_heads"] < ranks:
                 continue  # whole key/value heads are repeated

@@ -116,7 +116,7 @@ class QuantReport:
         counts = torch.zeros(len(magnitudes), dtype=torch.int64)
         counts.index_add_(0, index.flatten(), tally.codes[:, None].expand(index.shape).flatten())
         finite = torch.isfinite(magnitudes)
-        return magnitudes[finite].tolist(), (counts[finite] / counts.sum()).tolist()
+        return magnitudes[finite].tolist(), (counts[finite].double() / counts.sum()).tolist()
 
     def figures(self, tally: Tally) -> dict[str, Any]:
         """As written: `saturated` is the share of codes of the largest magnitude, of which each block has one at least

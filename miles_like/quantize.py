@@ -43,7 +43,7 @@ def spec_of(
     rest: dict[str, Any] = {} if convention is None else {"convention": convention}
     if block is not None:
         sizes = block.lower().split("x")
-        if not by_block or not all(s.isdecimal() for s in sizes) or len(sizes) > 2:
+        if not by_block or not all(s.isdecimal() and int(s) for s in sizes) or len(sizes) > 2:
             raise ValueError(f"--block {block!r}: a block of FP8 is given as 128 or 128x64; other formats have --group")
         rest["block"] = (int(sizes[0]), int(sizes[-1]))
     if group is not None:
@@ -117,7 +117,7 @@ def quantized_bytes(hf: HFCheckpoint, spec: QuantSpec) -> int:
 def unquantized(hf_dir: Path | str) -> HFCheckpoint:
     """Raises ValueError for a directory that is quantized already."""
     hf = HFCheckpoint(hf_dir)
-    if "quantization_config" in hf.config:
+    if hf.config.get("quantization_config") is not None:
         raise ValueError(f"{hf_dir} is quantized: make it BF16 first (miles-like dequantize {hf_dir} OUT_DIR)")
     for name in hf.names():
         refuse_foreign(name, hf.info(name).dtype, None)

@@ -111,12 +111,16 @@ class Codec(ABC):
         return {leaf: given[leaf].expand(1, *p.shape)[0] for leaf, p in self.parts.items() if isinstance(p, Whole)}
 
     def levels_of_bytes(self) -> Tensor:
-        """fp32 [256, m]: of each byte of stored codes, what the m codes in it stand for before scaling."""
+        """fp32 [256, m]: of each byte of stored codes, what the m codes in it stand for before scaling, or NaN."""
         stored = torch.arange(256, dtype=torch.uint8).view(next(iter(self.parts.values())).dtype)
-        return self._unpack(stored[None, None]).float().view(256, -1)
+        levels = self._unpack(stored[None, None]).view(256, -1)
+        if stored.is_floating_point():  # `_unpack` is given no NaN
+            levels[stored.float().isnan()] = math.nan
+        return levels
 
     def check_bundle(self, name: str, coded: Container[str]) -> None:
-        """Raises ValueError where a weight is to be encoded without another that it shares a scale with."""
+        """Raises ValueError where a weight is to be stored without another that it shares a scale with, or would need
+        to share one in engines and does not."""
         for other in self.bundle_of(name):
             if other not in coded:
                 raise ValueError(

@@ -14,13 +14,14 @@ compressed-tensors  `weight_packed`, `weight_scale`, `weight_global_scale` fp32 
                     computed is amax_group / 6 * that, and s / that: bit for bit its own arithmetic.
 The two differ by a factor of 1e6 and more when they are mixed up.
 
-Attention projections do not share S, though some engines fuse them: name them in `ignore` for such an engine.
+Attention projections do not share S here, though engines multiply some of them at once: read from others' checkpoints,
+they are right, but a checkpoint is not written with them (`check_bundle`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
@@ -67,6 +68,15 @@ class Nvfp4Codec(Codec):
     def bundle_of(self, name: str) -> tuple[str, ...]:
         parent, _, last = name.removesuffix(".weight").rpartition(".")
         return tuple(f"{parent}.{p}.weight" for p in _FUSED) if last in _FUSED else (name,)
+
+    def check_bundle(self, name: str, coded: Container[str]) -> None:
+        super().check_bundle(name, coded)
+        if "self_attn" in name.split("."):
+            raise ValueError(
+                f"{name}: engines multiply projections of attention as one, with one scale of the whole weight, which "
+                f"{self.spec.format} gives to gate_proj and up_proj alone: leave attention as it is (scope 'experts', "
+                "or ignore 'self_attn')"
+            )
 
     def _shared(self, amax: Tensor) -> Tensor:
         stored = _RANGE / amax if self.divides else amax / _RANGE

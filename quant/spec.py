@@ -88,6 +88,8 @@ class QuantSpec:
             raise ValueError(f"{self.format} scales groups of {own[1]} columns, not blocks of {self.block}")
         if self.format is QuantFormat.INT4 and (self.block[0] != 1 or self.block[1] % 8):
             raise ValueError(f"INT4 scales groups of a multiple of 8 columns, not blocks of {self.block}")
+        for pattern in self.ignore:
+            _check_pattern(pattern)
         known = CONVENTIONS.get(self.format, ("",))
         if not self.convention:
             object.__setattr__(self, "convention", known[0])
@@ -129,6 +131,14 @@ def _is_quantizable(module: list[str]) -> bool:
     if proj not in _MLP:
         return False
     return parent == "mlp" or (parent in _SHARED and above == "mlp") or (parent.isdecimal() and above == "experts")
+
+
+def _check_pattern(pattern: str) -> None:
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as e:
+            raise ValueError(f"ignore = {pattern!r} is not a regular expression: {e}") from None
 
 
 def _ignored(module: list[str], pattern: str) -> bool:

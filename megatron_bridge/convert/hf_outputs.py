@@ -102,7 +102,7 @@ def outputs(source: TorchDist, tensors: TensorMap, spec: QuantSpec, *, merge: bo
         )
     if (codec := codec_or_none(spec)) is not None:
         coded = {o.name for o in out if o.quantized}
-        for name in coded:
+        for name in sorted(coded):
             codec.check_bundle(name, coded)
     return sorted(out, key=lambda o: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", o.name)])
 

@@ -68,7 +68,7 @@ def _check(hf: dict[str, Any], precision: dict[str, Any], **settings: Any) -> No
             tiny(),
             {"format": "nvfp4", "scope": "all"},
             {},
-            ["q_a_proj", "shares one scale", "precision.scope = 'experts'"],
+            ["q_a_proj", "one scale of the whole weight", "scope 'experts'"],
         ),
         (tiny_dense(), {"format": "int4"}, {}, ["quantizes no tensor", "precision.scope"]),
         (

@@ -105,7 +105,7 @@ def test_shards_of_codes_are_those_of_the_decoded_directory(spec: QuantSpec, sou
 
 def test_a_source_s_own_convention_is_kept(source: Path, tmp_path: Path, small_bands: None) -> None:
     """ModelOpt's has a second file, which the manifest lists; BF16 has neither."""
-    spec = QuantSpec(format=QuantFormat.NVFP4, convention="modelopt", ignore=("layers.0",))
+    spec = QuantSpec(format=QuantFormat.NVFP4, convention="modelopt", ignore=("layers.0", "self_attn"))
     quantize_checkpoint(source / "hf", tmp_path / "coded", spec)
     to_megatron(tmp_path / "coded", tmp_path / "shards")
     assert not (tmp_path / "shards" / "hf" / "hf_quant_config.json").exists()
@@ -147,7 +147,7 @@ def test_a_model_that_the_format_cannot_hold_is_refused_at_once(
 
 def test_half_of_what_shares_a_scale_is_refused(source: Path, tmp_path: Path) -> None:
     """Where the source's own config leaves only the gates out."""
-    spec = QuantSpec(format=QuantFormat.NVFP4, ignore=("gate_proj",))
+    spec = QuantSpec(format=QuantFormat.NVFP4, ignore=("gate_proj", "self_attn"))
     quantize_checkpoint(source / "hf", tmp_path / "coded", QuantSpec.of(QuantFormat.NVFP4))
     to_megatron(tmp_path / "coded", tmp_path / "shards")
     config = json.loads((tmp_path / "shards" / "hf" / "config.json").read_text())

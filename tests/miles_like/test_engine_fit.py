@@ -57,13 +57,22 @@ def test_what_is_stored_anew_is_the_fetched_weights_decoded_and_encoded(fmt: str
 
 
 def test_blocks_that_a_servers_ranks_would_cut_are_refused_with_both_numbers() -> None:
-    """Qwen3-235B's experts of 1536 rows over 8 ranks are 192 each: the case that vLLM and SGLang die of while loading."""
+    """Qwen3-235B's experts of 1536 rows over 8 ranks are 192 each: vLLM and SGLang die of it while they load."""
     hf = tiny_qwen(moe_intermediate_size=1536, hidden_size=2048)
     spec = QuantSpec.of(QuantFormat.FP8, "experts")
     with pytest.raises(ValueError, match=r"over 8 ranks of a server is 192 rows each.*blocks of 128.*ep_size"):
         check_engine_shards(SGLangFlags(tp_size=8), hf, spec)
     check_engine_shards(SGLangFlags(tp_size=8, ep_size=8), hf, spec)
     check_engine_shards(SGLangFlags(tp_size=4), hf, spec)
+
+
+def test_attention_that_would_need_one_scale_is_refused_where_engines_fuse_it() -> None:
+    """vLLM and SGLang take one number for q, k and v, and warn; the embedded engine multiplies each by itself."""
+    spec = QuantSpec.of(QuantFormat.NVFP4, "all", convention="modelopt")
+    with pytest.raises(ValueError, match=r"q_proj\.weight: engines multiply .*scope 'experts'"):
+        check_engine_shards(SGLangFlags(gpu="blackwell"), tiny_qwen(), spec)
+    check_engine_shards(SGLangFlags(gpu="blackwell"), tiny_qwen(), QuantSpec.of(QuantFormat.NVFP4))
+    check_engine(RolloutConfig(engine="embedded"), _precision(format="nvfp4", scope="all"), tiny_qwen())
 
 
 def test_an_engine_that_would_scale_anew_is_refused() -> None:

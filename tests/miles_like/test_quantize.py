@@ -56,7 +56,8 @@ def model() -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "bf16"
-    write_hf(path, model().items(), CONFIG, shard_bytes=60_000)
+    config = CONFIG | {"quantization_config": None}  # as some tools write of what is not quantized
+    write_hf(path, model().items(), config, shard_bytes=60_000)
     (path / "tokenizer.json").write_text("{}")
     return path
 
@@ -124,18 +125,23 @@ def _lonely(t: dict[str, Tensor]) -> None:
     del t[f"{AT}.1.mlp.experts.1.{UP}"]
 
 
+def _as_it_is(_: dict[str, Tensor]) -> None:
+    pass
+
+
 def _codes(t: dict[str, Tensor]) -> None:
     t[Q] = t[Q].to(torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
-    ("change", "fmt", "said"),
+    ("change", "words", "said"),
     [
         (_nan(f"{AT}.1.mlp.experts.1.{UP}"), "int4", rf"experts\.1\.{UP}: the weight has NaN or infinite"),
         (_nan("model.norm.weight"), "int4", r"model\.norm\.weight has NaN or infinite"),
         (_cut, "mxfp4", rf"experts\.1\.{UP}: 72 columns are not a multiple of the group of 32 .* choose a smaller"),
         (_cut, "nvfp4", r"72 columns are not a multiple of the group of 16"),
         (_lonely, "nvfp4", rf"experts\.1\.{GATE} shares a scale with .*experts\.1\.{UP}, which is not there"),
+        (_as_it_is, "nvfp4 all", rf"{Q}: engines multiply .*nvfp4 gives to gate_proj and up_proj alone: .*'self_attn'"),
         (
             _codes,
             "fp8",
@@ -144,13 +150,14 @@ def _codes(t: dict[str, Tensor]) -> None:
     ],
 )
 def test_a_source_that_cannot_be_quantized_leaves_nothing(
-    change: Callable[[dict[str, Tensor]], None], fmt: str, said: str, tmp_path: Path
+    change: Callable[[dict[str, Tensor]], None], words: str, said: str, tmp_path: Path
 ) -> None:
     tensors = model()
     change(tensors)
+    fmt, scope = (*words.split(), None)[:2]
     write_hf(tmp_path / "in", tensors.items(), CONFIG)
     with pytest.raises(ValueError, match=said):
-        quantize_checkpoint(tmp_path / "in", tmp_path / "out", spec_of(fmt))
+        quantize_checkpoint(tmp_path / "in", tmp_path / "out", spec_of(fmt, scope=scope))
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
@@ -171,6 +178,8 @@ def test_a_quantized_source_and_ignoring_everything_are_refused(plain: Path, tmp
         ({"format": "int3"}, "--format 'int3'"),
         ({"format": "fp8", "scope": "some"}, "--scope 'some': want all or experts"),
         ({"format": "fp8", "block": "128x"}, "--block '128x'"),
+        ({"format": "fp8", "block": "0x0"}, "--block '0x0'"),  # no sizes, not the default ones
+        ({"format": "fp8", "ignore": ["re:["]}, r"ignore = 're:\[' is not a regular expression"),
         ({"format": "int4", "block": "128"}, "other formats have --group"),
         ({"format": "fp8", "group": 128}, "--group 128: fp8 has blocks"),
         ({"format": "int4", "group": 20}, "multiple of 8"),
