@@ -80,6 +80,8 @@ def check_precision(config: TrainerConfig, hf: HFConfig, *, te: bool = False) ->
             if place := next((p for p in places if spec.covers(p.hf_name, p.shape)), None):
                 _check_place(config, place, make_codec(spec))
                 covered += 1
+    if config.precision.activations != "none":
+        _refuse_mixed(tensors, spec)
     if not covered:
         raise ValueError(
             f"precision.format = {spec.format.value!r} quantizes no tensor of this model: look at precision.scope and "
@@ -93,6 +95,22 @@ def places_of(tensors: TensorMap, entry: Entry) -> Iterator[Place]:
         for expert in range(tensors.experts_of(entry)):
             depth = tensors.depth(layer)
             yield from tensors.parts_of(entry.megatron.format(i=layer, e=expert, j=depth))
+
+
+def _refuse_mixed(tensors: TensorMap, spec: QuantSpec) -> None:
+    """Megatron computes several of Hugging Face's linears as one, with one input, and so do engines with experts."""
+    for entry in tensors.entries:
+        first: dict[int | None, tuple[bool, str]] = {}
+        for place in places_of(tensors, entry):
+            quantized = spec.covers(place.hf_name, place.shape)
+            other_is, other = first.setdefault(place.layer, (quantized, place.hf_name))
+            if quantized != other_is:
+                one, rest = (place.hf_name, other) if quantized else (other, place.hf_name)
+                raise ValueError(
+                    f"precision.activations: config.json's quantization_config quantizes {one}, not {rest}, but they "
+                    "are computed together, inputs rounded for both or for none: set precision.activations = 'none', "
+                    "or start from the BF16 checkpoint"
+                )
 
 
 def _refuse_te(config: TrainerConfig, te: bool) -> None:

@@ -18,23 +18,24 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_bridge.config import ParallelConfig
+from megatron_bridge.config import ParallelConfig, TrainerConfig
 from megatron_bridge.convert.units import Spread
 from megatron_bridge.families.registry import family_of
-from megatron_bridge.kernels import describe_kernels
+from megatron_bridge.kernels import Spec, describe_kernels
 from megatron_bridge.layout import check_layout
+from megatron_bridge.precision import served_spec
 from megatron_bridge.resolve import resolve
-from miles_like.config import RunConfig, trainer_config
+from miles_like.config import ModelConfig, RunConfig, trainer_config
 from miles_like.dequantize import dequantize_checkpoint
 from miles_like.engine_fit import check_engine
-from miles_like.pipeline import Parts
+from miles_like.pipeline import Parts, Sizes, known_config
 from miles_like.placement import plan_placement
 from miles_like.quant_report import QuantReport
 from miles_like.quantize import quantize_checkpoint, spec_of
 from miles_like.served import served_config
-from quant.hf_config import spec_from_hf
+from quant.hf_config import quantized_config, spec_from_hf
 from quant.registry import codec_or_none
-from quant.spec import QuantFormat, QuantSpec
+from quant.spec import QuantSpec
 from rollout.servers import embedded_command, sglang_command
 
 
@@ -61,11 +62,13 @@ def pipeline_parts(config: RunConfig, console: Console, ray_address: str | None)
         start_ray(ray_address)
         TrainStage(config, run_dir, served, weights, console).run(resume)
 
-    def sizes(config_json: Path) -> tuple[int, int]:
-        hf = _read_config(config_json)
+    def sizes(config_json: Path) -> Sizes:
+        hf = fetched_config(config.model, config_json)
         check_layout(config.parallel, hf)  # before anything is fetched or made
         check_engine(config.rollout, config.precision, hf)
-        return shapes_bytes(config_json)
+        _resolved(config, config_json)
+        fetched, bf16 = _bytes(hf, spec_from_hf(hf))
+        return Sizes(fetched=fetched, bf16=bf16, served=_bytes(hf, served_spec(config.precision, hf))[0])
 
     def convert(hf_dir: Path, out: Path) -> None:
         c, p = config.convert, config.parallel
@@ -73,7 +76,7 @@ def pipeline_parts(config: RunConfig, console: Console, ray_address: str | None)
         work = ConvertWork(int(c.memory_limit_gib * (1 << 30)), c.workers, cluster)
         to_megatron(hf_dir, out, work, tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp)
 
-    return Parts(make=make, convert=convert, on_every_node=stage, train=train, shapes_bytes=sizes)
+    return Parts(make=make, convert=convert, on_every_node=stage, train=train, sizes=sizes)
 
 
 def shut_down() -> None:
@@ -95,21 +98,29 @@ def _read_config(config_json: Path) -> dict[str, Any]:
     return hf
 
 
+def fetched_config(model: ModelConfig, config_json: Path) -> dict[str, Any]:
+    """The config.json that the fetched checkpoint will have: one that is made is stored as `model.make` says."""
+    hf = _read_config(config_json)
+    return hf if model.make is None else quantized_config(hf, model.make.spec())
+
+
 def shapes_bytes(config_json: Path, spec: QuantSpec | None = None) -> tuple[int, int]:
     """Bytes of a model of this config.json, (as stored, in BF16), from the family's table; nothing is loaded.
 
-    Stored as `spec` says, else as config.json does, else in FP8. Raises ValueError for a shape it cannot hold.
+    Stored as `spec` says, else as config.json does. Raises ValueError for a shape it cannot hold.
     """
     hf = _read_config(config_json)
-    tensors = family_of(hf).bind(hf)
-    spec = spec or spec_from_hf(hf) or QuantSpec(format=QuantFormat.FP8)
-    codec = codec_or_none(spec)
+    return _bytes(hf, spec or spec_from_hf(hf))
+
+
+def _bytes(hf: Mapping[str, Any], spec: QuantSpec | None) -> tuple[int, int]:
+    tensors, codec = family_of(hf).bind(hf), codec_or_none(spec)
     stored = bf16 = 0
     for place in tensors.places():
         size = math.prod(place.shape)
         plain = size * tensors.dtype(place.entry).itemsize
         bf16 += plain
-        if codec is not None and spec.covers(place.hf_name, place.shape):
+        if codec is not None and spec is not None and spec.covers(place.hf_name, place.shape):
             parts = codec.layout(place.shape, place.hf_name).values()
             stored += sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts)
         else:
@@ -122,13 +133,17 @@ def describe_trainer(config: RunConfig) -> str:
 
     Raises ValueError for what this model, layout or device cannot use.
     """
-    cuda = config.cluster.gpus_per_node > 0
-    path = _known_config(config)
+    path = known_config(config.model)
     if path is None:
         return "kernels: checked once the model is fetched"
-    trainer = trainer_config(config, path.parent)
-    resolved = resolve(trainer, served_config(config.precision, _read_config(path)), cuda=cuda, te=cuda)
-    return describe_kernels(trainer, resolved.spec)
+    return describe_kernels(*_resolved(config, path))
+
+
+def _resolved(config: RunConfig, config_json: Path) -> tuple[TrainerConfig, Spec]:
+    """Each trainer rank's configuration, and whose modules it builds. Raises ValueError where it cannot."""
+    cuda = config.cluster.gpus_per_node > 0
+    trainer, hf = trainer_config(config, config_json.parent), fetched_config(config.model, config_json)
+    return trainer, resolve(trainer, served_config(config.precision, hf), cuda=cuda, te=cuda).spec
 
 
 def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
@@ -173,17 +188,11 @@ def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
 
 def _has_experts(config: RunConfig) -> bool:
     """True too where the model is not known yet."""
-    path = _known_config(config)
+    path = known_config(config.model)
     if path is None:
         return True
     hf = _read_config(path)
     return bool(family_of(hf).moe_layers(hf))
-
-
-def _known_config(config: RunConfig) -> Path | None:
-    """A config.json of the model that is at hand before anything is fetched."""
-    path = config.model.config or (config.model.make.config if config.model.make else None)
-    return None if path is None else Path(path)
 
 
 # single steps of the command line

@@ -18,7 +18,7 @@ from megatron_bridge.config import (
     Section,
     TrainerConfig,
 )
-from quant.spec import QuantFormat
+from quant.spec import QuantFormat, QuantSpec
 from rollout.config import DataConfig, PublishConfig, RolloutConfig
 
 
@@ -40,6 +40,10 @@ class MakeConfig(Section):
     target: float = Field(0.1, ge=0, le=1)  # mean probability of the right answer on `validation` that ends the warm-up
     # of the warm-up's routers; None: 1e-3 where they have a selection bias, else nothing
     router_bias_update_rate: float | None = Field(None, ge=0)
+
+    def spec(self) -> QuantSpec | None:
+        """How the checkpoint is stored; None: in BF16."""
+        return None if self.format is QuantFormat.BF16 else QuantSpec.of(self.format)
 
 
 class ModelConfig(Section):
@@ -89,7 +93,7 @@ class CheckpointConfig(Section):
 class ConvertConfig(Section):
     """How the checkpoint becomes Megatron shards."""
 
-    fuse: bool = False  # decode FP8 on the way: no BF16 directory
+    fuse: bool = False  # decode on the way: no BF16 directory
     memory_limit_gib: float = Field(4.0, gt=0)  # resident memory of all its processes on one node
     workers: int = Field(1, ge=1)  # processes on each node
 

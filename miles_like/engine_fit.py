@@ -18,9 +18,22 @@ from rollout.served import check_served
 def check_engine(rollout: RolloutConfig, precision: PrecisionConfig, hf: Mapping[str, Any]) -> None:
     """Raises ValueError, with the remedy, for weights that the run's engine cannot serve, replace or divide."""
     spec = served_spec(precision, hf)
+    check_shapes(hf, spec)
     check_served(rollout.engine, spec, rollout.sglang)
     if rollout.engine == "sglang":
         check_engine_shards(rollout.sglang, hf, spec)
+
+
+def check_shapes(hf: Mapping[str, Any], spec: QuantSpec | None) -> None:
+    """Raises ValueError for a weight of a shape that the format cannot hold, and for one that is quantized without
+    another that it shares a scale with: the former with both numbers, each with the remedy."""
+    codec = codec_or_none(spec)
+    if codec is None or spec is None:
+        return
+    covered = {p.hf_name: p.shape for p in family_of(hf).bind(hf).places() if spec.covers(p.hf_name, p.shape)}
+    for name, shape in covered.items():
+        codec.layout(shape, name)
+        codec.check_bundle(name, covered)
 
 
 def check_engine_shards(flags: SGLangFlags, hf: Mapping[str, Any], spec: QuantSpec | None) -> None:

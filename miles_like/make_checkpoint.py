@@ -30,7 +30,7 @@ from miles_like.placement import plan_placement
 from miles_like.warmup import random_weights, read_pairs, warm_up
 from miles_like.workers import RayTrainer, check_nodes
 from quant.hf_config import quantized_config
-from quant.spec import QuantFormat, QuantSpec
+from quant.spec import QuantFormat
 
 _HAS_BIAS = "moe_router_enable_expert_bias"
 _BIAS_RATE = 1e-3  # DeepSeek-V3's (arXiv 2412.19437, section 4.2)
@@ -94,7 +94,7 @@ def _warm_up_and_write(
                 f"{'':12}warm-up stopped at {report.steps} steps with p(right answer) {report.right_prob:.3f}, "
                 f"below model.make.target = {make.target}"
             )
-        spec = None if make.format is QuantFormat.BF16 else QuantSpec.of(make.format)
+        spec = make.spec()
         trainer.connect(
             CheckpointWriter(out=out, hf_config=quantized_config(hf_config, spec), spec=spec, copy_from=bf16)
         )

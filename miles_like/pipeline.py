@@ -78,6 +78,15 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes of a checkpoint."""
+
+    fetched: int  # as it comes
+    bf16: int
+    served: int  # in the rollout's format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What the stages need from above: everything that names a concrete trainer, server or cluster."""
 
@@ -85,13 +94,15 @@ class Parts:
     convert: Callable[[Path, Path], None]  # Hugging Face directory -> torch_dist directory
     on_every_node: Callable[[StageFiles], Sequence[Mapping[str, Any]]]
     train: Callable[[RunConfig, Path, Path, Path, bool], None]  # (config, run_dir, served HF, weights, resume)
-    shapes_bytes: Callable[[Path], tuple[int, int]]  # config.json -> bytes as (stored, bf16)
+    sizes: Callable[[Path], Sizes]  # config.json -> bytes of the checkpoint; raises ValueError where it cannot be run
 
 
 def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = "auto") -> list[Stage]:
     """All five stages with their keys and directories. Reads configuration files only; writes nothing."""
     cache = run_dir.parent / "cache"
-    stored, bf16 = _sizes(config.model, parts)
+    known = known_config(config.model)
+    size = parts.sizes(known) if known is not None else None
+    bf16 = None if size is None else size.bf16
     source = source_inputs(config.model)
     key = input_key("fetch", source)
     stages = [
@@ -100,7 +111,7 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
             what=describe(config.model),
             key=key,
             directory=cache / f"fetch-{key}",
-            size=0 if Path(config.model.path).is_dir() else stored,
+            size=0 if _is_local(config.model) else None if size is None else size.fetched,
             run=lambda out, _: fetch(config.model, out, lambda data: parts.make(config, data)),
             listed=not_hidden,
         )
@@ -115,9 +126,15 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
 
     nodes, precision = config.cluster.nodes, config.precision
     if config.convert.fuse:
-        then("dequantize", "nothing: FP8 blocks are decoded while they are converted", 0, _leave_to_convert, fuse=True)
+        then(
+            "dequantize",
+            "nothing: quantized weights are decoded while they are converted",
+            0,
+            _leave_to_convert,
+            fuse=True,
+        )
     else:
-        then("dequantize", "FP8 blocks -> BF16 safetensors, tensor by tensor", bf16, _dequantize)
+        then("dequantize", "quantized weights -> BF16 safetensors, tensor by tensor", bf16, _dequantize)
     then(
         "convert",
         "Hugging Face tensors -> Megatron torch_dist shards, loadable in any layout",
@@ -129,7 +146,7 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
     then(
         "stage",
         f"copy {precision.format.upper()} checkpoint and shards to {nodes} node(s), verified by SHA-256",
-        None if stored is None or bf16 is None else (stored + bf16) * nodes,
+        None if size is None else (size.served + size.bf16) * nodes,
         lambda out, done: _stage(config, out, done, parts),
         nodes=nodes,
         stage_dir=config.cluster.stage_dir,
@@ -334,11 +351,16 @@ def _data(config: RunConfig) -> dict[str, str]:
     return {k: content(Path(p)) for k, p in paths.items() if p and (Path(p).is_absolute() or Path(p).is_file())}
 
 
-def _sizes(model: ModelConfig, parts: Parts) -> tuple[int | None, int | None]:
+def known_config(model: ModelConfig) -> Path | None:
+    """A config.json of the model that is at hand before anything is fetched."""
     if model.make is not None:
-        return parts.shapes_bytes(Path(model.make.config))
-    known = model.config or (model.path if Path(model.path).is_dir() else None)
+        return Path(model.make.config)
+    known = model.config or (model.path if _is_local(model) else None)
     if known is None:
-        return None, None
+        return None
     path = Path(known)
-    return parts.shapes_bytes(path / "config.json" if path.is_dir() else path)
+    return path / "config.json" if path.is_dir() else path
+
+
+def _is_local(model: ModelConfig) -> bool:
+    return model.make is None and Path(model.path).is_dir()

@@ -107,15 +107,10 @@ class TrainStage:
         held_out: Sequence[Prompt],
         began: tuple[Path, RunState] | None,
     ) -> None:
-        config, first = self.config, 0
+        config = self.config
         engine = EnginePool([self.client(url) for url in urls])
         trainer.connect(self.publisher(urls))
-        if began is not None:
-            folder, state = began
-            first, self.tokens_total = state.step, state.tokens_total
-            await trainer.load(folder / "trainer")
-            await trainer.publish(version=first)
-            source.restore(Cursor(*divmod(state.prompt_cursor, len(source))))
+        first = await self._begin(trainer, source, began)
         reward = load_reward(config.reward.name)
         sink = MultiSink(
             [
@@ -159,6 +154,20 @@ class TrainStage:
                 sink.close()
                 await engine.close()
                 await trainer.close()
+
+    async def _begin(self, trainer: RayTrainer, source: PromptSource, began: tuple[Path, RunState] | None) -> int:
+        """The first step; the servers then hold what the trainer computes with."""
+        if began is None:
+            if self.config.precision.qat:
+                # codes that another quantizer wrote are not those that this one makes of their values
+                await trainer.publish(version=0)
+            return 0
+        folder, state = began
+        self.tokens_total = state.tokens_total
+        await trainer.load(folder / "trainer")
+        await trainer.publish(version=state.step)
+        source.restore(Cursor(*divmod(state.prompt_cursor, len(source))))
+        return state.step
 
     # the parts
 

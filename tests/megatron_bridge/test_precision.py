@@ -155,3 +155,12 @@ def test_auto_builds_local_modules_where_inputs_are_rounded() -> None:
     )
     for precision, want in cases:
         assert choose_spec(toy.config("", precision=precision), tiny(), cuda=True, te=True) == want
+
+
+@pytest.mark.parametrize("module", ["model.layers.1.self_attn.q_proj", "model.layers.1.mlp.experts.3.gate_proj"])
+def test_inputs_of_a_linear_that_is_quantized_in_part_are_refused(module: str) -> None:
+    """The trainer would round them for all of its rows, the engine for the quantized ones."""
+    hf = tiny_qwen(hidden_size=128, head_dim=32, quantization_config=FP8 | {"modules_to_not_convert": [module]})
+    _check(hf, {"format": "fp8"})
+    with pytest.raises(ValueError, match=rf"not {module}.weight.*computed together.*activations = 'none'"):
+        _check(hf | {"moe_intermediate_size": 128}, {"format": "fp8", "activations": "fp8"})

@@ -20,7 +20,7 @@ from miles_like import completion
 from miles_like.completion import file_sha256
 from miles_like.config import RunConfig
 from miles_like.hf_checkpoint import write_hf
-from miles_like.pipeline import STAGES, Mode, Output, Parts, _as_left, plan_stages, run_stages
+from miles_like.pipeline import STAGES, Mode, Output, Parts, Sizes, _as_left, plan_stages, run_stages
 
 
 class Cluster:
@@ -51,7 +51,7 @@ class Cluster:
             convert=convert,
             on_every_node=lambda work: [work()],
             train=train,
-            shapes_bytes=lambda path: (1, 1),
+            sizes=lambda path: Sizes(fetched=1, bf16=1, served=1),
         )
 
 
