@@ -200,6 +200,12 @@ def _copies(where: Path, rank: int, world: int, port: int) -> Found:
             _step(t, step)
         own, kept, again = t.logprobs(row), t.logprobs(row, "reference"), t.logprobs(row)
         law = _compared(t)
+        t.save(where / "resumed", asynchronous=True)
+        _step(t, STEPS)
+        t.finish_save(wait=True)
+        further = t.logprobs(row)
+        t.load(where / "resumed")
+        resumed, law_again = t.logprobs(row), _compared(t)
     with toy.trainer(_config(where, "mla", **BF16), rank, world, free_port()) as t:
         t.load_weights(where / "reference")
         plain = t.logprobs(row)
@@ -207,7 +213,12 @@ def _copies(where: Path, rank: int, world: int, port: int) -> Found:
     def same(a: list[Tensor], b: list[Tensor]) -> bool:
         return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
-    return law | {"kept": same(first, kept), "again": same(own, again), "left": same(own, first) or same(first, plain)}
+    return law | {
+        "kept": same(first, kept),
+        "again": same(own, again),
+        "left": same(own, first) or same(first, plain),
+        "resumed": same(own, resumed) and not same(further, resumed) and law_again == law,
+    }
 
 
 class _Inputs:
@@ -361,6 +372,11 @@ def test_a_step_is_that_of_weights_replaced_by_hand(name: str, found: list[Found
 def test_a_reference_is_rounded_like_the_policy(found: list[Found]) -> None:
     r = found[-1]["copies"]
     assert r["kept"] and r["again"] and not r["left"] and r["differing"] == 0
+
+
+def test_a_checkpoint_brings_back_what_was_computed_with(found: list[Found]) -> None:
+    """Saved while training goes on, read after a further step: rounded anew, to what it was."""
+    assert found[-1]["copies"]["resumed"]
 
 
 def test_inputs_are_rounded_for_every_covered_linear(found: list[Found]) -> None:
