@@ -39,6 +39,8 @@ def flags(argv: list[str]) -> argparse.Namespace:
         max_total_tokens=65536,
         max_running_requests=512,
         context_length=512,
+        weights="decoded",
+        activations="none",
     )
 
 
