@@ -20,7 +20,7 @@ from megatron_bridge.families.registry import family_of
 from megatron_bridge.layout import check_layout
 from megatron_bridge.resolve import resolve
 from miles_like.hf_checkpoint import HFCheckpoint
-from quant.spec import QuantSpec
+from quant.hf_config import spec_from_hf
 from tests.megatron_bridge import families_page, toy
 from tests.megatron_bridge.tiny_models import (
     CONFIGS,
@@ -191,7 +191,7 @@ def test_draft_layer_of_deepseek_v3() -> None:
     """The names that the published checkpoint has for it, and its published size by dtype (the hub's counts, the
     blocks' scales among the fp32 ones)."""
     hf = {**DEEPSEEK_V3, "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
-    tensors, spec = family_of(hf).bind(hf, mtp=True), QuantSpec.from_hf(hf)
+    tensors, spec = family_of(hf).bind(hf, mtp=True), spec_from_hf(hf)
     assert spec is not None
     attention = ["q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"]
     ffn = [f"{half}_proj.weight" for half in ("gate", "up", "down")]

@@ -24,7 +24,7 @@ from megatron_bridge.config import ParallelConfig
 from megatron_bridge.families.base import Entry, Precision, Split, TensorMap, Where
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.layout import check_layout
-from quant.spec import QuantSpec
+from quant.hf_config import spec_from_hf
 from tests.megatron_bridge.tiny_models import transformers_model
 
 ROOT = Path(__file__).parents[2] / "configs"
@@ -52,7 +52,7 @@ def whole(name: str) -> TensorMap:
 
 def hub_counts(tensors: TensorMap) -> Counter[str]:
     """Elements by stored dtype, as the hub counts them: a draft layer's copies and the blocks' scales too."""
-    spec, count = QuantSpec.from_hf(tensors.hf), Counter[str]()
+    spec, count = spec_from_hf(tensors.hf), Counter[str]()
     for entry in tensors.entries:
         times = len(tensors.layers_of(entry)) * tensors.experts_of(entry)
         for pattern, shape in zip(entry.hf, tensors.shapes(entry), strict=True):

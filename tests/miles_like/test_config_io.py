@@ -34,7 +34,7 @@ def test_every_shipped_configuration_loads_places_and_comes_back(path: Path, tmp
         ("parallel.ep=3", "parallel.ep * parallel.etp = 3 does not divide tp * cp * dp = 2"),
         ("replay.mode=r4", "replay.mode"),
         ("nonsense", "want section.key=value"),
-        ("precision.format=int4", "set precision.qat = true, or precision.allow_without_qat = true"),
+        ("precision.format=bf16", "precision.qat does nothing with precision.format = 'bf16'"),
         ("precision.format=int5", "precision.format"),
         ("precision.activations=int8", "precision.activations"),
         ("alignment.deterministic=true", "set it to false"),
@@ -45,6 +45,13 @@ def test_a_wrong_override_says_what_where_and_the_nearest_key(override: str, sai
         load_config(TINY, [override])
     assert said in str(e.value)
     assert "\n" not in str(e.value)
+
+
+def test_four_bits_that_the_trainer_does_not_know_of_are_asked_for_explicitly() -> None:
+    changes = ["precision.format=int4", "precision.qat=false"]
+    with pytest.raises(ValueError, match=r"set precision.qat = true, or precision.allow_without_qat = true"):
+        load_config(TINY, changes)
+    assert load_config(TINY, [*changes, "precision.allow_without_qat=true"]).precision.spec() is not None
 
 
 def test_extends_merges_by_section_and_paths_are_relative_to_their_own_file(tmp_path: Path) -> None:
