@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quant.codec import Codec
 from quant.lookup import e2m1_values, pack_nibbles
 
 _ONE, _EXPONENT = 127 << 23, 0x7F800000  # bits of fp32
@@ -29,11 +30,14 @@ def e2m1_codes(w: Tensor, quotients: Tensor) -> Tensor:
     return code.bitwise_or_(sign)
 
 
-def e2m1_pack(codes: Tensor) -> Tensor:
-    """uint8 [..., 2c] -> uint8 [..., c]: even columns in the low nibble."""
-    return pack_nibbles(codes)
+class E2m1Codec(Codec):
+    """Codes of `e2m1_codes`, stored two a byte, the even column in the low nibble."""
 
+    def _pack(self, codes: Tensor) -> Tensor:
+        return pack_nibbles(codes)
 
-def e2m1_levels(packed: Tensor) -> Tensor:
-    """uint8 [..., c] -> fp32 values [..., 2c]."""
-    return e2m1_values(packed)
+    def _levels(self, codes: Tensor) -> Tensor:
+        return e2m1_values(pack_nibbles(codes))
+
+    def _unpack(self, packed: Tensor) -> Tensor:
+        return e2m1_values(packed)

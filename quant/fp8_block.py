@@ -16,16 +16,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quant.codec import Codec, Part
-from quant.lookup import e4m3_values
+from quant.codec import Part
+from quant.e4m3 import E4m3Codec, within_e4m3
 from quant.minifloat import E4M3_MAX
 from quant.spec import QuantFormat, QuantSpec
 
 SCALES = "weight_scale_inv"
 ZERO_BLOCK_AMAX = 1e-10  # a block of zeros gets a small positive scale: 0 / 0 would be NaN
-
-_FINITE = 1.875 * 2.0**127
-_INFINITE_BITS = 0x7F78  # of 1.9375 * 2^127 in bf16
 
 
 def ceil_to_power_of_two(s: Tensor) -> Tensor:
@@ -35,15 +32,7 @@ def ceil_to_power_of_two(s: Tensor) -> Tensor:
     return (exponent.clamp(1, 254) << 23).view(torch.float32)
 
 
-def within_e4m3(w: Tensor, bits: Tensor) -> Tensor:
-    """bf16 weights, and the bits of their blocks' amax -> the same, but none that power-of-two scales make infinite.
-
-    From 1.9375 * 2^127 on e4m3 rounds up to 2^128.
-    """
-    return w.clamp(-_FINITE, _FINITE) if int(bits.max()) >= _INFINITE_BITS else w
-
-
-class Fp8BlockCodec(Codec):
+class Fp8BlockCodec(E4m3Codec):
     """The codec of `QuantFormat.FP8` and `QuantFormat.FP8_UE8M0`."""
 
     def __init__(self, spec: QuantSpec) -> None:
@@ -61,15 +50,6 @@ class Fp8BlockCodec(Codec):
         blocks, s = _blocks(x, scales)
         blocks.div_(s)  # at most 448 but for one rounding, which the cast rounds to 448: no clamp is needed
         return x, (scales,)
-
-    def _pack(self, codes: Tensor) -> Tensor:
-        return codes
-
-    def _levels(self, codes: Tensor) -> Tensor:
-        return e4m3_values(codes.to(torch.float8_e4m3fn))
-
-    def _unpack(self, packed: Tensor) -> Tensor:
-        return e4m3_values(packed)
 
     def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
         blocks, s = _blocks(levels, scales[0])
@@ -89,8 +69,7 @@ class Fp8BlockCodec(Codec):
                 f"{name}.{SCALES}: scales that are no powers of two, though config.json says scale_fmt = 'ue8m0': "
                 "is it that of these weights?"
             )
-        if int((parts["weight"].view(torch.uint8) & 0x7F).max()) == 0x7F:
-            raise ValueError(f"{name}.weight: codes that are NaN: fetch the checkpoint again")
+        super()._check_values(name, parts)
 
 
 def _blocks(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

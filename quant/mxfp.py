@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from quant.codec import Codec, Part
-from quant.e2m1 import e2m1_codes, e2m1_levels, e2m1_pack
-from quant.fp8_block import within_e4m3
-from quant.lookup import e4m3_values
+from quant.e2m1 import E2m1Codec, e2m1_codes
+from quant.e4m3 import E4m3Codec, within_e4m3
 from quant.minifloat import e8m0_decode
 from quant.spec import QuantFormat, QuantSpec
 
@@ -50,6 +49,7 @@ class _MxCodec(Codec):
         return part.view(torch.uint8) if leaf == self.scales and part.dtype is torch.float8_e8m0fnu else part
 
     def _check_values(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        super()._check_values(name, parts)
         code = int(parts[self.scales].max())
         if code > self.greatest:
             raise ValueError(
@@ -58,7 +58,7 @@ class _MxCodec(Codec):
             )
 
 
-class Mxfp8Codec(_MxCodec):
+class Mxfp8Codec(_MxCodec, E4m3Codec):
     """The codec of `QuantFormat.MXFP8`."""
 
     format = QuantFormat.MXFP8
@@ -72,22 +72,8 @@ class Mxfp8Codec(_MxCodec):
         codes = ((bits + _ABOVE_448) >> _MANTISSA_BITS).sub_(8).clamp_(min=0).to(torch.uint8)
         return _divided(within_e4m3(w, bits), codes), (codes,)
 
-    def _pack(self, codes: Tensor) -> Tensor:
-        return codes
 
-    def _levels(self, codes: Tensor) -> Tensor:
-        return e4m3_values(codes.to(torch.float8_e4m3fn))
-
-    def _unpack(self, packed: Tensor) -> Tensor:
-        return e4m3_values(packed)
-
-    def _check_values(self, name: str, parts: Mapping[str, Tensor]) -> None:
-        super()._check_values(name, parts)
-        if int((parts["weight"].view(torch.uint8) & 0x7F).max()) == 0x7F:
-            raise ValueError(f"{name}.weight: codes that are NaN: fetch the checkpoint again")
-
-
-class Mxfp4Codec(_MxCodec):
+class Mxfp4Codec(_MxCodec, E2m1Codec):
     """The codec of `QuantFormat.MXFP4`."""
 
     format = QuantFormat.MXFP4
@@ -100,15 +86,6 @@ class Mxfp4Codec(_MxCodec):
     def _choose(self, w: Tensor, bits: Tensor, top: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         codes = (bits >> _MANTISSA_BITS).sub_(2).clamp_(min=0).to(torch.uint8)
         return e2m1_codes(w, _divided(w, codes)), (codes,)
-
-    def _pack(self, codes: Tensor) -> Tensor:
-        return e2m1_pack(codes)
-
-    def _levels(self, codes: Tensor) -> Tensor:
-        return e2m1_levels(e2m1_pack(codes))
-
-    def _unpack(self, packed: Tensor) -> Tensor:
-        return e2m1_levels(packed)
 
 
 def _divided(w: Tensor, codes: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ from collections.abc import Container, Mapping
 import torch
 from torch import Tensor
 
-from quant.codec import Codec, Part, Whole
-from quant.e2m1 import e2m1_codes, e2m1_levels, e2m1_pack
+from quant.codec import Part, Whole
+from quant.e2m1 import E2m1Codec, e2m1_codes
 from quant.minifloat import E2M1_MAX, E4M3_MAX
 from quant.spec import QuantFormat, QuantSpec
 
@@ -36,7 +36,7 @@ _RANGE = E2M1_MAX * E4M3_MAX
 _FUSED = ("gate_proj", "up_proj")
 
 
-class Nvfp4Codec(Codec):
+class Nvfp4Codec(E2m1Codec):
     """The codec of `QuantFormat.NVFP4`, in either convention."""
 
     shared_amax = True
@@ -98,15 +98,6 @@ class Nvfp4Codec(Codec):
         """What codes are multiplied with, fp32 [B, r, c / 16]."""
         s = scales.to(torch.float32)
         return s.div_(_column(top)) if self.divides else s.mul_(_column(top))
-
-    def _pack(self, codes: Tensor) -> Tensor:
-        return e2m1_pack(codes)
-
-    def _levels(self, codes: Tensor) -> Tensor:
-        return e2m1_levels(e2m1_pack(codes))
-
-    def _unpack(self, packed: Tensor) -> Tensor:
-        return e2m1_levels(packed)
 
     def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert top is not None

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.e2m1 import e2m1_codes, e2m1_levels, e2m1_pack
+from quant.e2m1 import e2m1_codes
+from quant.lookup import e2m1_values, pack_nibbles
 from quant.minifloat import e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode, e8m0_decode, e8m0_encode
 
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
@@ -101,9 +102,9 @@ def test_e2m1_equals_compressed_tensors() -> None:
     x = torch.cat([torch.linspace(-6, 6, 4801), -torch.zeros(1)])
     values = e2m1_decode(e2m1_encode(x))
     assert torch.equal(values, cast_to_fp4(x.clone()))
-    packed = e2m1_pack(e2m1_encode(x)[None])
+    packed = pack_nibbles(e2m1_encode(x)[None])
     assert torch.equal(packed, pack_fp4_to_uint8(values.to(torch.bfloat16)[None]))
-    assert torch.equal(e2m1_levels(packed).float(), unpack_fp4_from_uint8(packed, 1, x.numel()).float())
+    assert torch.equal(e2m1_values(packed).float(), unpack_fp4_from_uint8(packed, 1, x.numel()).float())
 
 
 def test_e8m0() -> None:
