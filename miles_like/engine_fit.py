@@ -43,27 +43,28 @@ def check_engine_shards(flags: SGLangFlags, hf: Mapping[str, Any], spec: QuantSp
 
     Raises ValueError, of a division with both numbers: SGLang and vLLM fail on it only while they load.
     """
-    tensors, codec = family_of(hf).bind(hf), codec_or_none(spec)
-    for entry in tensors.entries if spec is not None else ():
-        if not (layers := tensors.layers_of(entry)):
+    codec = codec_or_none(spec)
+    if spec is None or codec is None:
+        return
+    tensors, seen = family_of(hf).bind(hf), set[tuple[int, int]]()
+    for place in tensors.places():
+        entry, name, shape = place.entry, place.hf_name, place.shape
+        if (id(entry), place.part) in seen or not spec.covers(name, shape):
             continue
-        for pattern, shape in zip(entry.hf, tensors.shapes(entry), strict=True):
-            name = pattern.format(i=layers[0], e=0)
-            key, ranks = _engine_ranks(name, flags)
-            if spec is None or codec is None or not spec.covers(name, shape):
-                continue
-            codec.check_bundle(name, codec.bundle_of(name))
-            if entry.split is Split.REPLICATED or ranks == 1:
-                continue
-            if entry.split is Split.QKV and "q_proj" not in pattern and tensors.dims["kv_heads"] < ranks:
-                continue  # whole key/value heads are repeated
-            axis = 1 if entry.split is Split.ROW else 0
-            size, block = shape[axis], spec.block[axis]
-            if size % (ranks * block):
-                raise ValueError(
-                    f"{name} {list(shape)} over {ranks} ranks of a server is {size / ranks:g} "
-                    f"{'columns' if axis else 'rows'} each, and {spec.format} scales blocks of {block}: {key}"
-                )
+        seen.add((id(entry), place.part))  # one of each kind: in other layers it has the same shape
+        codec.check_bundle(name, codec.bundle_of(name))
+        key, ranks = _engine_ranks(name, flags)
+        if entry.split is Split.REPLICATED or ranks == 1:
+            continue
+        if entry.split is Split.QKV and place.part > 0 and tensors.dims["kv_heads"] < ranks:
+            continue  # whole key/value heads are repeated
+        axis = 1 if entry.split is Split.ROW else 0
+        size, block = shape[axis], spec.block[axis]
+        if size % (ranks * block):
+            raise ValueError(
+                f"{name} {list(shape)} over {ranks} ranks of a server is {size / ranks:g} "
+                f"{'columns' if axis else 'rows'} each, and {spec.format} scales blocks of {block}: {key}"
+            )
 
 
 def _engine_ranks(name: str, flags: SGLangFlags) -> tuple[str, int]:

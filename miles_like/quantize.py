@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from miles_like.hf_checkpoint import HFCheckpoint, write_hf
 from miles_like.quant_report import PLOTS, QuantReport
 from quant.codec import Codec, QuantTensor
 from quant.hf_config import quantized_config
-from quant.registry import CODECS, make_codec
+from quant.registry import CODECS, codec_or_none, make_codec
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import part_of, quantize_stream, refuse_foreign
 
@@ -50,7 +50,7 @@ def spec_of(
         if by_block:
             raise ValueError(f"--group {group}: {format} has blocks of rows and columns; give --block")
         rest["block"] = (1, group)
-    spec = QuantSpec.of(kind, scope, **rest)  # type: ignore[arg-type]  # one of its words, as checked
+    spec = QuantSpec.of(kind, cast("Scope | None", scope), **rest)
     return replace(spec, ignore=(*spec.ignore, *ignore))
 
 
@@ -72,7 +72,7 @@ def quantize_checkpoint(
     """
     hf, codec = unquantized(src), make_codec(spec)
     nbytes = quantized_bytes(hf, spec)
-    tensors = _in_bundles(hf, spec, codec)
+    tensors = in_bundles(hf.names(), lambda name: hf.info(name).shape, hf.read, spec)
     stored = quantize_stream(tensors, spec) if report is None else _watched(tensors, spec, codec, report)
     return write_hf(
         dst,
@@ -124,19 +124,22 @@ def unquantized(hf_dir: Path | str) -> HFCheckpoint:
     return hf
 
 
-def _in_bundles(hf: HFCheckpoint, spec: QuantSpec, codec: Codec) -> Iterator[Named]:
-    """Every tensor in the order of the files, but weights that share a scale together."""
-    ahead: set[str] = set()
-    for name in hf.names():
+def in_bundles(
+    names: Sequence[str], shape: Callable[[str], Sequence[int]], read: Callable[[str], Tensor], spec: QuantSpec | None
+) -> Iterator[Named]:
+    """Every tensor in the order of `names`, but weights that share a scale together, wherever they lie. Raises
+    ValueError naming one that stays as it is and is not finite; those to be encoded are the encoder's to refuse."""
+    codec, ahead = codec_or_none(spec), set[str]()
+    for name in names:
         if name in ahead:
             ahead.remove(name)
-        elif spec.covers(name, hf.info(name).shape):
+        elif codec is not None and codec.spec.covers(name, shape(name)):
             for other in codec.bundle_of(name):
-                yield other, hf.read(other)
+                yield other, read(other)
                 ahead.add(other)
             ahead.remove(name)
         else:
-            tensor = hf.read(name)
+            tensor = read(name)
             check_finite(name, tensor)
             yield name, tensor
 

@@ -10,12 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from megatron_bridge.config import PrecisionConfig
+from megatron_bridge.convert.source import Source
 from megatron_bridge.precision import served_spec
-from miles_like.hf_checkpoint import HFCheckpoint, write_hf
-from quant.hf_config import quantized_config, spec_from_hf
-from quant.registry import codec_or_none
+from miles_like.hf_checkpoint import write_hf
+from miles_like.quantize import in_bundles
+from quant.hf_config import quantized_config
 from quant.spec import QuantSpec
-from quant.stream import dequantize_stream, part_of, quantize_stream
+from quant.stream import quantize_stream
 
 
 def served_config(precision: PrecisionConfig, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,15 +25,15 @@ def served_config(precision: PrecisionConfig, hf: Mapping[str, Any]) -> dict[str
 
 
 def store_served(fetched: Path, out: Path, spec: QuantSpec | None) -> None:
-    """The fetched checkpoint, whatever it is stored in, as `spec` says: decoded and encoded tensor by tensor."""
-    hf = HFCheckpoint(fetched)
+    """The fetched checkpoint, whatever it is stored in, as `spec` says: decoded and encoded tensor by tensor, weights
+    that share a scale together. Raises ValueError naming a tensor that is damaged or not finite; `out` is then not
+    there."""
+    source = Source.open(fetched)
+    names = source.names()
 
-    def part(name: str) -> Tensor | None:
-        return hf.read(name) if name in hf else None
+    def read(name: str) -> Tensor:
+        return source.rows(name, 0, source.shape(name)[0]) if source.is_coded(name) else source.hf.read(name)
 
     shutil.rmtree(out, ignore_errors=True)
-    own = spec_from_hf(hf.config)
-    codec = codec_or_none(own)
-    names = {(part_of(codec, name, hf.info(name).dtype) or (name,))[0] for name in hf.names()}
-    plain = dequantize_stream(hf.stream(), own, lookup=part)
-    write_hf(out, quantize_stream(plain, spec), quantized_config(hf.config, spec, sorted(names)), copy_from=fetched)
+    stored = quantize_stream(in_bundles(names, source.shape, read, spec), spec)
+    write_hf(out, stored, quantized_config(source.hf.config, spec, sorted(names)), copy_from=fetched)

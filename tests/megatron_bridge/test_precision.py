@@ -129,6 +129,8 @@ def test_whole_blocks_on_every_rank_pass(
     hf: dict[str, Any], precision: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     _check(hf, precision, **settings)
+    spec = trained_spec(toy.config("", precision={"qat": True, **precision}, **settings), hf)
+    assert spec is not None and spec.format == precision["format"]  # and something was there to be checked
 
 
 def test_the_grid_is_the_checkpoints_own() -> None:

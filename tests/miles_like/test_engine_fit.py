@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,19 @@ def test_what_is_stored_anew_is_the_fetched_weights_decoded_and_encoded(fmt: str
         assert covered == (stored is not None and stored.covers(name, tensor.shape))
 
 
+def test_weights_that_share_a_scale_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All gates before all ups: the stream asks for a gate's up by name, and never has more than one pair in hand."""
+    hf = tiny_qwen()
+    tensors = dict(sorted(random_tensors(hf).items(), key=lambda item: ".up_proj" in item[0]))
+    write_checkpoint(tmp_path / "bf16", hf, tensors, shard_bytes=1 << 16)
+    order: list[str] = []
+    stock = HFCheckpoint.read
+    monkeypatch.setattr(HFCheckpoint, "read", lambda self, name: order.append(name) or stock(self, name))
+    store_served(tmp_path / "bf16", tmp_path / "out", QuantSpec.of(QuantFormat.NVFP4))
+    gates = [i for i, name in enumerate(order) if ".experts." in name and "gate_proj" in name]
+    assert gates and all(order[i + 1] == order[i].replace("gate_proj", "up_proj") for i in gates)
+
+
 def test_blocks_that_a_servers_ranks_would_cut_are_refused_with_both_numbers() -> None:
     """Qwen3-235B's experts of 1536 rows over 8 ranks are 192 each: vLLM and SGLang die of it while they load."""
     hf = tiny_qwen(moe_intermediate_size=1536, hidden_size=2048)
@@ -63,6 +77,8 @@ def test_blocks_that_a_servers_ranks_would_cut_are_refused_with_both_numbers() -
     with pytest.raises(ValueError, match=r"over 8 ranks of a server is 192 rows each.*blocks of 128.*ep_size"):
         check_engine_shards(SGLangFlags(tp_size=8), hf, spec)
     check_engine_shards(SGLangFlags(tp_size=8, ep_size=8), hf, spec)
+    with pytest.raises(ValueError, match=r"layers\.1\..*is 192 rows each"):  # layer 0 is left out
+        check_engine_shards(SGLangFlags(tp_size=8), hf, replace(spec, ignore=(*spec.ignore, "layers.0")))
     check_engine_shards(SGLangFlags(tp_size=4), hf, spec)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -61,7 +62,7 @@ def test_every_figure_is_its_definition(fmt: QuantFormat, tmp_path: Path, monkey
     )
     rest = [t for n, t in tensors.items() if n not in covered]
     assert said["not_quantized"] == {"tensors": len(rest), "bytes": sum(t.nbytes for t in rest)}
-    console = Console(record=True, width=150, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(record=True, width=150, file=io.StringIO())
     console.print(report.table())
     assert f"{said['total']['snr_db']:.2f}" in console.export_text()
 
