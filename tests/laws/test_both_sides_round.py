@@ -1,7 +1,7 @@
 """Law: trainer and engine, with inputs of quantized linears rounded on both sides, score a text alike.
 
-Each side calls one function for weights and one for inputs, so that in fp32 only the order of sums is left between them;
-a side that rounds other inputs, or other groups of them, is off by the rounding itself, many times that.
+Each side calls one function for weights and one for inputs, so that in fp32 only the order of sums is left between
+them; a side that rounds other inputs, or other groups of them, is off by the rounding itself, many times that.
 Not covered: bitwise equality, several ranks (test_qat.py), stock SGLang.
 """
 
