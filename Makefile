@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN := runs/demo
+JOBS ?= 2
 
 .PHONY: demo test lint benchmarks clean
 
@@ -12,7 +13,7 @@ demo: $(STAMP)
 	$(BIN)/python scripts/run_deepseek.py --config configs/tiny.toml --run-dir $(RUN)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
