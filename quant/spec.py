@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, Literal
 
 
@@ -146,6 +147,15 @@ def _ignored(module: list[str], pattern: str) -> bool:
         return re.match(pattern[3:], ".".join(module)) is not None
     if pattern.startswith("glob:"):
         return fnmatchcase(".".join(module), pattern[5:])
-    want = pattern.removesuffix(".weight").split(".")
+    want, literal = _components(pattern)
+    if not literal.issubset(module):  # most modules, and a large model has tens of thousands
+        return False
     starts = range(len(module) - len(want) + 1)
     return any(all(fnmatchcase(m, w) for m, w in zip(module[i:], want, strict=False)) for i in starts)
+
+
+@cache
+def _components(pattern: str) -> tuple[list[str], frozenset[str]]:
+    """What a run of a module's components must match, and those of it without wildcards."""
+    want = pattern.removesuffix(".weight").split(".")
+    return want, frozenset(w for w in want if not set(w) & set("*?["))
