@@ -83,7 +83,8 @@ def _served(path: Path, activations: Any) -> Tensor:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("sides")
-    tensors = random_tensors(WIDE)
+    # larger experts than random ones, so that what they round is seen in the log-probs
+    tensors = {name: w * 5 if ".experts." in name else w for name, w in random_tensors(WIDE).items()}
     for fmt in FORMATS:
         how = QuantSpec.of(QuantFormat(fmt))
         stored = dict(quantize_stream(tensors.items(), how))
@@ -100,6 +101,6 @@ def trained(home: Path) -> dict[str, list[float]]:
 def test_both_sides_score_alike(fmt: str, home: Path, trained: dict[str, list[float]]) -> None:
     ours = torch.tensor(trained[fmt])
     gap = (ours - _served(home / fmt, "fp8")).abs().max()
-    assert gap < 1e-5
+    assert gap < 5e-6
     off = (ours - _served(home / fmt, "none")).abs().max()
     assert off > 1e-4 and off > 20 * gap  # the law is not blind
