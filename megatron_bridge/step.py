@@ -167,6 +167,7 @@ class Step:
             loss_mask=batch.loss_mask,
             cu_seqlens=batch.cu_seqlens,
             ref_logprobs=None if refs is None else refs[micro],
+            old_logprobs=None,
         )
         total = torch.where(batch.loss_mask, per_token, 0.0).sum()  # a masked label may well be infinite
         count = batch.loss_mask.sum()

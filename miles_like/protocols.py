@@ -76,6 +76,9 @@ class LossFn(Protocol):
         loss_mask: Tensor,  # [T] bool
         cu_seqlens: Tensor,  # [N+1] int32
         ref_logprobs: Tensor | None,  # [T] fp32, under the reference weights; None where the trainer keeps none
+        # [T] fp32, no gradient: by the trainer, under the weights with which this rollout's first optimizer step began.
+        # None: it gets one optimizer step, and they are `logprobs.detach()`.
+        old_logprobs: Tensor | None,
     ) -> tuple[Tensor, Mapping[str, Stat]]: ...
 
 

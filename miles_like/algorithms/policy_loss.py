@@ -17,10 +17,12 @@ from miles_like.types import Stat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedLoss:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), r = p_train / p_rollout (PPO, arXiv:1707.06347 eq. 7).
+    """-min(r A, clip(r, 1 - low, 1 + high) A), r = p_train / p_old (PPO, arXiv:1707.06347 eq. 7).
 
-    The rollout's own log-probabilities are the old policy's: there is one update a rollout, so a second forward of the
-    old weights would measure only the mismatch, which then would hide in the denominator. Two-sided bounds are DAPO's
+    With `old_logprobs` p_old is what the trainer itself gave the tokens before the rollout's first optimizer step.
+    Without them the rollout's own log-probabilities are the old policy's: there is one update a rollout, so a second
+    forward of the old weights would measure only the mismatch, which then would hide in the denominator. Mismatch is
+    in either case that of the weights before the first step against the rollout. Two-sided bounds are DAPO's
     (arXiv:2503.14476).
 
     With kl_coefficient > 0, plus kl_coefficient * k3, k3 = exp(d) - 1 - d with d = log p_ref - log p_train (GRPO,
@@ -48,6 +50,7 @@ class ClippedLoss:
         loss_mask: Tensor,  # [T] bool
         cu_seqlens: Tensor,  # [N+1] int32
         ref_logprobs: Tensor | None = None,  # [T] fp32
+        old_logprobs: Tensor | None = None,  # [T] fp32
     ) -> tuple[Tensor, Mapping[str, Stat]]:
         """[T] loss, 0 where not `loss_mask`, and statistics over tokens under loss (docs/metrics.md).
 
@@ -56,7 +59,8 @@ class ClippedLoss:
         """
         assert ref_logprobs is not None or not self.kl_coefficient, "kl_coefficient > 0, but nobody kept a reference"
         # Outside the mask the log-ratio is set to 0 before exp, so nothing there can overflow into the gradient.
-        delta = torch.where(loss_mask, logprobs - rollout_logprobs, 0.0)  # [T]
+        before = rollout_logprobs if old_logprobs is None else old_logprobs
+        delta = torch.where(loss_mask, logprobs - before, 0.0)  # [T]
         ratio = delta.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         loss = torch.where(loss_mask, -torch.minimum(ratio * advantages, clipped * advantages), 0.0)
@@ -70,7 +74,11 @@ class ClippedLoss:
             "train/clip_frac/high": mean_stat(cut_high.float(), loss_mask),
             "train/is_weight/mean": mean_stat(ratio, loss_mask),
             "train/is_weight/max": max_stat(ratio, loss_mask),
-            **mismatch_stats(logprobs=logprobs, rollout_logprobs=rollout_logprobs, loss_mask=loss_mask),
+            **mismatch_stats(
+                logprobs=logprobs if old_logprobs is None else old_logprobs,
+                rollout_logprobs=rollout_logprobs,
+                loss_mask=loss_mask,
+            ),
         }
         if ref_logprobs is not None:
             above = torch.where(loss_mask, ref_logprobs - logprobs, 0.0)  # [T]

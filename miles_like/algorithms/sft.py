@@ -17,7 +17,7 @@ from miles_like.types import Stat
 
 @dataclass(frozen=True, slots=True)
 class NllLoss:
-    """-log p(label). Rollout and reference log-probabilities and advantages are not looked at."""
+    """-log p(label). Rollout, reference and old log-probabilities and advantages are not looked at."""
 
     def __call__(
         self,
@@ -29,6 +29,7 @@ class NllLoss:
         loss_mask: Tensor,  # [T] bool
         cu_seqlens: Tensor,  # [N+1] int32
         ref_logprobs: Tensor | None = None,  # [T]
+        old_logprobs: Tensor | None = None,  # [T]
     ) -> tuple[Tensor, Mapping[str, Stat]]:
         """[T] loss, 0 where not `loss_mask`, and statistics:
 

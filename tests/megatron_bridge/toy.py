@@ -97,6 +97,7 @@ class PolicyGradient:
         loss_mask: Tensor,
         cu_seqlens: Tensor,
         ref_logprobs: Tensor | None,
+        old_logprobs: Tensor | None,
     ) -> tuple[Tensor, Mapping[str, Stat]]:
         gap = torch.where(loss_mask, logprobs.detach() - rollout_logprobs, 0.0)
         stats = {

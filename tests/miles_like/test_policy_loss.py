@@ -20,7 +20,7 @@ from miles_like.algorithms.sft import NllLoss, sequence_logprobs
 LOSS = ClippedLoss(clip_low=0.2, clip_high=0.28)
 
 
-def call(fn, logprobs, *, old=None, advantages=None, mask=None, cu=None, entropy=None, ref=None):
+def call(fn, logprobs, *, old=None, advantages=None, mask=None, cu=None, entropy=None, ref=None, trainer_old=None):
     t = len(logprobs)
     return fn(
         logprobs=logprobs,
@@ -30,6 +30,7 @@ def call(fn, logprobs, *, old=None, advantages=None, mask=None, cu=None, entropy
         loss_mask=torch.ones(t, dtype=torch.bool) if mask is None else mask,
         cu_seqlens=torch.tensor([0, t] if cu is None else cu, dtype=torch.int32),
         ref_logprobs=ref,
+        old_logprobs=trainer_old,
     )
 
 
@@ -49,6 +50,18 @@ def test_hand_made_ratios():
     assert value(stats["train/is_weight/max"]) == pytest.approx(2.0)
     assert value(stats["train/pg_loss"]) == pytest.approx(-0.08 / 5, abs=1e-6)
     assert value(stats["train/kl_old"]) == pytest.approx(-float(ratio.log().mean()))
+
+
+def test_with_old_logprobs_the_ratio_is_to_them_and_the_mismatch_is_theirs():
+    """The second step of a rollout: the policy has moved by ln 2 since the first, which the rollout saw exactly."""
+    old = torch.tensor([-1.0, -2.0])
+    loss, stats = call(LOSS, old + math.log(2), old=old, trainer_old=old, advantages=torch.tensor([1.0, -1.0]))
+    assert loss.tolist() == pytest.approx([-1.28, 2.0])
+    assert value(stats["train/kl_old"]) == pytest.approx(-math.log(2))
+    assert value(stats["mismatch/logprob_abs_diff_max"]) == 0.0
+    loss, stats = call(LOSS, old, old=old - 1, trainer_old=old)
+    assert loss.tolist() == [-1.0, -1.0]
+    assert value(stats["mismatch/logprob_abs_diff"]) == pytest.approx(1.0)
 
 
 def independent(logp: float, old: float, a: float, low: float, high: float) -> float:
