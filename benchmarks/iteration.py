@@ -70,8 +70,8 @@ class Side:
         )
         marks.append(time.perf_counter())
         advantages = [list(algorithm.advantages(g)) for g in groups]
-        await self.trainer.step(
-            pack(groups, advantages, dp_size=self.trainer.dp_size, max_tokens=c.max_tokens_per_rank)
+        await self.trainer.train(
+            [pack(groups, advantages, dp_size=self.trainer.dp_size, max_tokens=c.max_tokens_per_rank)]
         )
         marks.append(time.perf_counter())
         await self.trainer.publish(version=step + 1)

@@ -162,9 +162,23 @@ class LoraConfig(Section):
 
 
 class ReplayConfig(Section):
-    """`r3`: training takes the rollout's experts. `off`: it routes by itself; agreement is measured either way."""
+    """`r3`: training takes the rollout's experts. `r2`: those that the trainer's own routers choose in an old-log-prob
+    pass before a rollout's first optimizer step. `off`: it routes by itself. Agreement with the rollout's routes is
+    measured in all.
 
-    mode: Literal["r3", "off"] = "r3"
+    gates, a diagnostic: what the experts' outputs are weighted by is taken from the record too, not only which experts
+    they are. It is then a constant: the routers get no gradient but that of an auxiliary loss, so they do not learn.
+    """
+
+    mode: Literal["r3", "r2", "off"] = "r3"
+    gates: bool = False
+
+    @model_validator(mode="after")
+    def gates_are_recorded(self) -> ReplayConfig:
+        if self.gates and self.mode != "r2":
+            why = "holds no gates" if self.mode == "r3" else "replays nothing"
+            raise ValueError(f"replay.gates = true, but replay.mode = {self.mode!r} {why}: set mode = 'r2' or gates = false")
+        return self
 
 
 class KernelsConfig(Section):

@@ -10,19 +10,23 @@ Letters: t rows on this rank, E experts, K experts a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
+from megatron_bridge.config import ReplayConfig
 from megatron_bridge.model import every_router, routers
 from megatron_bridge.shard import Shard
 from routing_replay.agreement import topk_agreement
-from routing_replay.tape import ReplayTape
+from routing_replay.tape import ReplayTape, RouteRecorder, Routes
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
+# Where one pass takes its routes from: as replay.mode says; the routers' own, whatever it says; the same, recorded.
+Source = Literal["mode", "own", "record"]
 
 
 class _RouterHook:
@@ -49,45 +53,70 @@ class _RouterHook:
 
 
 class RoutingReplay:
-    """All routers of this rank, for one step at a time.
+    """All routers of this rank, for one pass over micro-batches at a time.
 
-    mode "r3": the router takes the recorded ids and its own fresh scores of them. mode "off": it chooses by itself.
-    Either way agreement is counted where a record exists: rows whose own choice is the recorded set.
+    mode "r3": the router takes the rollout's ids and its own fresh scores of them. "r2": the ids that a pass with
+    source "record" took down. "off": it chooses by itself. With `gates` the recorded weights of the experts' outputs
+    take the place of those fresh scores, and the router gets no gradient through them. Whichever it is, agreement is
+    counted: rows whose own choice is the set that is replayed, or, where nothing is, the rollout's set if there is one.
     """
 
-    def __init__(self, chunks: list[Any], *, mode: Literal["r3", "off"], recompute: bool) -> None:
-        self.mode, self.recompute = mode, recompute
+    def __init__(self, chunks: list[Any], config: ReplayConfig, *, recompute: bool) -> None:
+        self.mode, self.gates, self.recompute = config.mode, config.gates, recompute
         found = routers(chunks)
         self.layers = tuple(r.layer_number - 1 for r in found)  # global numbers from 0
+        self._experts = found[0].num_experts if found else 0
         for router, layer in zip(found, self.layers, strict=True):
             router.router_replay = _RouterHook(self, layer)
+            router.regate = partial(self.regate, layer) if self.gates else None
         for router in every_router(chunks):
             router.register_forward_pre_hook(self._mask_padding)
         RouterReplay.clear_global_router_replay_instances()  # those that megatron made, now replaced
-        self._begin(recompute=False)
+        self._begin([])
 
-    def _begin(self, *, recompute: bool, replayed: bool = False) -> None:
-        self._replayed = replayed
-        self._tape = ReplayTape(expect_recompute=recompute)
-        self._shards: dict[int, Shard] = {}
+    def _begin(self, shards: list[Shard]) -> None:
+        self._tape: ReplayTape | None = None
+        self._recorder: RouteRecorder | None = None
+        self._shards = dict(enumerate(shards))
         self._micro, self._in_backward = -1, False
         self.agreed = self.compared = self.replayed = self.routed = 0
 
-    def load(self, shards: list[Shard], *, forward_only: bool, own_routing: bool = False) -> None:
-        """Start a step over these micro-batches; with `own_routing` as in mode "off".
+    def load(
+        self,
+        shards: list[Shard],
+        *,
+        forward_only: bool,
+        source: Source = "mode",
+        routes: Sequence[Routes] | None = None,
+    ) -> None:
+        """Start a pass over these micro-batches; `routes` are what mode "r2" replays, without which a forward pass
+        chooses by itself.
 
         Raises ValueError when a micro-batch has no record of what is to be replayed.
         """
-        self._begin(recompute=self.recompute and not forward_only, replayed=self.mode == "r3" and not own_routing)
-        for i, shard in enumerate(shards):
-            self._shards[i] = shard
-            if self._replayed and self.layers:
-                if shard.routing is None:
-                    raise ValueError(
-                        f"replay.mode = r3, but micro-batch {i} carries no expert choices: "
-                        "let the rollout return them, or set replay.mode = off"
-                    )
-                self._tape.load(i, shard.routing)
+        assert source == "mode" or (forward_only and routes is None), "an update replays what its mode says"
+        assert routes is None or self.mode == "r2", f"replay.mode = {self.mode} replays nothing that was recorded here"
+        assert forward_only or routes is not None or self.mode != "r2", "r2: an update without an old-log-prob pass"
+        self._begin(shards)
+        if source == "record":
+            self._recorder = RouteRecorder(self.layers, self._experts, gates=self.gates)
+        if source != "mode" or not self.layers:
+            return
+        if self.mode == "r3":
+            routes = [self._recorded(i, shard) for i, shard in enumerate(shards)]
+        if routes is not None:
+            self._tape = ReplayTape(expect_recompute=self.recompute and not forward_only)
+            for i, of_micro in enumerate(routes):
+                self._tape.load(i, of_micro)
+
+    @staticmethod
+    def _recorded(micro: int, shard: Shard) -> Routes:
+        if shard.routing is None:
+            raise ValueError(
+                f"replay.mode = r3, but micro-batch {micro} carries no expert choices: "
+                "let the rollout return them, or set replay.mode = off"
+            )
+        return Routes(trace=shard.routing)
 
     @property
     def micro(self) -> int:
@@ -109,29 +138,52 @@ class RoutingReplay:
 
     def finish(self) -> None:
         """Raises ValueError unless every recorded row was used exactly once (and once more when recomputing)."""
-        self._tape.assert_drained()
+        if self._tape is not None:
+            self._tape.assert_drained()
+
+    def recorded(self) -> list[Routes]:
+        """What a pass with source "record" took down of each micro-batch. Raises ValueError unless that is every
+        (micro-batch, layer), once."""
+        assert self._recorder is not None, "nothing was recorded"
+        return self._recorder.routes(len(self._shards))
 
     def route(
         self, layer: int, scores: Tensor, native: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         """One router's choice for the current micro-batch: (scores [t, K], ids [t, K])."""
-        shard = self._shards[self._micro]
-        if self._replayed:
+        if self._tape is not None:
             ids = self._tape.topk(self._micro, layer, recompute=self._in_backward, rows=len(scores))
             if not self._in_backward:
                 with torch.no_grad():
-                    self._count(shard, layer, native(scores.detach())[1], replayed=True)
+                    self._count(layer, native(scores.detach())[1], ids)
             return scores.gather(1, ids), ids
         picked, ids = native(scores)
+        if self._recorder is not None:
+            self._recorder.record(self._micro, layer, ids)
         if not self._in_backward:
-            self._count(shard, layer, ids, replayed=False)
+            self._count(layer, ids, None)
         return picked, ids
 
-    def _count(self, shard: Shard, layer: int, chosen: Tensor, *, replayed: bool) -> None:
+    def regate(self, layer: int, probs: Tensor) -> Tensor:
+        """[t, E]: `probs` of this router's choice, or the recorded ones in their place.
+
+        Those are constants. The zero share keeps the router in the graph: auxiliary losses hang there, and gradient
+        reduction waits for every parameter.
+        """
+        if self._recorder is not None:
+            self._recorder.record_gates(self._micro, layer, probs)
+        if self._tape is None:
+            return probs
+        ids, gates = self._tape.gates(self._micro, layer, recompute=self._in_backward)
+        return torch.zeros_like(probs).scatter(1, ids, gates.to(probs.dtype)) + 0.0 * probs
+
+    def _count(self, layer: int, chosen: Tensor, replayed: Tensor | None) -> None:
+        shard = self._shards[self._micro]
         rows = int(shard.real.sum())
         self.routed += rows
-        self.replayed += rows if replayed else 0
-        if shard.routing is not None:
-            recorded = shard.routing.experts[:, shard.routing.layers.index(layer)]
-            self.agreed += int((topk_agreement(chosen, recorded) & shard.real).sum())
+        self.replayed += 0 if replayed is None else rows
+        if replayed is None and shard.routing is not None:
+            replayed = shard.routing.experts[:, shard.routing.layers.index(layer)]
+        if replayed is not None:
+            self.agreed += int((topk_agreement(chosen, replayed) & shard.real).sum())
             self.compared += rows

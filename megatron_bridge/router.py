@@ -7,6 +7,7 @@ them a token, n_i tokens whose best K experts have i among them, p_i(x) the scor
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import torch
 from megatron.core.transformer.moe.moe_utils import (
@@ -18,6 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 for _method, _parameters in {
+    "routing": ["self", "logits", "padding_mask"],
     "_apply_expert_bias": ["self", "routing_map", "padding_mask"],
     "_apply_aux_loss": ["self", "probs", "scores_for_aux_loss", "routing_map", "with_padding_mask"],
 }.items():
@@ -28,6 +30,17 @@ for _method, _parameters in {
 
 class MaskedRouter(TopKRouter):
     """TopKRouter whose statistics and auxiliary loss depend neither on padding nor on the layout."""
+
+    regate: Callable[[Tensor], Tensor] | None = None  # probs [t, E] -> those that experts' outputs are weighted by
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(probs [t, E], 0 where an expert was not chosen; routing map [t, E] bool) of logits [t, 1, E].
+
+        megatron-core 0.16.1 makes probs of the chosen scores (softmax before or after the choice, or sigmoid and a
+        quotient; then the scaling factor) only after it has asked for the choice: they are complete here and not before.
+        """
+        probs, routing_map = super().routing(logits, padding_mask=padding_mask)
+        return (probs if self.regate is None else self.regate(probs)), routing_map
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count each expert's tokens; routing_map [t, E] bool, padding_mask [t] bool, True on padding.

@@ -7,10 +7,9 @@ parallel rank feeds, R values of a row.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,13 +25,23 @@ from megatron_bridge.model import unwrap
 from megatron_bridge.mtp import mtp_loss
 from megatron_bridge.overlap import leave_no_sync
 from megatron_bridge.parallel import ParallelContext
-from megatron_bridge.replay_hook import RoutingReplay
+from megatron_bridge.replay_hook import RoutingReplay, Source
 from megatron_bridge.shard import Shard, shard
+from megatron_bridge.stats import Stats, gather, values
 from miles_like.protocols import LossFn
-from miles_like.types import MicroBatch, Reduce, Stat
+from miles_like.types import MicroBatch, Stat
+from routing_replay.tape import Routes
 
-_Stats = dict[str, Stat]
 _After = Callable[[int, Shard, Tensor], tuple[Tensor, Tensor, Any]]  # of a micro-batch's output: loss, count, rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OldPolicy:
+    """What the weights that a rollout's first optimizer step begins with make of one mini-batch."""
+
+    logprobs: Sequence[Tensor]  # [T] fp32 of each micro-batch: of labels with loss, 0 elsewhere
+    routes: Sequence[Routes] | None  # of each micro-batch, this rank's rows and layers: what the update replays under r2
+    agreement: Mapping[str, Stat]  # "routing/agreement", over all ranks
 
 
 class Step:
@@ -55,17 +64,23 @@ class Step:
         self.depths, self.mtp_coefficient = transformer_config.mtp_num_layers or 0, mtp_coefficient
         self.prepare: Callable[[], None] = lambda: None  # collective; what weights that have changed ask for
 
-    def run(
+    def run(self, row: Sequence[MicroBatch], loss_tokens: int, **how: Any) -> dict[str, float]:
+        """`stats` as numbers."""
+        return values(self.stats(row, loss_tokens, **how))
+
+    def stats(
         self,
         row: Sequence[MicroBatch],
         loss_tokens: int,
         *,
         forward_only: bool = False,
         refs: Sequence[Tensor] | None = None,
-    ) -> dict[str, float]:
-        """Accumulate the gradients of this data-parallel row and return metrics, equal on every rank. Collective.
+        old: OldPolicy | None = None,
+    ) -> Stats:
+        """Accumulate the gradients of this data-parallel row; statistics, equal on every rank. Collective.
 
-        `refs`: the reference log-probabilities of each micro-batch, [T] fp32, handed on to the loss function.
+        `refs`: the reference log-probabilities of each micro-batch, [T] fp32, handed on to the loss function, as `old`'s
+        are. In mode r2 the routes of `old` are replayed; a forward pass alone may do without and chooses by itself.
 
         Raises ValueError, on every rank, when a row or a micro-batch is empty, rows differ in their number of
         micro-batches, a token is outside the vocabulary, loss_tokens is not the number of labels with loss over all
@@ -74,24 +89,36 @@ class Step:
         """
         if loss_tokens < 1:
             raise ValueError(f"a batch with {loss_tokens} loss tokens teaches nothing: drop it")
-        shards = self._shards(row, forward_only=forward_only)
+        routes = None if old is None else old.routes
+        shards = self._shards(row, forward_only=forward_only, routes=routes)
         self.config.finalize_model_grads_func = partial(_finalize, loss_tokens, self.parallel)
         if not forward_only:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
-        outputs: list[_Stats] = self._schedule(shards, partial(self._loss, refs), forward_only=forward_only)
-        stats = _gather(outputs, self.parallel, self.device)
+        olds = None if old is None else old.logprobs
+        outputs: list[Stats] = self._schedule(shards, partial(self._loss, refs, olds), forward_only=forward_only)
+        stats = gather(outputs, self.parallel, self.device)
         count = int(stats["train/loss"].count)
         if count != loss_tokens:
             raise ValueError(f"loss_tokens = {loss_tokens}, but the loss masks of all rows hold {count} tokens")
-        # a mean over nothing is not reported
-        return {name: _value(stat) for name, stat in stats.items() if stat.count} | self._routing()
+        return stats | self._routing(updated=old is not None)
 
     def logprobs(self, row: Sequence[MicroBatch]) -> list[Tensor]:
         """[T] fp32 for each micro-batch, on every rank that has the row: log-probability of each label with loss, 0
         elsewhere. Collective. Forward only; the weights choose their experts themselves; nothing changes."""
-        shards = self._shards(row, forward_only=True, own_routing=True)
-        found: list[Tensor] = self._schedule(shards, self._logprobs, forward_only=True)
+        return self._logprobs(self._shards(row, forward_only=True, source="own"))
+
+    def old_policy(self, row: Sequence[MicroBatch]) -> OldPolicy:
+        """The old-log-prob pass over a mini-batch: as `logprobs`, but with the routes that its update will replay: the
+        rollout's in mode r3; in mode r2 the routers' own, which are recorded. Collective, and raises as `stats`."""
+        record = self.replay.mode == "r2"
+        logprobs = self._logprobs(self._shards(row, forward_only=True, source="record" if record else "mode"))
+        routes = self.replay.recorded() if record else None
+        own = {k: stat for k, stat in self._routing(updated=False).items() if k == "routing/agreement"}
+        return OldPolicy(logprobs=logprobs, routes=routes, agreement=own)
+
+    def _logprobs(self, shards: list[Shard]) -> list[Tensor]:
+        found: list[Tensor] = self._schedule(shards, self._labels, forward_only=True)
         lengths = [len(s.batch.tokens) for s in shards]
         if self.parallel.config.pp == 1:
             return found
@@ -99,7 +126,14 @@ class Step:
         dist.broadcast(values, self.parallel.last_stage_rank, group=self.parallel.pp_group)
         return list(values.split(lengths))
 
-    def _shards(self, row: Sequence[MicroBatch], *, forward_only: bool, own_routing: bool = False) -> list[Shard]:
+    def _shards(
+        self,
+        row: Sequence[MicroBatch],
+        *,
+        forward_only: bool,
+        source: Source = "mode",
+        routes: Sequence[Routes] | None = None,
+    ) -> list[Shard]:
         """The row as this rank feeds it, with its routes loaded. What one rank cannot take, every rank raises."""
         experts, error, out = self.config.num_moe_experts or 0, None, []
         stages = self.parallel.config.pp
@@ -115,7 +149,7 @@ class Step:
             for batch in row:
                 _check_vocabulary(batch, self.vocab)
                 out.append(shard(batch, self.parallel, self.device, token_multiple=self.token_multiple, **fixed))
-            self.replay.load(out, forward_only=forward_only, own_routing=own_routing)
+            self.replay.load(out, forward_only=forward_only, source=source, routes=routes)
         except ValueError as e:
             error = e
         raise_together(error, self.device)
@@ -154,8 +188,8 @@ class Step:
         return output, partial(after, micro, s)
 
     def _loss(
-        self, refs: Sequence[Tensor] | None, micro: int, s: Shard, output: Tensor
-    ) -> tuple[Tensor, Tensor, _Stats]:
+        self, refs: Sequence[Tensor] | None, olds: Sequence[Tensor] | None, micro: int, s: Shard, output: Tensor
+    ) -> tuple[Tensor, Tensor, Stats]:
         """(sum of the losses, number of loss tokens, statistics) of one micro-batch; output [R, P] fp32."""
         batch = s.batch
         logprobs, entropy, *nll = self._whole(s, output)
@@ -167,7 +201,7 @@ class Step:
             loss_mask=batch.loss_mask,
             cu_seqlens=batch.cu_seqlens,
             ref_logprobs=None if refs is None else refs[micro],
-            old_logprobs=None,
+            old_logprobs=None if olds is None else olds[micro],
         )
         total = torch.where(batch.loss_mask, per_token, 0.0).sum()  # a masked label may well be infinite
         count = batch.loss_mask.sum()
@@ -179,7 +213,7 @@ class Step:
             total = total + more
         return total, count.to(torch.int), stats
 
-    def _logprobs(self, micro: int, s: Shard, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _labels(self, micro: int, s: Shard, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The log-probabilities alone, [T], where a loss would have its statistics."""
         logprobs = self._whole(s, output)[0]
         return logprobs.sum(), s.batch.loss_mask.sum().to(torch.int), logprobs
@@ -195,14 +229,15 @@ class Step:
         )
         return rows.index_select(0, s.home).t()
 
-    def _routing(self) -> dict[str, float]:
-        """Over all ranks: each counted its own rows of its own layers."""
+    def _routing(self, *, updated: bool) -> Stats:
+        """Over all ranks: each counted its own rows of its own layers. `updated`: after an old-log-prob pass, so that
+        agreement may be of weights that have moved since."""
         r = self.replay
         counts = torch.tensor([r.agreed, r.compared, r.replayed, r.routed], dtype=torch.float64, device=self.device)
         dist.all_reduce(counts)
-        agreed, compared, replayed, routed = counts.tolist()
-        out = {"routing/replay_coverage": replayed / routed} if routed else {}
-        return out | ({"routing/agreement": agreed / compared} if compared else {})
+        agreed, compared, replayed, routed = counts
+        name = "routing/update_agreement" if updated else "routing/agreement"
+        return {"routing/replay_coverage": Stat(replayed, routed), name: Stat(agreed, compared)}
 
 
 def _check_vocabulary(batch: MicroBatch, size: int) -> None:
@@ -224,53 +259,3 @@ def _finalize(
     assert num_tokens is not None
     share = torch.full_like(num_tokens, loss_tokens if parallel.dp_cp_group.rank() == 0 else 0)
     finalize_model_grads(model, share, **kwargs)
-
-
-def _combine(a: Stat, b: Stat) -> Stat:
-    if a.reduce is Reduce.MAX:
-        return Stat(torch.maximum(a.total, b.total), a.count + b.count, a.reduce)
-    return Stat(a.total + b.total, a.count + b.count, a.reduce)
-
-
-def _value(stat: Stat) -> float:
-    if stat.reduce is Reduce.MAX:
-        return float(stat.total)
-    return float(stat.total / stat.count)
-
-
-def _gather(outputs: Sequence[Mapping[str, Stat]], parallel: ParallelContext, device: torch.device) -> _Stats:
-    """Statistics combined over micro-batches, data-parallel ranks, and told to every pipeline stage."""
-    local: _Stats = {}
-    for stats in outputs:
-        for name, stat in stats.items():
-            local[name] = _combine(local[name], stat) if name in local else stat
-    kinds = _share_names({name: str(stat.reduce) for name, stat in sorted(local.items())}, parallel, device)
-    sums = torch.zeros(len(kinds), 2, dtype=torch.float64, device=device)
-    tops = torch.full((len(kinds),), -math.inf, dtype=torch.float64, device=device)
-    if parallel.speaks:
-        for i, (name, kind) in enumerate(kinds.items()):
-            sums[i, 1] = local[name].count
-            if kind == Reduce.MAX:
-                tops[i] = local[name].total
-            else:
-                sums[i, 0] = local[name].total
-    dist.all_reduce(sums)
-    dist.all_reduce(tops, dist.ReduceOp.MAX)
-    return {
-        name: Stat(tops[i] if kind == Reduce.MAX else sums[i, 0], sums[i, 1], Reduce(kind))
-        for i, (name, kind) in enumerate(kinds.items())
-    }
-
-
-def _share_names(kinds: dict[str, str], parallel: ParallelContext, device: torch.device) -> dict[str, str]:
-    """Only the last pipeline stage ran the loss function; the others learn the statistics' names from it, as JSON."""
-    if parallel.config.pp == 1:
-        return kinds
-    text = json.dumps(kinds).encode()
-    size = torch.tensor([len(text)], device=device)
-    dist.broadcast(size, parallel.last_stage_rank, group=parallel.pp_group)
-    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if parallel.is_last_stage:
-        data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    dist.broadcast(data, parallel.last_stage_rank, group=parallel.pp_group)
-    return json.loads(bytes(data.tolist()))  # type: ignore[no-any-return]

@@ -9,11 +9,12 @@ import gc
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megatron_bridge.device import init_device
@@ -38,10 +39,11 @@ from megatron_bridge.recompute import routes_again  # noqa: E402
 from megatron_bridge.replay_hook import RoutingReplay  # noqa: E402
 from megatron_bridge.resolve import resolve  # noqa: E402
 from megatron_bridge.schedule import learning_rate  # noqa: E402
-from megatron_bridge.step import Step  # noqa: E402
+from megatron_bridge.stats import Stats, combine, values  # noqa: E402
+from megatron_bridge.step import OldPolicy, Step  # noqa: E402
 from megatron_bridge.weight_copies import WeightCopies  # noqa: E402
 from miles_like.protocols import LossFn  # noqa: E402
-from miles_like.types import MicroBatch, NamedTensor, StepReport  # noqa: E402
+from miles_like.types import MicroBatch, NamedTensor, Stat, StepReport  # noqa: E402
 
 REFERENCE = "reference"  # the copy that the loss function's `ref_logprobs` come from
 _log = logging.getLogger(__name__)
@@ -92,7 +94,7 @@ class MegatronTrainer:
         tf = self.models[0].config
         tf.grad_scale_func = self.optimizer.scale_loss
         connect_overlap(tf, self.chunks)
-        replay = RoutingReplay(self.chunks, mode=config.replay.mode, recompute=routes_again(resolved.transformer))
+        replay = RoutingReplay(self.chunks, config.replay, recompute=routes_again(resolved.transformer))
         self._step = Step(
             self.chunks,
             tf,
@@ -120,47 +122,64 @@ class MegatronTrainer:
         return self.parallel.dp_rank
 
     def step(self, row: Sequence[MicroBatch], loss_tokens: int, version: int) -> StepReport:
-        """One optimizer step on this rank's row; `version` is the weight version after it.
+        """`train` on a rollout that is one mini-batch."""
+        return self.train([row], [loss_tokens], version)
 
-        Raises ValueError with `config.reference` when `load_weights` was never called, and what Step.run refuses.
+    def train(self, rows: Sequence[Sequence[MicroBatch]], loss_tokens: Sequence[int], version: int) -> StepReport:
+        """All optimizer steps of one rollout: one for each of this rank's rows, in order; `version` is the weight
+        version after them.
+
+        Where there are several, or replay.mode is "r2", an old-log-prob pass over all rows comes first, under the
+        weights of this moment. Metrics are of all steps: means over their tokens, the largest of all, `train/grad_norm`
+        and `train/skipped` as means over steps, the last step's learning rate.
+
+        Raises ValueError with `config.reference` when `load_weights` was never called, and what Step.stats refuses.
 
         When the loss or the gradient norm is not finite the weights, the optimizer's state and the routing biases stay
-        as they are, bit for bit. With on_nonfinite "stop", RuntimeError on every rank, one sentence naming where it
-        began; with "skip", that sentence is logged by rank 0, the metrics say train/skipped = 1, and the next step is
-        the one that would have come without this: the learning-rate schedule has not moved either.
+        as they were before that optimizer step, bit for bit. With on_nonfinite "stop", RuntimeError on every rank, one
+        sentence naming where it began; with "skip", that sentence is logged by rank 0, the metrics say train/skipped,
+        and the next step is the one that would have come without this: the learning-rate schedule has not moved either.
         """
         self.copies.assert_own()
-        refs = self._refs(row)
+        assert len(rows) == len(loss_tokens) >= 1, "a number of loss tokens for each of one or more rows"
+        refs, olds = self._refs(rows), self._olds(rows)
+        found: list[Stats] = []
+        for i, (row, n, ref, old) in enumerate(zip(rows, loss_tokens, refs, olds, strict=True)):
+            where = f"step {version}" + (f" (optimizer step {i + 1} of {len(rows)})" if len(rows) > 1 else "")
+            lr = learning_rate(self.config.optimizer, self.steps_done)
+            found.append(self._update(partial(self._step.stats, row, n, refs=ref, old=old), lr, where))
+        found += [old.agreement for old in olds if old is not None]
+        return StepReport(version=version, metrics=values(combine(found)) | {"train/lr": lr})
+
+    def _update(self, run: Callable[[], Stats], lr: float, where: str) -> Stats:
+        """One optimizer step on the gradients that `run` leaves behind; its statistics and the step's own."""
         self.optimizer.zero_grad()  # without a distributed optimizer, .grad is the buffer that gradients are added to
         self._bias.keep()
-        run = partial(self._step.run, row, loss_tokens, refs=refs)
         try:
-            metrics = run()
+            stats = run()
         except ValueError:
             self._bias.restore()  # a wrong loss_tokens shows after backward
             raise
-        lr = learning_rate(self.config.optimizer, self.steps_done)
         may_skip = self.config.on_nonfinite == "skip"
         try:
-            if not math.isfinite(metrics["train/loss"]):
-                raise NonFiniteGradient(f"loss is {metrics['train/loss']}")
+            if not math.isfinite(loss := values(stats)["train/loss"]):
+                raise NonFiniteGradient(f"loss is {loss}")
             norm = apply_gradients(self.optimizer, lr=lr, clip=self.config.optimizer.clip_grad)
         except NonFiniteGradient as e:
-            where = explain(self._step, run, optimizer=self.optimizer, bias=self._bias)
-            said = f"the {e} in step {version}, {where}; the weights are unchanged"
+            why = explain(self._step, lambda: values(run()), optimizer=self.optimizer, bias=self._bias)
+            said = f"the {e} in {where}, {why}; the weights are unchanged"
             if not may_skip:
                 raise RuntimeError(said) from None
             if self.parallel.rank == 0:
                 _log.warning("step skipped: %s", said)
-            return StepReport(version=version, metrics=metrics | {"train/lr": lr, "train/skipped": 1.0})
+            return stats | {"train/skipped": _of_step(1.0)}
         self.weights_changed()
         self.steps_done += 1
-        metrics |= {"train/grad_norm": norm, "train/lr": lr} | ({"train/skipped": 0.0} if may_skip else {})
-        return StepReport(version=version, metrics=metrics)
+        return stats | {"train/grad_norm": _of_step(norm)} | ({"train/skipped": _of_step(0.0)} if may_skip else {})
 
     def evaluate(self, row: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]:
         """The loss function's statistics and train/loss, forward only; nothing changes."""
-        return self._step.run(row, loss_tokens, forward_only=True, refs=self._refs(row))
+        return self._step.run(row, loss_tokens, forward_only=True, refs=self._refs([row])[0])
 
     def logprobs(self, row: Sequence[MicroBatch], copy: str | None = None) -> list[Tensor]:
         """[T] fp32 for every micro-batch, the same on every rank that has the row: of labels with loss, 0 elsewhere.
@@ -171,15 +190,22 @@ class MegatronTrainer:
         with self.copies.swapped(copy) if copy is not None else nullcontext():
             return self._step.logprobs(row)
 
-    def _refs(self, row: Sequence[MicroBatch]) -> list[Tensor] | None:
+    def _refs(self, rows: Sequence[Sequence[MicroBatch]]) -> Sequence[list[Tensor] | None]:
         if not self.config.reference:
-            return None
+            return [None] * len(rows)
         if REFERENCE not in self.copies:
             raise ValueError(
                 "reference = true, but no weights were kept to refer to, since load keeps none: call load_weights with "
                 "the weights that the run began with, then load"
             )
-        return self.logprobs(row, REFERENCE)
+        with self.copies.swapped(REFERENCE):
+            return [self._step.logprobs(row) for row in rows]
+
+    def _olds(self, rows: Sequence[Sequence[MicroBatch]]) -> Sequence[OldPolicy | None]:
+        """With one optimizer step the old log-probs are the update's own, and nothing needs to be recorded but for r2."""
+        if len(rows) == 1 and self.config.replay.mode != "r2":
+            return [None]
+        return [self._step.old_policy(row) for row in rows]
 
     def weights_changed(self) -> None:
         """The parameters got other values: what is made of them is made anew before the next forward pass. Who sets
@@ -252,3 +278,8 @@ class MegatronTrainer:
         vars(self).clear()
         close_parallel()
         gc.collect()
+
+
+def _of_step(value: float) -> Stat:
+    """A statistic of one optimizer step."""
+    return Stat(torch.tensor(value, dtype=torch.float64), torch.tensor(1.0))

@@ -54,8 +54,9 @@ class ModelConfig(Section):
 
 
 class TrainLoopConfig(RecomputeConfig):
-    steps: int = Field(100, ge=0)
-    groups_per_step: int = Field(64, ge=1)
+    steps: int = Field(100, ge=0)  # rollouts that are trained, each published once
+    groups_per_step: int = Field(64, ge=1)  # of one rollout
+    steps_per_rollout: int = Field(1, ge=1)  # optimizer steps, each on an equal share of the rollout's groups
     samples_per_group: int = Field(8, ge=1)
     max_tokens_per_rank: int = Field(8192, ge=1)  # packed tokens of a micro-batch that one rank is fed
     router_bias_update_rate: float = Field(0.0, ge=0)
@@ -63,6 +64,20 @@ class TrainLoopConfig(RecomputeConfig):
     balance: Literal["tokens", "flops"] = "tokens"  # what data-parallel rows and micro-batches get equal shares of
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient norm is nan or infinite
     mtp_coefficient: float = Field(0.0, ge=0)  # of the multi-token prediction loss; 0: not trained
+
+    @model_validator(mode="after")
+    def mini_batches_are_equal(self) -> TrainLoopConfig:
+        if self.groups_per_step % self.steps_per_rollout:
+            raise ValueError(
+                f"train.steps_per_rollout = {self.steps_per_rollout} does not divide train.groups_per_step = "
+                f"{self.groups_per_step}: a mini-batch is of whole groups; change one of them"
+            )
+        return self
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run."""
+        return self.steps * self.steps_per_rollout
 
 
 class AlgorithmConfig(Section):
@@ -179,7 +194,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def schedule_fits_the_run(self) -> RunConfig:
-        self.optimizer.over(self.train.steps)
+        self.optimizer.over(self.train.optimizer_steps)
         return self
 
     @model_validator(mode="after")
@@ -196,7 +211,7 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         hf_config=str(hf_dir.resolve()),
         parallel=run.parallel,
         precision=run.precision,
-        optimizer=run.optimizer.over(run.train.steps),
+        optimizer=run.optimizer.over(run.train.optimizer_steps),
         replay=run.replay,
         kernels=run.kernels,
         lora=run.lora,

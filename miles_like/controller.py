@@ -34,7 +34,7 @@ class Controller:
     buffer: DataBuffer
     next_prompts: Callable[[], Sequence[Prompt]]  # one step's worth
     rollout: Callable[[int, Sequence[Prompt]], Awaitable[Sequence[SampleGroup]]]  # for a step: sampled and scored
-    pack: Callable[[Sequence[SampleGroup], Sequence[Sequence[float]]], TrainBatch]
+    pack: Callable[[Sequence[SampleGroup], Sequence[Sequence[float]]], Sequence[TrainBatch]]  # one an optimizer step
     deal: Callable[[int, list[list[float]]], list[list[float]]]  # (step, advantages) -> advantages; a control shuffles
     evaluate: Callable[[int], Awaitable[Mapping[str, float]]]  # at a weight version
     describe: Callable[[int, Sequence[SampleGroup]], Mapping[str, float]]  # the rollout's own metrics
@@ -91,7 +91,7 @@ class Controller:
         advantages = self.deal(step, [list(self.algorithm.advantages(g)) for g in groups])
         began = time.perf_counter()
         self.phase(step, "train")
-        report = await self.trainer.step(self.pack(groups, advantages))
+        report = await self.trainer.train(self.pack(groups, advantages))
         trained = time.perf_counter()
         self.phase(step, "publish")
         published = await self.trainer.publish(version=step + 1)

@@ -22,6 +22,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,6 +106,18 @@ def pack(
         cost=cost,
         versions=(min(spans), max(spans)),
     )
+
+
+def pack_steps(
+    groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]], *, steps: int, **how: Any
+) -> list[TrainBatch]:
+    """A rollout's groups as `steps` mini-batches, each packed by `pack(..., **how)` as one optimizer step: the first
+    len(groups) / steps of them in the order given, then the next. Raises ValueError when `steps` does not divide them.
+    """
+    if steps < 1 or len(groups) % steps:
+        raise ValueError(f"{len(groups)} groups do not divide into {steps} mini-batches: change train.steps_per_rollout")
+    n = len(groups) // steps
+    return [pack(groups[i : i + n], advantages[i : i + n], **how) for i in range(0, len(groups), n)]
 
 
 def pack_pairs(

@@ -157,9 +157,10 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
 
 def _plan_training(config: RunConfig, run_dir: Path, parts: Parts, mode: Mode, *, after: str) -> Stage:
     train = config.train
+    each = f", {train.steps_per_rollout} optimizer steps each" if train.steps_per_rollout > 1 else ""
     return Stage(
         name="train",
-        what=f"{train.steps} steps of {train.groups_per_step} x {train.samples_per_group} samples",
+        what=f"{train.steps} steps of {train.groups_per_step} x {train.samples_per_group} samples{each}",
         key=input_key("train", {"after": after, "config": _of_training(config), "data": _data(config)}),
         directory=run_dir,
         size=None,

@@ -30,7 +30,7 @@ from miles_like.engine_fit import check_engine
 from miles_like.factories import MegatronFactory, PublisherRecipe, ServerRecipe
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.metrics import eval_metrics, rollout_metrics, speed_metrics, write_rollouts
-from miles_like.packing import pack
+from miles_like.packing import pack_steps
 from miles_like.placement import plan_placement
 from miles_like.report import write_report
 from miles_like.rewards import load_reward
@@ -129,7 +129,8 @@ class TrainStage:
                     engine, prompts, reward, n=config.train.samples_per_group, params=self.sampling(step)
                 ),
                 pack=partial(
-                    pack,
+                    pack_steps,
+                    steps=config.train.steps_per_rollout,
                     dp_size=trainer.dp_size,
                     max_tokens=config.max_pack_tokens,
                     micro_multiple=config.parallel.micro_multiple,

@@ -174,9 +174,9 @@ class Stat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one optimizer step says of itself, already reduced over all ranks."""
+    """What the optimizer steps of one rollout say of themselves, already reduced over all ranks."""
 
-    version: int  # weight version after the step
+    version: int  # weight version after them
     metrics: Mapping[str, float]
 
 

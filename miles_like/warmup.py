@@ -103,7 +103,7 @@ async def warm_up(
         if cursor + make.batch > len(order):
             rng.shuffle(order)
             cursor = 0
-        await trainer.step(batch([corpus[i] for i in order[cursor : cursor + make.batch]]))
+        await trainer.train([batch([corpus[i] for i in order[cursor : cursor + make.batch]])])
         cursor += make.batch
         if step % make.check_every == 0 or step == make.max_steps:
             right = (await trainer.evaluate(check))["warmup/right_prob"]

@@ -194,8 +194,8 @@ class _Rank:
     def connect(self, factory: PublisherFactory) -> None:
         self.publisher = factory(self.rank == 0)
 
-    def step(self, row: Sequence[MicroBatch], loss_tokens: int, version: int) -> StepReport:
-        return self.trainer.step(row, loss_tokens, version)
+    def train(self, loss_tokens: Sequence[int], version: int, *rows: Sequence[MicroBatch]) -> StepReport:
+        return self.trainer.train(rows, loss_tokens, version)
 
     def evaluate(self, row: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]:
         return self.trainer.evaluate(row, loss_tokens)
@@ -237,10 +237,11 @@ class RayTrainer:
         for i, rank in enumerate(self._ranks):
             _get(rank.connect.remote(factory), f"trainer rank {i}")
 
-    async def step(self, batch: TrainBatch) -> StepReport:
+    async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
         self._version += 1
-        rows = self._rows(batch)
-        reports = await self._all("step", [(row, batch.loss_tokens, self._version) for row in rows])
+        fixed = ([batch.loss_tokens for batch in batches], self._version)
+        ranks = zip(*(self._rows(batch) for batch in batches), strict=True)  # Ray fetches what is an argument itself
+        reports = await self._all("train", [(*fixed, *rows) for rows in ranks])
         return reports[0]
 
     async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:

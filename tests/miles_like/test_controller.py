@@ -12,7 +12,7 @@ import torch
 
 from miles_like.buffer import DataBuffer
 from miles_like.controller import Controller
-from miles_like.packing import pack
+from miles_like.packing import pack_steps
 from miles_like.types import Finish, Prompt, PublishReport, Sample, SampleGroup, StepReport, TrainBatch, VersionSpan
 
 
@@ -63,12 +63,12 @@ class World:
     def advantages(self, g: SampleGroup) -> list[float]:
         return [0.0 for _ in g.samples]
 
-    def pack(self, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> TrainBatch:
+    def pack(self, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> Sequence[TrainBatch]:
         self.staleness += [self.version - g.oldest_version for g in groups]
         self.trained += [g.prompt.id for g in groups]
-        return None  # type: ignore[return-value]
+        return ()
 
-    async def step(self, batch: TrainBatch) -> StepReport:
+    async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
         self.log.append(f"train {self.version}")
         await asyncio.sleep(self.train_s)
         return StepReport(version=self.version + 1, metrics={"train/loss": 1.0})
@@ -185,8 +185,8 @@ class Unusable(World):
     def advantages(self, g: SampleGroup) -> list[float]:
         return [self.advantage for _ in g.samples]
 
-    def pack(self, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> TrainBatch:
-        return pack(groups, advantages, dp_size=1, max_tokens=self.max_tokens)
+    def pack(self, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> Sequence[TrainBatch]:
+        return pack_steps(groups, advantages, steps=1, dp_size=1, max_tokens=self.max_tokens)
 
 
 @pytest.mark.parametrize(

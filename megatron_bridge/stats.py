@@ -1,0 +1,77 @@
+"""Statistics of a step: combined over micro-batches, ranks and the optimizer steps of a rollout."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_bridge.parallel import ParallelContext
+from miles_like.types import Reduce, Stat
+
+Stats = dict[str, Stat]
+
+
+def combine(parts: Sequence[Mapping[str, Stat]]) -> Stats:
+    """Of several micro-batches or optimizer steps: means over all their items, the largest of all. A statistic that
+    some parts lack is that of the others."""
+    out: Stats = {}
+    for stats in parts:
+        for name, stat in stats.items():
+            out[name] = _both(out[name], stat) if name in out else stat
+    return out
+
+
+def values(stats: Mapping[str, Stat]) -> dict[str, float]:
+    """As numbers; a mean over nothing is left out."""
+    return {name: _value(stat) for name, stat in stats.items() if stat.count}
+
+
+def _both(a: Stat, b: Stat) -> Stat:
+    if a.reduce is Reduce.MAX:
+        return Stat(torch.maximum(a.total, b.total), a.count + b.count, a.reduce)
+    return Stat(a.total + b.total, a.count + b.count, a.reduce)
+
+
+def _value(stat: Stat) -> float:
+    if stat.reduce is Reduce.MAX:
+        return float(stat.total)
+    return float(stat.total / stat.count)
+
+
+def gather(outputs: Sequence[Mapping[str, Stat]], parallel: ParallelContext, device: torch.device) -> Stats:
+    """Statistics combined over micro-batches, data-parallel ranks, and told to every pipeline stage. Collective."""
+    local = combine(outputs)
+    kinds = _share_names({name: str(stat.reduce) for name, stat in sorted(local.items())}, parallel, device)
+    sums = torch.zeros(len(kinds), 2, dtype=torch.float64, device=device)
+    tops = torch.full((len(kinds),), -math.inf, dtype=torch.float64, device=device)
+    if parallel.speaks:
+        for i, (name, kind) in enumerate(kinds.items()):
+            sums[i, 1] = local[name].count
+            if kind == Reduce.MAX:
+                tops[i] = local[name].total
+            else:
+                sums[i, 0] = local[name].total
+    dist.all_reduce(sums)
+    dist.all_reduce(tops, dist.ReduceOp.MAX)
+    return {
+        name: Stat(tops[i] if kind == Reduce.MAX else sums[i, 0], sums[i, 1], Reduce(kind))
+        for i, (name, kind) in enumerate(kinds.items())
+    }
+
+
+def _share_names(kinds: dict[str, str], parallel: ParallelContext, device: torch.device) -> dict[str, str]:
+    """Only the last pipeline stage ran the loss function; the others learn the statistics' names from it, as JSON."""
+    if parallel.config.pp == 1:
+        return kinds
+    text = json.dumps(kinds).encode()
+    size = torch.tensor([len(text)], device=device)
+    dist.broadcast(size, parallel.last_stage_rank, group=parallel.pp_group)
+    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if parallel.is_last_stage:
+        data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    dist.broadcast(data, parallel.last_stage_rank, group=parallel.pp_group)
+    return json.loads(bytes(data.tolist()))  # type: ignore[no-any-return]
