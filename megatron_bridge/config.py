@@ -177,7 +177,9 @@ class ReplayConfig(Section):
     def gates_are_recorded(self) -> ReplayConfig:
         if self.gates and self.mode != "r2":
             why = "holds no gates" if self.mode == "r3" else "replays nothing"
-            raise ValueError(f"replay.gates = true, but replay.mode = {self.mode!r} {why}: set mode = 'r2' or gates = false")
+            raise ValueError(
+                f"replay.gates = true, but replay.mode = {self.mode!r} {why}: set mode = 'r2' or gates = false"
+            )
         return self
 
 

@@ -37,7 +37,7 @@ class MaskedRouter(TopKRouter):
         """(probs [t, E], 0 where an expert was not chosen; routing map [t, E] bool) of logits [t, 1, E].
 
         megatron-core 0.16.1 makes probs of the chosen scores (softmax before or after the choice, or sigmoid and a
-        quotient; then the scaling factor) only after it has asked for the choice: they are complete here and not before.
+        quotient; then the scaling factor) only after it has asked for the choice: they are complete here, not before.
         """
         probs, routing_map = super().routing(logits, padding_mask=padding_mask)
         return (probs if self.regate is None else self.regate(probs)), routing_map

@@ -40,7 +40,7 @@ class OldPolicy:
     """What the weights that a rollout's first optimizer step begins with make of one mini-batch."""
 
     logprobs: Sequence[Tensor]  # [T] fp32 of each micro-batch: of labels with loss, 0 elsewhere
-    routes: Sequence[Routes] | None  # of each micro-batch, this rank's rows and layers: what the update replays under r2
+    routes: Sequence[Routes] | None  # of each micro-batch, this rank's rows and layers: what r2 replays
     agreement: Mapping[str, Stat]  # "routing/agreement", over all ranks
 
 
@@ -79,8 +79,8 @@ class Step:
     ) -> Stats:
         """Accumulate the gradients of this data-parallel row; statistics, equal on every rank. Collective.
 
-        `refs`: the reference log-probabilities of each micro-batch, [T] fp32, handed on to the loss function, as `old`'s
-        are. In mode r2 the routes of `old` are replayed; a forward pass alone may do without and chooses by itself.
+        `refs`: the reference log-probabilities of each micro-batch, [T] fp32, handed on to the loss function, as are
+        `old`'s. In mode r2 the routes of `old` are replayed; a forward pass alone may do without and chooses by itself.
 
         Raises ValueError, on every rank, when a row or a micro-batch is empty, rows differ in their number of
         micro-batches, a token is outside the vocabulary, loss_tokens is not the number of labels with loss over all

@@ -202,7 +202,7 @@ class MegatronTrainer:
             return [self._step.logprobs(row) for row in rows]
 
     def _olds(self, rows: Sequence[Sequence[MicroBatch]]) -> Sequence[OldPolicy | None]:
-        """With one optimizer step the old log-probs are the update's own, and nothing needs to be recorded but for r2."""
+        """With one optimizer step the old log-probs are the update's own, and only r2 has something to record."""
         if len(rows) == 1 and self.config.replay.mode != "r2":
             return [None]
         return [self._step.old_policy(row) for row in rows]

@@ -115,7 +115,9 @@ def pack_steps(
     len(groups) / steps of them in the order given, then the next. Raises ValueError when `steps` does not divide them.
     """
     if steps < 1 or len(groups) % steps:
-        raise ValueError(f"{len(groups)} groups do not divide into {steps} mini-batches: change train.steps_per_rollout")
+        raise ValueError(
+            f"{len(groups)} groups do not divide into {steps} mini-batches: change train.steps_per_rollout"
+        )
     n = len(groups) // steps
     return [pack(groups[i : i + n], advantages[i : i + n], **how) for i in range(0, len(groups), n)]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from routing_replay.tape import ReplayTape
+from routing_replay.tape import ReplayTape, Routes
 from routing_replay.trace import RoutingTrace
 
 LAYERS, K, E = (1, 2), 4, 16
@@ -22,8 +22,8 @@ def make(rows: int) -> RoutingTrace:
 
 def loaded(*, expect_recompute: bool = False) -> ReplayTape:
     tape = ReplayTape(expect_recompute=expect_recompute)
-    tape.load(0, make(5))
-    tape.load(1, make(7))
+    tape.load(0, Routes(trace=make(5)))
+    tape.load(1, Routes(trace=make(7)))
     return tape
 
 
@@ -89,7 +89,7 @@ def test_unexpected_and_early_recomputation() -> None:
 def test_loaded_twice() -> None:
     """Two micro-batches under one number would hide each other's rows."""
     with pytest.raises(ValueError, match="micro-batch 0 was loaded twice"):
-        loaded().load(0, make(5))
+        loaded().load(0, Routes(trace=make(5)))
 
 
 def test_a_refusal_uses_nothing_up() -> None:
