@@ -275,7 +275,7 @@ def _dummy(flat: _Flat, i: int, starts: Ints) -> MicroBatch:
     routing = None
     if flat.routing is not None:
         real = flat.routing[i]
-        routing = RoutingTrace(experts=real.experts[:1].clone(), layers=real.layers, num_experts=real.num_experts)
+        routing = real.map_rows(lambda t: t[:1].clone())
     return MicroBatch(
         tokens=token,
         labels=token.clone(),

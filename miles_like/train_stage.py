@@ -40,10 +40,11 @@ from miles_like.types import Prompt, SampleGroup, SamplingParams
 from miles_like.workers import RayServers, RayTrainer, check_nodes
 from quant.hf_config import spec_from_hf
 from quant.spec import QuantSpec
-from rollout.client import RoutingShape, SGLangClient, seed_of
+from rollout.client import SGLangClient, seed_of
 from rollout.episode import run_groups
 from rollout.pool import EnginePool
 from rollout.prompts import Cursor, PromptSource
+from rollout.samples import RoutingShape
 from rollout.wire_control import PauseMode
 
 

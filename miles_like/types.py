@@ -14,6 +14,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from routing_replay.trace import RoutingTrace
+from routing_replay.versions import VersionSpan as VersionSpan
+from routing_replay.versions import check_versions
 
 
 class Finish(StrEnum):
@@ -22,14 +24,6 @@ class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-
-
-class VersionSpan(NamedTuple):
-    """Weights `version` generated the response tokens [start, end) of a sample (counted from the response's start)."""
-
-    version: int
-    start: int
-    end: int
 
 
 class NamedTensor(NamedTuple):
@@ -79,10 +73,18 @@ class Sample:
             )
         if s and bool(self.loss_mask[0]):
             raise ValueError(f"sample {self.prompt_id}/{self.index}: token 0 has no predecessor to be predicted from")
-        if self.routing is not None and len(self.routing) != s - 1:
-            raise ValueError(
-                f"sample {self.prompt_id}/{self.index}: {len(self.routing)} routing rows for {s} tokens; want {s - 1}"
-            )
+        if self.routing is not None:
+            self._check_routing(self.routing)
+
+    def _check_routing(self, routing: RoutingTrace) -> None:
+        """Here, so that nobody can forget it: also on a sample that was restored, scored or continued."""
+        s, name = len(self.token_ids), f"{self.prompt_id}/{self.index}"
+        if len(routing) != s - 1:
+            raise ValueError(f"sample {name}: {len(routing)} routing rows for {s} tokens; want {s - 1}")
+        if routing.seals is not None:
+            routing.verify(self.token_ids, sample=name)
+        if routing.versions is not None:
+            check_versions(routing.versions, self.versions, self.loss_mask, sample=name)
 
     @property
     def response_len(self) -> int:

@@ -1,6 +1,6 @@
 """One server, stock SGLang or embedded, as a RolloutEngine over HTTP.
 
-Letters: G samples a prompt, S tokens a sample, R response tokens, L MoE layers, K experts a token.
+Letters: G samples a prompt.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import asyncio
 import hashlib
 import ssl
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import orjson
-import torch
 
-from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, VersionSpan
+from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
 from rollout import wire
-from rollout.wire import GenerateReply, GenerateRequest, WireSpan
+from rollout.samples import RoutingShape, SampleReader, begun, rows_of, version_number
+from rollout.wire import GenerateRequest
 from rollout.wire_control import (
     AbortRequest,
     ChecksumReply,
@@ -29,23 +29,12 @@ from rollout.wire_control import (
     UpdateVersion,
     error_message,
 )
-from routing_replay.trace import RoutingTrace
 
 _JSON = {"content-type": "application/json"}
 
 
 class RolloutError(RuntimeError):
     """A server did not do what it was asked: one sentence saying which server, what happened and what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingShape:
-    """What is needed to read `routed_experts`, whose wire form carries no shape."""
-
-    num_layers: int  # all decoder layers, dense ones too, no MTP layer
-    moe_layers: tuple[int, ...]  # [L] their numbers from 0
-    top_k: int  # K
-    num_experts: int
 
 
 def seed_of(seed: int, prompt_id: str, index: int | None = None) -> int:
@@ -111,12 +100,11 @@ class SGLangClient:
         log: Path | None = None,
     ) -> None:
         self.url = url.rstrip("/")
-        self._routing = routing
         self._prompts_per_request = prompts_per_request
         self._timeout_s = request_timeout_s
         self._pause_mode = pause_mode
         self._samples_from = samples_from
-        self._decode = decode
+        self._reader = SampleReader(routing=routing, decode=decode)
         self._log = log
         # No cap on connections: waiting for a free one would look like a hanging server.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
@@ -139,76 +127,54 @@ class SGLangClient:
 
     async def _generate_batch(self, prompts: Sequence[Prompt], n: int, params: SamplingParams) -> list[SampleGroup]:
         copies = n if self._samples_from == "client" else 1
-        seed = params.sampling_seed
-        sampling = []
-        for p in prompts:
-            for i in range(copies):
-                own = None if seed is None else seed_of(seed, p.id, i if copies > 1 else None)
-                sampling.append(replace(params, sampling_seed=own))
         request = GenerateRequest(
             input_ids=tuple(p.token_ids for p in prompts for _ in range(copies)),
-            sampling=tuple(sampling),
+            sampling=tuple(
+                replace(params, sampling_seed=self._seed(params, p.id, i)) for p in prompts for i in range(copies)
+            ),
             n=n // copies,
             return_logprob=True,
-            return_routed_experts=self._routing is not None,
+            return_routed_experts=self._reader.routing is not None,
         )
+        samples = await self._ask(request, [begun(p, j) for p in prompts for j in range(n)], [()] * (len(prompts) * n))
+        return [SampleGroup(prompt=p, samples=tuple(samples[i * n : (i + 1) * n])) for i, p in enumerate(prompts)]
+
+    async def continue_sample(
+        self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
+    ) -> Sample:
+        """The sample goes on: after tokens that an environment gave, after an abort, or from where it was cut off.
+
+        All its tokens are sent, and what is sampled, at most `max_new_tokens` more, is appended with log-probs, weight
+        versions and routes; only the routes of rows that it does not have yet are asked for. The environment's tokens
+        are not under loss. With the parameters of the first part it draws the tokens that it would have drawn in one
+        go (a stock server: with `samples_from` "client" and deterministic inference). Raises RolloutError.
+        """
+        by_client = self._samples_from == "client"
+        request = GenerateRequest(
+            input_ids=((*sample.token_ids.tolist(), *environment),),
+            sampling=(replace(params, sampling_seed=self._seed(params, sample.prompt_id, sample.index)),),
+            sample_index=0 if by_client else sample.index,
+            return_logprob=True,
+            return_routed_experts=self._reader.routing is not None,
+            routed_experts_start_len=rows_of(sample),
+        )
+        return (await self._ask(request, [sample], [environment]))[0]
+
+    def _seed(self, params: SamplingParams, prompt_id: str, index: int) -> int | None:
+        """The server tells the samples of one prompt apart, unless the client has to."""
+        if params.sampling_seed is None:
+            return None
+        return seed_of(params.sampling_seed, prompt_id, index if self._samples_from == "client" else None)
+
+    async def _ask(
+        self, request: GenerateRequest, samples: Sequence[Sample], fed: Sequence[Sequence[int]]
+    ) -> list[Sample]:
         body = await self._call("POST", wire.GENERATE, request.to_json())
         try:
-            replies = wire.replies_from_json(body, want=len(prompts) * n, want_logprobs=True)
-            traces = self._traces(replies)
-            return [
-                SampleGroup(
-                    prompt=p,
-                    samples=tuple(self._sample(p, j, replies[i * n + j], traces[i * n + j]) for j in range(n)),
-                )
-                for i, p in enumerate(prompts)
-            ]
+            replies = wire.replies_from_json(body, want=len(samples), want_logprobs=True)
+            return self._reader.extend(samples, fed, replies)
         except ValueError as e:
             raise RolloutError(f"server {self.url} sent samples that cannot be used: {e}") from e
-
-    def _sample(self, prompt: Prompt, index: int, reply: GenerateReply, trace: RoutingTrace | None) -> Sample:
-        before, r = len(prompt.token_ids), len(reply.output_ids)
-        if reply.prompt_tokens != before:
-            raise ValueError(f"prompt {prompt.id!r} has {before} tokens, the server counted {reply.prompt_tokens}")
-        response = torch.from_numpy(reply.output_ids)
-        loss_mask = torch.zeros(before + r, dtype=torch.bool)
-        loss_mask[before:] = True
-        logprobs = torch.zeros(before + r)
-        assert reply.logprobs is not None, "asked for"
-        logprobs[before:] = torch.from_numpy(reply.logprobs)
-        text = self._decode(reply.output_ids.tolist()) if self._decode else reply.text or ""
-        return Sample(
-            prompt_id=prompt.id,
-            index=index,
-            token_ids=torch.cat([torch.tensor(prompt.token_ids, dtype=torch.int64), response]),
-            loss_mask=loss_mask,
-            logprobs=logprobs,
-            routing=trace,
-            versions=tuple(version_span(s) for s in reply.weight_versions),
-            finish=reply.finish,
-            text=text,
-        )
-
-    def _traces(self, replies: Sequence[GenerateReply]) -> list[RoutingTrace | None]:
-        shape = self._routing
-        if shape is None:
-            return [None] * len(replies)
-        # a request that was dropped before it was ever fed has none, and is not trained on
-        have = [i for i, r in enumerate(replies) if r.routed_experts is not None or r.finish is not Finish.ABORT]
-        if any(replies[i].routed_experts is None for i in have):
-            raise ValueError("routed_experts is missing: start the server with --enable-return-routed-experts")
-        read = RoutingTrace.many_from_wire(
-            [str(replies[i].routed_experts) for i in have],
-            rows=[replies[i].prompt_tokens + len(replies[i].output_ids) - 1 for i in have],
-            num_layers=shape.num_layers,
-            layers=shape.moe_layers,
-            top_k=shape.top_k,
-            num_experts=shape.num_experts,
-        )
-        found: list[RoutingTrace | None] = [None] * len(replies)
-        for i, trace in zip(have, read, strict=True):
-            found[i] = trace
-        return found
 
     async def pause(self, mode: PauseMode | None = None) -> None:
         await self._call("POST", wire.PAUSE, (mode or self._pause_mode).to_json())
@@ -290,14 +256,3 @@ class SGLangClient:
         if response.status_code >= 400:
             read_json(response, url=self.url, endpoint=endpoint, log=self._log)
         return response
-
-
-def version_number(text: str) -> int:
-    """The weight version as a number; ValueError when the server was started without one of ours."""
-    if not text.isdecimal():
-        raise ValueError(f"weight version {text!r} is not a number: start the server with --weight-version 0")
-    return int(text)
-
-
-def version_span(span: WireSpan) -> VersionSpan:
-    return VersionSpan(version_number(span.version), span.start, span.end)

@@ -37,6 +37,8 @@ CHECKSUM = "/weights_checker"
 
 Json = dict[str, Any]
 
+_ROW_VERSIONS = "routed_experts_versions"  # a key of ours: a stock server does not tell
+
 # Keys of SGLang's sampling_params that change nothing when they hold this value; with another one they are refused.
 _NEUTRAL: dict[str, object] = {
     "stop": None,
@@ -61,7 +63,7 @@ _READ = {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "s
 
 
 class WireSpan(NamedTuple):
-    """Response tokens [start, end) were sampled under the weights called `version`."""
+    """Response tokens [start, end) were sampled, or routing rows computed, under the weights called `version`."""
 
     version: str
     start: int
@@ -80,6 +82,7 @@ class GenerateRequest:
     logprob_start_len: int = -1  # -1: of the response only
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
+    sample_index: int = 0  # of the first sample of each prompt; a key of ours, which stock servers ignore
     rid: tuple[str, ...] | None = None  # [P]
     single: bool = False
 
@@ -95,6 +98,8 @@ class GenerateRequest:
             raise ValueError(f"{GENERATE}: a single request of {p} prompts")
         if self.n < 1:
             raise ValueError(f"{GENERATE}: n = {self.n}, want at least 1")
+        if self.sample_index < 0:
+            raise ValueError(f"{GENERATE}: sample_index = {self.sample_index}, want at least 0")
         for s in self.sampling:
             _check_sampling(s)
 
@@ -108,6 +113,8 @@ class GenerateRequest:
             "return_routed_experts": self.return_routed_experts,
             "routed_experts_start_len": self.routed_experts_start_len,
         }
+        if self.sample_index:
+            out["sample_index"] = self.sample_index
         if self.rid is not None:
             out["rid"] = self.rid[0] if self.single else list(self.rid)
         return out
@@ -141,6 +148,7 @@ class GenerateRequest:
             logprob_start_len=_integer(body, "logprob_start_len", -1),
             return_routed_experts=bool(body.get("return_routed_experts")),
             routed_experts_start_len=_integer(body, "routed_experts_start_len", 0),
+            sample_index=_integer(body, "sample_index", 0),
             rid=None if rid is None else (rid,) if isinstance(rid, str) else tuple(rid),
             single=single,
         )
@@ -217,7 +225,9 @@ class GenerateReply:
     matched: int | None = None  # token id that stopped it
     text: str | None = None  # None: a server without a tokenizer
     routed_experts: str | None = None  # RoutingTrace.from_wire reads it
+    row_versions: tuple[WireSpan, ...] | None = None  # of routing rows, by position; None: a stock server
     cached_tokens: int = 0
+    num_retractions: int = 0  # times its keys, values and routes were thrown away and computed anew
     abort_message: str = ""
 
     def to_json(self) -> Json:
@@ -235,6 +245,7 @@ class GenerateReply:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": len(ids),
             "cached_tokens": self.cached_tokens,
+            "num_retractions": self.num_retractions,
             "weight_version": self.weight_version,
             "weight_versions": [s._asdict() for s in self.weight_versions],
         }
@@ -244,6 +255,8 @@ class GenerateReply:
             meta["output_token_logprobs_length"] = len(ids)
         if self.routed_experts is not None:
             meta["routed_experts"] = self.routed_experts
+        if self.row_versions is not None:
+            meta[_ROW_VERSIONS] = [s._asdict() for s in self.row_versions]
         out: Json = {"output_ids": ids, "meta_info": meta}
         return out if self.text is None else {"text": self.text} | out
 
@@ -266,6 +279,7 @@ class GenerateReply:
         elif want_logprobs:
             logprobs = np.zeros(0, np.float32)
         version = str(need(meta, "weight_version", GENERATE))
+        routed, rows = meta.get("routed_experts"), meta.get(_ROW_VERSIONS)
         return cls(
             rid=str(need(meta, "id", GENERATE)),
             output_ids=ids,
@@ -276,8 +290,12 @@ class GenerateReply:
             weight_versions=_spans(need(meta, "weight_versions", GENERATE) if r else [], r),
             matched=matched if isinstance(matched, int) else None,
             text=top.get("text"),
-            routed_experts=meta.get("routed_experts"),
+            routed_experts=routed,
+            row_versions=None if rows is None else _wire_spans(rows),
             cached_tokens=int(meta.get("cached_tokens") or 0),
+            num_retractions=int(
+                meta.get("num_retractions", 0) if routed is None else need(meta, "num_retractions", GENERATE)
+            ),
             abort_message=str(reason.get("message") or ""),
         )
 
@@ -314,8 +332,12 @@ def _logprobs(rows: Sequence[Sequence[Any]], ids: NDArray[np.int64]) -> NDArray[
     return out
 
 
+def _wire_spans(rows: Sequence[Mapping[str, Any]]) -> tuple[WireSpan, ...]:
+    return tuple(WireSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in rows)
+
+
 def _spans(rows: Sequence[Mapping[str, Any]], r: int) -> tuple[WireSpan, ...]:
-    spans = tuple(WireSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in rows)
+    spans = _wire_spans(rows)
     edges = [0, *(s.end for s in spans)]
     if edges[-1] != r or any(s.start != e for s, e in zip(spans, edges, strict=False)):
         raise ValueError(f"{GENERATE}: weight_versions {list(spans)} do not tile {r} response tokens")

@@ -12,7 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from routing_replay.trace import RoutingTrace, id_dtype
+from routing_replay.ids import id_dtype
+from routing_replay.seals import expert_part
+from routing_replay.trace import RoutingTrace
 
 
 def padding_ids(rows: int, *, num_layers: int, top_k: int, num_experts: int, first: int = 0) -> Tensor:
@@ -31,7 +33,7 @@ def take_rows(trace: RoutingTrace, index: Tensor) -> RoutingTrace:
     """Rows `index` [n] int64, in its order. Raises ValueError when one is outside the trace."""
     if index.numel() and (int(index.min()) < 0 or int(index.max()) >= len(trace)):
         raise ValueError(f"rows {int(index.min())}..{int(index.max())} of a trace of {len(trace)} rows")
-    return replace(trace, experts=trace.experts.index_select(0, index))
+    return trace.map_rows(lambda t: t.index_select(0, index))
 
 
 def place_rows(trace: RoutingTrace, index: Tensor) -> RoutingTrace:
@@ -43,16 +45,21 @@ def place_rows(trace: RoutingTrace, index: Tensor) -> RoutingTrace:
     rows = take_rows(trace, index[real])
     if len(rows) == len(index):
         return rows
-    experts = rows.experts.new_empty(len(index), len(trace.layers), trace.top_k)
-    experts[real] = rows.experts
-    experts[~real] = padding_ids(
+
+    def spread(t: Tensor) -> Tensor:
+        out = t.new_zeros(len(index), *t.shape[1:])
+        out[real] = t
+        return out
+
+    placed = rows.map_rows(spread)
+    placed.experts[~real] = padding_ids(
         len(index) - len(rows),
         num_layers=len(trace.layers),
         top_k=trace.top_k,
         num_experts=trace.num_experts,
         first=len(rows),  # where the last row stopped: else all short packs start at expert 0
-    ).to(experts.device)
-    return replace(trace, experts=experts)
+    ).to(placed.experts.device)
+    return placed
 
 
 def sequence_slice(trace: RoutingTrace, rank: int, size: int) -> RoutingTrace:
@@ -60,17 +67,29 @@ def sequence_slice(trace: RoutingTrace, rank: int, size: int) -> RoutingTrace:
     if len(trace) % size:
         raise ValueError(f"{len(trace)} rows do not divide over {size} sequence-parallel ranks: pad them first")
     n = len(trace) // size
-    return replace(trace, experts=trace.experts[rank * n : (rank + 1) * n])
+    return trace.map_rows(lambda t: t[rank * n : (rank + 1) * n])
 
 
 def select_layers(trace: RoutingTrace, layers: Sequence[int]) -> RoutingTrace:
-    """Only `layers`, by global number: those of one pipeline stage. Raises ValueError naming those it does not have."""
+    """Only `layers`, by global number: those of one pipeline stage; seals are then of these layers.
+
+    Raises ValueError naming those it does not have.
+    """
     column = {layer: i for i, layer in enumerate(trace.layers)}
     absent = [layer for layer in layers if layer not in column]
     if absent:
         raise ValueError(f"no routes of layers {absent} in a trace of layers {list(trace.layers)}")
     wanted = tuple(sorted(layers))
-    return replace(trace, experts=trace.experts[:, [column[i] for i in wanted]], layers=wanted)
+    others = [layer for layer in trace.layers if layer not in wanted]
+    keep, drop = [column[i] for i in wanted], [column[i] for i in others]
+    return replace(
+        trace,
+        experts=trace.experts[:, keep],
+        layers=wanted,
+        seals=None if trace.seals is None else trace.seals - expert_part(trace.experts[:, drop], others),
+        layer_seals=None if trace.layer_seals is None else trace.layer_seals[keep],
+        weights=None if trace.weights is None else trace.weights[:, keep],
+    )
 
 
 def ragged_arange(starts: Tensor, lengths: Tensor) -> Tensor:

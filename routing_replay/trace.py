@@ -1,48 +1,41 @@
 """The expert choices of one token sequence, and their form on SGLang's wire.
 
 Letters: S tokens, L MoE layers, K experts a token, E experts. Row i holds the experts token i was routed to when it was
-fed, so the last sampled token has none and a sequence of S tokens has S-1 rows.
+fed, so the last sampled token has none and a sequence of S tokens has S-1 rows. The row of a token under loss is the
+one before it: it gave the token's log-prob.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-
-def id_dtype(num_experts: int) -> torch.dtype:
-    """Smallest type that holds expert ids 0..num_experts-1: uint8, else int16."""
-    if not 0 < num_experts <= 32768:
-        raise ValueError(f"{num_experts} experts do not fit int16 ids")
-    return torch.uint8 if num_experts <= 256 else torch.int16
-
-
-def _raw(payload: str, rows: int, row_bytes: int, num_layers: int, top_k: int) -> bytes:
-    try:
-        raw = binascii.a2b_base64(payload, strict_mode=True)
-    except ValueError as e:  # binascii.Error is one
-        raise ValueError(f"routed_experts is not base64: {e}") from None
-    want = rows * row_bytes
-    if len(raw) not in (want, want + row_bytes):
-        raise ValueError(
-            f"routed_experts has {len(raw)} bytes; {rows} rows x {num_layers} layers x {top_k} experts x 4 = {want}"
-        )
-    return raw[:want]
+from routing_replay.diagnosis import what_happened
+from routing_replay.ids import check_ids, id_dtype, read_wire, where
+from routing_replay.seals import layer_numbers, layer_sums, row_seals
+from routing_replay.versions import VersionSpan, joined, ordered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutingTrace:
-    """Logical expert ids of the MoE layers only, in the router's own order within a row."""
+    """Logical expert ids of the MoE layers only, in the router's own order within a row, and what they belong to.
+
+    `layer_seals` and `versions` are of a whole sample; rows that are taken out of it, or joined with others', have
+    none. Without `seals` the trace is not of the wire (the trainer's own routes, R2).
+    """
 
     experts: Tensor  # [rows, L, K] uint8 (E <= 256) or int16
     layers: tuple[int, ...]  # [L] global decoder-layer numbers from 0, ascending
     num_experts: int
+    seals: Tensor | None = None  # [rows] int64, see seals.row_seals
+    layer_seals: Tensor | None = None  # [L] int64, see seals.layer_sums
+    versions: tuple[VersionSpan, ...] | None = None  # of weights that computed rows; rows in no span: nobody tells
+    weights: Tensor | None = None  # [rows, L, K] fp32: the gate weights the engine used, where it was asked for them
 
     def __post_init__(self) -> None:
         if self.experts.ndim != 3 or self.experts.shape[1] != len(self.layers):
@@ -53,6 +46,14 @@ class RoutingTrace:
             )
         if list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"layers {self.layers} are not ascending")
+        if self.seals is not None and len(self.seals) != len(self):
+            raise ValueError(f"{len(self.seals)} seals for {len(self)} routing rows: a row was dropped or duplicated")
+        if self.layer_seals is not None and len(self.layer_seals) != len(self.layers):
+            raise ValueError(f"{len(self.layer_seals)} layer seals for {len(self.layers)} MoE layers")
+        if self.weights is not None and self.weights.shape != self.experts.shape:
+            raise ValueError(f"weights {tuple(self.weights.shape)} of experts {tuple(self.experts.shape)}")
+        if self.versions is not None and not ordered(self.versions, len(self)):
+            raise ValueError(f"versions {list(self.versions)} do not fit {len(self)} routing rows")
 
     def __len__(self) -> int:
         return int(self.experts.shape[0])
@@ -61,76 +62,77 @@ class RoutingTrace:
     def top_k(self) -> int:
         return int(self.experts.shape[2])
 
-    def check(self) -> None:
-        """Every id in range, no expert twice in a row. Raises ValueError naming row and layer."""
-        ids = self.experts.to(torch.int64)
-        bad = (ids < 0) | (ids >= self.num_experts)
-        if bad.any():
-            r, layer, _ = (int(x) for x in bad.nonzero()[0])
-            raise ValueError(
-                f"row {r}, layer {self.layers[layer]}: ids {ids[r, layer].tolist()} outside 0..{self.num_experts - 1}"
-            )
-        ordered = ids.sort(-1).values
-        twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
-        if twice.any():
-            r, layer = (int(x) for x in twice.nonzero()[0])
-            raise ValueError(f"row {r}, layer {self.layers[layer]}: an expert twice in {ids[r, layer].tolist()}")
+    # ---- what refuses a wrong one
 
-    @classmethod
-    def from_wire(
-        cls, payload: str, *, rows: int, num_layers: int, layers: Sequence[int], top_k: int, num_experts: int
-    ) -> RoutingTrace:
-        """`many_from_wire` of one sequence."""
-        return cls.many_from_wire(
-            [payload], rows=[rows], num_layers=num_layers, layers=layers, top_k=top_k, num_experts=num_experts
-        )[0]
+    def check(self, *, sample: str = "") -> None:
+        """Raises ValueError, see `ids.check_ids`, naming sample, layer and position."""
+        check_ids(self.experts.cpu().numpy(), self.layers, self.num_experts, sample=sample)
 
-    @classmethod
-    def many_from_wire(
-        cls,
-        payloads: Sequence[str],
-        *,
-        rows: Sequence[int],
-        num_layers: int,
-        layers: Sequence[int],
-        top_k: int,
-        num_experts: int,
-    ) -> list[RoutingTrace]:
-        """Read SGLang's `meta_info.routed_experts`, one a sequence: base64 of little-endian int32
-        [rows, num_layers, K].
-
-        The wire has all layers, dense ones zero-filled; only `layers` are kept. A server may also have fed the last
-        sampled token (a stop at the edge of a batch): that row predicts nothing we train on and is dropped. Any other
-        length, an id out of range or an expert twice in a row is a ValueError. All sequences are read and checked at
-        once: a step has hundreds of short ones.
-        """
-        if not payloads:
-            return []
-        row_bytes = num_layers * top_k * 4
-        parts = [_raw(p, n, row_bytes, num_layers, top_k) for p, n in zip(payloads, rows, strict=True)]
-        ids = np.frombuffer(b"".join(parts), dtype="<i4").reshape(-1, num_layers, top_k)[:, list(layers)]
-        if ids.size and (ids.min() < 0 or ids.max() >= num_experts):
-            raise ValueError(
-                f"routed_experts has ids {ids.min()}..{ids.max()}; the model has experts 0..{num_experts - 1}"
-            )
-        whole = cls(
-            experts=torch.from_numpy(np.ascontiguousarray(ids)).to(id_dtype(num_experts)),
-            layers=tuple(layers),
-            num_experts=num_experts,
+    def seal(self, tokens: Tensor, *, start: int = 0) -> RoutingTrace:
+        """Sealed as the routes of `tokens` [rows], fed at positions start, start + 1, ... of a sample."""
+        return replace(
+            self,
+            seals=row_seals(tokens, self.experts, self.layers, start=start),
+            layer_seals=layer_numbers(self.layers) + layer_sums(self.experts, start=start),
         )
-        whole.check()
-        split = torch.split(whole.experts, list(rows))
-        return [cls(experts=e, layers=whole.layers, num_experts=num_experts) for e in split]
 
-    def to_wire(self, *, num_layers: int) -> str:
-        """The inverse of `from_wire`: all `num_layers`, zeros where there is no router."""
-        out = np.zeros((len(self), num_layers, self.top_k), dtype="<i4")
-        out[:, list(self.layers)] = self.experts.to(torch.int32).numpy()
-        return base64.b64encode(out.tobytes()).decode("ascii")
+    def verify(self, tokens: Tensor, *, sample: str) -> None:
+        """That these are the sealed routes of `tokens` [S], all S-1 of them, each where it was.
+
+        Raises ValueError naming sample, layer, position and what happened: rows missing, shifted, permuted or
+        duplicated; layers exchanged; ids changed; another sample's routes; no seals at all.
+        """
+        if self.seals is None:
+            raise ValueError(f"sample {sample}: its routes have no seals: read them with RoutingTrace.from_wire")
+        n = min(len(self), len(tokens) - 1)
+        wrong = row_seals(tokens[:n], self.experts[:n], self.layers) != self.seals[:n]
+        if len(self) == len(tokens) - 1 and not bool(wrong.any()):
+            return
+        first = int(wrong.nonzero()[0, 0]) if bool(wrong.any()) else n
+        if len(self) != len(tokens) - 1:
+            raise ValueError(
+                f"{where(sample, self.layers, first)}: {len(self)} routing rows for {len(tokens)} tokens, want "
+                f"{len(tokens) - 1}: a row was {'dropped' if len(self) < len(tokens) - 1 else 'duplicated'} there"
+            )
+        found = what_happened(tokens[:-1], self.experts, self.layers, self.seals, self.layer_seals)
+        raise ValueError(f"{where(sample, found.layers, first)}: {found.what}")
+
+    # ---- rows and parts
+
+    def map_rows(self, take: Callable[[Tensor], Tensor]) -> RoutingTrace:
+        """`take` of everything that is row by row; what is of the whole sample is left out."""
+        return replace(
+            self,
+            experts=take(self.experts),
+            seals=None if self.seals is None else take(self.seals),
+            weights=None if self.weights is None else take(self.weights),
+            layer_seals=None,
+            versions=None,
+        )
+
+    def append(self, more: RoutingTrace, start: int) -> RoutingTrace:
+        """Of a sample that went on: its rows, then `more`, whose first is at position `start`.
+
+        Raises ValueError when `start` is not where the rows end, or for another model's rows.
+        """
+        if start != len(self):
+            raise ValueError(
+                f"rows from position {start} on cannot follow {len(self)} rows: a row would be "
+                f"{'missing' if start > len(self) else 'there twice'}; ask with routed_experts_start_len = {len(self)}"
+            )
+        rows = RoutingTrace.concat([self, more])
+        seals = None
+        if self.layer_seals is not None and more.layer_seals is not None:
+            seals = self.layer_seals + more.layer_seals - layer_numbers(self.layers)
+        spans = None
+        if self.versions is not None and more.versions is not None:
+            spans = joined(self.versions, more.versions, start)
+        return replace(rows, layer_seals=seals, versions=spans)
 
     @staticmethod
     def concat(traces: Sequence[RoutingTrace]) -> RoutingTrace:
-        """Rows of several sequences, end to end. Raises ValueError when their layers or experts differ."""
+        """Rows of several sequences, end to end. Raises ValueError when their layers or experts differ, or only some
+        have seals or weights."""
         first = traces[0]
         for t in traces[1:]:
             if t.layers != first.layers or t.num_experts != first.num_experts or t.top_k != first.top_k:
@@ -139,5 +141,89 @@ class RoutingTrace:
                     f"experts {first.num_experts} and {t.num_experts}, top-k {first.top_k} and {t.top_k}"
                 )
         return RoutingTrace(
-            experts=torch.cat([t.experts for t in traces]), layers=first.layers, num_experts=first.num_experts
+            experts=torch.cat([t.experts for t in traces]),
+            layers=first.layers,
+            num_experts=first.num_experts,
+            seals=_all_or_none("seals", [t.seals for t in traces]),
+            weights=_all_or_none("weights", [t.weights for t in traces]),
         )
+
+    # ---- the wire
+
+    @classmethod
+    def from_wire(
+        cls,
+        payload: str,
+        *,
+        tokens: Tensor,
+        num_layers: int,
+        layers: Sequence[int],
+        top_k: int,
+        num_experts: int,
+        start: int = 0,
+        sample: str = "",
+    ) -> RoutingTrace:
+        """`many_from_wire` of one sequence."""
+        return cls.many_from_wire(
+            [payload],
+            tokens=[tokens],
+            num_layers=num_layers,
+            layers=layers,
+            top_k=top_k,
+            num_experts=num_experts,
+            start=start,
+            samples=[sample],
+        )[0]
+
+    @classmethod
+    def many_from_wire(
+        cls,
+        payloads: Sequence[str],
+        *,
+        tokens: Sequence[Tensor],
+        num_layers: int,
+        layers: Sequence[int],
+        top_k: int,
+        num_experts: int,
+        start: int = 0,
+        samples: Sequence[str] = (),
+    ) -> list[RoutingTrace]:
+        """Read SGLang's `meta_info.routed_experts`, one a sequence: base64 of little-endian int32
+        [rows, num_layers, K], and seal them.
+
+        tokens: all tokens [S] of each sequence; the rows are those at positions start..S-2. samples: their names, for
+        messages. The wire has all layers, dense ones zero-filled; only `layers` are kept. A server may also have fed
+        the last sampled token (a stop at the edge of a batch): that row predicts nothing we train on and is dropped.
+        Any other length, and whatever `check` refuses, is a ValueError. All sequences are read and checked at once: a
+        step has hundreds of short ones.
+        """
+        if not payloads:
+            return []
+        rows = [len(t) - 1 - start for t in tokens]
+        ids = read_wire(
+            payloads,
+            rows,
+            num_layers=num_layers,
+            layers=layers,
+            top_k=top_k,
+            num_experts=num_experts,
+            start=start,
+            samples=samples or [str(i) for i in range(len(payloads))],
+        )
+        return [
+            cls(experts=own, layers=tuple(layers), num_experts=num_experts).seal(fed[start:-1], start=start)
+            for own, fed in zip(torch.split(ids, rows), tokens, strict=True)
+        ]
+
+    def to_wire(self, *, num_layers: int) -> str:
+        """The inverse of `from_wire`: all `num_layers`, zeros where there is no router."""
+        out = np.zeros((len(self), num_layers, self.top_k), dtype="<i4")
+        out[:, list(self.layers)] = self.experts.to(torch.int32).numpy()
+        return base64.b64encode(out.tobytes()).decode("ascii")
+
+
+def _all_or_none(what: str, parts: Sequence[Tensor | None]) -> Tensor | None:
+    have = [p for p in parts if p is not None]
+    if len(have) not in (0, len(parts)):
+        raise ValueError(f"{len(have)} of {len(parts)} traces have {what}: join those of one origin only")
+    return torch.cat(have) if have else None

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, VersionSpan
 from rollout.checksum import engine_checksum, tensor_checksum
-from rollout.client import RoutingShape
+from rollout.samples import RoutingShape
 from rollout.wire import GenerateReply, GenerateRequest, WireSpan
 from rollout.wire_control import decode_safetensors
 

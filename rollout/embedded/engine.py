@@ -21,7 +21,7 @@ from rollout.embedded.admission import Admission
 from rollout.embedded.kv_cache import KVCache
 from rollout.embedded.layout import SequenceRows, lay_out, lay_out_decode
 from rollout.embedded.model import Model
-from rollout.embedded.requests import Completed, Entry, Group, Job, PromptSpec
+from rollout.embedded.requests import Completed, Entry, Group, Job, PromptSpec, RoutingRows
 from rollout.embedded.rows import Rows
 from rollout.embedded.sampler import sample, stream_keys
 from rollout.wire import GenerateReply
@@ -51,11 +51,12 @@ class Engine:
         self.paused = False
         self.hold = False  # start nothing new, so that the running ones drain
         self.generated = 0  # tokens, ever
+        self._versions = [version]  # of the cache's epochs
         self._rows = Rows(limits.max_running)
         self._admission = Admission(
             self.cache, self._rows, prefill_tokens=limits.prefill_tokens, eos_ids=model.arch.eos_ids
         )
-        self._routing = self.cache.routing.numpy()
+        self._routing, self._epochs = self.cache.routing.numpy(), self.cache.epochs.numpy()
         self._active: NDArray[np.int64] = np.zeros(0, np.int64)  # rows, shortest first
         element = torch.finfo(model.dtype).bits // 8
         self._gather = {"width_bytes": _GATHER_BYTES, "token_bytes": model.arch.attention.cache_width * element}
@@ -67,7 +68,7 @@ class Engine:
         self.check(spec)
         group = Group(spec=spec, deliver=deliver, done=[None] * spec.n)
         seed = spec.sampling.sampling_seed
-        keys = stream_keys(secrets.randbits(63) if seed is None else seed, np.arange(spec.n))
+        keys = stream_keys(secrets.randbits(63) if seed is None else seed, np.arange(spec.n) + spec.first_index)
         jobs = deque(Job(group=group, index=i, key=int(k)) for i, k in enumerate(keys))
         for job in jobs:
             job.note_version(self.version, 0)
@@ -144,9 +145,15 @@ class Engine:
         """There is no cache beyond the requests' own, so this only says whether it is empty."""
         return self.idle
 
+    def forget_prefixes(self) -> None:
+        """The weights have changed: prompts that were fed for samples yet to start are fed again."""
+        self._admission.drop_prefixes()
+
     def set_version(self, version: str) -> None:
-        """Tokens sampled from now on carry it."""
+        """Tokens sampled and routes computed from now on carry it."""
         self.version = version
+        self._versions.append(version)
+        self.cache.epoch += 1
         for row, job in self._admission.jobs.items():
             job.note_version(version, int(self._rows.length[row] - self._rows.prompt[row]))
         for entry in self._admission.queue:
@@ -159,6 +166,8 @@ class Engine:
         for row in self._active.tolist():
             job = self._admission.jobs.pop(row)
             job.kept_ids, job.kept_logprobs = self._rows.response(row)
+            # computed anew they would be other routes than those that gave the log-probs, if the weights change
+            job.kept_rows = self._captured(job, int(self._rows.length[row]) - 1, self._rows.slots[row].numpy())
             self.cache.release(job.pages)
             job.pages = []
             job.retractions += 1
@@ -254,6 +263,16 @@ class Engine:
 
     # ---- results
 
+    def _captured(self, job: Job, rows: int, slots: NDArray[np.int64] | None) -> RoutingRows | None:
+        """Of the sample's first `rows` positions: those fed before a retraction as they were, the others out of
+        `slots`. None when it was never fed."""
+        kept = job.kept_rows
+        if slots is None:
+            return kept
+        fed = slots[len(kept) if kept else 0 : rows]
+        new = RoutingRows(experts=self._routing[fed], epochs=self._epochs[fed])
+        return kept.then(new) if kept else new
+
     def _finish(self, rows: NDArray[np.int64], reasons: list[Finish]) -> None:
         if not len(rows):
             return
@@ -279,10 +298,11 @@ class Engine:
 
         A model without experts has no routes: the reply then has no `routed_experts`, as SGLang's without a capturer.
         """
-        spec, routed = job.group.spec, None
-        if spec.routing_start is not None and slots is not None and self.model.arch.routed:
-            fed = slots[spec.routing_start : len(spec.token_ids) + len(ids) - 1]
-            routed = base64.b64encode(self._routing[fed].tobytes()).decode("ascii")
+        spec, routed, spans = job.group.spec, None, None
+        rows = self._captured(job, len(spec.token_ids) + len(ids) - 1, slots)
+        if spec.routing_start is not None and rows is not None and self.model.arch.routed:
+            routed = base64.b64encode(rows.experts[spec.routing_start :].tobytes()).decode("ascii")
+            spans = rows.spans(spec.routing_start, self._versions)
         reply = GenerateReply(
             rid=spec.rid if spec.n == 1 else f"{spec.rid}_{job.index}",
             output_ids=ids,
@@ -293,8 +313,10 @@ class Engine:
             weight_versions=job.spans(len(ids)),
             matched=int(ids[-1]) if finish is Finish.STOP else None,
             routed_experts=routed,
+            row_versions=spans,
+            num_retractions=job.retractions,
             cached_tokens=job.cached,
             abort_message="aborted" if finish is Finish.ABORT else "",
         )
-        done = Completed(reply=reply, retractions=job.retractions, prompt_logprobs=job.group.prompt_logprobs or ())
+        done = Completed(reply=reply, prompt_logprobs=job.group.prompt_logprobs or ())
         job.group.finish(job.index, done)

@@ -1,8 +1,8 @@
 """Pages of cache shared by sequences of any length.
 
-A slot holds, for one token, what each layer's attention needs of it (a latent, or keys and values), and the expert ids
-it was routed to, so that whoever shares a token's slot shares its routing too. A page is `page` slots; page p has slots
-p * page onwards.
+A slot holds, for one token, what each layer's attention needs of it (a latent, or keys and values), the expert ids it
+was routed to and the epoch of the weights, so that whoever shares a token's slot shares these too. A page is `page`
+slots; page p has slots p * page onwards.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ class KVCache:
         # Finite from the start: masked positions of a short sequence read slots that nothing was written to.
         self.values = [torch.zeros(n, arch.attention.cache_width, dtype=dtype) for _ in range(arch.layers)]
         self.routing = torch.zeros(n, arch.layers, arch.routed, dtype=torch.int32)  # zeros where there is no router
+        # of the weights under which a slot's token was fed; the engine knows their versions
+        self.epoch = 0
+        self.epochs = torch.zeros(n, dtype=torch.int32)
         self._free = list(range(self.pages - 1, -1, -1))
         self._users = [0] * self.pages
 
@@ -61,7 +64,7 @@ class KVCache:
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Whole pages: the last, partly filled page of a shared prompt."""
         a, b = self.slots_of(sources), self.slots_of(targets)
-        for t in (*self.values, self.routing):
+        for t in (*self.values, self.routing, self.epochs):
             t.index_copy_(0, b, t.index_select(0, a))
 
     def slots_of(self, pages: list[int]) -> Tensor:

@@ -41,6 +41,7 @@ class Model:
             x = x + attend(a.attention, layer.attention, h, angles, batch, cache.values[i], self.ops)
             x = x + self._feed_forward(layer, self.ops.rmsnorm(x, layer.post_norm, a.norm_eps), routing[:, i])
         cache.routing.index_copy_(0, batch.slots, routing)
+        cache.epochs.index_fill_(0, batch.slots, cache.epoch)
         return x
 
     def logits(self, x: Tensor) -> Tensor:

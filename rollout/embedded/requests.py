@@ -5,8 +5,9 @@ Letters: P prompt tokens, R response tokens, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,7 @@ class PromptSpec:
     token_ids: tuple[int, ...]  # [P]
     sampling: SamplingParams
     n: int = 1
+    first_index: int = 0  # of the samples: sample i draws from stream first_index + i
     ignore_eos: bool = False
     logprob_start: int = -1  # first prompt token whose log-prob is wanted; -1: none
     routing_start: int | None = None  # first position whose experts are wanted; None: none
@@ -40,8 +42,28 @@ class Completed:
     """One sample."""
 
     reply: GenerateReply
-    retractions: int
     prompt_logprobs: tuple[float, ...]  # of prompt tokens logprob_start+1 .. P-1, raw logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoutingRows:
+    """What was captured of a sample's first positions."""
+
+    experts: NDArray[np.int32]  # [rows, layers, K]
+    epochs: NDArray[np.int32]  # [rows] of the weights, see KVCache
+
+    def __len__(self) -> int:
+        return len(self.experts)
+
+    def then(self, more: RoutingRows) -> RoutingRows:
+        return RoutingRows(
+            experts=np.concatenate([self.experts, more.experts]), epochs=np.concatenate([self.epochs, more.epochs])
+        )
+
+    def spans(self, start: int, versions: Sequence[str]) -> tuple[WireSpan, ...]:
+        """Of the rows from `start` on: the versions of the weights that computed them."""
+        edges = [start, *(np.flatnonzero(np.diff(self.epochs[start:])) + start + 1).tolist(), len(self)]
+        return tuple(WireSpan(versions[self.epochs[a]], a, b) for a, b in itertools.pairwise(edges) if a < b)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,6 +94,7 @@ class Job:
     retractions: int = 0
     kept_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [R] while it is retracted
     kept_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))  # [R]
+    kept_rows: RoutingRows | None = None  # of positions fed before the last retraction
     versions: list[tuple[str, int]] = field(default_factory=list)  # version, first response token under it
 
     def note_version(self, version: str, tokens: int) -> None:

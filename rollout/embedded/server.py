@@ -124,7 +124,7 @@ class Handlers:
         for i, c in enumerate(done):
             one = c.reply.to_json()
             meta = one["meta_info"]
-            meta["num_retractions"], meta["e2e_latency"] = c.retractions, seconds
+            meta["e2e_latency"] = seconds
             if not asked.return_logprob:
                 for key in ("input_token_logprobs", "output_token_logprobs", "output_token_logprobs_length"):
                     meta.pop(key, None)
@@ -264,6 +264,7 @@ def _specs(asked: GenerateRequest) -> list[PromptSpec]:
             token_ids=ids,
             sampling=sampling,
             n=asked.n,
+            first_index=asked.sample_index,
             ignore_eos=asked.ignore_eos,
             logprob_start=asked.logprob_start_len if asked.return_logprob else -1,
             routing_start=asked.routed_experts_start_len if asked.return_routed_experts else None,

@@ -94,6 +94,7 @@ class Service:
             model.weights = self._preparation.prepare(self.store)
         else:
             model.weights = self._preparation.prepare(self.store, old=model.weights, changed=changed)
+        self.engine.forget_prefixes()
 
     @property
     def weights_bytes(self) -> int:

@@ -109,7 +109,7 @@ def _check(s: Service, reference: Any) -> None:
         assert got.reply.routed_experts is not None
         trace = RoutingTrace.from_wire(
             got.reply.routed_experts,
-            rows=len(ids) + len(tokens) - 1,
+            tokens=torch.tensor([*ids, *tokens]),
             num_layers=arch.layers,
             layers=tuple(experts),
             top_k=arch.moe.top_k,

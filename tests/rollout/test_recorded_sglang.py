@@ -22,7 +22,6 @@ from routing_replay.trace import RoutingTrace
 
 RECORDED = Path(__file__).parent / "recorded"
 LAYERS = {"qwen3_moe": (0, 1, 2), "deepseek_v3": (1, 2)}
-SHAPE = {"num_layers": 3, "top_k": 4, "num_experts": 16}
 FED = 7 + 8 - 1  # rows of "whole"
 
 
@@ -47,11 +46,18 @@ def _reply(recorded: dict[str, Any], case: str) -> wire.GenerateReply:
     return _replies(recorded[case])[0]
 
 
+def _trace(case: dict[str, Any], reply: wire.GenerateReply, prompt: list[int], model: str) -> RoutingTrace:
+    start = case["request"].get("routed_experts_start_len", 0)
+    assert reply.routed_experts is not None and len(prompt) == reply.prompt_tokens
+    tokens = torch.tensor([*prompt, *reply.output_ids.tolist()])
+    return RoutingTrace.from_wire(
+        reply.routed_experts, tokens=tokens, start=start, layers=LAYERS[model], num_layers=3, top_k=4, num_experts=16
+    )
+
+
 def _rows(recorded: dict[str, Any], case: str, model: str) -> torch.Tensor:
-    reply, start = _reply(recorded, case), recorded[case]["request"].get("routed_experts_start_len", 0)
-    rows = reply.prompt_tokens + len(reply.output_ids) - 1 - start
-    assert reply.routed_experts is not None
-    return RoutingTrace.from_wire(reply.routed_experts, rows=rows, layers=LAYERS[model], **SHAPE).experts
+    prompt = recorded[case]["request"]["input_ids"]
+    return _trace(recorded[case], _reply(recorded, case), prompt, model).experts
 
 
 def test_every_answer_is_read_and_written_back_byte_for_byte(recorded: dict[str, Any], model: str) -> None:
@@ -59,13 +65,13 @@ def test_every_answer_is_read_and_written_back_byte_for_byte(recorded: dict[str,
     for case in recorded.values():
         if case["status"] != 200:
             continue
-        start = case["request"].get("routed_experts_start_len", 0)
-        for reply in _replies(case):
+        start, ids = case["request"].get("routed_experts_start_len", 0), case["request"]["input_ids"]
+        for reply, prompt in zip(_replies(case), ids if isinstance(ids[0], list) else [ids], strict=True):
             if reply.routed_experts is None:
                 continue
-            rows = reply.prompt_tokens + len(reply.output_ids) - 1 - start
-            trace = RoutingTrace.from_wire(reply.routed_experts, rows=rows, layers=LAYERS[model], **SHAPE)
-            assert len(trace) == rows and trace.experts.dtype is torch.uint8
+            trace = _trace(case, reply, prompt, model)
+            assert len(trace) == reply.prompt_tokens + len(reply.output_ids) - 1 - start
+            assert trace.experts.dtype is torch.uint8
             assert trace.to_wire(num_layers=3) == reply.routed_experts  # dense layers are zero-filled there too
             seen += 1
     assert seen == 13

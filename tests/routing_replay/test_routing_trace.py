@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from routing_replay.trace import RoutingTrace, id_dtype
+from routing_replay.ids import id_dtype
+from routing_replay.trace import RoutingTrace
 
 LAYERS, ALL_LAYERS, K, E = (1, 2, 4), 5, 4, 16
 
@@ -35,13 +36,15 @@ def payload(ids: np.ndarray) -> str:
 
 
 def read(wire: str, *, rows: int = 6) -> RoutingTrace:
-    return RoutingTrace.from_wire(wire, rows=rows, num_layers=ALL_LAYERS, layers=LAYERS, top_k=K, num_experts=E)
+    return RoutingTrace.from_wire(
+        wire, tokens=torch.arange(rows + 1), num_layers=ALL_LAYERS, layers=LAYERS, top_k=K, num_experts=E
+    )
 
 
 def test_wire_bytes_written_by_hand() -> None:
     """One row, two layers, two experts, the first layer dense: the eight bytes of each number as SGLang lays them."""
     wire = base64.b64encode(bytes([0] * 8 + [3, 0, 0, 0, 1, 0, 0, 0])).decode()
-    t = RoutingTrace.from_wire(wire, rows=1, num_layers=2, layers=(1,), top_k=2, num_experts=4)
+    t = RoutingTrace.from_wire(wire, tokens=torch.arange(2), num_layers=2, layers=(1,), top_k=2, num_experts=4)
     assert t.experts.tolist() == [[[3, 1]]] and t.experts.dtype is torch.uint8
     assert t.to_wire(num_layers=2) == wire
 
@@ -50,9 +53,8 @@ def test_wire_bytes_written_by_hand() -> None:
 def test_round_trip(num_experts: int) -> None:
     """Writing and reading is the identity, order within a row included; 257 experts need two bytes."""
     t = make(num_experts=num_experts)
-    back = RoutingTrace.from_wire(
-        t.to_wire(num_layers=ALL_LAYERS), rows=6, num_layers=ALL_LAYERS, layers=LAYERS, top_k=K, num_experts=num_experts
-    )
+    shape = {"num_layers": ALL_LAYERS, "layers": LAYERS, "top_k": K, "num_experts": num_experts}
+    back = RoutingTrace.from_wire(t.to_wire(num_layers=ALL_LAYERS), tokens=torch.arange(7), **shape)
     assert torch.equal(back.experts, t.experts) and back.layers == LAYERS
     assert back.experts.element_size() == (1 if num_experts == 256 else 2)
 
@@ -99,10 +101,10 @@ def test_check_names_row_and_layer() -> None:
     """The layer by its global number."""
     t = make()
     t.experts[3, 1] = torch.tensor([1, 2, 2, 3])
-    with pytest.raises(ValueError, match=r"row 3, layer 2.*twice"):
+    with pytest.raises(ValueError, match=r"layer 2, position 3.*twice"):
         t.check()
     t.experts[3, 1] = torch.tensor([1, 2, 99, 3])
-    with pytest.raises(ValueError, match=r"row 3, layer 2.*outside 0..15"):
+    with pytest.raises(ValueError, match=r"layer 2, position 3.*outside 0..15"):
         t.check()
 
 

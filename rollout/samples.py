@@ -1,0 +1,175 @@
+"""Replies -> samples. A sample is begun from its prompt and then goes on, once or over many turns, always the same way.
+
+Letters: S tokens a sample, R response tokens of one reply, L MoE layers, K experts a token. Row i holds the routes of
+token i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles_like.types import Finish, Prompt, Sample, VersionSpan
+from rollout.wire import GenerateReply, WireSpan
+from routing_replay.trace import RoutingTrace
+from routing_replay.versions import joined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingShape:
+    """What is needed to read `routed_experts`, whose wire form carries no shape."""
+
+    num_layers: int  # all decoder layers, dense ones too, no MTP layer
+    moe_layers: tuple[int, ...]  # [L] their numbers from 0
+    top_k: int  # K
+    num_experts: int
+
+
+def begun(prompt: Prompt, index: int) -> Sample:
+    """Sample `index` of a prompt before its first reply."""
+    s = len(prompt.token_ids)
+    return Sample(
+        prompt_id=prompt.id,
+        index=index,
+        token_ids=torch.tensor(prompt.token_ids, dtype=torch.int64),
+        loss_mask=torch.zeros(s, dtype=torch.bool),
+        logprobs=torch.zeros(s),
+        routing=None,
+        versions=(),
+        finish=Finish.ABORT,
+        text="",
+    )
+
+
+def rows_of(sample: Sample) -> int:
+    """Routing rows it has: the `routed_experts_start_len` with which it goes on."""
+    return 0 if sample.routing is None else len(sample.routing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleReader:
+    """routing: None for a dense model. decode: token ids -> text, for servers that run without a tokenizer."""
+
+    routing: RoutingShape | None
+    decode: Callable[[Sequence[int]], str] | None = None
+
+    def extend(
+        self, samples: Sequence[Sample], fed: Sequence[Sequence[int]], replies: Sequence[GenerateReply]
+    ) -> list[Sample]:
+        """Each sample, then the tokens `fed` to it (an environment's, not under loss), then its reply.
+
+        All samples have equally many routing rows, and the replies bring those that follow. A reply that was aborted
+        before any of it was computed leaves its sample as it was. Raises ValueError naming the sample: counts that do
+        not agree, routes that are missing or wrong, or that other weights computed than sampled the tokens.
+        """
+        live = [i for i, r in enumerate(replies) if not self._nothing(r)]
+        new = {i: torch.cat([torch.tensor(list(fed[i]), dtype=torch.int64), _ids(replies[i])]) for i in live}
+        tokens = {i: torch.cat([samples[i].token_ids, new[i]]) for i in live}
+        for i in live:
+            want, s = len(tokens[i]) - len(replies[i].output_ids), samples[i]
+            if replies[i].prompt_tokens != want:
+                raise ValueError(
+                    f"sample {s.prompt_id}/{s.index} was sent with {want} tokens, the server counted "
+                    f"{replies[i].prompt_tokens}"
+                )
+        traces = self._traces([samples[i] for i in live], [tokens[i] for i in live], [replies[i] for i in live])
+        out = [replace(s, finish=Finish.ABORT) for s in samples]
+        for i, trace in zip(live, traces, strict=True):
+            out[i] = self._extended(samples[i], tokens[i], replies[i], trace)
+        return out
+
+    def _nothing(self, reply: GenerateReply) -> bool:
+        """Dropped before it was fed, or, by a stock server, while it waited after a retraction: there are no routes,
+        and tokens without routes cannot be trained on."""
+        if reply.finish is not Finish.ABORT:
+            return False
+        return reply.routed_experts is None if self.routing else not len(reply.output_ids)
+
+    def _extended(self, sample: Sample, tokens: Tensor, reply: GenerateReply, trace: RoutingTrace | None) -> Sample:
+        before = reply.prompt_tokens
+        mask, logprobs = torch.zeros(len(tokens), dtype=torch.bool), torch.zeros(len(tokens))
+        mask[: len(sample.loss_mask)] = sample.loss_mask
+        mask[before:] = True
+        logprobs[: len(sample.logprobs)] = sample.logprobs
+        assert reply.logprobs is not None, "asked for"
+        logprobs[before:] = torch.from_numpy(reply.logprobs)
+        first = int(mask.nonzero()[0, 0]) if bool(mask.any()) else len(tokens)
+        text = self.decode(tokens[first:].tolist()) if self.decode else sample.text + (reply.text or "")
+        return replace(
+            sample,
+            token_ids=tokens,
+            loss_mask=mask,
+            logprobs=logprobs,
+            routing=trace,
+            versions=joined(sample.versions, [version_span(s) for s in reply.weight_versions], before - first),
+            finish=reply.finish,
+            text=text,
+        )
+
+    def _traces(
+        self, samples: Sequence[Sample], tokens: Sequence[Tensor], replies: Sequence[GenerateReply]
+    ) -> list[RoutingTrace | None]:
+        shape = self.routing
+        if shape is None or not samples:
+            return [None] * len(samples)
+        starts = {rows_of(s) for s in samples}
+        assert len(starts) == 1, "one routed_experts_start_len a request"
+        start = starts.pop()
+        if any(r.routed_experts is None for r in replies):
+            raise ValueError("routed_experts is missing: start the server with --enable-return-routed-experts")
+        read = RoutingTrace.many_from_wire(
+            [str(r.routed_experts) for r in replies],
+            tokens=tokens,
+            num_layers=shape.num_layers,
+            layers=shape.moe_layers,
+            top_k=shape.top_k,
+            num_experts=shape.num_experts,
+            start=start,
+            samples=[f"{s.prompt_id}/{s.index}" for s in samples],
+        )
+        out: list[RoutingTrace | None] = []
+        for sample, trace, reply in zip(samples, read, replies, strict=True):
+            new = replace(trace, versions=joined((), row_versions(reply, start, start + len(trace)), -start))
+            out.append(new if sample.routing is None else sample.routing.append(new, start))
+        return out
+
+
+def row_versions(reply: GenerateReply, start: int, stop: int) -> list[VersionSpan]:
+    """Which weights computed the rows at positions start..stop-1, as far as the reply tells.
+
+    The embedded engine says so of each row. A stock server does not: there a row was computed when the token after it
+    was sampled, unless the request was retracted. Then its keys, values and routes were computed anew, all of them,
+    under the weights that went on, and of a reply of several versions only what the last one sampled is certain. Rows
+    of a cached prefix may be of older weights; no token under loss follows them.
+    """
+    if reply.row_versions is not None:
+        told = [version_span(s) for s in reply.row_versions]
+        return [VersionSpan(v, max(a, start), min(b, stop)) for v, a, b in told if max(a, start) < min(b, stop)]
+    spans = [version_span(s) for s in reply.weight_versions]
+    if not spans:
+        return []
+    at = reply.prompt_tokens - 1  # row of the first response token
+    rows = [VersionSpan(v, at + a, min(at + b, stop)) for v, a, b in spans]
+    if reply.num_retractions:
+        return rows[-1:] if reply.weight_version == reply.weight_versions[-1].version else []
+    prompt = VersionSpan(rows[0].version, max(start, min(reply.cached_tokens, at)), at)
+    return list(joined([prompt] if prompt.start < at else [], rows, 0))
+
+
+def version_number(text: str) -> int:
+    """The weight version as a number; ValueError when the server was started without one of ours."""
+    if not text.isdecimal():
+        raise ValueError(f"weight version {text!r} is not a number: start the server with --weight-version 0")
+    return int(text)
+
+
+def version_span(span: WireSpan) -> VersionSpan:
+    return VersionSpan(version_number(span.version), span.start, span.end)
+
+
+def _ids(reply: GenerateReply) -> Tensor:
+    return torch.from_numpy(np.asarray(reply.output_ids, np.int64))

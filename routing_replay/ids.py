@@ -1,0 +1,145 @@
+"""Expert ids: their type and size, their form on SGLang's wire, and those that no router can have chosen.
+
+Letters: rows, L MoE layers, K experts a token, E experts.
+"""
+
+from __future__ import annotations
+
+import binascii
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ids = NDArray[np.integer[Any]]
+
+_WIRE_BYTES = 4  # an id on SGLang's wire
+_CHUNK = 1 << 15  # rows compared at a time: they stay in a core's cache
+
+
+def id_dtype(num_experts: int) -> torch.dtype:
+    """Smallest type that holds expert ids 0..num_experts-1 and can be worked with: uint8, else int16.
+
+    int16 and not uint16: torch 2.13 has no comparison, minimum, masked assignment, gather or index_copy of uint16 on
+    the CPU, and no model has more than 32768 experts.
+    """
+    if not 0 < num_experts <= 32768:
+        raise ValueError(f"{num_experts} experts do not fit int16 ids")
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
+def bytes_per_token(*, num_layers: int, moe_layers: int, top_k: int, num_experts: int) -> tuple[int, int]:
+    """Bytes of one token's routes: as a trace holds them, and in the usual form, int32 of all layers."""
+    return moe_layers * top_k * id_dtype(num_experts).itemsize, num_layers * top_k * _WIRE_BYTES
+
+
+def payload_line(*, num_layers: int, moe_layers: int, top_k: int, num_experts: int) -> str:
+    """`bytes_per_token` for a log."""
+    ours, usual = bytes_per_token(num_layers=num_layers, moe_layers=moe_layers, top_k=top_k, num_experts=num_experts)
+    return f"routes: {ours} B a token, int32 of all layers {usual}"
+
+
+def names(layers: Sequence[int]) -> str:
+    """`layer 3`, `layers 1-58`, `layers 1, 4, 7, ...`."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    if list(layers) == list(range(layers[0], layers[-1] + 1)):
+        return f"layers {layers[0]}-{layers[-1]}"
+    return f"layers {', '.join(str(i) for i in layers[:4])}{', ...' if len(layers) > 4 else ''}"
+
+
+def where(sample: str, layers: Sequence[int], position: int) -> str:
+    """The place that every refusal names."""
+    return f"sample {sample or '?'}, {names(layers)}, position {position}"
+
+
+def check_ids(ids: Ids, layers: Sequence[int], num_experts: int, *, sample: str, start: int = 0) -> None:
+    """ids [rows, L, K] of rows at positions start, start + 1, ...: no layer of nothing but zeros, every id in range, no
+    expert twice in a row.
+
+    A layer of zeros is what an engine sends that did not capture it. With K > 1 no router can choose so, however short
+    the trace. With K = 1 expert 0 in every row of a layer is legal; all layers at once are refused where a uniform
+    router would choose so with a chance below 2^-64. Raises ValueError naming sample, layer and position.
+    """
+    rows, count, k = ids.shape
+    if not ids.size:
+        return
+    zero = [i for i in np.flatnonzero(ids[0].max(-1) == 0).tolist() if not ids[:, i].any()]
+    if zero and (k > 1 or (len(zero) == count and rows * count * math.log2(num_experts) > 64)):
+        which = where(sample, [layers[i] for i in zero], start)
+        raise ValueError(f"{which}: all {rows} rows hold nothing but zeros: the engine captured no routes there")
+    if out_of_range(ids, num_experts):
+        row, col = divmod(int(np.argmax(((ids < 0) | (ids >= num_experts)).any(-1))), count)
+        which = where(sample, [layers[col]], start + row)
+        raise ValueError(f"{which}: ids {ids[row, col].tolist()} outside 0..{num_experts - 1}")
+    if (twice := repeat(ids)) is not None:
+        row, col = divmod(twice, count)
+        which = where(sample, [layers[col]], start + row)
+        raise ValueError(f"{which}: an expert twice in {ids[row, col].tolist()}")
+
+
+def out_of_range(ids: Ids, num_experts: int) -> bool:
+    """Whether an id is none of 0..num_experts-1."""
+    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # -1 is the largest number then: one look instead of two
+    return bool(ids.size) and int(unsigned.max()) >= num_experts
+
+
+def repeat(ids: Ids) -> int | None:
+    """The first of the rows * L lists of ids [rows, L, K] that has an expert twice.
+
+    Each pair of slots is compared for many lists at once: 15 ms where sorting takes 0.2 s (32k rows of 58 x 8).
+    """
+    flat = ids.reshape(-1, ids.shape[-1])
+    for begin in range(0, len(flat), _CHUNK):
+        slots = np.ascontiguousarray(flat[begin : begin + _CHUNK].T)
+        twice, equal = np.zeros(slots.shape[1], bool), np.empty(slots.shape[1], bool)
+        for i in range(1, len(slots)):
+            for j in range(i):
+                np.logical_or(twice, np.equal(slots[i], slots[j], out=equal), out=twice)
+        if twice.any():
+            return begin + int(twice.argmax())
+    return None
+
+
+def _raw(payload: str, rows: int, num_layers: int, top_k: int, sample: str) -> bytes:
+    try:
+        raw = binascii.a2b_base64(payload, strict_mode=True)
+    except ValueError as e:  # binascii.Error is one
+        raise ValueError(f"sample {sample}: routed_experts is not base64: {e}") from None
+    row_bytes = num_layers * top_k * _WIRE_BYTES
+    want = rows * row_bytes
+    if len(raw) not in (want, want + row_bytes):
+        raise ValueError(
+            f"sample {sample}: routed_experts has {len(raw)} bytes = {len(raw) / row_bytes:g} rows; its tokens want "
+            f"{rows} rows x {num_layers} layers x {top_k} experts x {_WIRE_BYTES} = {want}: a row is "
+            f"{'missing' if len(raw) < want else 'too many'}"
+        )
+    return raw[:want]
+
+
+def read_wire(
+    payloads: Sequence[str],
+    rows: Sequence[int],
+    *,
+    num_layers: int,
+    layers: Sequence[int],
+    top_k: int,
+    num_experts: int,
+    start: int,
+    samples: Sequence[str],
+) -> Tensor:
+    """Checked ids [sum(rows), L, K] of several sequences' `routed_experts`; see RoutingTrace.many_from_wire."""
+    parts = [_raw(p, n, num_layers, top_k, name) for p, n, name in zip(payloads, rows, samples, strict=True)]
+    wire = np.frombuffer(b"".join(parts), dtype="<i4").reshape(-1, num_layers, top_k)
+    first, last = layers[0], layers[-1]
+    columns = slice(first, last + 1) if list(layers) == list(range(first, last + 1)) else list(layers)
+    wide = wire[:, columns]
+    narrow: Ids = wide.astype(np.uint8 if id_dtype(num_experts) is torch.uint8 else np.int16)
+    if top_k == 1 or out_of_range(wide, num_experts) or repeat(narrow) is not None:  # else no sample is wrong
+        for own, name in zip(np.split(wide, np.cumsum(rows)[:-1]), samples, strict=True):
+            check_ids(own, layers, num_experts, sample=name, start=start)
+    return torch.from_numpy(narrow)

@@ -1,0 +1,101 @@
+"""Checksums that tie routes to the tokens they belong to.
+
+Letters: rows, L MoE layers, K experts a token, W 32-bit words that hold K ids.
+
+The seal of a row is
+
+    seal = A token + B position + sum over layers l, words w of C[l, w] word[l, w]      (mod 2^64)
+
+with fixed 64-bit constants drawn by splitmix64 and `l` the layer's global number: a multilinear hash (Lemire, Kaser:
+Strongly universal string hashing is fast, 2014), so two unequal rows agree with a chance below 2^-32. It is made once,
+where tokens and routes come in together, and travels with the row. Being a sum over layers, it can be cut: the seal of
+some layers is the seal less what the others contribute, so a pipeline stage can verify its own part.
+
+A layer has a seal over all rows of a sample, the position in it: it names the layer when rows do not verify. Seals say
+that a trace is what the engine sent for these tokens, not that the engine captured the right thing, and nothing about
+two rows whose token, position and routes are all equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ROW, _LAYER, _POSITION, _WORD, _TOKEN = (i << 40 for i in range(1, 6))  # disjoint parts of the constants' stream
+
+
+def _constants(of: Tensor, part: int) -> Tensor:
+    """int64 of `of`'s shape: splitmix64 (Steele, Lea, Flood 2014) of part + of, made odd."""
+    with np.errstate(over="ignore"):
+        z = (of.cpu().numpy().astype(np.uint64) + np.uint64(part)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(z.view(np.int64)).to(of.device)
+
+
+@lru_cache(maxsize=64)
+def _row_constants(layers: tuple[int, ...], words: int) -> Tensor:
+    """[L * W] int64."""
+    return _constants(torch.tensor(layers, dtype=torch.int64)[:, None] * 4096 + torch.arange(words), _ROW).reshape(-1)
+
+
+def _words(experts: Tensor) -> Tensor:
+    """[rows, L, K] uint8 or int16 -> [rows, L, W] int64, each the value of four bytes of ids (the last zero-filled)."""
+    rows, layers, k = experts.shape
+    missing = -(k * experts.element_size()) % 4 // experts.element_size()
+    if missing:
+        experts = torch.cat([experts, experts.new_zeros(rows, layers, missing)], -1)
+    return experts.contiguous().view(torch.int32).to(torch.int64)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y of int64, one of them a vector. There is no integer matrix product on CUDA."""
+    if not x.is_cuda:
+        return x @ y
+    return (x * y).sum(-1) if y.ndim == 1 else (x[:, None] * y).sum(0)
+
+
+def token_part(tokens: Tensor, positions: Tensor) -> Tensor:
+    """[rows] int64: what tokens and positions contribute to their rows' seals."""
+    a, b = _constants(torch.arange(2), _TOKEN).tolist()
+    part: Tensor = tokens.long() * a + positions.long() * b
+    return part
+
+
+def expert_part(experts: Tensor, layers: Sequence[int]) -> Tensor:
+    """[rows] int64: what the ids [rows, L, K] of `layers` (global numbers) contribute to their rows' seals."""
+    words = _words(experts)
+    constants = _row_constants(tuple(layers), words.shape[2]).to(words.device)
+    return _product(words.flatten(1), constants)
+
+
+def row_seals(
+    tokens: Tensor, experts: Tensor, layers: Sequence[int], *, positions: Tensor | None = None, start: int = 0
+) -> Tensor:
+    """[rows] int64, the seals of `experts` [rows, L, K] fed with `tokens` [rows].
+
+    positions: of each token in its sample; None: start, start + 1, ... Raises ValueError when the lengths differ.
+    """
+    if len(tokens) != len(experts):
+        raise ValueError(f"{len(experts)} routing rows cannot be sealed with {len(tokens)} tokens")
+    if positions is None:
+        positions = torch.arange(start, start + len(tokens), device=tokens.device)
+    return token_part(tokens, positions).to(experts.device) + expert_part(experts, layers)
+
+
+def layer_sums(experts: Tensor, *, start: int = 0) -> Tensor:
+    """[L] int64 over rows at positions start, start + 1, ...: adds up over parts of a sample."""
+    words = _words(experts)
+    at = _constants(torch.arange(start, start + len(words), device=words.device), _POSITION)
+    sums = _product(at, words.flatten(1)).view(-1, words.shape[2])
+    return (sums * _constants(torch.arange(words.shape[2], device=words.device), _WORD)).sum(-1)
+
+
+def layer_numbers(layers: Sequence[int]) -> Tensor:
+    """[L] int64: what a layer's number contributes to its seal; a layer's seal is this plus its sum."""
+    return _constants(torch.tensor(tuple(layers), dtype=torch.int64), _LAYER)
