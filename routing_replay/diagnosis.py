@@ -36,7 +36,9 @@ def what_happened(
         return Finding(layers, "the routes are whole, but of other tokens: another sample's")
     if words := _moved(seals - of_ids, of_token) or _moved(of_ids, seals - of_token):
         return Finding(layers, words)
-    if layer_seals is not None and (words := _exchanged(experts, layers, layer_seals)):
+    if layer_seals is not None and (
+        words := _exchanged(experts, layers, layer_seals) or _renumbered(experts, layers, layer_seals)
+    ):
         return Finding(broken, words)
     if len(broken) == 1:
         col = layers.index(broken[0])
@@ -66,6 +68,17 @@ def _exchanged(experts: Tensor, layers: tuple[int, ...], layer_seals: Tensor) ->
     shown = ", ".join(f"layer {a} holds the routes of layer {b}" for a, b in list(found.items())[:3])
     kind = "swapped" if len(found) == 2 and all(found.get(b) == a for a, b in found.items()) else "rotated or permuted"
     return f"layers are {kind}: {shown}{', ...' if len(found) > 3 else ''}"
+
+
+def _renumbered(experts: Tensor, layers: tuple[int, ...], layer_seals: Tensor) -> str:
+    """Which layers were sealed under other numbers; empty unless each broken one was."""
+    known = layer_numbers(range(max(layers) + 64)).tolist()
+    numbers = [known.index(n) if n in known else -1 for n in (layer_seals - layer_sums(experts)).tolist()]
+    found = [(a, b) for a, b in zip(layers, numbers, strict=True) if a != b]
+    if any(b < 0 for _, b in found):
+        return ""
+    shown = ", ".join(f"layer {a} was sealed as layer {b}" for a, b in found[:3])
+    return f"layers go by other numbers: {shown}{', ...' if len(found) > 3 else ''}"
 
 
 def _lookup(wanted: Tensor, among: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from routing_replay.trace import RoutingTrace, id_dtype
+from routing_replay.ids import id_dtype
+from routing_replay.trace import RoutingTrace
 
 Key = tuple[int, int]
 

@@ -1,0 +1,376 @@
+"""A trace that is not the routes of its tokens is refused, by the name of what happened to it and where.
+
+Why it must hold: routes of other tokens, layers or weights have the right shape and train without a word; a shift by
+one row alone moves k3 to 0.2, and one bad row in a hundred is seen in no metric. Each corruption is made of a whole
+trace by hand, in two ways where both can happen: rows move with their seals (a wrong index into traces) or without (a
+wrong index into ids). Covered too: seals of parts (rows, layers) hold in the part, pieces add up to the whole.
+
+Not covered: routes that the engine captured wrongly before it sent them; two tokens alike, at the same position, with
+the same routes, of two samples (they are interchangeable).
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from miles_like.types import Finish, Sample
+from routing_replay.align import place_rows, select_layers, take_rows, zigzag_index
+from routing_replay.ids import id_dtype, payload_line
+from routing_replay.seals import row_seals
+from routing_replay.trace import RoutingTrace
+from routing_replay.versions import VersionSpan, check_versions
+
+LAYERS = (1, 2, 3, 5)
+CASES = settings(max_examples=40, deadline=None)
+
+
+def made(
+    seed: int, *, tokens: int = 12, experts: int = 16, k: int = 4, sealed: bool = True
+) -> tuple[Tensor, RoutingTrace]:
+    """Tokens [S] and their trace [S-1, 4, k]."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens - 1, len(LAYERS), experts, generator=g).argsort(-1)[..., :k].to(id_dtype(experts))
+    trace = RoutingTrace(experts=ids, layers=LAYERS, num_experts=experts)
+    fed = torch.randint(0, 50, (tokens,), generator=g)
+    return fed, trace.seal(fed[:-1]) if sealed else trace
+
+
+def with_rows(trace: RoutingTrace, index: Tensor, *, seals: bool) -> RoutingTrace:
+    """Rows `index`, with their seals or under those that were there."""
+    return replace(
+        trace,
+        experts=trace.experts[index],
+        seals=trace.seals[index] if seals and trace.seals is not None else trace.seals,
+    )
+
+
+def refused(trace: RoutingTrace, tokens: Tensor, *, layer: str, position: int, what: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        trace.verify(tokens, sample="p7/3")
+    said = str(caught.value)
+    assert said.startswith(f"sample p7/3, {layer}, position {position}: "), said
+    assert re.search(what, said), said
+
+
+ALL = r"layers 1, 2, 3, 5"
+seeds, rows, kept = st.integers(0, 2**31), st.integers(0, 10), st.booleans()
+
+
+@given(seeds, st.integers(2, 40), st.sampled_from([(16, 4), (256, 8), (384, 8), (300, 3), (8, 1)]))
+@CASES
+def test_what_is_whole_passes(seed: int, n: int, model: tuple[int, int]) -> None:
+    """And goes through the wire unchanged, seals included."""
+    tokens, trace = made(seed, tokens=n, experts=model[0], k=model[1])
+    trace.verify(tokens, sample="a/0")
+    back = RoutingTrace.from_wire(
+        trace.to_wire(num_layers=6), tokens=tokens, num_layers=6, layers=LAYERS, top_k=model[1], num_experts=model[0]
+    )
+    assert trace.seals is not None and back.seals is not None
+    assert torch.equal(back.experts, trace.experts) and torch.equal(back.seals, trace.seals)
+
+
+@given(seeds, st.sampled_from([1, -1, 2, -3, 5]), kept)
+@CASES
+def test_shifted_rows(seed: int, by: int, seals: bool) -> None:
+    tokens, trace = made(seed)
+    refused(with_rows(trace, torch.arange(11).roll(by), seals=seals), tokens, layer=ALL, position=0, what="shifted by")
+
+
+def test_a_shift_says_by_how_much() -> None:
+    """Rows that come one position too late are shifted by 1; here the last is lost and the first stands twice."""
+    tokens, trace = made(1)
+    late = torch.arange(11).roll(1)
+    refused(with_rows(trace, late, seals=False), tokens, layer=ALL, position=0, what="all rows are shifted by 1$")
+    refused(
+        with_rows(trace, (torch.arange(11) - 1).clamp(min=0), seals=False), tokens, layer=ALL, position=1, what="by 1$"
+    )
+    early = (torch.arange(11) + 2 * (torch.arange(11) > 4)).clamp(max=10)
+    refused(with_rows(trace, early, seals=True), tokens, layer=ALL, position=5, what="from there on|second time")
+
+
+@given(seeds, st.permutations(range(11)), kept)
+@CASES
+def test_permuted_rows(seed: int, order: list[int], seals: bool) -> None:
+    tokens, trace = made(seed)
+    index = torch.tensor(order)
+    moved = (index != torch.arange(11)).nonzero()[:, 0]
+    if len(moved):
+        first = int(moved[0])
+        refused(with_rows(trace, index, seals=seals), tokens, layer=ALL, position=first, what="permuted|shifted by")
+
+
+@given(seeds, rows, rows, kept)
+@CASES
+def test_a_duplicated_row(seed: int, a: int, b: int, seals: bool) -> None:
+    """Row b in the place of row a."""
+    if a == b:
+        return
+    tokens, trace = made(seed)
+    index = torch.arange(11)
+    index[a] = b
+    refused(with_rows(trace, index, seals=seals), tokens, layer=ALL, position=a, what=f"position {b} .*duplicated")
+
+
+@given(seeds, rows)
+@CASES
+def test_a_dropped_and_an_added_row(seed: int, a: int) -> None:
+    tokens, trace = made(seed)
+    index = torch.arange(11)
+    fewer = torch.cat([index[:a], index[a + 1 :]])
+    more = torch.cat([index[: a + 1], index[a:]])
+    refused(take_rows(trace, fewer), tokens, layer=ALL, position=a, what="10 routing rows for 12 tokens.*dropped")
+    refused(take_rows(trace, more), tokens, layer=ALL, position=a + 1, what="12 routing rows for 12 tokens.*duplicated")
+    with pytest.raises(ValueError, match="11 seals for 10 routing rows"):
+        replace(trace, experts=trace.experts[fewer])
+
+
+@given(seeds, st.permutations(range(4)))
+@CASES
+def test_layers_exchanged(seed: int, order: list[int]) -> None:
+    tokens, trace = made(seed)
+    wrong = [LAYERS[i] for i, j in enumerate(order) if i != j]
+    if wrong:
+        first = f"layer {wrong[0]} holds the routes of layer {LAYERS[order[LAYERS.index(wrong[0])]]}"
+        kind = "swapped" if len(wrong) == 2 else "rotated or permuted"
+        named = (
+            f"layers {', '.join(map(str, wrong))}"
+            if wrong not in ([1, 2], [2, 3], [1, 2, 3])
+            else f"layers {wrong[0]}-{wrong[-1]}"
+        )
+        refused(
+            replace(trace, experts=trace.experts[:, order]), tokens, layer=named, position=0, what=f"{kind}: {first}"
+        )
+
+
+def test_layers_under_other_numbers() -> None:
+    """A table that counts dense layers, or does not."""
+    tokens, trace = made(2)
+    refused(replace(trace, layers=(0, 1, 2, 4)), tokens, layer="layers 0, 1, 2, 4", position=0, what="other numbers")
+
+
+@given(seeds, rows, st.integers(0, 3))
+@CASES
+def test_one_row_of_one_layer_overwritten(seed: int, row: int, col: int) -> None:
+    """Legal ids that are not the ones: an expert not chosen, or two slots exchanged."""
+    tokens, trace = made(seed)
+    for ids in (trace.experts[row, col].flip(0), other_expert(trace.experts[row, col])):
+        experts = trace.experts.clone()
+        experts[row, col] = ids
+        what = "1 rows hold other ids than were sealed"
+        refused(replace(trace, experts=experts), tokens, layer=f"layer {LAYERS[col]}", position=row, what=what)
+
+
+def other_expert(ids: Tensor) -> Tensor:
+    out = ids.clone()
+    out[0] = min(set(range(16)) - set(ids.tolist()))
+    return out
+
+
+@given(seeds, st.integers(0, 3), st.integers(1, 9))
+@CASES
+def test_rows_of_one_layer_shifted(seed: int, col: int, by: int) -> None:
+    tokens, trace = made(seed)
+    experts = trace.experts.clone()
+    experts[:, col] = experts[:, col].roll(by, 0)
+    refused(
+        replace(trace, experts=experts),
+        tokens,
+        layer=f"layer {LAYERS[col]}",
+        position=0,
+        what="in this layer alone, all rows are shifted",
+    )
+
+
+@given(seeds, st.integers(0, 6))
+@CASES
+def test_routes_of_another_sample(seed: int, shared: int) -> None:
+    """Of the same prompt: the tokens part at position `shared`. Whole, then its ids under these seals."""
+    tokens, trace = made(seed)
+    theirs = tokens.clone()
+    theirs[shared:] = (theirs[shared:] + 1) % 50
+    _, other = made(seed + 1)
+    other = replace(other.map_rows(lambda t: t), seals=None).seal(theirs[:-1])
+    refused(other, tokens, layer=ALL, position=shared, what="another sample's")
+    refused(
+        replace(trace, experts=other.experts), tokens, layer=ALL, position=0, what="another sample's, or overwritten"
+    )
+
+
+def test_a_sample_cannot_be_made_with_them() -> None:
+    """The check is where samples are made, so scoring, restoring and continuing one repeat it."""
+    tokens, trace = made(5)
+    mask = torch.arange(12) > 3
+    spans = (VersionSpan(0, 0, 8),)
+
+    def sample(routing: RoutingTrace) -> Sample:
+        return Sample(
+            prompt_id="p7",
+            index=3,
+            token_ids=tokens,
+            loss_mask=mask,
+            logprobs=torch.zeros(12),
+            routing=routing,
+            versions=spans,
+            finish=Finish.STOP,
+            text="",
+        )
+
+    scored = replace(sample(trace), reward=1.0)
+    assert scored.routing is trace
+    with pytest.raises(ValueError, match="sample p7/3, layers 1, 2, 3, 5, position 0: all rows are shifted by 1"):
+        sample(with_rows(trace, torch.arange(11).roll(1), seals=True))
+    with pytest.raises(ValueError, match=r"sample p7/3.*position 5.*computed under weight version 2.*under version 0"):
+        sample(replace(trace, versions=(VersionSpan(0, 0, 5), VersionSpan(2, 5, 11))))
+    with pytest.raises(ValueError, match="no seals"):
+        made(5, sealed=False)[1].verify(tokens, sample="p7/3")
+
+
+# ---- ids that no router can have chosen
+
+
+def wire(ids: np.ndarray) -> str:
+    return base64.b64encode(ids.astype("<i4").tobytes()).decode()
+
+
+@given(seeds, st.integers(0, 10), st.integers(0, 3), st.sampled_from(["high", "minus", "twice", "zero", "zero row"]))
+@CASES
+def test_impossible_ids_name_sample_layer_and_position(seed: int, row: int, col: int, kind: str) -> None:
+    """Out of the wire, in the second of two samples, which goes on from position 4."""
+    tokens, trace = made(seed)
+    ids = np.zeros((11, 6, 4), np.int64)
+    ids[:, LAYERS] = trace.experts.numpy()
+    good, layer = wire(ids), LAYERS[col]
+    edit: dict[str, Callable[[], tuple[object, object]]] = {
+        "high": lambda: ((row, layer, 1), 16),
+        "minus": lambda: ((row, layer, 1), -1),
+        "twice": lambda: ((row, layer, 1), ids[row, layer, 3]),
+        "zero": lambda: ((slice(None), layer), 0),
+        "zero row": lambda: ((row, layer), 0),
+    }
+    at, value = edit[kind]()
+    ids[at] = value  # type: ignore[index]
+    said = {"high": "outside 0..15", "minus": "outside 0..15", "zero": "nothing but zeros"}.get(kind, "an expert twice")
+    long = torch.cat([torch.zeros(4, dtype=torch.int64), tokens])
+    with pytest.raises(ValueError) as caught:
+        RoutingTrace.many_from_wire(
+            [good, wire(ids)],
+            tokens=[long, long],
+            num_layers=6,
+            layers=LAYERS,
+            top_k=4,
+            num_experts=16,
+            start=4,
+            samples=["a/0", "a/1"],
+        )
+    position = 4 + (0 if kind == "zero" else row)
+    assert str(caught.value).startswith(f"sample a/1, layer {layer}, position {position}: "), caught.value
+    assert said in str(caught.value)
+
+
+def test_zeros_of_a_top_1_router() -> None:
+    """Expert 0 in each row of one layer is a choice; in all layers of many rows it is no engine that captures."""
+    ids = torch.zeros(20, 4, 1, dtype=torch.uint8)
+    few = RoutingTrace(experts=ids[:2], layers=LAYERS, num_experts=16)
+    few.check()
+    with pytest.raises(
+        ValueError, match="sample b/1, layers 1, 2, 3, 5, position 0: all 20 rows hold nothing but zeros"
+    ):
+        RoutingTrace(experts=ids, layers=LAYERS, num_experts=16).check(sample="b/1")
+    ids[3, 2] = 1
+    RoutingTrace(experts=ids, layers=LAYERS, num_experts=16).check()
+
+
+# ---- weight versions
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 20), st.integers(1, 4))
+@CASES
+def test_mixed_versions(lengths: list[int], at: int, prompt: int) -> None:
+    """Each token's row has the token's version; one row of another, or of an unknown one, is refused where it is."""
+    total = sum(lengths)
+    ends = np.cumsum(lengths).tolist()
+    tokens = [VersionSpan(v, e - n, e) for v, (n, e) in enumerate(zip(lengths, ends, strict=True))]
+    rows = [VersionSpan(0, 0, prompt - 1)] if prompt > 1 else []
+    rows += [VersionSpan(v, prompt - 1 + a, prompt - 1 + b) for v, a, b in tokens]
+    mask = torch.arange(prompt + total) >= prompt
+    check_versions(rows, tokens, mask, sample="p7/3")
+    bad = prompt - 1 + at % total
+    for other in ([VersionSpan(9, bad, bad + 1)], []):
+        cut = [VersionSpan(v, max(a, lo), min(b, hi)) for v, a, b in rows for lo, hi in ((0, bad), (bad + 1, 99))]
+        mixed = sorted([s for s in cut if s.start < s.end] + other, key=lambda s: s.start)
+        what = "computed under weight version 9" if other else "nobody tells"
+        with pytest.raises(ValueError, match=f"^sample p7/3, all layers, position {bad}: .*{what}.*publish.pause_mode"):
+            check_versions(mixed, tokens, mask, sample="p7/3")
+    if bad >= prompt:
+        mask[bad + 1] = False  # the environment's token: nothing was sampled there
+        check_versions(mixed, tokens, mask, sample="p7/3")
+
+
+def test_tokens_without_a_version_are_refused() -> None:
+    with pytest.raises(ValueError, match="position 2: no weight version is told"):
+        check_versions(
+            [VersionSpan(0, 0, 3)], [VersionSpan(0, 0, 1)], torch.tensor([False, False, True, True]), sample="a"
+        )
+
+
+# ---- parts
+
+
+@given(seeds, st.integers(1, 10))
+@CASES
+def test_pieces_add_up(seed: int, cut: int) -> None:
+    """Rows appended as they come are the trace in one go, seals of rows and of layers included."""
+    tokens, trace = made(seed)
+    spans = (VersionSpan(1, 0, 11),)
+
+    def piece(a: int, b: int) -> RoutingTrace:
+        own = RoutingTrace(experts=trace.experts[a:b], layers=LAYERS, num_experts=16)
+        return replace(own.seal(tokens[a:b], start=a), versions=(VersionSpan(1, 0, b - a),))
+
+    whole = piece(0, cut).append(piece(cut, 11), cut)
+    whole.verify(tokens, sample="a/0")
+    assert whole.layer_seals is not None and trace.layer_seals is not None
+    assert torch.equal(whole.layer_seals, trace.layer_seals) and whole.versions == spans
+    for wrong, word in ((cut + 1, "missing"), (cut - 1, "there twice")):
+        with pytest.raises(ValueError, match=f"rows from position {wrong} .*{word}.*start_len = {cut}"):
+            piece(0, cut).append(piece(cut, 11), wrong)
+
+
+@given(seeds, st.integers(1, 2))
+@CASES
+def test_seals_of_a_part_are_of_its_rows_and_layers(seed: int, cp_rank: int) -> None:
+    """A rank has some rows of a pack and some layers: its seals are those of its tokens, positions and layers, and a
+    layer that was wrong before the cut is wrong after it, wherever it went."""
+    tokens, trace = made(seed, tokens=9)
+    index = zigzag_index(torch.tensor([0, 8]), cp_rank - 1, 2)
+    part = select_layers(take_rows(trace, index), (2, 5))
+    assert part.seals is not None
+    assert torch.equal(part.seals, row_seals(tokens[index], part.experts, (2, 5), positions=index))
+    experts = trace.experts.clone()
+    experts[:, 0] = experts[:, 0].flip(-1)
+    spoilt = select_layers(take_rows(replace(trace, experts=experts), index), (2, 5))
+    assert spoilt.seals is not None and not torch.equal(spoilt.seals, part.seals)
+    padded = place_rows(part, torch.tensor([0, -1, 2]))
+    assert padded.seals is not None and padded.seals.tolist() == [int(part.seals[0]), 0, int(part.seals[2])]
+    assert len(select_layers(trace, ()).layers) == 0
+
+
+def test_traces_with_and_without_seals_do_not_mix() -> None:
+    with pytest.raises(ValueError, match="1 of 2 traces have seals"):
+        RoutingTrace.concat([made(1)[1], made(1, sealed=False)[1]])
+
+
+def test_the_payload_of_deepseek_v3() -> None:
+    """58 of 61 layers have experts, 8 of 256 a token: 4.2 times smaller."""
+    line = payload_line(num_layers=61, moe_layers=58, top_k=8, num_experts=256)
+    assert line == "routes: 464 B a token, int32 of all layers 1952"
