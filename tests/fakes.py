@@ -105,6 +105,7 @@ class FakeServer:
         self.fault: dict[str, str | Callable[[Any], str]] = {}
         self.forget: set[str] = set()
         self.abort = False
+        self.ignores_start = False  # routes of all rows come back, whichever were asked for
         self.corrupt = False  # store other bytes than were sent
         self.paused = ""
         self.in_session = False
@@ -201,7 +202,7 @@ class FakeServer:
         """Tokens drawn from (seed, i) alone; later samples are longer, so that lengths differ."""
         draw = np.random.default_rng([sampling.sampling_seed or 0, i])
         r = min(2 + i, sampling.max_new_tokens)
-        rows = len(ids) + r - 1
+        rows = len(ids) + r - 1 - (0 if self.ignores_start else request.routed_experts_start_len)
         experts = np.zeros((rows, ROUTING.num_layers, ROUTING.top_k), "<i4")
         experts[:, 1:] = np.array([3, 15])
         reply = GenerateReply(

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from miles_like.types import Finish
+from miles_like.types import Finish, Prompt, Sample
 from rollout import wire
+from rollout.samples import RoutingShape, SampleReader, begun
 from rollout.wire_control import error_message
 from routing_replay.trace import RoutingTrace
 
@@ -121,6 +122,23 @@ def test_routes_after_a_retraction_are_of_the_last_weights(recorded: dict[str, A
     first = 8 + spans[0].end - 1  # rows whose log-probs, or whose text, are version 0's
     assert agree(rows[:first], again[:first]) > 0.9  # other batches round otherwise: near ties flip
     assert agree(rows[:first], before[:first]) < 0.5
+
+
+def test_a_retracted_answer_is_no_sample_and_one_paused_in_place_is(recorded: dict[str, Any], model: str) -> None:
+    """A stock server says nothing of its rows' weights; that it was retracted under one version and went on under the
+    next is enough."""
+    reader = SampleReader(routing=RoutingShape(num_layers=3, moe_layers=LAYERS[model], top_k=4, num_experts=16))
+
+    def sample(case: str) -> Sample:
+        prompt = Prompt(id=case, token_ids=tuple(recorded[case]["request"]["input_ids"]), answer="")
+        return reader.extend([begun(prompt, 0)], [()], [_reply(recorded, case)])[0]
+
+    with pytest.raises(ValueError, match=r"sample retract/0, all layers, position 7: the routes were computed anew"):
+        sample("retract")
+    frozen = sample("in_place")
+    assert frozen.routing is not None and frozen.routing.versions is not None
+    assert [v.version for v in frozen.versions] == [v.version for v in frozen.routing.versions] == [1, 2]
+    assert sample("whole").routing is not None
 
 
 def test_a_start_beyond_the_prompt_is_refused_in_words(recorded: dict[str, Any]) -> None:
