@@ -62,6 +62,7 @@ def micro_batch(samples: int, length: int, vocab: int, seed: int) -> MicroBatch:
     tokens = torch.randint(2, vocab, (samples, length + 1), generator=g)
     count = samples * length
     return MicroBatch(
+        samples=tuple(f"random/{i}" for i in range(samples)),
         tokens=tokens[:, :-1].reshape(-1),
         labels=tokens[:, 1:].reshape(-1),
         positions=torch.arange(length).repeat(samples),

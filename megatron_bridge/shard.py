@@ -6,7 +6,6 @@ them, K experts a token, D depths of multi-token prediction.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor
 from megatron_bridge.mtp import ahead
 from megatron_bridge.parallel import ParallelContext
 from miles_like.types import MicroBatch
-from routing_replay.align import place_rows, ragged_arange, select_layers, sequence_slice, zigzag_index
+from routing_replay.align import RankPart, pack_rows, sequence_slice
+from routing_replay.parts import cut_routes, fed_routes
 from routing_replay.trace import RoutingTrace
 
 
@@ -36,43 +36,6 @@ class Shard:
     routing: RoutingTrace | None  # [P / tp, L, K]: L are the MoE layers of this stage
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """Where the rows of one pack come from and go to."""
-
-    rows: Tensor  # [P] int64: the token of each row that this rank feeds, -1 for padding
-    home: Tensor  # [T] int64, see Shard
-    cu_seqlens: Tensor  # [N+1 or N+2] int32, padding included
-
-
-def _padded_lengths(lengths: Tensor, tp: int, cp: int) -> Tensor:
-    """Segments that divide into context-parallel chunks, and one more of padding alone where the rows of a rank would
-    not divide over tensor-parallel ranks: no real token's attention or position depends on padding."""
-    if cp == 1:
-        unit = tp
-    else:
-        lengths = (lengths + 2 * cp - 1) // (2 * cp) * (2 * cp)
-        unit = cp * math.lcm(2, tp)
-    missing = -int(lengths.sum()) % unit
-    return torch.cat([lengths, lengths.new_tensor([missing])]) if missing else lengths
-
-
-def _rows(cu_seqlens: Tensor, tp: int, cp: int, cp_rank: int) -> _Rows:
-    """On the CPU, whatever the device: a handful of small integer operations a micro-batch."""
-    lengths = cu_seqlens.diff().long()
-    padded = _padded_lengths(lengths, tp, cp)
-    ends = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
-    place = ragged_arange(ends[: len(lengths)], lengths)  # [T] of each token in the padded pack
-    source = torch.full((int(ends[-1]),), -1)
-    source[place] = torch.arange(len(place))
-    if cp == 1:
-        return _Rows(source, place, ends.int())
-    parts = [zigzag_index(ends, r, cp) for r in range(cp)]
-    inverse = torch.empty_like(source)
-    inverse[torch.cat(parts)] = torch.arange(len(source))
-    return _Rows(source[parts[cp_rank]], inverse[place], ends.int())
-
-
 def _packed_params(cu_seqlens: Tensor) -> PackedSeqParams:
     # the longest segment, not the pack: at max_seqlen equal to the pack rope would take positions from its start
     longest = int(cu_seqlens.diff().max())
@@ -90,16 +53,20 @@ def _packed_params(cu_seqlens: Tensor) -> PackedSeqParams:
 def _on(batch: MicroBatch, device: torch.device) -> MicroBatch:
     if batch.tokens.device == device:
         return batch
-    return MicroBatch(
-        tokens=batch.tokens.to(device),
-        labels=batch.labels.to(device),
-        positions=batch.positions.to(device),
-        cu_seqlens=batch.cu_seqlens.to(device),
-        loss_mask=batch.loss_mask.to(device),
-        advantages=batch.advantages.to(device),
-        rollout_logprobs=batch.rollout_logprobs.to(device),
-        routing=batch.routing,
-    )
+    streams = ("tokens", "labels", "positions", "cu_seqlens", "loss_mask", "advantages", "rollout_logprobs")
+    return replace(batch, **{name: getattr(batch, name).to(device) for name in streams})
+
+
+def _routes(batch: MicroBatch, part: RankPart, num_experts: int) -> RoutingTrace | None:
+    """[P, L, K] on the CPU."""
+    routes = batch.routing
+    if routes is None:
+        return None
+    if isinstance(routes, RoutingTrace):
+        routes = cut_routes(routes, batch.samples, batch.cu_seqlens.cpu(), part)
+    if routes.trace.num_experts != num_experts:
+        raise ValueError(f"routes over {routes.trace.num_experts} experts do not fit a model of {num_experts}")
+    return fed_routes(routes, batch.samples, batch.tokens.cpu(), batch.cu_seqlens.cpu(), part)
 
 
 def shard(
@@ -107,28 +74,24 @@ def shard(
     parallel: ParallelContext,
     device: torch.device,
     *,
-    layers: tuple[int, ...],
+    part: RankPart,
     num_experts: int,
     depths: int = 0,
-    token_multiple: int = 1,
 ) -> Shard:
-    """`batch` for this rank; `layers` are the global numbers of the MoE layers of its pipeline stage,
-    `depths` how many labels more than the next one each row carries. The rows of every rank are a multiple of
-    `token_multiple`, as FP8 products want.
+    """`batch` for this rank, which has `part` of it; `depths`: how many labels more than the next one each row carries.
 
-    A micro-batch without any loss (what fills up unequal rows) has no real row: it enters no statistic of the routers.
-    Raises ValueError when the batch is empty or its routing lacks one of `layers` or is of another model.
+    Its routes are whole, or were cut for this rank already. A micro-batch without any loss (what fills up unequal rows)
+    has no real row: it enters no statistic of the routers. Raises ValueError when the batch is empty, its routing lacks
+    one of the rank's layers or is of another model, and what `fed_routes` refuses.
     """
     if not len(batch.tokens):
         raise ValueError("an empty micro-batch cannot be fed: give each rank at least one sample")
-    tp, cp = parallel.config.tp, parallel.config.cp
-    at = _rows(batch.cu_seqlens.cpu(), tp * token_multiple, cp, parallel.cp_rank)
+    tp = parallel.config.tp
+    at = pack_rows(batch.cu_seqlens.cpu(), part)
     real = (at.rows.chunk(tp)[parallel.tp_rank] >= 0) & bool(batch.loss_mask.any())
-    routing = None
-    if batch.routing is not None:
-        if batch.routing.num_experts != num_experts:
-            raise ValueError(f"routes over {batch.routing.num_experts} experts do not fit a model of {num_experts}")
-        routing = sequence_slice(place_rows(select_layers(batch.routing, layers), at.rows), parallel.tp_rank, tp)
+    routing = _routes(batch, part, num_experts)
+    if routing is not None:
+        routing = sequence_slice(routing, parallel.tp_rank, tp)
         routing = replace(routing, experts=routing.experts.to(device))
     batch, rows = _on(batch, device), at.rows.to(device)
     is_token = rows >= 0

@@ -30,6 +30,7 @@ from megatron_bridge.shard import Shard, shard
 from megatron_bridge.stats import Stats, gather, values
 from miles_like.protocols import LossFn
 from miles_like.types import MicroBatch, Stat
+from routing_replay.align import RankPart
 from routing_replay.tape import Routes
 
 _After = Callable[[int, Shard, Tensor], tuple[Tensor, Tensor, Any]]  # of a micro-batch's output: loss, count, rest
@@ -58,9 +59,15 @@ class Step:
         mtp_coefficient: float = 0.0,
         token_multiple: int = 1,
     ) -> None:
-        self.token_multiple, self.vocab = token_multiple, unwrap(chunks[0]).vocab_size
+        self.vocab = unwrap(chunks[0]).vocab_size
         self.chunks, self.config, self.parallel = chunks, transformer_config, parallel
         self.replay, self.loss, self.device = replay, loss, device
+        self.part = RankPart(
+            layers=replay.layers,
+            cp=parallel.config.cp,
+            cp_rank=parallel.cp_rank,
+            multiple=parallel.config.tp * token_multiple,  # the rows of every rank, as FP8 products want
+        )
         self.depths, self.mtp_coefficient = transformer_config.mtp_num_layers or 0, mtp_coefficient
         self.prepare: Callable[[], None] = lambda: None  # collective; what weights that have changed ask for
 
@@ -137,7 +144,7 @@ class Step:
         """The row as this rank feeds it, with its routes loaded. What one rank cannot take, every rank raises."""
         experts, error, out = self.config.num_moe_experts or 0, None, []
         stages = self.parallel.config.pp
-        fixed = {"layers": self.replay.layers, "num_experts": experts, "depths": self.depths}
+        fixed = {"part": self.part, "num_experts": experts, "depths": self.depths}
         try:
             if not row:
                 raise ValueError("a row without micro-batches: give each data-parallel rank at least one")
@@ -148,7 +155,7 @@ class Step:
                 )
             for batch in row:
                 _check_vocabulary(batch, self.vocab)
-                out.append(shard(batch, self.parallel, self.device, token_multiple=self.token_multiple, **fixed))
+                out.append(shard(batch, self.parallel, self.device, **fixed))
             self.replay.load(out, forward_only=forward_only, source=source, routes=routes)
         except ValueError as e:
             error = e

@@ -44,6 +44,7 @@ from megatron_bridge.step import OldPolicy, Step  # noqa: E402
 from megatron_bridge.weight_copies import WeightCopies  # noqa: E402
 from miles_like.protocols import LossFn  # noqa: E402
 from miles_like.types import MicroBatch, NamedTensor, Stat, StepReport  # noqa: E402
+from routing_replay.align import RankPart  # noqa: E402
 
 REFERENCE = "reference"  # the copy that the loss function's `ref_logprobs` come from
 _log = logging.getLogger(__name__)
@@ -120,6 +121,11 @@ class MegatronTrainer:
     def dp_rank(self) -> int:
         """Which row of a batch's grid this rank trains on."""
         return self.parallel.dp_rank
+
+    @property
+    def part(self) -> RankPart:
+        """Which rows and layers of that row's routes it needs."""
+        return self._step.part
 
     def step(self, row: Sequence[MicroBatch], loss_tokens: int, version: int) -> StepReport:
         """`train` on a rollout that is one mini-batch."""

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_like.types import MicroBatch, Sample, SampleGroup, TrainBatch
+from routing_replay.align import take_rows
 from routing_replay.trace import RoutingTrace
 
 Ints = NDArray[np.int64]
@@ -41,13 +43,13 @@ Cost = Callable[[int], float]  # of a sample, from the number of its inputs
 class _Flat:
     """All samples end to end, not yet shifted."""
 
-    names: Sequence[str]  # for messages
+    names: Sequence[str]  # [samples], each once
     tokens: Tensor  # [F] int64
     loss_mask: Tensor  # [F] bool
     logprobs: Tensor  # [F] fp32
     lengths: Ints  # [samples], S of each
     advantages: NDArray[np.float32]  # [samples]
-    routing: Sequence[RoutingTrace] | None  # [samples], rows S-1 each
+    routing: Mapping[str, RoutingTrace] | None  # by name, rows S-1 each
 
     @property
     def starts(self) -> Ints:
@@ -88,14 +90,15 @@ def pack(
             f"{with_routing} of {len(samples)} samples carry routing: replay needs all or none; "
             "check that every rollout server returns routed experts"
         )
+    names = _names(samples)
     flat = _Flat(
-        names=[f"{s.prompt_id}/{s.index}" for s in samples],
+        names=names,
         tokens=torch.cat([s.token_ids for s in samples]),
         loss_mask=torch.cat([s.loss_mask for s in samples]),
         logprobs=torch.cat([s.logprobs for s in samples]).float(),
         lengths=np.array([len(s.token_ids) for s in samples], dtype=np.int64),
         advantages=np.array(flat_advantages, dtype=np.float32),
-        routing=[t for t in traces if t is not None] if with_routing else None,
+        routing={name: t for name, t in zip(names, traces, strict=True) if t is not None} if with_routing else None,
     )
     spans = [span.version for s in samples for span in s.versions] or [0]
     return _pack(
@@ -154,6 +157,17 @@ def pack_pairs(
     return _pack(
         flat, dp_size=dp_size, max_tokens=max_tokens, micro_multiple=micro_multiple, cost=cost, versions=(0, 0)
     )
+
+
+def _names(samples: Sequence[Sample]) -> list[str]:
+    """ "prompt_id/index" of each; a prompt that comes twice in a step, as where an epoch ends, is "...#2" then."""
+    seen: Counter[str] = Counter()
+    out = []
+    for s in samples:
+        name = f"{s.prompt_id}/{s.index}"
+        seen[name] += 1
+        out.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return out
 
 
 def _matched(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> tuple[list[Sample], list[float]]:
@@ -257,7 +271,9 @@ def _micro_batch(flat: _Flat, ids: Ints, starts: Ints) -> MicroBatch:
     cu_seqlens = np.concatenate(([0], np.cumsum(n)))
     positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], n)
     at = torch.from_numpy(np.repeat(starts[ids], n) + positions)  # [T] of each input in the flat streams
+    names = tuple(flat.names[i] for i in ids)
     return MicroBatch(
+        samples=names,
         tokens=flat.tokens[at],
         labels=flat.tokens[at + 1],
         positions=torch.from_numpy(positions),
@@ -265,7 +281,7 @@ def _micro_batch(flat: _Flat, ids: Ints, starts: Ints) -> MicroBatch:
         loss_mask=flat.loss_mask[at + 1],
         advantages=torch.from_numpy(np.repeat(flat.advantages[ids], n)),
         rollout_logprobs=flat.logprobs[at + 1],
-        routing=RoutingTrace.concat([flat.routing[i] for i in ids]) if flat.routing is not None else None,
+        routing=RoutingTrace.concat([flat.routing[name] for name in names]) if flat.routing is not None else None,
     )
 
 
@@ -274,9 +290,9 @@ def _dummy(flat: _Flat, i: int, starts: Ints) -> MicroBatch:
     token = flat.tokens[int(starts[i])].reshape(1)
     routing = None
     if flat.routing is not None:
-        real = flat.routing[i]
-        routing = real.map_rows(lambda t: t[:1].clone())
+        routing = take_rows(flat.routing[flat.names[i]], torch.zeros(1, dtype=torch.int64))
     return MicroBatch(
+        samples=("",),
         tokens=token,
         labels=token.clone(),
         positions=torch.zeros(1, dtype=torch.int64),

@@ -23,6 +23,7 @@ from miles_like.types import (
     StepReport,
     TrainBatch,
 )
+from routing_replay.align import RankPart
 
 
 class RolloutEngine(Protocol):
@@ -105,10 +106,15 @@ class MetricSink(Protocol):
 
 
 class RankTrainer(Protocol):
-    """One rank of the trainer; every call but `dp_rank` is collective."""
+    """One rank of the trainer; every call but `dp_rank` and `part` is collective.
+
+    A row's routes are whole, or cut for the rank's part.
+    """
 
     @property
     def dp_rank(self) -> int: ...
+    @property
+    def part(self) -> RankPart: ...
     def train(self, rows: Sequence[Sequence[MicroBatch]], loss_tokens: Sequence[int], version: int) -> StepReport:
         """One rollout: an optimizer step for each row, in order; `version` is the weight version after all."""
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from routing_replay.parts import RankRoutes
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import VersionSpan as VersionSpan
 from routing_replay.versions import check_versions
@@ -116,8 +117,13 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """N samples end to end, already shifted: position t holds an input token and everything about its label."""
+    """N samples end to end, already shifted: position t holds an input token and everything about its label.
 
+    Routes belong to samples by name: those of a whole micro-batch stand in the order of `samples`, those that were cut
+    for a rank bring their own names along.
+    """
+
+    samples: tuple[str, ...]  # [N] names, each once: "prompt_id/index", "" for a token that fills an empty cell
     tokens: Tensor  # [T] int64, inputs
     labels: Tensor  # [T] int64, the token after each input
     positions: Tensor  # [T] int64, from 0 in each sample
@@ -125,10 +131,14 @@ class MicroBatch:
     loss_mask: Tensor  # [T] bool, of the label
     advantages: Tensor  # [T] fp32
     rollout_logprobs: Tensor  # [T] fp32, of the label
-    routing: RoutingTrace | None  # [T, L, K]
+    routing: RoutingTrace | RankRoutes | None  # [T, L, K], or one rank's part of it
 
     def __post_init__(self) -> None:
         t = len(self.tokens)
+        if len(self.samples) != len(self.cu_seqlens) - 1 or len(set(self.samples)) != len(self.samples):
+            raise ValueError(
+                f"micro-batch of {len(self.cu_seqlens) - 1} samples has names {list(self.samples)}: give each its own"
+            )
         lengths = {
             "labels": len(self.labels),
             "positions": len(self.positions),
@@ -136,7 +146,7 @@ class MicroBatch:
             "advantages": len(self.advantages),
             "rollout_logprobs": len(self.rollout_logprobs),
             "cu_seqlens[-1]": int(self.cu_seqlens[-1]),
-            "routing": t if self.routing is None else len(self.routing),
+            "routing": len(self.routing) if isinstance(self.routing, RoutingTrace) else t,
         }
         wrong = {k: n for k, n in lengths.items() if n != t}
         if wrong:

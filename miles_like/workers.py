@@ -14,6 +14,8 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from miles_like.placement import PlacementPlan, Slot
 from miles_like.protocols import RankTrainer, WeightPublisher
 from miles_like.types import MicroBatch, PublishReport, StepReport, TrainBatch
+from routing_replay.align import RankPart
+from routing_replay.parts import RankRoutes, cut_routes
 
 TrainerFactory = Callable[[int, int, str, int], RankTrainer]  # (rank, world, host, port)
 ServerLaunch = Callable[[str, str | None], Any]  # (host to listen on, dist_init_addr) -> a handle with url and stop()
+Place = tuple[int, RankPart]  # of a rank: its row of a batch's grid, what it needs of the row's routes
+RowRoutes = Sequence[RankRoutes | None]  # [micro]
 PublisherFactory = Callable[[bool], WeightPublisher]  # (does this rank send?)
 
 
@@ -176,6 +182,10 @@ def _free_address() -> tuple[str, int]:
         return ray.util.get_node_ip_address(), int(s.getsockname()[1])
 
 
+def _with_routes(row: Sequence[MicroBatch], routes: RowRoutes) -> list[MicroBatch]:
+    return [replace(m, routing=r) for m, r in zip(row, routes, strict=True)]
+
+
 class _Rank:
     """One trainer rank."""
 
@@ -186,19 +196,21 @@ class _Rank:
     def address(self) -> tuple[str, int]:
         return _free_address()
 
-    def start(self, factory: TrainerFactory, rank: int, world: int, host: str, port: int) -> int:
+    def start(self, factory: TrainerFactory, rank: int, world: int, host: str, port: int) -> Place:
         self.rank = rank
         self.trainer = factory(rank, world, host, port)
-        return self.trainer.dp_rank
+        return self.trainer.dp_rank, self.trainer.part
 
     def connect(self, factory: PublisherFactory) -> None:
         self.publisher = factory(self.rank == 0)
 
-    def train(self, loss_tokens: Sequence[int], version: int, *rows: Sequence[MicroBatch]) -> StepReport:
-        return self.trainer.train(rows, loss_tokens, version)
+    def train(self, loss_tokens: Sequence[int], version: int, *rows: Any) -> StepReport:
+        """`rows`: of each optimizer step the row, then its routes."""
+        whole = [_with_routes(row, routes) for row, routes in zip(rows[::2], rows[1::2], strict=True)]
+        return self.trainer.train(whole, loss_tokens, version)
 
-    def evaluate(self, row: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]:
-        return self.trainer.evaluate(row, loss_tokens)
+    def evaluate(self, row: Sequence[MicroBatch], routes: RowRoutes, loss_tokens: int) -> Mapping[str, float]:
+        return self.trainer.evaluate(_with_routes(row, routes), loss_tokens)
 
     def publish(self, version: int) -> PublishReport:
         assert self.publisher is not None, "publish before connect"
@@ -217,6 +229,15 @@ class _Rank:
         self.trainer.close()
 
 
+def _cut(row: Sequence[MicroBatch], part: RankPart) -> RowRoutes:
+    """The routes of each micro-batch that the ranks of `part` need."""
+    out: list[RankRoutes | None] = []
+    for m in row:
+        assert not isinstance(m.routing, RankRoutes), "cut before"
+        out.append(None if m.routing is None else cut_routes(m.routing, m.samples, m.cu_seqlens, part))
+    return out
+
+
 class RayTrainer:
     """All trainer ranks as actors, seen as one `Trainer`."""
 
@@ -229,7 +250,7 @@ class RayTrainer:
         host, port = _get(self._ranks[0].address.remote(), "trainer rank 0")
         world = len(slots)
         started = [rank.start.remote(factory, i, world, host, port) for i, rank in enumerate(self._ranks)]
-        self._dp_ranks = [_get(ref, f"trainer rank {i}") for i, ref in enumerate(started)]
+        self._places: list[Place] = [_get(ref, f"trainer rank {i}") for i, ref in enumerate(started)]
         self._version = 0
 
     def connect(self, factory: PublisherFactory) -> None:
@@ -238,14 +259,20 @@ class RayTrainer:
             _get(rank.connect.remote(factory), f"trainer rank {i}")
 
     async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
+        """Adds `routing/bytes` to the ranks' metrics: of routes put into the object store for these steps."""
         self._version += 1
         fixed = ([batch.loss_tokens for batch in batches], self._version)
-        ranks = zip(*(self._rows(batch) for batch in batches), strict=True)  # Ray fetches what is an argument itself
-        reports = await self._all("train", [(*fixed, *rows) for rows in ranks])
-        return reports[0]
+        shipped, nbytes = zip(*(self._ship(batch) for batch in batches), strict=True)
+        # Ray fetches what is an argument itself
+        reports = await self._all("train", [(*fixed, *chain(*refs)) for refs in zip(*shipped, strict=True)])
+        report: StepReport = reports[0]
+        if all(m.routing is None for batch in batches for row in batch.grid for m in row):
+            return report
+        return replace(report, metrics={**report.metrics, "routing/bytes": float(sum(nbytes))})
 
     async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
-        return (await self._all("evaluate", [(row, batch.loss_tokens) for row in self._rows(batch)]))[0]
+        shipped, _ = self._ship(batch)
+        return (await self._all("evaluate", [(*refs, batch.loss_tokens) for refs in shipped]))[0]
 
     async def publish(self, *, version: int) -> PublishReport:
         self._version = version
@@ -264,10 +291,14 @@ class RayTrainer:
         for rank in self._ranks:
             ray.kill(rank)
 
-    def _rows(self, batch: TrainBatch) -> list[ray.ObjectRef]:
-        """Rank -> its row of the grid: put once a row, so ranks that share a row share the bytes."""
-        puts = [ray.put(row) for row in batch.grid]
-        return [puts[d] for d in self._dp_ranks]
+    def _ship(self, batch: TrainBatch) -> tuple[list[tuple[ray.ObjectRef, ray.ObjectRef]], int]:
+        """Rank -> its row of the grid without routes, and the part of the row's routes that it needs; and the bytes of
+        all those parts. Each row, and each part of a row's routes, is put once: ranks that need the same share it."""
+        rows = [ray.put([replace(m, routing=None) for m in row]) for row in batch.grid]
+        cut = {(dp, part): _cut(batch.grid[dp], part) for dp, part in dict.fromkeys(self._places)}
+        puts = {place: ray.put(routes) for place, routes in cut.items()}
+        nbytes = sum(r.nbytes for routes in cut.values() for r in routes if r is not None)
+        return [(rows[place[0]], puts[place]) for place in self._places], nbytes
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         refs = [getattr(r, method).remote(*a) for r, a in zip(self._ranks, arguments, strict=True)]

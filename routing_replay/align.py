@@ -1,13 +1,16 @@
-"""Shape work on traces: rows to pad, rows and layers that a rank has.
+"""Shape work on packs and traces: rows to pad, rows and layers that a rank has.
 
-Letters: rows, L MoE layers, K experts a token, E experts. Tokens of a pack go through padding, context-parallel slice
-and sequence-parallel slice; their rows must go through the same, which is what these functions are for.
+Letters: rows, L MoE layers, K experts a token, E experts, T packed tokens, N samples in a pack, P rows that a context-
+parallel rank feeds, C = cp * P rows of all of them. Tokens of a pack go through padding, context-parallel slice and
+sequence-parallel slice; their rows must go through the same, which is what these functions are for: who cuts routes and
+who feeds tokens both call `pack_rows`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -112,3 +115,54 @@ def zigzag_index(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     chunk = lengths // (2 * size)
     both = torch.stack([starts + rank * chunk, starts + (2 * size - 1 - rank) * chunk], 1)
     return ragged_arange(both.flatten(), chunk.repeat_interleave(2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """What one rank feeds of each micro-batch, and which layers it has; equal ones can share what they are sent."""
+
+    layers: tuple[int, ...]  # global numbers of the MoE layers of its pipeline stage, virtual stages included
+    cp: int = 1
+    cp_rank: int = 0
+    multiple: int = 1  # of the rows that it feeds: tensor-parallel ranks, times what its kernels want
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackRows:
+    """Where the rows of one pack come from and go to, for one rank."""
+
+    rows: Tensor  # [P] int64: the token of each row that this rank feeds, -1 for padding
+    home: Tensor  # [T] int64: where each token is among the C rows of all context-parallel ranks, laid end to end
+    cu_seqlens: Tensor  # [N+1 or N+2] int32, padding included
+
+
+def _padded_lengths(lengths: Tensor, multiple: int, cp: int) -> Tensor:
+    """Segments that divide into context-parallel chunks, and one more of padding alone where the rows of a rank would
+    not be a multiple: no real token's attention or position depends on padding."""
+    if cp == 1:
+        unit = multiple
+    else:
+        lengths = (lengths + 2 * cp - 1) // (2 * cp) * (2 * cp)
+        unit = cp * math.lcm(2, multiple)
+    missing = -int(lengths.sum()) % unit
+    return torch.cat([lengths, lengths.new_tensor([missing])]) if missing else lengths
+
+
+def pack_rows(cu_seqlens: Tensor, part: RankPart) -> PackRows:
+    """The rows of a pack of samples that end at `cu_seqlens` [N+1], on the CPU, as the rank of `part` feeds them.
+
+    A handful of small integer operations, the same wherever they are done: the rank feeds its tokens by them, and
+    whoever cuts routes for it takes theirs by them.
+    """
+    lengths, cp = cu_seqlens.diff().long(), part.cp
+    padded = _padded_lengths(lengths, part.multiple, cp)
+    ends = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
+    place = ragged_arange(ends[: len(lengths)], lengths)  # [T] of each token in the padded pack
+    source = torch.full((int(ends[-1]),), -1)
+    source[place] = torch.arange(len(place))
+    if cp == 1:
+        return PackRows(rows=source, home=place, cu_seqlens=ends.int())
+    parts = [zigzag_index(ends, r, cp) for r in range(cp)]
+    inverse = torch.empty_like(source)
+    inverse[torch.cat(parts)] = torch.arange(len(source))
+    return PackRows(rows=source[parts[part.cp_rank]], home=inverse[place], cu_seqlens=ends.int())

@@ -44,6 +44,7 @@ IDS = [int(i) for i in torch.randint(2, 100, (24,), generator=torch.Generator().
 def _text() -> MicroBatch:
     n = len(IDS) - 1
     return MicroBatch(
+        samples=("text",),
         tokens=torch.tensor(IDS[:-1]),
         labels=torch.tensor(IDS[1:]),
         positions=torch.arange(n),

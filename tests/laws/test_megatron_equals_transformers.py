@@ -98,6 +98,7 @@ def _micro_batch(parts: list[torch.Tensor]) -> MicroBatch:
     """Sequences end to end; every token has a label under loss, the token after it."""
     tokens = torch.cat(parts)
     return MicroBatch(
+        samples=tuple(f"text/{i}" for i in range(len(parts))),
         tokens=tokens,
         labels=tokens.roll(-1),
         positions=torch.cat([torch.arange(len(p)) for p in parts]),

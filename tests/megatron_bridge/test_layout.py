@@ -17,13 +17,16 @@ from megatron_bridge.layout import check_layout, check_world
 from miles_like.assemble import pipeline_parts
 from miles_like.config_io import load_config
 from miles_like.pipeline import plan_stages
+from miles_like.types import MicroBatch
+from routing_replay.align import RankPart, zigzag_index
+from routing_replay.parts import cut_routes
+from routing_replay.trace import RoutingTrace
 from tests.megatron_bridge import toy
 from tests.megatron_bridge.tiny_models import tiny, tiny_qwen
 
 init_device()
 
-from megatron_bridge.shard import shard  # noqa: E402
-from routing_replay.align import zigzag_index  # noqa: E402
+from megatron_bridge.shard import Shard, shard  # noqa: E402
 
 MLA = tiny()  # 3 layers, the first dense; 16 experts of 64 channels, 4 heads, a vocabulary of 128
 GQA = tiny_qwen()  # the same, all layers with experts, 2 key/value heads
@@ -100,15 +103,32 @@ def test_a_run_is_refused_before_its_first_stage(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def _rank(tp: int, rank: int, cp: int = 1, cp_rank: int = 0) -> Any:
-    return SimpleNamespace(config=SimpleNamespace(tp=tp, cp=cp), tp_rank=rank, cp_rank=cp_rank)
+def _fed(
+    batch: MicroBatch,
+    tp: int = 1,
+    rank: int = 0,
+    cp: int = 1,
+    cp_rank: int = 0,
+    *,
+    layers: tuple[int, ...] = (1, 2),
+    experts: int = toy.EXPERTS,
+    unit: int = 1,
+    cut: bool = False,
+) -> Shard:
+    """What a rank feeds of `batch`; with `cut` its routes come to it as they would from elsewhere."""
+    parallel: Any = SimpleNamespace(config=SimpleNamespace(tp=tp), tp_rank=rank)
+    part = RankPart(layers=layers, cp=cp, cp_rank=cp_rank, multiple=tp * unit)
+    if cut:
+        assert isinstance(batch.routing, RoutingTrace)
+        batch = replace(batch, routing=cut_routes(batch.routing, batch.samples, batch.cu_seqlens, part))
+    return shard(batch, parallel, torch.device("cpu"), part=part, num_experts=experts)
 
 
 def test_tensor_parallel_ranks_see_all_tokens_and_their_own_routes() -> None:
     """Padding to a multiple of tp has no loss and its own segment; the ranks' routing rows, end to end, are the trace
     and then valid, distinct ids."""
     batch = toy.pack([toy.sample(1, 6), toy.sample(2, 5)])
-    parts = [shard(batch, _rank(4, r), torch.device("cpu"), layers=(2,), num_experts=toy.EXPERTS) for r in range(4)]
+    parts = [_fed(batch, 4, r, layers=(2,)) for r in range(4)]
     for p in parts:
         assert p.tokens.shape == (1, 12) and torch.equal(p.tokens[0, :11], batch.tokens)
         assert int(p.loss_mask.sum()) == int(batch.loss_mask.sum()) and not p.loss_mask[0, 11]
@@ -119,15 +139,13 @@ def test_tensor_parallel_ranks_see_all_tokens_and_their_own_routes() -> None:
     assert len(set(ids[11, 0].tolist())) == toy.TOP_K
 
 
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2), (3, 2), (2, 4)])
-def test_context_parallel_ranks_share_out_each_sample(tp: int, cp: int) -> None:
+def test_context_parallel_ranks_share_out_each_sample(tp: int, cp: int, cut: bool) -> None:
     """Segments of odd lengths: each token is fed by exactly one context-parallel rank, at its own position in its own
     padded segment, with its own routes; `home` finds it again among the rows of all ranks."""
     batch = toy.pack([toy.sample(1, 6), toy.sample(2, 5), toy.sample(3, 1)])
-    ranks = [
-        [shard(batch, _rank(tp, t, cp, c), torch.device("cpu"), layers=(1, 2), num_experts=16) for t in range(tp)]
-        for c in range(cp)
-    ]
+    ranks = [[_fed(batch, tp, t, cp, c, cut=cut) for t in range(tp)] for c in range(cp)]
     first = [r[0] for r in ranks]
     assert len({p.tokens.shape for p in first}) == 1 and first[0].tokens.shape[1] % tp == 0
     cu = first[0].packed.cu_seqlens_q
@@ -153,23 +171,22 @@ def test_context_parallel_ranks_share_out_each_sample(tp: int, cp: int) -> None:
 def test_a_micro_batch_without_loss_has_no_real_row() -> None:
     """It fills up a row of fewer micro-batches: its routes must enter no statistic."""
     idle = replace(toy.sample(1, 3), loss_mask=torch.zeros(3, dtype=torch.bool))
-    assert not shard(idle, _rank(1, 0), torch.device("cpu"), layers=(1,), num_experts=16).real.any()
+    assert not _fed(idle).real.any()
 
 
 def test_routes_of_another_model_are_refused() -> None:
     """A trace over another number of experts, or without a layer of this stage, would index nonsense."""
     batch = toy.sample(1, 6)
     with pytest.raises(ValueError, match="16 experts do not fit a model of 32"):
-        shard(batch, _rank(1, 0), torch.device("cpu"), layers=(1,), num_experts=32)
+        _fed(batch, experts=32)
     with pytest.raises(ValueError, match="no routes of layers"):
-        shard(batch, _rank(1, 0), torch.device("cpu"), layers=(1, 5), num_experts=toy.EXPERTS)
+        _fed(batch, layers=(1, 5))
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (4, 1), (2, 2)])
 def test_a_rank_has_as_many_rows_as_fp8_products_want(tp: int, cp: int) -> None:
     """A multiple on every rank, and no token lost. Not covered: the products themselves."""
     batch = toy.pack([toy.sample(1, 6), toy.sample(2, 5)])
-    more: dict[str, Any] = {"layers": (1, 2), "num_experts": 16, "token_multiple": 16}
-    parts = [shard(batch, _rank(tp, t, cp, c), torch.device("cpu"), **more) for c in range(cp) for t in range(tp)]
+    parts = [_fed(batch, tp, t, cp, c, unit=16) for c in range(cp) for t in range(tp)]
     assert all(len(p.real) % 16 == 0 for p in parts)
     assert sum(int(p.real.sum()) for p in parts) == 11

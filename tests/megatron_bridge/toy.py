@@ -51,6 +51,7 @@ def sample(seed: int, length: int, *, learnable: bool = False, layers: tuple[int
             tokens[i + 1] = (tokens[i] * 7 + 3) % VOCAB
     ids = torch.rand(length, len(layers), EXPERTS, generator=g).topk(TOP_K, -1).indices.to(torch.uint8)
     return MicroBatch(
+        samples=(f"toy/{seed}",),
         tokens=tokens[:-1],
         labels=tokens[1:],
         positions=torch.arange(length),
@@ -73,7 +74,10 @@ def pack(parts: Sequence[MicroBatch]) -> MicroBatch:
     joined: Mapping[str, Tensor] = {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
     routing = [p.routing for p in parts if p.routing is not None]
     return MicroBatch(
-        cu_seqlens=ends, routing=RoutingTrace.concat(routing) if len(routing) == len(parts) else None, **joined
+        samples=tuple(name for p in parts for name in p.samples),
+        cu_seqlens=ends,
+        routing=RoutingTrace.concat(routing) if len(routing) == len(parts) else None,
+        **joined,
     )
 
 

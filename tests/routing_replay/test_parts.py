@@ -1,0 +1,102 @@
+"""What a rank is sent of a micro-batch's routes: its rows and layers alone, found by sample where they arrive.
+
+Letters: T packed tokens, N samples in a pack, L MoE layers, K experts a token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from routing_replay.align import RankPart, pack_rows
+from routing_replay.parts import RankRoutes, cut_routes, fed_routes
+from routing_replay.trace import RoutingTrace
+
+LAYERS, K, E = (1, 2, 4), 4, 16
+NAMES, LENGTHS = ("a/0", "b/0", "a/1"), (7, 5, 1)
+ENDS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+TOKENS = torch.arange(sum(LENGTHS))
+PARTS = [
+    RankPart(layers=layers, cp=cp, cp_rank=rank, multiple=multiple)
+    for layers in (LAYERS, (2,), ())
+    for cp in (1, 2, 4)
+    for rank in range(cp)
+    for multiple in (1, 2, 6)
+]
+
+
+def trace() -> RoutingTrace:
+    g = torch.Generator().manual_seed(1)
+    ids = torch.rand(sum(LENGTHS), len(LAYERS), E, generator=g).argsort(-1)[..., :K]
+    return RoutingTrace(experts=ids.to(torch.uint8), layers=LAYERS, num_experts=E)
+
+
+def cut(part: RankPart) -> RankRoutes:
+    return cut_routes(trace(), NAMES, ENDS, part)
+
+
+def fed(routes: RankRoutes, part: RankPart, names: Sequence[str] = NAMES) -> RoutingTrace:
+    return fed_routes(routes, names, TOKENS, ENDS, part)
+
+
+def shuffled(routes: RankRoutes, order: Sequence[int]) -> RankRoutes:
+    """The samples in another order: names, lengths and rows."""
+    blocks = torch.split(routes.trace.experts, routes.lengths)
+    return replace(
+        routes,
+        samples=tuple(routes.samples[i] for i in order),
+        lengths=tuple(routes.lengths[i] for i in order),
+        trace=replace(routes.trace, experts=torch.cat([blocks[i] for i in order])),
+    )
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_each_row_that_is_fed_has_the_routes_of_its_token(part: RankPart) -> None:
+    """Written out: row i of a rank is token rows[i] of the pack, and gets that token's experts in the rank's layers;
+    padding gets valid ids, none twice in a row."""
+    got, rows = fed(cut(part), part), pack_rows(ENDS, part).rows
+    assert got.layers == part.layers and len(got) == len(rows) and len(rows) % part.multiple == 0
+    got.check()
+    columns = [LAYERS.index(layer) for layer in part.layers]
+    for i, token in enumerate(rows.tolist()):
+        if token >= 0:
+            assert torch.equal(got.experts[i], trace().experts[token, columns])
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_parts_hold_each_route_once(cp: int) -> None:
+    """What is shipped to all context-parallel ranks and pipeline stages together is the trace, byte for byte: nothing
+    twice, no padding."""
+    parts = [RankPart(layers=layers, cp=cp, cp_rank=r, multiple=2) for layers in ((1, 2), (4,)) for r in range(cp)]
+    assert sum(cut(p).nbytes for p in parts) == trace().experts.nbytes == sum(LENGTHS) * len(LAYERS) * K
+    assert all(cut(p).trace.experts.is_contiguous() and cut(p).trace.layers == p.layers for p in parts)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_routes_are_found_by_name_and_not_by_place(part: RankPart) -> None:
+    """A list that comes in another order must not give a sample its neighbour's experts."""
+    assert torch.equal(fed(shuffled(cut(part), [2, 0, 1]), part).experts, fed(cut(part), part).experts)
+
+
+def test_what_does_not_belong_is_refused_by_name() -> None:
+    """Each would train a sample on another's experts, or on another rank's rows."""
+    part = RankPart(layers=LAYERS, cp=2, cp_rank=0)
+    other = replace(part, cp_rank=1)
+    with pytest.raises(ValueError, match=r"cut for .*cp_rank=1.* came to the rank of .*cp_rank=0"):
+        fed(cut(other), part)
+    with pytest.raises(ValueError, match=r"cut for .*layers=\(2,\).* came to"):
+        fed(cut(replace(part, layers=(2,))), part)
+    with pytest.raises(ValueError, match=r"samples \['a/1'\] came with a micro-batch that lacks those of \['c/0'\]"):
+        fed(cut(part), part, ("a/0", "b/0", "c/0"))
+    with pytest.raises(ValueError, match=r"samples \['a/1'\] came"):
+        fed_routes(cut(part), NAMES[:2], TOKENS[:12], ENDS[:3], part)
+    short = replace(cut(part), lengths=(2, 3, 1))  # of 3, 2 and 1
+    with pytest.raises(ValueError, match="sample 'a/0': 2 rows of routes for the 3 of its tokens that are fed"):
+        fed(short, part)
+    with pytest.raises(ValueError, match="13 rows of routes for a micro-batch of 12 tokens"):
+        cut_routes(trace(), NAMES[:2], ENDS[:3], part)
+    with pytest.raises(ValueError, match=r"no routes of layers \[3\]"):
+        cut(replace(part, layers=(2, 3)))
