@@ -1,0 +1,44 @@
+"""A trainer rank that only tells what came to it, where a Ray worker can import it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from miles_like.types import StepReport
+from routing_replay.align import RankPart
+from tests.miles_like.made_samples import LAYERS
+
+PLACES = {  # of two ranks: (row of the grid, part)
+    "DP2": [(0, RankPart(layers=LAYERS)), (1, RankPart(layers=LAYERS))],
+    "TP2": [(0, RankPart(layers=LAYERS, multiple=2))] * 2,
+    "CP2": [(0, RankPart(layers=LAYERS, cp=2, cp_rank=r)) for r in range(2)],
+    "PP2": [(0, RankPart(layers=(layer,))) for layer in LAYERS],
+}
+
+
+@dataclass(frozen=True)
+class Stand:
+    """A rank at one of PLACES; its report is what came."""
+
+    where: str
+
+    def __call__(self, rank: int, world: int, host: str, port: int) -> Any:
+        dp_rank, part = PLACES[self.where][rank]
+        came: list[Any] = []
+
+        class Rank:
+            def __init__(self) -> None:
+                self.dp_rank, self.part = dp_rank, part
+
+            def step(self, row: Any, loss_tokens: int, version: int) -> Any:
+                came[:] = [row]
+                return StepReport(version=version, metrics={})
+
+            def evaluate(self, row: Any, loss_tokens: int) -> Any:
+                return {}
+
+            def finish_save(self, *, wait: bool) -> Any:
+                return came[0]
+
+        return Rank()
