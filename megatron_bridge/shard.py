@@ -92,7 +92,7 @@ def shard(
     routing = _routes(batch, part, num_experts)
     if routing is not None:
         routing = sequence_slice(routing, parallel.tp_rank, tp)
-        routing = replace(routing, experts=routing.experts.to(device))
+        routing = routing.map_rows(lambda x: x.to(device))
     batch, rows = _on(batch, device), at.rows.to(device)
     is_token = rows >= 0
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from routing_replay.align import RankPart, pack_rows, place_rows, ragged_arange, select_layers, take_rows
+from routing_replay.ids import where
+from routing_replay.seals import row_seals
 from routing_replay.trace import RoutingTrace
 
 
@@ -30,14 +32,14 @@ class RankRoutes:
 
     @property
     def nbytes(self) -> int:
-        """Of the routes, not of the names."""
-        return self.trace.experts.nbytes
+        """Of the ids and what travels with them row by row; not of the names."""
+        t = self.trace
+        return sum(x.nbytes for x in (t.experts, t.seals, t.weights) if x is not None)
 
 
-def _lengths(cu_seqlens: Tensor, rows: Tensor) -> Tensor:
-    """[N] int64: how many of `rows` (tokens of the pack, ascending by sample) each sample has."""
-    owner = torch.searchsorted(cu_seqlens[1:].long(), rows, right=True)
-    return torch.bincount(owner, minlength=len(cu_seqlens) - 1)
+def _owners(cu_seqlens: Tensor, rows: Tensor) -> Tensor:
+    """[R] int64: the number of the sample that each of `rows` (tokens of the pack) belongs to."""
+    return torch.searchsorted(cu_seqlens[1:].long(), rows, right=True)
 
 
 def cut_routes(trace: RoutingTrace, samples: Sequence[str], cu_seqlens: Tensor, part: RankPart) -> RankRoutes:
@@ -49,9 +51,9 @@ def cut_routes(trace: RoutingTrace, samples: Sequence[str], cu_seqlens: Tensor, 
         raise ValueError(f"{len(trace)} rows of routes for a micro-batch of {int(cu_seqlens[-1])} tokens")
     rows = pack_rows(cu_seqlens, part).rows
     rows = rows[rows >= 0]
-    lengths = tuple(_lengths(cu_seqlens, rows).tolist())
+    lengths = torch.bincount(_owners(cu_seqlens, rows), minlength=len(samples))
     wanted = take_rows(select_layers(trace, part.layers), rows)
-    return RankRoutes(part=part, samples=tuple(samples), lengths=lengths, trace=wanted)
+    return RankRoutes(part=part, samples=tuple(samples), lengths=tuple(lengths.tolist()), trace=wanted)
 
 
 def fed_routes(
@@ -60,23 +62,37 @@ def fed_routes(
     """[P, L, K]: the routes of the rows that the rank of `part` feeds, padding filled by `place_rows`.
 
     `tokens` [T] and `cu_seqlens` [N+1] are the pack's, on the CPU. Each sample's rows are looked up by its name,
-    wherever they stand in `routes`. Raises ValueError for routes that were cut for another rank, a sample that has
-    none or that is not in the pack, and one with more or fewer rows than tokens that are fed.
+    wherever they stand in `routes`, and where they have seals each row is held to the token that is fed with it. Raises
+    ValueError for routes that were cut for another rank, a sample that has none or that is not in the pack, one with
+    more or fewer rows than tokens that are fed, and a row that was sealed with another token, position or layer.
     """
     if routes.part != part:
         raise ValueError(f"routes cut for {routes.part} came to the rank of {part}")
     at = pack_rows(cu_seqlens, part).rows
     real = at >= 0
-    where = {name: i for i, name in enumerate(routes.samples)}
-    if where.keys() != set(samples):
-        lost, other = sorted(set(samples) - where.keys()), sorted(where.keys() - set(samples))
+    rows = at[real]
+    owner = _owners(cu_seqlens, rows)
+    index = {name: i for i, name in enumerate(routes.samples)}
+    if index.keys() != set(samples):
+        lost, other = sorted(set(samples) - index.keys()), sorted(index.keys() - set(samples))
         raise ValueError(f"routes of samples {other[:4]} came with a micro-batch that lacks those of {lost[:4]}")
-    order = torch.tensor([where[name] for name in samples])
+    order = torch.tensor([index[name] for name in samples])
     have = torch.tensor(routes.lengths)
-    want = _lengths(cu_seqlens, at[real])
+    want = torch.bincount(owner, minlength=len(samples))
     if (wrong := have[order] != want).any():
         n = int(wrong.nonzero()[0])
-        rows, fed = int(have[order[n]]), int(want[n])
-        raise ValueError(f"sample {samples[n]!r}: {rows} rows of routes for the {fed} of its tokens that are fed")
+        raise ValueError(
+            f"sample {samples[n]}: {int(have[order[n]])} rows of routes for the {int(want[n])} of its tokens that are "
+            "fed to this rank"
+        )
     found = take_rows(routes.trace, ragged_arange((have.cumsum(0) - have)[order], want))
+    if found.seals is not None:
+        positions = rows - cu_seqlens.long()[owner]
+        broken = found.seals != row_seals(tokens[rows], found.experts, found.layers, positions=positions)
+        if broken.any():
+            i = int(broken.nonzero()[0])
+            place = where(samples[int(owner[i])], found.layers, int(positions[i]))
+            raise ValueError(
+                f"{place}: its routes were not sealed with the token that is fed: another row's or changed"
+            )
     return place_rows(found, torch.where(real, real.cumsum(0) - 1, -1))

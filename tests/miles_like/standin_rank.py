@@ -31,8 +31,8 @@ class Stand:
             def __init__(self) -> None:
                 self.dp_rank, self.part = dp_rank, part
 
-            def step(self, row: Any, loss_tokens: int, version: int) -> Any:
-                came[:] = [row]
+            def train(self, rows: Any, loss_tokens: Any, version: int) -> Any:
+                came[:] = [rows]
                 return StepReport(version=version, metrics={})
 
             def evaluate(self, row: Any, loss_tokens: int) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from routing_replay.align import RankPart, pack_rows
 from routing_replay.parts import RankRoutes, cut_routes, fed_routes
+from routing_replay.seals import row_seals
 from routing_replay.trace import RoutingTrace
 
 LAYERS, K, E = (1, 2, 4), 4, 16
@@ -31,7 +32,9 @@ PARTS = [
 def trace() -> RoutingTrace:
     g = torch.Generator().manual_seed(1)
     ids = torch.rand(sum(LENGTHS), len(LAYERS), E, generator=g).argsort(-1)[..., :K]
-    return RoutingTrace(experts=ids.to(torch.uint8), layers=LAYERS, num_experts=E)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    seals = row_seals(TOKENS, ids.to(torch.uint8), LAYERS, positions=positions)
+    return RoutingTrace(experts=ids.to(torch.uint8), layers=LAYERS, num_experts=E, seals=seals)
 
 
 def cut(part: RankPart) -> RankRoutes:
@@ -44,12 +47,11 @@ def fed(routes: RankRoutes, part: RankPart, names: Sequence[str] = NAMES) -> Rou
 
 def shuffled(routes: RankRoutes, order: Sequence[int]) -> RankRoutes:
     """The samples in another order: names, lengths and rows."""
-    blocks = torch.split(routes.trace.experts, routes.lengths)
     return replace(
         routes,
         samples=tuple(routes.samples[i] for i in order),
         lengths=tuple(routes.lengths[i] for i in order),
-        trace=replace(routes.trace, experts=torch.cat([blocks[i] for i in order])),
+        trace=routes.trace.map_rows(lambda t: torch.cat([t.split(routes.lengths)[i] for i in order])),
     )
 
 
@@ -71,7 +73,9 @@ def test_parts_hold_each_route_once(cp: int) -> None:
     """What is shipped to all context-parallel ranks and pipeline stages together is the trace, byte for byte: nothing
     twice, no padding."""
     parts = [RankPart(layers=layers, cp=cp, cp_rank=r, multiple=2) for layers in ((1, 2), (4,)) for r in range(cp)]
-    assert sum(cut(p).nbytes for p in parts) == trace().experts.nbytes == sum(LENGTHS) * len(LAYERS) * K
+    rows, seal = sum(LENGTHS), 8
+    assert sum(cut(p).trace.experts.nbytes for p in parts) == trace().experts.nbytes == rows * len(LAYERS) * K
+    assert sum(cut(p).nbytes for p in parts) == rows * len(LAYERS) * K + 2 * rows * seal  # a seal for each stage
     assert all(cut(p).trace.experts.is_contiguous() and cut(p).trace.layers == p.layers for p in parts)
 
 
@@ -94,9 +98,34 @@ def test_what_does_not_belong_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"samples \['a/1'\] came"):
         fed_routes(cut(part), NAMES[:2], TOKENS[:12], ENDS[:3], part)
     short = replace(cut(part), lengths=(2, 3, 1))  # of 3, 2 and 1
-    with pytest.raises(ValueError, match="sample 'a/0': 2 rows of routes for the 3 of its tokens that are fed"):
+    with pytest.raises(ValueError, match="sample a/0: 2 rows of routes for the 3 of its tokens that are fed"):
         fed(short, part)
     with pytest.raises(ValueError, match="13 rows of routes for a micro-batch of 12 tokens"):
         cut_routes(trace(), NAMES[:2], ENDS[:3], part)
     with pytest.raises(ValueError, match=r"no routes of layers \[3\]"):
         cut(replace(part, layers=(2, 3)))
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("layers", [LAYERS, (2, 4)])
+def test_a_row_that_was_sealed_with_another_token_is_refused(cp: int, layers: tuple[int, ...]) -> None:
+    """On the rank, for what arrived: shapes and names fit, and yet a row is another one's. Sample, layers and position
+    of the first are named. Also where the tokens, not the routes, have moved."""
+    part = RankPart(layers=layers, cp=cp, cp_rank=0)
+    good = cut(part)
+
+    def wrong(ids: torch.Tensor) -> RankRoutes:
+        return replace(good, trace=replace(good.trace, experts=ids))
+
+    ids, n = good.trace.experts, good.lengths[0]
+    faults = {
+        "one row shifted": (wrong(ids.roll(1, 0)), "a/0, .*, position 0"),
+        "the neighbour's rows": (wrong(torch.cat([ids[n : 2 * n], ids[:n], ids[2 * n :]])), "a/0, .*, position 0"),
+        "rotated layers": (wrong(ids.roll(1, 1)), "a/0, .*, position 0"),
+        "one id": (wrong(torch.cat([ids[:n], (ids[n : n + 1] + 1) % E, ids[n + 1 :]])), "b/0, .*, position 0"),
+    }
+    for routes, message in faults.values():
+        with pytest.raises(ValueError, match=f"sample .*{message}"):
+            fed(routes, part)
+    with pytest.raises(ValueError, match=r"sample a/0, .*, position 1: its routes were not sealed with the token"):
+        fed_routes(good, NAMES, TOKENS.clone().index_fill(0, torch.tensor([1]), 99), ENDS, part)
