@@ -7,7 +7,7 @@ layers of its pipeline stage, K experts a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class RankRoutes:
     samples: tuple[str, ...]  # [N] names, each once
     lengths: tuple[int, ...]  # [N] rows of each
     trace: RoutingTrace  # [R, L, K]: the samples' rows end to end
+    seals: Tensor | None  # [R] int32: the upper halves of the rows' seals, where the hash has its strength
 
     def __post_init__(self) -> None:
         assert len(self.samples) == len(self.lengths) and sum(self.lengths) == len(self.trace)
@@ -34,12 +35,16 @@ class RankRoutes:
     def nbytes(self) -> int:
         """Of the ids and what travels with them row by row; not of the names."""
         t = self.trace
-        return sum(x.nbytes for x in (t.experts, t.seals, t.weights) if x is not None)
+        return sum(x.nbytes for x in (t.experts, t.weights, self.seals) if x is not None)
 
 
 def _owners(cu_seqlens: Tensor, rows: Tensor) -> Tensor:
     """[R] int64: the number of the sample that each of `rows` (tokens of the pack) belongs to."""
     return torch.searchsorted(cu_seqlens[1:].long(), rows, right=True)
+
+
+def _upper(seals: Tensor) -> Tensor:
+    return (seals >> 32).to(torch.int32)
 
 
 def cut_routes(trace: RoutingTrace, samples: Sequence[str], cu_seqlens: Tensor, part: RankPart) -> RankRoutes:
@@ -53,7 +58,13 @@ def cut_routes(trace: RoutingTrace, samples: Sequence[str], cu_seqlens: Tensor, 
     rows = rows[rows >= 0]
     lengths = torch.bincount(_owners(cu_seqlens, rows), minlength=len(samples))
     wanted = take_rows(select_layers(trace, part.layers), rows)
-    return RankRoutes(part=part, samples=tuple(samples), lengths=tuple(lengths.tolist()), trace=wanted)
+    return RankRoutes(
+        part=part,
+        samples=tuple(samples),
+        lengths=tuple(lengths.tolist()),
+        trace=replace(wanted, seals=None),
+        seals=None if wanted.seals is None else _upper(wanted.seals),
+    )
 
 
 def fed_routes(
@@ -85,10 +96,12 @@ def fed_routes(
             f"sample {samples[n]}: {int(have[order[n]])} rows of routes for the {int(want[n])} of its tokens that are "
             "fed to this rank"
         )
-    found = take_rows(routes.trace, ragged_arange((have.cumsum(0) - have)[order], want))
-    if found.seals is not None:
+    take = ragged_arange((have.cumsum(0) - have)[order], want)
+    found = take_rows(routes.trace, take)
+    if routes.seals is not None:
         positions = rows - cu_seqlens.long()[owner]
-        broken = found.seals != row_seals(tokens[rows], found.experts, found.layers, positions=positions)
+        now = row_seals(tokens[rows], found.experts, found.layers, positions=positions)
+        broken = _upper(now) != routes.seals.index_select(0, take)
         if broken.any():
             i = int(broken.nonzero()[0])
             place = where(samples[int(owner[i])], found.layers, int(positions[i]))
