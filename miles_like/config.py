@@ -193,6 +193,18 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def routes_belong_to_their_log_probs(self) -> RunConfig:
+        """The embedded engine keeps a retracted request's routes; a stock server computes them anew."""
+        stale, pause = self.buffer.max_staleness, self.publish.pause_mode
+        if self.rollout.engine == "sglang" and self.replay.mode == "r3" and stale and pause == "retract":
+            raise ValueError(
+                f"buffer.max_staleness = {stale} and publish.pause_mode = 'retract': a stock server computes routes "
+                "of what it retracts anew under the new weights, which cannot be replayed with the old log-probs: set "
+                "publish.pause_mode = 'in_place' or buffer.max_staleness = 0 (or replay.mode = 'off')"
+            )
+        return self
+
+    @model_validator(mode="after")
     def schedule_fits_the_run(self) -> RunConfig:
         self.optimizer.over(self.train.optimizer_steps)
         return self

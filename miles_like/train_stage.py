@@ -92,7 +92,7 @@ class TrainStage:
             urls = servers.wait()
             self.console.print(
                 f"{'':12}{len(self.plan.of('trainer'))} trainer ranks, {len(urls)} rollout servers up "
-                f"after {time.perf_counter() - started:.0f} s"
+                f"after {time.perf_counter() - started:.0f} s{self._payload()}"
             )
             asyncio.run(self._loop(trainer, urls, source, held_out, began))
         finally:
@@ -206,18 +206,28 @@ class TrainStage:
         ]
         return RayServers(launches, self.run_dir / "logs")
 
-    def client(self, url: str, *, routing: bool = True) -> SGLangClient:
-        c, hf = self.config.rollout, self.hf.config
+    def _routing_shape(self) -> RoutingShape | None:
+        """None for a model without experts."""
+        hf = self.hf.config
         layers = self.family.moe_layers(hf)
-        shape = RoutingShape(
+        if not layers:
+            return None
+        return RoutingShape(
             num_layers=self.family.num_layers(hf),
             moe_layers=layers,
             top_k=self.family.top_k(hf),
             num_experts=self.family.num_experts(hf),
         )
+
+    def _payload(self) -> str:
+        shape = self._routing_shape()
+        return f"; {shape.payload}" if shape else ""
+
+    def client(self, url: str, *, routing: bool = True) -> SGLangClient:
+        c = self.config.rollout
         return SGLangClient(
             url,
-            routing=shape if layers and routing else None,
+            routing=self._routing_shape() if routing else None,
             prompts_per_request=c.prompts_per_request,
             request_timeout_s=c.request_timeout_s,
             pause_mode=PauseMode(self.config.publish.pause_mode),

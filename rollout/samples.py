@@ -15,6 +15,7 @@ from torch import Tensor
 
 from miles_like.types import Finish, Prompt, Sample, VersionSpan
 from rollout.wire import GenerateReply, WireSpan
+from routing_replay.ids import payload_line
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import joined
 
@@ -27,6 +28,16 @@ class RoutingShape:
     moe_layers: tuple[int, ...]  # [L] their numbers from 0
     top_k: int  # K
     num_experts: int
+
+    @property
+    def payload(self) -> str:
+        """For a log."""
+        return payload_line(
+            num_layers=self.num_layers,
+            moe_layers=len(self.moe_layers),
+            top_k=self.top_k,
+            num_experts=self.num_experts,
+        )
 
 
 def begun(prompt: Prompt, index: int) -> Sample:

@@ -111,3 +111,14 @@ def test_no_rollout_can_give_a_sample_that_is_too_long_to_train() -> None:
     said = str(e.value)
     for part in ("max_prompt_tokens = 40", "max_new_tokens = 25", "samples of 64 input", "holds 63", "raise train.max"):
         assert part in said
+
+
+def test_a_stock_server_must_not_retract_what_is_replayed() -> None:
+    """It would send routes of the new weights for tokens of the old; the embedded engine keeps them."""
+    keys = ["buffer.max_staleness=1", "publish.pause_mode=retract"]
+    load_config(TINY, keys)
+    stock = [*keys, "rollout.engine=sglang"]
+    with pytest.raises(ValueError, match=r"max_staleness = 1 and publish.pause_mode = 'retract'.*in_place"):
+        load_config(TINY, stock)
+    for way_out in ("publish.pause_mode=in_place", "buffer.max_staleness=0", "replay.mode=off"):
+        load_config(TINY, [*stock, way_out])
