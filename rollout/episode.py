@@ -22,7 +22,7 @@ async def run_groups(
     chosen by the policy, so a reward would teach nonsense) or when the reward failed.
     """
     groups = await engine.generate(prompts, n=n, params=params)
-    aborted = [f"{s.prompt_id}/{s.index}" for g in groups for s in g.samples if s.finish is Finish.ABORT]
+    aborted = [s.name for g in groups for s in g.samples if s.finish is Finish.ABORT]
     if aborted:
         which = ", ".join(aborted[:3]) + (", ..." if len(aborted) > 3 else "")
         raise RuntimeError(

@@ -84,8 +84,7 @@ class SampleReader:
             want, s = len(tokens[i]) - len(replies[i].output_ids), samples[i]
             if replies[i].prompt_tokens != want:
                 raise ValueError(
-                    f"sample {s.prompt_id}/{s.index} was sent with {want} tokens, the server counted "
-                    f"{replies[i].prompt_tokens}"
+                    f"sample {s.name} was sent with {want} tokens, the server counted {replies[i].prompt_tokens}"
                 )
         traces = self._traces([samples[i] for i in live], [tokens[i] for i in live], [replies[i] for i in live])
         out = [replace(s, finish=Finish.ABORT) for s in samples]
@@ -140,7 +139,7 @@ class SampleReader:
             top_k=shape.top_k,
             num_experts=shape.num_experts,
             start=start,
-            samples=[f"{s.prompt_id}/{s.index}" for s in samples],
+            samples=[s.name for s in samples],
         )
         out: list[RoutingTrace | None] = []
         for sample, trace, reply in zip(samples, read, replies, strict=True):

@@ -90,10 +90,23 @@ def row_seals(
 
 def layer_sums(experts: Tensor, *, start: int = 0) -> Tensor:
     """[L] int64 over rows at positions start, start + 1, ...: adds up over parts of a sample."""
+    return layer_sums_of(experts, [len(experts)], start=start)[0]
+
+
+def layer_sums_of(experts: Tensor, lengths: Sequence[int], *, start: int = 0) -> Tensor:
+    """[N, L] int64: the same of N samples end to end, `lengths` rows of each, all at once: a step has hundreds."""
     words = _words(experts)
-    at = _constants(torch.arange(start, start + len(words), device=words.device), _POSITION)
-    sums = _product(at, words.flatten(1)).view(-1, words.shape[2])
-    return (sums * _constants(torch.arange(words.shape[2], device=words.device), _WORD)).sum(-1)
+    layers, w = words.shape[1:]
+    longest = max(lengths, default=0)
+    constants = _constants(torch.arange(start, start + longest, device=words.device), _POSITION)
+    if len(lengths) == 1:
+        sums = _product(constants, words.flatten(1))[None]
+    else:
+        at = torch.cat([constants[:n] for n in lengths]) if lengths else constants
+        owner = torch.repeat_interleave(torch.tensor(lengths)).to(words.device)
+        sums = words.new_zeros(len(lengths), layers * w)
+        sums.index_add_(0, owner, at[:, None] * words.flatten(1))
+    return (sums.view(-1, layers, w) * _constants(torch.arange(w, device=words.device), _WORD)).sum(-1)
 
 
 def layer_numbers(layers: Sequence[int]) -> Tensor:

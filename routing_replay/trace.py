@@ -17,7 +17,7 @@ from torch import Tensor
 
 from routing_replay.diagnosis import what_happened
 from routing_replay.ids import check_ids, id_dtype, read_wire, where
-from routing_replay.seals import layer_numbers, layer_sums, row_seals
+from routing_replay.seals import layer_numbers, layer_sums, layer_sums_of, row_seals
 from routing_replay.versions import VersionSpan, joined, ordered
 
 
@@ -96,6 +96,21 @@ class RoutingTrace:
             )
         found = what_happened(tokens[:-1], self.experts, self.layers, self.seals, self.layer_seals)
         raise ValueError(f"{where(sample, found.layers, first)}: {found.what}")
+
+    @staticmethod
+    def verify_all(traces: Sequence[RoutingTrace], tokens: Sequence[Tensor], *, samples: Sequence[str]) -> None:
+        """`verify` of each, in the time of one: what a step asks of all its samples. Raises the first's ValueError."""
+        rows = [len(t) for t in traces]
+        if traces and all(
+            t.seals is not None and len(t) == len(fed) - 1 for t, fed in zip(traces, tokens, strict=True)
+        ):
+            whole = RoutingTrace.concat(traces)
+            fed = torch.cat([t[:-1] for t in tokens])
+            assert whole.seals is not None
+            if torch.equal(row_seals(fed, whole.experts, whole.layers, positions=_positions(rows, 0)), whole.seals):
+                return
+        for trace, own, sample in zip(traces, tokens, samples, strict=True):
+            trace.verify(own, sample=sample)
 
     # ---- rows and parts
 
@@ -210,9 +225,13 @@ class RoutingTrace:
             start=start,
             samples=samples or [str(i) for i in range(len(payloads))],
         )
+        fed = torch.cat([t[start:-1] for t in tokens])
+        seals = row_seals(fed, ids, layers, positions=_positions(rows, start))
+        layer_seals = layer_numbers(layers) + layer_sums_of(ids, rows, start=start)
+        parts = zip(torch.split(ids, rows), torch.split(seals, rows), layer_seals.unbind(), strict=True)
         return [
-            cls(experts=own, layers=tuple(layers), num_experts=num_experts).seal(fed[start:-1], start=start)
-            for own, fed in zip(torch.split(ids, rows), tokens, strict=True)
+            cls(experts=own, layers=tuple(layers), num_experts=num_experts, seals=s, layer_seals=by_layer)
+            for own, s, by_layer in parts
         ]
 
     def to_wire(self, *, num_layers: int) -> str:
@@ -220,6 +239,12 @@ class RoutingTrace:
         out = np.zeros((len(self), num_layers, self.top_k), dtype="<i4")
         out[:, list(self.layers)] = self.experts.to(torch.int32).numpy()
         return base64.b64encode(out.tobytes()).decode("ascii")
+
+
+def _positions(rows: Sequence[int], start: int) -> Tensor:
+    """[sum(rows)] int64: start, start + 1, ... of each sample."""
+    longest = torch.arange(start, start + max(rows, default=0))
+    return torch.cat([longest[:n] for n in rows]) if rows else longest
 
 
 def _all_or_none(what: str, parts: Sequence[Tensor | None]) -> Tensor | None:

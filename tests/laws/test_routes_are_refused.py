@@ -23,7 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from miles_like.types import Finish, Sample
+from miles_like.packing import pack
+from miles_like.types import Finish, Prompt, Sample, SampleGroup
 from routing_replay.align import place_rows, select_layers, take_rows, zigzag_index
 from routing_replay.ids import id_dtype, payload_line
 from routing_replay.seals import row_seals
@@ -214,8 +215,9 @@ def test_routes_of_another_sample(seed: int, shared: int) -> None:
     )
 
 
-def test_a_sample_cannot_be_made_with_them() -> None:
-    """The check is where samples are made, so scoring, restoring and continuing one repeat it."""
+def test_neither_a_sample_nor_a_batch_can_be_made_with_them() -> None:
+    """Versions and counts where samples are made, so that scoring, restoring and continuing one repeat it; seals where
+    a step is packed, of all its samples at once."""
     tokens, trace = made(5)
     mask = torch.arange(12) > 3
     spans = (VersionSpan(0, 0, 8),)
@@ -233,10 +235,18 @@ def test_a_sample_cannot_be_made_with_them() -> None:
             text="",
         )
 
+    def group(one: Sample) -> SampleGroup:
+        return SampleGroup(prompt=Prompt(id="p7", token_ids=(1,), answer=""), samples=(one,))
+
     scored = replace(sample(trace), reward=1.0)
     assert scored.routing is trace
+    shifted = sample(with_rows(trace, torch.arange(11).roll(1), seals=True))
+    whole = pack([group(scored)], [[1.0]], dp_size=1, max_tokens=99)
+    assert torch.equal(whole.grid[0][0].routing.experts, trace.experts)
     with pytest.raises(ValueError, match="sample p7/3, layers 1, 2, 3, 5, position 0: all rows are shifted by 1"):
-        sample(with_rows(trace, torch.arange(11).roll(1), seals=True))
+        pack([group(scored), group(shifted)], [[1.0], [1.0]], dp_size=1, max_tokens=99)
+    with pytest.raises(ValueError, match=r"10 routing rows for 12 tokens; want 11"):
+        sample(trace.map_rows(lambda x: x[:10]))
     with pytest.raises(ValueError, match=r"sample p7/3.*position 5.*computed under weight version 2.*under version 0"):
         sample(replace(trace, versions=(VersionSpan(0, 0, 5), VersionSpan(2, 5, 11))))
     with pytest.raises(ValueError, match="no seals"):
