@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_like.config import trainer_config
 from miles_like.config_io import dump_config, load_config, parse_override
 from miles_like.packing import pack_pairs
 from miles_like.placement import plan_placement
@@ -33,6 +34,8 @@ def test_every_shipped_configuration_loads_places_and_comes_back(path: Path, tmp
         ("train.steps=-1", "train.steps: Input should be greater than or equal to 0 (got -1)"),
         ("parallel.ep=3", "parallel.ep * parallel.etp = 3 does not divide tp * cp * dp = 2"),
         ("replay.mode=r4", "replay.mode"),
+        ("replay.gates=true", "replay.gates = true, but replay.mode = 'r3' holds no gates: set mode = 'r2'"),
+        ("train.steps_per_rollout=3", "train.steps_per_rollout = 3 does not divide train.groups_per_step = 64"),
         ("nonsense", "want section.key=value"),
         ("precision.format=bf16", "precision.qat does nothing with precision.format = 'bf16'"),
         ("precision.format=int5", "precision.format"),
@@ -45,6 +48,14 @@ def test_a_wrong_override_says_what_where_and_the_nearest_key(override: str, sai
         load_config(TINY, [override])
     assert said in str(e.value)
     assert "\n" not in str(e.value)
+
+
+def test_the_schedule_ends_with_the_last_optimizer_step() -> None:
+    """Learning rates are of optimizer steps; a run of 10 rollouts with 4 of them each has 40."""
+    changes = ["train.steps=10", "train.steps_per_rollout=4", "optimizer.schedule=linear", "optimizer.warmup_steps=20"]
+    assert trainer_config(load_config(TINY, changes), CONFIGS).optimizer.decay_steps == 40
+    with pytest.raises(ValueError, match="do not fit into decay_steps = 10"):
+        load_config(TINY, [c for c in changes if "rollout" not in c])
 
 
 def test_four_bits_that_the_trainer_does_not_know_of_are_asked_for_explicitly() -> None:

@@ -47,6 +47,7 @@ class World:
         self.rows: list[tuple[int, Mapping[str, float]]] = []
         self.staleness: list[int] = []
         self.trained: list[str] = []
+        self.steps = 0  # of the optimizer
 
     def next_prompts(self) -> list[Prompt]:
         self.dealt += 2
@@ -70,6 +71,7 @@ class World:
 
     async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
         self.log.append(f"train {self.version}")
+        self.steps += len(batches)
         await asyncio.sleep(self.train_s)
         return StepReport(version=self.version + 1, metrics={"train/loss": 1.0})
 
@@ -203,6 +205,21 @@ def test_a_step_that_cannot_be_trained_ends_the_loop_before_the_trainer_sees_it(
     with pytest.raises(ValueError, match=words):
         world.run(3)
     assert not any("train" in line for line in world.log) and world.version == 0
+
+
+class Halves(Unusable):
+    """Two optimizer steps a rollout."""
+
+    def pack(self, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> Sequence[TrainBatch]:
+        return pack_steps(groups, advantages, steps=2, dp_size=1, max_tokens=9)
+
+
+def test_a_rollout_is_published_once_whatever_its_optimizer_steps() -> None:
+    """Versions, and with them staleness, count publications."""
+    world = Halves(empty=False, max_tokens=9, advantage=1.0)
+    world.run(3)
+    assert world.steps == 6 and world.version == 3
+    assert [m["weight_version"] for _, m in world.rows] == [0, 1, 2, 3]
 
 
 def test_every_row_has_the_timings(tmp_path: Path) -> None:

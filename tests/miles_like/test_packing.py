@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from made_samples import group, rewarded, sample
 
 from miles_like import packing
-from miles_like.packing import pack, pack_pairs
+from miles_like.packing import pack, pack_pairs, pack_steps
 from miles_like.types import MicroBatch, SampleGroup, TrainBatch
 from routing_replay.trace import RoutingTrace
 
@@ -253,6 +253,23 @@ def test_fewer_samples_than_rows_get_a_masked_token():
         assert m.tokens.tolist() == [0] and m.cu_seqlens.tolist() == [0, 1] and m.advantages.tolist() == [0]
         assert m.routing is not None
         m.routing.check()
+
+
+def test_mini_batches_are_whole_groups_in_the_order_given():
+    """Every group is in one mini-batch, the first in the first; each is what `pack` makes of its groups alone,
+    with its own number of tokens under loss. Anything else than equal shares is refused, whatever the configuration."""
+    groups = numbered([(3, 2 + i % 5) for i in range(12)])  # 6 groups of 2
+    advantages = counting(groups)
+    steps = pack_steps(groups, advantages, steps=3, dp_size=2, max_tokens=MAX)
+    for i, batch in enumerate(steps):
+        part = slice(2 * i, 2 * i + 2)
+        alone = pack(groups[part], advantages[part], dp_size=2, max_tokens=MAX)
+        assert batch.loss_tokens == alone.loss_tokens and batch.versions == alone.versions
+        for ours, theirs in zip(cells(batch), cells(alone), strict=True):
+            assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.advantages, theirs.advantages)
+    assert len({b.loss_tokens for b in steps}) > 1
+    with pytest.raises(ValueError, match=r"6 groups do not divide into 4 mini-batches: change train.steps_per_rollout"):
+        pack_steps(groups, advantages, steps=4, dp_size=2, max_tokens=MAX)
 
 
 def test_a_sample_without_response_is_left_out():

@@ -1,4 +1,4 @@
-"""The tape: right rows for each key, every row exactly once, every violation by name.
+"""Tape and recorder: right rows for each key, every row exactly once, every violation by name.
 
 Letters: L MoE layers, K experts a token, E experts.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from routing_replay.tape import ReplayTape, Routes
+from routing_replay.tape import ReplayTape, RouteRecorder, Routes
 from routing_replay.trace import RoutingTrace
 
 LAYERS, K, E = (1, 2), 4, 16
@@ -119,3 +119,62 @@ def test_recomputation_left_over_is_named() -> None:
         for layer in LAYERS:
             tape.topk(micro, layer, recompute=True)
     tape.assert_drained()
+
+
+def recorded(recorder: RouteRecorder, *, skip: tuple[int, int] | None = None) -> RouteRecorder:
+    """Micro-batches of 5 and 7 rows, layers in the order in which a pipeline may come by."""
+    for layer in reversed(LAYERS):
+        for micro, rows in ((0, 5), (1, 7)):
+            if (micro, layer) != skip:
+                recorder.record(micro, layer, make(rows).experts[:, LAYERS.index(layer)].long())
+    return recorder
+
+
+def test_what_is_recorded_is_what_a_tape_replays() -> None:
+    """Keyed, not listed: the order of recording does not matter; ids are stored in the small type."""
+    tape = ReplayTape()
+    for micro, routes in enumerate(recorded(RouteRecorder(LAYERS, E)).routes(2)):
+        assert routes.trace.experts.dtype is torch.uint8 and routes.gates is None
+        tape.load(micro, routes)
+    for micro, rows in ((0, 5), (1, 7)):
+        for layer in LAYERS:
+            assert torch.equal(tape.topk(micro, layer), make(rows).experts[:, LAYERS.index(layer)].long())
+    tape.assert_drained()
+
+
+def test_gates_are_those_of_the_recorded_experts_in_their_order() -> None:
+    """Of probabilities over all experts; a tape gives each key its own, beside its ids."""
+    recorder, tape = recorded(RouteRecorder(LAYERS, E, gates=True)), ReplayTape()
+    for layer in LAYERS:
+        for micro, rows in ((0, 5), (1, 7)):
+            recorder.record_gates(micro, layer, (100 * layer + torch.arange(E)).float().expand(rows, E))
+    for micro, routes in enumerate(recorder.routes(2)):
+        tape.load(micro, routes)
+        for layer in LAYERS:
+            tape.topk(micro, layer)
+            ids, gates = tape.gates(micro, layer)
+            assert torch.equal(gates, (100 * layer + ids).float())
+
+
+def test_a_key_recorded_twice_or_of_another_layer() -> None:
+    """Two passes in one record, or an ordinal in place of the global number."""
+    recorder = recorded(RouteRecorder(LAYERS, E))
+    with pytest.raises(ValueError, match="micro-batch 1, layer 2: recorded twice"):
+        recorder.record(1, 2, make(7).experts[:, 1])
+    with pytest.raises(ValueError, match=r"micro-batch 0, layer 0: .* only of layers \[1, 2\]"):
+        recorder.record(0, 0, make(5).experts[:, 0])
+
+
+def test_an_incomplete_record_is_named() -> None:
+    """A router that was not asked, a micro-batch too many, gates that were never told."""
+    with pytest.raises(ValueError, match=r"3 of 4 routes were recorded.*: \(micro-batch 1, layer 2\)$"):
+        recorded(RouteRecorder(LAYERS, E), skip=(1, 2)).routes(2)
+    with pytest.raises(ValueError, match=r"2 of 2 .*missing: \(micro-batch 1, layer 1\), \(micro-batch 1, layer 2\)$"):
+        recorded(RouteRecorder(LAYERS, E)).routes(1)
+    with pytest.raises(ValueError, match="0 of 4 routes were recorded"):
+        recorded(RouteRecorder(LAYERS, E, gates=True)).routes(2)
+
+
+def test_gates_of_another_shape() -> None:
+    with pytest.raises(ValueError, match=r"gates \(5, 2, 3\) of experts \(5, 2, 4\)"):
+        Routes(trace=make(5), gates=torch.zeros(5, 2, 3))
