@@ -174,11 +174,10 @@ class ReplayConfig(Section):
     gates: bool = False
 
     @model_validator(mode="after")
-    def gates_are_recorded(self) -> ReplayConfig:
-        if self.gates and self.mode != "r2":
-            why = "holds no gates" if self.mode == "r3" else "replays nothing"
+    def gates_are_replayed(self) -> ReplayConfig:
+        if self.gates and self.mode == "off":
             raise ValueError(
-                f"replay.gates = true, but replay.mode = {self.mode!r} {why}: set mode = 'r2' or gates = false"
+                "replay.gates = true does nothing with replay.mode = 'off': set mode = 'r2' or gates = false"
             )
         return self
 

@@ -22,7 +22,8 @@ from megatron_bridge.config import ReplayConfig
 from megatron_bridge.model import every_router, routers
 from megatron_bridge.shard import Shard
 from routing_replay.agreement import topk_agreement
-from routing_replay.tape import ReplayTape, RouteRecorder, Routes
+from routing_replay.tape import ReplayTape, RouteRecorder
+from routing_replay.trace import RoutingTrace
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 # Where one pass takes its routes from: as replay.mode says; the routers' own, whatever it says; the same, recorded.
@@ -87,7 +88,7 @@ class RoutingReplay:
         *,
         forward_only: bool,
         source: Source = "mode",
-        routes: Sequence[Routes] | None = None,
+        routes: Sequence[RoutingTrace] | None = None,
     ) -> None:
         """Start a pass over these micro-batches; `routes` are what mode "r2" replays, without which a forward pass
         chooses by itself.
@@ -109,14 +110,14 @@ class RoutingReplay:
             for i, of_micro in enumerate(routes):
                 self._tape.load(i, of_micro)
 
-    @staticmethod
-    def _recorded(micro: int, shard: Shard) -> Routes:
-        if shard.routing is None:
+    def _recorded(self, micro: int, shard: Shard) -> RoutingTrace:
+        if shard.routing is None or (self.gates and shard.routing.weights is None):
+            missing = "expert choices" if shard.routing is None else "gates, which replay.gates = true asks for"
             raise ValueError(
-                f"replay.mode = r3, but micro-batch {micro} carries no expert choices: "
-                "let the rollout return them, or set replay.mode = off"
+                f"replay.mode = r3, but micro-batch {micro} carries no {missing}: "
+                f"let the rollout return them, or set replay.mode = {'off' if shard.routing is None else 'r2'}"
             )
-        return Routes(trace=shard.routing)
+        return shard.routing
 
     @property
     def micro(self) -> int:
@@ -141,11 +142,11 @@ class RoutingReplay:
         if self._tape is not None:
             self._tape.assert_drained()
 
-    def recorded(self) -> list[Routes]:
+    def recorded(self) -> list[RoutingTrace]:
         """What a pass with source "record" took down of each micro-batch. Raises ValueError unless that is every
         (micro-batch, layer), once."""
         assert self._recorder is not None, "nothing was recorded"
-        return self._recorder.routes(len(self._shards))
+        return self._recorder.traces(len(self._shards))
 
     def route(
         self, layer: int, scores: Tensor, native: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -175,7 +176,7 @@ class RoutingReplay:
         if self._tape is None:
             return probs
         ids, gates = self._tape.gates(self._micro, layer, recompute=self._in_backward)
-        return torch.zeros_like(probs).scatter(1, ids, gates.to(probs.dtype)) + 0.0 * probs
+        return torch.zeros_like(probs).scatter(1, ids, gates.to(probs)) + 0.0 * probs
 
     def _count(self, layer: int, chosen: Tensor, replayed: Tensor | None) -> None:
         shard = self._shards[self._micro]

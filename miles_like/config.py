@@ -212,6 +212,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def this_version_can_do_it(self) -> RunConfig:
         """A key that would silently do nothing is worse than one that is refused."""
+        if self.replay.gates and self.replay.mode == "r3":
+            raise ValueError(
+                "replay.gates = true with replay.mode = 'r3': no rollout engine returns its gates; set mode = 'r2'"
+            )
         if self.alignment.deterministic:
             raise ValueError("alignment.deterministic = true: this version measures the mismatch only; set it to false")
         return self

@@ -7,7 +7,6 @@ layer number).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,18 +15,6 @@ from routing_replay.ids import id_dtype
 from routing_replay.trace import RoutingTrace
 
 Key = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Routes:
-    """What is replayed in one micro-batch, cut to one rank's rows and layers."""
-
-    trace: RoutingTrace  # [rows, L, K]
-    gates: Tensor | None = None  # [rows, L, K]: what each expert's output was weighted by; None: the router computes it
-
-    def __post_init__(self) -> None:
-        if self.gates is not None and self.gates.shape != self.trace.experts.shape:
-            raise ValueError(f"gates {tuple(self.gates.shape)} of experts {tuple(self.trace.experts.shape)}")
 
 
 class ReplayTape:
@@ -40,14 +27,14 @@ class ReplayTape:
 
     def __init__(self, *, expect_recompute: bool = False) -> None:
         self.expect_recompute = expect_recompute
-        self._routes: dict[int, Routes] = {}
+        self._traces: dict[int, RoutingTrace] = {}
         self._asked: dict[bool, set[Key]] = {False: set(), True: set()}  # by `recompute`
 
-    def load(self, micro: int, routes: Routes) -> None:
+    def load(self, micro: int, trace: RoutingTrace) -> None:
         """Give micro-batch `micro` its rows, already cut to this rank's tokens and layers."""
-        if micro in self._routes:
+        if micro in self._traces:
             raise ValueError(f"micro-batch {micro} was loaded twice: each step has a tape of its own")
-        self._routes[micro] = routes
+        self._traces[micro] = trace
 
     def topk(self, micro: int, layer: int, *, recompute: bool = False, rows: int | None = None) -> Tensor:
         """Expert ids [rows, K] int64 of one micro-batch in one layer (its global number), in the rollout's order.
@@ -56,9 +43,9 @@ class ReplayTape:
         asked before, is recomputed before its forward pass or without `expect_recompute`, or has other rows.
         """
         where = f"micro-batch {micro}, layer {layer}"
-        if micro not in self._routes:
-            raise ValueError(f"{where}: never loaded; loaded are micro-batches {sorted(self._routes)}")
-        trace = self._routes[micro].trace
+        if micro not in self._traces:
+            raise ValueError(f"{where}: never loaded; loaded are micro-batches {sorted(self._traces)}")
+        trace = self._traces[micro]
         if layer not in trace.layers:
             raise ValueError(f"{where}: no routes of this layer, only of layers {list(trace.layers)}")
         if rows is not None and rows != len(trace):
@@ -76,14 +63,14 @@ class ReplayTape:
     def gates(self, micro: int, layer: int, *, recompute: bool = False) -> tuple[Tensor, Tensor]:
         """(expert ids [rows, K] int64, their gates [rows, K]) of a key whose `topk` was asked in the same pass."""
         assert (micro, layer) in self._asked[recompute], f"micro-batch {micro}, layer {layer}: gates before experts"
-        routes = self._routes[micro]
-        assert routes.gates is not None, f"micro-batch {micro} was loaded without gates"
-        column = routes.trace.layers.index(layer)
-        return routes.trace.experts[:, column].to(torch.int64), routes.gates[:, column]
+        trace = self._traces[micro]
+        assert trace.weights is not None, f"micro-batch {micro} was loaded without gates"
+        column = trace.layers.index(layer)
+        return trace.experts[:, column].to(torch.int64), trace.weights[:, column]
 
     def assert_drained(self) -> None:
         """Raises ValueError naming the keys that a forward pass, or an expected recomputation, left unused."""
-        keys = {(micro, layer) for micro, routes in self._routes.items() for layer in routes.trace.layers}
+        keys = {(micro, layer) for micro, trace in self._traces.items() for layer in trace.layers}
         for recompute in (False, True) if self.expect_recompute else (False,):
             unused = sorted(keys - self._asked[recompute])
             if unused:
@@ -118,7 +105,7 @@ class RouteRecorder:
         assert (micro, layer) not in self._gates, f"micro-batch {micro}, layer {layer}: gates recorded twice"
         self._gates[micro, layer] = probs.detach().gather(1, self._experts[micro, layer].to(torch.int64))
 
-    def routes(self, micros: int) -> list[Routes]:
+    def traces(self, micros: int) -> list[RoutingTrace]:
         """Of micro-batches 0 .. micros-1. Raises ValueError unless just these were recorded, in every layer."""
         keys = {(micro, layer) for micro in range(micros) for layer in self.layers}
         for found in (self._experts, self._gates):
@@ -130,9 +117,12 @@ class RouteRecorder:
                 )
         return [self._of(micro) for micro in range(micros)] if self.layers else []
 
-    def _of(self, micro: int) -> Routes:
+    def _of(self, micro: int) -> RoutingTrace:
         experts = torch.stack([self._experts[micro, layer] for layer in self.layers], 1)
-        trace = RoutingTrace(experts=experts, layers=self.layers, num_experts=self.num_experts)
-        if self._gates is None:
-            return Routes(trace=trace)
-        return Routes(trace=trace, gates=torch.stack([self._gates[micro, layer] for layer in self.layers], 1))
+        gates = None if self._gates is None else [self._gates[micro, layer] for layer in self.layers]
+        return RoutingTrace(
+            experts=experts,
+            layers=self.layers,
+            num_experts=self.num_experts,
+            weights=None if gates is None else torch.stack(gates, 1).float(),
+        )

@@ -181,6 +181,16 @@ def _r2(hf: str, start: Path, out: Found) -> None:
             metrics = dict(t.step(rows[0], tokens[0], 1).metrics)
             out[f"{name}, one"] = metrics, [h["logprobs"] for h in loss.heard]
             out[f"{name}, one, gradients"] = {n: p.main_grad.clone() for n, p in t.models[0].named_parameters()}
+    with _trainer(hf, start, GATES) as (t, _):
+        rows, tokens = _rollout(t, 0)
+        own = t._step.old_policy(rows[0]).routes  # a single rank's are in the order of the tokens
+    for name, record in {"r3 gates": own, "r3 no gates": [replace(trace, weights=None) for trace in own]}.items():
+        with _trainer(hf, start, {"mode": "r3", "gates": True}) as (t, loss):
+            row = [replace(b, routing=trace) for b, trace in zip(rows[0], record, strict=True)]
+            try:
+                out[f"{name}, one"] = dict(t.step(row, tokens[0], 1).metrics), [h["logprobs"] for h in loss.heard]
+            except ValueError as e:
+                out[name] = str(e)
     with _trainer(hf, start, GATES, router_aux_loss=0.05) as (t, _):
         rows, tokens = _rollout(t, 0)
         t.step(rows[0], tokens[0], 1)
@@ -297,6 +307,13 @@ def test_with_one_step_r2_is_the_identity(found: Found, name: str) -> None:
     want, have = found["off, one, gradients"], found[f"{name}, one, gradients"]
     if name == "r2":
         assert _same(list(want.values()), list(have.values()))
+
+
+def test_gates_that_come_with_the_rollouts_routes_are_replayed_under_r3(found: Found) -> None:
+    """The trainer's own, sent as if by an engine: the identity. An engine that sends experts alone is told so."""
+    (off, logprobs), (got, again) = found["off, one"], found["r3 gates, one"]
+    assert off["train/loss"] == got["train/loss"] and _same(logprobs, again)
+    assert "micro-batch 0 carries no gates" in found["r3 no gates"]
 
 
 def test_replayed_gates_are_constants(found: Found) -> None:

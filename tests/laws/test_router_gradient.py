@@ -30,7 +30,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_bridge.config import ReplayConfig  # noqa: E402
 from megatron_bridge.replay_hook import RoutingReplay  # noqa: E402
 from megatron_bridge.router import MaskedRouter  # noqa: E402
-from routing_replay.tape import Routes  # noqa: E402
 from routing_replay.trace import RoutingTrace  # noqa: E402
 
 T, H, E, K = 24, 12, 16, 4
@@ -194,8 +193,8 @@ def test_recorded_gates_are_what_counts(kind: str) -> None:
     """Any numbers, of any experts, come out as they were recorded: neither normalized nor scaled once more."""
     bench = Bench(kind, SCALE, mode="r2", gates=True)
     ids, gates = _others(bench.own()), torch.rand(T, 1, K) + 0.1
-    trace = RoutingTrace(experts=ids[:, None].to(torch.uint8), layers=(0,), num_experts=E)
-    bench.load(None, forward_only=False, routes=[Routes(trace=trace, gates=gates)])
+    trace = RoutingTrace(experts=ids[:, None].to(torch.uint8), layers=(0,), num_experts=E, weights=gates)
+    bench.load(None, forward_only=False, routes=[trace])
     probs, weight, x = bench.run()
     assert torch.equal(probs, torch.zeros(T, E).scatter(1, ids, gates[:, 0]))
     assert not weight.any() and x is not None and not x.any()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from routing_replay.tape import ReplayTape, RouteRecorder, Routes
+from routing_replay.tape import ReplayTape, RouteRecorder
 from routing_replay.trace import RoutingTrace
 
 LAYERS, K, E = (1, 2), 4, 16
@@ -22,8 +22,8 @@ def make(rows: int) -> RoutingTrace:
 
 def loaded(*, expect_recompute: bool = False) -> ReplayTape:
     tape = ReplayTape(expect_recompute=expect_recompute)
-    tape.load(0, Routes(trace=make(5)))
-    tape.load(1, Routes(trace=make(7)))
+    tape.load(0, make(5))
+    tape.load(1, make(7))
     return tape
 
 
@@ -89,7 +89,7 @@ def test_unexpected_and_early_recomputation() -> None:
 def test_loaded_twice() -> None:
     """Two micro-batches under one number would hide each other's rows."""
     with pytest.raises(ValueError, match="micro-batch 0 was loaded twice"):
-        loaded().load(0, Routes(trace=make(5)))
+        loaded().load(0, make(5))
 
 
 def test_a_refusal_uses_nothing_up() -> None:
@@ -133,9 +133,9 @@ def recorded(recorder: RouteRecorder, *, skip: tuple[int, int] | None = None) ->
 def test_what_is_recorded_is_what_a_tape_replays() -> None:
     """Keyed, not listed: the order of recording does not matter; ids are stored in the small type."""
     tape = ReplayTape()
-    for micro, routes in enumerate(recorded(RouteRecorder(LAYERS, E)).routes(2)):
-        assert routes.trace.experts.dtype is torch.uint8 and routes.gates is None
-        tape.load(micro, routes)
+    for micro, trace in enumerate(recorded(RouteRecorder(LAYERS, E)).traces(2)):
+        assert trace.experts.dtype is torch.uint8 and trace.weights is None
+        tape.load(micro, trace)
     for micro, rows in ((0, 5), (1, 7)):
         for layer in LAYERS:
             assert torch.equal(tape.topk(micro, layer), make(rows).experts[:, LAYERS.index(layer)].long())
@@ -148,8 +148,8 @@ def test_gates_are_those_of_the_recorded_experts_in_their_order() -> None:
     for layer in LAYERS:
         for micro, rows in ((0, 5), (1, 7)):
             recorder.record_gates(micro, layer, (100 * layer + torch.arange(E)).float().expand(rows, E))
-    for micro, routes in enumerate(recorder.routes(2)):
-        tape.load(micro, routes)
+    for micro, trace in enumerate(recorder.traces(2)):
+        tape.load(micro, trace)
         for layer in LAYERS:
             tape.topk(micro, layer)
             ids, gates = tape.gates(micro, layer)
@@ -168,13 +168,8 @@ def test_a_key_recorded_twice_or_of_another_layer() -> None:
 def test_an_incomplete_record_is_named() -> None:
     """A router that was not asked, a micro-batch too many, gates that were never told."""
     with pytest.raises(ValueError, match=r"3 of 4 routes were recorded.*: \(micro-batch 1, layer 2\)$"):
-        recorded(RouteRecorder(LAYERS, E), skip=(1, 2)).routes(2)
+        recorded(RouteRecorder(LAYERS, E), skip=(1, 2)).traces(2)
     with pytest.raises(ValueError, match=r"2 of 2 .*missing: \(micro-batch 1, layer 1\), \(micro-batch 1, layer 2\)$"):
-        recorded(RouteRecorder(LAYERS, E)).routes(1)
+        recorded(RouteRecorder(LAYERS, E)).traces(1)
     with pytest.raises(ValueError, match="0 of 4 routes were recorded"):
-        recorded(RouteRecorder(LAYERS, E, gates=True)).routes(2)
-
-
-def test_gates_of_another_shape() -> None:
-    with pytest.raises(ValueError, match=r"gates \(5, 2, 3\) of experts \(5, 2, 4\)"):
-        Routes(trace=make(5), gates=torch.zeros(5, 2, 3))
+        recorded(RouteRecorder(LAYERS, E, gates=True)).traces(2)
