@@ -16,8 +16,8 @@ Stats = dict[str, Stat]
 
 
 def combine(parts: Sequence[Mapping[str, Stat]]) -> Stats:
-    """Of several micro-batches or optimizer steps: means over all their items, the largest of all. A statistic that
-    some parts lack is that of the others."""
+    """Of several micro-batches or optimizer steps: means over all their items, sums, the largest or smallest of all. A
+    statistic that some parts lack is that of the others."""
     out: Stats = {}
     for stats in parts:
         for name, stat in stats.items():
@@ -31,15 +31,12 @@ def values(stats: Mapping[str, Stat]) -> dict[str, float]:
 
 
 def _both(a: Stat, b: Stat) -> Stat:
-    if a.reduce is Reduce.MAX:
-        return Stat(torch.maximum(a.total, b.total), a.count + b.count, a.reduce)
-    return Stat(a.total + b.total, a.count + b.count, a.reduce)
+    of_totals = {Reduce.MAX: torch.maximum, Reduce.MIN: torch.minimum}.get(a.reduce, torch.add)
+    return Stat(of_totals(a.total, b.total), a.count + b.count, a.reduce)
 
 
 def _value(stat: Stat) -> float:
-    if stat.reduce is Reduce.MAX:
-        return float(stat.total)
-    return float(stat.total / stat.count)
+    return float(stat.total / stat.count if stat.reduce is Reduce.MEAN else stat.total)
 
 
 def gather(outputs: Sequence[Mapping[str, Stat]], parallel: ParallelContext, device: torch.device) -> Stats:
@@ -48,17 +45,18 @@ def gather(outputs: Sequence[Mapping[str, Stat]], parallel: ParallelContext, dev
     kinds = _share_names({name: str(stat.reduce) for name, stat in sorted(local.items())}, parallel, device)
     sums = torch.zeros(len(kinds), 2, dtype=torch.float64, device=device)
     tops = torch.full((len(kinds),), -math.inf, dtype=torch.float64, device=device)
+    sign: dict[str, int] = {Reduce.MAX: 1, Reduce.MIN: -1}  # the smallest is the largest of the negatives
     if parallel.speaks:
         for i, (name, kind) in enumerate(kinds.items()):
             sums[i, 1] = local[name].count
-            if kind == Reduce.MAX:
-                tops[i] = local[name].total
+            if kind in sign:
+                tops[i] = sign[kind] * local[name].total
             else:
                 sums[i, 0] = local[name].total
     dist.all_reduce(sums)
     dist.all_reduce(tops, dist.ReduceOp.MAX)
     return {
-        name: Stat(tops[i] if kind == Reduce.MAX else sums[i, 0], sums[i, 1], Reduce(kind))
+        name: Stat(sign[kind] * tops[i] if kind in sign else sums[i, 0], sums[i, 1], Reduce(kind))
         for i, (name, kind) in enumerate(kinds.items())
     }
 

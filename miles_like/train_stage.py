@@ -67,6 +67,7 @@ class TrainStage:
         cuda = config.cluster.gpus_per_node > 0
         resolve(self.trainer, self.hf.config, cuda=cuda, te=cuda)  # refuses before anything is started
         self.tokenizer = _tokenizer(served)
+        self.algorithm = make_algorithm(config.algorithm, config.correction)
         self.plan = plan_placement(config.cluster, config.parallel, config.rollout)
         self.tokens_total = 0
         self.saving: RunState | None = None  # of a checkpoint that is not whole yet
@@ -82,9 +83,7 @@ class TrainStage:
         servers = self.servers(began[1].weight_version if began else 0)
         try:
             trainer = RayTrainer(
-                MegatronFactory(
-                    trainer_config(self.config, self.served), self.weights, make_algorithm(self.config.algorithm).loss
-                ),
+                MegatronFactory(trainer_config(self.config, self.served), self.weights, self.algorithm.loss),
                 self.plan.of("trainer"),
                 dp_size=self.config.parallel.dp,
                 log_dir=self.run_dir / "logs",
@@ -123,7 +122,7 @@ class TrainStage:
         with _Bar(config.train.steps, self.console) as (progress, task):
             controller = Controller(
                 trainer=trainer,
-                algorithm=make_algorithm(config.algorithm),
+                algorithm=self.algorithm,
                 buffer=DataBuffer(max_staleness=config.buffer.max_staleness),
                 next_prompts=lambda: source.take(config.train.groups_per_step),
                 rollout=lambda step, prompts: run_groups(

@@ -170,12 +170,15 @@ class Reduce(StrEnum):
     """How a statistic combines over micro-batches and ranks."""
 
     MEAN = "mean"  # sum of totals / sum of counts
+    SUM = "sum"
     MAX = "max"
+    MIN = "min"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stat:
-    """A statistic that can still be combined: `total` over `count` items (MEAN), or the largest so far (MAX)."""
+    """A statistic that can still be combined: `total` over `count` items (MEAN), of them (SUM), or the largest or
+    smallest so far (MAX, MIN)."""
 
     total: Tensor  # [] fp32
     count: Tensor  # [] fp32

@@ -1,10 +1,11 @@
 """How far the trainer's log-probabilities are from those the rollout sampled with.
 
-Letters: T packed tokens.
+Letters: N samples a pack, T packed tokens.
 
-With delta_t = log p_train(y_t) - log p_rollout(y_t) and rho_t = exp(delta_t), over tokens under loss. When trainer and
-rollout hold the same weights (no staleness, measured in the forward before the update) delta is pure mismatch: two
-kernels, two precisions or two routings for one model. It is exactly 0 in deterministic mode.
+With delta_t = log p_old(y_t) - log p_rollout(y_t) and rho_t = exp(delta_t), over tokens under loss; p_old is the
+trainer's probability before the rollout's first optimizer step. When trainer and rollout hold the same weights (no
+staleness) delta is pure mismatch: two kernels, two precisions or two routings for one model. It is exactly 0 in
+deterministic mode.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from miles_like.algorithms.sequences import sequence_lengths, sequence_sums
 from miles_like.types import Reduce, Stat
 
 EXTREME_RATIO = 2.0  # tau of F(tau) in the R3 paper, arXiv:2510.11370
+SAFE_LOG = 20.0  # exp(20) is 5e8: beyond it a ratio says only "very different", and its square would leave fp32
 
-_RHO_SUM = "mismatch/rho_mean"
-_RHO_SQUARE_SUM = "mismatch/rho_sq_mean"
+_RHO = "mismatch/rho{}_mean"
+_RHO_SQUARE = "mismatch/rho{}_sq_mean"
 
 
 def mean_stat(values: Tensor, mask: Tensor) -> Stat:
@@ -29,49 +32,83 @@ def mean_stat(values: Tensor, mask: Tensor) -> Stat:
     return Stat(total=chosen.sum(), count=_count(chosen))
 
 
+def sum_stat(values: Tensor, mask: Tensor) -> Stat:
+    """Sum of `values` [T] where `mask` [T]."""
+    chosen = values.detach()[mask].float()
+    return Stat(total=chosen.sum(), count=_count(chosen), reduce=Reduce.SUM)
+
+
 def max_stat(values: Tensor, mask: Tensor) -> Stat:
     """Largest of non-negative `values` [T] where `mask` [T]; 0 over no token, which no larger value loses to."""
     chosen = values.detach()[mask].float()
     return Stat(total=chosen.max() if len(chosen) else chosen.new_zeros(()), count=_count(chosen), reduce=Reduce.MAX)
 
 
+def min_stat(values: Tensor, mask: Tensor) -> Stat:
+    """Smallest of `values` [T] where `mask` [T]; infinity over no token, which no smaller value loses to."""
+    chosen = values.detach()[mask].float()
+    total = chosen.min() if len(chosen) else chosen.new_full((), math.inf)
+    return Stat(total=total, count=_count(chosen), reduce=Reduce.MIN)
+
+
 def _count(chosen: Tensor) -> Tensor:
     return torch.tensor(float(chosen.numel()), device=chosen.device)
 
 
-def mismatch_stats(*, logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> dict[str, Stat]:
-    """[T] each -> statistics over tokens under loss. A token whose delta is not finite is counted and kept out.
+def mismatch_stats(
+    *, old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
+) -> dict[str, Stat]:
+    """[T] each, [N+1] int32 -> statistics over tokens under loss.
 
-    * logprob_abs_diff, logprob_abs_diff_max: |delta|
-    * kl: k3 = rho - 1 - delta, whose mean estimates KL(rollout || train) (http://joschu.net/blog/kl-approx.html)
-    * extreme_frac: max(rho, 1 / rho) > 2
-    * nan_frac: delta is nan or infinite
-    * rho_mean, rho_sq_mean: what `finish` makes the effective sample size of
+    A token whose delta is not finite is counted and kept out, and so is its sample from what is of samples. Definitions
+    are in docs/metrics.md; `rho..._mean` and `rho..._sq_mean` are what `finish` makes ess and chi2 of. Ratios are those
+    of logs clamped to +-20.
     """
-    delta = (logprobs - rollout_logprobs).detach().float()
+    delta = (old_logprobs - rollout_logprobs).detach().float()
     finite = torch.isfinite(delta)
     good = loss_mask & finite
-    delta = torch.where(good, delta, torch.zeros_like(delta))
-    rho = delta.exp()
+    delta = torch.where(good, delta, 0.0)
+    safe = delta.clamp(-SAFE_LOG, SAFE_LOG)
+    extreme = delta.abs() > math.log(EXTREME_RATIO)
+    bad = loss_mask & ~finite
+    sums = sequence_sums(delta, loss_mask=loss_mask, cu_seqlens=cu_seqlens).clamp(-SAFE_LOG, SAFE_LOG)  # [N]
+    whole = sequence_sums(bad.double(), loss_mask=loss_mask, cu_seqlens=cu_seqlens) == 0
+    whole &= sequence_lengths(loss_mask=loss_mask, cu_seqlens=cu_seqlens) > 0
     return {
         "mismatch/logprob_abs_diff": mean_stat(delta.abs(), good),
         "mismatch/logprob_abs_diff_max": max_stat(delta.abs(), good),
-        "mismatch/kl": mean_stat(torch.expm1(delta) - delta, good),
-        "mismatch/extreme_frac": mean_stat((delta.abs() > math.log(EXTREME_RATIO)).float(), good),
-        "mismatch/nan_frac": mean_stat((~finite).float(), loss_mask),
-        _RHO_SUM: mean_stat(rho, good),
-        _RHO_SQUARE_SUM: mean_stat(rho.square(), good),
+        "mismatch/prob_abs_diff": mean_stat((old_logprobs.exp() - rollout_logprobs.exp()).abs(), good),
+        "mismatch/k1": mean_stat(-delta, good),
+        "mismatch/k2": mean_stat(delta.square() / 2, good),
+        "mismatch/kl": mean_stat(torch.expm1(safe) - safe, good),
+        "mismatch/extreme_frac": mean_stat(extreme, good),
+        "mismatch/extreme_count": sum_stat(extreme, good),
+        "mismatch/nan_frac": mean_stat(bad, loss_mask),
+        "mismatch/nan_count": sum_stat(bad, loss_mask),
+        **_moments("", safe, good),
+        **_moments("_sequence", sums, whole),
+    }
+
+
+def _moments(of: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Stat]:
+    return {
+        _RHO.format(of): mean_stat(log_ratio.exp(), mask),
+        _RHO_SQUARE.format(of): mean_stat((2 * log_ratio).exp(), mask),
     }
 
 
 def finish(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Reduced metrics with `mismatch/ess` in place of the two means it is made of.
+    """Reduced metrics with `mismatch/ess` and `mismatch/chi2`, of tokens and of samples, in place of the means that
+    they are made of.
 
-    ESS = (sum rho)^2 / (n sum rho^2) = mean(rho)^2 / mean(rho^2), in (0, 1]. A quotient of sums is no sum: it can be
-    formed only after the reduction over micro-batches and ranks. Other metrics pass through, so it is safe twice.
+    ESS = (sum rho)^2 / (n sum rho^2) = mean(rho)^2 / mean(rho^2), in (0, 1]; chi2 = mean(rho^2) - 1. A quotient of sums
+    is no sum: it can be formed only after the reduction over micro-batches and ranks. Other metrics pass through, so it
+    is safe twice.
     """
     out = dict(metrics)
-    mean, square = out.pop(_RHO_SUM, None), out.pop(_RHO_SQUARE_SUM, None)
-    if mean is not None and square:
-        out["mismatch/ess"] = mean * mean / square
+    for of in ("", "_sequence"):
+        mean, square = out.pop(_RHO.format(of), None), out.pop(_RHO_SQUARE.format(of), None)
+        if mean is not None and square:
+            out[f"mismatch/ess{of}"] = mean * mean / square
+            out[f"mismatch/chi2{of}"] = square - 1
     return out

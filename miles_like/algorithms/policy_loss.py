@@ -7,32 +7,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
 
+from miles_like.algorithms.correction import Correction
 from miles_like.algorithms.mismatch import max_stat, mean_stat, mismatch_stats
+from miles_like.algorithms.sequences import sequence_means, to_tokens
 from miles_like.types import Stat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedLoss:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), r = p_train / p_old (PPO, arXiv:1707.06347 eq. 7).
+    """-w min(r A, clip(r, 1 - low, 1 + high) A), r = p_train / p_old (PPO, arXiv:1707.06347 eq. 7).
 
-    With `old_logprobs` p_old is what the trainer itself gave the tokens before the rollout's first optimizer step.
-    Without them the rollout's own log-probabilities are the old policy's: there is one update a rollout, so a second
-    forward of the old weights would measure only the mismatch, which then would hide in the denominator. Mismatch is
-    in either case that of the weights before the first step against the rollout. Two-sided bounds are DAPO's
-    (arXiv:2503.14476).
+    Two-sided bounds are DAPO's (arXiv:2503.14476). With ratio_of = "sequence", r is that of the whole sample, the
+    geometric mean exp(mean over its tokens of log p_train - log p_old), and the gradient goes through it (GSPO,
+    arXiv:2507.18071 eq. 5 to 7). The paper then means over samples; here a sample's loss stands at each of its tokens,
+    so it weighs by its length, as everything does that is divided by the batch's number of tokens.
+
+    Who p_old is, and the weight w against the rest of the mismatch, detached:
+
+    * with a correction: the trainer before this rollout's first optimizer step. These are `old_logprobs`, or when they
+      are None (one step a rollout) `logprobs.detach()`: then r is 1 and only its gradient matters. w is a function of
+      p_old / p_rollout (correction.py).
+    * without a correction, `old_logprobs` given: the same p_old; w is 1 and the mismatch stays in the loss,
+      uncorrected.
+    * without a correction, `old_logprobs` None: the rollout itself. The clipped ratio then holds the mismatch. w is 1.
+
+    Mismatch is in all three of the trainer before the first step against the rollout.
 
     With kl_coefficient > 0, plus kl_coefficient * k3, k3 = exp(d) - 1 - d with d = log p_ref - log p_train (GRPO,
     arXiv:2402.03300 eq. 4; the estimator is Schulman's, http://joschu.net/blog/kl-approx.html): never negative, and
-    its mean over the policy's own samples is KL(train || ref). It is not clipped.
+    its mean over the policy's own samples is KL(train || ref). It is neither clipped nor weighted.
     """
 
     clip_low: float
     clip_high: float
     kl_coefficient: float = 0.0
+    ratio_of: Literal["token", "sequence"] = "token"
+    correction: Correction | None = None
 
     def __post_init__(self) -> None:
         if not (0 < self.clip_low <= 1 and self.clip_high > 0):
@@ -54,31 +69,30 @@ class ClippedLoss:
     ) -> tuple[Tensor, Mapping[str, Stat]]:
         """[T] loss, 0 where not `loss_mask`, and statistics over tokens under loss (docs/metrics.md).
 
-        `train/kl_ref` is there when `ref_logprobs` is. A nan in `logprobs` under the mask comes out as a nan loss; it
-        is never replaced.
+        `train/kl_ref` is there when `ref_logprobs` is. A nan in `logprobs` under the mask comes out as a nan loss, and
+        with a correction so does one in `rollout_logprobs` or `old_logprobs`; it is never replaced.
         """
         assert ref_logprobs is not None or not self.kl_coefficient, "kl_coefficient > 0, but nobody kept a reference"
-        # Outside the mask the log-ratio is set to 0 before exp, so nothing there can overflow into the gradient.
-        before = rollout_logprobs if old_logprobs is None else old_logprobs
-        delta = torch.where(loss_mask, logprobs - before, 0.0)  # [T]
-        ratio = delta.exp()
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        loss = torch.where(loss_mask, -torch.minimum(ratio * advantages, clipped * advantages), 0.0)
-        cut_low = (advantages < 0) & (ratio < 1 - self.clip_low)
-        cut_high = (advantages > 0) & (ratio > 1 + self.clip_high)
-        stats = {
+        before = logprobs.detach() if old_logprobs is None else old_logprobs  # [T] by the trainer
+        policy = rollout_logprobs if self.correction is None and old_logprobs is None else before
+        # Outside the mask log-ratio and advantage are set to 0, so nothing there can overflow into the gradient.
+        delta = torch.where(loss_mask, logprobs - policy, 0.0)  # [T]
+        surrogate, stats = self._clipped(delta, torch.where(loss_mask, advantages, 0.0), loss_mask, cu_seqlens)
+        sides: _Sides = {
+            "old_logprobs": before,
+            "rollout_logprobs": rollout_logprobs,
+            "loss_mask": loss_mask,
+            "cu_seqlens": cu_seqlens,
+        }
+        if self.correction is not None:
+            weight, of_weights = self.correction.weights(**sides)
+            surrogate, stats = surrogate * weight, stats | of_weights
+        loss = torch.where(loss_mask, -surrogate, 0.0)
+        stats |= {
             "train/pg_loss": mean_stat(loss, loss_mask),
             "train/entropy": mean_stat(entropy, loss_mask),
             "train/kl_old": mean_stat(-delta, loss_mask),
-            "train/clip_frac/low": mean_stat(cut_low.float(), loss_mask),
-            "train/clip_frac/high": mean_stat(cut_high.float(), loss_mask),
-            "train/is_weight/mean": mean_stat(ratio, loss_mask),
-            "train/is_weight/max": max_stat(ratio, loss_mask),
-            **mismatch_stats(
-                logprobs=logprobs if old_logprobs is None else old_logprobs,
-                rollout_logprobs=rollout_logprobs,
-                loss_mask=loss_mask,
-            ),
+            **mismatch_stats(**sides),
         }
         if ref_logprobs is not None:
             above = torch.where(loss_mask, ref_logprobs - logprobs, 0.0)  # [T]
@@ -87,3 +101,31 @@ class ClippedLoss:
             if self.kl_coefficient:
                 loss = loss + self.kl_coefficient * k3
         return loss, stats
+
+    def _clipped(
+        self, delta: Tensor, advantages: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
+    ) -> tuple[Tensor, dict[str, Stat]]:
+        """[T] min(r A, clip(r) A) from [T] log-ratios, which are 0 outside the mask, and how far it was clipped."""
+        log_ratio = delta
+        if self.ratio_of == "sequence":
+            of_sample = sequence_means(delta, loss_mask=loss_mask, cu_seqlens=cu_seqlens).to(delta.dtype)
+            log_ratio = to_tokens(of_sample, cu_seqlens=cu_seqlens, tokens=len(delta))
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        cut_low = (advantages < 0) & (ratio < 1 - self.clip_low)
+        cut_high = (advantages > 0) & (ratio > 1 + self.clip_high)
+        return torch.minimum(ratio * advantages, clipped * advantages), {
+            "train/clip_frac/low": mean_stat(cut_low, loss_mask),
+            "train/clip_frac/high": mean_stat(cut_high, loss_mask),
+            "train/is_weight/mean": mean_stat(ratio, loss_mask),
+            "train/is_weight/max": max_stat(ratio, loss_mask),
+        }
+
+
+class _Sides(TypedDict):
+    """What trainer and rollout said of the same tokens."""
+
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    loss_mask: Tensor
+    cu_seqlens: Tensor

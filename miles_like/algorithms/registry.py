@@ -8,17 +8,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 from miles_like.algorithms.advantages import group_relative
+from miles_like.algorithms.correction import Correction
 from miles_like.algorithms.policy_loss import ClippedLoss
-from miles_like.config import AlgorithmConfig
+from miles_like.config import AlgorithmConfig, CorrectionConfig
 from miles_like.protocols import Algorithm
 from miles_like.types import SampleGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRelative:
-    """GRPO: rewards relative to their group, clipped ratio, token mean over the global batch."""
+    """Rewards relative to their group; a clipped ratio, of tokens (GRPO) or of samples (GSPO); token mean over the
+    global batch."""
 
     name: str
     loss: ClippedLoss
@@ -29,18 +33,38 @@ class GroupRelative:
         return group_relative(group.rewards, normalize_std=self.normalize_std)
 
 
-def grpo(config: AlgorithmConfig) -> Algorithm:
+def make_correction(config: CorrectionConfig) -> Correction | None:
+    """None: off."""
+    if config.kind == "off":
+        return None
+    level, action, low, high, veto = config.level, config.action, config.low, config.high, config.veto
+    assert level and action and low is not None and high is not None and veto is not None, "config filled them in"
+    return Correction(level=level, action=action, low=low, high=high, veto=veto)
+
+
+def _group_relative(
+    config: AlgorithmConfig, correction: CorrectionConfig, *, ratio_of: Literal["token", "sequence"]
+) -> Algorithm:
     return GroupRelative(
-        name="grpo",
-        loss=ClippedLoss(clip_low=config.clip_low, clip_high=config.clip_high, kl_coefficient=config.kl_coefficient),
+        name=config.name,
+        loss=ClippedLoss(
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            kl_coefficient=config.kl_coefficient,
+            ratio_of=ratio_of,
+            correction=make_correction(correction),
+        ),
         normalize_std=config.normalize_std,
     )
 
 
-ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {"grpo": grpo}
+ALGORITHMS: dict[str, Callable[[AlgorithmConfig, CorrectionConfig], Algorithm]] = {
+    "grpo": partial(_group_relative, ratio_of="token"),
+    "gspo": partial(_group_relative, ratio_of="sequence"),
+}
 
 
-def make_algorithm(config: AlgorithmConfig) -> Algorithm:
+def make_algorithm(config: AlgorithmConfig, correction: CorrectionConfig) -> Algorithm:
     """Raises ValueError for an unknown name, naming the nearest known one."""
     build = ALGORITHMS.get(config.name)
     if build is None:
@@ -48,4 +72,4 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
         raise ValueError(
             f"unknown algorithm.name {config.name!r}: did you mean {near[0]!r}? Known: {sorted(ALGORITHMS)}"
         )
-    return build(config)
+    return build(config, correction)

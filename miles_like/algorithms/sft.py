@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from miles_like.algorithms.mismatch import mean_stat
+from miles_like.algorithms.sequences import sequence_lengths, sequence_sums
 from miles_like.types import Stat
 
 
@@ -38,19 +39,10 @@ class NllLoss:
           that sampling at temperature 1 gives exactly this answer. The T positions must be whole samples.
         """
         loss = torch.where(loss_mask, -logprobs, 0.0)
-        answer, has_loss = sequence_logprobs(logprobs=logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
+        answer = sequence_sums(logprobs.detach(), loss_mask=loss_mask, cu_seqlens=cu_seqlens)
+        has_loss = sequence_lengths(loss_mask=loss_mask, cu_seqlens=cu_seqlens) > 0
         return loss, {
             "train/nll": mean_stat(loss, loss_mask),
             "train/entropy": mean_stat(entropy, loss_mask),
             "warmup/right_prob": mean_stat(answer.exp(), has_loss),
         }
-
-
-def sequence_logprobs(*, logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """([N] fp64 sum of each sample's log-probabilities under loss, [N] bool whether it has any), no gradient."""
-    lengths = cu_seqlens.diff().long()
-    owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)  # [T]
-    values = torch.where(loss_mask, logprobs.detach(), 0.0).double()
-    sums = torch.zeros(len(lengths), dtype=torch.float64, device=values.device).index_add(0, owner, values)
-    tokens = torch.zeros_like(sums).index_add(0, owner, loss_mask.double())
-    return sums, tokens > 0

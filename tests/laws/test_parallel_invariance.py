@@ -59,6 +59,8 @@ COMPARED = (
     "train/grad_norm",
     "train/entropy",
     "mismatch/logprob_abs_diff_max",
+    "mismatch/logprob_abs_diff_sum",
+    "train/logprob_min",
     "sample/logprob",
 )
 ROUTED = ("routing/agreement", "routing/replay_coverage")  # a dense model reports neither

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,9 +105,12 @@ class PolicyGradient:
         old_logprobs: Tensor | None,
     ) -> tuple[Tensor, Mapping[str, Stat]]:
         gap = torch.where(loss_mask, logprobs.detach() - rollout_logprobs, 0.0)
+        least = torch.where(loss_mask, logprobs.detach(), math.inf)
         stats = {
             "train/entropy": Stat((entropy * loss_mask).sum(), loss_mask.sum()),
             "mismatch/logprob_abs_diff_max": Stat(gap.abs().max(), loss_mask.sum(), Reduce.MAX),
+            "mismatch/logprob_abs_diff_sum": Stat(gap.abs().sum(), loss_mask.sum(), Reduce.SUM),
+            "train/logprob_min": Stat(least.min(), loss_mask.sum(), Reduce.MIN),
         }
         return -logprobs * (advantages + 0.5), stats
 
