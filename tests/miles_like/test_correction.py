@@ -63,7 +63,8 @@ def test_tis_cuts_off_above():
 
 
 def test_cis_cuts_off_on_both_sides():
-    assert weigh(CorrectionConfig(kind="tis", low=0.5), [0.1, 1.0, 3.0])[0] == pytest.approx([0.5, 1.0, 2.0])
+    weight, stats = weigh(CorrectionConfig(kind="tis", low=0.5), [0.1, 1.0, 3.0])
+    assert weight == pytest.approx([0.5, 1.0, 2.0]) and stats["trunc_frac"] == pytest.approx(2 / 3)
 
 
 def test_icepop_keeps_the_ratio_inside_and_nothing_outside():
@@ -106,6 +107,8 @@ def test_k3_level_only_decides():
     k3 = CorrectionConfig(kind="mis", level="k3")
     assert weigh(k3, [1.1, 1.1, 2.0, 1.0, 1.0], cu=[0, 2, 3, 5])[0] == [1.0, 1.0, 0.0, 1.0, 1.0]
     assert weigh(CorrectionConfig(kind="mis", level="k3", high=0.004), [1.1, 1.1])[0] == [0.0, 0.0]
+    # of the rollout to the trainer, not the other way round: 0.0103 for 1.15, 0.0094 for 1 / 1.15
+    assert weigh(k3, [1.1503, 1 / 1.1503], cu=[0, 1, 2])[0] == [0.0, 1.0]
 
 
 def by_hand(key, low, high, veto, samples):
@@ -223,6 +226,9 @@ def test_weights_carry_no_gradient():
     assert logp.grad is not None and logp.grad.tolist() == pytest.approx([-0.5, 1.5, -4.0])
     assert float(stats["train/is_weight/mean"].total) == pytest.approx(4.0)
     assert float(stats["train/clip_frac/high"].total) == 0
+    sides = {"rollout_logprobs": torch.zeros(3), "loss_mask": torch.ones(3, dtype=torch.bool)}
+    weight, _ = loss.correction.weights(old_logprobs=logp, cu_seqlens=torch.tensor([0, 3], dtype=torch.int32), **sides)
+    assert not weight.requires_grad
 
 
 def test_who_the_old_policy_is():

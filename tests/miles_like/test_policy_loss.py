@@ -235,6 +235,7 @@ def test_sequence_sums_match_a_plain_loop(lengths, seed):
     logp, mask = -torch.rand(t, generator=g), torch.rand(t, generator=g) < 0.5
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     sums = sequence_sums(logp, loss_mask=mask, cu_seqlens=cu)
+    assert sums.dtype == torch.float64  # a long sample's mean must show 1e-4
     parts = list(zip(logp.split(lengths), mask.split(lengths), strict=True))
     assert sums.tolist() == pytest.approx([float(x[m].double().sum()) for x, m in parts])
     assert sequence_lengths(loss_mask=mask, cu_seqlens=cu).tolist() == [int(m.sum()) for _, m in parts]
