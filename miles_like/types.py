@@ -66,8 +66,8 @@ class Sample:
     reward: float | None = None
 
     def __post_init__(self) -> None:
-        s = len(self.token_ids)
-        if not len(self.loss_mask) == len(self.logprobs) == s:
+        s = self.token_ids.shape[0]  # len() of a tensor is slow, and a step makes hundreds of samples
+        if not self.loss_mask.shape[0] == self.logprobs.shape[0] == s:
             raise ValueError(
                 f"sample {self.name}: streams of unequal length: "
                 f"{s} tokens, {len(self.loss_mask)} mask, {len(self.logprobs)} log-probs"

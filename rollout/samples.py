@@ -87,10 +87,11 @@ class SampleReader:
                     f"sample {s.name} was sent with {want} tokens, the server counted {replies[i].prompt_tokens}"
                 )
         traces = self._traces([samples[i] for i in live], [tokens[i] for i in live], [replies[i] for i in live])
-        out = [replace(s, finish=Finish.ABORT) for s in samples]
-        for i, trace in zip(live, traces, strict=True):
-            out[i] = self._extended(samples[i], tokens[i], replies[i], trace)
-        return out
+        found = dict(zip(live, traces, strict=True))
+        return [
+            self._extended(s, tokens[i], replies[i], found[i]) if i in found else replace(s, finish=Finish.ABORT)
+            for i, s in enumerate(samples)
+        ]
 
     def _nothing(self, reply: GenerateReply) -> bool:
         """Dropped before it was fed, or, by a stock server, while it waited after a retraction: there are no routes,
@@ -100,17 +101,19 @@ class SampleReader:
         return reply.routed_experts is None if self.routing else not len(reply.output_ids)
 
     def _extended(self, sample: Sample, tokens: Tensor, reply: GenerateReply, trace: RoutingTrace | None) -> Sample:
-        before = reply.prompt_tokens
-        mask, logprobs = torch.zeros(len(tokens), dtype=torch.bool), torch.zeros(len(tokens))
-        mask[: len(sample.loss_mask)] = sample.loss_mask
-        mask[before:] = True
-        logprobs[: len(sample.logprobs)] = sample.logprobs
+        before, n, length = reply.prompt_tokens, sample.token_ids.shape[0], tokens.shape[0]
         assert reply.logprobs is not None, "asked for"
+        mask, logprobs = torch.zeros(length, dtype=torch.bool), torch.zeros(length)
+        mask[before:] = True
         logprobs[before:] = torch.from_numpy(reply.logprobs)
-        first = int(mask.nonzero()[0, 0]) if bool(mask.any()) else len(tokens)
+        first = before
+        if sample.versions:  # it has said something already
+            mask[:n], logprobs[:n] = sample.loss_mask, sample.logprobs
+            first = int(mask.nonzero()[0, 0])
         text = self.decode(tokens[first:].tolist()) if self.decode else sample.text + (reply.text or "")
-        return replace(
-            sample,
+        return Sample(
+            prompt_id=sample.prompt_id,
+            index=sample.index,
             token_ids=tokens,
             loss_mask=mask,
             logprobs=logprobs,
@@ -140,12 +143,13 @@ class SampleReader:
             num_experts=shape.num_experts,
             start=start,
             samples=[s.name for s in samples],
+            versions=[
+                joined((), row_versions(r, start, t.shape[0] - 1), -start) for r, t in zip(replies, tokens, strict=True)
+            ],
         )
-        out: list[RoutingTrace | None] = []
-        for sample, trace, reply in zip(samples, read, replies, strict=True):
-            new = replace(trace, versions=joined((), row_versions(reply, start, start + len(trace)), -start))
-            out.append(new if sample.routing is None else sample.routing.append(new, start))
-        return out
+        return [
+            new if s.routing is None else s.routing.append(new, start) for s, new in zip(samples, read, strict=True)
+        ]
 
 
 def row_versions(reply: GenerateReply, start: int, stop: int) -> list[VersionSpan]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,9 +47,9 @@ class RoutingTrace:
             )
         if list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"layers {self.layers} are not ascending")
-        if self.seals is not None and len(self.seals) != len(self):
+        if self.seals is not None and self.seals.shape[0] != len(self):  # len() of a tensor is slow, and this is hot
             raise ValueError(f"{len(self.seals)} seals for {len(self)} routing rows: a row was dropped or duplicated")
-        if self.layer_seals is not None and len(self.layer_seals) != len(self.layers):
+        if self.layer_seals is not None and self.layer_seals.shape[0] != len(self.layers):
             raise ValueError(f"{len(self.layer_seals)} layer seals for {len(self.layers)} MoE layers")
         if self.weights is not None and self.weights.shape != self.experts.shape:
             raise ValueError(f"weights {tuple(self.weights.shape)} of experts {tuple(self.experts.shape)}")
@@ -202,15 +203,16 @@ class RoutingTrace:
         num_experts: int,
         start: int = 0,
         samples: Sequence[str] = (),
+        versions: Sequence[tuple[VersionSpan, ...]] | None = None,
     ) -> list[RoutingTrace]:
         """Read SGLang's `meta_info.routed_experts`, one a sequence: base64 of little-endian int32
         [rows, num_layers, K], and seal them.
 
         tokens: all tokens [S] of each sequence; the rows are those at positions start..S-2. samples: their names, for
-        messages. The wire has all layers, dense ones zero-filled; only `layers` are kept. A server may also have fed
-        the last sampled token (a stop at the edge of a batch): that row predicts nothing we train on and is dropped.
-        Any other length, and whatever `check` refuses, is a ValueError. All sequences are read and checked at once: a
-        step has hundreds of short ones.
+        messages. versions: of the rows, counted from the first of them. The wire has all layers, dense ones
+        zero-filled; only `layers` are kept. A server may also have fed the last sampled token (a stop at the edge of a
+        batch): that row predicts nothing we train on and is dropped. Any other length, and whatever `check` refuses,
+        is a ValueError. All sequences are read and checked at once: a step has hundreds of short ones.
         """
         if not payloads:
             return []
@@ -228,11 +230,10 @@ class RoutingTrace:
         fed = torch.cat([t[start:-1] for t in tokens])
         seals = row_seals(fed, ids, layers, positions=_positions(rows, start))
         layer_seals = layer_numbers(layers) + layer_sums_of(ids, rows, start=start)
-        parts = zip(torch.split(ids, rows), torch.split(seals, rows), layer_seals.unbind(), strict=True)
-        return [
-            cls(experts=own, layers=tuple(layers), num_experts=num_experts, seals=s, layer_seals=by_layer)
-            for own, s, by_layer in parts
-        ]
+        told = versions if versions is not None else [None] * len(rows)
+        parts = zip(torch.split(ids, rows), torch.split(seals, rows), layer_seals.unbind(), told, strict=True)
+        fixed: Any = {"layers": tuple(layers), "num_experts": num_experts}
+        return [cls(experts=i, seals=s, layer_seals=by_layer, versions=v, **fixed) for i, s, by_layer, v in parts]
 
     def to_wire(self, *, num_layers: int) -> str:
         """The inverse of `from_wire`: all `num_layers`, zeros where there is no router."""

@@ -49,6 +49,15 @@ def _spread(spans: Sequence[VersionSpan], length: int, first: int = 0) -> Tensor
     return out
 
 
+def _one_response(rows: Sequence[VersionSpan], tokens: Sequence[VersionSpan], loss_mask: Tensor) -> bool:
+    """Whether one version computed all rows and sampled one response, which goes on to the end."""
+    s = loss_mask.shape[0]
+    if len(rows) != 1 or len(tokens) != 1 or rows[0] != (tokens[0].version, 0, s - 1) or tokens[0].start:
+        return False
+    n = tokens[0].end
+    return bool(loss_mask[s - n :].all()) and int(loss_mask.sum()) == n
+
+
 def check_versions(
     rows: Sequence[VersionSpan], tokens: Sequence[VersionSpan], loss_mask: Tensor, *, sample: str
 ) -> None:
@@ -58,10 +67,8 @@ def check_versions(
     computed anew under later weights belong to other log-probs than those that were recorded: trained together they are
     a mismatch that nothing later would show. Raises ValueError naming sample and position.
     """
-    if len(rows) == len(tokens) == 1 and rows[0] == (tokens[0].version, 0, len(loss_mask) - 1):
-        known = int(loss_mask.sum())  # the usual case, at a fraction of the cost: nothing was sampled in between
-        if tokens[0].start == 0 and tokens[0].end >= known and bool(loss_mask[len(loss_mask) - known :].all()):
-            return
+    if _one_response(rows, tokens, loss_mask):  # the usual case, at a fraction of the cost
+        return
     at = loss_mask.nonzero()[:, 0]
     if not len(at):
         return
