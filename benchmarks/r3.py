@@ -1,0 +1,123 @@
+"""What rollout routing replay costs: its share of an iteration, its bytes, and its time for one long sample.
+
+1. End to end, capture to replay: iterations of configs/tiny.toml with R3 and without any routing, by turns on one
+   server (the same measurement as benchmarks/iteration.py). Goal: <= 3 % of an iteration.
+2. Bytes a token as shipped to a trainer rank (ids and seals) in DeepSeek-V3's shape, beside SGLang's int32 of all
+   layers. Goal: >= 4 times smaller.
+3. Milliseconds of each thing that is done to the routes of one sample of 32,768 tokens in that shape, on one thread:
+   read (base64, checks, seals), verify, cut for a rank, ship (pickle and back), receive (found by name, each row held
+   to its token), and replay (58 routers ask).
+
+    python benchmarks/r3.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from iteration import ROOT, run
+from rich.console import Console
+from rich.table import Table
+
+from miles_like import assemble
+from miles_like.config_io import load_config
+from routing_replay.align import RankPart
+from routing_replay.parts import cut_routes, fed_routes
+from routing_replay.tape import ReplayTape
+from routing_replay.trace import RoutingTrace
+
+GOALS = {"r3_share_max": 0.03, "int32_bytes_of_shipped_min": 4.0}
+TOKENS, LAYERS, DENSE, TOP_K, EXPERTS = 32768, 61, 3, 8, 256  # DeepSeek-V3
+PARTS = {  # of the routes that one rank is sent
+    "": RankPart(layers=tuple(range(DENSE, LAYERS))),
+    "_cp2_pp4": RankPart(layers=tuple(range(DENSE, DENSE + 15)), cp=2, cp_rank=1),
+}
+
+
+def long_sample() -> tuple[torch.Tensor, str]:
+    """Its tokens [S], and its routes as a server sends them."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.rand(LAYERS - DENSE, EXPERTS, generator=g).topk(TOP_K).indices for _ in range(256)])
+    ids = ids.repeat(TOKENS // 256, 1, 1)[: TOKENS - 1].to(torch.uint8)
+    trace = RoutingTrace(experts=ids, layers=tuple(range(DENSE, LAYERS)), num_experts=EXPERTS)
+    return torch.randint(0, 1000, (TOKENS,), generator=g), trace.to_wire(num_layers=LAYERS)
+
+
+def of_one_sample(turns: int) -> dict[str, float]:
+    tokens, wire = long_sample()
+    ends = torch.tensor([0, TOKENS - 1], dtype=torch.int32)
+    layers = tuple(range(DENSE, LAYERS))
+    figures: dict[str, float] = {"int32_bytes_a_token": LAYERS * TOP_K * 4.0}
+
+    def read() -> RoutingTrace:
+        return RoutingTrace.from_wire(
+            wire, tokens=tokens, num_layers=LAYERS, layers=layers, top_k=TOP_K, num_experts=EXPERTS
+        )
+
+    def replay() -> None:
+        tape = ReplayTape()
+        tape.load(0, fed)
+        for layer in fed.layers:
+            tape.topk(0, layer, rows=len(fed))
+
+    trace = read()
+    figures["read_ms"] = median_ms(read, turns)
+    figures["verify_ms"] = median_ms(lambda: trace.verify(tokens, sample="a/0"), turns)
+    for name, part in PARTS.items():
+        cut = cut_routes(trace, ["a/0"], ends, part)
+        fed = fed_routes(cut, ["a/0"], tokens[:-1], ends, part)
+        figures[f"shipped_bytes_a_token{name}"] = cut.nbytes / (TOKENS - 1)
+        figures[f"cut_ms{name}"] = median_ms(lambda part=part: cut_routes(trace, ["a/0"], ends, part), turns)
+        figures[f"ship_ms{name}"] = median_ms(lambda cut=cut: pickle.loads(pickle.dumps(cut, protocol=5)), turns)
+        figures[f"receive_ms{name}"] = median_ms(
+            lambda cut=cut, part=part: fed_routes(cut, ["a/0"], tokens[:-1], ends, part), turns
+        )
+        figures[f"replay_ms{name}"] = median_ms(replay, turns)
+    figures["sample_ms"] = sum(figures[f"{what}_ms"] for what in ("read", "verify", "cut", "ship", "receive", "replay"))
+    figures["int32_bytes_of_shipped"] = figures["int32_bytes_a_token"] / figures["shipped_bytes_a_token"]
+    return figures
+
+
+def median_ms(work: Callable[[], object], turns: int) -> float:
+    took = []
+    for _ in range(turns + 1):
+        began = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(took[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    figures = of_one_sample(turns=3 if quick else 9)
+    config = load_config(ROOT / "configs" / "tiny.toml", ["model.make.max_steps=0"])
+    with tempfile.TemporaryDirectory() as home:
+        try:
+            whole = run(config, Path(home), iterations=12 if quick else 60)
+        finally:
+            assemble.shut_down()
+    figures |= {name: whole[name] for name in ("iteration_s", "r3_share")}
+    table = Table("figure", "value", title="routing replay")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.3f}")
+    Console().print(table)
+    holds = (
+        figures["r3_share"] <= GOALS["r3_share_max"]
+        and figures["int32_bytes_of_shipped"] >= GOALS["int32_bytes_of_shipped_min"]
+    )
+    print(json.dumps({"name": "r3", "figures": figures, "goals": GOALS, "holds": holds}))
+
+
+if __name__ == "__main__":
+    main()
