@@ -291,6 +291,22 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def gates_are_returned_where_they_are_replayed(self) -> RunConfig:
+        wanted = self.replay.gates and self.replay.mode == "r3"
+        if wanted and self.rollout.engine == "sglang":
+            raise ValueError(
+                "replay.gates = true with replay.mode = 'r3', but a stock SGLang server returns no gate weights: set "
+                "rollout.engine = 'embedded', replay.mode = 'r2' or replay.gates = false"
+            )
+        if wanted != self.rollout.embedded.return_gates:
+            use = "needs" if wanted else "does not use"
+            raise ValueError(
+                f"replay.mode = {self.replay.mode!r} with replay.gates = {str(self.replay.gates).lower()} {use} what "
+                f"rollout.embedded.return_gates asks for: set it to {str(wanted).lower()}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def schedule_fits_the_run(self) -> RunConfig:
         self.optimizer.over(self.train.optimizer_steps)
         return self
@@ -298,10 +314,6 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def this_version_can_do_it(self) -> RunConfig:
         """A key that would silently do nothing is worse than one that is refused."""
-        if self.replay.gates and self.replay.mode == "r3":
-            raise ValueError(
-                "replay.gates = true with replay.mode = 'r3': no rollout engine returns its gates; set mode = 'r2'"
-            )
         if self.alignment.deterministic:
             raise ValueError("alignment.deterministic = true: this version measures the mismatch only; set it to false")
         return self

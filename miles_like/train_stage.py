@@ -216,6 +216,7 @@ class TrainStage:
             moe_layers=layers,
             top_k=self.family.top_k(hf),
             num_experts=self.family.num_experts(hf),
+            gates=self.config.rollout.embedded.return_gates,
         )
 
     def _payload(self) -> str:

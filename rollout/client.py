@@ -135,6 +135,7 @@ class SGLangClient:
             n=n // copies,
             return_logprob=True,
             return_routed_experts=self._reader.routing is not None,
+            return_routed_weights=self._reader.gates,
         )
         samples = await self._ask(request, [begun(p, j) for p in prompts for j in range(n)], [()] * (len(prompts) * n))
         return [SampleGroup(prompt=p, samples=tuple(samples[i * n : (i + 1) * n])) for i, p in enumerate(prompts)]
@@ -156,6 +157,7 @@ class SGLangClient:
             sample_index=0 if by_client else sample.index,
             return_logprob=True,
             return_routed_experts=self._reader.routing is not None,
+            return_routed_weights=self._reader.gates,
             routed_experts_start_len=rows_of(sample),
         )
         return (await self._ask(request, [sample], [environment]))[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from miles_like.types import Finish, Prompt, Sample, VersionSpan
 from rollout.wire import GenerateReply, WireSpan
-from routing_replay.ids import payload_line
+from routing_replay.ids import payload_line, read_wire_weights
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import joined
 
@@ -28,6 +28,7 @@ class RoutingShape:
     moe_layers: tuple[int, ...]  # [L] their numbers from 0
     top_k: int  # K
     num_experts: int
+    gates: bool = False  # the gate weights too, which only the embedded engine gives
 
     @property
     def payload(self) -> str:
@@ -67,6 +68,10 @@ class SampleReader:
 
     routing: RoutingShape | None
     decode: Callable[[Sequence[int]], str] | None = None
+
+    @property
+    def gates(self) -> bool:
+        return self.routing is not None and self.routing.gates
 
     def extend(
         self, samples: Sequence[Sample], fed: Sequence[Sequence[int]], replies: Sequence[GenerateReply]
@@ -147,9 +152,29 @@ class SampleReader:
                 joined((), row_versions(r, start, t.shape[0] - 1), -start) for r, t in zip(replies, tokens, strict=True)
             ],
         )
+        if shape.gates:
+            gates = [_gates(shape, r, len(t), s.name) for s, t, r in zip(samples, read, replies, strict=True)]
+            read = [replace(t, weights=g) for t, g in zip(read, gates, strict=True)]
         return [
             new if s.routing is None else s.routing.append(new, start) for s, new in zip(samples, read, strict=True)
         ]
+
+
+def _gates(shape: RoutingShape, reply: GenerateReply, rows: int, sample: str) -> Tensor:
+    """[rows, L, K] fp32."""
+    if reply.routed_weights is None:
+        raise ValueError(
+            "routed_experts_weights is missing: only the embedded engine gives gate weights, started with "
+            "--enable-return-routed-weights; a stock SGLang server has none"
+        )
+    return read_wire_weights(
+        reply.routed_weights,
+        rows,
+        num_layers=shape.num_layers,
+        layers=shape.moe_layers,
+        top_k=shape.top_k,
+        sample=sample,
+    )
 
 
 def row_versions(reply: GenerateReply, start: int, stop: int) -> list[VersionSpan]:

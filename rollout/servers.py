@@ -157,6 +157,7 @@ def embedded_command(
         *("--max-running-requests", str(e.max_running_requests)),
         *("--context-length", str(e.context_length)),
         *("--weight-version", str(weight_version)),
+        *(("--enable-return-routed-weights",) if e.return_gates else ()),
     ]
 
 

@@ -37,7 +37,8 @@ CHECKSUM = "/weights_checker"
 
 Json = dict[str, Any]
 
-_ROW_VERSIONS = "routed_experts_versions"  # a key of ours: a stock server does not tell
+_ROW_VERSIONS = "routed_experts_versions"  # keys of ours: a stock server does not tell
+_ROW_WEIGHTS = "routed_experts_weights"
 
 # Keys of SGLang's sampling_params that change nothing when they hold this value; with another one they are refused.
 _NEUTRAL: dict[str, object] = {
@@ -82,6 +83,7 @@ class GenerateRequest:
     logprob_start_len: int = -1  # -1: of the response only
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
+    return_routed_weights: bool = False  # the gate weights too; a key of ours
     sample_index: int = 0  # of the first sample of each prompt; a key of ours, which stock servers ignore
     rid: tuple[str, ...] | None = None  # [P]
     single: bool = False
@@ -113,6 +115,8 @@ class GenerateRequest:
             "return_routed_experts": self.return_routed_experts,
             "routed_experts_start_len": self.routed_experts_start_len,
         }
+        if self.return_routed_weights:
+            out["return_routed_weights"] = True
         if self.sample_index:
             out["sample_index"] = self.sample_index
         if self.rid is not None:
@@ -148,6 +152,7 @@ class GenerateRequest:
             logprob_start_len=_integer(body, "logprob_start_len", -1),
             return_routed_experts=bool(body.get("return_routed_experts")),
             routed_experts_start_len=_integer(body, "routed_experts_start_len", 0),
+            return_routed_weights=bool(body.get("return_routed_weights")),
             sample_index=_integer(body, "sample_index", 0),
             rid=None if rid is None else (rid,) if isinstance(rid, str) else tuple(rid),
             single=single,
@@ -226,6 +231,7 @@ class GenerateReply:
     text: str | None = None  # None: a server without a tokenizer
     routed_experts: str | None = None  # RoutingTrace.from_wire reads it
     row_versions: tuple[WireSpan, ...] | None = None  # of routing rows, by position; None: a stock server
+    routed_weights: str | None = None  # base64 of fp32 [rows, all layers, K], the gates of `routed_experts`
     cached_tokens: int = 0
     num_retractions: int = 0  # times its keys, values and routes were thrown away and computed anew
     abort_message: str = ""
@@ -257,6 +263,8 @@ class GenerateReply:
             meta["routed_experts"] = self.routed_experts
         if self.row_versions is not None:
             meta[_ROW_VERSIONS] = [s._asdict() for s in self.row_versions]
+        if self.routed_weights is not None:
+            meta[_ROW_WEIGHTS] = self.routed_weights
         out: Json = {"output_ids": ids, "meta_info": meta}
         return out if self.text is None else {"text": self.text} | out
 
@@ -292,6 +300,7 @@ class GenerateReply:
             text=top.get("text"),
             routed_experts=routed,
             row_versions=None if rows is None else _wire_spans(rows),
+            routed_weights=meta.get(_ROW_WEIGHTS),
             cached_tokens=int(meta.get("cached_tokens") or 0),
             num_retractions=int(
                 meta.get("num_retractions", 0) if routed is None else need(meta, "num_retractions", GENERATE)

@@ -105,16 +105,16 @@ def repeat(ids: Ids) -> int | None:
     return None
 
 
-def _raw(payload: str, rows: int, num_layers: int, top_k: int, sample: str) -> bytes:
+def _raw(payload: str, rows: int, num_layers: int, top_k: int, sample: str, key: str = "routed_experts") -> bytes:
     try:
         raw = binascii.a2b_base64(payload, strict_mode=True)
     except ValueError as e:  # binascii.Error is one
-        raise ValueError(f"sample {sample}: routed_experts is not base64: {e}") from None
+        raise ValueError(f"sample {sample}: {key} is not base64: {e}") from None
     row_bytes = num_layers * top_k * _WIRE_BYTES
     want = rows * row_bytes
     if len(raw) not in (want, want + row_bytes):
         raise ValueError(
-            f"sample {sample}: routed_experts has {len(raw)} bytes = {len(raw) / row_bytes:g} rows; its tokens want "
+            f"sample {sample}: {key} has {len(raw)} bytes = {len(raw) / row_bytes:g} rows; its tokens want "
             f"{rows} rows x {num_layers} layers x {top_k} experts x {_WIRE_BYTES} = {want}: a row is "
             f"{'missing' if len(raw) < want else 'too many'}"
         )
@@ -143,3 +143,19 @@ def read_wire(
         for own, name in zip(np.split(wide, np.cumsum(rows)[:-1]), samples, strict=True):
             check_ids(own, layers, num_experts, sample=name, start=start)
     return torch.from_numpy(narrow)
+
+
+def read_wire_weights(
+    payload: str, rows: int, *, num_layers: int, layers: Sequence[int], top_k: int, sample: str
+) -> Tensor:
+    """[rows, L, K] fp32, the gate weights of as many routes, sent as base64 of fp32 [rows, num_layers, K].
+
+    Raises ValueError for another length, and naming sample, layer and position of one that is not finite.
+    """
+    raw = _raw(payload, rows, num_layers, top_k, sample, "routed_experts_weights")
+    wire = np.frombuffer(raw, dtype="<f4").reshape(rows, num_layers, top_k)[:, list(layers)]
+    wrong = ~np.isfinite(wire).all(-1)
+    if wrong.any():
+        row, col = divmod(int(wrong.argmax()), len(layers))
+        raise ValueError(f"{where(sample, [layers[col]], row)}: gate weights {wire[row, col].tolist()} are not finite")
+    return torch.from_numpy(np.ascontiguousarray(wire))

@@ -38,6 +38,7 @@ class EngineLimits:
     context_length: int = 1024  # tokens of a sample
     prefill_tokens: int = 4096  # in one forward pass; a longer prompt takes several
     page: int = 16
+    gates: bool = False  # keep the gate weights of the experts beside their ids
 
 
 class Engine:
@@ -46,7 +47,9 @@ class Engine:
     def __init__(self, model: Model, limits: EngineLimits, *, version: str = "default") -> None:
         self.model = model
         self.limits = limits
-        self.cache = KVCache(model.arch, slots=limits.max_total_tokens, page=limits.page, dtype=model.dtype)
+        self.cache = KVCache(
+            model.arch, slots=limits.max_total_tokens, page=limits.page, dtype=model.dtype, gates=limits.gates
+        )
         self.version = version
         self.paused = False
         self.hold = False  # start nothing new, so that the running ones drain
@@ -57,6 +60,7 @@ class Engine:
             self.cache, self._rows, prefill_tokens=limits.prefill_tokens, eos_ids=model.arch.eos_ids
         )
         self._routing, self._epochs = self.cache.routing.numpy(), self.cache.epochs.numpy()
+        self._gates = None if self.cache.gates is None else self.cache.gates.numpy()
         self._active: NDArray[np.int64] = np.zeros(0, np.int64)  # rows, shortest first
         element = torch.finfo(model.dtype).bits // 8
         self._gather = {"width_bytes": _GATHER_BYTES, "token_bytes": model.arch.attention.cache_width * element}
@@ -81,6 +85,10 @@ class Engine:
             raise ValueError(
                 f"{p} prompt tokens and max_new_tokens = {spec.sampling.max_new_tokens} make {spec.limit}, over "
                 f"the context length {self.limits.context_length}: shorten the prompt or lower max_new_tokens"
+            )
+        if spec.gates and self._gates is None:
+            raise ValueError(
+                "return_routed_weights: this server keeps no gate weights: start it with --enable-return-routed-weights"
             )
         highest = max(spec.token_ids)
         if highest >= arch.vocab or min(spec.token_ids) < 0:
@@ -270,7 +278,11 @@ class Engine:
         if slots is None:
             return kept
         fed = slots[len(kept) if kept else 0 : rows]
-        new = RoutingRows(experts=self._routing[fed], epochs=self._epochs[fed])
+        new = RoutingRows(
+            experts=self._routing[fed],
+            epochs=self._epochs[fed],
+            gates=None if self._gates is None else self._gates[fed],
+        )
         return kept.then(new) if kept else new
 
     def _finish(self, rows: NDArray[np.int64], reasons: list[Finish]) -> None:
@@ -298,11 +310,13 @@ class Engine:
 
         A model without experts has no routes: the reply then has no `routed_experts`, as SGLang's without a capturer.
         """
-        spec, routed, spans = job.group.spec, None, None
+        spec, routed, spans, gates = job.group.spec, None, None, None
         rows = self._captured(job, len(spec.token_ids) + len(ids) - 1, slots)
         if spec.routing_start is not None and rows is not None and self.model.arch.routed:
             routed = base64.b64encode(rows.experts[spec.routing_start :].tobytes()).decode("ascii")
             spans = rows.spans(spec.routing_start, self._versions)
+            if spec.gates and rows.gates is not None:
+                gates = base64.b64encode(rows.gates[spec.routing_start :].tobytes()).decode("ascii")
         reply = GenerateReply(
             rid=spec.rid if spec.n == 1 else f"{spec.rid}_{job.index}",
             output_ids=ids,
@@ -314,6 +328,7 @@ class Engine:
             matched=int(ids[-1]) if finish is Finish.STOP else None,
             routed_experts=routed,
             row_versions=spans,
+            routed_weights=gates,
             num_retractions=job.retractions,
             cached_tokens=job.cached,
             abort_message="aborted" if finish is Finish.ABORT else "",

@@ -16,8 +16,16 @@ from rollout.embedded.architecture import Architecture
 class KVCache:
     """Pages counted by reference: one may belong to all samples of a prompt."""
 
-    def __init__(self, arch: Architecture, *, slots: int, page: int = 16, dtype: torch.dtype = torch.float32) -> None:
-        """Raises ValueError when the slots do not make a page."""
+    def __init__(
+        self,
+        arch: Architecture,
+        *,
+        slots: int,
+        page: int = 16,
+        dtype: torch.dtype = torch.float32,
+        gates: bool = False,
+    ) -> None:
+        """gates: the experts' gate weights are kept too. Raises ValueError when the slots do not make a page."""
         if slots < page:
             raise ValueError(f"{slots} cache slots are less than one page of {page}: raise max_total_tokens")
         self.page = page
@@ -26,6 +34,7 @@ class KVCache:
         # Finite from the start: masked positions of a short sequence read slots that nothing was written to.
         self.values = [torch.zeros(n, arch.attention.cache_width, dtype=dtype) for _ in range(arch.layers)]
         self.routing = torch.zeros(n, arch.layers, arch.routed, dtype=torch.int32)  # zeros where there is no router
+        self.gates = torch.zeros(self.routing.shape) if gates else None  # fp32, of the experts in `routing`
         # of the weights under which a slot's token was fed; the engine knows their versions
         self.epoch = 0
         self.epochs = torch.zeros(n, dtype=torch.int32)
@@ -64,7 +73,7 @@ class KVCache:
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Whole pages: the last, partly filled page of a shared prompt."""
         a, b = self.slots_of(sources), self.slots_of(targets)
-        for t in (*self.values, self.routing, self.epochs):
+        for t in (*self.values, self.routing, self.epochs, *(() if self.gates is None else (self.gates,))):
             t.index_copy_(0, b, t.index_select(0, a))
 
     def slots_of(self, pages: list[int]) -> Tensor:

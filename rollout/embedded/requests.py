@@ -30,6 +30,7 @@ class PromptSpec:
     ignore_eos: bool = False
     logprob_start: int = -1  # first prompt token whose log-prob is wanted; -1: none
     routing_start: int | None = None  # first position whose experts are wanted; None: none
+    gates: bool = False  # with what the experts' outputs were weighted by
 
     @property
     def limit(self) -> int:
@@ -51,13 +52,19 @@ class RoutingRows:
 
     experts: NDArray[np.int32]  # [rows, layers, K]
     epochs: NDArray[np.int32]  # [rows] of the weights, see KVCache
+    gates: NDArray[np.float32] | None  # [rows, layers, K], where they are kept
 
     def __len__(self) -> int:
         return len(self.experts)
 
     def then(self, more: RoutingRows) -> RoutingRows:
+        gates = None
+        if self.gates is not None and more.gates is not None:
+            gates = np.concatenate([self.gates, more.gates])
         return RoutingRows(
-            experts=np.concatenate([self.experts, more.experts]), epochs=np.concatenate([self.epochs, more.epochs])
+            experts=np.concatenate([self.experts, more.experts]),
+            epochs=np.concatenate([self.epochs, more.epochs]),
+            gates=gates,
         )
 
     def spans(self, start: int, versions: Sequence[str]) -> tuple[WireSpan, ...]:

@@ -268,6 +268,7 @@ def _specs(asked: GenerateRequest) -> list[PromptSpec]:
             ignore_eos=asked.ignore_eos,
             logprob_start=asked.logprob_start_len if asked.return_logprob else -1,
             routing_start=asked.routed_experts_start_len if asked.return_routed_experts else None,
+            gates=asked.return_routed_experts and asked.return_routed_weights,
         )
         for rid, ids, sampling in zip(rids, asked.input_ids, asked.sampling, strict=True)
     ]
@@ -317,6 +318,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--max-running-requests", type=int, default=512)
     p.add_argument("--context-length", type=int, default=1024)
     p.add_argument("--weight-version", default="default")
+    p.add_argument(
+        "--enable-return-routed-weights",
+        action="store_true",
+        help="keep the gate weights of routed experts, for requests that ask for them",
+    )
     return p.parse_args(argv)
 
 
@@ -348,6 +354,7 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace) -> None:
         max_running=args.max_running_requests,
         max_total_tokens=args.max_total_tokens,
         context_length=args.context_length,
+        gates=args.enable_return_routed_weights,
     )
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype]
     service = Service(

@@ -34,7 +34,6 @@ def test_every_shipped_configuration_loads_places_and_comes_back(path: Path, tmp
         ("train.steps=-1", "train.steps: Input should be greater than or equal to 0 (got -1)"),
         ("parallel.ep=3", "parallel.ep * parallel.etp = 3 does not divide tp * cp * dp = 2"),
         ("replay.mode=r4", "replay.mode"),
-        ("replay.gates=true", "replay.mode = 'r3': no rollout engine returns its gates; set mode = 'r2'"),
         ("replay={mode='off',gates=true}", "replay.gates = true does nothing with replay.mode = 'off'"),
         ("train.steps_per_rollout=3", "train.steps_per_rollout = 3 does not divide train.groups_per_step = 64"),
         ("nonsense", "want section.key=value"),
@@ -134,3 +133,16 @@ def test_a_stock_server_must_not_retract_what_is_replayed() -> None:
         load_config(TINY, stock)
     for way_out in ("publish.pause_mode=in_place", "buffer.max_staleness=0", "replay.mode=off"):
         load_config(TINY, [*stock, way_out])
+
+
+def test_gates_are_returned_where_they_are_replayed() -> None:
+    """By the embedded engine alone, and only where somebody uses them."""
+    load_config(TINY, ["replay.gates=true", "rollout.embedded.return_gates=true"])
+    load_config(TINY, ["replay.gates=true", "replay.mode=r2"])
+    for keys, said in (
+        (["replay.gates=true"], "needs what .*return_gates asks for: set it to true"),
+        (["rollout.embedded.return_gates=true"], "does not use what .*return_gates asks for: set it to false"),
+        (["replay.gates=true", "rollout.engine=sglang"], "a stock SGLang server returns no gate weights"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load_config(TINY, keys)

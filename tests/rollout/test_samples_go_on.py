@@ -311,3 +311,55 @@ def test_aborted_while_it_waits_after_a_retraction(path: Path) -> None:
     never = submit(engine, spec(list(A.token_ids), max_new_tokens=20))
     engine.abort(everything=True)
     assert read(A, never[0][0]).routing is None
+
+
+# ---- gate weights, a diagnostic
+
+
+@torch.no_grad()
+def _gates_of_transformers(tokens: torch.Tensor) -> list[torch.Tensor]:
+    """[rows, experts] of each layer with experts, zero where one is not chosen."""
+    model, found = oracle(), []
+
+    def keep(_module: object, _inputs: object, out: tuple[torch.Tensor, ...]) -> None:
+        found.append(torch.zeros(len(tokens), 16).scatter(1, out[2], out[1]))
+
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.register_forward_hook(keep)
+    model(tokens[None])
+    return found
+
+
+def test_gate_weights_come_with_the_routes_they_belong_to(path: Path, url: str) -> None:
+    """What the engine weighted each expert's output by, as transformers' router gives it for the same tokens; a
+    retraction keeps them with their ids. Who has none refuses by name."""
+    s = service(path, gates=True)
+    s.engine.set_version("0")
+    out = submit(s.engine, spec(list(A.token_ids), gates=True), spec(list(A.token_ids)))
+    for _ in range(3):
+        s.engine.step()
+    s.engine.pause(PauseMode.RETRACT)
+    changed(s, path, "1", 0)
+    s.engine.resume()
+    finished(s.engine)
+    told = GenerateReply.from_json(out[0][0].reply.to_json(), want_logprobs=True)
+    reader = SampleReader(routing=replace(SHAPE, gates=True))
+    (sample,) = reader.extend([begun(A, 0)], [()], [told])
+    assert sample.routing is not None and sample.routing.weights is not None
+    assert sample.routing.weights.shape == sample.routing.experts.shape
+    before = len(A.token_ids) + sample.versions[0].end - 1  # rows of the first weights, which are transformers' too
+    for layer, theirs in enumerate(_gates_of_transformers(sample.token_ids[:before])):
+        ours = torch.zeros(before, 16).scatter(
+            1, sample.routing.experts[:before, layer].long(), sample.routing.weights[:before, layer]
+        )
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(sample.routing.weights.sum(-1), torch.full((len(sample.routing), 2), 2.5))
+    plain = GenerateReply.from_json(out[1][0].reply.to_json(), want_logprobs=True)
+    assert plain.routed_weights is None
+    with pytest.raises(ValueError, match="only the embedded engine gives gate weights"):
+        reader.extend([begun(A, 0)], [()], [plain])
+    with pytest.raises(RolloutError, match="return_routed_weights: this server keeps no gate weights"):
+        ask(url, lambda c: c.generate([A], n=1, params=params(2)), routing=replace(SHAPE, gates=True))
+    with FakeServer() as stock, pytest.raises(RolloutError, match="a stock SGLang server has none"):
+        shape = RoutingShape(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=16, gates=True)
+        ask(stock.url, lambda c: c.generate([A], n=1, params=params(2)), routing=shape)
