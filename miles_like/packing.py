@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_like.types import MicroBatch, Sample, SampleGroup, TrainBatch
-from routing_replay.align import take_rows
+from routing_replay.align import RankPart, take_rows
+from routing_replay.parts import RankRoutes, cut_routes
 from routing_replay.trace import RoutingTrace
 
 Ints = NDArray[np.int64]
@@ -164,6 +165,15 @@ def pack_pairs(
     return _pack(
         flat, dp_size=dp_size, max_tokens=max_tokens, micro_multiple=micro_multiple, cost=cost, versions=(0, 0)
     )
+
+
+def cut_row(row: Sequence[MicroBatch], part: RankPart) -> list[RankRoutes | None]:
+    """Of the routes of each micro-batch those that the ranks of `part` need. Raises ValueError as `cut_routes`."""
+    out: list[RankRoutes | None] = []
+    for m in row:
+        assert not isinstance(m.routing, RankRoutes), "routes that are cut cannot be cut again"
+        out.append(None if m.routing is None else cut_routes(m.routing, m.samples, m.cu_seqlens, part))
+    return out
 
 
 def _names(samples: Sequence[Sample]) -> list[str]:

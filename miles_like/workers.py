@@ -23,11 +23,12 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from miles_like.packing import cut_row
 from miles_like.placement import PlacementPlan, Slot
 from miles_like.protocols import RankTrainer, WeightPublisher
 from miles_like.types import MicroBatch, PublishReport, StepReport, TrainBatch
 from routing_replay.align import RankPart
-from routing_replay.parts import RankRoutes, cut_routes
+from routing_replay.parts import RankRoutes
 
 TrainerFactory = Callable[[int, int, str, int], RankTrainer]  # (rank, world, host, port)
 ServerLaunch = Callable[[str, str | None], Any]  # (host to listen on, dist_init_addr) -> a handle with url and stop()
@@ -229,15 +230,6 @@ class _Rank:
         self.trainer.close()
 
 
-def _cut(row: Sequence[MicroBatch], part: RankPart) -> RowRoutes:
-    """The routes of each micro-batch that the ranks of `part` need."""
-    out: list[RankRoutes | None] = []
-    for m in row:
-        assert not isinstance(m.routing, RankRoutes), "cut before"
-        out.append(None if m.routing is None else cut_routes(m.routing, m.samples, m.cu_seqlens, part))
-    return out
-
-
 class RayTrainer:
     """All trainer ranks as actors, seen as one `Trainer`."""
 
@@ -295,7 +287,7 @@ class RayTrainer:
         """Rank -> its row of the grid without routes, and the part of the row's routes that it needs; and the bytes of
         all those parts. Each row, and each part of a row's routes, is put once: ranks that need the same share it."""
         rows = [ray.put([replace(m, routing=None) for m in row]) for row in batch.grid]
-        cut = {(dp, part): _cut(batch.grid[dp], part) for dp, part in dict.fromkeys(self._places)}
+        cut = {(dp, part): cut_row(batch.grid[dp], part) for dp, part in dict.fromkeys(self._places)}
         puts = {place: ray.put(routes) for place, routes in cut.items()}
         nbytes = sum(r.nbytes for routes in cut.values() for r in routes if r is not None)
         return [(rows[place[0]], puts[place]) for place in self._places], nbytes

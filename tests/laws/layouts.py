@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from miles_like.types import MicroBatch, Stat
+from routing_replay.align import RankPart
 from tests.megatron_bridge import toy
 from tests.megatron_bridge.tiny_models import tiny, tiny_dense, tiny_glm, tiny_qwen
 from tests.spawn import free_port
@@ -74,12 +75,13 @@ class WholeSamples(toy.PolicyGradient):
 @dataclass(frozen=True)
 class Case:
     """One run: a model in a layout, with `micros` micro-batches over all data-parallel rows. `settings` change what is
-    computed, so the single rank it is compared with has them too."""
+    computed, so the single rank it is compared with has them too; `given` changes what its ranks are given."""
 
     model: str
     layout: Layout = field(default_factory=dict)
     settings: Layout = field(default_factory=dict)
     micros: int = 4
+    given: Callable[[MicroBatch, RankPart], MicroBatch] | None = None  # what a rank gets for each micro-batch
 
     @property
     def key(self) -> str:
@@ -104,25 +106,26 @@ def batch(seed: int, layers: tuple[int, ...] = MOE_LAYERS) -> list[MicroBatch]:
     return toy.samples(16, seed=seed, layers=layers)
 
 
-def _grid(t: Any, seed: int, *, dp: int, micros: int) -> tuple[list[list[MicroBatch]], int]:
-    return toy.grid(batch(seed, t.family.moe_layers(t.hf)), dp=dp, micros=micros)
+def _row(t: Any, seed: int, case: Case) -> tuple[list[MicroBatch], int]:
+    dp = t.config.parallel.dp
+    rows, tokens = toy.grid(batch(seed, t.family.moe_layers(t.hf)), dp=dp, micros=case.micros // dp)
+    return [m if case.given is None else case.given(m, t.part) for m in rows[t.dp_rank]], tokens
 
 
-def train(t: Any, *, dp: int, micros: int) -> Metrics:
+def train(t: Any, case: Case) -> Metrics:
     """STEPS optimizer steps, each on another batch."""
     out = []
     for step in range(STEPS):
-        rows, tokens = _grid(t, step, dp=dp, micros=micros)
-        out.append(dict(t.step(rows[t.dp_rank], tokens, step + 1).metrics))
+        row, tokens = _row(t, step, case)
+        out.append(dict(t.step(row, tokens, step + 1).metrics))
     return out
 
 
-def gradients(t: Any, *, dp: int, micros: int) -> Iterator[tuple[str, Tensor]]:
+def gradients(t: Any, case: Case) -> Iterator[tuple[str, Tensor]]:
     """Every parameter's whole gradient under its Hugging Face name: put in the weights' place and exported, since the
     exporter knows where each shard belongs. The weights are lost. Collective."""
     t.optimizer.zero_grad()
-    rows, tokens = _grid(t, 0, dp=dp, micros=micros)
-    t._step.run(rows[t.dp_rank], tokens)
+    t._step.run(*_row(t, 0, case))
     for chunk in t.chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             for bucket in group.buckets if t.config.distributed_optimizer else ():
@@ -207,8 +210,6 @@ def _run(rank: int, world: int, port: int, where: Path, case: Case, *, write: bo
     start, whole = where / f"{case.key}-start", where / f"{case.key}-gradients.pt"
     hf = toy.hf_dir(where / f"{case.model}-hf-{rank}", MODELS[case.model])
     cfg = toy.config(hf, **case.settings, **case.layout)
-    dp = cfg.parallel.dp
-    spread = {"dp": dp, "micros": case.micros // dp}
     with toy.trainer(cfg, rank, world, port, WholeSamples()) as t:
         if write:
             toy.scramble(t)
@@ -216,11 +217,11 @@ def _run(rank: int, world: int, port: int, where: Path, case: Case, *, write: bo
             t.save(start)
         t.load_weights(start)
         held = [(x, x.detach().clone()) for model in t.models for x in (*model.parameters(), *model.buffers())]
-        metrics, biases = train(t, **spread), bias(t)
+        metrics, biases = train(t, case), bias(t)
         with torch.no_grad():
             for x, value in held:  # as they were loaded, for a fraction of the time
                 x.copy_(value)
-        found = {name: x.clone() for name, x in gradients(t, **spread)}
+        found = {name: x.clone() for name, x in gradients(t, case)}
     exact = whole.with_suffix(".exact.pt")
     if write:
         torch.save(found, whole)
@@ -228,7 +229,7 @@ def _run(rank: int, world: int, port: int, where: Path, case: Case, *, write: bo
             exactly = toy.config(hf, **case.settings | {"dtype": "float32"})
             with toy.trainer(exactly, rank, world, free_port(), WholeSamples()) as t:
                 t.load_weights(start)
-                torch.save({name: x.clone() for name, x in gradients(t, **spread)}, exact)
+                torch.save({name: x.clone() for name, x in gradients(t, case)}, exact)
     rounding = _distances(found, torch.load(exact)) if exact.exists() else {}
     errors = _distances(found, torch.load(whole))
     worst = max(errors, key=lambda name: errors[name])

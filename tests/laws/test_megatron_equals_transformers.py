@@ -138,7 +138,7 @@ def _stage_answer(t: Any) -> Any:
         at = maps[router.layer_number - 1]
         router.register_forward_hook(lambda _, args, out, at=at: at.append(out[1]))
     # the trainer's own schedule, but for labels: without them the last stage answers with logits
-    shards = [replace(s, labels=None) for s in t._step._shards(row, forward_only=True, own_routing=True)]
+    shards = [replace(s, labels=None) for s in t._step._shards(row, forward_only=True, source="own")]
     logits = t._step._schedule(
         shards, lambda _, s, out: (out.sum(), out.new_ones((), dtype=torch.int), out[0]), forward_only=True
     )

@@ -56,7 +56,7 @@ def _stock(t: Any) -> dict[str, float]:
     ours = {layer: type(layer) for layer in model.mtp.layers}
     losses = []
     for part in _parts():
-        s = shard(part, t.parallel, torch.device("cpu"), layers=t._step.replay.layers, num_experts=toy.EXPERTS)
+        s = shard(part, t.parallel, torch.device("cpu"), part=t.part, num_experts=toy.EXPERTS)
         t._step.replay.load([s], forward_only=True)
         t._step.replay.forward_of(0)
         seen: list[Tensor] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,6 @@ from tests.megatron_bridge import toy
 from tests.spawn import free_port, run_ranks
 
 Found = dict[str, Any]
-
-
-def _with_routes(batch: Any, ids: torch.Tensor | None) -> Any:
-    """`batch` with other routes: ids [T, L, K], or None for none."""
-    routing = None if ids is None else replace(batch.routing, experts=ids.to(torch.uint8))
-    return replace(batch, routing=routing)
-
-
-def _record(t: Any, row: list[Any], tokens: int) -> list[torch.Tensor]:
-    """The routes that the trainer itself chooses, [T, L, K] for each micro-batch."""
-    seen: dict[tuple[int, int], torch.Tensor] = {}
-    replay = t._step.replay
-    stock = replay.route
-
-    def route(layer: int, scores: Any, native: Any) -> Any:
-        picked, ids = stock(layer, scores, native)
-        seen[replay._micro, layer] = ids
-        return picked, ids
-
-    replay.route = route
-    t.evaluate(row, tokens)
-    del replay.route
-    return [torch.stack([seen[m, layer] for layer in toy.LAYERS], 1) for m in range(len(row))]
 
 
 def _gradients(t: Any) -> dict[str, torch.Tensor]:
@@ -73,7 +49,7 @@ def _misuse(t: Any, row: list[Any], tokens: int) -> Found:
     from megatron_bridge.model import routers
 
     replay, out = t._step.replay, {}
-    out["no routes"] = _fails(t, [_with_routes(b, None) for b in row], tokens)
+    out["no routes"] = _fails(t, [toy.with_routes(b, None) for b in row], tokens)
     stock = replay.route
 
     def twice(*args: Any) -> Any:
@@ -99,11 +75,11 @@ def _one_rank(rank: int, world: int, port: int, hf: str, start: Path) -> Found:
     with toy.trainer(toy.config(hf, mode="off"), rank, world, port) as t:
         toy.scramble(t)
         t.save(start)
-        own = _record(t, row, tokens)
-        mine = [_with_routes(b, ids) for b, ids in zip(row, own, strict=True)]
+        own = toy.own_routes(t, row, tokens)
+        mine = [toy.with_routes(b, ids) for b, ids in zip(row, own, strict=True)]
         out["off"] = _run(t, mine, tokens)
         out["off, random record"] = _run(t, row, tokens)
-    shifted = [_with_routes(b, (ids + 1) % toy.EXPERTS) for b, ids in zip(row, own, strict=True)]
+    shifted = [toy.with_routes(b, (ids + 1) % toy.EXPERTS) for b, ids in zip(row, own, strict=True)]
     with toy.trainer(toy.config(hf), rank, world, free_port()) as t:
         t.load_weights(start)
         out["own"], out["shifted"] = _run(t, mine, tokens), _run(t, shifted, tokens)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def sample(seed: int, length: int, *, learnable: bool = False, layers: tuple[int
         loss_mask=torch.arange(length) >= length // 2,
         advantages=torch.randn(1, generator=g).expand(length).contiguous(),
         rollout_logprobs=-5 * torch.rand(length, generator=g),
-        routing=RoutingTrace(experts=ids, layers=layers, num_experts=EXPERTS) if layers else None,
+        routing=RoutingTrace(experts=ids, layers=layers, num_experts=EXPERTS).seal(tokens[:-1]) if layers else None,
     )
 
 
@@ -87,6 +88,31 @@ def grid(parts: Sequence[MicroBatch], *, dp: int, micros: int) -> tuple[list[lis
     cells = [pack(parts[i :: dp * micros]) for i in range(dp * micros)]
     rows = [cells[d * micros : (d + 1) * micros] for d in range(dp)]
     return rows, sum(int(p.loss_mask.sum()) for p in parts)
+
+
+def with_routes(batch: MicroBatch, ids: Tensor | None) -> MicroBatch:
+    """`batch` with other routes, which nothing seals: ids [T, L, K], or None for none."""
+    if ids is None:
+        return replace(batch, routing=None)
+    assert isinstance(batch.routing, RoutingTrace)
+    return replace(batch, routing=replace(batch.routing, experts=ids.to(batch.routing.experts.dtype), seals=None))
+
+
+def own_routes(t: Any, row: Sequence[MicroBatch], tokens: int) -> list[Tensor]:
+    """The routes that a trainer of one rank itself chooses, [T, L, K] for each micro-batch, in mode "off"."""
+    seen: dict[tuple[int, int], Tensor] = {}
+    replay = t._step.replay
+    stock = replay.route
+
+    def route(layer: int, scores: Any, native: Any) -> Any:
+        picked, ids = stock(layer, scores, native)
+        seen[replay._micro, layer] = ids
+        return picked, ids
+
+    replay.route = route
+    t.evaluate(row, tokens)
+    del replay.route
+    return [torch.stack([seen[m, layer] for layer in replay.layers], 1) for m in range(len(row))]
 
 
 class PolicyGradient:
