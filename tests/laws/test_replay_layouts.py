@@ -144,38 +144,55 @@ def test_replay_is_that_of_one_rank(single: Any, runs: dict[str, Run], name: str
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_law_sees_a_wrong_row(single: Any, runs: dict[str, Run], fault: str) -> None:
-    """The tolerances would let none of these through: the least of them moves a gradient by a thousand times as much."""
+    """The tolerances let none of these through: the least of them moves a gradient a thousand times as far."""
     assert not _agree(single[0]["mla"], runs[fault])
     assert runs[fault].worst[1] > 2e-2
 
 
+def _lively(t: Any) -> None:
+    """Every matrix drawn anew, of the size that keeps its input's: at their small starts experts change no logit. The
+    head's makes distributions of about two nats, as a trained model's are."""
+    g = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, x in sorted(t.models[0].named_parameters()):
+            if x.ndim == 2:
+                size = 1.0 if "embedding" in name else (4.0 if "output_layer" in name else 1.0) * x.shape[1] ** -0.5
+                x.copy_(size * torch.randn(x.shape, generator=g))
+    t.optimizer.reload_model_params()
+
+
+def _sampled(t: Any, m: MicroBatch) -> MicroBatch:
+    """Every position's label drawn from the model's own distribution, and its log-probability as the rollout's."""
+    m = replace(m, loss_mask=torch.ones_like(m.loss_mask))
+    every = [replace(m, labels=torch.full_like(m.labels, v)) for v in range(toy.VOCAB)]
+    table = torch.stack(t.logprobs(every), 1)  # [T, vocabulary]
+    labels = torch.multinomial(table.exp(), 1, generator=torch.Generator().manual_seed(5))
+    return replace(m, labels=labels[:, 0], rollout_logprobs=table.gather(1, labels)[:, 0])
+
+
 def _slipped(rank: int, world: int, port: int, where: Path) -> dict[str, float]:
-    """mismatch/kl (k3) of a model that has learnt something, by what was wrong with the routes replayed."""
-    hf, parts = toy.hf_dir(where / "hf"), toy.samples(16, learnable=True)
-    rows, tokens = toy.grid(parts, dp=1, micros=2)
-    row = rows[0]
-    with toy.trainer(toy.config(hf, mode="off", lr=3e-3), rank, world, port, toy.NegativeLogLikelihood()) as t:
-        for step in range(60):
-            more, n = toy.grid(toy.samples(16, seed=step + 1, learnable=True), dp=1, micros=1)
-            t.step(more[0], n, step + 1)
-        t.save(where / "learnt")
-        ids = toy.own_routes(t, row, tokens)
-        row = [replace(m, rollout_logprobs=x) for m, x in zip(row, t.logprobs(row), strict=True)]
-    row = [toy.with_routes(m, x) for m, x in zip(row, ids, strict=True)]
-    loss = ClippedLoss(clip_low=0.2, clip_high=0.2)
+    """mismatch/kl (k3) by what was wrong with the routes that were replayed."""
+    hf, start = toy.hf_dir(where / "hf"), where / "start"
+    [[m]], _ = toy.grid(toy.samples(96), dp=1, micros=1)
+    with toy.trainer(toy.config(hf, mode="off"), rank, world, port) as t:
+        _lively(t)
+        t.save(start)
+        m = _sampled(t, m)
+        m = toy.with_routes(m, toy.own_routes(t, [m], len(m.tokens))[0])
     out = {}
-    with toy.trainer(toy.config(hf), rank, world, free_port(), loss) as t:
-        t.load_weights(where / "learnt")
+    with toy.trainer(toy.config(hf), rank, world, free_port(), ClippedLoss(clip_low=0.2, clip_high=0.2)) as t:
+        t.load_weights(start)
         for name, given in {"nothing": shipped, **{k: case.given for k, case in FAULTS.items()}}.items():
             assert given is not None
-            out[name] = t.evaluate([given(m, t.part) for m in row], tokens)["mismatch/kl"]
+            out[name] = t.evaluate([given(m, t.part)], len(m.tokens))["mismatch/kl"]
     return out
 
 
 def test_a_fault_that_slipped_through_would_show_in_the_metrics(tmp_path: Path) -> None:
-    """What `mismatch/kl` says of a fault if no check refused it: the alarm behind the checks. The model has learnt a
-    rule of its tokens for 60 steps, its own choices are replayed, so right routes give 0."""
+    """What `mismatch/kl` says of a fault if no check refused it: the alarm behind the checks. The model's own choices
+    are replayed, so right routes give 0; all rows shifted by one gave 0.44, layers rotated by one 0.44. One row in a
+    thousand gave 3e-4, which no bound on a mean could tell from rounding: single rows are for the checks."""
     found = run_ranks(_slipped, 1, tmp_path, keep=True)[0]
-    print(found)
     assert found["nothing"] < 1e-9
-    assert found["one_row_late"] > 0.01 and found["of_the_next_layer"] > 0.01 and found["of_the_neighbour"] > 0.001
+    assert found["one_row_late"] > 0.1 and found["of_the_next_layer"] > 0.1
+    assert 1e-9 < found["of_one_row"] < 1e-2
