@@ -335,7 +335,7 @@ def test_gate_weights_come_with_the_routes_they_belong_to(path: Path, url: str) 
     retraction keeps them with their ids. Who has none refuses by name."""
     s = service(path, gates=True)
     s.engine.set_version("0")
-    out = submit(s.engine, spec(list(A.token_ids), gates=True), spec(list(A.token_ids)))
+    out = submit(s.engine, spec(list(A.token_ids), gates=True, n=2), spec(list(A.token_ids)))
     for _ in range(3):
         s.engine.step()
     s.engine.pause(PauseMode.RETRACT)
@@ -354,6 +354,9 @@ def test_gate_weights_come_with_the_routes_they_belong_to(path: Path, url: str) 
         )
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
     torch.testing.assert_close(sample.routing.weights.sum(-1), torch.full((len(sample.routing), 2), 2.5))
+    (other,) = reader.extend([begun(A, 1)], [()], [out[0][1].reply])  # of the same prefill
+    assert other.routing is not None and other.routing.weights is not None
+    assert torch.equal(other.routing.weights[:5], sample.routing.weights[:5])
     plain = GenerateReply.from_json(out[1][0].reply.to_json(), want_logprobs=True)
     assert plain.routed_weights is None
     with pytest.raises(ValueError, match="only the embedded engine gives gate weights"):
