@@ -41,6 +41,7 @@ def flags(argv: list[str]) -> argparse.Namespace:
         context_length=512,
         weights="decoded",
         activations="none",
+        enable_return_routed_weights=False,  # stock SGLang knows no such thing
     )
 
 
