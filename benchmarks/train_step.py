@@ -137,7 +137,7 @@ def fill(plain: Plain, work: Work, *, dp: int = 1, micros: int = 1) -> TrainBatc
             logprobs=torch.where(mask, F.pad(logprobs, (1, 0)), 0.0),
             routing=RoutingTrace(
                 experts=chosen.to(torch.uint8), layers=layers, num_experts=work.hf["n_routed_experts"]
-            ),
+            ).seal(ids[:-1]),
             versions=(),
             finish=Finish.STOP,
             text="",

@@ -81,24 +81,19 @@ def pack(
     rollout gives one by chance: its servers abort or stop at once, and to go on would be to wait for nothing.
 
     Raises ValueError: no sample, or none with a response token; a sample above `max_tokens`; advantages that do not
-    match the groups or are not finite; some samples with routing and some without, or with routes that are not those
-    that were sealed with their tokens.
+    match the groups or are not finite; some samples with routing and some without, or with routes that have no
+    seals or are not those that were sealed with their tokens.
     """
     samples, flat_advantages = _matched(groups, advantages)
-    traces = [s.routing for s in samples]
-    with_routing = sum(t is not None for t in traces)
-    if with_routing not in (0, len(samples)):
+    traces = [s.routing for s in samples if s.routing is not None]
+    if len(traces) not in (0, len(samples)):
         raise ValueError(
-            f"{with_routing} of {len(samples)} samples carry routing: replay needs all or none; "
+            f"{len(traces)} of {len(samples)} samples carry routing: replay needs all or none; "
             "check that every rollout server returns routed experts"
         )
-    if sealed := [s for s in samples if s.routing is not None and s.routing.seals is not None]:
-        RoutingTrace.verify_all(
-            [s.routing for s in sealed if s.routing is not None],
-            [s.token_ids for s in sealed],
-            samples=[s.name for s in sealed],
-        )
     names = _names(samples)
+    if traces:
+        RoutingTrace.verify_all(traces, [s.token_ids for s in samples], samples=[s.name for s in samples])
     flat = _Flat(
         names=names,
         tokens=torch.cat([s.token_ids for s in samples]),
@@ -106,7 +101,7 @@ def pack(
         logprobs=torch.cat([s.logprobs for s in samples]).float(),
         lengths=np.array([len(s.token_ids) for s in samples], dtype=np.int64),
         advantages=np.array(flat_advantages, dtype=np.float32),
-        routing={name: t for name, t in zip(names, traces, strict=True) if t is not None} if with_routing else None,
+        routing=dict(zip(names, traces, strict=True)) if traces else None,
     )
     spans = [span.version for s in samples for span in s.versions] or [0]
     return _pack(

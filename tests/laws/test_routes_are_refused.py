@@ -251,6 +251,8 @@ def test_neither_a_sample_nor_a_batch_can_be_made_with_them() -> None:
         sample(replace(trace, versions=(VersionSpan(0, 0, 5), VersionSpan(2, 5, 11))))
     with pytest.raises(ValueError, match="no seals"):
         made(5, sealed=False)[1].verify(tokens, sample="p7/3")
+    with pytest.raises(ValueError, match="sample p7/3: its routes have no seals"):
+        pack([group(sample(made(5, sealed=False)[1]))], [[1.0]], dp_size=1, max_tokens=99)
 
 
 # ---- ids that no router can have chosen

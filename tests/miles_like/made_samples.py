@@ -43,7 +43,7 @@ def sample(
         token_ids=ids,
         loss_mask=mask,
         logprobs=torch.where(mask, -ids / 1000, 0.0),
-        routing=trace(s - 1, seed=first_token) if routing else None,
+        routing=trace(s - 1, seed=first_token).seal(ids[:-1]) if routing else None,
         versions=(VersionSpan(version, 0, response_len),),
         finish=finish,
         text=text,

@@ -302,7 +302,7 @@ def test_routing_of_another_model_is_refused():
     other = sample(index=1, routing=True)
     assert other.routing is not None
     wider = RoutingTrace(experts=other.routing.experts, layers=other.routing.layers, num_experts=16)
-    object.__setattr__(other, "routing", wider)
+    object.__setattr__(other, "routing", wider.seal(other.token_ids[:-1]))
     with pytest.raises(ValueError, match="different models"):
         pack([group([sample(routing=True), other])], [[1.0, 1.0]], dp_size=1, max_tokens=MAX)
 
