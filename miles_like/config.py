@@ -278,15 +278,20 @@ class RunConfig(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def routes_belong_to_their_log_probs(self) -> RunConfig:
+    @property
+    def routes_belong_to_their_log_probs(self) -> bool:
         """The embedded engine keeps a retracted request's routes; a stock server computes them anew."""
-        stale, pause = self.buffer.max_staleness, self.publish.pause_mode
-        if self.rollout.engine == "sglang" and self.replay.mode == "r3" and stale and pause == "retract":
+        retracts = self.buffer.max_staleness > 0 and self.publish.pause_mode == "retract"
+        return self.rollout.engine == "embedded" or not retracts
+
+    @model_validator(mode="after")
+    def what_is_replayed_belongs_to_its_log_probs(self) -> RunConfig:
+        if self.replay.mode == "r3" and not self.routes_belong_to_their_log_probs:
             raise ValueError(
-                f"buffer.max_staleness = {stale} and publish.pause_mode = 'retract': a stock server computes routes "
-                "of what it retracts anew under the new weights, which cannot be replayed with the old log-probs: set "
-                "publish.pause_mode = 'in_place' or buffer.max_staleness = 0 (or replay.mode = 'off')"
+                f"buffer.max_staleness = {self.buffer.max_staleness} and publish.pause_mode = 'retract': a stock "
+                "server computes routes of what it retracts anew under the new weights, which cannot be replayed with "
+                "the old log-probs: set publish.pause_mode = 'in_place' or buffer.max_staleness = 0 (or replay.mode = "
+                "'off')"
             )
         return self
 

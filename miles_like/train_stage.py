@@ -198,7 +198,7 @@ class TrainStage:
                     activations=self.config.precision.activations,
                     node_rank=slot.node_rank,
                     nnodes=slot.nnodes,
-                    routed_experts=bool(self.family.moe_layers(self.hf.config)),
+                    routed_experts=self._routing_shape() is not None,
                 ),
             )
             for slot in self.plan.of("rollout")
@@ -206,10 +206,10 @@ class TrainStage:
         return RayServers(launches, self.run_dir / "logs")
 
     def _routing_shape(self) -> RoutingShape | None:
-        """None for a model without experts."""
+        """None for a model without experts, and where the servers would send routes of other weights."""
         hf = self.hf.config
         layers = self.family.moe_layers(hf)
-        if not layers:
+        if not layers or not self.config.routes_belong_to_their_log_probs:
             return None
         return RoutingShape(
             num_layers=self.family.num_layers(hf),

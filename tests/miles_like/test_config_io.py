@@ -132,7 +132,7 @@ def test_a_stock_server_must_not_retract_what_is_replayed() -> None:
     with pytest.raises(ValueError, match=r"max_staleness = 1 and publish.pause_mode = 'retract'.*in_place"):
         load_config(TINY, stock)
     for way_out in ("publish.pause_mode=in_place", "buffer.max_staleness=0", "replay.mode=off"):
-        load_config(TINY, [*stock, way_out])
+        assert load_config(TINY, [*stock, way_out]).routes_belong_to_their_log_probs == (way_out != "replay.mode=off")
 
 
 def test_gates_are_returned_where_they_are_replayed() -> None:
