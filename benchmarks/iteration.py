@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from miles_like import assemble
-from miles_like.algorithms.registry import make_algorithm
 from miles_like.config import RunConfig
 from miles_like.config_io import load_config
 from miles_like.factories import MegatronFactory
@@ -49,7 +48,7 @@ class Side:
         self.stage = TrainStage(self.config, stage.run_dir, stage.served, stage.weights, stage.console)
         self.engine: SGLangClient = self.stage.client(url, routing=routing)
         self.trainer = RayTrainer(
-            MegatronFactory(self.stage.trainer_config(), stage.weights, make_algorithm(self.config.algorithm).loss),
+            MegatronFactory(self.stage.trainer, stage.weights, self.stage.algorithm.loss),
             self.stage.plan.of("trainer"),
             dp_size=self.config.parallel.dp,
             log_dir=stage.run_dir / f"logs-{'r3' if routing else 'plain'}",
@@ -59,7 +58,7 @@ class Side:
 
     async def iterate(self, step: int, source: PromptSource) -> None:
         c = self.config.train
-        algorithm, reward = make_algorithm(self.config.algorithm), load_reward(self.config.reward.name)
+        algorithm, reward = self.stage.algorithm, load_reward(self.config.reward.name)
         marks = [time.perf_counter()]
         groups = await run_groups(
             self.engine,
