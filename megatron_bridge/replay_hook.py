@@ -66,7 +66,7 @@ class RoutingReplay:
         self.mode, self.gates, self.recompute = config.mode, config.gates, recompute
         found = routers(chunks)
         self.layers = tuple(r.layer_number - 1 for r in found)  # global numbers from 0
-        self._experts = found[0].num_experts if found else 0
+        self._experts, self._top_k = (found[0].num_experts, found[0].topk) if found else (0, 0)
         for router, layer in zip(found, self.layers, strict=True):
             router.router_replay = _RouterHook(self, layer)
             router.regate = partial(self.regate, layer) if self.gates else None
@@ -80,7 +80,11 @@ class RoutingReplay:
         self._recorder: RouteRecorder | None = None
         self._shards = dict(enumerate(shards))
         self._micro, self._in_backward = -1, False
-        self.agreed = self.compared = self.replayed = self.routed = 0
+        # counted on the device: to read them in each layer would wait for it each time
+        self.agreed: Tensor | int = 0
+        self.compared: Tensor | int = 0
+        self.replayed: Tensor | int = 0
+        self.routed: Tensor | int = 0
 
     def load(
         self,
@@ -108,6 +112,11 @@ class RoutingReplay:
         if routes is not None:
             self._tape = ReplayTape(expect_recompute=self.recompute and not forward_only)
             for i, of_micro in enumerate(routes):
+                if of_micro.top_k != self._top_k:
+                    raise ValueError(
+                        f"micro-batch {i} has routes of {of_micro.top_k} experts a token, the model's routers choose "
+                        f"{self._top_k}: check that rollout and trainer have the same config.json"
+                    )
                 self._tape.load(i, of_micro)
 
     def _recorded(self, micro: int, shard: Shard) -> RoutingTrace:
@@ -180,11 +189,11 @@ class RoutingReplay:
 
     def _count(self, layer: int, chosen: Tensor, replayed: Tensor | None) -> None:
         shard = self._shards[self._micro]
-        rows = int(shard.real.sum())
-        self.routed += rows
-        self.replayed += 0 if replayed is None else rows
+        rows = shard.real.sum()
+        self.routed = self.routed + rows
+        self.replayed = self.replayed + (0 if replayed is None else rows)
         if replayed is None and shard.routing is not None:
             replayed = shard.routing.experts[:, shard.routing.layers.index(layer)]
         if replayed is not None:
-            self.agreed += int((topk_agreement(chosen, replayed) & shard.real).sum())
-            self.compared += rows
+            self.agreed = self.agreed + (topk_agreement(chosen, replayed) & shard.real).sum()
+            self.compared = self.compared + rows

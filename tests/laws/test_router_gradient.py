@@ -169,6 +169,13 @@ def test_it_is_that_of_the_gathered_formula(kind: str, scale: float | None) -> N
     assert bool(got[1][used].any(1).all()), "every replayed expert's row of the weight learns"
 
 
+def test_routes_of_another_number_of_experts_a_token_are_refused() -> None:
+    """Of fewer the gathered formula would make gates all the same."""
+    bench = Bench("sigmoid with bias", None)
+    with pytest.raises(ValueError, match="micro-batch 0 has routes of 3 experts a token, the model's routers choose 4"):
+        bench.load(bench.own()[:, :3], forward_only=False)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_own_routes_and_gates_replayed_are_the_identity(kind: str) -> None:
     """Recorded under R2, then replayed by the same weights: bit for bit the probabilities of routing freely, whatever
