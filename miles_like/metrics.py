@@ -20,12 +20,15 @@ LOWER_IS_BETTER = (
     *("rollout/truncated_frac", "rollout/empty_frac", "rollout/zero_std_group_frac"),
 )
 SIGNED = ("mismatch/k1", "mismatch/chi2")  # best at 0, and below it by chance
+SIZES = ("routing/bytes",)  # the smaller the better, though their section's figures are shares
 
 
 def better(key: str) -> int:
     """+1 when larger is better, -1 when smaller is, 0 when neither."""
     if key.startswith(SIGNED):
         return 0
+    if key.startswith(SIZES):
+        return -1
     if key.startswith(HIGHER_IS_BETTER):
         return 1
     return -1 if key.startswith(LOWER_IS_BETTER) else 0

@@ -169,6 +169,6 @@ def test_multi_sink_reaches_all(tmp_path):
 
 def test_which_way_is_better():
     assert [better(k) for k in ("rollout/reward/mean", "eval/x/avg@1", "mismatch/ess")] == [1, 1, 1]
-    assert [better(k) for k in ("mismatch/kl", "perf/train_s")] == [-1, -1]
+    assert [better(k) for k in ("mismatch/kl", "perf/train_s", "routing/bytes")] == [-1, -1, -1]
     assert [better(k) for k in ("train/entropy", "rollout/len/mean", "rollout/reward/std")] == [0, 0, 0]
     assert [better(k) for k in ("mismatch/k1", "mismatch/chi2_sequence", "mismatch/ess_sequence")] == [0, 0, 1]
