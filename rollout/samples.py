@@ -153,14 +153,14 @@ class SampleReader:
             ],
         )
         if shape.gates:
-            gates = [_gates(shape, r, len(t), s.name) for s, t, r in zip(samples, read, replies, strict=True)]
+            gates = [_gates(shape, r, len(t), start, s.name) for s, t, r in zip(samples, read, replies, strict=True)]
             read = [replace(t, weights=g) for t, g in zip(read, gates, strict=True)]
         return [
             new if s.routing is None else s.routing.append(new, start) for s, new in zip(samples, read, strict=True)
         ]
 
 
-def _gates(shape: RoutingShape, reply: GenerateReply, rows: int, sample: str) -> Tensor:
+def _gates(shape: RoutingShape, reply: GenerateReply, rows: int, start: int, sample: str) -> Tensor:
     """[rows, L, K] fp32."""
     if reply.routed_weights is None:
         raise ValueError(
@@ -173,6 +173,7 @@ def _gates(shape: RoutingShape, reply: GenerateReply, rows: int, sample: str) ->
         num_layers=shape.num_layers,
         layers=shape.moe_layers,
         top_k=shape.top_k,
+        start=start,
         sample=sample,
     )
 

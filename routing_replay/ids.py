@@ -146,9 +146,10 @@ def read_wire(
 
 
 def read_wire_weights(
-    payload: str, rows: int, *, num_layers: int, layers: Sequence[int], top_k: int, sample: str
+    payload: str, rows: int, *, num_layers: int, layers: Sequence[int], top_k: int, start: int, sample: str
 ) -> Tensor:
-    """[rows, L, K] fp32, the gate weights of as many routes, sent as base64 of fp32 [rows, num_layers, K].
+    """[rows, L, K] fp32, the gate weights of as many routes from position `start` on, sent as base64 of fp32
+    [rows, num_layers, K].
 
     Raises ValueError for another length, and naming sample, layer and position of one that is not finite.
     """
@@ -157,5 +158,7 @@ def read_wire_weights(
     wrong = ~np.isfinite(wire).all(-1)
     if wrong.any():
         row, col = divmod(int(wrong.argmax()), len(layers))
-        raise ValueError(f"{where(sample, [layers[col]], row)}: gate weights {wire[row, col].tolist()} are not finite")
+        raise ValueError(
+            f"{where(sample, [layers[col]], start + row)}: gate weights {wire[row, col].tolist()} are not finite"
+        )
     return torch.from_numpy(np.ascontiguousarray(wire))

@@ -36,15 +36,14 @@ class Model:
         x = w.embed[batch.tokens]
         angles = self.ops.rope_cos_sin(batch.positions, self._inv_freq, a.attention.rope.mscale, self.dtype)
         routing = torch.zeros(len(x), a.layers, a.routed, dtype=torch.int32)
-        gates = torch.zeros(routing.shape)
+        gates = None if cache.gates is None else torch.zeros(routing.shape)
         for i, layer in enumerate(w.layers):
             h = self.ops.rmsnorm(x, layer.input_norm, a.norm_eps)
             x = x + attend(a.attention, layer.attention, h, angles, batch, cache.values[i], self.ops)
-            x = x + self._feed_forward(
-                layer, self.ops.rmsnorm(x, layer.post_norm, a.norm_eps), routing[:, i], gates[:, i]
-            )
+            h = self.ops.rmsnorm(x, layer.post_norm, a.norm_eps)
+            x = x + self._feed_forward(layer, h, routing[:, i], None if gates is None else gates[:, i])
         cache.routing.index_copy_(0, batch.slots, routing)
-        if cache.gates is not None:
+        if cache.gates is not None and gates is not None:
             cache.gates.index_copy_(0, batch.slots, gates)
         cache.epochs.index_fill_(0, batch.slots, cache.epoch)
         return x
@@ -53,7 +52,7 @@ class Model:
         """[T, D] of `forward` -> [T, V]."""
         return self.ops.linear(self.ops.rmsnorm(x, self.weights.norm, self.arch.norm_eps), self.weights.head)
 
-    def _feed_forward(self, layer: LayerWeights, x: Tensor, routing: Tensor, gates: Tensor) -> Tensor:
+    def _feed_forward(self, layer: LayerWeights, x: Tensor, routing: Tensor, gates: Tensor | None) -> Tensor:
         if isinstance(layer.mlp, MlpWeights):
             return self._mlp(layer.mlp, x)
         return self._moe(layer.mlp, x, routing, gates)
@@ -61,9 +60,9 @@ class Model:
     def _mlp(self, w: MlpWeights, x: Tensor) -> Tensor:
         return w.down(self.ops.swiglu(w.gate_up(x, self.ops)), self.ops)
 
-    def _moe(self, w: MoeWeights, x: Tensor, routing: Tensor, used: Tensor) -> Tensor:
-        """`routing` int32 [T, K] receives the expert ids, `used` fp32 [T, K] their gate weights, which enter before the
-        last projection."""
+    def _moe(self, w: MoeWeights, x: Tensor, routing: Tensor, used: Tensor | None) -> Tensor:
+        """`routing` int32 [T, K] receives the expert ids, `used` fp32 [T, K] or None their gate weights, which enter
+        before the last projection."""
         m, ops = self.arch.moe, self.ops
         assert m is not None
         ids, gates = ops.route(
@@ -78,7 +77,8 @@ class Model:
             renormalize=m.renormalize,
         )
         routing.copy_(ids)
-        used.copy_(gates)
+        if used is not None:
+            used.copy_(gates)
         flat = ids.numpy().reshape(-1).astype(np.int16)  # numpy sorts 16-bit keys by radix
         counts = np.bincount(flat, minlength=m.experts).tolist()
         order = torch.from_numpy(np.argsort(flat, kind="stable"))
