@@ -32,7 +32,8 @@ from torch import Tensor
 from megatron_bridge.grouped_experts import LocalGroupedMLP
 from megatron_bridge.packed_rope import apply_packed_rope
 from megatron_bridge.router import MaskedRouter
-from routing_replay.align import ragged_arange, zigzag_index
+from routing_replay.align import zigzag_index
+from routing_replay.seals import ragged_arange
 
 _ALONE = 1024  # from this length on, padding to a neighbour's length costs more than a call of its own
 _SHORT = 16  # up to this length runs are better multiplied plainly than by the CPU's kernel

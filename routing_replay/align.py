@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from routing_replay.ids import id_dtype
-from routing_replay.seals import expert_part
+from routing_replay.seals import expert_part, ragged_arange
 from routing_replay.trace import RoutingTrace
 
 
@@ -93,12 +93,6 @@ def select_layers(trace: RoutingTrace, layers: Sequence[int]) -> RoutingTrace:
         layer_seals=None if trace.layer_seals is None else trace.layer_seals[keep],
         weights=None if trace.weights is None else trace.weights[:, keep],
     )
-
-
-def ragged_arange(starts: Tensor, lengths: Tensor) -> Tensor:
-    """starts[i], starts[i] + 1, ... of length lengths[i], one after the other: [sum(lengths)] int64."""
-    before = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum()), device=starts.device) + (starts - before).repeat_interleave(lengths)
 
 
 def zigzag_index(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from routing_replay.align import RankPart, pack_rows, place_rows, ragged_arange, select_layers, take_rows
+from routing_replay.align import RankPart, pack_rows, place_rows, select_layers, take_rows
 from routing_replay.ids import where
-from routing_replay.seals import row_seals
+from routing_replay.seals import ragged_arange, row_seals
 from routing_replay.trace import RoutingTrace
 
 

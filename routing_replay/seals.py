@@ -88,6 +88,12 @@ def row_seals(
     return token_part(tokens, positions).to(experts.device) + expert_part(experts, layers)
 
 
+def ragged_arange(starts: Tensor, lengths: Tensor) -> Tensor:
+    """starts[i], starts[i] + 1, ... of length lengths[i], one after the other: [sum(lengths)] int64."""
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum()), device=starts.device) + (starts - before).repeat_interleave(lengths)
+
+
 def layer_sums(experts: Tensor, *, start: int = 0) -> Tensor:
     """[L] int64 over rows at positions start, start + 1, ...: adds up over parts of a sample."""
     return layer_sums_of(experts, [len(experts)], start=start)[0]
@@ -102,8 +108,9 @@ def layer_sums_of(experts: Tensor, lengths: Sequence[int], *, start: int = 0) ->
     if len(lengths) == 1:
         sums = _product(constants, words.flatten(1))[None]
     else:
-        at = torch.cat([constants[:n] for n in lengths]) if lengths else constants
-        owner = torch.repeat_interleave(torch.tensor(lengths)).to(words.device)
+        of = torch.tensor(lengths, dtype=torch.int64, device=words.device)
+        at = constants[ragged_arange(torch.zeros_like(of), of)]
+        owner = torch.repeat_interleave(of)
         sums = words.new_zeros(len(lengths), layers * w)
         sums.index_add_(0, owner, at[:, None] * words.flatten(1))
     return (sums.view(-1, layers, w) * _constants(torch.arange(w, device=words.device), _WORD)).sum(-1)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from routing_replay.diagnosis import what_happened
 from routing_replay.ids import check_ids, id_dtype, read_wire, where
-from routing_replay.seals import layer_numbers, layer_sums, layer_sums_of, row_seals
+from routing_replay.seals import layer_numbers, layer_sums, layer_sums_of, ragged_arange, row_seals
 from routing_replay.versions import VersionSpan, joined, ordered
 
 
@@ -101,14 +101,12 @@ class RoutingTrace:
     @staticmethod
     def verify_all(traces: Sequence[RoutingTrace], tokens: Sequence[Tensor], *, samples: Sequence[str]) -> None:
         """`verify` of each, in the time of one: what a step asks of all its samples. Raises the first's ValueError."""
-        rows = [len(t) for t in traces]
-        if traces and all(
-            t.seals is not None and len(t) == len(fed) - 1 for t, fed in zip(traces, tokens, strict=True)
-        ):
+        rows = [t.shape[0] - 1 for t in tokens]
+        if traces and all(t.seals is not None and len(t) == n for t, n in zip(traces, rows, strict=True)):
             whole = RoutingTrace.concat(traces)
-            fed = torch.cat([t[:-1] for t in tokens])
+            fed, positions = _fed(tokens, rows)
             assert whole.seals is not None
-            if torch.equal(row_seals(fed, whole.experts, whole.layers, positions=_positions(rows, 0)), whole.seals):
+            if torch.equal(row_seals(fed, whole.experts, whole.layers, positions=positions), whole.seals):
                 return
         for trace, own, sample in zip(traces, tokens, samples, strict=True):
             trace.verify(own, sample=sample)
@@ -216,7 +214,7 @@ class RoutingTrace:
         """
         if not payloads:
             return []
-        rows = [len(t) - 1 - start for t in tokens]
+        rows = [t.shape[0] - 1 - start for t in tokens]
         ids = read_wire(
             payloads,
             rows,
@@ -227,8 +225,8 @@ class RoutingTrace:
             start=start,
             samples=samples or [str(i) for i in range(len(payloads))],
         )
-        fed = torch.cat([t[start:-1] for t in tokens])
-        seals = row_seals(fed, ids, layers, positions=_positions(rows, start))
+        fed, positions = _fed(tokens, rows, start)
+        seals = row_seals(fed, ids, layers, positions=positions)
         layer_seals = layer_numbers(layers) + layer_sums_of(ids, rows, start=start)
         told = versions if versions is not None else [None] * len(rows)
         parts = zip(torch.split(ids, rows), torch.split(seals, rows), layer_seals.unbind(), told, strict=True)
@@ -242,10 +240,13 @@ class RoutingTrace:
         return base64.b64encode(out.tobytes()).decode("ascii")
 
 
-def _positions(rows: Sequence[int], start: int) -> Tensor:
-    """[sum(rows)] int64: start, start + 1, ... of each sample."""
-    longest = torch.arange(start, start + max(rows, default=0))
-    return torch.cat([longest[:n] for n in rows]) if rows else longest
+def _fed(tokens: Sequence[Tensor], rows: Sequence[int], start: int = 0) -> tuple[Tensor, Tensor]:
+    """([sum(rows)] of all samples end to end, [sum(rows)] int64 their positions): of each sample's tokens those from
+    `start` on, less the last, of which there are `rows`."""
+    n = torch.tensor(rows)
+    lengths = n + start + 1
+    positions = ragged_arange(torch.full_like(n, start), n)
+    return torch.cat(list(tokens))[positions + (lengths.cumsum(0) - lengths).repeat_interleave(n)], positions
 
 
 def _all_or_none(what: str, parts: Sequence[Tensor | None]) -> Tensor | None:
