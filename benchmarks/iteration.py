@@ -111,10 +111,19 @@ def run(config: RunConfig, home: Path, iterations: int) -> dict[str, float]:
         servers.stop()
     median = {name: statistics.median(s) for name, s in sides[0].seconds.items()}
     # paired: each turn's two iterations lie next to each other in time
-    pairs = zip(sides[0].seconds["iteration"], sides[1].seconds["iteration"], strict=True)
-    r3 = statistics.median((with_r3 - without) / with_r3 for with_r3, without in pairs)
+    share = {
+        name: statistics.median(
+            (a - b) / whole
+            for a, b, whole in zip(x, sides[1].seconds[name], sides[0].seconds["iteration"], strict=True)
+        )
+        for name, x in sides[0].seconds.items()
+    }
     figures = {f"{name}_s": seconds for name, seconds in median.items()}
-    return figures | {"publish_share": median["publish"] / median["iteration"], "r3_share": r3}
+    return (
+        figures
+        | {"publish_share": median["publish"] / median["iteration"], "r3_share": share["iteration"]}
+        | {f"r3_share_in_{name}": share[name] for name in PHASES}
+    )
 
 
 def main() -> None:

@@ -107,7 +107,7 @@ def main() -> None:
             whole = run(config, Path(home), iterations=12 if quick else 60)
         finally:
             assemble.shut_down()
-    figures |= {name: whole[name] for name in ("iteration_s", "r3_share")}
+    figures |= {name: whole[name] for name in whole if name == "iteration_s" or name.startswith("r3_share")}
     table = Table("figure", "value", title="routing replay")
     for name, value in figures.items():
         table.add_row(name, f"{value:.3f}")

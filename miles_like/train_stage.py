@@ -83,7 +83,7 @@ class TrainStage:
         servers = self.servers(began[1].weight_version if began else 0)
         try:
             trainer = RayTrainer(
-                MegatronFactory(trainer_config(self.config, self.served), self.weights, self.algorithm.loss),
+                MegatronFactory(self.trainer, self.weights, self.algorithm.loss),
                 self.plan.of("trainer"),
                 dp_size=self.config.parallel.dp,
                 log_dir=self.run_dir / "logs",
