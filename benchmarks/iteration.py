@@ -1,7 +1,7 @@
 """Seconds of each phase of one GRPO iteration of configs/tiny.toml, and what R3 costs of it.
 
-Two trainers (R3 on; no routing at all) take turns on one server, so both see the same machine. R3's share is all of
-it: capture in the engine, the wire, reading, packing, slicing and replay. Goals: publish <= 10 %, R3 <= 5 %.
+Two trainers (R3 on; no routing at all) take turns on one server, so both see the same machine. R3's share is the wire,
+reading, packing, slicing and replay; the engine keeps its experts' ids in both. Goals: publish <= 10 %, R3 <= 5 %.
 
     python benchmarks/iteration.py [--quick]
 """

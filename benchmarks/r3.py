@@ -1,7 +1,8 @@
 """What rollout routing replay costs: its share of an iteration, its bytes, and its time for one long sample.
 
-1. End to end, capture to replay: iterations of configs/tiny.toml with R3 and without any routing, by turns on one
-   server (the same measurement as benchmarks/iteration.py). Goal: <= 3 % of an iteration.
+1. End to end, from the engine's reply to replay (it keeps its experts' ids in both): iterations of configs/tiny.toml
+   with R3 and without any routing, by turns on one server (the same measurement as benchmarks/iteration.py). Goal:
+   <= 3 % of an iteration.
 2. Bytes a token as shipped to a trainer rank (ids and seals) in DeepSeek-V3's shape, beside SGLang's int32 of all
    layers. Goal: >= 4 times smaller.
 3. Milliseconds of each thing that is done to the routes of one sample of 32,768 tokens in that shape, on one thread:
