@@ -1,7 +1,7 @@
 """Seconds of each phase of one GRPO iteration of configs/tiny.toml, and what R3 costs of it.
 
 Two trainers (R3 on; no routing at all) take turns on one server, so both see the same machine. R3's share is the wire,
-reading, packing, slicing and replay; the engine keeps its experts' ids in both. Goals: publish <= 10 %, R3 <= 5 %.
+reading, packing, slicing and replay; the engine keeps its experts' ids in both. Goals: publish <= 10 %, R3 <= 3 %.
 
     python benchmarks/iteration.py [--quick]
 """
@@ -35,7 +35,7 @@ from rollout.prompts import PromptSource
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES = ("rollout", "train", "publish")
-GOALS = {"publish_share_max": 0.10, "r3_share_max": 0.05}
+GOALS = {"publish_share_max": 0.10, "r3_share_max": 0.03}
 
 
 class Side:

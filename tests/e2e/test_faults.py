@@ -123,10 +123,10 @@ def test_a_trainer_rank_is_killed(home: Path) -> None:
 
 
 def stopped_in_mid_save(rank: psutil.Process, checkpoints: Path) -> int:
-    """The step whose checkpoint is under way; the rank is held (SIGSTOP), so it stays under way."""
+    """The step whose checkpoint, not the first, is under way; the rank is held (SIGSTOP), so it stays under way."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        if any(checkpoints.glob("step_*/trainer.partial/__0_*.distcp")):
+        if (checkpoints / "latest").exists() and any(checkpoints.glob("step_*/trainer.partial/__0_*.distcp")):
             rank.suspend()
             time.sleep(0.2)  # the other ranks come to where they wait for this one
             for partial in checkpoints.glob("step_*/trainer.partial"):
