@@ -1,7 +1,8 @@
 """Seconds of each phase of one GRPO iteration of configs/tiny.toml, and what R3 costs of it.
 
 Two trainers (R3 on; no routing at all) take turns on one server, so both see the same machine. R3's share is the wire,
-reading, packing, slicing and replay; the engine keeps its experts' ids in both. Goals: publish <= 10 %, R3 <= 3 %.
+reading, packing, slicing and replay; the engine keeps its experts' ids in both. Goal: publish <= 10 %. R3's share is held
+to its goal by benchmarks/r3.py.
 
     python benchmarks/iteration.py [--quick]
 """
@@ -35,7 +36,7 @@ from rollout.prompts import PromptSource
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES = ("rollout", "train", "publish")
-GOALS = {"publish_share_max": 0.10, "r3_share_max": 0.03}
+GOALS = {"publish_share_max": 0.10}
 
 
 class Side:
@@ -140,7 +141,7 @@ def main() -> None:
     for name, value in figures.items():
         table.add_row(name, f"{value:.3f}")
     Console().print(table)
-    holds = figures["publish_share"] <= GOALS["publish_share_max"] and figures["r3_share"] <= GOALS["r3_share_max"]
+    holds = figures["publish_share"] <= GOALS["publish_share_max"]
     print(json.dumps({"name": "iteration", "figures": figures, "goals": GOALS, "holds": holds}))
 
 

@@ -96,19 +96,22 @@ def _two_checkpoints(path: Path) -> None:
     shutil.copyfile(path / "model-00002-of-00004.safetensors", path / "model.safetensors")
 
 
-def _number_for_names(path: Path) -> None:
+def _say(path: Path, changes: dict[str, object]) -> None:
+    """In config.json."""
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"architectures": 5}))
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+def _number_for_names(path: Path) -> None:
+    _say(path, {"architectures": 5})
 
 
 def _words_for_numbers(path: Path) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "two"}))
+    _say(path, {"num_hidden_layers": "two"})
 
 
 def _word_for_a_table(path: Path) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"rope_scaling": "yarn"}))
+    _say(path, {"rope_scaling": "yarn"})
 
 
 def _twice(path: Path) -> None:
@@ -116,13 +119,11 @@ def _twice(path: Path) -> None:
 
 
 def _other_config(path: Path) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 32}))
+    _say(path, {"moe_intermediate_size": 32})
 
 
 def _fewer_layers(path: Path) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    _say(path, {"num_hidden_layers": 2})
 
 
 @pytest.mark.parametrize(
