@@ -1,8 +1,8 @@
 """Seconds of each phase of one GRPO iteration of configs/tiny.toml, and what R3 costs of it.
 
 Two trainers (R3 on; no routing at all) take turns on one server, so both see the same machine. R3's share is the wire,
-reading, packing, slicing and replay; the engine keeps its experts' ids in both. Goal: publish <= 10 %. R3's share is held
-to its goal by benchmarks/r3.py.
+reading, packing, slicing and replay; the engine keeps its experts' ids in both. Goal: publish <= 10 %. R3's share is
+held to its goal by benchmarks/r3.py.
 
     python benchmarks/iteration.py [--quick]
 """
