@@ -27,10 +27,24 @@ from routing_replay.align import RankPart
 
 
 class RolloutEngine(Protocol):
-    """One server or many."""
+    """One server or many.
+
+    An episode of several turns is `generate`, then for each sample, as long as it lasts, `continue_sample` with what
+    the environment answered, and a reward at the end. A turn that comes back aborted goes on without an environment.
+    """
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
-        """`n` unscored samples of each prompt, in the order of `prompts`."""
+        """`n` unscored samples of each prompt, in the order of `prompts`. They may have been aborted, some or all."""
+
+    async def continue_sample(
+        self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
+    ) -> Sample:
+        """`sample`, the environment's tokens, which are not under loss, and at most `params.max_new_tokens` more.
+
+        What it has stays as it is: log-probs, weight versions, routes. With the `sampling_seed` that `generate` had, its
+        tokens are those of one go. Aborted before anything was sampled, it comes back as it was, without the
+        environment's tokens.
+        """
 
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...

@@ -41,7 +41,7 @@ from miles_like.workers import RayServers, RayTrainer, check_nodes
 from quant.hf_config import spec_from_hf
 from quant.spec import QuantSpec
 from rollout.client import SGLangClient, seed_of
-from rollout.episode import run_groups
+from rollout.episode import RESUMES, run_groups
 from rollout.pool import EnginePool
 from rollout.prompts import Cursor, PromptSource
 from rollout.samples import RoutingShape
@@ -125,9 +125,7 @@ class TrainStage:
                 algorithm=self.algorithm,
                 buffer=DataBuffer(max_staleness=config.buffer.max_staleness),
                 next_prompts=lambda: source.take(config.train.groups_per_step),
-                rollout=lambda step, prompts: run_groups(
-                    engine, prompts, reward, n=config.train.samples_per_group, params=self.sampling(step)
-                ),
+                rollout=partial(self._rollout, engine, reward),
                 pack=partial(
                     pack_steps,
                     steps=config.train.steps_per_rollout,
@@ -283,6 +281,19 @@ class TrainStage:
             top_k=c.top_k,
             stop_token_ids=(int(self.tokenizer.eos_token_id),),
             sampling_seed=seed_of(self.config.seed, f"step {step}"),
+        )
+
+    async def _rollout(
+        self, engine: EnginePool, reward: Any, step: int, prompts: Sequence[Prompt]
+    ) -> Sequence[SampleGroup]:
+        return await run_groups(
+            engine,
+            prompts,
+            reward,
+            n=self.config.train.samples_per_group,
+            params=self.sampling(step),
+            # so many publications may abort a sample, one after the other, before it is trained
+            resumes=self.config.buffer.max_staleness + RESUMES,
         )
 
     def _deal(self, step: int, advantages: list[list[float]]) -> list[list[float]]:

@@ -19,6 +19,7 @@ import orjson
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
 from rollout import wire
 from rollout.samples import RoutingShape, SampleReader, begun, rows_of, version_number
+from rollout.together import all_or_first_error
 from rollout.wire import GenerateRequest
 from rollout.wire_control import (
     AbortRequest,
@@ -117,12 +118,7 @@ class SGLangClient:
         """`n` samples of each prompt, in order. Raises RolloutError; what was still running is then cancelled."""
         step = self._prompts_per_request
         batches = [prompts[i : i + step] for i in range(0, len(prompts), step)]
-        tasks = [asyncio.create_task(self._generate_batch(b, n, params)) for b in batches]
-        try:
-            done = await asyncio.gather(*tasks)
-        finally:
-            for t in tasks:
-                t.cancel()
+        done = await all_or_first_error(self._generate_batch(b, n, params) for b in batches)
         return [group for groups in done for group in groups]
 
     async def _generate_batch(self, prompts: Sequence[Prompt], n: int, params: SamplingParams) -> list[SampleGroup]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from miles_like.protocols import RolloutEngine
-from miles_like.types import Prompt, SampleGroup, SamplingParams
+from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
+from rollout.together import all_or_first_error
 
 
 class EnginePool:
@@ -28,8 +27,7 @@ class EnginePool:
         costs = [len(p.token_ids) + n * params.max_new_tokens for p in prompts]
         shares: list[list[int]] = [[] for _ in self._engines]
         for i, cost in enumerate(costs):
-            e = min(range(len(self._engines)), key=self._load.__getitem__)
-            self._load[e] += cost
+            e = self._given(cost)
             shares[e].append(i)
 
         async def one(e: int) -> Sequence[SampleGroup]:
@@ -37,7 +35,7 @@ class EnginePool:
 
         busy = [e for e, share in enumerate(shares) if share]
         try:
-            done = await _all_or_first_error([one(e) for e in busy])
+            done = await all_or_first_error([one(e) for e in busy])
         finally:
             for e, share in enumerate(shares):
                 self._load[e] -= sum(costs[i] for i in share)
@@ -47,15 +45,32 @@ class EnginePool:
                 groups[i] = group
         return [g for g in groups if g is not None]
 
+    async def continue_sample(
+        self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
+    ) -> Sample:
+        """By the engine with the least load: any can, for all its tokens are sent."""
+        cost = len(sample.token_ids) + len(environment) + params.max_new_tokens
+        e = self._given(cost)
+        try:
+            return await self._engines[e].continue_sample(sample, environment, params=params)
+        finally:
+            self._load[e] -= cost
+
+    def _given(self, cost: int) -> int:
+        """The engine that takes `cost` tokens upon itself."""
+        e = min(range(len(self._engines)), key=self._load.__getitem__)
+        self._load[e] += cost
+        return e
+
     async def pause(self) -> None:
-        await _all_or_first_error([e.pause() for e in self._engines])
+        await all_or_first_error([e.pause() for e in self._engines])
 
     async def resume(self) -> None:
-        await _all_or_first_error([e.resume() for e in self._engines])
+        await all_or_first_error([e.resume() for e in self._engines])
 
     async def weight_version(self) -> int:
         """The version all engines serve. Raises ValueError naming each engine's when they differ."""
-        versions = await _all_or_first_error([e.weight_version() for e in self._engines])
+        versions = await all_or_first_error([e.weight_version() for e in self._engines])
         if len(set(versions)) != 1:
             names = [getattr(e, "url", f"engine {i}") for i, e in enumerate(self._engines)]
             each = ", ".join(f"{n}: {v}" for n, v in zip(names, versions, strict=True))
@@ -63,13 +78,4 @@ class EnginePool:
         return int(versions[0])
 
     async def close(self) -> None:
-        await _all_or_first_error([e.close() for e in self._engines])
-
-
-async def _all_or_first_error(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    tasks = [asyncio.ensure_future(c) for c in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for t in tasks:
-            t.cancel()
+        await all_or_first_error([e.close() for e in self._engines])

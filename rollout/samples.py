@@ -99,11 +99,11 @@ class SampleReader:
         ]
 
     def _nothing(self, reply: GenerateReply) -> bool:
-        """Dropped before it was fed, or, by a stock server, while it waited after a retraction: there are no routes,
-        and tokens without routes cannot be trained on."""
+        """Dropped before a token was sampled (of a prompt fed in pieces some rows may never have been computed), or, by
+        a stock server, while it waited after a retraction: tokens without routes cannot be trained on."""
         if reply.finish is not Finish.ABORT:
             return False
-        return reply.routed_experts is None if self.routing else not len(reply.output_ids)
+        return not len(reply.output_ids) or (self.routing is not None and reply.routed_experts is None)
 
     def _extended(self, sample: Sample, tokens: Tensor, reply: GenerateReply, trace: RoutingTrace | None) -> Sample:
         before, n, length = reply.prompt_tokens, sample.token_ids.shape[0], tokens.shape[0]

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -37,20 +38,39 @@ def make_prompt(name: str, *, tokens: Sequence[int] = (5, 6, 7), answer: str = "
 
 
 class FakeEngine:
-    """A RolloutEngine whose response to a prompt is its own tokens; notes what it was asked for."""
+    """A RolloutEngine whose response to a prompt is its own tokens; notes what it was asked for.
 
-    def __init__(self, *, version: int = 0, delay_s: float = 0.0, finish: Finish = Finish.STOP) -> None:
+    aborts: how often each sample comes back aborted, the first time before it said anything, then with a token more.
+    """
+
+    def __init__(self, *, version: int = 0, delay_s: float = 0.0, aborts: int = 0) -> None:
         self.version = version
         self.delay_s = delay_s
-        self.finish = finish
+        self.aborts = aborts
         self.asked: list[str] = []
+        self.continued: list[tuple[str, int, SamplingParams]] = []  # sample, its tokens, how it was to go on
         self.error: Exception | None = None
         self.cancelled = False
         self.paused = False
         self.closed = False
+        self._aborted: Counter[str] = Counter()
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> list[SampleGroup]:
         self.asked += [p.id for p in prompts]
+        await self._take_time()
+        return [
+            SampleGroup(prompt=p, samples=tuple(self._sample(p.id, i, p.token_ids) for i in range(n))) for p in prompts
+        ]
+
+    async def continue_sample(
+        self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
+    ) -> Sample:
+        assert not environment, "an environment has no place in a response that repeats its prompt"
+        self.continued.append((sample.name, len(sample.token_ids), params))
+        await self._take_time()
+        return self._sample(sample.prompt_id, sample.index, sample.token_ids[~sample.loss_mask].tolist())
+
+    async def _take_time(self) -> None:
         if self.error is not None:
             raise self.error
         try:
@@ -58,21 +78,23 @@ class FakeEngine:
         except asyncio.CancelledError:
             self.cancelled = True
             raise
-        return [SampleGroup(prompt=p, samples=tuple(self._sample(p, i) for i in range(n))) for p in prompts]
 
-    def _sample(self, p: Prompt, i: int) -> Sample:
-        k = len(p.token_ids)
-        mask = torch.tensor([False] * k + [True] * k)
+    def _sample(self, prompt_id: str, i: int, prompt: Sequence[int]) -> Sample:
+        name, k = f"{prompt_id}/{i}", len(prompt)
+        over = self._aborted[name] == self.aborts
+        r = k if over else min(self._aborted[name], k)
+        self._aborted[name] += not over
+        mask = torch.tensor([False] * k + [True] * r)
         return Sample(
-            prompt_id=p.id,
+            prompt_id=prompt_id,
             index=i,
-            token_ids=torch.tensor(p.token_ids * 2),
+            token_ids=torch.tensor([*prompt, *prompt[:r]]),
             loss_mask=mask,
             logprobs=torch.where(mask, -1.0, 0.0),
             routing=None,
-            versions=(VersionSpan(self.version, 0, k),),
-            finish=self.finish,
-            text=f"{p.id}:{i}",
+            versions=(VersionSpan(self.version, 0, r),) if r else (),
+            finish=Finish.STOP if over else Finish.ABORT,
+            text=f"{prompt_id}:{i}",
         )
 
     async def pause(self) -> None:

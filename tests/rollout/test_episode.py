@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -61,8 +62,46 @@ def test_a_reward_that_is_no_number_is_refused(value: object) -> None:
         asyncio.run(run_groups(FakeEngine(), PROMPTS, odd, n=1, params=PARAMS))
 
 
-def test_aborted_samples_are_reported_not_scored() -> None:
-    """Their end is ours, not the policy's choice."""
-    engine = FakeEngine(finish=Finish.ABORT)
-    with pytest.raises(RuntimeError, match=r"4 samples came back aborted \(a/0, a/1, b/0, \.\.\.\)"):
-        asyncio.run(run_groups(engine, PROMPTS, by_index, n=2, params=PARAMS))
+def test_aborted_samples_go_on_and_are_scored_whole() -> None:
+    """Each with what is left of its budget and the seed it had: its stream of random numbers goes on. Aborted before it
+    said anything, it starts again from its prompt."""
+    engine = FakeEngine(aborts=3)
+    params = replace(PARAMS, sampling_seed=5)
+    groups = asyncio.run(run_groups(engine, PROMPTS, by_index, n=2, params=params))
+    whole = asyncio.run(run_groups(FakeEngine(), PROMPTS, by_index, n=2, params=params))
+    assert [g.rewards for g in groups] == [[0, 1], [10, 11]]
+    for got, want in zip(groups, whole, strict=True):
+        assert [s.name for s in got.samples] == [s.name for s in want.samples]
+        assert [s.token_ids.tolist() for s in got.samples] == [s.token_ids.tolist() for s in want.samples]
+    assert sorted(engine.continued) == [
+        (f"{prompt}/{i}", 3 + said, replace(params, max_new_tokens=4 - said))
+        for prompt in "ab"
+        for i in range(2)
+        for said in range(3)
+    ]
+
+
+def test_a_sample_aborted_too_often_is_named_not_scored() -> None:
+    """Its end is ours, not the policy's choice; and a server that ends all it is given is not asked for ever."""
+    engine = FakeEngine(aborts=9)
+    with pytest.raises(RuntimeError, match=r"4 samples came back aborted 3 times \(a/0, a/1, b/0, \.\.\.\)"):
+        asyncio.run(run_groups(engine, PROMPTS, by_index, n=2, params=PARAMS, resumes=2))
+    assert len(engine.continued) == 8
+
+
+@pytest.mark.parametrize(
+    ("limit", "stops", "finish"), [(2, (), Finish.LENGTH), (9, (6,), Finish.STOP), (9, (7,), Finish.ABORT)]
+)
+def test_an_abort_with_the_last_token_is_no_abort(limit: int, stops: tuple[int, ...], finish: Finish) -> None:
+    """Stock SGLang looks whether it was told to abort before it looks at the token. To go on after a stop token, or
+    with nothing left to say, would be another sample. The fake has said 5 and 6 by its third abort; before the first,
+    7 is the last token of its prompt."""
+    params = SamplingParams(max_new_tokens=limit, stop_token_ids=stops)
+    call = run_groups(FakeEngine(aborts=3), PROMPTS[:1], by_index, n=1, params=params, resumes=2)
+    if finish is Finish.ABORT:
+        with pytest.raises(RuntimeError, match="aborted 3 times"):
+            asyncio.run(call)
+        return
+    (group,) = asyncio.run(call)
+    assert group.samples[0].token_ids.tolist() == [5, 6, 7, 5, 6]
+    assert group.samples[0].finish is finish

@@ -50,6 +50,28 @@ def test_a_second_call_goes_where_the_first_does_not_run() -> None:
     asyncio.run(run())
 
 
+def test_samples_go_on_where_the_load_is_least() -> None:
+    """A sample weighs what is sent of it and what it may still say, until it returns or fails."""
+
+    async def run() -> None:
+        engines = [FakeEngine(delay_s=0.01), FakeEngine(delay_s=0.01)]
+        pool = EnginePool(engines)
+        (group,) = await pool.generate(PROMPTS[:1], n=5, params=PARAMS)
+        busy = asyncio.create_task(pool.generate([make_prompt("p1", tokens=[1] * 17)], n=1, params=PARAMS))
+        await asyncio.sleep(0)
+        samples = [pool.continue_sample(s, params=PARAMS) for s in group.samples]  # 6 tokens and 4 more each
+        assert [s.name for s in await asyncio.gather(*samples)] == [s.name for s in group.samples]
+        await busy
+        assert [[name for name, _, _ in e.continued] for e in engines] == [["p0/3"], ["p0/0", "p0/1", "p0/2", "p0/4"]]
+        for e in engines:
+            e.error = RolloutError("died")
+        with pytest.raises(RolloutError):
+            await pool.continue_sample(group.samples[0], params=PARAMS)
+        assert pool._load == [0, 0]
+
+    asyncio.run(run())
+
+
 def test_one_engines_error_cancels_the_others() -> None:
     """A dead server must not leave the step waiting for the rest."""
     bad, slow = FakeEngine(), FakeEngine(delay_s=10)
