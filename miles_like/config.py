@@ -290,8 +290,8 @@ class RunConfig(Section):
             raise ValueError(
                 f"buffer.max_staleness = {self.buffer.max_staleness} and publish.pause_mode = 'retract': a stock "
                 "server computes routes of what it retracts anew under the new weights, which cannot be replayed with "
-                "the old log-probs: set publish.pause_mode = 'in_place' or buffer.max_staleness = 0 (or replay.mode = "
-                "'off')"
+                "the old log-probs: set publish.pause_mode = 'in_place' or 'abort', or buffer.max_staleness = 0 (or "
+                "replay.mode = 'off')"
             )
         return self
 

@@ -41,8 +41,8 @@ class RolloutEngine(Protocol):
     ) -> Sample:
         """`sample`, the environment's tokens, which are not under loss, and at most `params.max_new_tokens` more.
 
-        What it has stays as it is: log-probs, weight versions, routes. With the `sampling_seed` that `generate` had, its
-        tokens are those of one go. Aborted before anything was sampled, it comes back as it was, without the
+        What it has stays as it is: log-probs, weight versions, routes. With the `sampling_seed` that `generate` had,
+        its tokens are those of one go. Aborted before anything was sampled, it comes back as it was, without the
         environment's tokens.
         """
 

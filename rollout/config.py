@@ -64,6 +64,7 @@ class RolloutConfig(Section):
 
 class PublishConfig(Section):
     path: Literal["tensor", "disk"] = "tensor"
+    # what becomes of running samples: they end and go on by another request, are fed again, or are frozen as they are
     pause_mode: Literal["abort", "retract", "in_place"] = "retract"
     bucket_bytes: int = Field(256 << 20, ge=1)  # tensors sent in one request
     verify: bool = True  # ask the servers for checksums after every publication

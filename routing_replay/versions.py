@@ -89,5 +89,5 @@ def check_versions(
     raise ValueError(
         f"{where}: the routes were {computed}, the token after them was sampled under version {s} "
         f"({int(wrong.sum())} such rows): the server recomputed a retracted request under new weights; "
-        "set publish.pause_mode to in_place, or buffer.max_staleness to 0"
+        "set publish.pause_mode to in_place or abort, or buffer.max_staleness to 0"
     )
