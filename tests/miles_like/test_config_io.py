@@ -131,7 +131,12 @@ def test_a_stock_server_must_not_retract_what_is_replayed() -> None:
     stock = [*keys, "rollout.engine=sglang"]
     with pytest.raises(ValueError, match=r"max_staleness = 1 and publish.pause_mode = 'retract'.*in_place"):
         load_config(TINY, stock)
-    for way_out in ("publish.pause_mode=in_place", "buffer.max_staleness=0", "replay.mode=off"):
+    for way_out in (
+        "publish.pause_mode=in_place",
+        "publish.pause_mode=abort",
+        "buffer.max_staleness=0",
+        "replay.mode=off",
+    ):
         assert load_config(TINY, [*stock, way_out]).routes_belong_to_their_log_probs == (way_out != "replay.mode=off")
 
 

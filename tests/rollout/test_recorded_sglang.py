@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from miles_like.types import Finish, Prompt, Sample
+from miles_like.types import Finish, Prompt, Sample, VersionSpan
 from rollout import wire
-from rollout.samples import RoutingShape, SampleReader, begun
+from rollout.samples import RoutingShape, SampleReader, begun, rows_of
 from rollout.wire_control import error_message
 from routing_replay.trace import RoutingTrace
 
@@ -139,6 +140,29 @@ def test_a_retracted_answer_is_no_sample_and_one_paused_in_place_is(recorded: di
     assert frozen.routing is not None and frozen.routing.versions is not None
     assert [v.version for v in frozen.versions] == [v.version for v in frozen.routing.versions] == [1, 2]
     assert sample("whole").routing is not None
+
+
+def test_a_sample_goes_on_under_new_weights_with_the_rows_it_had(recorded: dict[str, Any], model: str) -> None:
+    """Aborted under version 0 and continued under version 1, which a stock server tells by its spans of tokens alone:
+    the row before the first new token is of the new version, the first reply's rows stay, and of those between, which
+    came out of the cache, nothing is said. The second turn was recorded under the same weights, so its rows are those
+    of one go."""
+    reader = SampleReader(routing=RoutingShape(num_layers=3, moe_layers=LAYERS[model], top_k=4, num_experts=16))
+    prompt = Prompt(id="p", token_ids=tuple(recorded["whole"]["request"]["input_ids"]), answer="")
+    first, second = _reply(recorded, "whole"), _reply(recorded, "second_turn")
+    new = len(second.output_ids)
+    fed = recorded["second_turn"]["request"]["input_ids"][FED + 1 :]
+    changed = replace(second, weight_version="1", weight_versions=(wire.WireSpan("1", 0, new),))
+    (cut,) = reader.extend([begun(prompt, 0)], [()], [replace(first, finish=Finish.ABORT)])
+    assert (cut.finish, rows_of(cut)) == (Finish.ABORT, FED)
+    (sample,) = reader.extend([cut], [fed], [changed])
+    at = 8 + len(fed)
+    assert sample.versions == (VersionSpan(0, 0, 8), VersionSpan(1, at, at + new))
+    assert sample.routing is not None and sample.routing.versions is not None
+    assert sample.routing.versions[0] == VersionSpan(0, 0, FED)
+    assert sample.routing.versions[-1] == VersionSpan(1, second.prompt_tokens - 1, len(sample.routing))
+    assert torch.equal(sample.routing.experts, _rows(recorded, "second_turn_whole", model))
+    sample.routing.verify(sample.token_ids, sample=sample.name)
 
 
 def test_a_start_beyond_the_prompt_is_refused_in_words(recorded: dict[str, Any]) -> None:

@@ -313,6 +313,21 @@ def test_aborted_while_it_waits_after_a_retraction(path: Path) -> None:
     assert read(A, never[0][0]).routing is None
 
 
+def test_an_abort_before_the_first_token_leaves_the_sample_as_it_was(path: Path) -> None:
+    """A stock server may have fed a part of the prompt and send rows for all of it: they are not taken."""
+    (done,) = paused(path, PauseMode.IN_PLACE)
+    sample = read(
+        A,
+        done,
+        finish=Finish.ABORT,
+        output_ids=done.reply.output_ids[:0],
+        logprobs=None if done.reply.logprobs is None else done.reply.logprobs[:0],
+        weight_versions=(),
+    )
+    assert (sample.finish, sample.routing, sample.versions) == (Finish.ABORT, None, ())
+    assert sample.token_ids.tolist() == list(A.token_ids)
+
+
 # ---- gate weights, a diagnostic
 
 
