@@ -36,7 +36,7 @@ from transformers_step import LOSS, MAX_TOKENS, OPTIMIZER, Plain, seconds_of
 from megatron_bridge.config import ParallelConfig, PrecisionConfig, ReplayConfig, TrainerConfig
 from megatron_bridge.convert.to_megatron import to_megatron
 from miles_like.packing import pack
-from miles_like.types import Finish, Prompt, Sample, SampleGroup, TrainBatch
+from miles_like.types import Finish, Prompt, Sample, SampleGroup, TrainBatch, VersionSpan
 from rollout.servers import free_port
 from routing_replay.trace import RoutingTrace
 
@@ -137,8 +137,8 @@ def fill(plain: Plain, work: Work, *, dp: int = 1, micros: int = 1) -> TrainBatc
             logprobs=torch.where(mask, F.pad(logprobs, (1, 0)), 0.0),
             routing=RoutingTrace(
                 experts=chosen.to(torch.uint8), layers=layers, num_experts=work.hf["n_routed_experts"]
-            ).seal(ids[:-1]),
-            versions=(),
+            ).seal(ids[:-1], versions=(VersionSpan(0, 0, prompt + response - 1),)),
+            versions=(VersionSpan(0, 0, response),),
             finish=Finish.STOP,
             text="",
         )

@@ -34,6 +34,7 @@ from miles_like.types import MicroBatch, Sample, SampleGroup, TrainBatch
 from routing_replay.align import RankPart, take_rows
 from routing_replay.parts import RankRoutes, cut_routes
 from routing_replay.trace import RoutingTrace
+from routing_replay.versions import check_versions
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -71,18 +72,22 @@ def pack(
     max_tokens: int,
     micro_multiple: int = 1,
     cost: Cost | None = None,
+    replayed: bool = True,
 ) -> TrainBatch:
     """All samples of `groups` as one optimizer step for `dp_size` data-parallel rows.
 
     `advantages[g][i]` belongs to `groups[g].samples[i]` and is put on each of its positions. `max_tokens` bounds the
     inputs of a micro-batch. `micro_multiple`: the number of micro-batches is a multiple of it (an interleaved pipeline
-    schedule needs its number of stages). `cost` is the load to balance; None: tokens. The same arguments give the same
+    schedule needs its number of stages). `cost` is the load to balance; None: tokens. `replayed`: training takes the
+    routes (replay.mode "r3"), so each must be of the weights that sampled the token after it; else they are only
+    compared with, and those that a server computed anew after a retraction may stay. The same arguments give the same
     batch. A sample without a label under loss trains nothing and is left out; a batch of only such is refused, since no
     rollout gives one by chance: its servers abort or stop at once, and to go on would be to wait for nothing.
 
     Raises ValueError: no sample, or none with a response token; a sample above `max_tokens`; advantages that do not
     match the groups or are not finite; some samples with routing and some without, or with routes that have no
-    seals or are not those that were sealed with their tokens.
+    seals or are not those that were sealed with their tokens; with `replayed`, routes of other weights than sampled the
+    tokens under loss, or of which nobody tells.
     """
     samples, flat_advantages = _matched(groups, advantages)
     traces = [s.routing for s in samples if s.routing is not None]
@@ -94,6 +99,9 @@ def pack(
     names = _names(samples)
     if traces:
         RoutingTrace.verify_all(traces, [s.token_ids for s in samples], samples=[s.name for s in samples])
+    if replayed:
+        for s, trace in zip(samples, traces, strict=bool(traces)):
+            check_versions(trace.versions, s.versions, s.loss_mask, sample=s.name)
     flat = _Flat(
         names=names,
         tokens=torch.cat([s.token_ids for s in samples]),

@@ -133,6 +133,7 @@ class TrainStage:
                     max_tokens=config.max_pack_tokens,
                     micro_multiple=config.parallel.micro_multiple,
                     cost=self.cost,
+                    replayed=config.replay.mode == "r3",
                 ),
                 deal=self._deal,
                 evaluate=partial(self._evaluate, engine, reward, held_out),

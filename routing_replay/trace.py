@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from routing_replay.diagnosis import what_happened
 from routing_replay.ids import check_ids, id_dtype, read_wire, where
 from routing_replay.seals import layer_numbers, layer_sums, layer_sums_of, ragged_arange, row_seals
 from routing_replay.versions import VersionSpan, joined, ordered
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,10 +71,12 @@ class RoutingTrace:
         """Raises ValueError, see `ids.check_ids`, naming sample, layer and position."""
         check_ids(self.experts.cpu().numpy(), self.layers, self.num_experts, sample=sample)
 
-    def seal(self, tokens: Tensor, *, start: int = 0) -> RoutingTrace:
-        """Sealed as the routes of `tokens` [rows], fed at positions start, start + 1, ... of a sample."""
+    def seal(self, tokens: Tensor, *, start: int = 0, versions: tuple[VersionSpan, ...] | None = None) -> RoutingTrace:
+        """Sealed as the routes of `tokens` [rows], fed at positions start, start + 1, ... of a sample, and computed by
+        weights `versions`, where given."""
         return replace(
             self,
+            versions=self.versions if versions is None else versions,
             seals=row_seals(tokens, self.experts, self.layers, start=start),
             layer_seals=layer_numbers(self.layers) + layer_sums(self.experts, start=start),
         )
@@ -127,7 +131,8 @@ class RoutingTrace:
     def append(self, more: RoutingTrace, start: int) -> RoutingTrace:
         """Of a sample that went on: its rows, then `more`, whose first is at position `start`.
 
-        Raises ValueError when `start` is not where the rows end, or for another model's rows.
+        Raises ValueError when `start` is not where the rows end, for another model's rows, or when only one of both has
+        seals, gate weights or versions.
         """
         if start != len(self):
             raise ValueError(
@@ -135,13 +140,13 @@ class RoutingTrace:
                 f"{'missing' if start > len(self) else 'there twice'}; ask with routed_experts_start_len = {len(self)}"
             )
         rows = RoutingTrace.concat([self, more])
-        seals = None
-        if self.layer_seals is not None and more.layer_seals is not None:
-            seals = self.layer_seals + more.layer_seals - layer_numbers(self.layers)
-        spans = None
-        if self.versions is not None and more.versions is not None:
-            spans = joined(self.versions, more.versions, start)
-        return replace(rows, layer_seals=seals, versions=spans)
+        seals = _all_or_none("layer seals", [self.layer_seals, more.layer_seals])
+        spans = _all_or_none("versions", [self.versions, more.versions])
+        return replace(
+            rows,
+            layer_seals=None if seals is None else seals[0] + seals[1] - layer_numbers(self.layers),
+            versions=None if spans is None else joined(spans[0], spans[1], start),
+        )
 
     @staticmethod
     def concat(traces: Sequence[RoutingTrace]) -> RoutingTrace:
@@ -158,8 +163,8 @@ class RoutingTrace:
             experts=torch.cat([t.experts for t in traces]),
             layers=first.layers,
             num_experts=first.num_experts,
-            seals=_all_or_none("seals", [t.seals for t in traces]),
-            weights=_all_or_none("weights", [t.weights for t in traces]),
+            seals=_joined("seals", [t.seals for t in traces]),
+            weights=_joined("weights", [t.weights for t in traces]),
         )
 
     # ---- the wire
@@ -249,8 +254,13 @@ def _fed(tokens: Sequence[Tensor], rows: Sequence[int], start: int = 0) -> tuple
     return torch.cat(list(tokens))[positions + (lengths.cumsum(0) - lengths).repeat_interleave(n)], positions
 
 
-def _all_or_none(what: str, parts: Sequence[Tensor | None]) -> Tensor | None:
+def _all_or_none(what: str, parts: Sequence[_T | None]) -> list[_T] | None:
     have = [p for p in parts if p is not None]
     if len(have) not in (0, len(parts)):
         raise ValueError(f"{len(have)} of {len(parts)} traces have {what}: join those of one origin only")
-    return torch.cat(have) if have else None
+    return have or None
+
+
+def _joined(what: str, parts: Sequence[Tensor | None]) -> Tensor | None:
+    have = _all_or_none(what, parts)
+    return None if have is None else torch.cat(have)

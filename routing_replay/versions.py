@@ -50,25 +50,26 @@ def _spread(spans: Sequence[VersionSpan], length: int, first: int = 0) -> Tensor
     return out
 
 
-def _one_response(rows: Sequence[VersionSpan], tokens: Sequence[VersionSpan], loss_mask: Tensor) -> bool:
+def _one_response(rows: Sequence[VersionSpan] | None, tokens: Sequence[VersionSpan], loss_mask: Tensor) -> bool:
     """Whether one version computed all rows and sampled one response, which goes on to the end."""
-    if len(rows) != 1 or len(tokens) != 1:
+    if rows is None or len(rows) != 1 or len(tokens) != 1:
         return False
     s, (version, start, n) = loss_mask.shape[0], tokens[0]
     if rows[0] != (version, 0, s - 1) or start:
         return False
-    mask = loss_mask.numpy()  # a third of torch's time, and hundreds of samples ask twice a step
+    mask = loss_mask.numpy()  # a third of torch's time, and a step asks for hundreds of samples
     return bool(np.count_nonzero(mask) == n == np.count_nonzero(mask[s - n :]))
 
 
 def check_versions(
-    rows: Sequence[VersionSpan], tokens: Sequence[VersionSpan], loss_mask: Tensor, *, sample: str
+    rows: Sequence[VersionSpan] | None, tokens: Sequence[VersionSpan], loss_mask: Tensor, *, sample: str
 ) -> None:
     """Each token under loss was sampled by the weights that computed the row before it.
 
-    rows: of the trace. tokens: of the sample, from its first token under loss. loss_mask [S] bool. Routes that a server
-    computed anew under later weights belong to other log-probs than those that were recorded: trained together they are
-    a mismatch that nothing later would show. Raises ValueError naming sample and position.
+    rows: of the trace, None where it tells nothing. tokens: of the sample, from its first token under loss. loss_mask
+    [S] bool. Routes that a server computed anew under later weights belong to other log-probs than those that were
+    recorded: trained together they are a mismatch that nothing later would show. Raises ValueError naming sample and
+    position.
     """
     if _one_response(rows, tokens, loss_mask):  # the usual case, at a fraction of the cost
         return
@@ -76,7 +77,7 @@ def check_versions(
     if not len(at):
         return
     sampled = _spread(tokens, len(loss_mask), int(at[0]))[at]
-    routed = _spread(rows, len(loss_mask) - 1)[at - 1]
+    routed = _spread(rows or (), len(loss_mask) - 1)[at - 1]
     wrong = (sampled != routed) | (sampled < 0)
     if not bool(wrong.any()):
         return
@@ -85,9 +86,14 @@ def check_versions(
     where = f"sample {sample}, all layers, position {position - 1}"
     if s < 0:
         raise ValueError(f"{where}: no weight version is told for the token after it, which is under loss")
+    if rows is None:
+        raise ValueError(
+            f"{where}: no weight version is told for the routes of this sample: read its replies with "
+            "RoutingTrace.many_from_wire(versions=...), or do not replay them (replay.mode = 'r2' or 'off')"
+        )
     computed = f"computed under weight version {r}" if r >= 0 else "computed anew under weights that nobody tells"
     raise ValueError(
         f"{where}: the routes were {computed}, the token after them was sampled under version {s} "
         f"({int(wrong.sum())} such rows): the server recomputed a retracted request under new weights; "
-        "set publish.pause_mode to in_place or abort, or buffer.max_staleness to 0"
+        "set publish.pause_mode to in_place or abort and give the server more memory, or buffer.max_staleness to 0"
     )

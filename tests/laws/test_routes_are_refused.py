@@ -23,8 +23,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from miles_like.packing import pack
-from miles_like.types import Finish, Prompt, Sample, SampleGroup
 from routing_replay.align import place_rows, select_layers, take_rows, zigzag_index
 from routing_replay.ids import id_dtype, payload_line
 from routing_replay.seals import row_seals
@@ -43,7 +41,7 @@ def made(
     ids = torch.rand(tokens - 1, len(LAYERS), experts, generator=g).argsort(-1)[..., :k].to(id_dtype(experts))
     trace = RoutingTrace(experts=ids, layers=LAYERS, num_experts=experts)
     fed = torch.randint(0, 50, (tokens,), generator=g)
-    return fed, trace.seal(fed[:-1]) if sealed else trace
+    return fed, trace.seal(fed[:-1], versions=(VersionSpan(0, 0, tokens - 1),)) if sealed else trace
 
 
 def with_rows(trace: RoutingTrace, index: Tensor, *, seals: bool) -> RoutingTrace:
@@ -215,44 +213,9 @@ def test_routes_of_another_sample(seed: int, shared: int) -> None:
     )
 
 
-def test_neither_a_sample_nor_a_batch_can_be_made_with_them() -> None:
-    """Versions and counts where samples are made, so that scoring, restoring and continuing one repeat it; seals where
-    a step is packed, of all its samples at once."""
-    tokens, trace = made(5)
-    mask = torch.arange(12) > 3
-    spans = (VersionSpan(0, 0, 8),)
-
-    def sample(routing: RoutingTrace) -> Sample:
-        return Sample(
-            prompt_id="p7",
-            index=3,
-            token_ids=tokens,
-            loss_mask=mask,
-            logprobs=torch.zeros(12),
-            routing=routing,
-            versions=spans,
-            finish=Finish.STOP,
-            text="",
-        )
-
-    def group(one: Sample) -> SampleGroup:
-        return SampleGroup(prompt=Prompt(id="p7", token_ids=(1,), answer=""), samples=(one,))
-
-    scored = replace(sample(trace), reward=1.0)
-    assert scored.routing is trace
-    shifted = sample(with_rows(trace, torch.arange(11).roll(1), seals=True))
-    whole = pack([group(scored)], [[1.0]], dp_size=1, max_tokens=99)
-    assert torch.equal(whole.grid[0][0].routing.experts, trace.experts)
-    with pytest.raises(ValueError, match="sample p7/3, layers 1, 2, 3, 5, position 0: all rows are shifted by 1"):
-        pack([group(scored), group(shifted)], [[1.0], [1.0]], dp_size=1, max_tokens=99)
-    with pytest.raises(ValueError, match=r"10 routing rows for 12 tokens; want 11"):
-        sample(trace.map_rows(lambda x: x[:10]))
-    with pytest.raises(ValueError, match=r"sample p7/3.*position 5.*computed under weight version 2.*under version 0"):
-        sample(replace(trace, versions=(VersionSpan(0, 0, 5), VersionSpan(2, 5, 11))))
-    with pytest.raises(ValueError, match="no seals"):
-        made(5, sealed=False)[1].verify(tokens, sample="p7/3")
+def test_without_seals_nothing_is_verified() -> None:
     with pytest.raises(ValueError, match="sample p7/3: its routes have no seals"):
-        pack([group(sample(made(5, sealed=False)[1]))], [[1.0]], dp_size=1, max_tokens=99)
+        made(5, sealed=False)[1].verify(made(5)[0], sample="p7/3")
 
 
 # ---- ids that no router can have chosen
@@ -357,10 +320,15 @@ def test_pieces_add_up(seed: int, cut: int) -> None:
         own = RoutingTrace(experts=trace.experts[a:b], layers=LAYERS, num_experts=16)
         return replace(own.seal(tokens[a:b], start=a), versions=(VersionSpan(1, 0, b - a),))
 
-    whole = piece(0, cut).append(piece(cut, 11), cut)
+    first, rest = piece(0, cut), piece(cut, 11)
+    whole = first.append(rest, cut)
     whole.verify(tokens, sample="a/0")
     assert whole.layer_seals is not None and trace.layer_seals is not None
     assert torch.equal(whole.layer_seals, trace.layer_seals) and whole.versions == spans
+    for lost in ("versions", "layer_seals", "seals"):
+        for a, b in ((replace(first, **{lost: None}), rest), (first, replace(rest, **{lost: None}))):
+            with pytest.raises(ValueError, match=f"1 of 2 traces have {lost.replace('_', ' ')}"):
+                a.append(b, cut)
     for wrong, word in ((cut + 1, "missing"), (cut - 1, "there twice")):
         with pytest.raises(ValueError, match=f"rows from position {wrong} .*{word}.*start_len = {cut}"):
             piece(0, cut).append(piece(cut, 11), wrong)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from miles_like.types import Finish, Prompt, Sample, SampleGroup, VersionSpan
+from miles_like.packing import pack
+from miles_like.types import Finish, Prompt, Sample, SampleGroup, TrainBatch, VersionSpan
 from routing_replay.trace import RoutingTrace
 
 LAYERS = (1, 2)
@@ -43,7 +45,9 @@ def sample(
         token_ids=ids,
         loss_mask=mask,
         logprobs=torch.where(mask, -ids / 1000, 0.0),
-        routing=trace(s - 1, seed=first_token).seal(ids[:-1]) if routing else None,
+        routing=trace(s - 1, seed=first_token).seal(ids[:-1], versions=(VersionSpan(version, 0, s - 1),))
+        if routing
+        else None,
         versions=(VersionSpan(version, 0, response_len),),
         finish=finish,
         text=text,
@@ -54,6 +58,11 @@ def sample(
 def group(samples: Sequence[Sample], *, answer: str = "1") -> SampleGroup:
     prompt = Prompt(id=samples[0].prompt_id, token_ids=(1, 2), answer=answer, text="what?")
     return SampleGroup(prompt=prompt, samples=tuple(samples))
+
+
+def packed(*samples: Sample, **how: Any) -> TrainBatch:
+    """One step for one row, of one group."""
+    return pack([group(samples)], [[1.0] * len(samples)], **{"dp_size": 1, "max_tokens": 99} | how)
 
 
 def rewarded(rewards: Sequence[float], *, prompt_id: str = "p", version: int = 0, answer: str = "1") -> SampleGroup:

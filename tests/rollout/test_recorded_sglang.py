@@ -21,6 +21,7 @@ from rollout import wire
 from rollout.samples import RoutingShape, SampleReader, begun, rows_of
 from rollout.wire_control import error_message
 from routing_replay.trace import RoutingTrace
+from tests.miles_like.made_samples import packed
 
 RECORDED = Path(__file__).parent / "recorded"
 LAYERS = {"qwen3_moe": (0, 1, 2), "deepseek_v3": (1, 2)}
@@ -125,9 +126,10 @@ def test_routes_after_a_retraction_are_of_the_last_weights(recorded: dict[str, A
     assert agree(rows[:first], before[:first]) < 0.5
 
 
-def test_a_retracted_answer_is_no_sample_and_one_paused_in_place_is(recorded: dict[str, Any], model: str) -> None:
+def test_a_retracted_answer_is_not_replayed_and_one_paused_in_place_is(recorded: dict[str, Any], model: str) -> None:
     """A stock server says nothing of its rows' weights; that it was retracted under one version and went on under the
-    next is enough."""
+    next is enough. It retracts for want of memory too, whatever the pause mode: where routes are only compared with
+    (replay.mode r2 and off) that must not end a run."""
     reader = SampleReader(routing=RoutingShape(num_layers=3, moe_layers=LAYERS[model], top_k=4, num_experts=16))
 
     def sample(case: str) -> Sample:
@@ -135,8 +137,10 @@ def test_a_retracted_answer_is_no_sample_and_one_paused_in_place_is(recorded: di
         return reader.extend([begun(prompt, 0)], [()], [_reply(recorded, case)])[0]
 
     with pytest.raises(ValueError, match=r"sample retract/0, all layers, position 7: the routes were computed anew"):
-        sample("retract")
+        packed(sample("retract"))
+    packed(sample("retract"), replayed=False)
     frozen = sample("in_place")
+    packed(frozen)
     assert frozen.routing is not None and frozen.routing.versions is not None
     assert [v.version for v in frozen.versions] == [v.version for v in frozen.routing.versions] == [1, 2]
     assert sample("whole").routing is not None

@@ -34,6 +34,7 @@ from rollout.samples import RoutingShape, SampleReader, begun, row_versions
 from rollout.wire import GenerateReply, WireSpan
 from rollout.wire_control import PauseMode
 from tests.fakes import FakeServer, make_prompt
+from tests.miles_like.made_samples import packed
 from tests.spawn import free_port
 
 T = TypeVar("T")
@@ -257,11 +258,13 @@ def test_recomputed_rows_would_be_others_and_are_refused(path: Path) -> None:
     finished(s.engine)
     assert again[0].reply.routed_experts != kept.reply.routed_experts
     told = (WireSpan("1", 0, len(tokens) - 1),)
+    late = read(A, kept, routed_experts=again[0].reply.routed_experts, row_versions=told)
     with pytest.raises(ValueError, match=r"sample a/0, all layers, position 4: .*version 1, .*version 0"):
-        read(A, kept, routed_experts=again[0].reply.routed_experts, row_versions=told)
+        packed(late)
     with pytest.raises(ValueError, match=r"sample a/0, all layers, position 4: .*anew under weights that nobody tells"):
-        read(A, kept, row_versions=None)
-    read(A, kept, row_versions=None, num_retractions=0)  # a stock server that was paused in place
+        packed(read(A, kept, row_versions=None))
+    packed(late, replayed=False)  # what is only compared with ends no run
+    packed(read(A, kept, row_versions=None, num_retractions=0))  # a stock server that was paused in place
 
 
 def test_what_a_stock_reply_tells_of_its_rows(path: Path) -> None:
