@@ -138,11 +138,27 @@ def read_wire(
     first, last = layers[0], layers[-1]
     columns = slice(first, last + 1) if list(layers) == list(range(first, last + 1)) else list(layers)
     wide = wire[:, columns]
+    _check_dense(wire, rows, layers=layers, start=start, samples=samples)
     narrow: Ids = wide.astype(np.uint8 if id_dtype(num_experts) is torch.uint8 else np.int16)
     if top_k == 1 or out_of_range(wide, num_experts) or repeat(narrow) is not None:  # else no sample is wrong
         for own, name in zip(np.split(wide, np.cumsum(rows)[:-1]), samples, strict=True):
             check_ids(own, layers, num_experts, sample=name, start=start)
     return torch.from_numpy(narrow)
+
+
+def _check_dense(wire: Ids, rows: Sequence[int], *, layers: Sequence[int], start: int, samples: Sequence[str]) -> None:
+    """Layers without a router are zero-filled: what stands there is another layer's, so all may have moved."""
+    dense = [i for i in range(wire.shape[1]) if i not in layers]
+    if not any(wire[:, i].any() for i in dense):
+        return
+    for own, name in zip(np.split(wire, np.cumsum(rows)[:-1]), samples, strict=True):
+        for layer in dense:
+            if (found := own[:, layer].any(-1)).any():
+                row = int(found.argmax())
+                raise ValueError(
+                    f"{where(name, [layer], start + row)}: ids {own[row, layer].tolist()} in a layer without experts: "
+                    "the layers are shifted, or config.json is another model's"
+                )
 
 
 def read_wire_weights(

@@ -225,7 +225,12 @@ def wire(ids: np.ndarray) -> str:
     return base64.b64encode(ids.astype("<i4").tobytes()).decode()
 
 
-@given(seeds, st.integers(0, 10), st.integers(0, 3), st.sampled_from(["high", "minus", "twice", "zero", "zero row"]))
+@given(
+    seeds,
+    st.integers(0, 10),
+    st.integers(0, 3),
+    st.sampled_from(["high", "minus", "twice", "zero", "zero row", "dense"]),
+)
 @CASES
 def test_impossible_ids_name_sample_layer_and_position(seed: int, row: int, col: int, kind: str) -> None:
     """Out of the wire, in the second of two samples, which goes on from position 4."""
@@ -239,10 +244,12 @@ def test_impossible_ids_name_sample_layer_and_position(seed: int, row: int, col:
         "twice": lambda: ((row, layer, 1), ids[row, layer, 3]),
         "zero": lambda: ((slice(None), layer), 0),
         "zero row": lambda: ((row, layer), 0),
+        "dense": lambda: ((row, 4, 2), 3),
     }
     at, value = edit[kind]()
     ids[at] = value  # type: ignore[index]
-    said = {"high": "outside 0..15", "minus": "outside 0..15", "zero": "nothing but zeros"}.get(kind, "an expert twice")
+    words = {"high": "outside 0..15", "minus": "outside 0..15", "zero": "nothing but zeros", "dense": "without experts"}
+    said = words.get(kind, "an expert twice")
     long = torch.cat([torch.zeros(4, dtype=torch.int64), tokens])
     with pytest.raises(ValueError) as caught:
         RoutingTrace.many_from_wire(
@@ -256,7 +263,8 @@ def test_impossible_ids_name_sample_layer_and_position(seed: int, row: int, col:
             samples=["a/0", "a/1"],
         )
     position = 4 + (0 if kind == "zero" else row)
-    assert str(caught.value).startswith(f"sample a/1, layer {layer}, position {position}: "), caught.value
+    named = 4 if kind == "dense" else layer
+    assert str(caught.value).startswith(f"sample a/1, layer {named}, position {position}: "), caught.value
     assert said in str(caught.value)
 
 

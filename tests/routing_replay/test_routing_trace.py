@@ -59,11 +59,19 @@ def test_round_trip(num_experts: int) -> None:
     assert back.experts.element_size() == (1 if num_experts == 256 else 2)
 
 
-def test_dense_layers_are_not_interpreted() -> None:
-    """A server may leave anything in the rows of layers that have no router."""
-    ids = np.full((6, ALL_LAYERS, K), 255, dtype="<i4")
+def test_dense_layers_are_zero() -> None:
+    """As SGLang 0.5.23 sends them. All layers turned by one put another's ids there, or leave a layer that nobody told
+    of; only here would that show."""
+    ids = np.zeros((6, ALL_LAYERS, K), dtype="<i4")
     ids[:, list(LAYERS)] = make().experts.numpy()
     assert torch.equal(read(payload(ids)).experts, make().experts)
+    turned = ids.copy()
+    turned[:, [0, 1]] = ids[:, [1, 0]]
+    with pytest.raises(ValueError, match=r"layer 0, position 0: ids .* in a layer without experts"):
+        read(payload(turned))
+    ids[2, 3, 1] = 255
+    with pytest.raises(ValueError, match=r"layer 3, position 2: ids \[0, 255.*\] in a layer without experts"):
+        read(payload(ids))
 
 
 def test_the_row_of_a_stop_at_the_edge_is_dropped() -> None:
