@@ -60,8 +60,8 @@ def resolve(
     experts = family.get("num_moe_experts") is not None
     if experts:
         transformer |= _moe(config)
-    elif config.router_aux_loss:
-        raise ValueError(f"train.router_aux_loss = {config.router_aux_loss}, but the model has no experts: set it to 0")
+    else:
+        _no_experts(config)
     transformer |= {"use_cpu_initialization": not cuda} | transformer_arguments(config, experts=experts)
     transformer |= _mtp(config, hf)
     transformer |= recompute_settings(config, transformer)
@@ -118,6 +118,17 @@ def _moe(config: TrainerConfig) -> dict[str, Any]:
         "moe_aux_loss_coeff": config.router_aux_loss,  # its scale is put right in router.py
         "moe_router_bias_update_rate": config.router_bias_update_rate,
     }
+
+
+def _no_experts(config: TrainerConfig) -> None:
+    """Raises ValueError for a key that is only of routers. replay.mode = "r3", the default, is none: a dense model has
+    nothing to replay."""
+    if config.router_aux_loss:
+        raise ValueError(f"train.router_aux_loss = {config.router_aux_loss}, but the model has no experts: set it to 0")
+    if config.replay.gates:
+        raise ValueError("replay.gates = true, but the model has no experts: set it to false")
+    if config.replay.mode == "r2":
+        raise ValueError("replay.mode = 'r2', but the model has no experts whose choice is replayed: set it to 'off'")
 
 
 def _mtp(config: TrainerConfig, hf: HFConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_bridge.device import init_device
 from tests.megatron_bridge import toy
-from tests.megatron_bridge.tiny_models import tiny, tiny_glm
+from tests.megatron_bridge.tiny_models import tiny, tiny_dense, tiny_glm
 
 init_device()
 
@@ -201,3 +201,17 @@ def test_draft_layers_of_a_tied_head_are_refused_over_stages() -> None:
     assert _resolved(tied, {}, cuda=False, mtp_coefficient=0.1).transformer["mtp_num_layers"] == 1
     with pytest.raises(ValueError, match=r"tie_word_embeddings and parallel.pp = 2.*set parallel.pp = 1"):
         _resolved(tied, {}, cuda=False, mtp_coefficient=0.1, pp=2)
+
+
+def test_replay_that_would_do_nothing_is_refused() -> None:
+    """A model without experts has nothing to replay. Mode r3 is the default and passes, as "off" does; what somebody
+    must have asked for is refused with the way out."""
+    for mode in ("r3", "off"):
+        assert "num_moe_experts" not in _resolved(tiny_dense(), {}, cuda=False, mode=mode).transformer
+    for replay, said in (
+        ({"mode": "r2"}, r"replay.mode = 'r2', but the model has no experts.*set it to 'off'"),
+        ({"mode": "r3", "gates": True}, "replay.gates = true, but the model has no experts: set it to false"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            _resolved(tiny_dense(), {}, cuda=False, replay=replay)
+        _resolved(tiny(), {}, cuda=False, replay=replay)
