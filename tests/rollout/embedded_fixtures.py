@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import uvicorn
 from safetensors.torch import load_file, save_file
 
 from miles_like.types import SamplingParams
 from rollout.embedded.engine import Engine, EngineLimits
 from rollout.embedded.requests import Completed, PromptSpec
+from rollout.embedded.server import make_app
 from rollout.embedded.service import Service
+from rollout.embedded.worker import EngineWorker
 from tests.megatron_bridge.tiny_models import transformers_model
+from tests.spawn import free_port
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -156,3 +167,39 @@ def run(engine: Engine, *specs: PromptSpec) -> list[list[Completed]]:
         pass
     assert engine.cache.free_pages == engine.cache.pages, "pages leaked"
     return out
+
+
+@contextmanager
+def served(s: Service) -> Iterator[str]:
+    """The URL of a server of it in threads of this process, once it answers."""
+    worker = EngineWorker(s, threads=1)
+    worker.start()
+    port = free_port()
+    app = make_app(worker, argparse.Namespace(model_path=str(s.model_path)))
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started and thread.is_alive():
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        worker.stop()
+
+
+class Held:
+    """Holds an engine once it has drawn `until` tokens, whenever that is, so that what comes then finds its requests in
+    the middle. A call wakes it: raise `until` before."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.until = math.inf
+        step = engine.step
+        engine.step = lambda: engine.generated < self.until and step()  # type: ignore[method-assign]
+
+    async def reached(self) -> None:
+        async with asyncio.timeout(60):
+            while self.engine.generated < self.until:
+                await asyncio.sleep(0.002)

@@ -8,10 +8,8 @@ its answers), bit equality of log-probs (a prefill sums in another order than a 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,23 +17,19 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-import uvicorn
-from embedded_fixtures import oracle, save, service, spec, submit
+from embedded_fixtures import oracle, save, served, service, spec, submit
 from safetensors.torch import load_file
 
 from miles_like.types import Finish, NamedTensor, Prompt, Sample, SamplingParams, VersionSpan
 from rollout.client import RolloutError, SGLangClient
 from rollout.embedded.engine import Engine
 from rollout.embedded.requests import Completed
-from rollout.embedded.server import make_app
 from rollout.embedded.service import Service
-from rollout.embedded.worker import EngineWorker
 from rollout.samples import RoutingShape, SampleReader, begun, row_versions
 from rollout.wire import GenerateReply, WireSpan
 from rollout.wire_control import PauseMode
 from tests.fakes import FakeServer, make_prompt
 from tests.miles_like.made_samples import packed
-from tests.spawn import free_port
 
 T = TypeVar("T")
 SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), top_k=4, num_experts=16)
@@ -51,28 +45,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(path: Path) -> Iterator[str]:
-    """The server in a thread of this process."""
-    worker = EngineWorker(service(path), threads=1)
-    worker.service.engine.set_version("0")
-    worker.start()
-    port = free_port()
-    args = argparse.Namespace(model_path=str(path))
-    server = uvicorn.Server(uvicorn.Config(make_app(worker, args), port=port, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join(10)
-    worker.stop()
+    s = service(path)
+    s.engine.set_version("0")
+    with served(s) as address:
+        yield address
 
 
 def ask(url: str, call: Callable[[SGLangClient], Awaitable[T]], **options: Any) -> T:
     async def run() -> T:
         client = SGLangClient(url, **({"routing": SHAPE, "request_timeout_s": 30.0} | options))
-        for _ in range(100):
-            if await client.health():
-                break
-            await asyncio.sleep(0.05)
         try:
             return await call(client)
         finally:

@@ -1,0 +1,279 @@
+"""Law: a run whose samples are aborted goes on, and no sample shows it but by the weights that it says it is of.
+
+Aborts come from anywhere, and with publish.pause_mode = "abort" from each publication. While the weights are the same
+an aborted sample is the one that was never aborted. Under new weights what was sampled keeps its tokens, log-probs and
+routes, and what follows has those of the new ones; a route on the wrong side of that edge trains an expert for a token
+that it did not give. Either way the trainer replays each row.
+
+The embedded engine over HTTP, its publisher, the controller with max_staleness = 1, and a trainer of one rank. Engines
+are held in the middle of a rollout until the abort is there, so that no clock decides. Not covered: stock SGLang
+(test_recorded_sglang.py reads its answers), Ray, several servers.
+
+Letters: P prompt tokens, S tokens of a sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from miles_like.algorithms.registry import make_algorithm
+from miles_like.buffer import DataBuffer
+from miles_like.config import AlgorithmConfig, CorrectionConfig
+from miles_like.controller import Controller
+from miles_like.packing import pack, pack_steps
+from miles_like.types import (
+    Finish,
+    Prompt,
+    PublishReport,
+    Sample,
+    SampleGroup,
+    SamplingParams,
+    StepReport,
+    TrainBatch,
+    VersionSpan,
+)
+from rollout.client import SGLangClient, seed_of
+from rollout.config import PublishConfig
+from rollout.episode import run_groups
+from rollout.pool import EnginePool
+from rollout.publisher import TensorPublisher
+from rollout.samples import RoutingShape, begun
+from tests.megatron_bridge import toy
+from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
+from tests.rollout.embedded_fixtures import Held, served, service
+from tests.spawn import run_ranks
+
+HF = tiny(torch_dtype="float32")
+SHAPE = RoutingShape(num_layers=3, moe_layers=toy.LAYERS, top_k=toy.TOP_K, num_experts=toy.EXPERTS)
+NEW, G, STEPS = 12, 2, 3  # tokens a sample, samples a prompt, steps of the run
+HOW: dict[str, Any] = {"dp_size": 1, "max_tokens": 256}
+
+
+def _prompts(step: int) -> list[Prompt]:
+    """Three of unequal length: six samples, of which four run at a time."""
+    return [
+        Prompt(id=f"{step}.{i}", token_ids=tuple((7 * j + 11 * i + step) % 100 + 2 for j in range(p)), answer="")
+        for i, p in enumerate((5, 20, 37))
+    ]
+
+
+def _params(step: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=NEW, sampling_seed=seed_of(0, f"step {step}"))
+
+
+async def _reward(prompt: Prompt, sample: Sample) -> float:
+    return float(sample.index)
+
+
+class Noting(EnginePool):
+    """Keeps what it was asked to go on with."""
+
+    def __init__(self, engines: Sequence[SGLangClient]) -> None:
+        super().__init__(engines)
+        self.continued: list[Sample] = []
+
+    async def continue_sample(self, sample: Sample, environment: Sequence[int] = (), **more: Any) -> Sample:
+        self.continued.append(sample)
+        return await super().continue_sample(sample, environment, **more)
+
+
+@dataclass
+class Found:
+    whole: list[SampleGroup] = field(default_factory=list)  # never aborted, of step 1's prompts
+    aborted: list[SampleGroup] = field(default_factory=list)  # the same, aborted twice
+    cuts: list[Sample] = field(default_factory=list)  # what went on then
+    replayed: dict[str, float] = field(default_factory=dict)  # of the aborted ones by the trainer
+    trained: dict[int, list[SampleGroup]] = field(default_factory=dict)  # by the run's steps
+    run_cuts: list[Sample] = field(default_factory=list)
+    rows: list[dict[str, float]] = field(default_factory=list)  # the run's metrics
+    again: list[Sample] = field(default_factory=list)  # step 1's samples of the run, all routed by the last weights
+
+
+@dataclass
+class World:
+    """A server, its engine, and one rank's trainer; the parts that the controller asks for."""
+
+    pool: Noting
+    client: SGLangClient
+    held: Held
+    trainer: Any
+    publisher: TensorPublisher
+    found: Found
+    dp_size: int = 1
+
+    async def run_groups(self, step: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
+        return await run_groups(self.pool, prompts, _reward, n=G, params=_params(step))
+
+    async def aborts(self) -> None:
+        """Twice, with some samples under way and some that wait for their turn."""
+        held = self.held
+        held.until = held.engine.generated + 14
+        under_way = asyncio.create_task(self.run_groups(1, _prompts(1)))
+        for until in (held.engine.generated + 34, math.inf):
+            await held.reached()
+            held.until = until
+            await self.client.abort_all()
+        self.found.aborted = await under_way
+        self.found.cuts, self.pool.continued = self.pool.continued, []
+
+    async def rollout(self, step: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
+        """Each but the first is in the middle when a publication comes."""
+        if step:
+            self.held.until = self.held.engine.generated + 20
+        return await self.run_groups(step, prompts)
+
+    async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
+        return self.trainer.train([b.grid[0] for b in batches], [b.loss_tokens for b in batches], 0)  # type: ignore[no-any-return]
+
+    async def publish(self, *, version: int) -> PublishReport:
+        await self.held.reached()
+        self.held.until = math.inf
+        return await asyncio.to_thread(self.publisher.publish, self.trainer.export(), version=version)
+
+    def write(self, step: int, metrics: Any) -> None:
+        self.found.rows.append(dict(metrics))
+
+    async def run(self) -> None:
+        async def nothing(*_: Any) -> dict[str, float]:
+            return {}
+
+        steps = iter(range(STEPS + 2))
+        controller = Controller(
+            trainer=self,  # type: ignore[arg-type]
+            algorithm=make_algorithm(AlgorithmConfig(), CorrectionConfig()),
+            buffer=DataBuffer(max_staleness=1),
+            next_prompts=lambda: _prompts(next(steps)),
+            rollout=self.rollout,
+            pack=partial(pack_steps, steps=1, **HOW),
+            deal=lambda step, advantages: advantages,
+            evaluate=nothing,
+            describe=lambda step, groups: {},
+            keep=lambda step, groups: self.found.trained.update({step: list(groups)}),
+            save=nothing,  # type: ignore[arg-type]
+            finish_save=nothing,  # type: ignore[arg-type]
+            phase=lambda step, name: None,
+            sink=self,  # type: ignore[arg-type]
+            max_staleness=1,
+            eval_every=0,
+            save_every=0,
+        )
+        await controller.run(first=0, steps=STEPS)
+        self.found.run_cuts = self.pool.continued
+
+    async def all(self) -> None:
+        self.found.whole = await self.run_groups(1, _prompts(1))
+        await self.aborts()
+        (row,) = pack(self.found.aborted, [[1.0] * G] * 3, **HOW).grid
+        self.found.replayed = dict(self.trainer.evaluate(row, sum(int(m.loss_mask.sum()) for m in row)))
+        await self.run()
+        for s in (s for g in self.found.trained[2] for s in g.samples):
+            prompt = Prompt(id=s.prompt_id, token_ids=tuple(s.token_ids.tolist()[:-1]), answer="")
+            one = SamplingParams(max_new_tokens=1, sampling_seed=0)
+            self.found.again.append(await self.client.continue_sample(begun(prompt, s.index), params=one))
+        await self.pool.close()
+
+
+def _one_rank(rank: int, world: int, port: int, where: Path) -> Found:
+    from megatron_bridge.convert.to_megatron import to_megatron
+
+    write_checkpoint(where / "hf", HF, random_tensors(HF))
+    to_megatron(where / "hf", where / "shards")
+    loss = make_algorithm(AlgorithmConfig(), CorrectionConfig()).loss
+    s = service(where / "hf", max_running=4)
+    s.engine.set_version("0")
+    with served(s) as url, toy.trainer(toy.config(str(where / "hf")), rank, world, port, loss) as t:
+        t.load_weights(where / "shards")
+        publish = PublishConfig(pause_mode="abort")
+        found = Found()
+
+        async def run() -> None:
+            client = SGLangClient(url, routing=SHAPE)
+            publisher = TensorPublisher([url], kind="embedded", spec=None, config=publish, send=True)
+            await World(Noting([client]), client, Held(s.engine), t, publisher, found).all()
+
+        asyncio.run(run())
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(_one_rank, 1, tmp_path_factory.mktemp("partial"), keep=True)[0]  # type: ignore[no-any-return]
+
+
+def _samples(groups: Sequence[SampleGroup]) -> list[Sample]:
+    return [s for g in groups for s in g.samples]
+
+
+def test_an_aborted_sample_is_the_one_that_was_not(found: Found) -> None:
+    """Same weights, same seed: tokens, experts and seals are the same, log-probs but for the order of sums. Some were
+    cut in the middle, once or twice, some before they began."""
+    said = {s.name: [c.response_len for c in found.cuts if c.name == s.name] for s in _samples(found.whole)}
+    assert any(0 in cuts for cuts in said.values())
+    assert any(len(set(cuts)) == 2 for cuts in said.values())
+    for got, want in zip(_samples(found.aborted), _samples(found.whole), strict=True):
+        assert (got.name, got.finish, got.versions) == (want.name, want.finish, want.versions)
+        assert got.token_ids.tolist() == want.token_ids.tolist()
+        torch.testing.assert_close(got.logprobs, want.logprobs, atol=1e-5, rtol=0)
+        assert got.routing is not None and want.routing is not None
+        assert torch.equal(got.routing.experts, want.routing.experts)
+        assert got.routing.versions == want.routing.versions == (VersionSpan(0, 0, len(got.token_ids) - 1),)
+        assert got.reward == want.reward == got.index
+
+
+def test_the_trainer_replays_what_was_aborted(found: Found) -> None:
+    """Packed and verified like any other; both sides hold the same weights, so a row at the wrong place would show."""
+    assert found.replayed["routing/replay_coverage"] == found.replayed["routing/agreement"] == 1.0
+    assert found.replayed["mismatch/logprob_abs_diff_max"] < 1e-4
+
+
+def test_a_publication_makes_partial_rollouts_of_two_versions(found: Found) -> None:
+    """Every step's batch but the first was under way when its weights came. Tokens up to the cut are of the version
+    before, and so are the rows that gave them; the row of the last old token gave the first new one and is new."""
+    assert [s.versions for s in _samples(found.trained[1])] == [(VersionSpan(0, 0, NEW),)] * 6
+    for step in range(1, STEPS):
+        crossed = 0
+        for s in _samples(found.trained[step + 1]):
+            p, cut = len(s.token_ids) - s.response_len, [c for c in found.run_cuts if c.name == s.name]
+            assert s.finish in (Finish.STOP, Finish.LENGTH) and len(cut) <= 1
+            assert s.finish is Finish.STOP or s.response_len == NEW
+            at = cut[0].response_len if cut else s.response_len
+            edges = [(step - 1, 0, at), (step, at, s.response_len)]
+            assert s.versions == tuple(VersionSpan(*e) for e in edges if e[1] < e[2])
+            rows = [(step - 1, 0, p + at - 1 if at else 0), (step, p + at - 1 if at else 0, len(s.token_ids) - 1)]
+            assert s.routing is not None
+            assert s.routing.versions == tuple(VersionSpan(*r) for r in rows if r[1] < r[2])
+            crossed += len(s.versions) == 2
+        assert crossed >= 3, "publications found nothing under way"
+
+
+def test_what_was_sampled_before_keeps_its_routes_and_log_probs(found: Found) -> None:
+    """They are those of the rollout that nothing disturbed. Computed anew under the last weights, some would be others:
+    the law is not blind."""
+    flips = 0
+    trained = _samples(found.trained[2])
+    for got, want, again in zip(trained, _samples(found.whole), found.again, strict=True):
+        first = got.versions[0]
+        if first.version:
+            continue  # it had not begun
+        n = len(got.token_ids) - got.response_len + first.end
+        assert got.routing is not None and want.routing is not None and again.routing is not None
+        assert got.token_ids[:n].tolist() == want.token_ids[:n].tolist()
+        torch.testing.assert_close(got.logprobs[:n], want.logprobs[:n], atol=1e-5, rtol=0)
+        assert torch.equal(got.routing.experts[: n - 1], want.routing.experts[: n - 1])
+        flips += int((again.routing.experts[: n - 1] != got.routing.experts[: n - 1]).any(-1).sum())
+    assert flips > 0
+
+
+def test_the_run_replays_every_row(found: Found) -> None:
+    steps = found.rows[1:]
+    assert [r["weight_version"] for r in steps] == [1.0, 2.0, 3.0]
+    assert all(r["routing/replay_coverage"] == 1.0 and math.isfinite(r["train/loss"]) for r in steps)
