@@ -32,6 +32,9 @@ from rollout.wire_control import (
 )
 
 _JSON = {"content-type": "application/json"}
+# uvicorn, under SGLang too, closes a connection that was idle for 5 s, and httpx by default forgets it after the same
+# 5 s: a request sent at that moment meets the closing and fails. Trainer steps of 5 s are the rule.
+KEEPALIVE_S = 2.0
 
 
 class RolloutError(RuntimeError):
@@ -108,7 +111,7 @@ class SGLangClient:
         self._reader = SampleReader(routing=routing, decode=decode)
         self._log = log
         # No cap on connections: waiting for a free one would look like a hanging server.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=KEEPALIVE_S)
         timeout = httpx.Timeout(request_timeout_s, connect=min(10.0, request_timeout_s))
         self._http = httpx.AsyncClient(
             base_url=self.url, limits=limits, timeout=timeout, trust_env=False, verify=no_certificates()

@@ -21,7 +21,7 @@ from quant.spec import QuantSpec
 from quant.stream import quantize_stream
 from rollout import wire
 from rollout.checksum import tensor_checksum
-from rollout.client import RolloutError, failure, no_certificates, read_json
+from rollout.client import KEEPALIVE_S, RolloutError, failure, no_certificates, read_json
 from rollout.config import PublishConfig
 from rollout.wire_control import (
     SAFETENSORS,
@@ -52,7 +52,12 @@ class ServerSet:
         self.urls = tuple(u.rstrip("/") for u in urls)
         self._timeout_s = timeout_s
         timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s))
-        self._http = httpx.Client(timeout=timeout, trust_env=False, verify=no_certificates())
+        self._http = httpx.Client(
+            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+            timeout=timeout,
+            trust_env=False,
+            verify=no_certificates(),
+        )
         self._threads = ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="publish")
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""Several runs in one picture and one table: `compare_runs.py OUT.png LABEL=DIR[,DIR...] ...`.
+"""Several runs in one picture and two tables: `compare_runs.py OUT.png LABEL=DIR[,DIR...] ...`.
 
 The directories of a label are the same run from other seeds. Curves are means, bands reach from the lowest to the
-highest seed.
+highest seed. One table says what was learnt, the other how far trainer and rollout were apart: at step 1, before any
+weight has moved, and over all later steps.
 """
 
 from __future__ import annotations
@@ -79,6 +80,25 @@ def table(runs: dict[str, list[list[dict[str, float]]]]) -> str:
     return "\n".join(lines)
 
 
+def mismatch_table(runs: dict[str, list[list[dict[str, float]]]]) -> str:
+    """Markdown: of each label's seeds, what the two sides differ by at step 1 | in the mean of all later steps."""
+    columns = (
+        ("routes that differ", "routing/agreement", lambda v: f"{100 * (1 - fmean(v)):.2f} %"),
+        ("KL (k3)", "mismatch/kl", lambda v: f"{fmean(v):.1e}"),
+        ("F(2)", "mismatch/extreme_frac", lambda v: f"{100 * fmean(v):.2f} %"),
+        ("mean gap", "mismatch/logprob_abs_diff", lambda v: f"{fmean(v):.4f}"),
+        ("largest gap", "mismatch/logprob_abs_diff_max", lambda v: f"{max(v):.2f}"),
+        ("ESS", "mismatch/ess", lambda v: f"{fmean(v):.4f}"),
+    )
+    lines = [f"| run | {' | '.join(name for name, _, _ in columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for label, seeds in runs.items():
+        steps = [r for run in seeds for r in run if "mismatch/kl" in r]
+        parts = [r for r in steps if r["step"] == 1], [r for r in steps if r["step"] > 1]
+        cells = [", ".join(show([r[key] for r in part]) for part in parts if part) for _, key, show in columns]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
@@ -89,7 +109,7 @@ def main() -> None:
         label, _, directories = text.partition("=")
         runs[label] = [rows(Path(d)) for d in directories.split(",")]
     draw(runs, arguments.out)
-    print(table(runs))
+    print(table(runs), mismatch_table(runs), sep="\n\n")
 
 
 if __name__ == "__main__":

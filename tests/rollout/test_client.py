@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+import rollout.client
 from miles_like.types import Finish, Prompt, SampleGroup, SamplingParams, VersionSpan
 from rollout import wire
 from rollout.client import RolloutError, SGLangClient, seed_of
@@ -227,3 +228,36 @@ def test_refused_changes_and_foreign_versions_are_errors() -> None:
         server.fault = {wire.BEGIN_UPDATE: "refuse"}
         with pytest.raises(RolloutError, match="refused /begin_weight_update: not now"):
             ask(server.url, lambda c: c.begin_weight_update())
+
+
+def test_an_idle_connection_is_given_up_before_a_server_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's limit for idle connections, at the worst moment: the next request is on its way when it closes."""
+    limit_s = 0.3
+    closed: list[float] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        began = time.monotonic()
+        while await reader.readuntil(b"\r\n\r\n"):
+            if (idle := time.monotonic() - began) > limit_s:
+                closed.append(idle)
+                writer.transport.abort()
+                return
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            began = time.monotonic()
+
+    async def run() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        client = SGLangClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", routing=None)
+        try:
+            await client.server_info()
+            await asyncio.sleep(2 * limit_s)
+            await client.server_info()
+        finally:
+            await client.close()
+            server.close()
+
+    with pytest.raises(RolloutError, match="closed the connection"):  # the fault is there
+        asyncio.run(run())
+    assert rollout.client.KEEPALIVE_S < 5 and len(closed) == 1
+    monkeypatch.setattr(rollout.client, "KEEPALIVE_S", limit_s / 2)
+    asyncio.run(run())
