@@ -171,6 +171,7 @@ class Server:
             port = s.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         command = ["-m", "rollout.embedded.server", "--model-path", str(path), "--port", str(port)]
+        command.append("--enable-return-routed-experts")
         self.process = subprocess.Popen([sys.executable, *command, "--threads", str(threads)], cwd=ROOT)
 
     def __enter__(self) -> Server:

@@ -168,7 +168,13 @@ def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
     for s in plan.of("rollout"):
         port = (config.rollout.port or 30000) + s.index
         if config.rollout.engine == "embedded":
-            command = embedded_command(model, config.rollout, port=port, activations=config.precision.activations)
+            command = embedded_command(
+                model,
+                config.rollout,
+                port=port,
+                activations=config.precision.activations,
+                return_routed_experts=_has_experts(config),
+            )
         else:
             head = next(x for x in plan.of("rollout") if x.index == s.index and x.node_rank == 0)
             address = f"NODE{head.node}:{20000 + s.index}" if s.nnodes > 1 else None

@@ -132,6 +132,7 @@ class ServerRecipe:
                 log_dir=self.log_dir,
                 weight_version=self.weight_version,
                 activations=self.activations,
+                return_routed_experts=self.routed_experts,
             )
         return launch_sglang(
             self.model_path,

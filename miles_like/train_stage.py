@@ -109,6 +109,7 @@ class TrainStage:
     ) -> None:
         config = self.config
         engine = EnginePool([self.client(url) for url in urls])
+        examiner = EnginePool([self.client(url, routing=False) for url in urls])  # nobody trains on its answers
         trainer.connect(self.publisher(urls))
         first = await self._begin(trainer, source, began)
         reward = load_reward(config.reward.name)
@@ -136,7 +137,7 @@ class TrainStage:
                     replayed=config.replay.mode == "r3",
                 ),
                 deal=self._deal,
-                evaluate=partial(self._evaluate, engine, reward, held_out),
+                evaluate=partial(self._evaluate, examiner, reward, held_out),
                 describe=self._describe,
                 keep=lambda step, groups: write_rollouts(self.run_dir / "rollouts" / f"step_{step}.jsonl", groups),
                 save=partial(self._save, trainer),
@@ -153,6 +154,7 @@ class TrainStage:
             finally:
                 sink.close()
                 await engine.close()
+                await examiner.close()
                 await trainer.close()
 
     async def _begin(self, trainer: RayTrainer, source: PromptSource, began: tuple[Path, RunState] | None) -> int:
@@ -182,7 +184,7 @@ class TrainStage:
             )
         return spec
 
-    def servers(self, version: int) -> RayServers:
+    def servers(self, version: int, *, routing: bool = True) -> RayServers:
         c = self.config.rollout
         first_port = {s.index: None if c.port is None else c.port + s.index for s in self.plan.of("rollout")}
         launches = [
@@ -197,7 +199,7 @@ class TrainStage:
                     activations=self.config.precision.activations,
                     node_rank=slot.node_rank,
                     nnodes=slot.nnodes,
-                    routed_experts=self._routing_shape() is not None,
+                    routed_experts=routing and self._routing_shape() is not None,
                 ),
             )
             for slot in self.plan.of("rollout")

@@ -148,9 +148,7 @@ class SampleReader:
             num_experts=shape.num_experts,
             start=start,
             samples=[s.name for s in samples],
-            versions=[
-                joined((), row_versions(r, start, t.shape[0] - 1), -start) for r, t in zip(replies, tokens, strict=True)
-            ],
+            versions=[_new_rows(r, start, t.shape[0] - 1) for r, t in zip(replies, tokens, strict=True)],
         )
         if shape.gates:
             gates = [_gates(shape, r, len(t), start, s.name) for s, t, r in zip(samples, read, replies, strict=True)]
@@ -178,6 +176,13 @@ def _gates(shape: RoutingShape, reply: GenerateReply, rows: int, start: int, sam
     )
 
 
+def _new_rows(reply: GenerateReply, start: int, stop: int) -> tuple[VersionSpan, ...]:
+    """`row_versions`, counted from the first of the rows."""
+    if isinstance(reply.row_versions, str) and start < stop:  # nearly always, and a step has hundreds
+        return (VersionSpan(version_number(reply.row_versions), 0, stop - start),)
+    return joined((), row_versions(reply, start, stop), -start)
+
+
 def row_versions(reply: GenerateReply, start: int, stop: int) -> list[VersionSpan]:
     """Which weights computed the rows at positions start..stop-1, as far as the reply tells.
 
@@ -186,6 +191,8 @@ def row_versions(reply: GenerateReply, start: int, stop: int) -> list[VersionSpa
     under the weights that went on, and of a reply of several versions only what the last one sampled is certain. Rows
     of a cached prefix may be of older weights; no token under loss follows them.
     """
+    if isinstance(reply.row_versions, str):
+        return [VersionSpan(version_number(reply.row_versions), start, stop)] if start < stop else []
     if reply.row_versions is not None:
         told = [version_span(s) for s in reply.row_versions]
         return [VersionSpan(v, max(a, start), min(b, stop)) for v, a, b in told if max(a, start) < min(b, stop)]

@@ -141,6 +141,7 @@ def embedded_command(
     host: str = "127.0.0.1",
     weight_version: int = 0,
     activations: str = "none",
+    return_routed_experts: bool = True,
 ) -> list[str]:
     """Command line of the CPU engine. activations: "fp8" rounds the inputs of quantized linears."""
     e = config.embedded
@@ -157,6 +158,7 @@ def embedded_command(
         *("--max-running-requests", str(e.max_running_requests)),
         *("--context-length", str(e.context_length)),
         *("--weight-version", str(weight_version)),
+        *(("--enable-return-routed-experts",) if return_routed_experts else ()),
         *(("--enable-return-routed-weights",) if e.return_gates else ()),
     ]
 
@@ -232,6 +234,7 @@ def launch_embedded(
     host: str = "127.0.0.1",
     weight_version: int = 0,
     activations: str = "none",
+    return_routed_experts: bool = True,
 ) -> ServerHandle:
     """Start a CPU engine and wait until it answers.
 
@@ -240,7 +243,13 @@ def launch_embedded(
     check_directory("embedded", model_path, config.sglang)
     port = _usable(port, host)
     command = embedded_command(
-        model_path, config, port=port, host=host, weight_version=weight_version, activations=activations
+        model_path,
+        config,
+        port=port,
+        host=host,
+        weight_version=weight_version,
+        activations=activations,
+        return_routed_experts=return_routed_experts,
     )
     return _started(command, f"http://{host}:{port}", log_dir / f"embedded_{port}.log", config.start_timeout_s)
 

@@ -71,6 +71,9 @@ class WireSpan(NamedTuple):
     end: int
 
 
+RowVersions = str | tuple[WireSpan, ...]  # of routing rows: the one version that computed all, or spans of positions
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """`n` samples of each of P prompts. `single`: one prompt sent as a flat list (its reply for n = 1 is no list)."""
@@ -230,7 +233,7 @@ class GenerateReply:
     matched: int | None = None  # token id that stopped it
     text: str | None = None  # None: a server without a tokenizer
     routed_experts: str | None = None  # RoutingTrace.from_wire reads it
-    row_versions: tuple[WireSpan, ...] | None = None  # of routing rows, by position; None: a stock server
+    row_versions: RowVersions | None = None  # of `routed_experts`; None: a stock server
     routed_weights: str | None = None  # base64 of fp32 [rows, all layers, K], the gates of `routed_experts`
     cached_tokens: int = 0
     num_retractions: int = 0  # times its keys, values and routes were thrown away and computed anew
@@ -262,7 +265,8 @@ class GenerateReply:
         if self.routed_experts is not None:
             meta["routed_experts"] = self.routed_experts
         if self.row_versions is not None:
-            meta[_ROW_VERSIONS] = [s._asdict() for s in self.row_versions]
+            told = self.row_versions
+            meta[_ROW_VERSIONS] = told if isinstance(told, str) else [s._asdict() for s in told]
         if self.routed_weights is not None:
             meta[_ROW_WEIGHTS] = self.routed_weights
         out: Json = {"output_ids": ids, "meta_info": meta}
@@ -299,7 +303,7 @@ class GenerateReply:
             matched=matched if isinstance(matched, int) else None,
             text=top.get("text"),
             routed_experts=routed,
-            row_versions=None if rows is None else _wire_spans(rows),
+            row_versions=rows if rows is None or isinstance(rows, str) else _wire_spans(rows),
             routed_weights=meta.get(_ROW_WEIGHTS),
             cached_tokens=int(meta.get("cached_tokens") or 0),
             num_retractions=int(

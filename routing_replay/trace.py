@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,11 @@ from routing_replay.seals import layer_numbers, layer_sums, layer_sums_of, ragge
 from routing_replay.versions import VersionSpan, joined, ordered
 
 _T = TypeVar("_T")
+
+
+@lru_cache(maxsize=256)
+def _ascending(layers: tuple[int, ...]) -> bool:
+    return list(layers) == sorted(set(layers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,22 +47,23 @@ class RoutingTrace:
     weights: Tensor | None = None  # [rows, L, K] fp32: the gate weights the engine used, where it was asked for them
 
     def __post_init__(self) -> None:
-        if self.experts.ndim != 3 or self.experts.shape[1] != len(self.layers):
-            raise ValueError(f"experts {tuple(self.experts.shape)} does not fit {len(self.layers)} MoE layers")
+        shape = self.experts.shape  # asked for once: a step makes hundreds of traces
+        if len(shape) != 3 or shape[1] != len(self.layers):
+            raise ValueError(f"experts {tuple(shape)} does not fit {len(self.layers)} MoE layers")
         if self.experts.dtype != id_dtype(self.num_experts):
             raise ValueError(
                 f"ids of {self.num_experts} experts are {id_dtype(self.num_experts)}, not {self.experts.dtype}"
             )
-        if list(self.layers) != sorted(set(self.layers)):
+        if not _ascending(self.layers):
             raise ValueError(f"layers {self.layers} are not ascending")
-        if self.seals is not None and self.seals.shape[0] != len(self):  # len() of a tensor is slow, and this is hot
-            raise ValueError(f"{len(self.seals)} seals for {len(self)} routing rows: a row was dropped or duplicated")
+        if self.seals is not None and self.seals.shape[0] != shape[0]:
+            raise ValueError(f"{len(self.seals)} seals for {shape[0]} routing rows: a row was dropped or duplicated")
         if self.layer_seals is not None and self.layer_seals.shape[0] != len(self.layers):
             raise ValueError(f"{len(self.layer_seals)} layer seals for {len(self.layers)} MoE layers")
-        if self.weights is not None and self.weights.shape != self.experts.shape:
-            raise ValueError(f"weights {tuple(self.weights.shape)} of experts {tuple(self.experts.shape)}")
-        if self.versions is not None and not ordered(self.versions, len(self)):
-            raise ValueError(f"versions {list(self.versions)} do not fit {len(self)} routing rows")
+        if self.weights is not None and self.weights.shape != shape:
+            raise ValueError(f"weights {tuple(self.weights.shape)} of experts {tuple(shape)}")
+        if self.versions is not None and not ordered(self.versions, shape[0]):
+            raise ValueError(f"versions {list(self.versions)} do not fit {shape[0]} routing rows")
 
     def __len__(self) -> int:
         return int(self.experts.shape[0])

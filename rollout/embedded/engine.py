@@ -5,10 +5,9 @@ Letters: B running samples, P prompt tokens, S tokens of a sample, V vocabulary.
 
 from __future__ import annotations
 
-import base64
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +17,11 @@ from torch import Tensor
 
 from miles_like.types import Finish
 from rollout.embedded.admission import Admission
+from rollout.embedded.capture import RouteCapture, RoutingRows
 from rollout.embedded.kv_cache import KVCache
 from rollout.embedded.layout import SequenceRows, lay_out, lay_out_decode
 from rollout.embedded.model import Model
-from rollout.embedded.requests import Completed, Entry, Group, Job, PromptSpec, RoutingRows
+from rollout.embedded.requests import Completed, Entry, Group, Job, PromptSpec
 from rollout.embedded.rows import Rows
 from rollout.embedded.sampler import sample, stream_keys
 from rollout.wire import GenerateReply
@@ -38,7 +38,8 @@ class EngineLimits:
     context_length: int = 1024  # tokens of a sample
     prefill_tokens: int = 4096  # in one forward pass; a longer prompt takes several
     page: int = 16
-    gates: bool = False  # keep the gate weights of the experts beside their ids
+    routes: bool = True  # keep the experts' ids
+    gates: bool = False  # keep their gate weights beside them
 
 
 class Engine:
@@ -48,19 +49,22 @@ class Engine:
         self.model = model
         self.limits = limits
         self.cache = KVCache(
-            model.arch, slots=limits.max_total_tokens, page=limits.page, dtype=model.dtype, gates=limits.gates
+            model.arch,
+            slots=limits.max_total_tokens,
+            page=limits.page,
+            dtype=model.dtype,
+            routes=limits.routes,
+            gates=limits.gates,
         )
         self.version = version
         self.paused = False
         self.hold = False  # start nothing new, so that the running ones drain
         self.generated = 0  # tokens, ever
-        self._versions = [version]  # of the cache's epochs
         self._rows = Rows(limits.max_running)
         self._admission = Admission(
             self.cache, self._rows, prefill_tokens=limits.prefill_tokens, eos_ids=model.arch.eos_ids
         )
-        self._routing, self._epochs = self.cache.routing.numpy(), self.cache.epochs.numpy()
-        self._gates = None if self.cache.gates is None else self.cache.gates.numpy()
+        self._capture = RouteCapture(self.cache, version) if limits.routes else None
         self._active: NDArray[np.int64] = np.zeros(0, np.int64)  # rows, shortest first
         element = torch.finfo(model.dtype).bits // 8
         self._gather = {"width_bytes": _GATHER_BYTES, "token_bytes": model.arch.attention.cache_width * element}
@@ -86,7 +90,11 @@ class Engine:
                 f"{p} prompt tokens and max_new_tokens = {spec.sampling.max_new_tokens} make {spec.limit}, over "
                 f"the context length {self.limits.context_length}: shorten the prompt or lower max_new_tokens"
             )
-        if spec.gates and self._gates is None:
+        if spec.routing_start is not None and self._capture is None:
+            raise ValueError(
+                "return_routed_experts: this server keeps no expert ids: start it with --enable-return-routed-experts"
+            )
+        if spec.gates and not self.limits.gates:
             raise ValueError(
                 "return_routed_weights: this server keeps no gate weights: start it with --enable-return-routed-weights"
             )
@@ -134,7 +142,7 @@ class Engine:
                 self._admission.queue.remove(entry)
                 self.cache.release(entry.pages)
             for job in dropped:
-                self._complete(job, job.kept_ids, job.kept_logprobs, Finish.ABORT, None)
+                self._complete(job, job.kept_ids, job.kept_logprobs, Finish.ABORT, job.kept_rows)
 
     # ---- pause, flush, weights
 
@@ -160,8 +168,9 @@ class Engine:
     def set_version(self, version: str) -> None:
         """Tokens sampled and routes computed from now on carry it."""
         self.version = version
-        self._versions.append(version)
         self.cache.epoch += 1
+        if self._capture is not None:
+            self._capture.next_epoch(version)
         for row, job in self._admission.jobs.items():
             job.note_version(version, int(self._rows.length[row] - self._rows.prompt[row]))
         for entry in self._admission.queue:
@@ -170,18 +179,19 @@ class Engine:
 
     def _retract(self) -> None:
         self._admission.drop_prefixes()
-        entries = []
-        for row in self._active.tolist():
-            job = self._admission.jobs.pop(row)
+        entries, rows = [], self._active.tolist()
+        jobs = [self._admission.jobs.pop(row) for row in rows]
+        # computed anew they would be other routes than those that gave the log-probs, if the weights change
+        captured = self._captured(jobs, rows)
+        for row, job, kept in zip(rows, jobs, captured, strict=True):
             job.kept_ids, job.kept_logprobs = self._rows.response(row)
-            # computed anew they would be other routes than those that gave the log-probs, if the weights change
-            job.kept_rows = self._captured(job, int(self._rows.length[row]) - 1, self._rows.slots[row].numpy())
+            job.kept_rows = kept
             self.cache.release(job.pages)
             job.pages = []
             job.retractions += 1
             tokens = np.concatenate([np.array(job.group.spec.token_ids, np.int64), job.kept_ids])
             entries.append(Entry(group=job.group, tokens=tokens, jobs=deque([job])))
-        self._rows.release(self._active.tolist())
+        self._rows.release(rows)
         self._active = np.zeros(0, np.int64)
         self._admission.queue.extendleft(reversed(entries))
 
@@ -264,39 +274,42 @@ class Engine:
         """Samples of no tokens: the prompt was only to be scored."""
         assert entry.slots is not None
         nothing, no_logprobs = np.zeros(0, np.int64), np.zeros(0, np.float32)
+        routes = None
+        if self._capture is not None and entry.spec.routing_start is not None:
+            (routes,) = self._capture.read([entry.slots.numpy()[entry.spec.routing_start : len(entry.tokens) - 1]])
         for job in entry.jobs:
-            self._complete(job, nothing, no_logprobs, Finish.LENGTH, entry.slots.numpy())
+            self._complete(job, nothing, no_logprobs, Finish.LENGTH, routes)
         self.cache.release(entry.pages)
         entry.pages = []
 
     # ---- results
 
-    def _captured(self, job: Job, rows: int, slots: NDArray[np.int64] | None) -> RoutingRows | None:
-        """Of the sample's first `rows` positions: those fed before a retraction as they were, the others out of
-        `slots`. None when it was never fed."""
-        kept = job.kept_rows
-        if slots is None:
-            return kept
-        fed = slots[len(kept) if kept else 0 : rows]
-        new = RoutingRows(
-            experts=self._routing[fed],
-            epochs=self._epochs[fed],
-            gates=None if self._gates is None else self._gates[fed],
-        )
-        return kept.then(new) if kept else new
+    def _captured(self, jobs: Sequence[Job], rows: Sequence[int]) -> list[RoutingRows | None]:
+        """Of running jobs, each in its row, the routes of what was fed: before a retraction as they were then, the
+        others as the cache has them. None where they are not wanted."""
+        found = [job.kept_rows for job in jobs]
+        wanted = [i for i, job in enumerate(jobs) if job.group.spec.routing_start is not None]
+        if self._capture is None or not wanted:
+            return found
+        slots, ends = self._rows.slots.numpy(), (self._rows.length[rows] - 1).tolist()
+        new = self._capture.read([slots[rows[i], jobs[i].first_row : ends[i]] for i in wanted])
+        for i, more in zip(wanted, new, strict=True):
+            kept = found[i]
+            found[i] = more if kept is None else kept.then(more)
+        return found
 
     def _finish(self, rows: NDArray[np.int64], reasons: list[Finish]) -> None:
         if not len(rows):
             return
         self._active = self._active[~np.isin(self._active, rows)]
-        slots = self._rows.slots.numpy()
-        for row, reason in zip(rows.tolist(), reasons, strict=True):
-            job = self._admission.jobs.pop(row)
+        ended = rows.tolist()
+        jobs = [self._admission.jobs.pop(row) for row in ended]
+        for row, job, reason, routes in zip(ended, jobs, reasons, self._captured(jobs, ended), strict=True):
             ids, logprobs = self._rows.response(row)
-            self._complete(job, ids, logprobs, reason, slots[row])
+            self._complete(job, ids, logprobs, reason, routes)
             self.cache.release(job.pages)
             job.pages = []
-        self._rows.release(rows.tolist())
+        self._rows.release(ended)
 
     def _complete(
         self,
@@ -304,19 +317,15 @@ class Engine:
         ids: NDArray[np.int64],
         logprobs: NDArray[np.float32],
         finish: Finish,
-        slots: NDArray[np.int64] | None,
+        routes: RoutingRows | None,
     ) -> None:
-        """`slots` of the sample's positions, while its pages still hold them; None when they never did.
+        """`routes`: None where none are wanted, and of a sample that was never fed.
 
         A model without experts has no routes: the reply then has no `routed_experts`, as SGLang's without a capturer.
         """
-        spec, routed, spans, gates = job.group.spec, None, None, None
-        rows = self._captured(job, len(spec.token_ids) + len(ids) - 1, slots)
-        if spec.routing_start is not None and rows is not None and self.model.arch.routed:
-            routed = base64.b64encode(rows.experts[spec.routing_start :].tobytes()).decode("ascii")
-            spans = rows.spans(spec.routing_start, self._versions)
-            if spec.gates and rows.gates is not None:
-                gates = base64.b64encode(rows.gates[spec.routing_start :].tobytes()).decode("ascii")
+        spec, told = job.group.spec, None
+        if self._capture is not None and routes is not None and self.model.arch.routed:
+            told = self._capture.told(routes, spec.routing_start or 0, gates=spec.gates)
         reply = GenerateReply(
             rid=spec.rid if spec.n == 1 else f"{spec.rid}_{job.index}",
             output_ids=ids,
@@ -326,9 +335,9 @@ class Engine:
             weight_version=self.version,
             weight_versions=job.spans(len(ids)),
             matched=int(ids[-1]) if finish is Finish.STOP else None,
-            routed_experts=routed,
-            row_versions=spans,
-            routed_weights=gates,
+            routed_experts=told and told.experts,
+            row_versions=told and told.versions,
+            routed_weights=told and told.gates,
             num_retractions=job.retractions,
             cached_tokens=job.cached,
             abort_message="aborted" if finish is Finish.ABORT else "",

@@ -23,18 +23,23 @@ class KVCache:
         slots: int,
         page: int = 16,
         dtype: torch.dtype = torch.float32,
+        routes: bool = True,
         gates: bool = False,
     ) -> None:
-        """gates: the experts' gate weights are kept too. Raises ValueError when the slots do not make a page."""
+        """routes, gates: whether the experts' ids are kept, and their gate weights. Raises ValueError when the slots do
+        not make a page, and for gates of experts that nobody names."""
         if slots < page:
             raise ValueError(f"{slots} cache slots are less than one page of {page}: raise max_total_tokens")
+        if gates and not routes:
+            raise ValueError("gate weights without the experts they are of: start with --enable-return-routed-experts")
         self.page = page
         self.pages = slots // page
         n = self.pages * page
         # Finite from the start: masked positions of a short sequence read slots that nothing was written to.
         self.values = [torch.zeros(n, arch.attention.cache_width, dtype=dtype) for _ in range(arch.layers)]
-        self.routing = torch.zeros(n, arch.layers, arch.routed, dtype=torch.int32)  # zeros where there is no router
-        self.gates = torch.zeros(self.routing.shape) if gates else None  # fp32, of the experts in `routing`
+        routing = torch.zeros(n, arch.layers, arch.routed, dtype=torch.int32)  # zeros where there is no router
+        self.routing = routing if routes else None
+        self.gates = torch.zeros(routing.shape) if gates else None  # fp32, of the experts in `routing`
         # of the weights under which a slot's token was fed; the engine knows their versions
         self.epoch = 0
         self.epochs = torch.zeros(n, dtype=torch.int32)
@@ -73,8 +78,9 @@ class KVCache:
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Whole pages: the last, partly filled page of a shared prompt."""
         a, b = self.slots_of(sources), self.slots_of(targets)
-        for t in (*self.values, self.routing, self.epochs, *(() if self.gates is None else (self.gates,))):
-            t.index_copy_(0, b, t.index_select(0, a))
+        for t in (*self.values, self.epochs, self.routing, self.gates):
+            if t is not None:
+                t.index_copy_(0, b, t.index_select(0, a))
 
     def slots_of(self, pages: list[int]) -> Tensor:
         """[len(pages) * page] int64, in order."""

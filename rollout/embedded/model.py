@@ -35,16 +35,18 @@ class Model:
         a, w = self.arch, self.weights
         x = w.embed[batch.tokens]
         angles = self.ops.rope_cos_sin(batch.positions, self._inv_freq, a.attention.rope.mscale, self.dtype)
-        routing = torch.zeros(len(x), a.layers, a.routed, dtype=torch.int32)
-        gates = None if cache.gates is None else torch.zeros(routing.shape)
+        shape = (len(x), a.layers, a.routed)
+        routing = None if cache.routing is None else torch.zeros(shape, dtype=torch.int32)
+        gates = None if cache.gates is None else torch.zeros(shape)
         for i, layer in enumerate(w.layers):
             h = self.ops.rmsnorm(x, layer.input_norm, a.norm_eps)
             x = x + attend(a.attention, layer.attention, h, angles, batch, cache.values[i], self.ops)
             h = self.ops.rmsnorm(x, layer.post_norm, a.norm_eps)
-            x = x + self._feed_forward(layer, h, routing[:, i], None if gates is None else gates[:, i])
-        cache.routing.index_copy_(0, batch.slots, routing)
-        if cache.gates is not None and gates is not None:
-            cache.gates.index_copy_(0, batch.slots, gates)
+            into = None if routing is None else routing[:, i]
+            x = x + self._feed_forward(layer, h, into, None if gates is None else gates[:, i])
+        for kept, new in ((cache.routing, routing), (cache.gates, gates)):
+            if kept is not None and new is not None:
+                kept.index_copy_(0, batch.slots, new)
         cache.epochs.index_fill_(0, batch.slots, cache.epoch)
         return x
 
@@ -52,7 +54,7 @@ class Model:
         """[T, D] of `forward` -> [T, V]."""
         return self.ops.linear(self.ops.rmsnorm(x, self.weights.norm, self.arch.norm_eps), self.weights.head)
 
-    def _feed_forward(self, layer: LayerWeights, x: Tensor, routing: Tensor, gates: Tensor | None) -> Tensor:
+    def _feed_forward(self, layer: LayerWeights, x: Tensor, routing: Tensor | None, gates: Tensor | None) -> Tensor:
         if isinstance(layer.mlp, MlpWeights):
             return self._mlp(layer.mlp, x)
         return self._moe(layer.mlp, x, routing, gates)
@@ -60,9 +62,9 @@ class Model:
     def _mlp(self, w: MlpWeights, x: Tensor) -> Tensor:
         return w.down(self.ops.swiglu(w.gate_up(x, self.ops)), self.ops)
 
-    def _moe(self, w: MoeWeights, x: Tensor, routing: Tensor, used: Tensor | None) -> Tensor:
-        """`routing` int32 [T, K] receives the expert ids, `used` fp32 [T, K] or None their gate weights, which enter
-        before the last projection."""
+    def _moe(self, w: MoeWeights, x: Tensor, routing: Tensor | None, used: Tensor | None) -> Tensor:
+        """`routing` int32 [T, K] receives the expert ids, `used` fp32 [T, K] their gate weights, which enter before the
+        last projection; None: not wanted."""
         m, ops = self.arch.moe, self.ops
         assert m is not None
         ids, gates = ops.route(
@@ -76,7 +78,8 @@ class Model:
             scale=m.scale,
             renormalize=m.renormalize,
         )
-        routing.copy_(ids)
+        if routing is not None:
+            routing.copy_(ids)
         if used is not None:
             used.copy_(gates)
         flat = ids.numpy().reshape(-1).astype(np.int16)  # numpy sorts 16-bit keys by radix

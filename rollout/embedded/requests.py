@@ -5,9 +5,8 @@ Letters: P prompt tokens, R response tokens, V vocabulary.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_like.types import SamplingParams
+from rollout.embedded.capture import RoutingRows
 from rollout.wire import GenerateReply, WireSpan
 
 
@@ -46,33 +46,6 @@ class Completed:
     prompt_logprobs: tuple[float, ...]  # of prompt tokens logprob_start+1 .. P-1, raw logits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RoutingRows:
-    """What was captured of a sample's first positions."""
-
-    experts: NDArray[np.int32]  # [rows, layers, K]
-    epochs: NDArray[np.int32]  # [rows] of the weights, see KVCache
-    gates: NDArray[np.float32] | None  # [rows, layers, K], where they are kept
-
-    def __len__(self) -> int:
-        return len(self.experts)
-
-    def then(self, more: RoutingRows) -> RoutingRows:
-        gates = None
-        if self.gates is not None and more.gates is not None:
-            gates = np.concatenate([self.gates, more.gates])
-        return RoutingRows(
-            experts=np.concatenate([self.experts, more.experts]),
-            epochs=np.concatenate([self.epochs, more.epochs]),
-            gates=gates,
-        )
-
-    def spans(self, start: int, versions: Sequence[str]) -> tuple[WireSpan, ...]:
-        """Of the rows from `start` on: the versions of the weights that computed them."""
-        edges = [start, *(np.flatnonzero(np.diff(self.epochs[start:])) + start + 1).tolist(), len(self)]
-        return tuple(WireSpan(versions[self.epochs[a]], a, b) for a, b in itertools.pairwise(edges) if a < b)
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
     """The samples of one prompt; `deliver` is called once, with all of them."""
@@ -101,8 +74,13 @@ class Job:
     retractions: int = 0
     kept_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [R] while it is retracted
     kept_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))  # [R]
-    kept_rows: RoutingRows | None = None  # of positions fed before the last retraction
+    kept_rows: RoutingRows | None = None  # of wanted positions fed before the last retraction
     versions: list[tuple[str, int]] = field(default_factory=list)  # version, first response token under it
+
+    @property
+    def first_row(self) -> int:
+        """First position whose routes are wanted and not kept yet."""
+        return (self.group.spec.routing_start or 0) + (len(self.kept_rows) if self.kept_rows else 0)
 
     def note_version(self, version: str, tokens: int) -> None:
         """From response token `tokens` on, `version` samples."""

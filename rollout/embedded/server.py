@@ -187,7 +187,6 @@ class Handlers:
         }
         more = {
             "max_total_num_tokens": engine.cache.pages * engine.cache.page,
-            "enable_return_routed_experts": bool(self.service.arch.routed),
             "started_ts": self.started,
             "weights_bytes": self.service.weights_bytes,
             "weight_version": engine.version,  # of now, not of the command line
@@ -319,6 +318,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--context-length", type=int, default=1024)
     p.add_argument("--weight-version", default="default")
     p.add_argument(
+        "--enable-return-routed-experts",
+        action="store_true",
+        help="keep which experts each token was routed to, for requests that ask for them",
+    )
+    p.add_argument(
         "--enable-return-routed-weights",
         action="store_true",
         help="keep the gate weights of routed experts, for requests that ask for them",
@@ -354,6 +358,7 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace) -> None:
         max_running=args.max_running_requests,
         max_total_tokens=args.max_total_tokens,
         context_length=args.context_length,
+        routes=args.enable_return_routed_experts,
         gates=args.enable_return_routed_weights,
     )
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype]

@@ -40,7 +40,7 @@ LONG = {"max_new_tokens": 240, "ignore_eos": True, "sampling_seed": 3}
 def start(path: Path, port: int, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "rollout.embedded.server", "--model-path", str(path), "--port", str(port)]
     return subprocess.Popen(
-        [*command, "--threads", "1", "--context-length", "256", *more],
+        [*command, "--threads", "1", "--context-length", "256", "--enable-return-routed-experts", *more],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,6 +68,15 @@ def test_a_stock_reply_is_read_field_by_field() -> None:
     assert (reply.prompt_tokens, reply.cached_tokens, reply.weight_version) == (5, 4, "8")
     assert reply.weight_versions == (WireSpan("7", 0, 2), WireSpan("8", 2, 3))
     assert reply.routed_experts == "AAAAAA=="
+
+
+@pytest.mark.parametrize("told", ["7", (WireSpan("7", 2, 4), WireSpan("8", 4, 7)), (), None])
+def test_versions_of_rows_go_both_ways(told: str | tuple[WireSpan, ...] | None) -> None:
+    """One word where one version computed all rows, else spans; a stock server, which does not tell, has no key."""
+    reply = replace(GenerateReply.from_json(golden_reply()), row_versions=told)
+    sent = reply.to_json()
+    assert ("routed_experts_versions" in sent["meta_info"]) == (told is not None)
+    assert GenerateReply.from_json(sent).row_versions == told
 
 
 @pytest.mark.parametrize(
