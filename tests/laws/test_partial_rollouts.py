@@ -48,7 +48,7 @@ from rollout.pool import EnginePool
 from rollout.publisher import TensorPublisher
 from rollout.samples import RoutingShape, begun
 from tests.megatron_bridge import toy
-from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
+from tests.megatron_bridge.tiny_models import felt_tensors, tiny, write_checkpoint
 from tests.rollout.embedded_fixtures import Held, served, service
 from tests.spawn import run_ranks
 
@@ -185,7 +185,7 @@ class World:
 def _one_rank(rank: int, world: int, port: int, where: Path) -> Found:
     from megatron_bridge.convert.to_megatron import to_megatron
 
-    write_checkpoint(where / "hf", HF, random_tensors(HF))
+    write_checkpoint(where / "hf", HF, felt_tensors(HF))
     to_megatron(where / "hf", where / "shards")
     loss = make_algorithm(AlgorithmConfig(), CorrectionConfig()).loss
     s = service(where / "hf", max_running=4)
