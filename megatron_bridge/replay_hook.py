@@ -22,7 +22,7 @@ from megatron_bridge.config import ReplayConfig
 from megatron_bridge.model import every_router, routers
 from megatron_bridge.shard import Shard
 from routing_replay.agreement import topk_agreement
-from routing_replay.tape import ReplayTape, RouteRecorder
+from routing_replay.tape import OwnRoutes, ReplayTape, RouteRecorder
 from routing_replay.trace import RoutingTrace
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
@@ -92,38 +92,39 @@ class RoutingReplay:
         *,
         forward_only: bool,
         source: Source = "mode",
-        routes: Sequence[RoutingTrace] | None = None,
+        routes: Sequence[OwnRoutes] | None = None,
     ) -> None:
         """Start a pass over these micro-batches; `routes` are what mode "r2" replays, without which a forward pass
         chooses by itself.
 
-        Raises ValueError when a micro-batch has no record of what is to be replayed.
+        Raises ValueError when a micro-batch has no record of what is to be replayed, or another's.
         """
         assert source == "mode" or (forward_only and routes is None), "an update replays what its mode says"
         assert routes is None or self.mode == "r2", f"replay.mode = {self.mode} replays nothing that was recorded here"
         assert forward_only or routes is not None or self.mode != "r2", "r2: an update without an old-log-prob pass"
         self._begin(shards)
         if source == "record":
-            self._recorder = RouteRecorder(self.layers, self._experts, gates=self.gates)
-        if source != "mode" or not self.layers:
+            self._recorder = RouteRecorder(
+                self.layers, self._experts, [shard.fed for shard in shards], gates=self.gates
+            )
+        if source != "mode" or not self.layers or (self.mode != "r3" and routes is None):
             return
-        if self.mode == "r3":
-            routes = [self._recorded(i, shard) for i, shard in enumerate(shards)]
-        if routes is not None:
-            self._tape = ReplayTape(expect_recompute=self.recompute and not forward_only)
-            for i, of_micro in enumerate(routes):
-                if of_micro.top_k != self._top_k:
-                    raise ValueError(
-                        f"micro-batch {i} has routes of {of_micro.top_k} experts a token, the model's routers choose "
-                        f"{self._top_k}: check that rollout and trainer have the same config.json"
-                    )
-                self._tape.load(i, of_micro)
+        self._tape = ReplayTape(expect_recompute=self.recompute and not forward_only)
+        own = [None] * len(shards) if routes is None else routes
+        for i, (shard, of_micro) in enumerate(zip(shards, own, strict=True)):
+            trace = self._rollouts(i, shard) if of_micro is None else _of_this(i, shard, of_micro)
+            if trace.top_k != self._top_k:
+                raise ValueError(
+                    f"micro-batch {i}, {shard.fed}: routes of {trace.top_k} experts a token, the model's routers "
+                    f"choose {self._top_k}: check that rollout and trainer have the same config.json"
+                )
+            self._tape.load(i, trace, shard.fed)
 
-    def _recorded(self, micro: int, shard: Shard) -> RoutingTrace:
+    def _rollouts(self, micro: int, shard: Shard) -> RoutingTrace:
         if shard.routing is None or (self.gates and shard.routing.weights is None):
             missing = "expert choices" if shard.routing is None else "gates, which replay.gates = true asks for"
             raise ValueError(
-                f"replay.mode = r3, but micro-batch {micro} carries no {missing}: "
+                f"replay.mode = r3, but micro-batch {micro} carries no {missing}: {shard.fed}; "
                 f"let the rollout return them, or set replay.mode = {'off' if shard.routing is None else 'r2'}"
             )
         return shard.routing
@@ -151,11 +152,11 @@ class RoutingReplay:
         if self._tape is not None:
             self._tape.assert_drained()
 
-    def recorded(self) -> list[RoutingTrace]:
+    def recorded(self) -> list[OwnRoutes]:
         """What a pass with source "record" took down of each micro-batch. Raises ValueError unless that is every
         (micro-batch, layer), once."""
         assert self._recorder is not None, "nothing was recorded"
-        return self._recorder.traces(len(self._shards))
+        return self._recorder.routes()
 
     def route(
         self, layer: int, scores: Tensor, native: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -197,3 +198,13 @@ class RoutingReplay:
         if replayed is not None:
             self.agreed = self.agreed + (topk_agreement(chosen, replayed) & shard.real).sum()
             self.compared = self.compared + rows
+
+
+def _of_this(micro: int, shard: Shard, own: OwnRoutes) -> RoutingTrace:
+    """The trace of routes that were recorded for just these rows. Raises ValueError for those of others."""
+    if not own.fed.same(shard.fed):
+        raise ValueError(
+            f"micro-batch {micro}, {shard.fed}: its routes were recorded for {own.fed}: update with the micro-batches "
+            "of the old-log-prob pass, in their order"
+        )
+    return own.trace

@@ -16,7 +16,9 @@ from megatron_bridge.mtp import ahead
 from megatron_bridge.parallel import ParallelContext
 from miles_like.types import MicroBatch
 from routing_replay.align import RankPart, pack_rows, sequence_slice
+from routing_replay.ids import of_samples
 from routing_replay.parts import cut_routes, fed_routes
+from routing_replay.tape import FedRows
 from routing_replay.trace import RoutingTrace
 
 
@@ -34,6 +36,7 @@ class Shard:
     home: Tensor  # [T] int64: where each token is among the C rows of all context-parallel ranks, laid end to end
     real: Tensor  # [P / tp] bool: this rank's rows that are tokens of a micro-batch with loss
     routing: RoutingTrace | None  # [P / tp, L, K]: L are the MoE layers of this stage
+    fed: FedRows  # P / tp rows: whose routing rows these are, or would be
 
 
 def _packed_params(cu_seqlens: Tensor) -> PackedSeqParams:
@@ -65,7 +68,10 @@ def _routes(batch: MicroBatch, part: RankPart, num_experts: int) -> RoutingTrace
     if isinstance(routes, RoutingTrace):
         routes = cut_routes(routes, batch.samples, batch.cu_seqlens.cpu(), part)
     if routes.trace.num_experts != num_experts:
-        raise ValueError(f"routes over {routes.trace.num_experts} experts do not fit a model of {num_experts}")
+        raise ValueError(
+            f"{of_samples(batch.samples)}: routes over {routes.trace.num_experts} experts do not fit a model of "
+            f"{num_experts}"
+        )
     return fed_routes(routes, batch.samples, batch.tokens.cpu(), batch.cu_seqlens.cpu(), part)
 
 
@@ -87,8 +93,10 @@ def shard(
     if not len(batch.tokens):
         raise ValueError("an empty micro-batch cannot be fed: give each rank at least one sample")
     tp = parallel.config.tp
-    at = pack_rows(batch.cu_seqlens.cpu(), part)
-    real = (at.rows.chunk(tp)[parallel.tp_rank] >= 0) & bool(batch.loss_mask.any())
+    ends = batch.cu_seqlens.cpu()
+    at = pack_rows(ends, part)
+    own = FedRows(samples=batch.samples, ends=ends, tokens=at.rows.chunk(tp)[parallel.tp_rank])
+    real = (own.tokens >= 0) & bool(batch.loss_mask.any())
     routing = _routes(batch, part, num_experts)
     if routing is not None:
         routing = sequence_slice(routing, parallel.tp_rank, tp)
@@ -112,4 +120,5 @@ def shard(
         home=at.home.to(device),
         real=real.to(device),
         routing=routing,
+        fed=own,
     )

@@ -31,7 +31,7 @@ from megatron_bridge.stats import Stats, gather, values
 from miles_like.protocols import LossFn
 from miles_like.types import MicroBatch, Stat
 from routing_replay.align import RankPart
-from routing_replay.trace import RoutingTrace
+from routing_replay.tape import OwnRoutes
 
 _After = Callable[[int, Shard, Tensor], tuple[Tensor, Tensor, Any]]  # of a micro-batch's output: loss, count, rest
 
@@ -41,7 +41,7 @@ class OldPolicy:
     """What the weights that a rollout's first optimizer step begins with make of one mini-batch."""
 
     logprobs: Sequence[Tensor]  # [T] fp32 of each micro-batch: of labels with loss, 0 elsewhere
-    routes: Sequence[RoutingTrace] | None  # of each micro-batch, this rank's rows and layers: what r2 replays
+    routes: Sequence[OwnRoutes] | None  # of each micro-batch, this rank's rows and layers: what r2 replays
     agreement: Mapping[str, Stat]  # "routing/agreement", over all ranks
 
 
@@ -139,7 +139,7 @@ class Step:
         *,
         forward_only: bool,
         source: Source = "mode",
-        routes: Sequence[RoutingTrace] | None = None,
+        routes: Sequence[OwnRoutes] | None = None,
     ) -> list[Shard]:
         """The row as this rank feeds it, with its routes loaded. What one rank cannot take, every rank raises."""
         experts, error, out = self.config.num_moe_experts or 0, None, []

@@ -152,7 +152,7 @@ class SampleReader:
         )
         if shape.gates:
             gates = [_gates(shape, r, len(t), start, s.name) for s, t, r in zip(samples, read, replies, strict=True)]
-            read = [replace(t, weights=g) for t, g in zip(read, gates, strict=True)]
+            read = [t.with_gates(g, start=start) for t, g in zip(read, gates, strict=True)]
         return [
             new if s.routing is None else s.routing.append(new, start) for s, new in zip(samples, read, strict=True)
         ]

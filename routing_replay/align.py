@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from routing_replay.ids import id_dtype
-from routing_replay.seals import expert_part, ragged_arange
+from routing_replay.seals import ragged_arange, route_part
 from routing_replay.trace import RoutingTrace
 
 
@@ -85,11 +85,12 @@ def select_layers(trace: RoutingTrace, layers: Sequence[int]) -> RoutingTrace:
     wanted = tuple(sorted(layers))
     others = [layer for layer in trace.layers if layer not in wanted]
     keep, drop = [column[i] for i in wanted], [column[i] for i in others]
+    gates = None if trace.weights is None else trace.weights[:, drop]
     return replace(
         trace,
         experts=trace.experts[:, keep],
         layers=wanted,
-        seals=None if trace.seals is None else trace.seals - expert_part(trace.experts[:, drop], others),
+        seals=None if trace.seals is None else trace.seals - route_part(trace.experts[:, drop], gates, others),
         layer_seals=None if trace.layer_seals is None else trace.layer_seals[keep],
         weights=None if trace.weights is None else trace.weights[:, keep],
     )

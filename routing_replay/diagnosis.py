@@ -5,7 +5,7 @@ another position's token) or rows alone (then the ids of a row give another posi
 seal and what its ids contribute is what its token must contribute, and the other way round, so both can be looked up
 among the sample's own rows; what is found in neither way is not of this sample.
 
-Letters: rows, L MoE layers, K experts a token.
+Letters: rows, L MoE layers, K experts a token. Routes: ids, and gate weights where there are any.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from routing_replay.seals import expert_part, layer_numbers, layer_sums, token_part
+from routing_replay.seals import expert_part, gate_part, layer_numbers, layer_sums, route_part, token_part
 
 
 class Finding(NamedTuple):
@@ -26,42 +26,64 @@ class Finding(NamedTuple):
 
 
 def what_happened(
-    tokens: Tensor, experts: Tensor, layers: tuple[int, ...], seals: Tensor, layer_seals: Tensor | None
+    tokens: Tensor,
+    experts: Tensor,
+    weights: Tensor | None,
+    layers: tuple[int, ...],
+    seals: Tensor,
+    layer_seals: Tensor | None,
 ) -> Finding:
-    """tokens [rows] as fed, experts [rows, L, K], seals [rows] of which at least one is wrong, layer_seals [L]."""
+    """tokens [rows] as fed, experts and weights [rows, L, K], seals [rows] of which at least one is wrong, layer_seals
+    [L]."""
     of_token = token_part(tokens, torch.arange(len(tokens)))
-    of_ids = expert_part(experts, layers)
-    broken = _broken(experts, layers, layer_seals)
+    of_routes = route_part(experts, weights, layers)
+    sums = layer_sums(experts, weights)
+    broken = _broken(sums, layers, layer_seals)
     if not broken:
         return Finding(layers, "the routes are whole, but of other tokens: another sample's")
-    if words := _moved(seals - of_ids, of_token) or _moved(of_ids, seals - of_token):
+    if words := _moved(seals - of_routes, of_token) or _moved(of_routes, seals - of_token):
         return Finding(layers, words)
     if layer_seals is not None and (
-        words := _exchanged(experts, layers, layer_seals) or _renumbered(experts, layers, layer_seals)
+        words := _exchanged(sums, layers, layer_seals) or _renumbered(sums, layers, layer_seals)
     ):
         return Finding(broken, words)
-    if len(broken) == 1:
-        col = layers.index(broken[0])
-        own = expert_part(experts[:, col : col + 1], broken)
-        if words := _moved(own, seals - of_token - of_ids + own):
-            return Finding(broken, f"in this layer alone, {words}")
-    wrong = int((of_token + of_ids != seals).sum())
+    for said, own in _parts(experts, weights, layers, broken):
+        if words := _moved(own, seals - of_token - of_routes + own):
+            return Finding(broken, f"{said}, {words}")
+    wrong = int((of_token + of_routes != seals).sum())
+    what = "ids" if weights is None else "ids or gate weights"
     if len(broken) == len(layers) > 1 and wrong > 1:
         return Finding(broken, f"{wrong} rows are not the routes that were sealed: another sample's, or overwritten")
-    return Finding(broken, f"{wrong} rows hold other ids than were sealed: overwritten")
+    return Finding(broken, f"{wrong} rows hold other {what} than were sealed: overwritten")
 
 
-def _broken(experts: Tensor, layers: tuple[int, ...], layer_seals: Tensor | None) -> tuple[int, ...]:
+def _parts(
+    experts: Tensor, weights: Tensor | None, layers: tuple[int, ...], broken: tuple[int, ...]
+) -> list[tuple[str, Tensor]]:
+    """What may have moved without the rest, in words, and its part [rows] of the seals."""
+    found = []
+    col = [layers.index(layer) for layer in broken]
+    if len(broken) == 1:
+        found.append(
+            ("in this layer alone", route_part(experts[:, col], None if weights is None else weights[:, col], broken))
+        )
+    if weights is not None:
+        found.append(("of the gate weights alone", gate_part(weights[:, col], broken)))
+        found.append(("of the ids without their gate weights", expert_part(experts[:, col], broken)))
+    return found
+
+
+def _broken(sums: Tensor, layers: tuple[int, ...], layer_seals: Tensor | None) -> tuple[int, ...]:
     """Layers whose rows are not those that were sealed; all of them where the sample's layers have no seals."""
     if layer_seals is None:
         return layers
-    wrong = layer_numbers(layers) + layer_sums(experts) != layer_seals
+    wrong = layer_numbers(layers) + sums != layer_seals
     return tuple(layer for layer, bad in zip(layers, wrong.tolist(), strict=True) if bad)
 
 
-def _exchanged(experts: Tensor, layers: tuple[int, ...], layer_seals: Tensor) -> str:
+def _exchanged(sums: Tensor, layers: tuple[int, ...], layer_seals: Tensor) -> str:
     """Which layers hold which others' routes; empty unless each broken layer holds a sealed one's."""
-    held, sealed = layer_sums(experts).tolist(), (layer_seals - layer_numbers(layers)).tolist()
+    held, sealed = sums.tolist(), (layer_seals - layer_numbers(layers)).tolist()
     found = {layers[i]: layers[sealed.index(h)] for i, h in enumerate(held) if h != sealed[i] and h in sealed}
     if len(found) < sum(h != s for h, s in zip(held, sealed, strict=True)):
         return ""
@@ -70,10 +92,10 @@ def _exchanged(experts: Tensor, layers: tuple[int, ...], layer_seals: Tensor) ->
     return f"layers are {kind}: {shown}{', ...' if len(found) > 3 else ''}"
 
 
-def _renumbered(experts: Tensor, layers: tuple[int, ...], layer_seals: Tensor) -> str:
+def _renumbered(sums: Tensor, layers: tuple[int, ...], layer_seals: Tensor) -> str:
     """Which layers were sealed under other numbers; empty unless each broken one was."""
     known = layer_numbers(range(max(layers) + 64)).tolist()
-    numbers = [known.index(n) if n in known else -1 for n in (layer_seals - layer_sums(experts)).tolist()]
+    numbers = [known.index(n) if n in known else -1 for n in (layer_seals - sums).tolist()]
     found = [(a, b) for a, b in zip(layers, numbers, strict=True) if a != b]
     if any(b < 0 for _, b in found):
         return ""

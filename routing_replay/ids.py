@@ -57,6 +57,12 @@ def where(sample: str, layers: Sequence[int], position: int) -> str:
     return f"sample {sample or '?'}, {names(layers)}, position {position}"
 
 
+def of_samples(samples: Sequence[str]) -> str:
+    """`samples a/0, a/1` of a micro-batch, the first few: what concerns them all names no single one."""
+    shown = ", ".join(s or "(filler)" for s in samples[:4])
+    return f"samples {shown}{f', ... ({len(samples)})' if len(samples) > 4 else ''}"
+
+
 def check_ids(ids: Ids, layers: Sequence[int], num_experts: int, *, sample: str, start: int = 0) -> None:
     """ids [rows, L, K] of rows at positions start, start + 1, ...: no layer of nothing but zeros, every id in range, no
     expert twice in a row.

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from routing_replay.diagnosis import what_happened
 from routing_replay.ids import check_ids, id_dtype, read_wire, where
-from routing_replay.seals import layer_numbers, layer_sums, layer_sums_of, ragged_arange, row_seals
+from routing_replay.seals import (
+    gate_part,
+    gate_sums,
+    layer_numbers,
+    layer_sums,
+    layer_sums_of,
+    ragged_arange,
+    row_seals,
+)
 from routing_replay.versions import VersionSpan, joined, ordered
 
 _T = TypeVar("_T")
@@ -41,7 +49,7 @@ class RoutingTrace:
     experts: Tensor  # [rows, L, K] uint8 (E <= 256) or int16
     layers: tuple[int, ...]  # [L] global decoder-layer numbers from 0, ascending
     num_experts: int
-    seals: Tensor | None = None  # [rows] int64, see seals.row_seals
+    seals: Tensor | None = None  # [rows] int64, see seals.row_seals: of the weights too, where there are any
     layer_seals: Tensor | None = None  # [L] int64, see seals.layer_sums
     versions: tuple[VersionSpan, ...] | None = None  # of weights that computed rows; rows in no span: nobody tells
     weights: Tensor | None = None  # [rows, L, K] fp32: the gate weights the engine used, where it was asked for them
@@ -60,8 +68,11 @@ class RoutingTrace:
             raise ValueError(f"{len(self.seals)} seals for {shape[0]} routing rows: a row was dropped or duplicated")
         if self.layer_seals is not None and self.layer_seals.shape[0] != len(self.layers):
             raise ValueError(f"{len(self.layer_seals)} layer seals for {len(self.layers)} MoE layers")
-        if self.weights is not None and self.weights.shape != shape:
-            raise ValueError(f"weights {tuple(self.weights.shape)} of experts {tuple(shape)}")
+        if self.weights is not None:
+            if self.weights.shape != shape:
+                raise ValueError(f"weights {tuple(self.weights.shape)} of experts {tuple(shape)}")
+            if self.weights.dtype != torch.float32:
+                raise ValueError(f"gate weights are fp32, not {self.weights.dtype}")
         if self.versions is not None and not ordered(self.versions, shape[0]):
             raise ValueError(f"versions {list(self.versions)} do not fit {shape[0]} routing rows")
 
@@ -84,20 +95,31 @@ class RoutingTrace:
         return replace(
             self,
             versions=self.versions if versions is None else versions,
-            seals=row_seals(tokens, self.experts, self.layers, start=start),
-            layer_seals=layer_numbers(self.layers) + layer_sums(self.experts, start=start),
+            seals=row_seals(tokens, self.experts, self.layers, weights=self.weights, start=start),
+            layer_seals=layer_numbers(self.layers) + layer_sums(self.experts, self.weights, start=start),
+        )
+
+    def with_gates(self, weights: Tensor, *, start: int = 0) -> RoutingTrace:
+        """With gate weights [rows, L, K] fp32 that came with the routes, under the same seals; `start` as in `seal`."""
+        assert self.weights is None, "gate weights are sealed once"
+        return replace(
+            self,
+            weights=weights,
+            seals=None if self.seals is None else self.seals + gate_part(weights, self.layers),
+            layer_seals=None if self.layer_seals is None else self.layer_seals + gate_sums(weights, start=start),
         )
 
     def verify(self, tokens: Tensor, *, sample: str) -> None:
         """That these are the sealed routes of `tokens` [S], all S-1 of them, each where it was.
 
         Raises ValueError naming sample, layer, position and what happened: rows missing, shifted, permuted or
-        duplicated; layers exchanged; ids changed; another sample's routes; no seals at all.
+        duplicated; layers exchanged; ids or gate weights changed; another sample's routes; no seals at all.
         """
         if self.seals is None:
             raise ValueError(f"sample {sample}: its routes have no seals: read them with RoutingTrace.from_wire")
         n = min(len(self), len(tokens) - 1)
-        wrong = row_seals(tokens[:n], self.experts[:n], self.layers) != self.seals[:n]
+        gates = None if self.weights is None else self.weights[:n]
+        wrong = row_seals(tokens[:n], self.experts[:n], self.layers, weights=gates) != self.seals[:n]
         if len(self) == len(tokens) - 1 and not bool(wrong.any()):
             return
         first = int(wrong.nonzero()[0, 0]) if bool(wrong.any()) else n
@@ -106,7 +128,7 @@ class RoutingTrace:
                 f"{where(sample, self.layers, first)}: {len(self)} routing rows for {len(tokens)} tokens, want "
                 f"{len(tokens) - 1}: a row was {'dropped' if len(self) < len(tokens) - 1 else 'duplicated'} there"
             )
-        found = what_happened(tokens[:-1], self.experts, self.layers, self.seals, self.layer_seals)
+        found = what_happened(tokens[:-1], self.experts, self.weights, self.layers, self.seals, self.layer_seals)
         raise ValueError(f"{where(sample, found.layers, first)}: {found.what}")
 
     @staticmethod
@@ -117,7 +139,8 @@ class RoutingTrace:
             whole = RoutingTrace.concat(traces)
             fed, positions = _fed(tokens, rows)
             assert whole.seals is not None
-            if torch.equal(row_seals(fed, whole.experts, whole.layers, positions=positions), whole.seals):
+            now = row_seals(fed, whole.experts, whole.layers, weights=whole.weights, positions=positions)
+            if torch.equal(now, whole.seals):
                 return
         for trace, own, sample in zip(traces, tokens, samples, strict=True):
             trace.verify(own, sample=sample)

@@ -64,7 +64,7 @@ def _one_rank(rank: int, world: int, port: int, where: Path) -> Found:
     batch, out = _batch(hf), {}
     ((row),), tokens = batch.grid, batch.loss_tokens
     out["micro-batches"] = len(row)
-    bare = [replace(m, routing=replace(m.routing, weights=None)) for m in row]
+    bare = [toy.with_trace(m, replace(m.routing, weights=None)) for m in row]
     for name, gates in (("gates", True), ("scored anew", False)):
         cfg = toy.config(str(hf), replay={"mode": "r3", "gates": gates})
         with toy.trainer(cfg, rank, world, free_port()) as t:

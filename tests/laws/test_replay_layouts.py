@@ -32,7 +32,7 @@ def shipped(m: MicroBatch, part: RankPart) -> MicroBatch:
 
 
 def _wrong(m: MicroBatch, part: RankPart, ids: torch.Tensor) -> MicroBatch:
-    """Other ids [T, L, K] that nothing seals, and so nothing refuses."""
+    """Other ids [T, L, K], sealed anew, so that nothing refuses them."""
     return shipped(toy.with_routes(m, ids), part)
 
 

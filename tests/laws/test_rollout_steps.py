@@ -183,10 +183,10 @@ def _r2(hf: str, start: Path, out: Found) -> None:
             out[f"{name}, one, gradients"] = {n: p.main_grad.clone() for n, p in t.models[0].named_parameters()}
     with _trainer(hf, start, GATES) as (t, _):
         rows, tokens = _rollout(t, 0)
-        own = t._step.old_policy(rows[0]).routes  # a single rank's are in the order of the tokens
+        own = [r.trace for r in t._step.old_policy(rows[0]).routes]  # a single rank's are in the order of the tokens
     for name, record in {"r3 gates": own, "r3 no gates": [replace(trace, weights=None) for trace in own]}.items():
         with _trainer(hf, start, {"mode": "r3", "gates": True}) as (t, loss):
-            row = [replace(b, routing=trace) for b, trace in zip(rows[0], record, strict=True)]
+            row = [toy.with_trace(b, trace) for b, trace in zip(rows[0], record, strict=True)]
             try:
                 out[f"{name}, one"] = dict(t.step(row, tokens[0], 1).metrics), [h["logprobs"] for h in loss.heard]
             except ValueError as e:

@@ -14,6 +14,7 @@ Letters: t tokens, H hidden size, E experts, K of them a token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,9 +31,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_bridge.config import ReplayConfig  # noqa: E402
 from megatron_bridge.replay_hook import RoutingReplay  # noqa: E402
 from megatron_bridge.router import MaskedRouter  # noqa: E402
+from routing_replay.tape import FedRows, OwnRoutes  # noqa: E402
 from routing_replay.trace import RoutingTrace  # noqa: E402
 
 T, H, E, K = 24, 12, 16, 4
+FED = FedRows(samples=("a/0",), ends=torch.tensor([0, T]), tokens=torch.arange(T))
 SCALE = 2.5
 
 
@@ -107,7 +110,7 @@ class Bench:
         trace = None
         if ids is not None:
             trace = RoutingTrace(experts=ids[:, None].to(torch.uint8), layers=(0,), num_experts=E)
-        shard: Any = SimpleNamespace(real=torch.ones(T, dtype=torch.bool), routing=trace)
+        shard: Any = SimpleNamespace(real=torch.ones(T, dtype=torch.bool), routing=trace, fed=FED)
         self.replay.load([shard], **how)
         self.replay.forward_of(0)
 
@@ -169,10 +172,22 @@ def test_it_is_that_of_the_gathered_formula(kind: str, scale: float | None) -> N
     assert bool(got[1][used].any(1).all()), "every replayed expert's row of the weight learns"
 
 
+def test_own_routes_are_replayed_for_the_rows_that_they_were_recorded_for() -> None:
+    """R2 keeps them on the rank, where no seal holds them to their tokens: samples and rows do."""
+    bench = Bench("sigmoid with bias", None, mode="r2")
+    trace = RoutingTrace(experts=bench.own()[:, None].to(torch.uint8), layers=(0,), num_experts=E)
+    bench.load(None, forward_only=False, routes=[OwnRoutes(fed=replace(FED), trace=trace)])
+    for other in (replace(FED, samples=("b/0",)), replace(FED, tokens=FED.tokens.flip(0))):
+        with pytest.raises(
+            ValueError, match=r"micro-batch 0, all positions of samples a/0: its routes were recorded for"
+        ):
+            bench.load(None, forward_only=False, routes=[OwnRoutes(fed=other, trace=trace)])
+
+
 def test_routes_of_another_number_of_experts_a_token_are_refused() -> None:
     """Of fewer the gathered formula would make gates all the same."""
     bench = Bench("sigmoid with bias", None)
-    with pytest.raises(ValueError, match="micro-batch 0 has routes of 3 experts a token, the model's routers choose 4"):
+    with pytest.raises(ValueError, match=r"micro-batch 0, .* samples a/0: routes of 3 experts .* routers choose 4"):
         bench.load(bench.own()[:, :3], forward_only=False)
 
 
@@ -201,7 +216,7 @@ def test_recorded_gates_are_what_counts(kind: str) -> None:
     bench = Bench(kind, SCALE, mode="r2", gates=True)
     ids, gates = _others(bench.own()), torch.rand(T, 1, K) + 0.1
     trace = RoutingTrace(experts=ids[:, None].to(torch.uint8), layers=(0,), num_experts=E, weights=gates)
-    bench.load(None, forward_only=False, routes=[trace])
+    bench.load(None, forward_only=False, routes=[OwnRoutes(fed=FED, trace=trace)])
     probs, weight, x = bench.run()
     assert torch.equal(probs, torch.zeros(T, E).scatter(1, ids, gates[:, 0]))
     assert not weight.any() and x is not None and not x.any()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_bridge.config import ParallelConfig, TrainerConfig
 from miles_like.types import MicroBatch, Reduce, Stat
+from routing_replay.seals import row_seals
 from routing_replay.trace import RoutingTrace
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny" / "model.json"
@@ -91,11 +92,19 @@ def grid(parts: Sequence[MicroBatch], *, dp: int, micros: int) -> tuple[list[lis
 
 
 def with_routes(batch: MicroBatch, ids: Tensor | None) -> MicroBatch:
-    """`batch` with other routes, which nothing seals: ids [T, L, K], or None for none."""
+    """`batch` with other routes, as if they had come with its tokens: ids [T, L, K], or None for none."""
     if ids is None:
         return replace(batch, routing=None)
-    assert isinstance(batch.routing, RoutingTrace)
-    return replace(batch, routing=replace(batch.routing, experts=ids.to(batch.routing.experts.dtype), seals=None))
+    trace = batch.routing
+    assert isinstance(trace, RoutingTrace)
+    return with_trace(batch, replace(trace, experts=ids.to(trace.experts.dtype)))
+
+
+def with_trace(batch: MicroBatch, trace: RoutingTrace) -> MicroBatch:
+    """`batch` with `trace` [T, L, K], sealed to its tokens."""
+    gates, positions = trace.weights, batch.positions
+    seals = row_seals(batch.tokens, trace.experts, trace.layers, weights=gates, positions=positions)
+    return replace(batch, routing=replace(trace, seals=seals))
 
 
 def own_routes(t: Any, row: Sequence[MicroBatch], tokens: int) -> list[Tensor]:

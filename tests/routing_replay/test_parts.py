@@ -29,16 +29,17 @@ PARTS = [
 ]
 
 
-def trace() -> RoutingTrace:
+def trace(*, gates: bool = False) -> RoutingTrace:
     g = torch.Generator().manual_seed(1)
     ids = torch.rand(sum(LENGTHS), len(LAYERS), E, generator=g).argsort(-1)[..., :K]
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     seals = row_seals(TOKENS, ids.to(torch.uint8), LAYERS, positions=positions)
-    return RoutingTrace(experts=ids.to(torch.uint8), layers=LAYERS, num_experts=E, seals=seals)
+    plain = RoutingTrace(experts=ids.to(torch.uint8), layers=LAYERS, num_experts=E, seals=seals)
+    return plain.with_gates(torch.rand(ids.shape, generator=g)) if gates else plain
 
 
-def cut(part: RankPart) -> RankRoutes:
-    return cut_routes(trace(), NAMES, ENDS, part)
+def cut(part: RankPart, *, gates: bool = False) -> RankRoutes:
+    return cut_routes(trace(gates=gates), NAMES, ENDS, part)
 
 
 def fed(routes: RankRoutes, part: RankPart, names: Sequence[str] = NAMES) -> RoutingTrace:
@@ -56,7 +57,7 @@ def shuffled(routes: RankRoutes, order: Sequence[int]) -> RankRoutes:
         samples=tuple(routes.samples[i] for i in order),
         lengths=tuple(routes.lengths[i] for i in order),
         trace=routes.trace.map_rows(moved),
-        seals=None if routes.seals is None else moved(routes.seals),
+        seals=moved(routes.seals),
     )
 
 
@@ -105,8 +106,12 @@ def test_what_does_not_belong_is_refused_by_name() -> None:
     short = replace(cut(part), lengths=(2, 3, 1))  # of 3, 2 and 1
     with pytest.raises(ValueError, match="sample a/0: 2 rows of routes for the 3 of its tokens that are fed"):
         fed(short, part)
-    with pytest.raises(ValueError, match="13 rows of routes for a micro-batch of 12 tokens"):
+    with pytest.raises(ValueError, match="samples a/0, b/0: 13 rows of routes for a micro-batch of 12 tokens"):
         cut_routes(trace(), NAMES[:2], ENDS[:3], part)
+    with pytest.raises(ValueError, match="samples a/0, b/0, a/1: their routes have no seals"):
+        cut_routes(replace(trace(), seals=None), NAMES, ENDS, part)
+    with pytest.raises(ValueError, match=r"samples a/0, b/0, a/1: \(2,\) seals for 6 rows"):
+        replace(cut(part), seals=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"no routes of layers \[3\]"):
         cut(replace(part, layers=(2, 3)))
 
@@ -134,3 +139,24 @@ def test_a_row_that_was_sealed_with_another_token_is_refused(cp: int, layers: tu
             fed(routes, part)
     with pytest.raises(ValueError, match=r"sample a/0, .*, position 1: its routes were not sealed with the token"):
         fed_routes(good, NAMES, TOKENS.clone().index_fill(0, torch.tensor([1]), 99), ENDS, part)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("layers", [LAYERS, (2, 4)])
+def test_gates_that_are_not_of_their_row_are_refused(cp: int, layers: tuple[int, ...]) -> None:
+    """They travel beside the ids under the same seals: right experts with another row's weights, or with none, stop."""
+    part = RankPart(layers=layers, cp=cp, cp_rank=0)
+    good = cut(part, gates=True)
+    gates, n = good.trace.weights, good.lengths[0]
+    assert gates is not None and torch.equal(fed(good, part).experts, fed(cut(part), part).experts)
+
+    def wrong(other: torch.Tensor | None) -> RankRoutes:
+        return replace(good, trace=replace(good.trace, weights=other))
+
+    late, bit = gates.clone(), gates.clone()
+    late[n:] = gates[n:].roll(1, 0)
+    bit.view(torch.int32)[n, 0, 1] ^= 1
+    faults = [(gates.roll(1, 0), "a/0"), (gates.roll(1, 1), "a/0"), (late, "b/0"), (bit, "b/0"), (None, "a/0")]
+    for other, name in faults:
+        with pytest.raises(ValueError, match=f"sample {name}, .*, position 0: its routes were not sealed"):
+            fed(wrong(other), part)
