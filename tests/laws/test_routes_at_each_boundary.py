@@ -10,14 +10,20 @@ Letters: S tokens a sample, L MoE layers, K experts a token.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from miles_like.packing import cut_row
 from miles_like.types import Finish, Sample, VersionSpan
+from routing_replay.align import RankPart
+from routing_replay.parts import RankRoutes, fed_routes
+from routing_replay.tape import FedRows, ReplayTape
 from routing_replay.trace import RoutingTrace
 from tests.miles_like.made_samples import packed
 
@@ -58,6 +64,35 @@ def edited(edit: Callable[[Tensor], Tensor]) -> RoutingTrace:
 def put(ids: Tensor, row: int, col: int, value: Tensor | int) -> Tensor:
     ids[row, col] = value
     return ids
+
+
+# ---- a reply is read: there only counts and ids can be wrong
+
+WIRE: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
+    "dropped": (lambda x: x[1:], "routed_experts has 960 bytes = 10 rows; its tokens want 11 .*: a row is missing"),
+    "duplicated": (lambda x: x[[0, 0, *range(11), 10]], "14 rows; its tokens want 11 .*: a row is too many"),
+    "out of range": (lambda x: at(x, (3, 2, 1), E), r"layer 2, position 3: ids .* outside 0\.\.15"),
+    "negative": (lambda x: at(x, (3, 2, 1), -1), r"layer 2, position 3: ids .* outside 0\.\.15"),
+    "twice in a row": (lambda x: at(x, (3, 2), x[3, 2, 0]), "layer 2, position 3: an expert twice"),
+    "not captured": (lambda x: at(x, (slice(None), 5), 0), "layer 5, position 0: all 11 rows hold nothing but zeros"),
+    "rotated": (lambda x: x[:, [1, 2, 3, 4, 5, 0]], "layer 0, position 0: ids .* in a layer without experts"),
+}
+
+
+def at(ids: np.ndarray, where: tuple[object, ...], value: object) -> np.ndarray:
+    ids[where] = value  # type: ignore[index]
+    return ids
+
+
+@pytest.mark.parametrize("fault", WIRE)
+def test_a_reply_is_not_read_with(fault: str) -> None:
+    edit, message = WIRE[fault]
+    wire = np.frombuffer(base64.b64decode(trace().to_wire(num_layers=6)), "<i4").reshape(S - 1, 6, K).copy()
+    payload = base64.b64encode(edit(wire).astype("<i4").tobytes()).decode()
+    with pytest.raises(ValueError, match=f"^sample p7/3[,:] .*{message}"):
+        RoutingTrace.from_wire(
+            payload, tokens=TOKENS, num_layers=6, layers=LAYERS, top_k=K, num_experts=E, sample="p7/3"
+        )
 
 
 # ---- a step is packed: of routes that are to be replayed
@@ -118,3 +153,86 @@ def test_what_is_whole_is_packed() -> None:
     packed(sample(trace()), replace(sample(both, spans=(VersionSpan(0, 0, 2), VersionSpan(1, 2, 8))), index=4))
     silent = replace(sample(replace(trace(), versions=None)), loss_mask=torch.zeros(S, dtype=torch.bool), index=4)
     packed(sample(trace()), silent)
+
+
+# ---- a rank is sent its part
+
+PART = RankPart(layers=(2, 3), cp=2, cp_rank=0, multiple=2)
+
+
+def sent(edit: Callable[[RankRoutes], RankRoutes]) -> RoutingTrace:
+    """What the rank of PART feeds of a sample after `edit` on the way there."""
+    [[m]] = packed(sample(trace())).grid
+    [routes] = cut_row([m], PART)
+    assert routes is not None
+    return fed_routes(edit(routes), m.samples, m.tokens, m.cu_seqlens, PART)
+
+
+def ids(edit: Callable[[Tensor], Tensor]) -> Callable[[RankRoutes], RankRoutes]:
+    return lambda r: replace(r, trace=replace(r.trace, experts=edit(r.trace.experts.clone())))
+
+
+def rows(index: list[int]) -> Callable[[RankRoutes], RankRoutes]:
+    """These rows and their seals."""
+    return lambda r: replace(r, lengths=(len(index),), trace=r.trace.map_rows(lambda x: x[index]), seals=r.seals[index])
+
+
+def other_layers(r: RankRoutes) -> RankRoutes:
+    return replace(r, trace=replace(r.trace, layers=(3, 5)))
+
+
+NOT_SEALED = "its routes were not sealed with the token that is fed"
+SENT: dict[str, tuple[Callable[[RankRoutes], RankRoutes], str]] = {
+    "shifted": (ids(lambda x: x.roll(1, 0)), f"sample p7/3, layers 2-3, position 0: {NOT_SEALED}"),
+    "shifted with their seals": (rows([4, 0, 1, 2, 3]), f"sample p7/3, layers 2-3, position 0: {NOT_SEALED}"),
+    "permuted": (ids(lambda x: x[[0, 2, 1, 3, 4]]), f"sample p7/3, layers 2-3, position 1: {NOT_SEALED}"),
+    "dropped": (rows([0, 1, 2, 4]), "sample p7/3: 4 rows of routes for the 5 of its tokens that are fed"),
+    "duplicated": (rows([0, 1, 1, 3, 4]), f"sample p7/3, layers 2-3, position 2: {NOT_SEALED}"),
+    "one too many": (rows([0, 1, 1, 2, 3, 4]), "sample p7/3: 6 rows of routes for the 5 of its tokens"),
+    "out of range": (ids(lambda x: put(x, 4, 1, E + 3)), f"sample p7/3, layers 2-3, position 10: {NOT_SEALED}"),
+    "of rotated layers": (ids(lambda x: x.roll(1, 1)), f"sample p7/3, layers 2-3, position 0: {NOT_SEALED}"),
+    "of other layers": (other_layers, f"sample p7/3, layers 3, 5, position 0: {NOT_SEALED}"),
+    "of another sample": (lambda r: replace(r, samples=("p7/4",)), r"samples \['p7/4'\] .*lacks those of \['p7/3'\]"),
+    "for another rank": (
+        lambda r: replace(r, part=replace(PART, cp_rank=1)),
+        "cut for .*cp_rank=1.* came to the rank of",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", SENT)
+def test_a_rank_does_not_take_routes_that_are(fault: str) -> None:
+    """Of 11 tokens in four chunks of three, one of padding, the first of two ranks has positions 0-2 and 9-10."""
+    edit, message = SENT[fault]
+    with pytest.raises(ValueError, match=f"^.*{message}"):
+        sent(edit)
+
+
+def test_a_rank_takes_its_rows_and_padding_that_a_router_could_choose() -> None:
+    whole = sent(lambda r: r)
+    want = torch.tensor([0, 1, 2, 9, 10])
+    assert torch.equal(whole.experts[:5], trace().experts[want][:, [1, 2]]) and len(whole) == 6
+    whole.check()
+    assert whole.seals is None and whole.layers == (2, 3)
+
+
+# ---- a router asks
+
+FED = FedRows(samples=("p7/3",), ends=torch.tensor([0, 11]), tokens=torch.tensor([0, 1, 2, 9, 10, -1]))
+ASKED: dict[str, tuple[Callable[[ReplayTape], object], str]] = {
+    "of another micro-batch": (lambda t: t.topk(1, 2, rows=6), "micro-batch 1, layer 2: never loaded"),
+    "of another layer": (lambda t: t.topk(0, 1, rows=6), "samples p7/3, layer 1: no routes of this layer"),
+    "for fewer tokens": (lambda t: t.topk(0, 2, rows=4), "samples p7/3, layer 2: .* sample p7/3, position 10$"),
+    "for more tokens": (lambda t: t.topk(0, 2, rows=7), "samples p7/3, layer 2: the router has 7 tokens, the trace 6"),
+    "twice": (lambda t: (t.topk(0, 3), t.topk(0, 3)), "samples p7/3, layer 3: asked twice"),
+    "never": (lambda t: (t.topk(0, 3), t.assert_drained()), "samples p7/3, layer 2"),
+}
+
+
+@pytest.mark.parametrize("fault", ASKED)
+def test_a_router_is_not_given_routes(fault: str) -> None:
+    tape = ReplayTape()
+    tape.load(0, sent(lambda r: r), FED)
+    ask, message = ASKED[fault]
+    with pytest.raises(ValueError, match=message):
+        ask(tape)
