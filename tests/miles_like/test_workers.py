@@ -1,18 +1,20 @@
 """Ray's part of a step: each rank is handed its row of the grid, and of the row's routes only what it needs.
 
-Ranks here are stand-ins that tell what came to them. Not covered: the trainer behind them (tests/e2e).
+Ranks are stand-ins that tell what came to them, and in one test Megatron's. Not covered: several machines.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_bridge.convert.to_megatron import to_megatron
+from miles_like.factories import MegatronFactory
 from miles_like.packing import pack
 from miles_like.placement import Slot
 from miles_like.types import TrainBatch
@@ -20,6 +22,9 @@ from miles_like.workers import RayTrainer, start_ray, stop_ray
 from routing_replay.align import pack_rows
 from routing_replay.parts import RankRoutes, fed_routes
 from routing_replay.trace import RoutingTrace
+from tests.laws import layouts
+from tests.megatron_bridge import toy
+from tests.megatron_bridge.tiny_models import felt_tensors, write_checkpoint
 from tests.miles_like.made_samples import LAYERS, TOP_K, group, sample
 from tests.miles_like.standin_rank import PLACES, Stand
 
@@ -87,3 +92,36 @@ def test_a_rank_is_sent_its_rows_and_layers_alone(ray: Any, where: str) -> None:
 def test_without_routes_none_are_counted(ray: Any) -> None:
     metrics, came = ray("TP2", batch(dp=1, routing=False))
     assert "routing/bytes" not in metrics and all(m.routing is None for rows in came for row in rows for m in row)
+
+
+def _trained(hf: Path, weights: Path, batches: Sequence[TrainBatch], **layout: int) -> list[dict[str, float]]:
+    """A rollout's metrics each, of Megatron ranks in a layout, under replay."""
+
+    async def run() -> list[dict[str, float]]:
+        config = toy.config(str(hf), **layout)
+        slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(config.parallel.world_size)]
+        trainer = RayTrainer(MegatronFactory(config, weights, layouts.WholeSamples()), slots, 1, hf / "logs")
+        out = [dict((await trainer.train([b])).metrics) for b in batches]
+        await trainer.close()
+        return out
+
+    return asyncio.run(run())
+
+
+def test_ranks_that_get_parts_of_the_routes_train_as_one_that_gets_all(ray: Any, tmp_path: Path) -> None:
+    """Two stages of two context-parallel ranks: each is sent a quarter of the routes or so, cut by the driver, and the
+    step is the single rank's: every row replayed, the same loss and gradient norm, before and after an update."""
+    hf = write_checkpoint(tmp_path / "hf", layouts.MLA, felt_tensors(layouts.MLA))
+    to_megatron(hf, tmp_path / "shards")
+    batches = []
+    for step in range(2):
+        ((row,), tokens) = toy.grid(layouts.batch(step), dp=1, micros=4)
+        batches.append(TrainBatch(grid=(tuple(row),), loss_tokens=tokens, versions=(0, 0)))
+    alone = _trained(hf, tmp_path / "shards", batches)
+    cut = _trained(hf, tmp_path / "shards", batches, pp=2, cp=2)
+    for one, many in zip(alone, cut, strict=True):
+        assert one["routing/replay_coverage"] == many["routing/replay_coverage"] == 1.0
+        assert one.keys() == many.keys()
+        for name in sorted(one.keys() - {"routing/bytes"}):
+            assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+    assert alone[0]["train/loss"] != pytest.approx(alone[1]["train/loss"], rel=1e-3)
