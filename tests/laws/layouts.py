@@ -26,6 +26,7 @@ STEPS = 2
 PATIENCE = 900.0  # seconds for one call of run_ranks: four ranks share two cores
 Layout = Mapping[str, Any]
 Metrics = list[dict[str, float]]
+Rows = tuple[list[list[MicroBatch]], int]
 Sized = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 4}
 Dense = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 24, "torch_dtype": "float32"}
 
@@ -82,6 +83,7 @@ class Case:
     settings: Layout = field(default_factory=dict)
     micros: int = 4
     given: Callable[[MicroBatch, RankPart], MicroBatch] | None = None  # what a rank gets for each micro-batch
+    rows: Callable[[int, tuple[int, ...], int, int], Rows] | None = None  # of seed, layers, dp, micros; None: `plain`
 
     @property
     def key(self) -> str:
@@ -106,9 +108,14 @@ def batch(seed: int, layers: tuple[int, ...] = MOE_LAYERS) -> list[MicroBatch]:
     return toy.samples(16, seed=seed, layers=layers)
 
 
+def plain(seed: int, layers: tuple[int, ...], dp: int, micros: int) -> Rows:
+    """([dp][micro] micro-batches, number of loss tokens) of `batch`."""
+    return toy.grid(batch(seed, layers), dp=dp, micros=micros)
+
+
 def _row(t: Any, seed: int, case: Case) -> tuple[list[MicroBatch], int]:
     dp = t.config.parallel.dp
-    rows, tokens = toy.grid(batch(seed, t.family.moe_layers(t.hf)), dp=dp, micros=case.micros // dp)
+    rows, tokens = (case.rows or plain)(seed, t.family.moe_layers(t.hf), dp, case.micros // dp)
     return [m if case.given is None else case.given(m, t.part) for m in rows[t.dp_rank]], tokens
 
 
@@ -183,7 +190,7 @@ def bias(t: Any) -> list[float]:
 
 def references(rank: int, world: int, port: int, where: Path, cases: Mapping[str, Case]) -> dict[str, Run]:
     """The single rank's run for each key of `cases`; it writes its start and its gradients."""
-    alone = {case.key: Case(case.model, settings=case.settings) for case in cases.values()}
+    alone = {case.key: Case(case.model, settings=case.settings, rows=case.rows) for case in cases.values()}
     return {key: _run(rank, world, free_port(), where, case, write=True) for key, case in alone.items()}
 
 

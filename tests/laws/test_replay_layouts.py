@@ -1,5 +1,9 @@
 """Law: given routes, replayed in any layout from what the driver ships to each rank, give the loss and the gradients of
-the unsharded replay on one rank."""
+the unsharded replay on one rank. The batches are what a run trains: answers of one turn, of two with the environment's
+tokens between them, and partial rollouts that went on under other weights, read from replies and packed.
+
+Letters: T packed tokens, L MoE layers, K experts a token.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from miles_like.algorithms.policy_loss import ClippedLoss
-from miles_like.packing import cut_row
-from miles_like.types import MicroBatch
+from miles_like.packing import cut_row, pack
+from miles_like.types import Finish, MicroBatch, Prompt, Sample, SampleGroup
+from rollout.samples import RoutingShape, SampleReader, begun, rows_of
+from rollout.wire import GenerateReply, WireSpan
 from routing_replay.align import RankPart
 from routing_replay.trace import RoutingTrace
 from tests.laws import layouts
@@ -24,6 +31,52 @@ FULL = {"recompute": "full"}
 PARTS = {"recompute": "selective", "recompute_modules": ("core_attn", "moe")}
 MTP = {"mtp_coefficient": 0.3}
 COMPARED = ("train/loss", "train/grad_norm", "train/entropy", "routing/agreement", "routing/replay_coverage")
+
+
+EXPERTS, TOP_K = toy.EXPERTS, toy.TOP_K
+# of each reply: the weights' version, and how many tokens the environment says after it
+KINDS = (((0, 0),), ((0, 3), (0, 0)), ((0, 0), (1, 0)), ((0, 2), (1, 3), (1, 0)))
+
+
+def _session(g: torch.Generator, index: int, layers: tuple[int, ...]) -> Sample:
+    """A sample read from replies: one for each pair of its kind."""
+    shape = RoutingShape(num_layers=max(layers) + 1, moe_layers=layers, top_k=TOP_K, num_experts=EXPERTS)
+
+    def drawn(n: int) -> list[int]:
+        return torch.randint(2, toy.VOCAB, (n,), generator=g).tolist()
+
+    sample = begun(Prompt(id=f"p{index}", token_ids=tuple(drawn(1 + index % 4)), answer=""), 0)
+    fed: list[int] = []
+    for version, after in KINDS[index % len(KINDS)]:
+        said, before, start = drawn(2 + index % 3), len(sample.token_ids) + len(fed), rows_of(sample)
+        rows = before + len(said) - 1 - start
+        ids = torch.rand(rows, len(layers), EXPERTS, generator=g).topk(TOP_K, -1).indices.to(torch.uint8)
+        trace = RoutingTrace(experts=ids, layers=layers, num_experts=EXPERTS)
+        reply = GenerateReply(
+            rid="",
+            output_ids=np.array(said),
+            logprobs=-5 * torch.rand(len(said), generator=g).numpy(),
+            finish=Finish.STOP,
+            prompt_tokens=before,
+            weight_version=str(version),
+            weight_versions=(WireSpan(str(version), 0, len(said)),),
+            routed_experts=trace.to_wire(num_layers=shape.num_layers),
+        )
+        sample = SampleReader(routing=shape, decode=lambda _: "").extend([sample], [fed], [reply])[0]
+        fed = drawn(after)
+    return sample
+
+
+def sessions(seed: int, layers: tuple[int, ...], dp: int, micros: int) -> layouts.Rows:
+    """16 samples, four of each kind, as `pack` makes one step of them."""
+    g = torch.Generator().manual_seed(seed)
+    samples = [_session(g, i, layers) for i in range(16)]
+    gaps = [bool((~s.loss_mask[int(s.loss_mask.nonzero()[0, 0]) :]).any()) for s in samples]
+    assert sum(gaps) == 8 and sum(len({v.version for v in s.versions}) == 2 for s in samples) == 8
+    groups = [SampleGroup(prompt=Prompt(id=s.prompt_id, token_ids=(1,), answer=""), samples=(s,)) for s in samples]
+    advantages = [[a] for a in torch.randn(16, generator=g).tolist()]
+    step = pack(groups, advantages, dp_size=dp, max_tokens=10_000, micro_multiple=micros)
+    return [list(row) for row in step.grid], step.loss_tokens
 
 
 def shipped(m: MicroBatch, part: RankPart) -> MicroBatch:
@@ -65,10 +118,13 @@ def of_one_row(m: MicroBatch, part: RankPart) -> MicroBatch:
     return _wrong(m, part, ids)
 
 
-FAULTS = {f.__name__: Case("mla", given=f) for f in (one_row_late, of_the_next_layer, of_the_neighbour, of_one_row)}
+FAULTS = {
+    f.__name__: Case("mla", given=f, rows=sessions)
+    for f in (one_row_late, of_the_next_layer, of_the_neighbour, of_one_row)
+}
 ONE = {
-    "one sample a micro-batch": Case("mla", micros=16, given=shipped),
-    "one pack": Case("mla", micros=1, given=shipped),
+    "one sample a micro-batch": Case("mla", micros=16, given=shipped, rows=sessions),
+    "one pack": Case("mla", micros=1, given=shipped, rows=sessions),
 }
 TWO: dict[str, dict[str, Any]] = {
     "TP2 with sequence parallel": {"tp": 2},
@@ -93,10 +149,11 @@ FOUR: dict[str, dict[str, Any]] = {
 
 
 def _mla(rows: dict[str, dict[str, Any]]) -> dict[str, Case]:
-    return {name: Case("mla", layout, given=shipped) for name, layout in rows.items()}
+    return {name: Case("mla", layout, given=shipped, rows=sessions) for name, layout in rows.items()}
 
 
-RANKS = {1: ONE, 2: _mla(TWO) | {k: Case("mtp", v, MTP, given=shipped) for k, v in DRAFT.items()}, 4: _mla(FOUR)}
+DRAFTED = {k: Case("mtp", v, MTP, given=shipped, rows=sessions) for k, v in DRAFT.items()}
+RANKS = {1: ONE, 2: _mla(TWO) | DRAFTED, 4: _mla(FOUR)}
 CASES = {name: case for cases in RANKS.values() for name, case in cases.items()}
 
 
