@@ -1,8 +1,10 @@
 """Seconds of each phase of one GRPO iteration of configs/tiny.toml, and what R3 costs of it.
 
-Two trainers (R3 on; no routing at all) take turns on one server, so both see the same machine. R3's share is the wire,
-reading, packing, slicing and replay; the engine keeps its experts' ids in both. Goal: publish <= 10 %. R3's share is
-held to its goal by benchmarks/r3.py.
+Two sides take turns, each a server and a trainer of its own, so both see the same machine: R3 on, and no routing at
+all, where the server was started without --enable-return-routed-experts and keeps no ids. R3's share is then all of it:
+capture, the wire, reading, packing, slicing, shipping and replay, in seconds by the clock and, as `r3_cpu_share`, in
+seconds of processor time of all processes of the run, which a busy machine moves less. Goal: publish <= 10 %. R3's
+share is held to its goal by benchmarks/r3.py.
 
     python benchmarks/iteration.py [--quick]
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import tempfile
@@ -18,6 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -55,11 +59,12 @@ class Side:
             log_dir=stage.run_dir / f"logs-{'r3' if routing else 'plain'}",
         )
         self.trainer.connect(self.stage.publisher([url]))
-        self.seconds: dict[str, list[float]] = {name: [] for name in (*PHASES, "iteration")}
+        self.seconds: dict[str, list[float]] = {name: [] for name in (*PHASES, "iteration", "cpu")}
 
     async def iterate(self, step: int, source: PromptSource) -> None:
         c = self.config.train
         algorithm, reward = self.stage.algorithm, load_reward(self.config.reward.name)
+        worked = cpu_seconds()
         marks = [time.perf_counter()]
         groups = await run_groups(
             self.engine,
@@ -79,6 +84,18 @@ class Side:
         for name, a, b in zip(PHASES, marks, marks[1:], strict=False):
             self.seconds[name].append(b - a)
         self.seconds["iteration"].append(marks[-1] - marks[0])
+        self.seconds["cpu"].append(cpu_seconds() - worked)
+
+
+def cpu_seconds() -> float:
+    """Of this process and all that it started: ranks, servers and Ray."""
+    me = psutil.Process()
+    total = 0.0
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 async def measure(sides: Sequence[Side], source: PromptSource, iterations: int, warm: int) -> None:
@@ -102,14 +119,15 @@ def run(config: RunConfig, home: Path, iterations: int) -> dict[str, float]:
     data = stages[3].directory / "data"
     start_ray(None)
     stage = TrainStage(config, run_dir, data / "hf", data / "megatron", console)
-    servers = stage.servers(0)
+    servers = [stage.servers(0, routing=routing) for routing in (True, False)]
     try:
-        url = servers.wait()[0]
-        sides = [Side(stage, url, routing=True), Side(stage, url, routing=False)]
+        urls = [s.wait()[0] for s in servers]
+        sides = [Side(stage, url, routing=routing) for url, routing in zip(urls, (True, False), strict=True)]
         source = PromptSource(config.data, stage.tokenizer, config.data.train)
         asyncio.run(measure(sides, source, iterations, warm=3))
     finally:
-        servers.stop()
+        for s in servers:
+            s.stop()
     median = {name: statistics.median(s) for name, s in sides[0].seconds.items()}
     # paired: each turn's two iterations lie next to each other in time
     share = {
@@ -119,10 +137,12 @@ def run(config: RunConfig, home: Path, iterations: int) -> dict[str, float]:
         )
         for name, x in sides[0].seconds.items()
     }
+    with_r3, without = (sum(side.seconds["cpu"]) for side in sides)  # of a hundredth's resolution: only the sum tells
     figures = {f"{name}_s": seconds for name, seconds in median.items()}
     return (
         figures
         | {"publish_share": median["publish"] / median["iteration"], "r3_share": share["iteration"]}
+        | {"r3_cpu_share": (with_r3 - without) / with_r3}
         | {f"r3_share_in_{name}": share[name] for name in PHASES}
     )
 

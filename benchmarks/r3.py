@@ -1,8 +1,9 @@
 """What rollout routing replay costs: its share of an iteration, its bytes, and its time for one long sample.
 
-1. End to end, from the engine's reply to replay (it keeps its experts' ids in both): iterations of configs/tiny.toml
-   with R3 and without any routing, by turns on one server (the same measurement as benchmarks/iteration.py). Goal:
-   <= 3 % of an iteration.
+1. End to end, capture in the engine, wire, reading, packing, slicing, shipping and replay: iterations of
+   configs/tiny.toml with R3 and without any routing, by turns, each on a server of its own, the second started without
+   --enable-return-routed-experts, so that it keeps no ids (the same measurement as benchmarks/iteration.py). By the
+   clock, and of processor time (`r3_cpu_share`). Goal: <= 3 % of an iteration by the clock.
 2. Bytes a token as shipped to a trainer rank (ids and seals) in DeepSeek-V3's shape, beside SGLang's int32 of all
    layers. Goal: >= 4 times smaller.
 3. Milliseconds of each thing that is done to the routes of one sample of 32,768 tokens in that shape, on one thread:
@@ -108,7 +109,7 @@ def main() -> None:
             whole = run(config, Path(home), iterations=12 if quick else 60)
         finally:
             assemble.shut_down()
-    figures |= {name: whole[name] for name in whole if name == "iteration_s" or name.startswith("r3_share")}
+    figures |= {name: whole[name] for name in whole if name == "iteration_s" or name.startswith("r3_")}
     table = Table("figure", "value", title="routing replay")
     for name, value in figures.items():
         table.add_row(name, f"{value:.3f}")

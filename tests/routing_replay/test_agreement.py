@@ -33,3 +33,10 @@ def test_other_shapes_are_refused() -> None:
     """Broadcasting would compare a row with all of the others."""
     with pytest.raises(ValueError, match=r"\(3, 2\).*\(1, 2\)"):
         topk_agreement(torch.zeros(3, 2), torch.zeros(1, 2))
+
+
+def test_a_row_that_has_an_expert_twice_is_another_row() -> None:
+    """Sets in which one stands for two are not equal, as sorted lists would say; ids up to the largest there can be."""
+    a = torch.tensor([[1, 1, 2], [1, 1, 2], [32767, 0, 5]], dtype=torch.int16)
+    b = torch.tensor([[1, 2, 2], [2, 1, 1], [5, 32767, 0]])
+    assert topk_agreement(a, b).tolist() == [False, True, True]
