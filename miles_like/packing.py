@@ -34,7 +34,7 @@ from miles_like.types import MicroBatch, Sample, SampleGroup, TrainBatch
 from routing_replay.align import RankPart, take_rows
 from routing_replay.parts import RankRoutes, cut_routes
 from routing_replay.trace import RoutingTrace
-from routing_replay.versions import check_versions
+from routing_replay.versions import check_all_versions
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -98,10 +98,11 @@ def pack(
         )
     names = _names(samples)
     if traces:
-        RoutingTrace.verify_all(traces, [s.token_ids for s in samples], samples=[s.name for s in samples])
-    if replayed:
-        for s, trace in zip(samples, traces, strict=bool(traces)):
-            check_versions(trace.versions, s.versions, s.loss_mask, sample=s.name)
+        own = [s.name for s in samples]
+        RoutingTrace.verify_all(traces, [s.token_ids for s in samples], samples=own)
+        if replayed:
+            spans, masks = [s.versions for s in samples], [s.loss_mask for s in samples]
+            check_all_versions([t.versions for t in traces], spans, masks, samples=own)
     flat = _Flat(
         names=names,
         tokens=torch.cat([s.token_ids for s in samples]),
@@ -111,14 +112,14 @@ def pack(
         advantages=np.array(flat_advantages, dtype=np.float32),
         routing=dict(zip(names, traces, strict=True)) if traces else None,
     )
-    spans = [span.version for s in samples for span in s.versions] or [0]
+    versions = [span.version for s in samples for span in s.versions] or [0]
     return _pack(
         flat,
         dp_size=dp_size,
         max_tokens=max_tokens,
         micro_multiple=micro_multiple,
         cost=cost,
-        versions=(min(spans), max(spans)),
+        versions=(min(versions), max(versions)),
     )
 
 
