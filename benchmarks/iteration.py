@@ -32,7 +32,7 @@ from miles_like.factories import MegatronFactory
 from miles_like.packing import pack
 from miles_like.pipeline import plan_stages, run_stages
 from miles_like.rewards import load_reward
-from miles_like.train_stage import TrainStage
+from miles_like.train_stage import TrainStage, settle
 from miles_like.workers import RayTrainer, start_ray
 from rollout.client import SGLangClient
 from rollout.episode import run_groups
@@ -99,6 +99,7 @@ def cpu_seconds() -> float:
 
 
 async def measure(sides: Sequence[Side], source: PromptSource, iterations: int, warm: int) -> None:
+    settle()  # as a run does
     for step in range(warm + iterations):
         for side in sides if step % 2 else reversed(sides):
             await side.iterate(step, source)

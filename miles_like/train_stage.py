@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -149,6 +150,7 @@ class TrainStage:
                 save_every=config.checkpoint.every,
                 speed=self.speed,
             )
+            settle()
             try:
                 await controller.run(first=first, steps=config.train.steps)
             finally:
@@ -342,6 +344,13 @@ class TrainStage:
         if self.saving is not None and await trainer.finish_save(wait=wait):
             run_state.save(self.checkpoints, self.saving, keep=self.config.checkpoint.keep)
             self.saving = None
+
+
+def settle() -> None:
+    """What is loaded by now stays: the garbage collector looks at it once more and never again. Each of its full passes
+    over the modules of Ray, torch and transformers would cost a good part of a short iteration."""
+    gc.collect()
+    gc.freeze()
 
 
 def _tokenizer(directory: Path) -> PreTrainedTokenizerBase:

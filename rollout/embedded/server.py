@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import socket
 import sys
 import time
@@ -373,6 +374,7 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace) -> None:
     worker = EngineWorker(service, threads=args.threads)
     worker.start()
     config = uvicorn.Config(make_app(worker, args), log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    gc.freeze()  # modules and weights stay: a full collection of garbage need not look at them
     try:
         uvicorn.Server(config).run(sockets=[listener])
     finally:
