@@ -118,13 +118,13 @@ def _raw(payload: str, rows: int, num_layers: int, top_k: int, sample: str, key:
         raise ValueError(f"sample {sample}: {key} is not base64: {e}") from None
     row_bytes = num_layers * top_k * _WIRE_BYTES
     want = rows * row_bytes
-    if len(raw) not in (want, want + row_bytes):
+    if len(raw) != want:
         raise ValueError(
             f"sample {sample}: {key} has {len(raw)} bytes = {len(raw) / row_bytes:g} rows; its tokens want "
             f"{rows} rows x {num_layers} layers x {top_k} experts x {_WIRE_BYTES} = {want}: a row is "
             f"{'missing' if len(raw) < want else 'too many'}"
         )
-    return raw[:want]
+    return raw
 
 
 def read_wire(

@@ -243,9 +243,10 @@ class RoutingTrace:
 
         tokens: all tokens [S] of each sequence; the rows are those at positions start..S-2. samples: their names, for
         messages. versions: of the rows, counted from the first of them. The wire has all layers, dense ones
-        zero-filled; only `layers` are kept. A server may also have fed the last sampled token (a stop at the edge of a
-        batch): that row predicts nothing we train on and is dropped. Any other length, and whatever `check` refuses,
-        is a ValueError. All sequences are read and checked at once: a step has hundreds of short ones.
+        zero-filled; only `layers` are kept. Any other number of rows is a ValueError, and so is whatever `check`
+        refuses. One row more too: a row of the last token, which predicts nothing, cannot be told from one that stands
+        twice and has moved all that follow. All sequences are read and checked at once: a step has hundreds of short
+        ones.
         """
         if not payloads:
             return []

@@ -70,7 +70,8 @@ def put(ids: Tensor, row: int, col: int, value: Tensor | int) -> Tensor:
 
 WIRE: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "dropped": (lambda x: x[1:], "routed_experts has 960 bytes = 10 rows; its tokens want 11 .*: a row is missing"),
-    "duplicated": (lambda x: x[[0, 0, *range(11), 10]], "14 rows; its tokens want 11 .*: a row is too many"),
+    "duplicated": (lambda x: x[[0, 0, *range(1, 11)]], "12 rows; its tokens want 11 .*: a row is too many"),
+    "from one row too early": (lambda x: x[[10, *range(11)]], "12 rows; its tokens want 11 .*: a row is too many"),
     "out of range": (lambda x: at(x, (3, 2, 1), E), r"layer 2, position 3: ids .* outside 0\.\.15"),
     "negative": (lambda x: at(x, (3, 2, 1), -1), r"layer 2, position 3: ids .* outside 0\.\.15"),
     "twice in a row": (lambda x: at(x, (3, 2), x[3, 2, 0]), "layer 2, position 3: an expert twice"),

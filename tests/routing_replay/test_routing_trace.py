@@ -74,16 +74,10 @@ def test_dense_layers_are_zero() -> None:
         read(payload(ids))
 
 
-def test_the_row_of_a_stop_at_the_edge_is_dropped() -> None:
-    """Then the server has fed the last sampled token too; that row predicts nothing."""
-    ids = np.zeros((7, ALL_LAYERS, K), dtype="<i4")
-    ids[:, list(LAYERS)] = random_ids(7, 3, seed=1).numpy()
-    assert torch.equal(read(payload(ids)).experts.long(), random_ids(7, 3, seed=1)[:6])
-
-
-@pytest.mark.parametrize("rows", [5, 8])
+@pytest.mark.parametrize("rows", [5, 7, 8])
 def test_other_lengths_are_refused(rows: int) -> None:
-    """A missing row would shift every later one: silent, and the worst mismatch there is."""
+    """A row that is missing or stands twice would shift every later one: silent, and the worst mismatch there is. One
+    too many is no row of the last token: SGLang 0.5.23 sends none."""
     ids = np.zeros((rows, ALL_LAYERS, K), dtype="<i4") + np.arange(K)
     with pytest.raises(ValueError, match="6 rows"):
         read(payload(ids))
