@@ -37,7 +37,7 @@ from miles_like.report import write_report
 from miles_like.rewards import load_reward
 from miles_like.run_state import RunState
 from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
-from miles_like.types import Prompt, SampleGroup, SamplingParams
+from miles_like.types import Prompt, SampleGroup, SamplingParams, TrainBatch
 from miles_like.workers import RayServers, RayTrainer, check_nodes
 from quant.hf_config import spec_from_hf
 from quant.spec import QuantSpec
@@ -128,15 +128,7 @@ class TrainStage:
                 buffer=DataBuffer(max_staleness=config.buffer.max_staleness),
                 next_prompts=lambda: source.take(config.train.groups_per_step),
                 rollout=partial(self._rollout, engine, reward),
-                pack=partial(
-                    pack_steps,
-                    steps=config.train.steps_per_rollout,
-                    dp_size=trainer.dp_size,
-                    max_tokens=config.max_pack_tokens,
-                    micro_multiple=config.parallel.micro_multiple,
-                    cost=self.cost,
-                    replayed=config.replay.mode == "r3",
-                ),
+                pack=partial(self._pack, trainer.dp_size),
                 deal=self._deal,
                 evaluate=partial(self._evaluate, examiner, reward, held_out),
                 describe=self._describe,
@@ -299,6 +291,21 @@ class TrainStage:
             params=self.sampling(step),
             # so many publications may abort a sample, one after the other, before it is trained
             resumes=self.config.buffer.max_staleness + RESUMES,
+        )
+
+    def _pack(
+        self, dp_size: int, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]
+    ) -> Sequence[TrainBatch]:
+        c = self.config
+        return pack_steps(
+            groups,
+            advantages,
+            steps=c.train.steps_per_rollout,
+            dp_size=dp_size,
+            max_tokens=c.max_pack_tokens,
+            micro_multiple=c.parallel.micro_multiple,
+            cost=self.cost,
+            replayed=c.replay.mode == "r3",
         )
 
     def _deal(self, step: int, advantages: list[list[float]]) -> list[list[float]]:

@@ -1,0 +1,63 @@
+"""How a run's configuration reaches its parts: which routes are asked for, kept, and held to the weights of their tokens.
+
+Nothing is started. Not covered: the run itself (tests/e2e).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_bridge.families.registry import family_of
+from miles_like.config_io import load_config
+from miles_like.placement import plan_placement
+from miles_like.train_stage import TrainStage
+from miles_like.types import VersionSpan
+from tests.miles_like.made_samples import group, sample
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny.toml"
+STALE_STOCK = ["rollout.engine=sglang", "buffer.max_staleness=1", "publish.pause_mode=retract"]
+
+
+def stage(*settings: str) -> TrainStage:
+    """One that knows its configuration and the model's, nothing more."""
+    out = TrainStage.__new__(TrainStage)
+    out.config = load_config(TINY, list(settings))
+    assert out.config.model.make is not None
+    hf: dict[str, Any] = json.loads(Path(out.config.model.make.config).read_text())
+    checkpoint: Any = SimpleNamespace(config=hf)
+    out.hf, out.family = checkpoint, family_of(hf)
+    out.run_dir = out.served = Path("run")
+    out.plan = plan_placement(out.config.cluster, out.config.parallel, out.config.rollout)
+    return out
+
+
+def test_routes_of_other_weights_are_refused_where_they_are_replayed_alone() -> None:
+    whole = sample("p", 0, routing=True)
+    assert whole.routing is not None
+    late = replace(whole, index=1, routing=replace(whole.routing, versions=(VersionSpan(1, 0, len(whole.routing)),)))
+    groups, advantages = [group([whole, late])], [[1.0, -1.0]]
+    with pytest.raises(ValueError, match=r"sample p/1, .* computed under weight version 1, .* under version 0"):
+        stage("replay.mode=r3")._pack(1, groups, advantages)
+    for mode in ("r2", "off"):
+        (batch,) = stage(f"replay.mode={mode}")._pack(1, groups, advantages)
+        assert batch.loss_tokens == 6 and batch.grid[0][0].routing is not None
+
+
+@pytest.mark.parametrize(("settings", "kept"), [([], True), ([*STALE_STOCK, "replay.mode=off"], False)])
+def test_routes_are_asked_for_where_servers_keep_them_and_by_nobody_who_trains_on_none(
+    settings: list[str], kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers to held-out prompts come from the same servers, without routes."""
+    launched: list[Any] = []
+    monkeypatch.setattr("miles_like.train_stage.RayServers", lambda launches, _logs: launched.extend(launches))
+    made = stage(*settings)
+    made.servers(0)
+    assert [recipe.routed_experts for _, recipe in launched] == [kept] * len(launched) and launched
+    for routing in (True, False):
+        assert (made.client("http://x", routing=routing)._reader.routing is not None) == (kept and routing)
