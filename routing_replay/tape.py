@@ -38,7 +38,11 @@ class FedRows:
         return f"sample {self.samples[n]}, position {token - int(self.ends[n])}"
 
     def same(self, other: FedRows) -> bool:
-        return self.samples == other.samples and torch.equal(self.tokens, other.tokens)
+        return (
+            self.samples == other.samples
+            and torch.equal(self.ends, other.ends)
+            and torch.equal(self.tokens, other.tokens)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

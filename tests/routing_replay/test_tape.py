@@ -153,6 +153,16 @@ def test_what_is_recorded_is_what_a_tape_replays() -> None:
     tape.assert_drained()
 
 
+def test_rows_are_the_same_only_of_the_same_samples_each_of_its_length() -> None:
+    """As many tokens of the same samples, one longer and one shorter than before: every row after is another's."""
+    one, rows = FED[0], torch.arange(5)
+    assert one.same(FedRows(samples=("a/0", "a/1"), ends=torch.tensor([0, 2, 5]), tokens=rows))
+    assert not one.same(FedRows(samples=("a/0", "a/1"), ends=torch.tensor([0, 3, 5]), tokens=rows))
+    assert not one.same(FedRows(samples=("a/1", "a/0"), ends=torch.tensor([0, 2, 5]), tokens=rows))
+    assert not one.same(FedRows(samples=("a/0", "a/1"), ends=torch.tensor([0, 2, 5]), tokens=rows.flip(0)))
+    assert not one.same(FED[1])
+
+
 def test_gates_are_those_of_the_recorded_experts_in_their_order() -> None:
     """Of probabilities over all experts; a tape gives each key its own, beside its ids."""
     recorder, tape = recorded(RouteRecorder(LAYERS, E, FED, gates=True)), ReplayTape()
