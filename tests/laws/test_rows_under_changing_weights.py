@@ -1,9 +1,9 @@
 """Law: each row of routes, and each log-prob, is of the weights that the sample says, whatever befalls the engine.
 
 Pauses that abort or retract, one after the other, publications, aborts by others, waiting for rows and pages, prompts
-fed in several steps and shared by samples, turns with an environment between: drawn at random. What came out is then fed
-whole to an engine of each version, which has known nothing else. A row paired with a log-prob of other weights, or a
-place off by one, would train other experts than inference took, and no count, seal or version shows what an engine
+fed in several steps and shared by samples, turns with an environment between: drawn at random. What came out is then
+fed whole to an engine of each version, which has known nothing else. A row paired with a log-prob of other weights, or
+a place off by one, would train other experts than inference took, and no count, seal or version shows what an engine
 itself mistakes.
 
 Not covered: pauses in place, where keys and values of older weights go on being used, so that no engine of one version

@@ -1,4 +1,4 @@
-"""How a run's configuration reaches its parts: which routes are asked for, kept, and held to the weights of their tokens.
+"""How a run's configuration reaches its parts: which routes are asked for, kept, and held to their tokens' weights.
 
 Nothing is started. Not covered: the run itself (tests/e2e).
 """
