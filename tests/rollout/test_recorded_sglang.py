@@ -169,6 +169,23 @@ def test_a_sample_goes_on_under_new_weights_with_the_rows_it_had(recorded: dict[
     sample.routing.verify(sample.token_ids, sample=sample.name)
 
 
+def test_an_abort_that_brings_tokens_without_routes_leaves_the_sample_as_it_was(
+    recorded: dict[str, Any], model: str
+) -> None:
+    """So does one that was retracted and ended while it waited. What ended by itself must have brought them; and where
+    no routes are wanted the tokens stay."""
+    shape = RoutingShape(num_layers=3, moe_layers=LAYERS[model], top_k=4, num_experts=16)
+    reader, begin = SampleReader(routing=shape), begun(Prompt(id="p", token_ids=tuple(range(7)), answer=""), 0)
+    bare = replace(_reply(recorded, "aborted"), routed_experts=None)
+    (kept,) = reader.extend([begin], [()], [bare])
+    assert kept.token_ids.tolist() == list(range(7)) and (kept.versions, kept.routing) == ((), None)
+    assert kept.finish is Finish.ABORT
+    with pytest.raises(ValueError, match=r"routed_experts is missing: .*--enable-return-routed-experts"):
+        reader.extend([begin], [()], [replace(bare, finish=Finish.LENGTH)])
+    (told,) = SampleReader(routing=None).extend([begin], [()], [bare])
+    assert told.response_len == len(bare.output_ids) > 0
+
+
 def test_a_start_beyond_the_prompt_is_refused_in_words(recorded: dict[str, Any]) -> None:
     case = recorded["start_beyond_prompt"]
     text = error_message(case["status"], json.dumps(case["answer"]).encode())
