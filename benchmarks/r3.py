@@ -3,7 +3,8 @@
 1. End to end, capture in the engine, wire, reading, packing, slicing, shipping and replay: iterations of
    configs/tiny.toml with R3 and without any routing, by turns, each on a server of its own, the second started without
    --enable-return-routed-experts, so that it keeps no ids (the same measurement as benchmarks/iteration.py). By the
-   clock, and of processor time (`r3_cpu_share`). Goal: <= 3 % of an iteration by the clock.
+   clock, and of processor time (`r3_cpu_share`). Goal: <= 3 % of an iteration by the clock. Then with answers of 64
+   tokens instead of 5: most of the cost is of a sample, whatever its length.
 2. Bytes a token as shipped to a trainer rank (ids and seals) in DeepSeek-V3's shape, beside SGLang's int32 of all
    layers. Goal: >= 4 times smaller.
 3. Milliseconds of each thing that is done to the routes of one sample of 32,768 tokens in that shape, on one thread:
@@ -38,6 +39,7 @@ from routing_replay.trace import RoutingTrace
 
 GOALS = {"r3_share_max": 0.03, "int32_bytes_of_shipped_min": 4.0}
 TOKENS, LAYERS, DENSE, TOP_K, EXPERTS = 32768, 61, 3, 8, 256  # DeepSeek-V3
+LONGER = 64  # tokens of an answer
 PARTS = {  # of the routes that one rank is sent
     "": RankPart(layers=tuple(range(DENSE, LAYERS))),
     "_cp2_pp4": RankPart(layers=tuple(range(DENSE, DENSE + 15)), cp=2, cp_rank=1),
@@ -97,19 +99,24 @@ def median_ms(work: Callable[[], object], turns: int) -> float:
     return 1e3 * statistics.median(took[1:])
 
 
+def iterations(settings: list[str], turns: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as home:
+        try:
+            return run(load_config(ROOT / "configs" / "tiny.toml", settings), Path(home), iterations=turns)
+        finally:
+            assemble.shut_down()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     figures = of_one_sample(turns=3 if quick else 9)
-    config = load_config(ROOT / "configs" / "tiny.toml", ["model.make.max_steps=0"])
-    with tempfile.TemporaryDirectory() as home:
-        try:
-            whole = run(config, Path(home), iterations=12 if quick else 60)
-        finally:
-            assemble.shut_down()
-    figures |= {name: whole[name] for name in whole if name == "iteration_s" or name.startswith("r3_")}
+    for of, answer, turns in (("", 5, 12 if quick else 60), (f"_of_{LONGER}", LONGER, 4 if quick else 12)):
+        settings = ["model.make.max_steps=0", f"rollout.max_new_tokens={answer}"]
+        whole = iterations(settings, turns)
+        figures |= {name + of: whole[name] for name in whole if name == "iteration_s" or name.startswith("r3_")}
     table = Table("figure", "value", title="routing replay")
     for name, value in figures.items():
         table.add_row(name, f"{value:.3f}")

@@ -183,12 +183,13 @@ class RoutingTrace:
         """Rows of several sequences, end to end. Raises ValueError when their layers or experts differ, or only some
         have seals or weights."""
         first = traces[0]
-        for t in traces[1:]:
-            if t.layers != first.layers or t.num_experts != first.num_experts or t.top_k != first.top_k:
-                raise ValueError(
-                    f"traces of different models: layers {first.layers} and {t.layers}, "
-                    f"experts {first.num_experts} and {t.num_experts}, top-k {first.top_k} and {t.top_k}"
-                )
+        models = {(t.layers, t.num_experts, t.experts.shape[2]) for t in traces}  # a step joins hundreds
+        if len(models) > 1:
+            other = next(m for m in models if m != (first.layers, first.num_experts, first.top_k))
+            raise ValueError(
+                f"traces of different models: layers {first.layers} and {other[0]}, "
+                f"experts {first.num_experts} and {other[1]}, top-k {first.top_k} and {other[2]}"
+            )
         return RoutingTrace(
             experts=torch.cat([t.experts for t in traces]),
             layers=first.layers,
