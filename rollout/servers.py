@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -18,6 +19,7 @@ from rollout.config import RolloutConfig
 from rollout.served import check_directory
 from rollout.wire import HEALTH
 
+_FREE_PORTS = 3  # that are tried
 _POLL_S = 0.1
 _LOG_LINES = 20
 
@@ -241,17 +243,20 @@ def launch_embedded(
     Raises ValueError (port; a format it does not serve) or RolloutError (it did not come up).
     """
     check_directory("embedded", model_path, config.sglang)
-    port = _usable(port, host)
-    command = embedded_command(
-        model_path,
-        config,
-        port=port,
-        host=host,
-        weight_version=weight_version,
-        activations=activations,
-        return_routed_experts=return_routed_experts,
-    )
-    return _started(command, f"http://{host}:{port}", log_dir / f"embedded_{port}.log", config.start_timeout_s)
+
+    def on(port: int) -> ServerHandle:
+        command = embedded_command(
+            model_path,
+            config,
+            port=port,
+            host=host,
+            weight_version=weight_version,
+            activations=activations,
+            return_routed_experts=return_routed_experts,
+        )
+        return started(command, f"http://{host}:{port}", log_dir / f"embedded_{port}.log", config.start_timeout_s)
+
+    return on_a_port(port, host, on)
 
 
 def launch_sglang(
@@ -272,30 +277,44 @@ def launch_sglang(
     Raises ValueError (port; a format it does not serve) or RolloutError (it did not come up).
     """
     check_directory("sglang", model_path, config.sglang)
-    port = _usable(port, host)
-    command = sglang_command(
-        config,
-        model_path,
-        port=port,
-        host=host,
-        node_rank=node_rank,
-        nnodes=nnodes,
-        dist_init_addr=dist_init_addr,
-        weight_version=weight_version,
-        return_routed_experts=return_routed_experts,
-    )
-    url, log = f"http://{host}:{port}", log_dir / f"sglang_{port}.{node_rank}.log"
-    return _started(command, url, log, config.start_timeout_s) if node_rank == 0 else start(command, url=url, log=log)
+
+    def on(port: int) -> ServerHandle:
+        command = sglang_command(
+            config,
+            model_path,
+            port=port,
+            host=host,
+            node_rank=node_rank,
+            nnodes=nnodes,
+            dist_init_addr=dist_init_addr,
+            weight_version=weight_version,
+            return_routed_experts=return_routed_experts,
+        )
+        url, log = f"http://{host}:{port}", log_dir / f"sglang_{port}.{node_rank}.log"
+        if node_rank:
+            return start(command, url=url, log=log)
+        return started(command, url, log, config.start_timeout_s)
+
+    return on_a_port(port, host, on)
 
 
-def _usable(port: int | None, host: str) -> int:
-    if port is None:
-        return free_port(host)
-    check_port(port, host)
-    return port
+def on_a_port(port: int | None, host: str, launch: Callable[[int], ServerHandle]) -> ServerHandle:
+    """`launch` on `port`, ValueError when something listens there; None: on a free one, and on another when somebody
+    took that before the server did (a port that nobody reserves may be any program's next connection)."""
+    if port is not None:
+        check_port(port, host)
+        return launch(port)
+    for _ in range(_FREE_PORTS - 1):
+        try:
+            return launch(free_port(host))
+        except RolloutError as e:
+            if "address already in use" not in str(e).casefold():
+                raise
+    return launch(free_port(host))
 
 
-def _started(command: list[str], url: str, log: Path, timeout_s: float) -> ServerHandle:
+def started(command: list[str], url: str, log: Path, timeout_s: float) -> ServerHandle:
+    """`start`, and wait until it answers. Raises RolloutError."""
     handle = start(command, url=url, log=log)
     ready = False
     try:

@@ -225,3 +225,21 @@ def test_flags_that_contradict_each_other(flags: dict[str, object], nnodes: int,
     config = RolloutConfig(engine="sglang", sglang=SGLangFlags.model_validate(flags))
     with pytest.raises(ValueError, match=said):
         sglang_command(config, Path("/m"), port=1, nnodes=nnodes)
+
+
+def test_a_free_port_that_somebody_takes_first_is_left_to_him(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between asking for a free port and listening there, any program's connection may get it."""
+
+    def on(port: int) -> ServerHandle:
+        command = [sys.executable, "-c", HTTP, str(port)]
+        return servers.started(command, f"http://127.0.0.1:{port}", tmp_path / f"{port}.log", 60.0)
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        ports = [taken, free_port()]
+        monkeypatch.setattr(servers, "free_port", lambda host: ports.pop(0))
+        with servers.on_a_port(None, "127.0.0.1", on) as server:
+            assert not ports and server.url != f"http://127.0.0.1:{taken}"
+        monkeypatch.setattr(servers, "free_port", lambda host: taken)
+        with pytest.raises(RolloutError, match="ended with exit code 1"):
+            servers.on_a_port(None, "127.0.0.1", on)
