@@ -151,9 +151,10 @@ def test_routes_of_other_weights_are_compared_with_where_they_are_not_replayed(f
 def test_what_is_whole_is_packed() -> None:
     """Of two versions too, each token's row under its own; and where nothing is under loss nothing need be told."""
     both = replace(trace(), versions=(VersionSpan(0, 0, 5), VersionSpan(1, 5, 11)))
-    packed(sample(trace()), replace(sample(both, spans=(VersionSpan(0, 0, 2), VersionSpan(1, 2, 8))), index=4))
+    two = replace(sample(both, spans=(VersionSpan(0, 0, 2), VersionSpan(1, 2, 8))), index=4)
+    assert packed(sample(trace()), two).loss_tokens == 16
     silent = replace(sample(replace(trace(), versions=None)), loss_mask=torch.zeros(S, dtype=torch.bool), index=4)
-    packed(sample(trace()), silent)
+    assert packed(sample(trace()), silent).loss_tokens == 8
 
 
 # ---- a rank is sent its part
