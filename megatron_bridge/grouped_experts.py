@@ -19,7 +19,7 @@ from megatron_bridge.effective import input_of, weight_of
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class _GroupedLinear(torch.autograd.Function):
+class GroupedLinear(torch.autograd.Function):
     """Runs of `sizes` rows of x [T, in], each times the transpose of its own weight [out, in] -> [T, out]."""
 
     @staticmethod
@@ -80,6 +80,7 @@ class LocalGroupedMLP(SequentialMLP):
     """
 
     ROWS = 64
+    multiply: type[GroupedLinear] = GroupedLinear
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,19 +88,27 @@ class LocalGroupedMLP(SequentialMLP):
         assert c.gated_linear_unit and c.activation_func is F.silu and not c.add_bias_linear
         assert c.activation_func_clamp_value is None and not c.glu_linear_offset and not c.moe_apply_probs_on_input
 
+    def fills_up(self, dtype: torch.dtype) -> bool:
+        """Whether experts are given a multiple of ROWS tokens."""
+        return dtype is torch.bfloat16
+
+    def activate(self, h: Tensor, weights: Tensor) -> Tensor:
+        """h [T, 2F] -> [T, F], times weights [T, 1]."""
+        return weighted_bias_swiglu_impl(h, None, weights)  # type: ignore[no-any-return]
+
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
         """[T, H] of the local experts' tokens, each expert's together, times their weights [T]."""
         x, counts = permuted_local_hidden_states, tokens_per_expert.tolist()
-        padded = x.dtype is torch.bfloat16
+        padded = self.fills_up(x.dtype)
         sizes = [n + -n % self.ROWS for n in counts] if padded else counts
 
         def resized(values: Tensor, old: list[int], new: list[int]) -> Tensor:
             return _Resized.apply(values, old, new) if padded else values  # type: ignore[no-any-return]
 
         h = self._linear("linear_fc1", resized(x, counts, sizes), sizes)
-        h = weighted_bias_swiglu_impl(h, None, resized(permuted_probs, counts, sizes)[:, None])
+        h = self.activate(h, resized(permuted_probs, counts, sizes)[:, None])
         return resized(self._linear("linear_fc2", h, sizes), sizes, counts), None
 
     def _linear(self, name: str, x: Tensor, sizes: list[int]) -> Tensor:
@@ -110,4 +119,4 @@ class LocalGroupedMLP(SequentialMLP):
         mixed = len({hasattr(linear, "effective_input") for linear in linears}) > 1
         if mixed or any(getattr(linear, kind) for linear in linears for kind in _HOOKS):
             return torch.cat([linear(rows)[0] for linear, rows in zip(linears, x.split(sizes), strict=True)])
-        return _GroupedLinear.apply(input_of(linears[0], x), sizes, *map(weight_of, linears))  # type: ignore[no-any-return]
+        return self.multiply.apply(input_of(linears[0], x), sizes, *map(weight_of, linears))  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import megatron.core.transformer.multi_latent_attention as mla
@@ -125,8 +126,35 @@ def _short_causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Te
     return out.view(n // together, h, together * length, -1).transpose(1, 2).reshape(n, length, h, -1)
 
 
+def padded_causal_attention(q: Tensor, k: Tensor, v: Tensor, ahead: Tensor | None, scale: float) -> Tensor:
+    """softmax(q k^T * scale) v of runs side by side: q [n, Q, h, d], k [n, K, h, d], v [n, K, h, v] -> [n, Q, h, v].
+
+    ahead [n]: keys before a run's first query; None where there are none, so that Q == K.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if ahead is None and q.shape[2] <= _SHORT and q.device.type == "cpu":
+        return _short_causal_attention(q, k, v, scale)
+    mask = None
+    if ahead is not None:
+        last = ahead[:, None] + torch.arange(q.shape[2], device=q.device)  # [n, Q]: each query's last key
+        mask = (torch.arange(k.shape[2], device=q.device) <= last[..., None])[:, None]  # [n, 1, Q, K]
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return o.transpose(1, 2)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]  # as `padded_causal_attention`
+
+
 def packed_causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float, *, rank: int = 0, size: int = 1
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    attend: Attend = padded_causal_attention,
 ) -> Tensor:
     """softmax(q k^T * scale) v, causal within each segment.
 
@@ -141,18 +169,10 @@ def packed_causal_attention(
         query, key, value = query.float(), key.float(), value.float()
     for g in groups:
         q, k, v = (
-            (x if g.in_order else x.index_select(0, rows.flatten())).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
+            (x if g.in_order else x.index_select(0, rows.flatten())).view(*rows.shape, *x.shape[1:])
             for x, rows in ((query, g.queries), (key, g.keys), (value, g.keys))
-        )  # [n, h, Q or K, d or v]
-        if g.ahead is None and g.queries.shape[1] <= _SHORT and query.device.type == "cpu":
-            outs.append(_short_causal_attention(q, k, v, scale).flatten(0, 1))
-            continue
-        mask = None
-        if g.ahead is not None:
-            last = g.ahead[:, None] + torch.arange(q.shape[2], device=q.device)  # [n, Q]: each query's last key
-            mask = (torch.arange(k.shape[2], device=q.device) <= last[..., None])[:, None]  # [n, 1, Q, K]
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-        outs.append(o.transpose(1, 2).flatten(0, 1))
+        )  # [n, Q or K, h, d or v]
+        outs.append(attend(q, k, v, g.ahead, scale).flatten(0, 1))
     if groups[0].in_order:
         return outs[0].to(dtype)
     return (torch.cat(outs) if len(outs) > 1 else outs[0]).index_select(0, inverse).to(dtype)
@@ -164,6 +184,8 @@ class SDPACoreAttention(MegatronModule):
     The stock DotProductAttention rejects `k_channels` and `v_channels`, so that MLA cannot even be built without
     TransformerEngine, and has no packed layout.
     """
+
+    attend: Attend = staticmethod(padded_causal_attention)
 
     def __init__(
         self,
@@ -202,7 +224,7 @@ class SDPACoreAttention(MegatronModule):
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         return packed_causal_attention(
-            query, key, value, cu_seqlens, self.scale, rank=group.rank(), size=group.size()
+            query, key, value, cu_seqlens, self.scale, rank=group.rank(), size=group.size(), attend=self.attend
         ).flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
@@ -278,21 +300,24 @@ _EVERYWHERE = {TopKRouter: MaskedRouter}  # whatever else the layers are made of
 _DUPLICATED = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
-def localize(spec: Any, *, te: bool = False) -> Any:
+def localize(spec: Any, *, te: bool = False, instead: Mapping[type, type] | None = None) -> Any:
     """A copy of a stock spec (layer or block) with our modules in place of those that cannot serve: of a local one the
-    modules above; of TransformerEngine's (`te`) the router alone."""
-    swaps = _EVERYWHERE if te else _EVERYWHERE | _SWAPS
+    modules above; of TransformerEngine's (`te`) the router alone. `instead`: what takes the place of a module that
+    would then be there."""
+    swaps, instead = _EVERYWHERE if te else _EVERYWHERE | _SWAPS, instead or {}
     if not te:
         assert hasattr(mla, "Linear"), "MLASelfAttention no longer compares its down projections with `Linear`"
         rope_utils._apply_rotary_pos_emb_thd = apply_packed_rope
-        mla.Linear = DuplicatedLinear  # it accepts the classes it knows by identity; this one has Linear's signature
+        # it accepts the classes it knows by identity; this one has Linear's signature
+        mla.Linear = instead.get(DuplicatedLinear, DuplicatedLinear)
     spec = copy.deepcopy(spec)
 
     def swap(name: str, value: Any) -> Any:
         if isinstance(value, type):
             if not te and name in _DUPLICATED and value is ColumnParallelLinear:
-                return DuplicatedLinear
-            return swaps.get(value, value)
+                value = DuplicatedLinear
+            value = swaps.get(value, value)
+            return instead.get(value, value)
         walk(value)
         return value
 

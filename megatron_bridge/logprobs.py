@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from quant.exact import logprobs, products
+
 _BYTES = 8  # of a block's temporaries for each of its logits: two fp32, or fp32 and the model's dtype
 
 
@@ -26,17 +28,18 @@ class _LabelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, memory: int, group: ProcessGroup
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        memory: int,
+        group: ProcessGroup,
+        exact: bool,
     ) -> tuple[Tensor, Tensor]:
         labels = labels - group.rank() * len(weight)  # counted from this rank's first; outside its share: another's
-        top, sums = _softmax_sums(hidden, weight, labels, temperature, memory)
-        if group.size() > 1:
-            mine = top
-            top = top.clone()
-            dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-            _rescale(sums, mine - top)
-            dist.all_reduce(sums, group=group)
-        z, weighted, picked = sums
+        whole = _exact_sums if exact else _sums
+        top, (z, weighted, picked) = whole(hidden, weight, labels, temperature, memory, group)
         log_z = z.log()
         lse = top + log_z
         entropy = log_z - weighted / z
@@ -60,7 +63,7 @@ class _LabelLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 torch.mm(slope.t(), hidden, out=grad_weight[a:b])
             del slope  # before the next block is made
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
 
 
 def _blocks(rows: int, share: int, memory: int) -> Iterator[tuple[int, int]]:
@@ -111,8 +114,51 @@ def _softmax_sums(
     return top, sums
 
 
+def _sums(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, memory: int, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """`_softmax_sums` over the shares of all ranks."""
+    top, sums = _softmax_sums(hidden, weight, labels, temperature, memory)
+    if group.size() > 1:
+        mine = top
+        top = top.clone()
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        _rescale(sums, mine - top)
+        dist.all_reduce(sums, group=group)
+    return top, sums
+
+
+def _exact_sums(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, memory: int, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """The same by the operations that the embedded engine computes by: blocks have a fixed size and their order, so
+    rows are what `memory` divides."""
+    at_once = max(products.ROWS, memory // (_BYTES * min(logprobs.COLUMNS, len(weight))))
+    found = []
+    for rows, own in zip(hidden.split(at_once), labels.split(at_once), strict=True):
+
+        def logits(a: int, b: int, rows: Tensor = rows) -> Tensor:
+            return products.linear(rows, weight[a:b]).float().div_(temperature)
+
+        found.append(logprobs.share_of(logits, len(weight), own))
+    top, sums = (torch.cat(parts, -1) for parts in zip(*found, strict=True))
+    if group.size() == 1:
+        return top, sums
+    mine = torch.cat([top[None], sums])
+    every = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(every, mine, group=group)
+    return logprobs.joined([of[0] for of in every], [of[1:] for of in every])
+
+
 def label_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, temperature: float, memory: int, group: ProcessGroup
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float,
+    memory: int,
+    group: ProcessGroup,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log p(label) and the entropy of p, p = softmax(hidden weight^T / temperature).
 
@@ -122,7 +168,7 @@ def label_logprobs(
     logits to the model's dtype; everything after it is fp32.
 
     Logits exist for a block of the vocabulary at a time, with all their temporaries at most `memory` bytes (or one
-    column of them). Beside these, the gradients of hidden (in fp32 too) and weight, and [n] numbers, nothing is made.
+    column of them); `exact`, a fixed number of columns and at least 16 rows. Beside these, the gradients of hidden (in fp32 too) and weight, and [n] numbers, nothing is made.
     """
-    logprobs, entropy = _LabelLogprobs.apply(hidden, weight, labels, temperature, memory, group)
-    return logprobs, entropy
+    picked, entropy = _LabelLogprobs.apply(hidden, weight, labels, temperature, memory, group, exact)
+    return picked, entropy

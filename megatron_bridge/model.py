@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron_bridge.biases import add_biases
 from megatron_bridge.config import TrainerConfig
 from megatron_bridge.device import DeviceEnv
+from megatron_bridge.exact_modules import SWAPS, call_exact
 from megatron_bridge.families.base import HFConfig
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.kernels import Spec
@@ -42,8 +43,11 @@ assert hasattr(GPTModel, "_postprocess"), "GPTModel._postprocess is gone: Policy
 class PolicyModel(GPTModel):
     """GPTModel whose last stage answers labels with log-probabilities instead of a [T, V] tensor of logits."""
 
-    def __init__(self, *args: Any, temperature: float, logprob_memory: int, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, temperature: float, logprob_memory: int, exact: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.exact = exact  # log-probabilities by the operations that the embedded engine computes by
         self.spec: Spec = "local"  # whose modules; decides the parameters' names (te_names)
         self.temperature, self.logprob_memory = temperature, logprob_memory
         self.await_head: Callable[[], object] = lambda: None  # until its weights are gathered: see connect_overlap
@@ -83,6 +87,7 @@ class PolicyModel(GPTModel):
             temperature=temperature,
             memory=self.logprob_memory,
             group=group,
+            exact=self.exact,
         )
         blank = logprobs.new_zeros(len(labels))
         return blank.index_copy(0, rows, logprobs), blank.index_copy(0, rows, entropy)
@@ -100,12 +105,14 @@ def _build_chunk(
     """Virtual stage `stage` of this rank (0 where there is one)."""
     family, vp_stage = family_of(hf), stage if config.parallel.vpp > 1 else None
     tensors = family.bind(hf)
+    how = {"te": spec_of == "te", "instead": SWAPS if config.deterministic else None}
+    call_exact(config.deterministic)
     spec = get_gpt_decoder_block_spec(
         tf, use_transformer_engine=spec_of == "te", normalization=tf.normalization, vp_stage=vp_stage
     )
     model = PolicyModel(
         tf,
-        localize(spec, te=spec_of == "te"),
+        localize(spec, **how),
         vocab_size=family.vocab_size(hf),
         max_sequence_length=hf.get("max_position_embeddings", 4096),
         pre_process=parallel.is_first_stage and stage == 0,
@@ -115,10 +122,11 @@ def _build_chunk(
         rotary_base=family.rotary_base(hf),
         rotary_percent=family.rotary_percent(hf),
         parallel_output=True,
-        mtp_block_spec=mtp_block_spec(tf, spec, vp_stage, te=spec_of == "te"),
+        mtp_block_spec=mtp_block_spec(tf, spec, vp_stage, **how),
         vp_stage=vp_stage,
         temperature=config.temperature,
         logprob_memory=config.logprob_memory_mib << 20,
+        exact=config.deterministic,
     )
     if model.mtp_process:
         route_alone(model.mtp)

@@ -53,16 +53,16 @@ class AheadLayer(MultiTokenPredictionLayer):
 
 
 def mtp_block_spec(
-    tf: TransformerConfig, decoder: Any, vp_stage: int | None, *, te: bool
+    tf: TransformerConfig, decoder: Any, vp_stage: int | None, **how: Any
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """The spec of all depths on the last (virtual) stage, None on others and without MTP. `decoder` is the stock spec
-    of this stage's layers: a depth's layer is built as the last of them, of TransformerEngine's modules with `te`."""
+    of this stage's layers: a depth's layer is built as the last of them. `how`: `te` and `instead` of `localize`."""
     if not tf.mtp_num_layers:
         return None
-    block = get_gpt_mtp_block_spec(tf, decoder, use_transformer_engine=te, vp_stage=vp_stage)
+    block = get_gpt_mtp_block_spec(tf, decoder, use_transformer_engine=how["te"], vp_stage=vp_stage)
     if block is None:
         return None
-    block = localize(block, te=te)
+    block = localize(block, **how)
     for layer in block.layer_specs:
         layer.module = AheadLayer
     return block  # type: ignore[no-any-return]

@@ -59,7 +59,7 @@ def _grouped(
         keys, values = past[:, :, : a.kv_heads], past[:, :, a.kv_heads :]
         heads = ops.attention(chunk.padded(qk[chunk.rows, : a.heads]), keys, values, a.softmax_scale, chunk.q_start)
         out[chunk.rows] = chunk.unpadded(heads).flatten(1)
-    return _biased(w.out(out, ops), w.out_bias)
+    return _biased(w.out(out, ops, ops.parts), w.out_bias)
 
 
 def _latent(
@@ -79,7 +79,7 @@ def _latent(
     for chunk in batch.chunks:
         q_nope, q_rope = q[chunk.rows, :, : a.nope], turned[chunk.rows, :-1]
         out[chunk.rows] = _latent_chunk(a, kv_up, q_nope, q_rope, chunk, cache, ops).flatten(1)
-    return _biased(w.out(out, ops), w.out_bias)
+    return _biased(w.out(out, ops, ops.parts), w.out_bias)
 
 
 def _latent_chunk(

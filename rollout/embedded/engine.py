@@ -268,7 +268,8 @@ class Engine:
         if spec.logprob_start < 0 or entry.group.prompt_logprobs is not None or first >= stop:
             return torch.zeros(0)
         logits = self.model.logits(x[first - start : stop - start])
-        return self.model.ops.logprob(logits, torch.from_numpy(entry.tokens[first + 1 : stop + 1]))
+        ops = self.model.ops
+        return ops.logprob(logits, torch.from_numpy(entry.tokens[first + 1 : stop + 1]), ops.parts)
 
     def _score(self, entry: Entry) -> None:
         """Samples of no tokens: the prompt was only to be scored."""

@@ -60,7 +60,7 @@ class Model:
         return self._moe(layer.mlp, x, routing, gates)
 
     def _mlp(self, w: MlpWeights, x: Tensor) -> Tensor:
-        return w.down(self.ops.swiglu(w.gate_up(x, self.ops)), self.ops)
+        return w.down(self.ops.swiglu(w.gate_up(x, self.ops)), self.ops, self.ops.parts)
 
     def _moe(self, w: MoeWeights, x: Tensor, routing: Tensor | None, used: Tensor | None) -> Tensor:
         """`routing` int32 [T, K] receives the expert ids, `used` fp32 [T, K] their gate weights, which enter before the

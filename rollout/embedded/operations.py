@@ -1,7 +1,7 @@
 """The seam between the model and its arithmetic.
 
 Every number the engine computes comes out of one of these functions, each of which maps rows to rows. `plain_ops` is
-the fast set; a bit-reproducible set with the same signatures can take its place without a change to the model.
+the fast set; `exact_ops`, bit-reproducible and shared with the trainer, takes its place without a change to the model.
 
 Letters: T tokens (rows), B sequences, Q query rows a sequence, L keys, H query heads, Hk key heads, E experts,
 K experts a token, V vocabulary.
@@ -22,6 +22,11 @@ class Operations(Protocol):
     @property
     def absorb(self) -> bool:
         """May attention be computed on the latents themselves (other rounding than expanding them)?"""
+
+    @property
+    def parts(self) -> int:
+        """In how many parts a sum is taken that a trainer's tensor-parallel ranks share out: over the inputs of a
+        projection back to the hidden state, and over the vocabulary."""
 
     def linear(self, x: Tensor, w: Tensor, ksplit: int = 1) -> Tensor:
         """x [T, in], w [out, in] -> [T, out]; the product over `in` is summed in `ksplit` parts."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 absorb = True
+parts = 1
 
 
 def linear(x: Tensor, w: Tensor, ksplit: int = 1) -> Tensor:

@@ -111,16 +111,16 @@ class Linear:
         """What is resident."""
         return _held([self._dense, *self._pieces])
 
-    def __call__(self, x: Tensor, ops: Operations) -> Tensor:
-        """x [T, K] -> [T, N]."""
+    def __call__(self, x: Tensor, ops: Operations, parts: int = 1) -> Tensor:
+        """x [T, K] -> [T, N]; the product over K is summed in `parts` parts."""
         w = self.value()
         if self._inputs is None:
-            return ops.linear(x, w)
+            return ops.linear(x, w, parts)
         rounded = fake_activations(self._inputs, x)
         if all(self._coded):
-            return ops.linear(rounded, w)
+            return ops.linear(rounded, w, parts)
         each = zip(w.split(self._lengths), self._coded, strict=True)
-        return torch.cat([ops.linear(rounded if coded else x, piece) for piece, coded in each], -1)
+        return torch.cat([ops.linear(rounded if coded else x, piece, parts) for piece, coded in each], -1)
 
     def _fill(self, out: Tensor) -> Tensor:
         for piece, rows in zip(self._pieces, out.split(self._lengths), strict=True):

@@ -66,7 +66,7 @@ def sample(logits: Tensor, draw: Draw, ops: Operations) -> tuple[Tensor, Tensor]
         x = x / torch.from_numpy(np.where(greedy, 1.0, draw.temperature).astype(np.float32))[:, None]
     if greedy.all():
         tokens = x.argmax(-1)
-        return tokens, ops.logprob(x, tokens)
+        return tokens, ops.logprob(x, tokens, ops.parts)
     u = torch.from_numpy(uniform(draw.keys, draw.positions))
     cut = (draw.top_p < 1) | (draw.top_k > 0)
     tokens = _inverse(x.softmax(-1), u) if not cut.all() else torch.zeros(len(x), dtype=torch.int64)
@@ -77,7 +77,7 @@ def sample(logits: Tensor, draw: Draw, ops: Operations) -> tuple[Tensor, Tensor]
     if greedy.any():
         rows = torch.from_numpy(greedy.nonzero()[0])
         tokens[rows] = x[rows].argmax(-1)
-    return tokens, ops.logprob(x, tokens)
+    return tokens, ops.logprob(x, tokens, ops.parts)
 
 
 def _inverse(weights: Tensor, u: Tensor) -> Tensor:

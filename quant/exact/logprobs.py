@@ -1,0 +1,76 @@
+"""Log-probabilities whose sums over the vocabulary are taken in blocks of fixed size, in a fixed order.
+
+torch splits the sum of one long row over threads, and a trainer holds the vocabulary in shares. Here a share is summed
+block by block of `COLUMNS`, below the greatest logit so far, and the shares are added from the first to the last.
+Forward only.
+
+Letters: T rows, V vocabulary, v = V / P columns of one of P shares, c of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from quant.exact.products import in_rank_order
+
+COLUMNS = 4096
+Logits = Callable[[int, int], Tensor]  # (a, b) -> [T, b - a] fp32, of columns a.. b of a share; a tensor of its own
+
+
+def share_of(logits: Logits, width: int, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """A share of `width` columns; labels int64 [T] counted from its first, outside of it another share's.
+
+    Returns the greatest logit m fp32 [T], and fp32 [3, T]: sum of e^(l - m), sum of e^(l - m) (l - m), and the label's
+    logit (0 where another share has it).
+    """
+    top = torch.full(labels.shape, -torch.inf)
+    sums = torch.zeros(3, len(labels))
+    for a in range(0, width, COLUMNS):
+        block = logits(a, min(a + COLUMNS, width))
+        here = (labels >= a) & (labels < a + block.shape[1])
+        label = (labels - a).clamp(0, block.shape[1] - 1)
+        sums[2] += torch.where(here, block.gather(1, label[:, None])[:, 0], 0.0)
+        higher = torch.maximum(top, block.amax(1))
+        _below(sums, top - higher)
+        top = higher
+        exps = block.sub_(top[:, None]).exp()
+        sums[0] += exps.sum(1)
+        sums[1] += exps.mul_(block.clamp_(min=-1e30)).sum(1)  # 0 where a logit is -inf
+    return top, sums
+
+
+def joined(tops: Sequence[Tensor], shares: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """All of them as one share, from the first on."""
+    top = torch.stack(list(tops)).amax(0)
+    below = [share.clone() for share in shares]
+    for share, own in zip(below, tops, strict=True):
+        _below(share, own - top)
+    return top, in_rank_order(below)
+
+
+def log_sum(top: Tensor, sums: Tensor) -> Tensor:
+    """[T]: log of the sum of e^l. A label's log-probability is sums[2] less that."""
+    return top + sums[0].log()
+
+
+def logprob(logits: Tensor, target: Tensor, parts: int = 1) -> Tensor:
+    """logits [T, V] of any float dtype, target int64 [T] -> natural log-probabilities fp32 [T], of `parts` shares."""
+    width = logits.shape[1] // parts
+    found = [
+        share_of(lambda a, b, s=s: logits[:, s + a : s + b].float().clone(), width, target - s)  # type: ignore[misc]
+        for s in range(0, logits.shape[1], width)
+    ]
+    top, sums = joined(*zip(*found, strict=True)) if parts > 1 else found[0]
+    return sums[2] - log_sum(top, sums)
+
+
+def _below(sums: Tensor, gap: Tensor) -> None:
+    """Sums that were taken below one maximum -> below a higher one; gap [T] = old maximum - new, -inf for none yet."""
+    z, weighted = sums[0], sums[1]
+    factor = gap.exp()
+    # Sum of e^(l - new) (l - new) = e^gap (sum of e^(l - old) (l - old) + gap * sum of e^(l - old))
+    weighted.addcmul_(gap.clamp(min=-1e30), z).mul_(factor)
+    z.mul_(factor)

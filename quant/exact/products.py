@@ -1,0 +1,68 @@
+"""Matrix products whose rows are the same bits whoever shares the call.
+
+A kernel for one row, or for a few, may sum in another order than one for many. So rows are filled up with zeros to a
+multiple of `ROWS`; beyond that, libraries sum every row alike, whatever their number, the columns beside them or the
+threads. That is an assumption about the machine, which `selftest` measures; with it, everything else here is exact by
+construction. Forward only is specified: backward may use any arithmetic.
+
+Letters: T rows, K columns that are summed over, N outputs, E experts, P parts of K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROWS = 16
+
+
+def filled_up(x: Tensor, multiple: int, dim: int = 0) -> Tensor:
+    """`x` with zeros after its last row along `dim`, so that there is a multiple of them."""
+    missing = -x.shape[dim] % multiple
+    if not missing:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def linear(x: Tensor, w: Tensor, parts: int = 1) -> Tensor:
+    """x [T, K], w [N, K] of one dtype -> x w^T [T, N] in it.
+
+    parts: K is summed in as many equal parts, each in fp32, added from the first to the last and rounded once: what
+    that many tensor-parallel ranks compute, each of one part (`partial`, `in_rank_order`). Raises ValueError where K
+    does not divide.
+    """
+    if parts == 1:
+        return _product(x, w)
+    if x.shape[1] % parts:
+        raise ValueError(f"{x.shape[1]} columns do not divide into {parts} parts: choose a divisor")
+    size = x.shape[1] // parts
+    each = zip(x.split(size, -1), w.split(size, -1), strict=True)
+    return in_rank_order([partial(a, b) for a, b in each]).to(x.dtype)
+
+
+def partial(x: Tensor, w: Tensor) -> Tensor:
+    """One part of a product, [T, N] fp32: the share of one tensor-parallel rank."""
+    return _product(x.float(), w.float())
+
+
+def in_rank_order(shares: Sequence[Tensor]) -> Tensor:
+    """Their sum, from the first on."""
+    total = shares[0]
+    for share in shares[1:]:
+        total = total + share
+    return total
+
+
+def grouped_linear(x: Tensor, w: Tensor | Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """x [T, K] sorted by expert, w [E, N, K] or a weight [N, K] for each, counts [E] rows of each -> [T, N]."""
+    out = [_product(rows, weight) for rows, weight in zip(x.split(list(counts)), w, strict=True) if len(rows)]
+    return torch.cat(out) if out else x.new_zeros(0, w[0].shape[0])
+
+
+def _product(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(filled_up(x, ROWS), w)[: len(x)]

@@ -1,0 +1,57 @@
+"""The bit-reproducible set of operations, which the trainer shares. See `operations.Operations` for shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quant.exact import attention, logprobs, products, routing, rows
+from rollout.embedded import plain_ops
+
+
+class ExactOps:
+    """`parts`: tensor-parallel ranks of the trainer whose sums are computed."""
+
+    absorb = False  # attention on latents is another function of the last bits
+
+    def __init__(self, parts: int = 1) -> None:
+        self.parts = parts
+
+    # element by element: nothing to do anew
+    rope_cos_sin = staticmethod(plain_ops.rope_cos_sin)
+    rope = staticmethod(plain_ops.rope)
+
+    rmsnorm = staticmethod(rows.rmsnorm)
+    swiglu = staticmethod(rows.swiglu)
+    combine = staticmethod(rows.combine)
+    linear = staticmethod(products.linear)
+
+    def grouped_linear(self, x: Tensor, w: Tensor, counts: Sequence[int]) -> Tensor:
+        return products.grouped_linear(x, w, counts)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, q_start: Tensor) -> Tensor:
+        return attention.attention(q, k, v, scale, q_start)
+
+    def route(
+        self,
+        x: Tensor,
+        gate_w: Tensor,
+        k: int,
+        *,
+        score: Literal["sigmoid", "softmax"],
+        bias: Tensor | None,
+        groups: int,
+        group_topk: int,
+        scale: float,
+        renormalize: bool,
+    ) -> tuple[Tensor, Tensor]:
+        scores = routing.scores(products.linear(x.float(), gate_w), score)
+        by = scores if bias is None else scores + bias
+        ids = routing.choose(by, k, groups=groups, group_topk=group_topk)
+        return ids, routing.gates(scores, ids, scale=scale, renormalize=renormalize)
+
+    def logprob(self, logits: Tensor, target: Tensor, vsplit: int = 1) -> Tensor:
+        return logprobs.logprob(logits, target, vsplit)
