@@ -58,7 +58,7 @@ class _Linear(LinearWithGradAccumulationAndAsyncCommunication):
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.tp_group = allreduce_dgrad, sequence_parallel, tp_group
         ctx.grad_output_buffer, ctx.wgrad_deferral_limit = None, None
         x = _gathered(input, tp_group) if sequence_parallel else input
-        out = products.linear(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
+        out = products.linear(x.flatten(0, -2), weight).view(*x.shape[:-1], len(weight))
         return out if bias is None else out + bias
 
 
@@ -76,7 +76,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, w)
-        return products.linear(x.flatten(0, -2).to(dtype), w.to(dtype)).view(*x.shape[:-1], -1)
+        return products.linear(x.flatten(0, -2).to(dtype), w.to(dtype)).view(*x.shape[:-1], len(w))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
@@ -93,7 +93,7 @@ class _RowParallel(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.group = group
-        share = products.partial(x.flatten(0, -2), w).view(*x.shape[:-1], -1)
+        share = products.partial(x.flatten(0, -2), w).view(*x.shape[:-1], len(w))
         shares = torch.empty_like(share)
         dist.all_to_all_single(shares, share, group=group)
         return products.in_rank_order(shares.chunk(group.size())).to(x.dtype)
@@ -120,8 +120,10 @@ class ExactRowParallelLinear(_Forward, RowParallelLinear):
     """Over tensor-parallel ranks a sum of parts, of which the engine computes as many."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.explicit_expert_comm or self.tp_group.size() == 1:
+        if self.tp_group.size() == 1:
             return super().forward(input_)  # type: ignore[no-any-return]
+        if self.explicit_expert_comm:  # an expert by itself
+            return _GroupedShare.apply(input_, [len(input_)], self.weight), None
         assert self.input_is_parallel and self.sequence_parallel
         out = _RowParallel.apply(input_, self.weight, self.tp_group)
         if self.skip_bias_add:
@@ -170,6 +172,20 @@ class _GroupedLinear(GroupedLinear):
         return products.grouped_linear(x, weights, sizes)
 
 
+class _GroupedShare(GroupedLinear):
+    """An expert-tensor-parallel rank's share of that, fp32, for the ranks to add up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], *weights: Tensor) -> Tensor:
+        ctx.sizes = sizes
+        ctx.save_for_backward(x, *weights)
+        return products.grouped_linear(x.float(), [w.float() for w in weights], sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return GroupedLinear.backward(ctx, grad.to(ctx.saved_tensors[0].dtype))
+
+
 class _SwiGLU(SwiGLUFunction):
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
@@ -198,7 +214,9 @@ class _WeightedSwiGLU(WeightedSwiGLUFunction):
 class ExactGroupedMLP(LocalGroupedMLP):
     """Experts in fp32 too get a multiple of rows, so that they are multiplied as they lie."""
 
-    multiply = _GroupedLinear
+    def product(self, name: str) -> type[GroupedLinear]:
+        shared_out = name == "linear_fc2" and self.config.expert_tensor_parallel_size > 1
+        return _GroupedShare if shared_out else _GroupedLinear
 
     def fills_up(self, dtype: torch.dtype) -> bool:
         return True
@@ -208,7 +226,12 @@ class ExactGroupedMLP(LocalGroupedMLP):
 
 
 class ExactDispatcher(MoEAlltoAllTokenDispatcher):
-    """Experts' outputs are added in fp32, by ascending expert, and rounded once."""
+    """Experts' outputs are added in fp32, by ascending expert, and rounded once. Each is the sum of its two
+    expert-tensor-parallel shares in fp32, which has no order, rounded once."""
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        assert self.tp_size <= 2 and self.probs.dtype is torch.float32  # what shares are added up in
+        return super().combine_preprocess(hidden_states).to(self.config.params_dtype)  # type: ignore[no-any-return]
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         rows_ = permutated_local_input_tokens

@@ -80,13 +80,15 @@ class LocalGroupedMLP(SequentialMLP):
     """
 
     ROWS = 64
-    multiply: type[GroupedLinear] = GroupedLinear
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         c = self.config
         assert c.gated_linear_unit and c.activation_func is F.silu and not c.add_bias_linear
         assert c.activation_func_clamp_value is None and not c.glu_linear_offset and not c.moe_apply_probs_on_input
+
+    def product(self, name: str) -> type[GroupedLinear]:
+        """What computes the experts' linear `name`."""
+        return GroupedLinear
 
     def fills_up(self, dtype: torch.dtype) -> bool:
         """Whether experts are given a multiple of ROWS tokens."""
@@ -119,4 +121,5 @@ class LocalGroupedMLP(SequentialMLP):
         mixed = len({hasattr(linear, "effective_input") for linear in linears}) > 1
         if mixed or any(getattr(linear, kind) for linear in linears for kind in _HOOKS):
             return torch.cat([linear(rows)[0] for linear, rows in zip(linears, x.split(sizes), strict=True)])
-        return self.multiply.apply(input_of(linears[0], x), sizes, *map(weight_of, linears))  # type: ignore[no-any-return]
+        product = self.product(name)
+        return product.apply(input_of(linears[0], x), sizes, *map(weight_of, linears))  # type: ignore[no-any-return]

@@ -58,9 +58,10 @@ def in_rank_order(shares: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def grouped_linear(x: Tensor, w: Tensor | Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """x [T, K] sorted by expert, w [E, N, K] or a weight [N, K] for each, counts [E] rows of each -> [T, N]."""
-    out = [_product(rows, weight) for rows, weight in zip(x.split(list(counts)), w, strict=True) if len(rows)]
+def grouped_linear(x: Tensor, w: Tensor | Sequence[Tensor], counts: Sequence[int], parts: int = 1) -> Tensor:
+    """x [T, K] sorted by expert, w [E, N, K] or a weight [N, K] for each, counts [E] rows of each -> [T, N], each as
+    of `linear`."""
+    out = [linear(rows, weight, parts) for rows, weight in zip(x.split(list(counts)), w, strict=True) if len(rows)]
     return torch.cat(out) if out else x.new_zeros(0, w[0].shape[0])
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from quant.exact import attention, logprobs, products, routing, rows
@@ -13,12 +11,12 @@ from rollout.embedded import plain_ops
 
 
 class ExactOps:
-    """`parts`: tensor-parallel ranks of the trainer whose sums are computed."""
+    """The sums of a trainer of `parts` tensor-parallel and `expert_parts` expert-tensor-parallel ranks."""
 
     absorb = False  # attention on latents is another function of the last bits
 
-    def __init__(self, parts: int = 1) -> None:
-        self.parts = parts
+    def __init__(self, parts: int = 1, expert_parts: int = 1) -> None:
+        self.parts, self.expert_parts = parts, expert_parts
 
     # element by element: nothing to do anew
     rope_cos_sin = staticmethod(plain_ops.rope_cos_sin)
@@ -28,9 +26,7 @@ class ExactOps:
     swiglu = staticmethod(rows.swiglu)
     combine = staticmethod(rows.combine)
     linear = staticmethod(products.linear)
-
-    def grouped_linear(self, x: Tensor, w: Tensor, counts: Sequence[int]) -> Tensor:
-        return products.grouped_linear(x, w, counts)
+    grouped_linear = staticmethod(products.grouped_linear)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float, q_start: Tensor) -> Tensor:
         return attention.attention(q, k, v, scale, q_start)

@@ -88,5 +88,5 @@ class Model:
         token = order // m.top_k
         h = w.gate_up(w.gate_up.rounded(x).index_select(0, token), counts, ops)
         h = ops.swiglu(h, gates.reshape(-1, 1).index_select(0, order))
-        y = ops.combine(w.down(w.down.rounded(h), counts, ops), token, len(x))
+        y = ops.combine(w.down(w.down.rounded(h), counts, ops, ops.expert_parts), token, len(x))
         return y if w.shared is None else y + self._mlp(w.shared, x)

@@ -28,11 +28,15 @@ class Operations(Protocol):
         """In how many parts a sum is taken that a trainer's tensor-parallel ranks share out: over the inputs of a
         projection back to the hidden state, and over the vocabulary."""
 
+    @property
+    def expert_parts(self) -> int:
+        """The same of routed experts, which other ranks may share out."""
+
     def linear(self, x: Tensor, w: Tensor, ksplit: int = 1) -> Tensor:
         """x [T, in], w [out, in] -> [T, out]; the product over `in` is summed in `ksplit` parts."""
 
-    def grouped_linear(self, x: Tensor, w: Tensor, counts: Sequence[int]) -> Tensor:
-        """x [T, in] sorted by expert, w [E, out, in], counts [E] rows of each -> [T, out]."""
+    def grouped_linear(self, x: Tensor, w: Tensor, counts: Sequence[int], parts: int = 1) -> Tensor:
+        """x [T, in] sorted by expert, w [E, out, in], counts [E] rows of each -> [T, out]; `parts` as `ksplit`."""
 
     def rmsnorm(self, x: Tensor, w: Tensor, eps: float) -> Tensor: ...
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 absorb = True
 parts = 1
+expert_parts = 1
 
 
 def linear(x: Tensor, w: Tensor, ksplit: int = 1) -> Tensor:
@@ -24,7 +25,9 @@ def linear(x: Tensor, w: Tensor, ksplit: int = 1) -> Tensor:
     return total.to(x.dtype)
 
 
-def grouped_linear(x: Tensor, w: Tensor, counts: Sequence[int]) -> Tensor:
+def grouped_linear(x: Tensor, w: Tensor, counts: Sequence[int], parts: int = 1) -> Tensor:
+    if parts != 1:
+        raise ValueError(f"the plain operations sum an expert's product in one part, not {parts}")
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return F.grouped_mm(x, w.transpose(1, 2), offs=ends)
 

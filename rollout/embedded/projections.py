@@ -168,14 +168,14 @@ class Experts:
         """Inputs of these experts, as they are to be given to `__call__`; rows may be of any order."""
         return x if self._inputs is None else fake_activations(self._inputs, x)
 
-    def __call__(self, x: Tensor, counts: Sequence[int], ops: Operations) -> Tensor:
-        """x [T, K] sorted by expert, counts [E] rows of each -> [T, N]."""
+    def __call__(self, x: Tensor, counts: Sequence[int], ops: Operations, parts: int = 1) -> Tensor:
+        """x [T, K] sorted by expert, counts [E] rows of each -> [T, N]; the product over K is summed in `parts`."""
         if self._dense is not None:
-            return ops.grouped_linear(x, self._dense, counts)
+            return ops.grouped_linear(x, self._dense, counts, parts)
         out, start = [], 0
         for chosen in self._together([e for e, n in enumerate(counts) if n]):
             rows = [counts[e] for e in chosen]
-            out.append(ops.grouped_linear(x[start : start + sum(rows)], self._decoded(chosen), rows))
+            out.append(ops.grouped_linear(x[start : start + sum(rows)], self._decoded(chosen), rows, parts))
             start += sum(rows)
         return out[0] if len(out) == 1 else torch.cat(out) if out else x.new_zeros(0, self.shape[1])
 

@@ -113,21 +113,22 @@ class Pair:
             self.service.end_update()
             return
         stored = dict(stream)
-        hf = {k: v for k, v in self.t.hf.items() if k != "num_nextn_predict_layers"}
+        hf = self.t.hf
         if self.spec is not None:
             hf = quantized_config(hf, self.spec, list(stored))
         write_checkpoint(self.where, hf, stored)
         limits = EngineLimits(max_total_tokens=4096, context_length=256)
         dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[self.t.config.params_dtype]
-        ops = ExactOps(self.t.config.parallel.tp)
+        layout = self.t.config.parallel
+        ops = ExactOps(layout.tp, layout.etp)
         how = {"version": str(self.version), "activations": self.t.config.precision.activations} | self.how
         self.service = Service(self.where, limits, dtype=dtype, ops=ops, **how)
 
-    def groups(self, seed: int, *, temperature: float = 1.0) -> list[SampleGroup]:
+    def groups(self, seed: int) -> list[SampleGroup]:
         """What the engine samples, on every rank."""
         found: list[Any] = [None]
         if not self.t.parallel.rank:
-            specs = prompt_specs(seed, temperature=temperature)
+            specs = prompt_specs(seed, temperature=self.t.config.temperature)
             found = [self._read(specs, generate(self.engine, specs))]
         if not self.alone:
             dist.broadcast_object_list(found, src=0)
