@@ -1,9 +1,11 @@
 """Matrix products whose rows are the same bits whoever shares the call.
 
-A kernel for one row, or for a few, may sum in another order than one for many. So rows are filled up with zeros to a
-multiple of `ROWS`; beyond that, libraries sum every row alike, whatever their number, the columns beside them or the
-threads. That is an assumption about the machine, which `selftest` measures; with it, everything else here is exact by
-construction. Forward only is specified: backward may use any arithmetic.
+A kernel for one row, or for a few, may sum in another order than one for many, so rows are filled up with zeros to a
+multiple of `ROWS`. Of fp32 products with many columns MKL sums runs of columns whose length depends on the numbers of
+rows, outputs and threads (seen from 1024 columns on), so such sums are cut into runs of `COLUMNS` here and added in
+their order. Beyond that, libraries sum every row alike. That is an assumption about the machine, which `selftest`
+measures; with it, everything else here is exact by construction. Forward only is specified: backward may use any
+arithmetic.
 
 Letters: T rows, K columns that are summed over, N outputs, E experts, P parts of K.
 """
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 16
+COLUMNS = 256
 
 
 def filled_up(x: Tensor, multiple: int, dim: int = 0) -> Tensor:
@@ -66,4 +69,8 @@ def grouped_linear(x: Tensor, w: Tensor | Sequence[Tensor], counts: Sequence[int
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
-    return F.linear(filled_up(x, ROWS), w)[: len(x)]
+    rows = filled_up(x, ROWS)
+    if x.dtype is not torch.float32 or x.shape[1] <= COLUMNS:
+        return F.linear(rows, w)[: len(x)]
+    runs = zip(rows.split(COLUMNS, -1), w.split(COLUMNS, -1), strict=True)
+    return in_rank_order([F.linear(a, b) for a, b in runs])[: len(x)]
