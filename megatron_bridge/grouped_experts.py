@@ -80,6 +80,7 @@ class LocalGroupedMLP(SequentialMLP):
     """
 
     ROWS = 64
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         c = self.config

@@ -168,7 +168,10 @@ def label_logprobs(
     logits to the model's dtype; everything after it is fp32.
 
     Logits exist for a block of the vocabulary at a time, with all their temporaries at most `memory` bytes (or one
-    column of them); `exact`, a fixed number of columns and at least 16 rows. Beside these, the gradients of hidden (in fp32 too) and weight, and [n] numbers, nothing is made.
+    column of them; `exact`: a fixed number of columns and at least 16 rows). Beside these, the gradients of hidden (in
+    fp32 too) and weight, and [n] numbers, nothing is made.
+
+    exact: the bits that `quant.exact.logprobs` defines, which are the embedded engine's.
     """
     picked, entropy = _LabelLogprobs.apply(hidden, weight, labels, temperature, memory, group, exact)
     return picked, entropy

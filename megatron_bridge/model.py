@@ -43,9 +43,7 @@ assert hasattr(GPTModel, "_postprocess"), "GPTModel._postprocess is gone: Policy
 class PolicyModel(GPTModel):
     """GPTModel whose last stage answers labels with log-probabilities instead of a [T, V] tensor of logits."""
 
-    def __init__(
-        self, *args: Any, temperature: float, logprob_memory: int, exact: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, temperature: float, logprob_memory: int, exact: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.exact = exact  # log-probabilities by the operations that the embedded engine computes by
         self.spec: Spec = "local"  # whose modules; decides the parameters' names (te_names)

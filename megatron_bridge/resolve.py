@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_bridge.config import TrainerConfig
+from megatron_bridge.deterministic import check_deterministic
 from megatron_bridge.families.base import HFConfig
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.kernels import (
@@ -44,10 +45,11 @@ def resolve(
     """The family's keywords plus everything that layout, precision, kernels and device decide.
 
     `te`: TransformerEngine is installed; `capability` of the device, None where none is at hand. Raises ValueError for
-    a model that its family cannot train, for kernels that this device, layout or model cannot use, and for
-    quantization-aware training that would not round as the rollout does.
+    a model that its family cannot train, for kernels that this device, layout or model cannot use, for what a
+    deterministic trainer cannot do, and for quantization-aware training that would not round as the rollout does.
     """
     spec = choose_spec(config, hf, cuda=cuda, te=te, capability=capability)
+    check_deterministic(config, cuda=cuda, spec=spec)
     check_precision(config, hf, te=spec == "te")
     dtype = torch.bfloat16 if config.params_dtype == "bfloat16" else torch.float32
     family = dict(family_of(hf).transformer_config(hf))

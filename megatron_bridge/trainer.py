@@ -21,6 +21,7 @@ from megatron_bridge.device import init_device
 
 _ENV = init_device()  # before anything below imports megatron
 
+from megatron_bridge.agree import gather  # noqa: E402
 from megatron_bridge.checkpoint import begin_save, load_checkpoint, load_weights  # noqa: E402
 from megatron_bridge.checkpoint_writer import CheckpointSave  # noqa: E402
 from megatron_bridge.config import TrainerConfig  # noqa: E402
@@ -44,6 +45,7 @@ from megatron_bridge.step import OldPolicy, Step  # noqa: E402
 from megatron_bridge.weight_copies import WeightCopies  # noqa: E402
 from miles_like.protocols import LossFn  # noqa: E402
 from miles_like.types import MicroBatch, NamedTensor, Stat, StepReport  # noqa: E402
+from quant.exact.selftest import fingerprint  # noqa: E402
 from routing_replay.align import RankPart  # noqa: E402
 
 REFERENCE = "reference"  # the copy that the loss function's `ref_logprobs` come from
@@ -114,6 +116,7 @@ class MegatronTrainer:
             self._step.prepare = self._fake.refresh
         self.copies = WeightCopies(self.chunks, self.parallel, self.weights_changed)
         self.steps_done = 0
+        self.fingerprint = _agreed_fingerprint() if config.deterministic else None
         self._export: ExportPlan | None = None
         self._saving: CheckpointSave | None = None
 
@@ -284,6 +287,17 @@ class MegatronTrainer:
         vars(self).clear()
         close_parallel()
         gc.collect()
+
+
+def _agreed_fingerprint() -> str:
+    """Of the bits that every rank computes. Raises ValueError where they differ. Collective."""
+    own = gather(fingerprint())
+    if len(set(own)) > 1:
+        raise ValueError(
+            f"alignment.deterministic: the self-test gives {own} on the trainer's ranks, so their log-probabilities "
+            "would differ: run them on one kind of processor with one version of torch, or set it to false"
+        )
+    return own[0]  # type: ignore[no-any-return]
 
 
 def _of_step(value: float) -> Stat:

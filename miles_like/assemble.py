@@ -173,6 +173,7 @@ def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
                 config.rollout,
                 port=port,
                 activations=config.precision.activations,
+                exact=config.exact_parts,
                 return_routed_experts=_has_experts(config),
             )
         else:

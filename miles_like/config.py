@@ -199,6 +199,8 @@ class ConvertConfig(Section):
 
 
 class AlignmentConfig(Section):
+    """deterministic: the rollout's log-probabilities are the trainer's, bit for bit (docs/alignment.md)."""
+
     deterministic: bool = False
 
 
@@ -316,12 +318,31 @@ class RunConfig(Section):
         self.optimizer.over(self.train.optimizer_steps)
         return self
 
+    @property
+    def exact_parts(self) -> tuple[int, int] | None:
+        """Tensor- and expert-tensor-parallel ranks whose sums the engine computes; None: it need not be exact."""
+        return (self.parallel.tp, self.parallel.etp) if self.alignment.deterministic else None
+
     @model_validator(mode="after")
-    def this_version_can_do_it(self) -> RunConfig:
-        """A key that would silently do nothing is worse than one that is refused."""
-        if self.alignment.deterministic:
-            raise ValueError("alignment.deterministic = true: this version measures the mismatch only; set it to false")
-        return self
+    def both_sides_can_be_exact(self) -> RunConfig:
+        """What the trainer alone cannot is refused by megatron_bridge.deterministic."""
+        if not self.alignment.deterministic:
+            return self
+        precision, dtype = self.precision, self.rollout.embedded.dtype
+        if self.rollout.engine != "embedded":
+            refused = "a stock SGLang server computes by other operations: set rollout.engine = 'embedded'"
+        elif self.cluster.gpus_per_node:
+            refused = f"it is for CPU ranks, cluster.gpus_per_node = {self.cluster.gpus_per_node}: set that to 0"
+        elif dtype == "float32":
+            refused = "the trainer computes in bfloat16, rollout.embedded.dtype = 'float32': remove that key"
+        elif precision.format is not QuantFormat.BF16 and not precision.qat:
+            refused = (
+                f"the rollout is served {precision.format.value} weights, which the trainer does not know of: set "
+                "precision.qat = true or precision.format = 'bf16'"
+            )
+        else:
+            return self
+        raise ValueError(f"alignment.deterministic = true: {refused}, or alignment.deterministic = false")
 
 
 def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
@@ -343,4 +364,5 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         mtp_coefficient=run.train.mtp_coefficient,
         reference=run.algorithm.kl_coefficient > 0,
         on_nonfinite=run.train.on_nonfinite,
+        deterministic=run.alignment.deterministic,
     )

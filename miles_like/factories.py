@@ -120,6 +120,7 @@ class ServerRecipe:
     node_rank: int = 0
     nnodes: int = 1
     activations: str = "none"  # "fp8": the embedded engine rounds the inputs of quantized linears, as the trainer does
+    exact: tuple[int, int] | None = None  # tensor- and expert-tensor-parallel ranks of a deterministic trainer
     routed_experts: bool = True  # a model without experts has none to return, and stock SGLang then dies of the flag
 
     def __call__(self, host: str, dist_init_addr: str | None) -> ServerHandle:
@@ -132,6 +133,7 @@ class ServerRecipe:
                 log_dir=self.log_dir,
                 weight_version=self.weight_version,
                 activations=self.activations,
+                exact=self.exact,
                 return_routed_experts=self.routed_experts,
             )
         return launch_sglang(

@@ -129,6 +129,10 @@ class RankTrainer(Protocol):
     def dp_rank(self) -> int: ...
     @property
     def part(self) -> RankPart: ...
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the bits that all ranks compute; None unless the trainer is deterministic."""
+
     def train(self, rows: Sequence[Sequence[MicroBatch]], loss_tokens: Sequence[int], version: int) -> StepReport:
         """One rollout: an optimizer step for each row, in order; `version` is the weight version after all."""
 

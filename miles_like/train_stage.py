@@ -36,6 +36,7 @@ from miles_like.placement import plan_placement
 from miles_like.report import write_report
 from miles_like.rewards import load_reward
 from miles_like.run_state import RunState
+from miles_like.same_bits import check_same_bits
 from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
 from miles_like.types import Prompt, SampleGroup, SamplingParams, TrainBatch
 from miles_like.workers import RayServers, RayTrainer, check_nodes
@@ -109,7 +110,11 @@ class TrainStage:
         began: tuple[Path, RunState] | None,
     ) -> None:
         config = self.config
-        engine = EnginePool([self.client(url) for url in urls])
+        clients = [self.client(url) for url in urls]
+        engine = EnginePool(clients)
+        if self.config.alignment.deterministic:
+            told = [await client.server_info() for client in clients]
+            check_same_bits(trainer.fingerprint(), dict(zip(urls, told, strict=True)))
         examiner = EnginePool([self.client(url, routing=False) for url in urls])  # nobody trains on its answers
         trainer.connect(self.publisher(urls))
         first = await self._begin(trainer, source, began)
@@ -191,6 +196,7 @@ class TrainStage:
                     log_dir=(self.run_dir / "logs").resolve(),
                     weight_version=version,
                     activations=self.config.precision.activations,
+                    exact=self.config.exact_parts,
                     node_rank=slot.node_rank,
                     nnodes=slot.nnodes,
                     routed_experts=routing and self._routing_shape() is not None,

@@ -202,6 +202,9 @@ class _Rank:
         self.trainer = factory(rank, world, host, port)
         return self.trainer.dp_rank, self.trainer.part
 
+    def fingerprint(self) -> str | None:
+        return self.trainer.fingerprint
+
     def connect(self, factory: PublisherFactory) -> None:
         self.publisher = factory(self.rank == 0)
 
@@ -249,6 +252,11 @@ class RayTrainer:
         """Give every rank its publisher."""
         for i, rank in enumerate(self._ranks):
             _get(rank.connect.remote(factory), f"trainer rank {i}")
+
+    def fingerprint(self) -> str | None:
+        """Of the bits that its ranks compute; None unless it is deterministic."""
+        fingerprint: str | None = _get(self._ranks[0].fingerprint.remote(), "trainer rank 0")
+        return fingerprint
 
     async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
         """Adds `routing/bytes` to the ranks' metrics: of routes put into the object store for these steps."""

@@ -36,7 +36,8 @@ class SGLangFlags(Section):
 class EmbeddedFlags(Section):
     """The CPU engine."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; weights are the decoded codes
+    # of activations; weights are the decoded codes. None: float32, with alignment.deterministic the trainer's bfloat16
+    dtype: Literal["float32", "bfloat16"] | None = None
     weights: Literal["decoded", "codes"] = (
         "decoded"  # beside the codes, decoded copies; or the codes alone: less memory
     )

@@ -143,9 +143,11 @@ def embedded_command(
     host: str = "127.0.0.1",
     weight_version: int = 0,
     activations: str = "none",
+    exact: tuple[int, int] | None = None,
     return_routed_experts: bool = True,
 ) -> list[str]:
-    """Command line of the CPU engine. activations: "fp8" rounds the inputs of quantized linears."""
+    """Command line of the CPU engine. activations: "fp8" rounds the inputs of quantized linears. exact: it computes by
+    the operations of a deterministic trainer of that many tensor- and expert-tensor-parallel ranks."""
     e = config.embedded
     return [
         *(sys.executable, "-m", "rollout.embedded.server"),
@@ -153,7 +155,7 @@ def embedded_command(
         *("--host", host),
         *("--port", str(port)),
         *("--threads", str(e.threads)),
-        *("--dtype", e.dtype),
+        *("--dtype", e.dtype or ("float32" if exact is None else "bfloat16")),
         *("--weights", e.weights),
         *("--activations", activations),
         *("--max-total-tokens", str(e.max_total_tokens)),
@@ -162,6 +164,7 @@ def embedded_command(
         *("--weight-version", str(weight_version)),
         *(("--enable-return-routed-experts",) if return_routed_experts else ()),
         *(("--enable-return-routed-weights",) if e.return_gates else ()),
+        *(("--exact-parts", *map(str, exact)) if exact is not None else ()),
     ]
 
 
@@ -236,6 +239,7 @@ def launch_embedded(
     host: str = "127.0.0.1",
     weight_version: int = 0,
     activations: str = "none",
+    exact: tuple[int, int] | None = None,
     return_routed_experts: bool = True,
 ) -> ServerHandle:
     """Start a CPU engine and wait until it answers.
@@ -252,6 +256,7 @@ def launch_embedded(
             host=host,
             weight_version=weight_version,
             activations=activations,
+            exact=exact,
             return_routed_experts=return_routed_experts,
         )
         return started(command, f"http://{host}:{port}", log_dir / f"embedded_{port}.log", config.start_timeout_s)

@@ -44,7 +44,7 @@ def linear(x: Tensor, w: Tensor, parts: int = 1) -> Tensor:
     if x.shape[1] % parts:
         raise ValueError(f"{x.shape[1]} columns do not divide into {parts} parts: choose a divisor")
     size = x.shape[1] // parts
-    each = zip(x.split(size, -1), w.split(size, -1), strict=True)
+    each = zip(torch.split(x, size, -1), torch.split(w, size, -1), strict=True)
     return in_rank_order([partial(a, b) for a, b in each]).to(x.dtype)
 
 
@@ -64,7 +64,9 @@ def in_rank_order(shares: Sequence[Tensor]) -> Tensor:
 def grouped_linear(x: Tensor, w: Tensor | Sequence[Tensor], counts: Sequence[int], parts: int = 1) -> Tensor:
     """x [T, K] sorted by expert, w [E, N, K] or a weight [N, K] for each, counts [E] rows of each -> [T, N], each as
     of `linear`."""
-    out = [linear(rows, weight, parts) for rows, weight in zip(x.split(list(counts)), w, strict=True) if len(rows)]
+    out = [
+        linear(rows, weight, parts) for rows, weight in zip(torch.split(x, list(counts)), w, strict=True) if len(rows)
+    ]
     return torch.cat(out) if out else x.new_zeros(0, w[0].shape[0])
 
 
@@ -72,5 +74,5 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
     rows = filled_up(x, ROWS)
     if x.dtype is not torch.float32 or x.shape[1] <= COLUMNS:
         return F.linear(rows, w)[: len(x)]
-    runs = zip(rows.split(COLUMNS, -1), w.split(COLUMNS, -1), strict=True)
+    runs = zip(torch.split(rows, COLUMNS, -1), torch.split(w, COLUMNS, -1), strict=True)
     return in_rank_order([F.linear(a, b) for a, b in runs])[: len(x)]

@@ -45,7 +45,7 @@ def gates(of: Tensor, ids: Tensor, *, scale: float = 1.0, renormalize: bool = Tr
     picked = of.gather(1, ids)
     if renormalize:
         total = torch.zeros_like(picked[:, :1])
-        for column in of.gather(1, ids.sort(-1).values).split(1, -1):
+        for column in torch.split(of.gather(1, ids.sort(-1).values), 1, -1):
             total = total + column
         picked = picked / (total + 1e-20)
     return picked * scale

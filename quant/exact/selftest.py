@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from quant.exact import attention, logprobs, products, routing, rows
 _ROWS = 80
 _SHAPES = ((64, 64), (96, 192), (256, 48), (2048, 256))  # (K, N)
 _SLICES = ((0, 1), (0, 7), (5, 22), (16, 80))  # rows that are computed by themselves
-Operation = Callable[[slice], Tensor]  # of some rows
+Case = tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]  # name, operation, its inputs of T rows
 
 
 def fingerprint() -> str:
@@ -28,62 +29,63 @@ def fingerprint() -> str:
     neighbours, so that no two sides can be made equal."""
     digest = hashlib.sha256(torch.__version__.encode())
     with torch.no_grad():
-        for name, operation, slices in _operations():
-            whole = operation(slice(0, _ROWS))
-            for first, end in slices:
-                if not torch.equal(operation(slice(first, end)), whole[first:end]):
-                    raise ValueError(
-                        f"alignment.deterministic: on this machine {name} gives a row other bits in another batch, so "
-                        "trainer and rollout cannot agree bit for bit: set it to false"
-                    )
+        for name, operation, inputs in _cases():
+            whole = operation(*inputs)
+            for first, end in _SLICES:
+                _check(name, operation(*(x[first:end] for x in inputs)), whole[first:end])
             digest.update(whole.float().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def _operations() -> Iterator[tuple[str, Operation, tuple[tuple[int, int], ...]]]:
-    """(name, operation on rows of fixed inputs, runs of rows that must be those of the whole)."""
+def _check(name: str, one: Tensor, other: Tensor) -> None:
+    if not torch.equal(one, other):
+        raise ValueError(
+            f"alignment.deterministic: on this machine {name} gives a row other bits in other company, so that trainer "
+            "and rollout cannot agree bit for bit: set it to false"
+        )
+
+
+def _cases() -> Iterator[Case]:
     for dtype in (torch.bfloat16, torch.float32):
-        for k, n in _SHAPES:
-            x, w = _numbers(_ROWS, k).to(dtype), (_numbers(n, k) * k**-0.5).to(dtype)
-            yield f"a product of {k} columns in {dtype}", lambda s, x=x, w=w: products.linear(x[s], w), _SLICES
-            half = f"half a product of {k} columns in {dtype}"
-            yield half, lambda s, x=x, w=w, n=n: products.linear(x[s], w[: n // 2]), _SLICES
-            if not torch.equal(products.linear(x, w[: n // 2]), products.linear(x, w)[:, : n // 2]):
-                raise ValueError(
-                    f"alignment.deterministic: on this machine a product of {k} columns in {dtype} depends on how many "
-                    "outputs are computed together, so trainer and rollout cannot agree bit for bit: set it to false"
-                )
-        x, w = _numbers(_ROWS, 96).to(dtype), _numbers(96, 1)[:, 0].to(dtype)
-        yield f"a norm in {dtype}", lambda s, x=x, w=w: rows.rmsnorm(x[s], w, 1e-6), _SLICES
-        gate = _numbers(_ROWS, 1)
-        yield f"a gated unit in {dtype}", lambda s, x=x, g=gate: rows.swiglu(x[s], g[s]), _SLICES
-        yield f"attention in {dtype}", _attention(dtype), _SLICES
-        logits = (4 * _numbers(_ROWS, 5000)).to(dtype)
-        label = torch.arange(_ROWS) * 61
-        of_labels = "a log-probability"
-        yield of_labels, lambda s, x=logits, t=label: logprobs.logprob(x[s], t[s]), _SLICES
-        yield of_labels, lambda s, x=logits, t=label: logprobs.logprob(x[s], t[s], 2), _SLICES
-    x, angles = _numbers(_ROWS, 16), torch.arange(_ROWS)[:, None] * 0.37
-    for score in ("sigmoid", "softmax"):
-        yield f"a router's {score}", lambda s, x=x, how=score: _gates(x[s], how), _SLICES
-    yield "a rotation", lambda s: torch.cat([angles[s].cos(), angles[s].sin()], -1), _SLICES
+        yield from _of_dtype(dtype)
+    logits, positions = _numbers(_ROWS, 16), torch.arange(_ROWS)
+    yield "a sigmoid router", partial(_gates, "sigmoid"), (logits,)
+    yield "a softmax router", partial(_gates, "softmax"), (logits,)
+    yield "a rotation", _angles, (positions,)
 
 
-def _gates(logits: Tensor, score: routing.Score) -> Tensor:
+def _of_dtype(dtype: torch.dtype) -> Iterator[Case]:
+    for k, n in _SHAPES:
+        x, w = _numbers(_ROWS, k).to(dtype), (_numbers(n, k) * k**-0.5).to(dtype)
+        name = f"a product of {k} columns in {dtype}"
+        yield name, partial(products.linear, w=w), (x,)
+        half = products.linear(x, w[: n // 2])
+        _check(name, half, products.linear(x, w)[:, : n // 2])
+    x, gate = _numbers(_ROWS, 96).to(dtype), _numbers(_ROWS, 1)
+    yield f"a norm in {dtype}", partial(rows.rmsnorm, w=_numbers(96, 1)[:, 0].to(dtype), eps=1e-6), (x,)
+    yield f"a gated unit in {dtype}", rows.swiglu, (x, gate)
+    yield f"attention in {dtype}", partial(_attention, dtype), (torch.arange(_ROWS),)
+    logits, label = (4 * _numbers(_ROWS, 5000)).to(dtype), torch.arange(_ROWS) * 61
+    for parts in (1, 2):
+        yield f"a log-probability of {dtype} logits", partial(logprobs.logprob, parts=parts), (logits, label)
+
+
+def _gates(score: routing.Score, logits: Tensor) -> Tensor:
     scores = routing.scores(logits, score)
     ids = routing.choose(scores, 4, groups=4, group_topk=2)
     return torch.cat([ids, routing.gates(scores, ids)], -1)
 
 
-def _attention(dtype: torch.dtype) -> Operation:
-    """Rows are the queries of one sequence, each with the keys before it."""
+def _angles(positions: Tensor) -> Tensor:
+    angle = positions[:, None] * 0.37
+    return torch.cat([angle.cos(), angle.sin()], -1)
+
+
+def _attention(dtype: torch.dtype, positions: Tensor) -> Tensor:
+    """Queries at consecutive positions of one sequence, each with the keys before it."""
     q, k, v = (_numbers(_ROWS, h * 48).view(1, _ROWS, h, 48).to(dtype) for h in (4, 2, 2))
-
-    def run(s: slice) -> Tensor:
-        seen = slice(0, s.stop)
-        return attention.attention(q[:, s], k[:, seen], v[:, seen], 0.3, torch.tensor([s.start]))[0]
-
-    return run
+    seen = int(positions[-1]) + 1
+    return attention.attention(q[:, positions], k[:, :seen], v[:, :seen], 0.3, positions[:1])[0]
 
 
 def _numbers(t: int, k: int) -> Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
 
-from quant.exact import attention, logprobs, products, routing, rows
+from quant.exact import attention, logprobs, products, routing, rows, selftest
 from rollout.embedded import plain_ops
+from rollout.embedded.operations import Operations
 
 
 class ExactOps:
@@ -17,6 +20,11 @@ class ExactOps:
 
     def __init__(self, parts: int = 1, expert_parts: int = 1) -> None:
         self.parts, self.expert_parts = parts, expert_parts
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the bits that this thread computes. Raises ValueError on a machine that cannot be exact."""
+        return selftest.fingerprint()
 
     # element by element: nothing to do anew
     rope_cos_sin = staticmethod(plain_ops.rope_cos_sin)
@@ -51,3 +59,8 @@ class ExactOps:
 
     def logprob(self, logits: Tensor, target: Tensor, vsplit: int = 1) -> Tensor:
         return logprobs.logprob(logits, target, vsplit)
+
+
+def operations(exact: Sequence[int] | None) -> Operations:
+    """The plain set, or an exact one of so many parts and expert parts."""
+    return plain_ops if exact is None else ExactOps(*exact)

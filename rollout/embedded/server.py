@@ -27,6 +27,7 @@ from fastapi.responses import PlainTextResponse, Response
 from rollout import wire
 from rollout.checksum import engine_checksum
 from rollout.embedded.engine import EngineLimits
+from rollout.embedded.exact_ops import operations
 from rollout.embedded.requests import Completed, PromptSpec
 from rollout.embedded.service import Service
 from rollout.embedded.text import Text
@@ -192,6 +193,7 @@ class Handlers:
             "weights_bytes": self.service.weights_bytes,
             "weight_version": engine.version,  # of now, not of the command line
             "internal_states": [state],
+            "exact_fingerprint": await self._call(lambda: getattr(engine.model.ops, "fingerprint", None)),
             "version": "embedded",
         }
         return _json(vars(self.args) | more)
@@ -328,6 +330,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="keep the gate weights of routed experts, for requests that ask for them",
     )
+    exact = "be exact with a deterministic trainer of so many tensor- and expert-tensor-parallel ranks"
+    p.add_argument("--exact-parts", type=int, nargs=2, metavar=("TP", "ETP"), help=exact)
     return p.parse_args(argv)
 
 
@@ -370,6 +374,7 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace) -> None:
         weights=args.weights,
         activations=args.activations,
         version=args.weight_version,
+        ops=operations(args.exact_parts),
     )
     worker = EngineWorker(service, threads=args.threads)
     worker.start()

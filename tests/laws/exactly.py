@@ -52,9 +52,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nvfp4": {"format": "nvfp4", "qat": True},
 }
 NEW = 12  # tokens a sample
-PROMPTS = [
-    torch.randint(2, 100, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 41, 17, 65, 9)
-]
+PROMPTS = [torch.randint(2, 100, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 41, 17, 65, 9)]
 
 
 def prompt_specs(seed: int, *, n: int = 2, temperature: float = 1.0) -> list[PromptSpec]:
@@ -154,9 +152,7 @@ class Pair:
         """(this rank's row, loss tokens of all rows) in micro-batches of up to `max_tokens`."""
         layout = self.t.config.parallel
         advantages = [[1.0 - i for i in range(len(g.samples))] for g in groups]
-        batch = pack(
-            groups, advantages, dp_size=layout.dp, max_tokens=max_tokens, micro_multiple=layout.micro_multiple
-        )
+        batch = pack(groups, advantages, dp_size=layout.dp, max_tokens=max_tokens, micro_multiple=layout.micro_multiple)
         return list(batch.grid[self.t.dp_rank]), batch.loss_tokens
 
     def differing(self, row: Sequence[MicroBatch]) -> int:
@@ -169,7 +165,9 @@ class Pair:
 
 def config(where: Path, model: str, format: str = "bf16", dtype: str = "bfloat16", **settings: Any) -> Any:
     """Of a deterministic trainer in replay.mode r3."""
-    hf = toy.hf_dir(where / f"{model}-{dtype}-{format}-{settings.get('rank', 0)}", MODELS[model] | {"torch_dtype": dtype})
+    hf = toy.hf_dir(
+        where / f"{model}-{dtype}-{format}-{settings.get('rank', 0)}", MODELS[model] | {"torch_dtype": dtype}
+    )
     precision = FORMATS[format] | settings.pop("precision", {})
     return toy.config(hf, dtype=dtype, precision=precision, deterministic=True, **settings)
 
@@ -184,5 +182,3 @@ def read_table(page: Path) -> dict[str, str]:
     """First and second column of the page's table of layouts."""
     rows = [line.split("|")[1:3] for line in page.read_text().splitlines() if line.startswith("|")]
     return {a.strip(): b.strip() for a, b in rows}
-
-
