@@ -34,6 +34,8 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS |= {
     "mla, four layers": MODELS["mla"] | {"num_hidden_layers": 4},
     "gqa, four layers": MODELS["gqa"] | {"num_hidden_layers": 4},
+    # sums of more columns than one fp32 product takes
+    "gqa, deep": MODELS["gqa"] | {"hidden_size": 1088, "head_dim": 64, "num_attention_heads": 16},
     "mla, mtp": MODELS["mla"] | {"num_nextn_predict_layers": 1},
     # inputs that divide into groups of 128
     "mla, wide": tiny(
@@ -165,11 +167,26 @@ class Pair:
 
 def config(where: Path, model: str, format: str = "bf16", dtype: str = "bfloat16", **settings: Any) -> Any:
     """Of a deterministic trainer in replay.mode r3."""
-    hf = toy.hf_dir(
-        where / f"{model}-{dtype}-{format}-{settings.get('rank', 0)}", MODELS[model] | {"torch_dtype": dtype}
-    )
-    precision = FORMATS[format] | settings.pop("precision", {})
-    return toy.config(hf, dtype=dtype, precision=precision, deterministic=True, **settings)
+    hf = toy.hf_dir(where / f"{model}-{dtype}", MODELS[model] | {"torch_dtype": dtype})
+    how = {"deterministic": True, "precision": FORMATS[format]} | settings
+    return toy.config(hf, dtype=dtype, **how)
+
+
+Found = list[tuple[int, int, bool]]  # a step's (tokens that differ, the same packed otherwise, what its metrics say)
+
+
+def steps(pair: Pair, n: int) -> Found:
+    """`n` times: the engine samples, the trainer scores that in two packings, takes a step, and publishes."""
+    out = []
+    for step in range(n):
+        groups = pair.groups(step)
+        row, tokens = pair.packed(groups)
+        other, _ = pair.packed(groups, max_tokens=100)
+        before = pair.differing(row), pair.differing(other)
+        metrics = pair.t.step(row, tokens, step + 1).metrics
+        out.append((*before, exact(metrics)))
+        pair.publish()
+    return out
 
 
 def exact(metrics: Mapping[str, float]) -> bool:
@@ -177,8 +194,3 @@ def exact(metrics: Mapping[str, float]) -> bool:
     largest, agreed = metrics["mismatch/logprob_abs_diff_max"], metrics["routing/agreement"]
     return largest == 0.0 and agreed == 1.0
 
-
-def read_table(page: Path) -> dict[str, str]:
-    """First and second column of the page's table of layouts."""
-    rows = [line.split("|")[1:3] for line in page.read_text().splitlines() if line.startswith("|")]
-    return {a.strip(): b.strip() for a, b in rows}
