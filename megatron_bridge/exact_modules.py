@@ -179,7 +179,7 @@ class _GroupedShare(GroupedLinear):
     def forward(ctx: Any, x: Tensor, sizes: Sequence[int], *weights: Tensor) -> Tensor:
         ctx.sizes = sizes
         ctx.save_for_backward(x, *weights)
-        return products.grouped_linear(x.float(), [w.float() for w in weights], sizes)
+        return products.grouped_linear(x.float(), weights, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

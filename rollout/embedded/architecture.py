@@ -94,6 +94,11 @@ class LatentAttention:
         return self.kv_lora + self.rope.dim
 
     @property
+    def expanded_width(self) -> int:
+        """Where keys and values are made once and kept: keys of all heads, then values."""
+        return self.heads * (self.nope + self.rope.dim + self.v_dim)
+
+    @property
     def out_dim(self) -> int:
         return self.heads * self.v_dim
 

@@ -73,12 +73,19 @@ def _latent(
     q = first.view(len(x), a.heads, a.nope + rotated)
     turned = ops.rope(torch.cat([q[..., a.nope :], key[:, None]], 1), *angles, deinterleave=a.rope.pairs)
     latent = ops.rmsnorm(latent, w.kv_norm, a.norm_eps)
-    cache.index_copy_(0, batch.slots, torch.cat([latent, turned[:, -1]], -1))
     out = torch.empty(len(x), a.out_dim, dtype=x.dtype)
-    kv_up = w.kv_up.opened()
-    for chunk in batch.chunks:
-        q_nope, q_rope = q[chunk.rows, :, : a.nope], turned[chunk.rows, :-1]
-        out[chunk.rows] = _latent_chunk(a, kv_up, q_nope, q_rope, chunk, cache, ops).flatten(1)
+    if ops.absorb:
+        cache.index_copy_(0, batch.slots, torch.cat([latent, turned[:, -1]], -1))
+        kv_up = w.kv_up.opened()
+        for chunk in batch.chunks:
+            q_nope, q_rope = q[chunk.rows, :, : a.nope], turned[chunk.rows, :-1]
+            out[chunk.rows] = _latent_chunk(a, kv_up, q_nope, q_rope, chunk, cache, ops).flatten(1)
+    else:  # keys and values are made once, not whenever a token attends to them
+        k, v = _expanded(a, w.kv_up, latent, turned[:, -1], ops)
+        cache.index_copy_(0, batch.slots, torch.cat([k.flatten(1), v.flatten(1)], -1))
+        q = torch.cat([q[..., : a.nope], turned[:, :-1]], -1)
+        for chunk in batch.chunks:
+            out[chunk.rows] = _expanded_chunk(a, q[chunk.rows], chunk, cache, ops).flatten(1)
     return _biased(w.out(out, ops, ops.parts), w.out_bias)
 
 
@@ -98,12 +105,28 @@ def _latent_chunk(
         q_nope = torch.bmm(q_nope.transpose(0, 1), by_head[:, : a.nope]).transpose(0, 1)
         k, v = past[:, :, None], past[:, :, None, : a.kv_lora]
     else:
-        kv = kv_up(past[..., : a.kv_lora].reshape(b * length, -1), ops)
-        k_nope, v = torch.split(kv.view(b, length, a.heads, -1), [a.nope, a.v_dim], -1)
-        k = torch.cat([k_nope, past[:, :, None, a.kv_lora :].expand(-1, -1, a.heads, -1)], -1)
+        flat = past.flatten(0, 1)
+        made = _expanded(a, kv_up, flat[:, : a.kv_lora], flat[:, a.kv_lora :], ops)
+        k, v = (t.unflatten(0, (b, length)) for t in made)
     q = chunk.padded(torch.cat([q_nope, q_rope], -1))
     out = chunk.unpadded(ops.attention(q, k, v, a.softmax_scale, chunk.q_start))  # [R, H, C or v]
     return torch.bmm(out.transpose(0, 1), by_head[:, a.nope :].transpose(1, 2)).transpose(0, 1) if absorb else out
+
+
+def _expanded_chunk(a: LatentAttention, q: Tensor, chunk: Chunk, cache: Tensor, ops: Operations) -> Tensor:
+    """q [R, H, nope + rotated] of a chunk's R rows -> [R, H, v], over a cache of keys and values."""
+    past = cache.index_select(0, chunk.key_slots.reshape(-1)).view(*chunk.key_slots.shape, -1)
+    keys = a.heads * (a.nope + a.rope.dim)
+    k, v = (t.unflatten(-1, (a.heads, -1)) for t in (past[..., :keys], past[..., keys:]))
+    return chunk.unpadded(ops.attention(chunk.padded(q), k, v, a.softmax_scale, chunk.q_start))
+
+
+def _expanded(
+    a: LatentAttention, kv_up: Linear, latent: Tensor, key: Tensor, ops: Operations
+) -> tuple[Tensor, Tensor]:
+    """latent [T, C], key [T, rotated] -> keys [T, H, nope + rotated] and values [T, H, v]."""
+    k_nope, v = torch.split(kv_up(latent, ops).view(len(latent), a.heads, -1), [a.nope, a.v_dim], -1)
+    return torch.cat([k_nope, key[:, None].expand(-1, a.heads, -1)], -1), v
 
 
 def _absorb_below(a: LatentAttention) -> float:

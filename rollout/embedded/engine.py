@@ -53,6 +53,7 @@ class Engine:
             slots=limits.max_total_tokens,
             page=limits.page,
             dtype=model.dtype,
+            width=model.cache_width,
             routes=limits.routes,
             gates=limits.gates,
         )
@@ -67,7 +68,7 @@ class Engine:
         self._capture = RouteCapture(self.cache, version) if limits.routes else None
         self._active: NDArray[np.int64] = np.zeros(0, np.int64)  # rows, shortest first
         element = torch.finfo(model.dtype).bits // 8
-        self._gather = {"width_bytes": _GATHER_BYTES, "token_bytes": model.arch.attention.cache_width * element}
+        self._gather = {"width_bytes": _GATHER_BYTES, "token_bytes": model.cache_width * element}
 
     # ---- requests
 

@@ -17,6 +17,7 @@ class ExactOps:
     """The sums of a trainer of `parts` tensor-parallel and `expert_parts` expert-tensor-parallel ranks."""
 
     absorb = False  # attention on latents is another function of the last bits
+    wide = True
 
     def __init__(self, parts: int = 1, expert_parts: int = 1) -> None:
         self.parts, self.expert_parts = parts, expert_parts

@@ -23,6 +23,7 @@ class KVCache:
         slots: int,
         page: int = 16,
         dtype: torch.dtype = torch.float32,
+        width: int | None = None,
         routes: bool = True,
         gates: bool = False,
     ) -> None:
@@ -36,7 +37,7 @@ class KVCache:
         self.pages = slots // page
         n = self.pages * page
         # Finite from the start: masked positions of a short sequence read slots that nothing was written to.
-        self.values = [torch.zeros(n, arch.attention.cache_width, dtype=dtype) for _ in range(arch.layers)]
+        self.values = [torch.zeros(n, width or arch.attention.cache_width, dtype=dtype) for _ in range(arch.layers)]
         routing = torch.zeros(n, arch.layers, arch.routed, dtype=torch.int32)  # zeros where there is no router
         self.routing = routing if routes else None
         self.gates = torch.zeros(routing.shape) if gates else None  # fp32, of the experts in `routing`

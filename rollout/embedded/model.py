@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.embedded.architecture import Architecture
+from rollout.embedded.architecture import Architecture, LatentAttention
 from rollout.embedded.attention import attend
 from rollout.embedded.batch import ForwardBatch
 from rollout.embedded.kv_cache import KVCache
@@ -29,6 +29,12 @@ class Model:
         self.ops = ops
         self.dtype = dtype
         self._inv_freq = arch.attention.rope.inv_freq()
+
+    @property
+    def cache_width(self) -> int:
+        """Values a token leaves in a layer's cache."""
+        a = self.arch.attention
+        return a.expanded_width if isinstance(a, LatentAttention) and not self.ops.absorb else a.cache_width
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """[T, D] before the last norm. Writes what each token leaves, and its expert ids, into the cache."""

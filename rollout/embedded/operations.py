@@ -21,7 +21,12 @@ class Operations(Protocol):
 
     @property
     def absorb(self) -> bool:
-        """May attention be computed on the latents themselves (other rounding than expanding them)?"""
+        """May attention be computed on the latents themselves (other rounding than expanding them)? The cache then
+        holds them, else keys and values."""
+
+    @property
+    def wide(self) -> bool:
+        """Are products computed in fp32, whatever activations are in? Their weights are then kept in it."""
 
     @property
     def parts(self) -> int:

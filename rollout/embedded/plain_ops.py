@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 absorb = True
+wide = False
 parts = 1
 expert_parts = 1
 

@@ -74,7 +74,7 @@ class ModelWeights:
 class Preparation:
     """How the weights of a store are kept.
 
-    dtype: of what is multiplied. weights: "decoded" copies beside the codes, or the "codes" alone. activations: "fp8"
+    dtype: of activations, and of weights unless they are multiplied in fp32 (`wide`). weights: "decoded" copies beside the codes, or the "codes" alone. activations: "fp8"
     rounds the inputs of quantized linears, as their codec rounds. Raises ValueError where that is not defined.
     """
 
@@ -84,11 +84,13 @@ class Preparation:
         *,
         weights: Literal["decoded", "codes"] = "decoded",
         activations: Literal["none", "fp8"] = "none",
+        wide: bool = False,
     ) -> None:
         self.dtype = dtype
+        self.multiplied = torch.float32 if wide else dtype
         self.keep_codes = weights == "codes"
         self.rounds_inputs = activations == "fp8"
-        self.scratch = Scratch(dtype)
+        self.scratch = Scratch(self.multiplied)
 
     def prepare(
         self, store: WeightStore, *, old: ModelWeights | None = None, changed: Iterable[str] = ()
@@ -150,9 +152,9 @@ class _Store:
                 "are quantized alike; leave out all of them (ignore), or none"
             )
         rows, columns = self.store.shape(names[0])
-        dense = torch.empty(len(names), rows, columns, dtype=self.how.dtype)
+        dense = torch.empty(len(names), rows, columns, dtype=self.how.multiplied)
         for name, into in zip(names, dense.unbind(), strict=True):
-            into.copy_(self.store.decoded(name, self.how.dtype))
+            into.copy_(self.store.decoded(name, self.how.multiplied))
             self.store.share(name, into)
         stacked = dense.view(experts, -1, columns)
         return Experts(stacked, experts, keep_codes=False, scratch=self.how.scratch)
@@ -180,7 +182,7 @@ class _Store:
             embed=embed,
             layers=layers,
             norm=self.plain("model.norm.weight"),
-            head=embed if arch.tied else self.plain("lm_head.weight"),
+            head=embed if arch.tied else self.plain("lm_head.weight", self.how.multiplied),
         )
 
     def layer(self, i: int) -> LayerWeights:

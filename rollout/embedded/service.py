@@ -43,7 +43,7 @@ class Service:
         self.arch = architecture_of(checkpoint.config, eos_ids=_generation_eos(model_path))
         self.config = checkpoint.config
         self.store = WeightStore.load(checkpoint, self.arch)
-        self._preparation = Preparation(dtype, weights=weights, activations=activations)
+        self._preparation = Preparation(dtype, weights=weights, activations=activations, wide=ops.wide)
         model = Model(self.arch, self._preparation.prepare(self.store), ops, dtype)
         self.engine = Engine(model, limits, version=version)
         self._session: UpdateSession | None = None
