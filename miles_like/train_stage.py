@@ -113,8 +113,7 @@ class TrainStage:
         clients = [self.client(url) for url in urls]
         engine = EnginePool(clients)
         if self.config.alignment.deterministic:
-            told = [await client.server_info() for client in clients]
-            check_same_bits(trainer.fingerprint(), dict(zip(urls, told, strict=True)))
+            check_same_bits(trainer.fingerprint(), {client.url: await client.server_info() for client in clients})
         examiner = EnginePool([self.client(url, routing=False) for url in urls])  # nobody trains on its answers
         trainer.connect(self.publisher(urls))
         first = await self._begin(trainer, source, began)

@@ -121,9 +121,7 @@ def _expanded_chunk(a: LatentAttention, q: Tensor, chunk: Chunk, cache: Tensor, 
     return chunk.unpadded(ops.attention(chunk.padded(q), k, v, a.softmax_scale, chunk.q_start))
 
 
-def _expanded(
-    a: LatentAttention, kv_up: Linear, latent: Tensor, key: Tensor, ops: Operations
-) -> tuple[Tensor, Tensor]:
+def _expanded(a: LatentAttention, kv_up: Linear, latent: Tensor, key: Tensor, ops: Operations) -> tuple[Tensor, Tensor]:
     """latent [T, C], key [T, rotated] -> keys [T, H, nope + rotated] and values [T, H, v]."""
     k_nope, v = torch.split(kv_up(latent, ops).view(len(latent), a.heads, -1), [a.nope, a.v_dim], -1)
     return torch.cat([k_nope, key[:, None].expand(-1, a.heads, -1)], -1), v

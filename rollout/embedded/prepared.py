@@ -74,8 +74,9 @@ class ModelWeights:
 class Preparation:
     """How the weights of a store are kept.
 
-    dtype: of activations, and of weights unless they are multiplied in fp32 (`wide`). weights: "decoded" copies beside the codes, or the "codes" alone. activations: "fp8"
-    rounds the inputs of quantized linears, as their codec rounds. Raises ValueError where that is not defined.
+    dtype: of activations, and of weights; `wide`: those that are multiplied are kept in fp32. weights: "decoded" copies
+    beside the codes, or the "codes" alone. activations: "fp8" rounds the inputs of quantized linears, as their codec
+    rounds. Raises ValueError where that is not defined.
     """
 
     def __init__(

@@ -193,4 +193,3 @@ def exact(metrics: Mapping[str, float]) -> bool:
     """As a step's metrics say."""
     largest, agreed = metrics["mismatch/logprob_abs_diff_max"], metrics["routing/agreement"]
     return largest == 0.0 and agreed == 1.0
-

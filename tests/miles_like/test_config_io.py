@@ -40,7 +40,6 @@ def test_every_shipped_configuration_loads_places_and_comes_back(path: Path, tmp
         ("precision.format=bf16", "precision.qat does nothing with precision.format = 'bf16'"),
         ("precision.format=int5", "precision.format"),
         ("precision.activations=int8", "precision.activations"),
-        ("alignment.deterministic=true", "set it to false"),
     ],
 )
 def test_a_wrong_override_says_what_where_and_the_nearest_key(override: str, said: str) -> None:
