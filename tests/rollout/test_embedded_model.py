@@ -156,6 +156,9 @@ def test_expanded_attention_equals_absorbed(tmp_path: Path) -> None:
     _feed(model, cache, pages, [(0, ids[:11])])
     absorbed = _feed(model, cache, pages, [(11, ids[11:])])
     model.ops = Expanding()
+    cache = KVCache(model.arch, slots=64, page=4, width=model.cache_width)  # of keys and values
+    pages = [cache.take(3)]
+    _feed(model, cache, pages, [(0, ids[:11])])
     expanded = _feed(model, cache, pages, [(11, ids[11:])])
     assert not torch.equal(absorbed, expanded), "the same branch was taken twice"
     assert (absorbed - expanded).abs().max() <= 1e-5
