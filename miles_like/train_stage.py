@@ -111,9 +111,8 @@ class TrainStage:
     ) -> None:
         config = self.config
         clients = [self.client(url) for url in urls]
+        await self._check_bits(trainer, clients)
         engine = EnginePool(clients)
-        if self.config.alignment.deterministic:
-            check_same_bits(trainer.fingerprint(), {client.url: await client.server_info() for client in clients})
         examiner = EnginePool([self.client(url, routing=False) for url in urls])  # nobody trains on its answers
         trainer.connect(self.publisher(urls))
         first = await self._begin(trainer, source, began)
@@ -154,6 +153,11 @@ class TrainStage:
                 await engine.close()
                 await examiner.close()
                 await trainer.close()
+
+    async def _check_bits(self, trainer: RayTrainer, clients: Sequence[SGLangClient]) -> None:
+        """Raises ValueError where log-probabilities are to be exact and cannot be."""
+        if self.config.alignment.deterministic:
+            check_same_bits(trainer.fingerprint(), {client.url: await client.server_info() for client in clients})
 
     async def _begin(self, trainer: RayTrainer, source: PromptSource, began: tuple[Path, RunState] | None) -> int:
         """The first step; the servers then hold what the trainer computes with."""
