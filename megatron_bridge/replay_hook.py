@@ -26,8 +26,9 @@ from routing_replay.tape import OwnRoutes, ReplayTape, RouteRecorder
 from routing_replay.trace import RoutingTrace
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
-# Where one pass takes its routes from: as replay.mode says; the routers' own, whatever it says; the same, recorded.
-Source = Literal["mode", "own", "record"]
+# Where one pass takes its routes from: as replay.mode says; the routers' own, whatever it says; the same, recorded; the
+# rollout's, whatever it says.
+Source = Literal["mode", "own", "record", "rollout"]
 
 
 class _RouterHook:
@@ -107,7 +108,8 @@ class RoutingReplay:
             self._recorder = RouteRecorder(
                 self.layers, self._experts, [shard.fed for shard in shards], gates=self.gates
             )
-        if source != "mode" or not self.layers or (self.mode != "r3" and routes is None):
+        replays = source == "rollout" or (source == "mode" and (self.mode == "r3" or routes is not None))
+        if not self.layers or not replays:
             return
         self._tape = ReplayTape(expect_recompute=self.recompute and not forward_only)
         own = [None] * len(shards) if routes is None else routes

@@ -29,7 +29,7 @@ from megatron_bridge.replay_hook import RoutingReplay, Source
 from megatron_bridge.shard import Shard, shard
 from megatron_bridge.stats import Stats, gather, values
 from miles_like.protocols import LossFn
-from miles_like.types import MicroBatch, Stat
+from miles_like.types import MicroBatch, Scored, Stat
 from routing_replay.align import RankPart
 from routing_replay.tape import OwnRoutes
 
@@ -114,6 +114,13 @@ class Step:
         """[T] fp32 for each micro-batch, on every rank that has the row: log-probability of each label with loss, 0
         elsewhere. Collective. Forward only; the weights choose their experts themselves; nothing changes."""
         return self._logprobs(self._shards(row, forward_only=True, source="own"))
+
+    def score(self, row: Sequence[MicroBatch], *, replay: bool) -> Scored:
+        """Each micro-batch's log-probabilities and what this rank's own routers chose meanwhile. With `replay` the
+        experts are those that came with the rollout, whatever replay.mode says, and nothing is noted. Collective, and
+        raises as `logprobs` does, and for a micro-batch without routes that are to be replayed."""
+        logprobs = self._logprobs(self._shards(row, forward_only=True, source="rollout" if replay else "record"))
+        return Scored(logprobs=logprobs, routes=() if replay else tuple(self.replay.recorded()))
 
     def old_policy(self, row: Sequence[MicroBatch]) -> OldPolicy:
         """The old-log-prob pass over a mini-batch: as `logprobs`, but with the routes that its update will replay: the

@@ -44,7 +44,7 @@ from megatron_bridge.stats import Stats, combine, values  # noqa: E402
 from megatron_bridge.step import OldPolicy, Step  # noqa: E402
 from megatron_bridge.weight_copies import WeightCopies  # noqa: E402
 from miles_like.protocols import LossFn  # noqa: E402
-from miles_like.types import MicroBatch, NamedTensor, Stat, StepReport  # noqa: E402
+from miles_like.types import MicroBatch, NamedTensor, Scored, Stat, StepReport  # noqa: E402
 from quant.exact.selftest import fingerprint  # noqa: E402
 from routing_replay.align import RankPart  # noqa: E402
 
@@ -198,6 +198,18 @@ class MegatronTrainer:
         """
         with self.copies.swapped(copy) if copy is not None else nullcontext():
             return self._step.logprobs(row)
+
+    def score(self, row: Sequence[MicroBatch], *, temperature: float | None = None, replay: bool = False) -> Scored:
+        """What this rank's row is given under the weights now, where told at another temperature than the run's;
+        see Step.score. Nothing changes."""
+        of_run = [model.temperature for model in self.models]
+        try:
+            for model in self.models:
+                model.temperature = of_run[0] if temperature is None else temperature
+            return self._step.score(row, replay=replay)
+        finally:
+            for model, own in zip(self.models, of_run, strict=True):
+                model.temperature = own
 
     def _refs(self, rows: Sequence[Sequence[MicroBatch]]) -> Sequence[list[Tensor] | None]:
         if not self.config.reference:

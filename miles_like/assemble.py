@@ -25,14 +25,16 @@ from megatron_bridge.kernels import Spec, describe_kernels
 from megatron_bridge.layout import check_layout
 from megatron_bridge.precision import served_spec
 from megatron_bridge.resolve import resolve
+from miles_like.completion import read_marker
 from miles_like.config import ModelConfig, RunConfig, trainer_config
 from miles_like.dequantize import dequantize_checkpoint
 from miles_like.engine_fit import check_engine
-from miles_like.pipeline import Parts, Sizes, known_config
+from miles_like.pipeline import Parts, Sizes, known_config, plan_stages, run_stages
 from miles_like.placement import plan_placement
 from miles_like.quant_report import QuantReport
 from miles_like.quantize import quantize_checkpoint, spec_of
 from miles_like.served import served_config
+from miles_like.verify.findings import Report as AlignmentReport
 from quant.hf_config import quantized_config, spec_from_hf
 from quant.registry import codec_or_none
 from quant.spec import QuantSpec
@@ -307,3 +309,26 @@ def report(run_dir: Path) -> Path:
 
     write_report(run_dir)
     return run_dir / "report.html"
+
+
+def verify(
+    config: RunConfig, run_dir: Path, console: Console, ray_address: str | None, **how: Any
+) -> tuple[AlignmentReport, list[Path]]:
+    """Start both sides on the job's checkpoint, made if it is not there, and compare them; the pictures go into
+    `run_dir`/verify. `how`: rollouts and checkpoint of `VerifyStage`. Raises ValueError or RuntimeError."""
+    parts = pipeline_parts(config, console, ray_address)
+    *before, _ = plan_stages(config, run_dir, parts, mode="fresh")
+    run_stages(before, [s.name for s in before], console, fresh=False)
+    marker = read_marker(before[-1].directory)
+    assert marker is not None, "staged just now"
+    from miles_like.train_stage import TrainStage
+    from miles_like.verify.pictures import write_pictures
+    from miles_like.verify_stage import VerifyStage
+    from miles_like.workers import start_ray
+
+    start_ray(ray_address)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    root = Path(marker["root"])
+    run = TrainStage(config, run_dir, root / "hf", root / "megatron", console)
+    found = VerifyStage(run, **how).report()
+    return found, write_pictures(found, run_dir / "verify")

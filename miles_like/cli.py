@@ -225,6 +225,40 @@ def serve(
 
 
 @app.command()
+def verify(
+    config: Annotated[Path, typer.Option("--config")],
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="logs and pictures")] = Path("runs/verify"),
+    json: Annotated[Path | None, typer.Option("--json", help="the figures and verdicts")] = None,
+    rollouts: Annotated[
+        Path | None, typer.Option("--rollouts", help="a rollouts/step_N.jsonl of a run, in place of new samples")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="a checkpoints/step_N of a run, in place of its beginning")
+    ] = None,
+    overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
+    ray_address: Annotated[str | None, typer.Option("--ray-address")] = None,
+) -> None:
+    """Compare trainer and rollout and say what the gap is made of; status 1 where it is not the precision's."""
+    console = Console()
+    with one_sentence(run_dir / "logs"):
+        loaded = load_config(config, overrides)
+        try:
+            found, pictures = assemble.verify(
+                loaded, run_dir, console, ray_address, rollouts=rollouts, checkpoint=checkpoint
+            )
+        finally:
+            assemble.shut_down()
+        console.print(found.table())
+        for path in pictures:
+            console.print(f"-> {path}", soft_wrap=True)
+        if json is not None:
+            found.write_json(json)
+    if not found.ok:
+        Console(stderr=True, soft_wrap=True).print(found.sentence(), markup=False, highlight=False)
+        raise typer.Exit(1)
+
+
+@app.command()
 def report(run_dir: Path) -> None:
     """report.html and plots of a run directory."""
     with one_sentence():

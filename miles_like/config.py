@@ -174,6 +174,29 @@ BOUNDS_OF: dict[tuple[str, str, str], tuple[float, float, float]] = {
 }
 
 
+class MismatchConfig(Section):
+    """Bounds on how far the trainer's log-probabilities may be from the rollout's (docs/alignment.md); None: none."""
+
+    kl_max: float | None = Field(None, ge=0)  # of mismatch/kl; `verify` has one of its own where this is None
+    logprob_abs_diff_max: float | None = Field(None, ge=0)  # of mismatch/logprob_abs_diff_max
+    extreme_frac_max: float | None = Field(None, ge=0, le=1)  # of mismatch/extreme_frac
+    on_breach: Literal["warn", "down_weight", "stop"] = "warn"  # in a step
+    check_prompts: int = Field(8, ge=0)  # compared on both sides before the first step; 0: not checked
+
+    @property
+    def bounds(self) -> dict[str, float | None]:
+        return self.model_dump(include={"kl_max", "logprob_abs_diff_max", "extreme_frac_max"})
+
+    @model_validator(mode="after")
+    def there_is_something_to_break(self) -> MismatchConfig:
+        if self.on_breach != "warn" and all(bound is None for bound in self.bounds.values()):
+            raise ValueError(
+                f"mismatch.on_breach = {self.on_breach!r} does nothing without a bound: set mismatch.kl_max, "
+                "mismatch.logprob_abs_diff_max or mismatch.extreme_frac_max, or remove it"
+            )
+        return self
+
+
 class BufferConfig(Section):
     max_staleness: int = Field(0, ge=0)
 
@@ -233,6 +256,7 @@ class RunConfig(Section):
     train: TrainLoopConfig = TrainLoopConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     correction: CorrectionConfig = CorrectionConfig()
+    mismatch: MismatchConfig = MismatchConfig()
     reward: RewardConfig = RewardConfig()
     buffer: BufferConfig = BufferConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -25,6 +25,10 @@ from miles_like.types import Prompt, SampleGroup, TrainBatch
 T = TypeVar("T")
 
 
+def _admit(step: int, metrics: Mapping[str, float]) -> None:
+    """Any step will do."""
+
+
 @dataclasses.dataclass(kw_only=True)
 class Controller:
     """The parts, behind seams; every one of them has a fake in the tests."""
@@ -47,6 +51,7 @@ class Controller:
     eval_every: int  # 0: only before the first and after the last step
     save_every: int  # 0: only after the last step
     speed: Callable[..., Mapping[str, float]] = speed_metrics  # (groups, rollout_s=, train_s=)
+    judge: Callable[[int, Mapping[str, float]], None] = _admit  # of a step not yet published; RuntimeError ends the run
 
     async def run(self, *, first: int, steps: int) -> None:
         """Steps first .. steps-1; step s trains on weight version s and ends in version s + 1."""
@@ -93,11 +98,13 @@ class Controller:
         self.phase(step, "train")
         report = await self.trainer.train(self.pack(groups, advantages))
         trained = time.perf_counter()
+        metrics = finish(report.metrics)
+        self.judge(step + 1, metrics)
         self.phase(step, "publish")
         published = await self.trainer.publish(version=step + 1)
         return {
             **self.describe(step, groups),
-            **finish(report.metrics),
+            **metrics,
             "perf/train_s": trained - began,
             "perf/publish_s": time.perf_counter() - trained,
             "perf/pause_s": published.pause_seconds,

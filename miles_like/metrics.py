@@ -131,4 +131,7 @@ def _readable(group: SampleGroup, sample: Sample) -> dict[str, object]:
         "tokens": n,
         "logprob_mean": float(sample.logprobs[sample.loss_mask].mean()) if n else None,
         "versions": [list(v) for v in sample.versions],
+        "token_ids": sample.token_ids.tolist(),
+        "loss_mask": sample.loss_mask.int().tolist(),
+        "logprobs": sample.logprobs[sample.loss_mask].tolist(),  # of the tokens under loss alone
     }

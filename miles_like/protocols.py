@@ -19,6 +19,7 @@ from miles_like.types import (
     Sample,
     SampleGroup,
     SamplingParams,
+    Scored,
     Stat,
     StepReport,
     TrainBatch,
@@ -137,6 +138,9 @@ class RankTrainer(Protocol):
         """One rollout: an optimizer step for each row, in order; `version` is the weight version after all."""
 
     def evaluate(self, row: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]: ...
+    def score(self, row: Sequence[MicroBatch], *, temperature: float | None = None, replay: bool = False) -> Scored:
+        """Log-probabilities under the weights now, and the routers' choice; with `replay` the rollout's is taken."""
+
     def export(self) -> Iterator[NamedTensor]: ...
     def save(self, path: Path, *, asynchronous: bool = False) -> None: ...
     def finish_save(self, *, wait: bool) -> bool: ...

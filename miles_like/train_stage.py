@@ -6,13 +6,12 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_bridge.families.base import Family
 from megatron_bridge.families.registry import family_of
@@ -22,7 +21,7 @@ from megatron_bridge.precision import served_spec
 from megatron_bridge.resolve import resolve
 from miles_like import run_state
 from miles_like.algorithms.advantages import shuffle_over_batch
-from miles_like.algorithms.registry import make_algorithm
+from miles_like.algorithms.registry import make_algorithm, make_bounds
 from miles_like.buffer import DataBuffer
 from miles_like.config import RunConfig, trainer_config
 from miles_like.config_io import dump_config
@@ -31,14 +30,19 @@ from miles_like.engine_fit import check_engine
 from miles_like.factories import MegatronFactory, PublisherRecipe, ServerRecipe
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.metrics import eval_metrics, rollout_metrics, speed_metrics, write_rollouts
-from miles_like.packing import pack_steps
+from miles_like.packing import pack, pack_steps
 from miles_like.placement import plan_placement
+from miles_like.progress import PhaseBar
 from miles_like.report import write_report
 from miles_like.rewards import load_reward
 from miles_like.run_state import RunState
 from miles_like.same_bits import check_same_bits
 from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
+from miles_like.tokenizer import load_tokenizer
 from miles_like.types import Prompt, SampleGroup, SamplingParams, TrainBatch
+from miles_like.verify.allowance import allowance
+from miles_like.verify.gate import admit, judge
+from miles_like.verify_live import Comparison, LiveTrainer
 from miles_like.workers import RayServers, RayTrainer, check_nodes
 from quant.hf_config import spec_from_hf
 from quant.spec import QuantSpec
@@ -68,8 +72,8 @@ class TrainStage:
         self.trainer = trainer_config(config, served)
         cuda = config.cluster.gpus_per_node > 0
         resolve(self.trainer, self.hf.config, cuda=cuda, te=cuda)  # refuses before anything is started
-        self.tokenizer = _tokenizer(served)
-        self.algorithm = make_algorithm(config.algorithm, config.correction)
+        self.tokenizer = load_tokenizer(served)
+        self.algorithm = make_algorithm(config.algorithm, config.correction, config.mismatch)
         self.plan = plan_placement(config.cluster, config.parallel, config.rollout)
         self.tokens_total = 0
         self.saving: RunState | None = None  # of a checkpoint that is not whole yet
@@ -116,6 +120,7 @@ class TrainStage:
         examiner = EnginePool([self.client(url, routing=False) for url in urls])  # nobody trains on its answers
         trainer.connect(self.publisher(urls))
         first = await self._begin(trainer, source, began)
+        await self._verify(trainer, clients, source)
         reward = load_reward(config.reward.name)
         sink = MultiSink(
             [
@@ -124,7 +129,7 @@ class TrainStage:
                 ConsoleSink(steps=config.train.steps, console=self.console),
             ]
         )
-        with _Bar(config.train.steps, self.console) as (progress, task):
+        with PhaseBar(config.train.steps, self.console) as (progress, task):
             controller = Controller(
                 trainer=trainer,
                 algorithm=self.algorithm,
@@ -144,6 +149,7 @@ class TrainStage:
                 eval_every=config.eval.every,
                 save_every=config.checkpoint.every,
                 speed=self.speed,
+                judge=partial(judge, make_bounds(config.mismatch), config.mismatch.on_breach, self.console),
             )
             settle()
             try:
@@ -153,6 +159,28 @@ class TrainStage:
                 await engine.close()
                 await examiner.close()
                 await trainer.close()
+
+    def comparison(self, trainer: RayTrainer, prompts: Sequence[Prompt]) -> Comparison:
+        c, bounds = self.config, make_bounds(self.config.mismatch)
+        shape = None if c.replay.gates else self._routing_shape()  # gates of corrected routes are known to nobody
+        packing = partial(pack, **self._rows(trainer.dp_size), replayed=False)
+        return Comparison(
+            trainer=LiveTrainer(trainer=trainer, pack=packing, shape=shape),
+            temperature=c.rollout.temperature,
+            replay=c.replay.mode == "r3",
+            prompts=prompts,
+            params=replace(self.sampling(0), sampling_seed=seed_of(c.seed, "verify")),
+            bounds=bounds,
+            allowed=allowance(bounds, c.precision, engine=c.rollout.engine, exact=c.alignment.deterministic),
+        )
+
+    async def _verify(self, trainer: RayTrainer, clients: Sequence[SGLangClient], source: PromptSource) -> None:
+        """Raises ValueError where both sides differ by more than the precision explains, naming the cause."""
+        n = self.config.mismatch.check_prompts
+        if n:
+            began = time.perf_counter()
+            report = await self.comparison(trainer, source.all()[:n]).short(clients)
+            admit(report, self.console, time.perf_counter() - began)
 
     async def _check_bits(self, trainer: RayTrainer, clients: Sequence[SGLangClient]) -> None:
         """Raises ValueError where log-probabilities are to be exact and cannot be."""
@@ -302,6 +330,10 @@ class TrainStage:
             resumes=self.config.buffer.max_staleness + RESUMES,
         )
 
+    def _rows(self, dp_size: int) -> dict[str, Any]:
+        c = self.config
+        return {"dp_size": dp_size, "max_tokens": c.max_pack_tokens, "micro_multiple": c.parallel.micro_multiple}
+
     def _pack(
         self, dp_size: int, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]
     ) -> Sequence[TrainBatch]:
@@ -310,11 +342,9 @@ class TrainStage:
             groups,
             advantages,
             steps=c.train.steps_per_rollout,
-            dp_size=dp_size,
-            max_tokens=c.max_pack_tokens,
-            micro_multiple=c.parallel.micro_multiple,
             cost=self.cost,
             replayed=c.replay.mode == "r3",
+            **self._rows(dp_size),
         )
 
     def _deal(self, step: int, advantages: list[list[float]]) -> list[list[float]]:
@@ -367,28 +397,3 @@ def settle() -> None:
     over the modules of Ray, torch and transformers would cost a good part of a short iteration."""
     gc.collect()
     gc.freeze()
-
-
-def _tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        raise ValueError(f"{directory} has no tokenizer files: put the model's tokenizer.json beside its weights")
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
-    return tokenizer
-
-
-class _Bar:
-    """A progress bar with the phase at hand; silent where the console is no terminal."""
-
-    def __init__(self, steps: int, console: Console) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.fields[phase]:<9}"), BarColumn(), MofNCompleteColumn())
-        self._progress = Progress(
-            *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
-        )
-        self._steps = steps
-
-    def __enter__(self) -> tuple[Progress, Any]:
-        self._progress.start()
-        return self._progress, self._progress.add_task("train", total=self._steps, phase="")
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()

@@ -6,7 +6,7 @@ K experts a token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from routing_replay.parts import RankRoutes
+from routing_replay.tape import OwnRoutes
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import VersionSpan as VersionSpan
 
@@ -145,6 +146,14 @@ class MicroBatch:
         wrong = {k: n for k, n in lengths.items() if n != t}
         if wrong:
             raise ValueError(f"micro-batch of {t} tokens has streams of other lengths: {wrong}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scored:
+    """What one trainer rank says of its row, forward only."""
+
+    logprobs: Sequence[Tensor]  # [T] fp32 of each micro-batch: of labels with loss, 0 elsewhere
+    routes: Sequence[OwnRoutes]  # of each micro-batch: this rank's rows and layers; empty where it had no choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from miles_like.packing import cut_row
 from miles_like.placement import PlacementPlan, Slot
 from miles_like.protocols import RankTrainer, WeightPublisher
-from miles_like.types import MicroBatch, PublishReport, StepReport, TrainBatch
+from miles_like.types import MicroBatch, PublishReport, Scored, StepReport, TrainBatch
 from routing_replay.align import RankPart
 from routing_replay.parts import RankRoutes
 
@@ -216,6 +216,9 @@ class _Rank:
     def evaluate(self, row: Sequence[MicroBatch], routes: RowRoutes, loss_tokens: int) -> Mapping[str, float]:
         return self.trainer.evaluate(_with_routes(row, routes), loss_tokens)
 
+    def score(self, row: Sequence[MicroBatch], routes: RowRoutes, temperature: float, replay: bool) -> Scored:
+        return self.trainer.score(_with_routes(row, routes), temperature=temperature, replay=replay)
+
     def publish(self, version: int) -> PublishReport:
         assert self.publisher is not None, "publish before connect"
         return self.publisher.publish(self.trainer.export(), version=version)
@@ -273,6 +276,12 @@ class RayTrainer:
     async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
         shipped, _ = self._ship(batch)
         return (await self._all("evaluate", [(*refs, batch.loss_tokens) for refs in shipped]))[0]
+
+    async def score(self, batch: TrainBatch, *, temperature: float, replay: bool) -> list[tuple[int, Scored]]:
+        """(which row of the batch's grid it has, what it says of it) of every rank. Nothing changes."""
+        shipped, _ = self._ship(batch)
+        scores = await self._all("score", [(*refs, temperature, replay) for refs in shipped])
+        return [(row, scored) for (row, _), scored in zip(self._places, scores, strict=True)]
 
     async def publish(self, *, version: int) -> PublishReport:
         self._version = version

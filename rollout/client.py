@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import httpx
 import orjson
+from torch import Tensor
 
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
 from rollout import wire
@@ -30,6 +31,7 @@ from rollout.wire_control import (
     UpdateVersion,
     error_message,
 )
+from routing_replay.trace import RoutingTrace
 
 _JSON = {"content-type": "application/json"}
 # uvicorn, under SGLang too, closes a connection that was idle for 5 s, and httpx by default forgets it after the same
@@ -176,6 +178,22 @@ class SGLangClient:
             return self._reader.extend(samples, fed, replies)
         except ValueError as e:
             raise RolloutError(f"server {self.url} sent samples that cannot be used: {e}") from e
+
+    async def score(self, sequences: Sequence[Tensor]) -> list[tuple[Tensor, RoutingTrace | None]]:
+        """Of each sequence [S] of tokens: log p of tokens 1..S-1, [S-1] fp32, under the weights now and at temperature
+        1, and the routes [S-1, L, K]. Nothing is sampled. Raises RolloutError."""
+        request = GenerateRequest(
+            input_ids=tuple(tuple(t.tolist()) for t in sequences),
+            sampling=(SamplingParams(max_new_tokens=0),) * len(sequences),
+            return_logprob=True,
+            logprob_start_len=0,
+            return_routed_experts=self._reader.routing is not None,
+        )
+        body = await self._call("POST", wire.GENERATE, request.to_json())
+        try:
+            return self._reader.scores(sequences, body if isinstance(body, list) else [body])
+        except ValueError as e:
+            raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
 
     async def pause(self, mode: PauseMode | None = None) -> None:
         await self._call("POST", wire.PAUSE, (mode or self._pause_mode).to_json())

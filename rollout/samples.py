@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from miles_like.types import Finish, Prompt, Sample, VersionSpan
-from rollout.wire import GenerateReply, WireSpan
+from rollout.wire import GenerateReply, WireSpan, prompt_scores
 from routing_replay.ids import payload_line, read_wire_weights
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import joined
@@ -97,6 +97,30 @@ class SampleReader:
             self._extended(s, tokens[i], replies[i], found[i]) if i in found else replace(s, finish=Finish.ABORT)
             for i, s in enumerate(samples)
         ]
+
+    def scores(
+        self, sequences: Sequence[Tensor], replies: Sequence[object]
+    ) -> list[tuple[Tensor, RoutingTrace | None]]:
+        """Of sequences [S] that were sent as prompts to be scored: log p of tokens 1..S-1, [S-1] fp32, and their
+        routes. Raises ValueError for replies of other tokens, or without routes where there are to be some."""
+        if len(replies) != len(sequences):
+            raise ValueError(f"{len(replies)} replies to {len(sequences)} prompts")
+        found = [prompt_scores(r, t.numpy()) for r, t in zip(replies, sequences, strict=True)]
+        traces: list[RoutingTrace | None] = [None] * len(found)
+        if (shape := self.routing) is not None:
+            if any(routes is None for _, routes in found):
+                raise ValueError("routed_experts is missing: start the server with --enable-return-routed-experts")
+            traces = list(
+                RoutingTrace.many_from_wire(
+                    [str(routes) for _, routes in found],
+                    tokens=sequences,
+                    num_layers=shape.num_layers,
+                    layers=shape.moe_layers,
+                    top_k=shape.top_k,
+                    num_experts=shape.num_experts,
+                )
+            )
+        return [(torch.from_numpy(p), trace) for (p, _), trace in zip(found, traces, strict=True)]
 
     def _nothing(self, reply: GenerateReply) -> bool:
         """Dropped before a token was sampled (of a prompt fed in pieces some rows may never have been computed), or, by

@@ -355,3 +355,13 @@ def _spans(rows: Sequence[Mapping[str, Any]], r: int) -> tuple[WireSpan, ...]:
     if edges[-1] != r or any(s.start != e for s, e in zip(spans, edges, strict=False)):
         raise ValueError(f"{GENERATE}: weight_versions {list(spans)} do not tile {r} response tokens")
     return spans
+
+
+def prompt_scores(body: object, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], str | None]:
+    """Of a reply to a prompt of `tokens` [S] that was only scored: log p of tokens 1..S-1 [S-1], of raw logits, and its
+    `routed_experts`. Raises ValueError for a reply without them or of other tokens."""
+    meta = an_object(need(an_object(body, GENERATE), "meta_info", GENERATE), GENERATE)
+    rows = need(meta, "input_token_logprobs", GENERATE)
+    if len(rows) != len(tokens):
+        raise ValueError(f"{GENERATE}: input_token_logprobs of {len(rows)} tokens for a prompt of {len(tokens)}")
+    return _logprobs(rows[1:], tokens[1:]), meta.get("routed_experts")

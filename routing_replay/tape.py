@@ -47,8 +47,8 @@ class FedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OwnRoutes:
-    """What this rank's own routers chose for the rows it feeds of one micro-batch. They never leave the rank, and have
-    no seals: they belong to `fed`."""
+    """What this rank's own routers chose for the rows it feeds of one micro-batch. They are replayed on no
+    other rank, and have no seals: they belong to `fed`."""
 
     fed: FedRows
     trace: RoutingTrace  # [rows, L, K]

@@ -34,6 +34,8 @@ FLOORS = {  # longest prefix wins
     "miles_like.factories": 6,
     "miles_like.engine_fit": 6,
     "miles_like.train_stage": 6,
+    "miles_like.verify_live": 6,
+    "miles_like.verify_stage": 6,
     "miles_like.cli": 7,
     "scripts": 8,
 }

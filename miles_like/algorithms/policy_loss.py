@@ -12,6 +12,7 @@ from typing import Literal, TypedDict
 import torch
 from torch import Tensor
 
+from miles_like.algorithms.bounds import Bounds
 from miles_like.algorithms.correction import Correction
 from miles_like.algorithms.mismatch import max_stat, mean_stat, mismatch_stats
 from miles_like.algorithms.sequences import sequence_means, to_tokens
@@ -41,6 +42,8 @@ class ClippedLoss:
     With kl_coefficient > 0, plus kl_coefficient * k3, k3 = exp(d) - 1 - d with d = log p_ref - log p_train (GRPO,
     arXiv:2402.03300 eq. 4; the estimator is Schulman's, http://joschu.net/blog/kl-approx.html): never negative, and
     its mean over the policy's own samples is KL(train || ref). It is neither clipped nor weighted.
+
+    With `bounds`, tokens and samples whose mismatch is above them weigh bound over mismatch, besides w (bounds.py).
     """
 
     clip_low: float
@@ -48,6 +51,7 @@ class ClippedLoss:
     kl_coefficient: float = 0.0
     ratio_of: Literal["token", "sequence"] = "token"
     correction: Correction | None = None
+    bounds: Bounds | None = None
 
     def __post_init__(self) -> None:
         if not (0 < self.clip_low <= 1 and self.clip_high > 0):
@@ -86,6 +90,9 @@ class ClippedLoss:
         }
         if self.correction is not None:
             weight, of_weights = self.correction.weights(**sides)
+            surrogate, stats = surrogate * weight, stats | of_weights
+        if self.bounds is not None:
+            weight, of_weights = self.bounds.weights(**sides)
             surrogate, stats = surrogate * weight, stats | of_weights
         loss = torch.where(loss_mask, -surrogate, 0.0)
         stats |= {

@@ -12,9 +12,10 @@ from functools import partial
 from typing import Literal
 
 from miles_like.algorithms.advantages import group_relative
+from miles_like.algorithms.bounds import Bounds
 from miles_like.algorithms.correction import Correction
 from miles_like.algorithms.policy_loss import ClippedLoss
-from miles_like.config import AlgorithmConfig, CorrectionConfig
+from miles_like.config import AlgorithmConfig, CorrectionConfig, MismatchConfig
 from miles_like.protocols import Algorithm
 from miles_like.types import SampleGroup
 
@@ -43,7 +44,11 @@ def make_correction(config: CorrectionConfig) -> Correction | None:
 
 
 def _group_relative(
-    config: AlgorithmConfig, correction: CorrectionConfig, *, ratio_of: Literal["token", "sequence"]
+    config: AlgorithmConfig,
+    correction: CorrectionConfig,
+    bounds: Bounds | None,
+    *,
+    ratio_of: Literal["token", "sequence"],
 ) -> Algorithm:
     return GroupRelative(
         name=config.name,
@@ -53,18 +58,25 @@ def _group_relative(
             kl_coefficient=config.kl_coefficient,
             ratio_of=ratio_of,
             correction=make_correction(correction),
+            bounds=bounds,
         ),
         normalize_std=config.normalize_std,
     )
 
 
-ALGORITHMS: dict[str, Callable[[AlgorithmConfig, CorrectionConfig], Algorithm]] = {
+ALGORITHMS: dict[str, Callable[[AlgorithmConfig, CorrectionConfig, Bounds | None], Algorithm]] = {
     "grpo": partial(_group_relative, ratio_of="token"),
     "gspo": partial(_group_relative, ratio_of="sequence"),
 }
 
 
-def make_algorithm(config: AlgorithmConfig, correction: CorrectionConfig) -> Algorithm:
+def make_bounds(config: MismatchConfig) -> Bounds:
+    return Bounds(**config.bounds)
+
+
+def make_algorithm(
+    config: AlgorithmConfig, correction: CorrectionConfig, mismatch: MismatchConfig | None = None
+) -> Algorithm:
     """Raises ValueError for an unknown name, naming the nearest known one."""
     build = ALGORITHMS.get(config.name)
     if build is None:
@@ -72,4 +84,5 @@ def make_algorithm(config: AlgorithmConfig, correction: CorrectionConfig) -> Alg
         raise ValueError(
             f"unknown algorithm.name {config.name!r}: did you mean {near[0]!r}? Known: {sorted(ALGORITHMS)}"
         )
-    return build(config, correction)
+    weighs = mismatch is not None and mismatch.on_breach == "down_weight"
+    return build(config, correction, make_bounds(mismatch) if weighs and mismatch is not None else None)

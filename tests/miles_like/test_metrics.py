@@ -94,6 +94,8 @@ def test_rollouts_are_readable(tmp_path):
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert "£" in path.read_text()
     assert first.pop("logprob_mean") == pytest.approx(-0.003)
+    assert first.pop("logprobs") == pytest.approx([-0.002, -0.003, -0.004])  # of the tokens under loss
+    assert first.pop("token_ids") == [0, 1, 2, 3, 4] and first.pop("loss_mask") == [0, 0, 1, 1, 1]
     assert first == {
         "prompt_id": "p",
         "index": 0,

@@ -365,3 +365,20 @@ def test_gate_weights_come_with_the_routes_they_belong_to(path: Path, url: str) 
     with FakeServer() as stock, pytest.raises(RolloutError, match="a stock SGLang server has none"):
         shape = RoutingShape(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=16, gates=True)
         ask(stock.url, lambda c: c.generate([A], n=1, params=params(2)), routing=shape)
+
+
+def test_a_sample_that_is_scored_has_the_log_probs_and_routes_it_was_sampled_with(url: str) -> None:
+    """Fed as a prompt: the same weights, another order of the same sums."""
+
+    async def both(client: SGLangClient) -> tuple[Any, Any]:
+        (group,) = await client.generate([A], n=2, params=params(6))
+        return group, await client.score([s.token_ids for s in group.samples])
+
+    group, scores = ask(url, both)
+    for sample, (logprobs, routes) in zip(group.samples, scores, strict=True):
+        of_response = sample.loss_mask[1:]
+        torch.testing.assert_close(logprobs[of_response], sample.logprobs[1:][of_response], atol=1e-5, rtol=0)
+        assert routes is not None and torch.equal(routes.experts, sample.routing.experts)
+    without = ask(url, lambda client: client.score([group.samples[0].token_ids]), routing=None)
+    assert without[0][1] is None
+    torch.testing.assert_close(without[0][0], scores[0][0], atol=1e-5, rtol=0)

@@ -1,0 +1,181 @@
+"""What the comparison of trainer and rollout says: a gap, the steps that explain it, a report.
+
+Letters: S tokens a sample.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from miles_like.algorithms.bounds import Bounds
+from miles_like.algorithms.mismatch import finish, mismatch_stats
+from miles_like.types import Reduce
+
+STEPS = ("tokens", "sampling", "weights", "quantizer", "routing", "numerics")
+
+
+class Cause(StrEnum):
+    """What a gap is put down to."""
+
+    TOKENS_SHIFTED = "shifted tokens"
+    TOKENS_TRUNCATED = "truncated tokens"
+    TEMPLATE = "another prompt template"
+    TOKENS = "other tokens"
+    TEMPERATURE = "wrong temperature"
+    STALE = "stale weights"
+    EXPERT_BIAS = "expert bias dropped"
+    GATE_UP = "gate and up swapped"
+    MISPLACED = "weights in another's place"
+    WEIGHTS = "other weights"
+    GROUP_SIZE = "wrong group size"
+    SCALE_DTYPE = "wrong scale dtype"
+    FORMAT = "wrong weight format"
+    ROUTES_SHIFTED = "routes shifted"
+    LAYERS_ROTATED = "layers of routes in another order"
+    BAD_ROWS = "bad rows of routes"
+    ROUTES = "routes of other tokens"
+    NUMERICS = "more than the precision explains"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Of the trainer's log-probabilities from the rollout's, over tokens under loss; keys of `figures` are those of
+    docs/metrics.md."""
+
+    tokens: int
+    figures: Mapping[str, float]
+
+    @property
+    def kl(self) -> float:
+        return self.figures["mismatch/kl"]
+
+    @property
+    def mean(self) -> float:
+        return self.figures["mismatch/logprob_abs_diff"]
+
+    @property
+    def largest(self) -> float:
+        return self.figures["mismatch/logprob_abs_diff_max"]
+
+
+def gap_of(trainer: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor]) -> Gap:
+    """Each [S] of every sample, where the rollout's mask is set; of a sample whose sides differ in length, what both
+    have. Raises ValueError for no token to compare."""
+    cut = [
+        (t[:n], r[:n], m[:n]) for t, r, m in zip(trainer, rollout, masks, strict=True) for n in [min(len(t), len(r))]
+    ]
+    mask = torch.cat([m for _, _, m in cut])
+    if not bool(mask.any()):
+        raise ValueError(f"0 tokens under loss in {len(cut)} samples: nothing to compare")
+    ends = torch.tensor([0] + [len(m) for _, _, m in cut]).cumsum(0).to(torch.int32)
+    stats = mismatch_stats(
+        old_logprobs=torch.cat([t for t, _, _ in cut]).float(),
+        rollout_logprobs=torch.cat([r for _, r, _ in cut]).float(),
+        loss_mask=mask,
+        cu_seqlens=ends,
+    )
+    means = {k: float(s.total / s.count.clamp(min=1)) for k, s in stats.items() if s.reduce is Reduce.MEAN}
+    rest = {k: float(s.total) for k, s in stats.items() if s.reduce is not Reduce.MEAN}
+    return Gap(tokens=int(mask.sum()), figures=finish(means | rest))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One step: what was compared, the gap before and, where that could be measured, with what was found set right."""
+
+    step: str
+    compared: str
+    before: Gap
+    after: Gap | None  # None: it cannot be set right from here
+    causes: tuple[tuple[Cause, str], ...] = ()  # with what shows it; none: nothing is wrong
+
+    @property
+    def verdict(self) -> str:
+        return "; ".join(f"{cause.value}: {what}" for cause, what in self.causes) or "agrees"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Profile:
+    """What is drawn: of the gap as it was found."""
+
+    position: Tensor  # [n] int64, of each token under loss in its response, from 0
+    delta: Tensor  # [n] fp32, trainer minus rollout
+    layers: tuple[int, ...]  # global numbers; empty: no routes were compared
+    agreement: Tensor  # [L] fp64: share of rows with the same set of experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Report:
+    """All steps in order, and what is left."""
+
+    findings: tuple[Finding, ...]
+    profile: Profile
+    bounds: Bounds
+    extra: Mapping[str, float]
+
+    @property
+    def found(self) -> Gap:
+        """As the run would meet it."""
+        return self.findings[0].before
+
+    @property
+    def causes(self) -> list[tuple[str, Cause, str]]:
+        """(step, cause, what shows it) of everything that is wrong, in order."""
+        return [(f.step, cause, what) for f in self.findings for cause, what in f.causes]
+
+    @property
+    def broken(self) -> list[str]:
+        """Bounds that the gap breaks, as it was found."""
+        return self.bounds.broken(self.found.figures)
+
+    @property
+    def ok(self) -> bool:
+        return not self.causes and not self.broken
+
+    def sentence(self) -> str:
+        """All that is wrong, in one."""
+        return "; ".join([*(f"{step}: {c.value} ({what})" for step, c, what in self.causes), *self.broken])
+
+    def to_json(self) -> dict[str, object]:
+        """One flat object of figures, and `verdicts`."""
+        out: dict[str, object] = dict(self.found.figures) | dict(self.extra)
+        out["mismatch/tokens"] = self.found.tokens
+        for f in self.findings:
+            out[f"verify/{f.step}/kl_before"] = f.before.kl
+            if f.after is not None:
+                out[f"verify/{f.step}/kl_after"] = f.after.kl
+                out[f"verify/{f.step}/kl_explained"] = f.before.kl - f.after.kl
+        out["verdicts"] = [{"step": s, "cause": c.value, "what": what} for s, c, what in self.causes]
+        out["bounds_broken"] = self.broken
+        return out
+
+    def write_json(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figures = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in self.to_json().items()}
+        path.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+    def table(self) -> Table:
+        table = Table(title="Trainer against rollout, step by step", title_justify="left")
+        for name in ("step", "compared"):
+            table.add_column(name)
+        for name in ("kl", "after", "mean |Δ|", "max |Δ|"):
+            table.add_column(name, justify="right")
+        table.add_column("verdict")
+        for f in self.findings:
+            after = "-" if f.after is None else f"{f.after.kl:.2e}"
+            table.add_row(
+                *(f.step, escape(f.compared), f"{f.before.kl:.2e}", after),
+                *(f"{f.before.mean:.2e}", f"{f.before.largest:.2e}", escape(f.verdict)),
+                style="bold red" if f.causes else None,
+            )
+        return table

@@ -1,0 +1,166 @@
+"""`verify`: a job's two sides are started on its checkpoint, score the same samples, and the gap is put down to causes.
+
+`train` asks the same of what it has started already, in a short form, before its first step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from miles_like import run_state
+from miles_like.factories import CheckpointWriter, MegatronFactory
+from miles_like.train_stage import TrainStage
+from miles_like.types import Finish, Prompt, Sample, SampleGroup, VersionSpan
+from miles_like.verify.findings import Report
+from miles_like.verify.weights import WeightEvidence
+from miles_like.verify_live import LiveRollout, Published, opaque_evidence, weight_evidence
+from miles_like.workers import RayTrainer, check_nodes
+from quant.hf_config import quantized_config
+from rollout.client import SGLangClient
+from rollout.prompts import PromptSource
+
+PROMPTS = 32  # that are sampled where no file of samples is given
+
+
+class VerifyStage:
+    """rollouts: a file of samples that a run kept, which are compared in place of new ones; no server is started."""
+
+    def __init__(
+        self,
+        run: TrainStage,
+        *,
+        rollouts: Path | None = None,
+        checkpoint: Path | None = None,
+    ) -> None:
+        """checkpoint: a step_N folder of a run, whose weights are compared in place of those it began with. Raises
+        ValueError for one that is not whole."""
+        self.run, self.config, self.rollouts, self.checkpoint = run, run.config, rollouts, checkpoint
+        self.version = 0 if checkpoint is None else run_state.load(checkpoint).weight_version
+        self.weights = run.run_dir / "verify" / "weights"  # while they are compared
+
+    def report(self) -> Report:
+        """Raises ValueError or RuntimeError where one side cannot be started or asked."""
+        run = self.run
+        check_nodes(run.plan)
+        kept = None if self.rollouts is None else read_rollouts(self.rollouts, self.version)
+        servers = run.servers(0) if kept is None else None
+        try:
+            trainer = RayTrainer(
+                MegatronFactory(run.trainer, run.weights, run.algorithm.loss),
+                run.plan.of("trainer"),
+                dp_size=self.config.parallel.dp,
+                log_dir=run.run_dir / "logs",
+            )
+            urls = [] if servers is None else servers.wait()
+            return asyncio.run(self._compare(trainer, urls, kept))
+        finally:
+            if servers is not None:
+                servers.stop()
+
+    async def _compare(self, trainer: RayTrainer, urls: Sequence[str], kept: Sequence[SampleGroup] | None) -> Report:
+        run, data = self.run, self.config.data
+        prompts = PromptSource(data, run.tokenizer, data.train, seed=self.config.seed).all()
+        compare = run.comparison(trainer, prompts[:PROMPTS])
+        if self.checkpoint is not None:
+            await trainer.load(self.checkpoint.resolve() / "trainer")
+        clients = [run.client(url) for url in urls]
+        try:
+            if kept is not None:
+                return await compare.of(kept, prompts=_now(kept, prompts))
+            published = await self._published(trainer)
+            trainer.connect(run.publisher(urls))
+            if self.config.precision.qat or self.checkpoint is not None:
+                await trainer.publish(version=self.version)
+            groups = await compare.sample(clients)
+            rollout = LiveRollout(
+                client=clients[0],
+                publish=lambda: trainer.publish(version=self.version),
+                prompts_per_request=self.config.rollout.prompts_per_request,
+            )
+            weights = await self._hashes(clients[0], published, rollout)
+            return await compare.of(groups, weights=weights, rollout=rollout)
+        finally:
+            for client in clients:
+                await client.close()
+            await trainer.close()
+            shutil.rmtree(self.weights, ignore_errors=True)
+
+    async def _published(self, trainer: RayTrainer) -> Published:
+        """The trainer's weights as they are before they are encoded."""
+        run, out = self.run, self.weights
+        shutil.rmtree(out, ignore_errors=True)
+        config = quantized_config(run.hf.config, None)
+        trainer.connect(CheckpointWriter(out=out, hf_config=config, spec=None, copy_from=run.served))
+        await trainer.publish(version=0)
+        return Published(out, run.spec)
+
+    async def _hashes(self, client: SGLangClient, published: Published, rollout: LiveRollout) -> WeightEvidence | None:
+        """None where the server still holds codes that another quantizer may have made of the values that the trainer
+        has. A stock server, whose hashes are of fused tensors, is published to, and asked again."""
+        if self.run.spec is not None and not self.config.precision.qat and self.checkpoint is None:
+            return None
+        served = (await client.checksum()).ranks[0]
+        if self.config.rollout.engine == "embedded":
+            return weight_evidence(published, served, self.run.hf)
+        await rollout.mend()
+        return opaque_evidence((await client.checksum()).ranks[0], served, published)
+
+
+def _now(kept: Sequence[SampleGroup], prompts: Sequence[Prompt]) -> list[Sequence[int]] | None:
+    """What the prompts of kept samples are made into today; None where one is not among them."""
+    made = {p.id: p.token_ids for p in prompts}
+    ids = [g.prompt.id for g in kept]
+    return [made[i] for i in ids] if all(i in made for i in ids) else None
+
+
+def read_rollouts(path: Path, version: int) -> list[SampleGroup]:
+    """Samples of a `rollouts/step_N.jsonl`, a group each. Raises ValueError for a file without token ids, as older ones
+    are, or of tokens that another weight version than this sampled."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as e:
+        raise ValueError(f"{path}: {e.strerror}") from None
+    samples = [_sample(line, f"{path}, line {i + 1}") for i, line in enumerate(lines) if line.strip()]
+    if not samples:
+        raise ValueError(f"{path} holds 0 samples: give a rollouts/step_N.jsonl of a run")
+    versions = sorted({v.version for s in samples for v in s.versions})
+    if versions not in ([], [version]):
+        raise ValueError(
+            f"{path} holds tokens of weight versions {versions}, the trainer has version {version}: give the "
+            "checkpoint of that version (--checkpoint RUN/checkpoints/step_N), and samples of one version"
+        )
+    return [
+        SampleGroup(prompt=Prompt(id=s.prompt_id, token_ids=tuple(s.token_ids.tolist()), answer=""), samples=(s,))
+        for s in samples
+    ]
+
+
+def _sample(line: str, where: str) -> Sample:
+    try:
+        row: Mapping[str, Any] = json.loads(line)
+    except ValueError as e:
+        raise ValueError(f"{where} is not JSON: {e}") from None
+    missing = [k for k in ("token_ids", "loss_mask", "logprobs") if k not in row]
+    if missing:
+        raise ValueError(f"{where} has no {missing[0]!r}: it was kept without; run again to keep samples with tokens")
+    mask = torch.tensor(row["loss_mask"], dtype=torch.bool)
+    logprobs = torch.zeros(len(mask))
+    logprobs[mask] = torch.tensor(row["logprobs"], dtype=torch.float32)
+    return Sample(
+        prompt_id=str(row["prompt_id"]),
+        index=int(row["index"]),
+        token_ids=torch.tensor(row["token_ids"], dtype=torch.int64),
+        loss_mask=mask,
+        logprobs=logprobs,
+        routing=None,
+        versions=tuple(VersionSpan(*v) for v in row["versions"]),
+        finish=Finish(row["finish"]),
+        text=str(row["response"]),
+    )

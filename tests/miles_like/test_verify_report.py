@@ -1,0 +1,152 @@
+"""What `verify` says and how it ends: status, JSON, the table; saved samples read back; which gap a precision explains.
+
+Not covered: whether the verdicts are right (tests/laws/test_verify_names_faults.py).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_samples import group, sample
+from rich.console import Console
+from typer.testing import CliRunner
+
+from megatron_bridge.config import PrecisionConfig
+from miles_like.algorithms.bounds import Bounds
+from miles_like.cli import app
+from miles_like.metrics import write_rollouts
+from miles_like.verify.allowance import allowance
+from miles_like.verify.findings import Cause, Finding, Profile, Report, gap_of
+from miles_like.verify.gate import admit
+from miles_like.verify.tokens import compare_prompts, compare_tokens, shifted
+from miles_like.verify_stage import read_rollouts
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny.toml"
+
+
+def report(*causes: tuple[Cause, str], delta: float = 0.1, bounds: Bounds | None = None) -> Report:
+    """Two tokens; `causes` found in the weights, which cannot be set right."""
+    mask = torch.tensor([False, True, True])
+    told, gone = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, delta, -delta])
+    gap = gap_of([told + gone], [told], [mask])
+    steps = [
+        Finding(step="tokens", compared="3 tokens", before=gap, after=gap),
+        Finding(step="weights", compared="hashes", before=gap, after=None if causes else gap, causes=causes),
+    ]
+    profile = Profile(
+        position=torch.arange(2), delta=gone[mask], layers=(1, 2), agreement=torch.tensor([1.0, 0.5]).double()
+    )
+    return Report(findings=tuple(steps), profile=profile, bounds=bounds or Bounds(), extra={"routing/agreement": 0.75})
+
+
+def test_a_gap_is_that_of_the_metrics() -> None:
+    gap = report().found
+    assert gap.tokens == 2 and gap.mean == pytest.approx(0.1) and gap.largest == pytest.approx(0.1)
+    want = (math.expm1(0.1) - 0.1 + math.expm1(-0.1) + 0.1) / 2
+    assert gap.kl == pytest.approx(want, rel=1e-4)
+    with pytest.raises(ValueError, match="0 tokens under loss in 1 samples"):
+        gap_of([torch.zeros(2)], [torch.zeros(2)], [torch.zeros(2, dtype=torch.bool)])
+
+
+@pytest.mark.parametrize(
+    ("made", "status", "says"),
+    [
+        (report(), 0, ""),
+        (report((Cause.STALE, "a.weight is the one of an earlier version")), 1, "weights: stale weights (a.weight"),
+        (report(bounds=Bounds(kl_max=1e-6)), 1, "above mismatch.kl_max = 1e-06"),
+    ],
+)
+def test_the_status_is_the_verdict(
+    made: Report, status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def verify(*args: Any, **how: Any) -> tuple[Report, list[Path]]:
+        asked.append(how)
+        return made, [tmp_path / "verify_steps.png"]
+
+    monkeypatch.setattr("miles_like.assemble.verify", verify)
+    out = tmp_path / "figures.json"
+    command = ["verify", "--config", str(TINY), "--json", str(out), "--run-dir", str(tmp_path), "--rollouts", "x.jsonl"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == status and says in done.stderr
+    assert "verify_steps.png" in done.output and "after" in done.output
+    figures = json.loads(out.read_text())
+    assert len(figures["verdicts"]) == len(made.causes) and figures["routing/agreement"] == 0.75
+    assert ("verify/weights/kl_after" in figures) == (not made.causes)
+    assert asked == [{"rollouts": Path("x.jsonl"), "checkpoint": None}]
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    report(delta=math.nan).write_json(tmp_path / "a.json")
+    figures = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert figures["mismatch/nan_count"] == 2.0
+
+
+def test_a_run_starts_on_a_gap_that_is_explained_alone() -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    admit(report(), console, 1.5)
+    assert "agree on 2 tokens" in console.export_text()
+    with pytest.raises(
+        ValueError, match=r"differ before the first step: weights: stale weights \(w\).*miles-like verify"
+    ):
+        admit(report((Cause.STALE, "w")), console, 1.5)
+
+
+def test_what_a_precision_explains() -> None:
+    """None in a deterministic run; kernels where both multiply the same numbers; rounding where one alone does."""
+    fp8, qat, bf16 = PrecisionConfig(), PrecisionConfig(qat=True), PrecisionConfig(format="bf16")
+
+    def of(p: PrecisionConfig, engine: Any = "embedded", exact: bool = False, b: Bounds | None = None) -> float | None:
+        return allowance(b or Bounds(), p, engine=engine, exact=exact).kl_max
+
+    kernels, one_side = of(bf16), of(fp8)
+    assert kernels is not None and one_side is not None
+    assert of(qat, exact=True) == of(bf16, exact=True) == 0.0
+    assert kernels == of(qat) == of(bf16, "sglang") < one_side == of(qat, "sglang")
+    assert of(PrecisionConfig(format="int4", qat=True), "sglang") == of(bf16)
+    assert of(fp8, b=Bounds(kl_max=0.5)) == 0.5
+
+
+def test_kept_samples_are_read_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "step_1.jsonl"
+    samples = [sample("p", i, reward=1.0, first_token=3 * i) for i in range(2)]
+    write_rollouts(path, [group(samples)])
+    for back, s in zip(read_rollouts(path, 0), samples, strict=True):
+        (got,) = back.samples
+        assert torch.equal(got.token_ids, s.token_ids) and torch.equal(got.loss_mask, s.loss_mask)
+        assert torch.equal(got.logprobs, s.logprobs) and got.name == s.name
+    with pytest.raises(ValueError, match=r"weight versions \[0\], the trainer has version 3"):
+        read_rollouts(path, 3)
+    path.write_text('{"prompt_id": "p"}\n')
+    with pytest.raises(ValueError, match=r"line 1 has no 'token_ids'"):
+        read_rollouts(path, 0)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="holds 0 samples"):
+        read_rollouts(path, 0)
+
+
+def test_tokens_that_differ_are_said_to_by_kind() -> None:
+    told = torch.tensor([7, 8, 9, 1, 2, 3])
+    mask = torch.tensor([False, False, False, True, True, True])
+    for fed, cause, says in (
+        (told[:-2], Cause.TOKENS_TRUNCATED, "2 are cut off"),
+        (told[1:], Cause.TEMPLATE, "from position 0 on"),
+        (torch.tensor([7, 5, 8, 9, 1, 2, 3]), Cause.TEMPLATE, "from position 1 on"),
+        (told.roll(1), Cause.TOKENS_SHIFTED, "token i-1"),
+        (torch.tensor([7, 8, 9, 1, 5, 3]), Cause.TOKENS, "from position 4 on"),
+    ):
+        found = compare_tokens([told], [fed], [mask], ["a/0"])
+        assert found is not None and found[0] is cause and says in found[1], found
+    assert compare_tokens([told], [told.clone()], [mask], ["a/0"]) is None
+    assert compare_prompts([told], [mask], [(7, 8, 9)], ["a/0"]) is None
+    found = compare_prompts([told], [mask], [(7, 8)], ["a/0"])
+    assert found is not None and found[0] is Cause.TEMPLATE and "3 prompt tokens" in found[1]
+    values = torch.tensor([0.0, 0.0, 0.0, -1.0, -2.0, -3.0])
+    assert shifted(values, mask, 1).tolist()[3:5] == [-2.0, -3.0] and shifted(values, mask, -1)[4:].tolist() == [-1, -2]
