@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 _SHIFTS = (1, -1, 2, -2, 3, -3)
+_HALF, _MOST = 0.5, 0.75  # of a row's experts, and of its layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,12 +47,14 @@ def route_fault(recorded: Sequence[Tensor], own: Sequence[Tensor], names: Sequen
     near-ties do.
 
     Rows moved by up to three positions and layers in another order are found where that undoes more than half of all
-    disagreement; single rows where they agree hardly better than other tokens' rows do.
+    disagreement; single rows where most layers differ and not even half of the experts are shared, no more than other
+    tokens' rows do share. A near-tie between groups of experts may exchange as many in one layer: that alone is no bad
+    row where there are other layers.
     """
     level = _disagreement(recorded, own)
     for d in _SHIFTS:
         if _disagreement(*_moved(recorded, own, d)) < level / 2:
-            what = f"all rows are shifted by {d}: row i holds the experts of token i{-d:+d}"
+            what = f"all rows are shifted by {d}: row i holds those of token i{-d:+d}"
             return RouteFault(kind="shifted", what=what, corrected=_unshifted(recorded, own, d))
     if (order := _layer_order(recorded, own)) is not None:
         undone = tuple(r[:, order] for r in recorded)
@@ -106,10 +109,16 @@ def _bad_rows(recorded: Sequence[Tensor], own: Sequence[Tensor], names: Sequence
     strangers = torch.stack([overlap(o, o.roll(d, 0)).mean() for d in _SHIFTS]).median()
     typical = every.median()
     if typical <= (1 + strangers) / 2:
-        what = f"a row shares {float(typical):.0%} of its experts with the other side's: of other tokens or weights"
+        what = f"a row shares {float(typical):.0%} of its experts with the other side's"
         return RouteFault(kind="strangers", what=what, corrected=tuple(own))
     line = strangers + (typical - strangers) / 4
-    bad = [(i, int(p)) for i, rows in enumerate(of_rows) for p in (rows < line).nonzero()[:, 0]]
+    line = min(float(line), _HALF)
+    differ = [(overlap(r, o) < 1).float().mean(1) >= _MOST for r, o in zip(recorded, own, strict=True)]
+    bad = [
+        (i, int(p))
+        for i, (rows, most) in enumerate(zip(of_rows, differ, strict=True))
+        for p in ((rows <= line) & most).nonzero()[:, 0]
+    ]
     if not bad:
         return None
     corrected = [r.clone() for r in recorded]

@@ -74,3 +74,13 @@ def test_single_rows_are_named() -> None:
 def test_another_samples_routes_are_strangers() -> None:
     fault = route_fault(routes(5), routes(), NAMES)
     assert fault is not None and fault.kind == "strangers"
+
+
+def test_a_tie_between_groups_is_no_bad_row() -> None:
+    """Half of the experts of one layer, in one row: two groups were as good."""
+    own = routes(layers=2)
+    other = [r.clone() for r in own]
+    other[0][3, 1, :2] = torch.tensor([e for e in range(32) if e not in own[0][3, 1].tolist()][:2])
+    assert route_fault(other, own, NAMES) is None
+    other[0][3, 1] = torch.tensor([e for e in range(32) if e not in own[0][3, 1].tolist()][:4])
+    assert route_fault(other, own, NAMES) is None, "one layer alone"
