@@ -111,8 +111,7 @@ def _bad_rows(recorded: Sequence[Tensor], own: Sequence[Tensor], names: Sequence
     if typical <= (1 + strangers) / 2:
         what = f"a row shares {float(typical):.0%} of its experts with the other side's"
         return RouteFault(kind="strangers", what=what, corrected=tuple(own))
-    line = strangers + (typical - strangers) / 4
-    line = min(float(line), _HALF)
+    line = min(float(strangers + (typical - strangers) / 4), _HALF)
     differ = [(overlap(r, o) < 1).float().mean(1) >= _MOST for r, o in zip(recorded, own, strict=True)]
     bad = [
         (i, int(p))
