@@ -6,6 +6,7 @@ so that a dry run, a finished stage or a mistyped key does not wait for them.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import sys
@@ -311,24 +312,30 @@ def report(run_dir: Path) -> Path:
     return run_dir / "report.html"
 
 
-def verify(
-    config: RunConfig, run_dir: Path, console: Console, ray_address: str | None, **how: Any
-) -> tuple[AlignmentReport, list[Path]]:
-    """Start both sides on the job's checkpoint, made if it is not there, and compare them; the pictures go into
-    `run_dir`/verify. `how`: rollouts and checkpoint of `VerifyStage`. Raises ValueError or RuntimeError."""
+def staged(config: RunConfig, run_dir: Path, console: Console, ray_address: str | None) -> Path:
+    """The job's checkpoint, made if it is not there: its folders `hf`, which servers load, and `megatron`."""
     parts = pipeline_parts(config, console, ray_address)
     *before, _ = plan_stages(config, run_dir, parts, mode="fresh")
     run_stages(before, [s.name for s in before], console, fresh=False)
     marker = read_marker(before[-1].directory)
     assert marker is not None, "staged just now"
+    return Path(marker["root"])
+
+
+def verify(
+    config: RunConfig, run_dir: Path, console: Console, ray_address: str | None, **how: Any
+) -> tuple[AlignmentReport, list[Path]]:
+    """Start both sides on the job's checkpoint, made if it is not there, and compare them; the pictures go into
+    `run_dir`/verify. `how`: the words of `VerifyStage`. Raises ValueError or RuntimeError."""
+    root = staged(config, run_dir, console, ray_address)
     from miles_like.train_stage import TrainStage
     from miles_like.verify.pictures import write_pictures
     from miles_like.verify_stage import VerifyStage
     from miles_like.workers import start_ray
 
-    start_ray(ray_address)
     run_dir.mkdir(parents=True, exist_ok=True)
-    root = Path(marker["root"])
-    run = TrainStage(config, run_dir, root / "hf", root / "megatron", console)
-    found = VerifyStage(run, **how).report()
+    stage = VerifyStage(TrainStage(config, run_dir, root / "hf", root / "megatron", console), **how)
+    asyncio.run(stage.meet())
+    start_ray(ray_address)
+    found = stage.report()
     return found, write_pictures(found, run_dir / "verify")

@@ -235,6 +235,12 @@ def verify(
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="a checkpoints/step_N of a run, in place of its beginning")
     ] = None,
+    server: Annotated[
+        list[str] | None, typer.Option("--server", metavar="URL", help="a running server, in place of starting one")
+    ] = None,
+    prompts: Annotated[
+        int | None, typer.Option("--prompts", min=1, help="how many are sampled, in place of 32")
+    ] = None,
     overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
     ray_address: Annotated[str | None, typer.Option("--ray-address")] = None,
 ) -> None:
@@ -243,9 +249,8 @@ def verify(
     with one_sentence(run_dir / "logs"):
         loaded = load_config(config, overrides)
         try:
-            found, pictures = assemble.verify(
-                loaded, run_dir, console, ray_address, rollouts=rollouts, checkpoint=checkpoint
-            )
+            how = {"rollouts": rollouts, "checkpoint": checkpoint, "attached": server or (), "prompts": prompts}
+            found, pictures = assemble.verify(loaded, run_dir, console, ray_address, **how)
         finally:
             assemble.shut_down()
         console.print(found.table())

@@ -162,7 +162,7 @@ class TrainStage:
 
     def comparison(self, trainer: RayTrainer, prompts: Sequence[Prompt]) -> Comparison:
         c, bounds = self.config, make_bounds(self.config.mismatch)
-        shape = None if c.replay.gates else self._routing_shape()  # gates of corrected routes are known to nobody
+        shape = None if c.replay.gates else self.routing_shape()  # gates of corrected routes are known to nobody
         packing = partial(pack, **self._rows(trainer.dp_size), replayed=False)
         return Comparison(
             trainer=LiveTrainer(trainer=trainer, pack=packing, shape=shape),
@@ -230,14 +230,14 @@ class TrainStage:
                     exact=self.config.exact_parts,
                     node_rank=slot.node_rank,
                     nnodes=slot.nnodes,
-                    routed_experts=routing and self._routing_shape() is not None,
+                    routed_experts=routing and self.routing_shape() is not None,
                 ),
             )
             for slot in self.plan.of("rollout")
         ]
         return RayServers(launches, self.run_dir / "logs")
 
-    def _routing_shape(self) -> RoutingShape | None:
+    def routing_shape(self) -> RoutingShape | None:
         """None for a model without experts, and where the servers would send routes of other weights."""
         hf = self.hf.config
         layers = self.family.moe_layers(hf)
@@ -252,20 +252,21 @@ class TrainStage:
         )
 
     def _payload(self) -> str:
-        shape = self._routing_shape()
+        shape = self.routing_shape()
         return f"; {shape.payload}" if shape else ""
 
-    def client(self, url: str, *, routing: bool = True) -> SGLangClient:
+    def client(self, url: str, *, routing: bool = True, ours: bool = True) -> SGLangClient:
+        """ours: this run started the server and has its log."""
         c = self.config.rollout
         return SGLangClient(
             url,
-            routing=self._routing_shape() if routing else None,
+            routing=self.routing_shape() if routing else None,
             prompts_per_request=c.prompts_per_request,
             request_timeout_s=c.request_timeout_s,
             pause_mode=PauseMode(self.config.publish.pause_mode),
             samples_from="server" if c.engine == "embedded" else "client",
             decode=lambda ids: str(self.tokenizer.decode(ids, skip_special_tokens=True)),
-            log=self.run_dir / "logs",
+            log=self.run_dir / "logs" if ours else None,
         )
 
     def publisher(self, urls: Sequence[str]) -> PublisherRecipe:

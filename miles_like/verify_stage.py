@@ -25,12 +25,14 @@ from miles_like.workers import RayTrainer, check_nodes
 from quant.hf_config import quantized_config
 from rollout.client import SGLangClient
 from rollout.prompts import PromptSource
+from rollout.wire_control import ModelInfo
 
-PROMPTS = 32  # that are sampled where no file of samples is given
+PROMPTS = 32
 
 
 class VerifyStage:
-    """rollouts: a file of samples that a run kept, which are compared in place of new ones; no server is started."""
+    """rollouts: a file of samples that a run kept, which are compared in place of new ones; no server is started.
+    attached: running servers, which are asked in place of ones that are started here. prompts: how many are sampled."""
 
     def __init__(
         self,
@@ -38,10 +40,17 @@ class VerifyStage:
         *,
         rollouts: Path | None = None,
         checkpoint: Path | None = None,
+        attached: Sequence[str] = (),
+        prompts: int | None = None,
     ) -> None:
         """checkpoint: a step_N folder of a run, whose weights are compared in place of those it began with. Raises
-        ValueError for one that is not whole."""
+        ValueError for one that is not whole, and for samples that are both kept and to be made."""
+        if attached and rollouts is not None:
+            raise ValueError(f"--rollouts {rollouts} asks no server, --server {attached[0]} does: give one of the two")
         self.run, self.config, self.rollouts, self.checkpoint = run, run.config, rollouts, checkpoint
+        if prompts is not None and rollouts is not None:
+            raise ValueError(f"--rollouts {rollouts} samples nothing, --prompts {prompts} do: give one of the two")
+        self.attached, self.prompts = tuple(attached), PROMPTS if prompts is None else prompts
         self.version = 0 if checkpoint is None else run_state.load(checkpoint).weight_version
         self.weights = run.run_dir / "verify" / "weights"  # while they are compared
 
@@ -50,7 +59,7 @@ class VerifyStage:
         run = self.run
         check_nodes(run.plan)
         kept = None if self.rollouts is None else read_rollouts(self.rollouts, self.version)
-        servers = run.servers(0) if kept is None else None
+        servers = run.servers(0) if kept is None and not self.attached else None
         try:
             trainer = RayTrainer(
                 MegatronFactory(run.trainer, run.weights, run.algorithm.loss),
@@ -58,19 +67,32 @@ class VerifyStage:
                 dp_size=self.config.parallel.dp,
                 log_dir=run.run_dir / "logs",
             )
-            urls = [] if servers is None else servers.wait()
+            urls = self.attached if servers is None else servers.wait()
             return asyncio.run(self._compare(trainer, urls, kept))
         finally:
             if servers is not None:
                 servers.stop()
 
+    async def meet(self) -> None:
+        """Ask attached servers what they are, before ranks are started. Raises RuntimeError or ValueError for one that
+        is not there, or is not what the job needs."""
+        for url in self.attached:
+            client = self.run.client(url, ours=False)
+            try:
+                info = await client.model_info()
+                check_attached(client.url, info, await client.server_info(), self.run)
+                if not info.weight_version.isdecimal():  # "default", where nobody named it
+                    await client.set_weight_version(self.version)
+            finally:
+                await client.close()
+
     async def _compare(self, trainer: RayTrainer, urls: Sequence[str], kept: Sequence[SampleGroup] | None) -> Report:
         run, data = self.run, self.config.data
         prompts = PromptSource(data, run.tokenizer, data.train, seed=self.config.seed).all()
-        compare = run.comparison(trainer, prompts[:PROMPTS])
+        compare = run.comparison(trainer, prompts[: self.prompts])
         if self.checkpoint is not None:
             await trainer.load(self.checkpoint.resolve() / "trainer")
-        clients = [run.client(url) for url in urls]
+        clients = [run.client(url, ours=not self.attached) for url in urls]
         try:
             if kept is not None:
                 return await compare.of(kept, prompts=_now(kept, prompts))
@@ -111,6 +133,33 @@ class VerifyStage:
             return weight_evidence(published, served, self.run.hf)
         await rollout.mend()
         return opaque_evidence((await client.checksum()).ranks[0], served, published)
+
+
+def check_attached(url: str, info: ModelInfo, server: Mapping[str, Any], run: TrainStage) -> None:
+    """server: its resolved arguments. Raises ValueError, with the remedy, for a server of another kind, model or number
+    of ranks than the job's, or one that tells no routes."""
+    rollout, wanted = run.config.rollout, tuple(run.hf.config.get("architectures") or ())
+    kind = "embedded" if server.get("version") == "embedded" else "sglang"
+    if kind != rollout.engine:
+        raise ValueError(
+            f"server {url} is {_KINDS[kind]}, rollout.engine = {rollout.engine!r}: --set rollout.engine={kind}"
+        )
+    if info.architectures != wanted:
+        raise ValueError(
+            f"server {url} serves {', '.join(info.architectures) or 'an unnamed model'} ({info.model_path}), "
+            f"{run.served} is {', '.join(wanted)}: give a server of the job's model"
+        )
+    ranks = int(server.get("tp_size", 1))
+    if kind == "sglang" and ranks != rollout.sglang.tp_size:
+        raise ValueError(
+            f"server {url} has {ranks} tensor-parallel ranks, rollout.sglang.tp_size = {rollout.sglang.tp_size}: "
+            f"--set rollout.sglang.tp_size={ranks}"
+        )
+    if run.routing_shape() is not None and not server.get("enable_return_routed_experts"):
+        raise ValueError(f"server {url} tells no expert routes: start it with --enable-return-routed-experts")
+
+
+_KINDS = {"embedded": "an embedded engine", "sglang": "stock SGLang"}
 
 
 def _now(kept: Sequence[SampleGroup], prompts: Sequence[Prompt]) -> list[Sequence[int]] | None:

@@ -160,9 +160,15 @@ class ModelInfo:
 
     model_path: str
     weight_version: str
+    architectures: tuple[str, ...] = ()  # of its config.json
 
     def to_json(self) -> Json:
-        return {"model_path": self.model_path, "weight_version": self.weight_version, "is_generation": True}
+        return {
+            "model_path": self.model_path,
+            "weight_version": self.weight_version,
+            "architectures": list(self.architectures),
+            "is_generation": True,
+        }
 
     @classmethod
     def from_json(cls, body: object) -> ModelInfo:
@@ -170,6 +176,7 @@ class ModelInfo:
         return cls(
             model_path=str(need(obj, "model_path", MODEL_INFO)),
             weight_version=str(need(obj, "weight_version", MODEL_INFO)),
+            architectures=tuple(obj.get("architectures") or ()),
         )
 
 

@@ -26,6 +26,7 @@ _SIGMAS = 5  # of a sign test over tokens: what chance gives once in three milli
 _TEMPERATURES = (0.1, 10.0)  # between which one is looked for
 _HALVINGS = 24  # of that interval's logarithm, by the golden section: to 1e-4
 _STEP = 1.05
+_OWN = ("kl", "logprob_abs_diff", "logprob_abs_diff_max")  # reported of the gap without replay too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,7 +90,7 @@ class _State:
     routes: tuple[Tensor, ...] | None  # the rollout's
     trusted: bool = True  # whether routes can be judged: both sides have the same tokens and weights
     gap: Gap
-    own_kl: float  # as it was found, where both sides choose their experts
+    own_gap: Gap  # as it was found, where both sides choose their experts
     own: Scores  # the trainer's, by its own choice of experts
     findings: list[Finding] = field(default_factory=list)
 
@@ -104,7 +105,7 @@ async def attribute(e: Evidence, bounds: Bounds, allowed: Bounds) -> Report:
     await _weights(e, s)
     await _routing(e, s)
     _numerics(s, allowed)
-    extra = {"verify/own_routes/kl": s.own_kl}
+    extra = {f"verify/own_routes/{k}": s.own_gap.figures[f"mismatch/{k}"] for k in _OWN}
     if profile.layers:
         extra["routing/agreement"] = float(profile.agreement.mean())
     return Report(findings=tuple(s.findings), profile=profile, bounds=bounds, extra=extra)
@@ -121,7 +122,7 @@ async def _begin(e: Evidence) -> _State:
         temperature=e.temperature,
         routes=e.routes if same else None,
         gap=gap,
-        own_kl=gap.kl,
+        own_gap=gap,
         own=own,
     )
     if e.replay:

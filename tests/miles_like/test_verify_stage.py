@@ -1,0 +1,73 @@
+"""`verify --server`: a server that is not there, or is not what the job needs, is refused before ranks are started.
+
+Not covered: a whole comparison on a running server (tests/sglang_cpu).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from miles_like.verify_stage import VerifyStage, check_attached
+from rollout.client import RolloutError, SGLangClient
+from rollout.config import RolloutConfig
+from rollout.servers import free_port
+from rollout.wire_control import ModelInfo
+
+URL = "http://10.0.0.7:30000"
+INFO = ModelInfo(model_path="/m", weight_version="0", architectures=("Qwen3MoeForCausalLM",))
+STOCK = {"version": "0.5.23", "tp_size": 1, "enable_return_routed_experts": True}
+
+
+def job(engine: str = "sglang", *, experts: bool = True) -> Any:
+    """What is asked of a TrainStage."""
+    return SimpleNamespace(
+        config=SimpleNamespace(rollout=RolloutConfig.model_validate({"engine": engine})),
+        hf=SimpleNamespace(config={"architectures": ["Qwen3MoeForCausalLM"]}),
+        served=Path("/served"),
+        run_dir=Path("/run"),
+        routing_shape=lambda: object() if experts else None,
+        client=lambda url, ours: SGLangClient(url, routing=None),
+    )
+
+
+def test_a_server_of_the_job_is_taken() -> None:
+    check_attached(URL, INFO, STOCK, job())
+    check_attached(URL, INFO, STOCK | {"enable_return_routed_experts": False}, job(experts=False))
+    check_attached(URL, INFO, {"version": "embedded", "enable_return_routed_experts": True}, job("embedded"))
+
+
+@pytest.mark.parametrize(
+    ("run", "info", "server", "said"),
+    [
+        (job("embedded"), INFO, STOCK, "is stock SGLang, rollout.engine = 'embedded': --set rollout.engine=sglang"),
+        (job(), INFO, {"version": "embedded"}, "is an embedded engine, rollout.engine = 'sglang'"),
+        (
+            job(),
+            ModelInfo(model_path="/m", weight_version="0"),
+            STOCK,
+            "serves an unnamed model .* Qwen3MoeForCausalLM",
+        ),
+        (job(), INFO, STOCK | {"tp_size": 8}, r"has 8 tensor-parallel ranks.*tp_size = 1: --set .*tp_size=8"),
+        (job(), INFO, STOCK | {"enable_return_routed_experts": False}, "--enable-return-routed-experts"),
+    ],
+)
+def test_another_is_refused_with_the_remedy(run: Any, info: ModelInfo, server: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_attached(URL, info, server, run)
+
+
+def test_one_that_is_not_there_is_named() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(RolloutError, match=f"server {url} cannot be reached"):
+        asyncio.run(VerifyStage(job(), attached=[url]).meet())
+
+
+def test_kept_samples_ask_no_server() -> None:
+    for more in ({"attached": [URL]}, {"prompts": 8}):
+        with pytest.raises(ValueError, match="give one of the two"):
+            VerifyStage(job(), rollouts=Path("step_1.jsonl"), **more)
