@@ -244,7 +244,7 @@ class TrainerConfig(RecomputeConfig):
     mtp_coefficient: float = Field(0.0, ge=0)  # of the multi-token prediction loss; 0: its modules are not built
     logprob_memory_mib: int = Field(64, ge=1)  # MiB of logits and their temporaries that exist at once
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient norm is nan or infinite
-    deterministic: bool = False  # forward by the embedded engine's bit-reproducible operations; CPU ranks only
+    deterministic: bool = False  # forward by the embedded engine's operations; on CUDA, megatron's own such settings
 
     @model_validator(mode="after")
     def schedule_has_an_end(self) -> TrainerConfig:

@@ -11,9 +11,10 @@ import functools
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,3 +118,14 @@ def init_device() -> DeviceEnv:
         shim.install()
     _mock_missing_te_gemm()
     return env
+
+
+def set_environment(allowed: Mapping[str, tuple[str, ...]]) -> None:
+    """Of this process, before its first product on a device and its first collective: each variable that is not set
+    gets the first of its values. Raises ValueError for one that somebody has set to something else."""
+    for name, values in allowed.items():
+        if os.environ.setdefault(name, values[0]) not in values:
+            raise ValueError(
+                f"alignment.deterministic = true, but the environment has {name} = {os.environ[name]!r}: unset it, or "
+                f"set it to {' or '.join(values)}"
+            )

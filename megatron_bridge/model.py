@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -98,13 +99,14 @@ def _build_chunk(
     parallel: ParallelContext,
     env: DeviceEnv,
     stage: int,
-    spec_of: Spec,
+    resolved: Resolved,
 ) -> PolicyModel:
     """Virtual stage `stage` of this rank (0 where there is one)."""
     family, vp_stage = family_of(hf), stage if config.parallel.vpp > 1 else None
     tensors = family.bind(hf)
-    how = {"te": spec_of == "te", "instead": SWAPS if config.deterministic else None}
-    call_exact(config.deterministic)
+    spec_of, exact = resolved.spec, resolved.forward == "exact"
+    how = {"te": spec_of == "te", "instead": SWAPS if exact else None}
+    call_exact(exact)
     spec = get_gpt_decoder_block_spec(
         tf, use_transformer_engine=spec_of == "te", normalization=tf.normalization, vp_stage=vp_stage
     )
@@ -124,7 +126,7 @@ def _build_chunk(
         vp_stage=vp_stage,
         temperature=config.temperature,
         logprob_memory=config.logprob_memory_mib << 20,
-        exact=config.deterministic,
+        exact=exact,
     )
     if model.mtp_process:
         route_alone(model.mtp)
@@ -139,6 +141,14 @@ def _build_chunk(
     return model.to(env.device)
 
 
+def transformer_config(resolved: Resolved) -> TransformerConfig:
+    """Megatron's own."""
+    settings = dict(resolved.transformer)
+    if resolved.forward == "batch invariant":  # megatron has it with flash attention alone
+        settings |= {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash}
+    return (MLATransformerConfig if resolved.multi_latent_attention else TransformerConfig)(**settings)
+
+
 def build_model(
     config: TrainerConfig, hf: HFConfig, resolved: Resolved, parallel: ParallelContext, env: DeviceEnv
 ) -> list[DistributedDataParallel]:
@@ -146,8 +156,8 @@ def build_model(
 
     With params_dtype "bfloat16" the parameters are bf16, but for the router's bias; gradients accumulate in fp32.
     """
-    tf = (MLATransformerConfig if resolved.multi_latent_attention else TransformerConfig)(**resolved.transformer)
-    models = [_build_chunk(config, hf, tf, parallel, env, stage, resolved.spec) for stage in range(config.parallel.vpp)]
+    tf = transformer_config(resolved)
+    models = [_build_chunk(config, hf, tf, parallel, env, stage, resolved) for stage in range(config.parallel.vpp)]
     freeze(models, config.optimizer.frozen, parallel)
     attach(models, config.lora, parallel, seed=config.seed)
     chunks = []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_bridge.config import TrainerConfig
-from megatron_bridge.deterministic import check_deterministic
+from megatron_bridge.deterministic import Forward, choose_forward
 from megatron_bridge.families.base import HFConfig
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.kernels import (
@@ -32,6 +32,7 @@ class Resolved:
     """What one rank is built from."""
 
     spec: Spec  # whose modules
+    forward: Forward  # by whose operations
     multi_latent_attention: bool  # MLATransformerConfig rather than TransformerConfig
     transformer: dict[str, Any]  # TransformerConfig
     ddp: dict[str, Any]  # DistributedDataParallelConfig
@@ -49,11 +50,13 @@ def resolve(
     deterministic trainer cannot do, and for quantization-aware training that would not round as the rollout does.
     """
     spec = choose_spec(config, hf, cuda=cuda, te=te, capability=capability)
-    check_deterministic(config, cuda=cuda, spec=spec)
     check_precision(config, hf, te=spec == "te")
     dtype = torch.bfloat16 if config.params_dtype == "bfloat16" else torch.float32
     family = dict(family_of(hf).transformer_config(hf))
+    latent = bool(family.get("multi_latent_attention"))
+    forward = choose_forward(config, cuda=cuda, spec=spec, latent=latent)
     transformer = family | _layout(config) | _precision(dtype)
+    transformer["deterministic_mode"] = forward in ("deterministic", "batch invariant")
     if config.router_bias_update_rate and not family.get("moe_router_enable_expert_bias"):
         raise ValueError(
             f"router_bias_update_rate = {config.router_bias_update_rate}, but this model has no router with a "
@@ -69,7 +72,8 @@ def resolve(
     transformer |= recompute_settings(config, transformer)
     return Resolved(
         spec=spec,
-        multi_latent_attention=bool(family.get("multi_latent_attention")),
+        forward=forward,
+        multi_latent_attention=latent,
         transformer=transformer,
         ddp=ddp_arguments(config),
         optimizer=_optimizer(config, dtype) | optimizer_arguments(config),

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_bridge.device import init_device
+from megatron_bridge.device import init_device, set_environment
 
 _ENV = init_device()  # before anything below imports megatron
 
@@ -25,6 +25,8 @@ from megatron_bridge.agree import gather  # noqa: E402
 from megatron_bridge.checkpoint import begin_save, load_checkpoint, load_weights  # noqa: E402
 from megatron_bridge.checkpoint_writer import CheckpointSave  # noqa: E402
 from megatron_bridge.config import TrainerConfig  # noqa: E402
+from megatron_bridge.cuda_deterministic import use_deterministic_kernels  # noqa: E402
+from megatron_bridge.deterministic import environment  # noqa: E402
 from megatron_bridge.fake_quant import FakeQuant  # noqa: E402
 from megatron_bridge.families.registry import family_of  # noqa: E402
 from megatron_bridge.hf_export import ExportPlan  # noqa: E402
@@ -78,6 +80,12 @@ class MegatronTrainer:
         self.config, self.hf = config, read_hf_config(Path(config.hf_config))
         self.family = family_of(self.hf)
         check_layout(config.parallel, self.hf)
+        resolved = resolve(
+            config, self.hf, cuda=_ENV.device.type == "cuda", te=_ENV.transformer_engine, capability=_ENV.capability
+        )
+        set_environment(environment(resolved.forward))
+        if resolved.transformer["deterministic_mode"]:
+            use_deterministic_kernels(resolved.forward)
         self.parallel = init_parallel(
             config.parallel,
             rank=rank,
@@ -86,9 +94,6 @@ class MegatronTrainer:
             master_port=master_port,
             backend=_ENV.backend,
             seed=config.seed,
-        )
-        resolved = resolve(
-            config, self.hf, cuda=_ENV.device.type == "cuda", te=_ENV.transformer_engine, capability=_ENV.capability
         )
         self.chunks = build_model(config, self.hf, resolved, self.parallel, _ENV)
         self.models = [unwrap(chunk) for chunk in self.chunks]
@@ -116,7 +121,7 @@ class MegatronTrainer:
             self._step.prepare = self._fake.refresh
         self.copies = WeightCopies(self.chunks, self.parallel, self.weights_changed)
         self.steps_done = 0
-        self.fingerprint = _agreed_fingerprint() if config.deterministic else None
+        self.fingerprint = _agreed_fingerprint() if resolved.forward == "exact" else None
         self._export: ExportPlan | None = None
         self._saving: CheckpointSave | None = None
 

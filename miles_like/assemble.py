@@ -21,11 +21,12 @@ from rich.console import Console
 
 from megatron_bridge.config import ParallelConfig, TrainerConfig
 from megatron_bridge.convert.units import Spread
+from megatron_bridge.deterministic import environment
 from megatron_bridge.families.registry import family_of
-from megatron_bridge.kernels import Spec, describe_kernels
+from megatron_bridge.kernels import describe_kernels
 from megatron_bridge.layout import check_layout
 from megatron_bridge.precision import served_spec
-from megatron_bridge.resolve import resolve
+from megatron_bridge.resolve import Resolved, resolve
 from miles_like.completion import read_marker
 from miles_like.config import ModelConfig, RunConfig, trainer_config
 from miles_like.dequantize import dequantize_checkpoint
@@ -139,14 +140,18 @@ def describe_trainer(config: RunConfig) -> str:
     path = known_config(config.model)
     if path is None:
         return "kernels: checked once the model is fetched"
-    return describe_kernels(*_resolved(config, path))
+    trainer, resolved = _resolved(config, path)
+    if resolved.forward == "stock":
+        return describe_kernels(trainer, resolved.spec)
+    variables = [f"{name}={values[0]}" for name, values in environment(resolved.forward).items()]
+    return ", ".join([describe_kernels(trainer, resolved.spec), f"{resolved.forward} forward", *variables])
 
 
-def _resolved(config: RunConfig, config_json: Path) -> tuple[TrainerConfig, Spec]:
-    """Each trainer rank's configuration, and whose modules it builds. Raises ValueError where it cannot."""
+def _resolved(config: RunConfig, config_json: Path) -> tuple[TrainerConfig, Resolved]:
+    """Each trainer rank's configuration, and what it builds. Raises ValueError where it cannot."""
     cuda = config.cluster.gpus_per_node > 0
     trainer, hf = trainer_config(config, config_json.parent), fetched_config(config.model, config_json)
-    return trainer, resolve(trainer, served_config(config.precision, hf), cuda=cuda, te=cuda).spec
+    return trainer, resolve(trainer, served_config(config.precision, hf), cuda=cuda, te=cuda)
 
 
 def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:

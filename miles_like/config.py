@@ -18,6 +18,7 @@ from megatron_bridge.config import (
     Section,
     TrainerConfig,
 )
+from miles_like.alignment import AlignmentConfig, check_sides, with_deterministic_servers
 from quant.spec import QuantFormat, QuantSpec
 from rollout.config import DataConfig, PublishConfig, RolloutConfig
 
@@ -221,12 +222,6 @@ class ConvertConfig(Section):
     workers: int = Field(1, ge=1)  # processes on each node
 
 
-class AlignmentConfig(Section):
-    """deterministic: the rollout's log-probabilities are the trainer's, bit for bit (docs/alignment.md)."""
-
-    deterministic: bool = False
-
-
 class RewardConfig(Section):
     name: str = "exact_number"
 
@@ -343,30 +338,27 @@ class RunConfig(Section):
         return self
 
     @property
+    def bit_exact(self) -> bool:
+        """Whether both sides compute the same bits, and not only each by itself the same ones again."""
+        on_cpus = self.rollout.engine == "embedded" and not self.cluster.gpus_per_node
+        return self.alignment.deterministic and on_cpus
+
+    @property
     def exact_parts(self) -> tuple[int, int] | None:
-        """Tensor- and expert-tensor-parallel ranks whose sums the engine computes; None: it need not be exact."""
-        return (self.parallel.tp, self.parallel.etp) if self.alignment.deterministic else None
+        """Tensor- and expert-tensor-parallel ranks whose sums the embedded engine computes; None: it is not exact."""
+        embedded = self.rollout.engine == "embedded"
+        return (self.parallel.tp, self.parallel.etp) if self.alignment.deterministic and embedded else None
+
+    @model_validator(mode="before")
+    @classmethod
+    def servers_are_deterministic_too(cls, given: Any) -> Any:
+        return with_deterministic_servers(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
-    def both_sides_can_be_exact(self) -> RunConfig:
-        """What the trainer alone cannot is refused by megatron_bridge.deterministic."""
-        if not self.alignment.deterministic:
-            return self
-        precision, dtype = self.precision, self.rollout.embedded.dtype
-        if self.rollout.engine != "embedded":
-            refused = "a stock SGLang server computes by other operations: set rollout.engine = 'embedded'"
-        elif self.cluster.gpus_per_node:
-            refused = f"it is for CPU ranks, cluster.gpus_per_node = {self.cluster.gpus_per_node}: set that to 0"
-        elif dtype == "float32":
-            refused = "the trainer computes in bfloat16, rollout.embedded.dtype = 'float32': remove that key"
-        elif precision.format is not QuantFormat.BF16 and not precision.qat:
-            refused = (
-                f"the rollout is served {precision.format.value} weights, which the trainer does not know of: set "
-                "precision.qat = true or precision.format = 'bf16'"
-            )
-        else:
-            return self
-        raise ValueError(f"alignment.deterministic = true: {refused}, or alignment.deterministic = false")
+    def both_sides_can_be_deterministic(self) -> RunConfig:
+        if self.alignment.deterministic:
+            check_sides(self.rollout, self.precision, self.cluster.gpus_per_node)
+        return self
 
 
 def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:

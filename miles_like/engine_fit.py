@@ -22,6 +22,17 @@ def check_engine(rollout: RolloutConfig, precision: PrecisionConfig, hf: Mapping
     check_served(rollout.engine, spec, rollout.sglang)
     if rollout.engine == "sglang":
         check_engine_shards(rollout.sglang, hf, spec)
+        check_attention(rollout.sglang, hf)
+
+
+def check_attention(flags: SGLangFlags, hf: Mapping[str, Any]) -> None:
+    """Raises ValueError for kernels that SGLang has no deterministic form of for this model."""
+    latent = family_of(hf).transformer_config(hf).get("multi_latent_attention")
+    if flags.enable_deterministic_inference and flags.attention_backend == "flashinfer" and latent:
+        raise ValueError(
+            "rollout.sglang.attention_backend = 'flashinfer' is not deterministic for latent attention: set it to "
+            "'fa3' (Hopper) or 'triton', or enable_deterministic_inference = false"
+        )
 
 
 def check_shapes(hf: Mapping[str, Any], spec: QuantSpec | None) -> None:

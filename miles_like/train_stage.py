@@ -171,7 +171,7 @@ class TrainStage:
             prompts=prompts,
             params=replace(self.sampling(0), sampling_seed=seed_of(c.seed, "verify")),
             bounds=bounds,
-            allowed=allowance(bounds, c.precision, engine=c.rollout.engine, exact=c.alignment.deterministic),
+            allowed=allowance(bounds, c.precision, engine=c.rollout.engine, exact=c.bit_exact),
         )
 
     async def _verify(self, trainer: RayTrainer, clients: Sequence[SGLangClient], source: PromptSource) -> None:
@@ -184,7 +184,7 @@ class TrainStage:
 
     async def _check_bits(self, trainer: RayTrainer, clients: Sequence[SGLangClient]) -> None:
         """Raises ValueError where log-probabilities are to be exact and cannot be."""
-        if self.config.alignment.deterministic:
+        if self.config.bit_exact:
             check_same_bits(trainer.fingerprint(), {client.url: await client.server_info() for client in clients})
 
     async def _begin(self, trainer: RayTrainer, source: PromptSource, began: tuple[Path, RunState] | None) -> int:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
     """A frozen section; an unknown key is an error, and so is a number that is not finite."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+# of SGLang 0.5.23's, those for NVIDIA GPUs
+DETERMINISTIC_ATTENTION = ("fa3", "fa4", "flashinfer", "triton")
 
 
 class SGLangFlags(Section):
@@ -30,7 +34,18 @@ class SGLangFlags(Section):
     context_length: int | None = None
     attention_backend: str | None = None
     enable_memory_saver: bool = False
+    enable_deterministic_inference: bool = False  # a sample's log-probabilities do not depend on its batch
     gpu: Literal["hopper", "blackwell"] = "hopper"  # no flag of a server's: what it can serve depends on it
+
+    @model_validator(mode="after")
+    def attention_is_deterministic(self) -> SGLangFlags:
+        own = self.attention_backend
+        if self.enable_deterministic_inference and own not in (None, *DETERMINISTIC_ATTENTION):
+            raise ValueError(
+                f"rollout.sglang.attention_backend = {own!r} has no deterministic kernels: set it to one of "
+                f"{', '.join(DETERMINISTIC_ATTENTION)}, or enable_deterministic_inference = false"
+            )
+        return self
 
 
 class EmbeddedFlags(Section):

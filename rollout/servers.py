@@ -225,8 +225,8 @@ def sglang_command(
     command.append("--skip-tokenizer-init")
     if return_routed_experts:
         command.append("--enable-return-routed-experts")
-    if f.enable_memory_saver:
-        command.append("--enable-memory-saver")
+    switches = ("enable_memory_saver", "enable_deterministic_inference")
+    command += [f"--{name.replace('_', '-')}" for name in switches if getattr(f, name)]
     return command
 
 

@@ -21,7 +21,8 @@ _WEIGHTS_ONLY = (QuantFormat.INT4, QuantFormat.MXFP4)  # a stock server multipli
 def allowance(
     configured: Bounds, precision: PrecisionConfig, *, engine: Literal["embedded", "sglang"], exact: bool
 ) -> Bounds:
-    """`configured`, and where that does not bound the KL what the precision does. exact: alignment.deterministic."""
+    """`configured`, and where that does not bound the KL what the precision does. exact: both sides compute
+    the same bits."""
     if exact:
         return _EXACT
     kl = _KERNELS if _rounded_alike(precision, engine) else _ROUNDED_ON_ONE_SIDE

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_bridge import device
-from megatron_bridge.device import init_device
+from megatron_bridge.cuda_deterministic import use_deterministic_kernels
+from megatron_bridge.deterministic import ENVIRONMENT
+from megatron_bridge.device import init_device, set_environment
 from megatron_bridge.shims import MEGATRON_SHIMS, NO_TE_SHIMS, TORCH_SHIMS, Shim
 
 
@@ -99,3 +103,32 @@ def test_device_contexts_act_on_shimmed_factories(env: device.DeviceEnv) -> None
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_variables_that_somebody_has_set_are_kept_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setenv("NCCL_ALGO", "^NVLS")
+    set_environment(ENVIRONMENT)
+    want = {"NCCL_ALGO": "^NVLS", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    assert {name: os.environ[name] for name in ENVIRONMENT} == want
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    with pytest.raises(ValueError, match="the environment has NCCL_ALGO = 'Tree': unset it, or set it to Ring or"):
+        set_environment(ENVIRONMENT)
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name)
+
+
+def test_deterministic_kernels_are_switched_on_in_torch_and_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's are triton's, which is absent here: that they are asked for once, and only where they apply."""
+    asked: list[bool] = []
+    kernels = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+    monkeypatch.setitem(sys.modules, kernels, SimpleNamespace(enable_batch_invariant_mode=lambda: asked.append(True)))
+    try:
+        use_deterministic_kernels("deterministic")
+        assert torch.are_deterministic_algorithms_enabled() and not asked
+        assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        use_deterministic_kernels("batch invariant")
+        assert asked == [True]
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]

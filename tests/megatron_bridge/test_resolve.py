@@ -10,7 +10,7 @@ import pytest
 
 from megatron_bridge.device import init_device
 from tests.megatron_bridge import toy
-from tests.megatron_bridge.tiny_models import tiny, tiny_dense, tiny_glm
+from tests.megatron_bridge.tiny_models import tiny, tiny_dense, tiny_glm, tiny_qwen
 
 init_device()
 
@@ -18,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E40
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig  # noqa: E402
 
+from megatron_bridge.deterministic import environment  # noqa: E402
 from megatron_bridge.resolve import Resolved, resolve  # noqa: E402
 from miles_like.config import trainer_config  # noqa: E402
 from miles_like.config_io import load_config  # noqa: E402
@@ -135,6 +136,36 @@ def test_point_to_point_exchange_overlaps_exactly_with_virtual_stages() -> None:
         assert _built(resolved)[0].overlap_p2p_comm is (vpp > 1)
 
 
+@pytest.mark.parametrize(
+    ("hf", "how", "forward"),
+    [
+        (tiny_qwen(), {}, "batch invariant"),
+        (tiny(), {}, "deterministic"),  # latent attention
+        (tiny_qwen(), {"te": False}, "deterministic"),
+        (tiny(), {"cuda": False}, "exact"),
+    ],
+)
+def test_a_deterministic_trainer_has_megatrons_own_settings_on_cuda(
+    hf: dict[str, Any], how: dict[str, Any], forward: str
+) -> None:
+    """Not covered: that a GPU then gives the same bits again."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    from megatron_bridge.model import transformer_config
+
+    resolved = _resolved(hf, {}, deterministic=True, **how)
+    assert resolved.forward == forward
+    tf = transformer_config(resolved)
+    invariant = forward == "batch invariant"
+    assert tf.deterministic_mode is (forward != "exact") and tf.batch_invariant_mode is invariant
+    assert (tf.attention_backend is AttnBackend.flash) is invariant
+    variables = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"}
+    assert set(environment(resolved.forward)) == (set() if forward == "exact" else variables)
+    stock = _resolved(hf, {}, **how)
+    assert stock.forward == "stock" and not transformer_config(stock).deterministic_mode
+    assert not environment("stock")
+
+
 GRAD = {"overlap_grad_reduce": True}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "te on cpu": ({"spec": "te"}, {"cuda": False}, ["CUDA device", "'auto'"]),
@@ -180,6 +211,21 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ["it is False", "it is True"],
     ),
     "offload unsharded": ({"offload_optimizer": 1.0}, {"distributed_optimizer": False}, ["1.0", "it is false"]),
+    "no order": (
+        {"dispatcher": "flex"},
+        {"dp": 2, "ep": 2, "deterministic": True},
+        ["alignment.deterministic", "'deepep'", "'alltoall'"],
+    ),
+    "narrow products": (
+        {"fp8": "tensorwise"},
+        {"hf": tiny_qwen(), "deterministic": True},
+        ["16 and 32 bits", "'tensorwise'", "'none'"],
+    ),
+    "grouped products": (
+        {"grouped_gemm": True},
+        {"hf": tiny_qwen(), "deterministic": True},
+        ["batch invariant grouped product", "false"],
+    ),
     "rope that is not yarn": ({"rope_fusion": True}, {"hf": tiny(rope_scaling=None)}, ["yarn only", "'rope'"]),
 }
 

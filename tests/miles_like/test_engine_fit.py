@@ -11,14 +11,14 @@ import torch
 
 from megatron_bridge.config import PrecisionConfig
 from megatron_bridge.precision import served_spec
-from miles_like.engine_fit import check_engine, check_engine_shards
+from miles_like.engine_fit import check_attention, check_engine, check_engine_shards
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.served import store_served
 from quant.hf_config import spec_from_hf, spec_to_hf
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import dequantize_stream, quantize_stream
 from rollout.config import RolloutConfig, SGLangFlags
-from tests.megatron_bridge.tiny_models import random_tensors, tiny_qwen, write_checkpoint
+from tests.megatron_bridge.tiny_models import random_tensors, tiny, tiny_qwen, write_checkpoint
 
 FP8 = QuantSpec(format=QuantFormat.FP8, block=(64, 64))
 
@@ -96,3 +96,11 @@ def test_an_engine_that_would_scale_anew_is_refused() -> None:
     with pytest.raises(ValueError, match="fp8-ue8m0"):
         check_engine(sglang, _precision(format="fp8"), tiny_qwen())
     check_engine(sglang, _precision(format="fp8-ue8m0"), tiny_qwen())
+
+
+def test_flashinfer_is_not_deterministic_for_latent_attention() -> None:
+    for backend, hf in (("flashinfer", tiny_qwen()), ("triton", tiny()), ("fa3", tiny())):
+        check_attention(SGLangFlags(enable_deterministic_inference=True, attention_backend=backend), hf)
+    check_attention(SGLangFlags(attention_backend="flashinfer"), tiny())
+    with pytest.raises(ValueError, match="'flashinfer' is not deterministic for latent attention: set it to 'fa3'"):
+        check_attention(SGLangFlags(enable_deterministic_inference=True, attention_backend="flashinfer"), tiny())

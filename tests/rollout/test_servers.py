@@ -190,6 +190,7 @@ def test_sglang_command_over_nodes() -> None:
             context_length=32768,
             attention_backend="fa3",
             enable_memory_saver=True,
+            enable_deterministic_inference=True,
         ),
     )
     command = sglang_command(
@@ -208,7 +209,7 @@ def test_sglang_command_over_nodes() -> None:
         "--mem-fraction-static 0.7 --kv-cache-dtype fp8_e4m3 --weight-version 3 --attn-dp-size 32 "
         "--moe-a2a-backend deepep --deepep-mode low_latency --chunked-prefill-size 65536 --max-running-requests 1024 "
         "--context-length 32768 --attention-backend fa3 --nnodes 4 --node-rank 1 --dist-init-addr 10.0.0.1:5000 "
-        "--skip-tokenizer-init --enable-memory-saver"
+        "--skip-tokenizer-init --enable-memory-saver --enable-deterministic-inference"
     )
 
 
