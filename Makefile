@@ -12,8 +12,9 @@ JOBS ?= 2
 demo: $(STAMP)
 	$(BIN)/python scripts/run_deepseek.py --config configs/tiny.toml --run-dir $(RUN)
 
+# files in alphabetical order: the end-to-end tests and the laws, of which a file takes a minute, are not left to the end
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,9 +1,14 @@
-"""Run a function in several processes that form one world of ranks, under a time limit."""
+"""Run a function in several processes that form one world of ranks, under a time limit.
+
+Ranks are forked from a process that has imported torch and megatron and done nothing else (tests/warm.py): spawned
+afresh, each would spend five seconds on the imports.
+"""
 
 from __future__ import annotations
 
 import atexit
 import gc
+import multiprocessing
 import os
 import pickle
 import random
@@ -12,9 +17,18 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing as mp
+# where there is CUDA its runtime is up once megatron is imported, and does not live through a fork
+_WARM = "spawn" if Path("/dev/nvidiactl").exists() else "forkserver"
+multiprocessing.set_forkserver_preload(["tests.warm"])
+
+
+def warm_context() -> BaseContext:
+    """Of processes that begin with torch and megatron imported."""
+    return multiprocessing.get_context(_WARM)
 
 
 def free_port() -> int:
@@ -57,8 +71,7 @@ def _serve(line: Connection) -> None:
 class _Rank:
     """A process and the line to it."""
 
-    def __init__(self) -> None:
-        context = mp.get_context("spawn")
+    def __init__(self, context: BaseContext) -> None:
         self.line, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,))
         self.process.start()
@@ -102,19 +115,25 @@ def _answers(ranks: list[_Rank], timeout_s: float) -> list[Any]:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0, keep: bool = False
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 240.0,
+    keep: bool = False,
+    cold: bool = False,
 ) -> list[Any]:
     """[fn(rank, world_size, port, *args)] in rank order; fn is a module-level function, results and args pickle.
 
     `port` is free on loopback when the ranks start. With `keep` the processes are those of the last call that asked so,
-    which saves each the seconds that torch and megatron take to import: for functions that leave their world and
-    change nothing else in their process. Raises AssertionError with a rank's traceback when one fails, and TimeoutError
-    after timeout_s; either way no process is left behind, but for kept ones until this process ends.
+    with what those have imported since: for functions that leave their world and change nothing else in their process.
+    With `cold` nothing is imported in them yet. Raises AssertionError with a rank's traceback when one fails, and
+    TimeoutError after timeout_s; either way no process is left behind, but for kept ones until this process ends.
     """
     ranks = _kept[:world_size] if keep else []
     if keep:
         del _kept[:world_size]
-    ranks += [_Rank() for _ in range(len(ranks), world_size)]
+    context = multiprocessing.get_context("spawn") if cold else warm_context()
+    ranks += [_Rank(context) for _ in range(len(ranks), world_size)]
     port, patience = free_port(), 0.1
     try:
         for i, rank in enumerate(ranks):

@@ -1,5 +1,6 @@
-"""Names and shapes of one rank's model, built from the spec that argv names; prints JSON. Its own process: the stand-in
-for TransformerEngine must be there before megatron is imported, and nowhere else."""
+"""Names and shapes of one rank's models, built from the spec that argv names, each of a config and kernels in argv's
+JSON list; prints a JSON list. Its own process: the stand-in for TransformerEngine must be there before megatron is
+imported, and nowhere else."""
 
 from __future__ import annotations
 
@@ -23,19 +24,24 @@ def _with_stand_in(device: Any) -> Any:
     return device.DeviceEnv(device._CPU, "gloo")
 
 
-def main(kind: str, hf: dict[str, Any], kernels: dict[str, Any], port: int) -> dict[str, Any]:
+def main(kind: str, jobs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
     from megatron_bridge import device
 
     env = _with_stand_in(device) if kind == "te" else device.init_device()
+    return [_built(kind, env, hf, kernels) for hf, kernels in jobs]
+
+
+def _built(kind: str, env: Any, hf: dict[str, Any], kernels: dict[str, Any]) -> dict[str, Any]:
     from megatron_bridge.config import ParallelConfig
     from megatron_bridge.model import build_model, unwrap
     from megatron_bridge.parallel import close_parallel, init_parallel
     from megatron_bridge.resolve import resolve
     from tests.megatron_bridge import toy
+    from tests.spawn import free_port
 
     config = toy.config("", kernels=kernels, mtp_coefficient=0.1 if hf.get("num_nextn_predict_layers") else 0.0)
     context = init_parallel(
-        ParallelConfig(), rank=0, world_size=1, master_addr="127.0.0.1", master_port=port, backend="gloo", seed=0
+        ParallelConfig(), rank=0, world_size=1, master_addr="127.0.0.1", master_port=free_port(), backend="gloo", seed=0
     )
     resolved = resolve(config, hf, cuda=kind == "te", te=kind == "te")
     resolved.transformer["use_cpu_initialization"] = True
@@ -123,4 +129,4 @@ def _not_finite(chunk: Any, model: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4]))))
+    print("\n" + json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))

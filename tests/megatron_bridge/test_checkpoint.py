@@ -6,7 +6,6 @@ Not covered: a rank that hangs (its peers wait as long as for any collective), a
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import queue
 import resource
@@ -26,7 +25,7 @@ from torch import Tensor
 from miles_like import run_state
 from miles_like.run_state import RunState
 from tests.megatron_bridge import toy
-from tests.spawn import free_port, run_ranks
+from tests.spawn import free_port, run_ranks, warm_context
 
 LAYOUT = {"dp": 2, "ep": 2}
 SMALL = 4096  # bytes a file may have on a "full disk": enough for metadata, not for weights
@@ -194,7 +193,7 @@ def test_without_psutil_a_save_is_refused_before_anything_is_written(tmp_path: P
     """Megatron's own save would wait for ever for writers that have died of the missing import."""
     hf = toy.hf_dir(tmp_path / "hf")
     (tmp_path / "out").mkdir()
-    (found,) = run_ranks(_without_psutil, 1, hf, tmp_path / "out", timeout_s=SOON_S)
+    (found,) = run_ranks(_without_psutil, 1, hf, tmp_path / "out", timeout_s=SOON_S, cold=True)
     kind, said, _ = found["refused"]
     assert kind == "ValueError" and "psutil" in said and "pip install" in said
     assert found["left"] == []
@@ -260,7 +259,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Pa
     """Its peer ends in bounded time with a sentence; what is half written has no name and is not the latest."""
     where, hf = tmp_path / "checkpoints", toy.hf_dir(tmp_path / "hf")
     where.mkdir()
-    context = multiprocessing.get_context("spawn")
+    context = warm_context()
     results, port = context.Queue(), free_port()
     processes = [context.Process(target=_killed, args=(r, port, hf, where, asynchronous, results)) for r in range(2)]
     for p in processes:

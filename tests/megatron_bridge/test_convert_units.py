@@ -30,6 +30,7 @@ from megatron_bridge.convert.units import (
     run_units,
     whole_unit,
 )
+from tests.spawn import run_ranks
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,6 @@ class _Endless(_Numbers):
 
 def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     """However that ends: else they would write into a directory that the next run has taken."""
-    from tests.spawn import run_ranks  # not above: as with torch, which it imports
-
     with pytest.raises(AssertionError, match="died with code -9"):
         run_ranks(_parent_of_two, 1, str(tmp_path / "out"), timeout_s=120)
     pids = [int(p.read_text()) for p in (tmp_path / "out.partial").glob("*.pid")]

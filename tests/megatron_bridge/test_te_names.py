@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 from megatron_bridge.param_names import renamer
 from megatron_bridge.te_names import checkpoint_state, is_extra, local_name, stored_key
 from tests.megatron_bridge.tiny_models import CONFIGS, tiny, tiny_qwen
-from tests.spawn import free_port
 
 ROOT = Path(__file__).parents[2]
 MODELS = {
@@ -29,9 +27,9 @@ EXPERTS: dict[str, dict[str, Any]] = {"grouped": {"grouped_gemm": True}, "sequen
 CASES = [(m, e) for m in MODELS for e in EXPERTS if e == "grouped" or m in ("deepseek", "qwen with a dense layer")]
 
 
-def _names(kind: str, model: str, kernels: dict[str, Any]) -> dict[str, Any]:
+def _names(kind: str, jobs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """In its own process: this one's megatron was imported without TransformerEngine."""
-    arguments = [kind, json.dumps(MODELS[model]), json.dumps(kernels), str(free_port())]
+    arguments = [kind, json.dumps([(MODELS[model], kernels) for model, kernels in jobs])]
     done = subprocess.run(
         [sys.executable, "-m", "tests.megatron_bridge.te_spec_names", *arguments],
         cwd=ROOT,
@@ -45,12 +43,9 @@ def _names(kind: str, model: str, kernels: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def built() -> dict[tuple[str, ...], dict[str, Any]]:
-    jobs = {(model, "local"): ("local", model, {}) for model in MODELS}
-    for model in MODELS:
-        kinds = {name: kernels for name, kernels in EXPERTS.items() if (model, name) in CASES}
-        jobs |= {(model, name): ("te", model, kernels) for name, kernels in kinds.items()}
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(jobs, pool.map(lambda job: _names(*job), jobs.values()), strict=True))
+    local = _names("local", [(model, {}) for model in MODELS])
+    te = _names("te", [(model, EXPERTS[experts]) for model, experts in CASES])
+    return dict(zip([(model, "local") for model in MODELS], local, strict=True)) | dict(zip(CASES, te, strict=True))
 
 
 @pytest.mark.parametrize(("model", "experts"), CASES)
