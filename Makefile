@@ -12,9 +12,10 @@ JOBS ?= 2
 demo: $(STAMP)
 	$(BIN)/python scripts/run_deepseek.py --config configs/tiny.toml --run-dir $(RUN)
 
-# files in alphabetical order: the end-to-end tests and the laws, of which a file takes a minute, are not left to the end
+# Files in alphabetical order: the end-to-end tests and the laws, of which a file takes a minute, are not left to the end.
+# Threads that wait for each other sleep: they would spin on cores that other processes of the tests could use.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
