@@ -2,7 +2,7 @@
 
 In which batch a sample is decoded, in how many pieces its prompt is fed, whether it was interrupted and fed anew,
 whether tokens were decoded or scored, what the cache's pages are, in what form weights are kept and how many threads
-there are: none of these changes a bit. Not covered: other processors, more than two threads.
+there are: none of these changes a bit. Not covered: other processors.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,9 @@ def _interrupted(path: Path, dtype: str) -> Said:
     return out
 
 
-def _with_two_threads(path: Path, dtype: str) -> Said:
+def _with_threads(threads: int, path: Path, dtype: str) -> Said:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(threads)
     try:
         return _together(path, dtype)
     finally:
@@ -114,7 +115,8 @@ WAYS: dict[str, Callable[[Path, str], Said]] = {
     "pages of 4": lambda path, dtype: _together(path, dtype, page=4),
     "codes alone": lambda path, dtype: _together(path, dtype, weights="codes"),
     "interrupted": _interrupted,
-    "two threads": _with_two_threads,
+    "two threads": partial(_with_threads, 2),
+    "four threads": partial(_with_threads, 4),
 }
 
 

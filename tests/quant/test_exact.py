@@ -25,7 +25,7 @@ def _near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "parts"), [(64, 1), (64, 2), (600, 1), (1200, 3)])
+@pytest.mark.parametrize(("columns", "parts"), [(64, 1), (64, 4), (600, 1), (1200, 3)])
 def test_a_product_is_torchs_row_by_row(columns: int, parts: int, dtype: torch.dtype) -> None:
     x, w = _random(ROWS, columns).to(dtype), (_random(48, columns, seed=1) * columns**-0.5).to(dtype)
     whole = products.linear(x, w, parts)
@@ -59,8 +59,14 @@ def test_rows_are_torchs(dtype: torch.dtype) -> None:
     y, w = _random(ROWS, 34).to(dtype), _random(ROWS, 1, seed=1)
     gate, up = y.float().chunk(2, -1)
     _near(rows.swiglu(y), F.silu(gate) * up, dtype)
+    # from exp alone, bit for bit: torch's own silu has other bits, here and there
+    assert torch.equal(rows.swiglu(y), (gate / (1 + torch.exp(-gate))).to(dtype) * y.chunk(2, -1)[1])
     _near(rows.swiglu(y, w), F.silu(gate) * up * w, dtype)
-    assert torch.equal(rows.swiglu(y[30:], w[30:]), rows.swiglu(y, w)[30:]), "torch's own has another tail"
+    whole, sigmoids = rows.swiglu(y, w), rows.sigmoid(y.float())
+    for end in range(1, ROWS):  # torch's own has another tail, wherever that comes to lie
+        assert torch.equal(rows.swiglu(y[:end], w[:end]), whole[:end])
+        assert torch.equal(rows.swiglu(y[:end]), rows.swiglu(y)[:end])
+        assert torch.equal(rows.sigmoid(y[:end].float()), sigmoids[:end])
     _near(rows.sigmoid(y.float()), torch.sigmoid(y.float()), torch.float32)
     token = torch.tensor([1, 0, 1, 2])
     _near(rows.combine(y[:4], token, 4), torch.zeros(4, 34).index_add(0, token, y[:4].float()), dtype)
@@ -81,6 +87,15 @@ def test_attention_is_torchs_query_by_query(dtype: torch.dtype) -> None:
         assert torch.equal(some, whole[:, first:end])
         longer = attention.attention(q[:1, first:end], k[:1], v[:1], 0.2, start[:1])
         assert torch.equal(longer, whole[:1, first:end]), "keys that are not seen"
+
+
+def test_attention_divides_once_after_its_sums() -> None:
+    """Where all scores are equal and values are whole numbers every sum is exact in fp32, so that the quotient alone is
+    rounded: shares of each block, normalised before they are added, would be rounded before."""
+    v = torch.randint(-50, 50, (1, 70, 2, 24), generator=torch.Generator().manual_seed(0)).float()
+    got = attention.attention(torch.zeros(1, 70, 4, 8), torch.zeros(1, 70, 2, 8), v, 0.2)
+    means = v.cumsum(1) / torch.arange(1, 71).view(1, 70, 1, 1)
+    assert torch.equal(got, means.repeat_interleave(2, 2))
 
 
 def test_equal_scores_are_ordered_by_id() -> None:
@@ -112,6 +127,19 @@ def test_log_probabilities_are_torchs_row_by_row(vocabulary: int, parts: int, dt
     whole = logprobs.logprob(logits, labels, parts)
     _near(whole, torch.log_softmax(logits.float(), -1).gather(1, labels[:, None])[:, 0], torch.float32)
     assert torch.equal(logprobs.logprob(logits[4:5], labels[4:5], parts), whole[4:5])
+
+
+def test_any_number_of_threads_has_one_fingerprint() -> None:
+    """More than there are processors too: no sum may depend on how rows or columns are shared out."""
+    before = torch.get_num_threads()
+    try:
+        found = set()
+        for threads in (1, 2, 3, 4, 8):
+            torch.set_num_threads(threads)
+            found.add(selftest.fingerprint())
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
 
 
 def test_the_fingerprint_sees_other_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
