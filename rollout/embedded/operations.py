@@ -37,11 +37,11 @@ class Operations(Protocol):
     def expert_parts(self) -> int:
         """The same of routed experts, which other ranks may share out."""
 
-    def linear(self, x: Tensor, w: Tensor, ksplit: int = 1) -> Tensor:
-        """x [T, in], w [out, in] -> [T, out]; the product over `in` is summed in `ksplit` parts."""
+    def linear(self, x: Tensor, w: Tensor, parts: int = 1) -> Tensor:
+        """x [T, in], w [out, in] -> [T, out]; the product over `in` is summed in `parts` parts."""
 
     def grouped_linear(self, x: Tensor, w: Tensor, counts: Sequence[int], parts: int = 1) -> Tensor:
-        """x [T, in] sorted by expert, w [E, out, in], counts [E] rows of each -> [T, out]; `parts` as `ksplit`."""
+        """x [T, in] sorted by expert, w [E, out, in], counts [E] rows of each -> [T, out]; `parts` as above."""
 
     def rmsnorm(self, x: Tensor, w: Tensor, eps: float) -> Tensor: ...
 

@@ -18,11 +18,11 @@ parts = 1
 expert_parts = 1
 
 
-def linear(x: Tensor, w: Tensor, ksplit: int = 1) -> Tensor:
-    if ksplit == 1:
+def linear(x: Tensor, w: Tensor, parts: int = 1) -> Tensor:
+    if parts == 1:
         return F.linear(x, w)
-    parts = zip(x.chunk(ksplit, -1), w.chunk(ksplit, -1), strict=True)
-    total = torch.stack([F.linear(a.float(), b.float()) for a, b in parts]).sum(0)
+    shares = zip(x.chunk(parts, -1), w.chunk(parts, -1), strict=True)
+    total = torch.stack([F.linear(a.float(), b.float()) for a, b in shares]).sum(0)
     return total.to(x.dtype)
 
 

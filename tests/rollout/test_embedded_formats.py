@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -33,7 +33,9 @@ from rollout.checksum import tensor_checksum
 from rollout.config import PublishConfig
 from rollout.disk_publisher import DiskPublisher
 from rollout.embedded import plain_ops, projections
+from rollout.embedded.engine import EngineLimits
 from rollout.embedded.layout import SequenceRows, lay_out
+from rollout.embedded.operations import Operations
 from rollout.embedded.projections import Codes, Linear, Scratch
 from rollout.embedded.server import make_app, parse
 from rollout.embedded.service import Service
@@ -155,17 +157,20 @@ class RoundingByHand:
     """Plain operations that round the input of every linear but the head's; nothing else knows of it."""
 
     absorb = False
+    head: torch.Tensor
 
-    def __init__(self, head: torch.Tensor, group: int, power_of_two: bool) -> None:
-        self.head, self.how = head, (group, power_of_two)
+    def __init__(self, group: int, power_of_two: bool) -> None:
+        self.how = group, power_of_two
 
     def __getattr__(self, name: str) -> Any:
         return getattr(plain_ops, name)
 
-    def linear(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, w: torch.Tensor, parts: int = 1) -> torch.Tensor:
+        assert parts == 1
         return F.linear(x if w is self.head else by_hand(x, *self.how), w)
 
-    def grouped_linear(self, x: torch.Tensor, w: torch.Tensor, counts: Any) -> torch.Tensor:
+    def grouped_linear(self, x: torch.Tensor, w: torch.Tensor, counts: Any, parts: int = 1) -> torch.Tensor:
+        assert parts == 1
         return plain_ops.grouped_linear(by_hand(x, *self.how), w, counts)
 
 
@@ -192,9 +197,10 @@ def test_inputs_of_quantized_linears_are_rounded(base: dict[str, Any], how: Quan
     rounded, plain = service(path, activations="fp8"), service(path)
     codes = service(path, "codes", "fp8")
     unrounded = logits(plain)
-    group = activation_codec(how).block[1]
-    plain.engine.model.ops = RoundingByHand(plain.engine.model.weights.head, group, how.format is not F8)  # type: ignore[assignment]
-    want = logits(plain)
+    ops = RoundingByHand(activation_codec(how).block[1], how.format is not F8)
+    hand = Service(path, EngineLimits(max_total_tokens=2048, context_length=256), ops=cast(Operations, ops))
+    ops.head = hand.engine.model.weights.head
+    want = logits(hand)
     assert torch.equal(logits(rounded), want) and torch.equal(logits(codes), want)
     assert (want - unrounded).abs().max() > 1e-3
 
