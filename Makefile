@@ -4,10 +4,11 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SGLANG := .venv-sglang
 RUN := runs/demo
 JOBS ?= 2
 
-.PHONY: demo test lint benchmarks clean
+.PHONY: demo test test-sglang lint benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/python scripts/run_deepseek.py --config configs/tiny.toml --run-dir $(RUN)
@@ -16,6 +17,10 @@ demo: $(STAMP)
 # Threads that wait for each other sleep: they would spin on cores that other processes of the tests could use.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# stock SGLang on CPU, in an environment of its own: its pins are not ours
+test-sglang: $(STAMP) $(SGLANG)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sglang_cpu
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -33,5 +38,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# without dependencies: SGLang's own are kernels for GPUs, and another torch
+$(SGLANG)/.installed: tests/sglang_cpu/requirements.txt
+	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) $(SGLANG) runs build *.egg-info

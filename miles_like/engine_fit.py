@@ -21,6 +21,7 @@ def check_engine(rollout: RolloutConfig, precision: PrecisionConfig, hf: Mapping
     check_shapes(hf, spec)
     check_served(rollout.engine, spec, rollout.sglang)
     if rollout.engine == "sglang":
+        check_layers(hf)
         check_engine_shards(rollout.sglang, hf, spec)
         check_attention(rollout.sglang, hf)
 
@@ -32,6 +33,20 @@ def check_attention(flags: SGLangFlags, hf: Mapping[str, Any]) -> None:
         raise ValueError(
             "rollout.sglang.attention_backend = 'flashinfer' is not deterministic for latent attention: set it to "
             "'fa3' (Hopper) or 'triton', or enable_deterministic_inference = false"
+        )
+
+
+def check_layers(hf: Mapping[str, Any]) -> None:
+    """Raises ValueError for a Qwen3-MoE with dense layers, of which stock SGLang 0.5.23 makes layers of experts whose
+    weights nobody loads: its log-probabilities are nan."""
+    if hf.get("model_type") != "qwen3_moe":
+        return
+    family = family_of(hf)
+    layers, routed = family.num_layers(hf), len(family.moe_layers(hf))
+    if routed < layers:
+        raise ValueError(
+            f"config.json has experts in {routed} of {layers} layers (mlp_only_layers, decoder_sparse_step), stock "
+            "SGLang serves Qwen3-MoE with experts in all of them only: set rollout.engine = 'embedded'"
         )
 
 

@@ -91,6 +91,16 @@ def test_attention_that_would_need_one_scale_is_refused_where_engines_fuse_it() 
     check_engine(RolloutConfig(engine="embedded"), _precision(format="nvfp4", scope="all"), tiny_qwen())
 
 
+def test_dense_layers_that_stock_sglang_does_not_know_are_refused() -> None:
+    """tests/sglang_cpu's server gave nan for such a model; the published ones have none."""
+    sglang, hf = RolloutConfig(engine="sglang"), tiny_qwen(mlp_only_layers=[0])
+    layers = hf["num_hidden_layers"]
+    with pytest.raises(ValueError, match=rf"experts in {layers - 1} of {layers} layers.*rollout.engine = 'embedded'"):
+        check_engine(sglang, _precision(format="bf16"), hf)
+    check_engine(RolloutConfig(), _precision(format="bf16"), hf)
+    check_engine(sglang, _precision(format="bf16"), tiny_qwen(mlp_only_layers=[]))
+
+
 def test_an_engine_that_would_scale_anew_is_refused() -> None:
     sglang = RolloutConfig(engine="sglang", sglang=SGLangFlags(gpu="blackwell"))
     with pytest.raises(ValueError, match="fp8-ue8m0"):

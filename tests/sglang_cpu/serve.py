@@ -1,0 +1,31 @@
+"""Stock SGLang 0.5.23 on CPU, by the Python of its own virtual environment (`make test-sglang` makes it):
+
+    .venv-sglang/bin/python tests/sglang_cpu/serve.py --model-path HF_DIR --port P [any flag of sglang.launch_server]
+
+BF16 only: SGLang's kernels for quantized weights on CPU need AMX. DeepSeek models need yarn in rope_scaling and
+moe_layer_freq in config.json, as the published ones have.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ENVIRONMENT = {
+    "PYTHONPATH": str(Path(__file__).parent / "adaptations"),
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # without a compiler its first request hangs
+    "HF_HUB_OFFLINE": "1",
+}
+FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-tokenizer-init"),
+    *("--skip-server-warmup", "--sleep-on-idle", "--enable-return-routed-experts", "--weight-version", "0"),
+    *("--max-total-tokens", "8192", "--context-length", "1024", "--chunked-prefill-size", "512"),
+    *("--max-running-requests", "16"),
+)
+
+if __name__ == "__main__":
+    command = [sys.executable, "-m", "sglang.launch_server", *FLAGS, *sys.argv[1:]]  # of two equal flags the last holds
+    os.execve(sys.executable, command, os.environ | ENVIRONMENT)
