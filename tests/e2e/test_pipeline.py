@@ -10,7 +10,10 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from scripts import run_deepseek
 from tests.e2e.conftest import ROOT, SMALL, Run
 
 
@@ -125,7 +128,6 @@ def test_word_problems_run_through_the_same_reader_and_math_verify(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--set", "train.stps=1"), "nearest known one is 'train.steps'"),
         (("--stages", "fetch,tain"), "no stage called 'tain'"),
         (("--stages", "train"), "stage train needs"),
         (("--set", "data.train=./none.jsonl"), "none.jsonl"),
@@ -135,11 +137,22 @@ def test_word_problems_run_through_the_same_reader_and_math_verify(
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_2(
-    run: Run, tmp_path: Path, arguments: tuple[str, ...], said: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
-    done = run("--run-dir", str(tmp_path / "x"), *arguments)
-    assert done.returncode == 2
+    """The command in this process, which has imported it all."""
+    monkeypatch.chdir(ROOT)
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(run_deepseek.main)
+    done = CliRunner().invoke(app, ["--run-dir", str(tmp_path / "x"), *arguments])
+    assert done.exit_code == 2, (done.output, done.exception)
     assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_mistake_is_status_2_to_the_shell_too(run: Run, tmp_path: Path) -> None:
+    done = run("--run-dir", str(tmp_path / "x"), "--set", "train.stps=1")
+    assert done.returncode == 2 and "nearest known one is 'train.steps'" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert not (tmp_path / "x").exists()
 

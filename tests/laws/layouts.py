@@ -27,12 +27,15 @@ PATIENCE = 900.0  # seconds for one call of run_ranks: four ranks share two core
 Layout = Mapping[str, Any]
 Metrics = list[dict[str, float]]
 Rows = tuple[list[list[MicroBatch]], int]
+EXPERTS = 8  # of which toy.TOP_K a token; half the tiny model's: most of a run's time goes by the number of tensors
+ROUTED = {"n_routed_experts": EXPERTS, "n_group": 2, "topk_group": 2}
 Sized = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 4}
 Dense = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 24, "torch_dtype": "float32"}
 
 # four layers, so that two stages of two virtual stages divide; fp32, so that gradients are compared unrounded
 MLA: dict[str, Any] = tiny(
     **Sized,
+    **ROUTED,
     torch_dtype="float32",
     q_lora_rank=32,
     kv_lora_rank=32,
@@ -42,11 +45,11 @@ MLA: dict[str, Any] = tiny(
 )
 MODELS: dict[str, dict[str, Any]] = {
     "mla": MLA,
-    "gqa": tiny_qwen(**Sized, torch_dtype="float32", head_dim=24, mlp_only_layers=[0]),
+    "gqa": tiny_qwen(**Sized, num_experts=EXPERTS, torch_dtype="float32", head_dim=24, mlp_only_layers=[0]),
     "mtp": MLA | {"num_nextn_predict_layers": 2, "attention_bias": True},
     "dense": tiny_dense(**Dense, attention_bias=True, tie_word_embeddings=True),
     # part of each head turns; biases of query, key and value; a draft layer of grouped queries
-    "glm": tiny_glm(**Dense, moe_intermediate_size=32, num_nextn_predict_layers=1),
+    "glm": tiny_glm(**Dense, n_routed_experts=EXPERTS, moe_intermediate_size=32, num_nextn_predict_layers=1),
     "six layers": MLA | {"num_hidden_layers": 6},
 }
 MOE_LAYERS = (1, 2, 3)  # of the models with experts
@@ -105,7 +108,7 @@ class Run:
 
 def batch(seed: int, layers: tuple[int, ...] = MOE_LAYERS) -> list[MicroBatch]:
     """16 samples of 5 to 17 tokens: four a micro-batch, of lengths that are multiples of nothing."""
-    return toy.samples(16, seed=seed, layers=layers)
+    return toy.samples(16, seed=seed, layers=layers, experts=EXPERTS)
 
 
 def plain(seed: int, layers: tuple[int, ...], dp: int, micros: int) -> Rows:

@@ -100,7 +100,7 @@ def _idle(rank: int, world: int, port: int, where: Path) -> dict[str, float]:
     with toy.trainer(cfg, rank, world, port, layouts.WholeSamples()) as t:
         t.load_weights(where / "mla-start")
         rows, tokens = toy.grid(layouts.batch(0), dp=1, micros=4)
-        idle = toy.sample(5, 9, layers=layouts.MOE_LAYERS)
+        idle = toy.sample(5, 9, layers=layouts.MOE_LAYERS, experts=layouts.EXPERTS)
         idle = replace(idle, loss_mask=torch.zeros(9, dtype=torch.bool))
         return dict(t.step([idle, *rows[0], idle], tokens, 1).metrics)
 

@@ -33,7 +33,7 @@ MTP = {"mtp_coefficient": 0.3}
 COMPARED = ("train/loss", "train/grad_norm", "train/entropy", "routing/agreement", "routing/replay_coverage")
 
 
-EXPERTS, TOP_K = toy.EXPERTS, toy.TOP_K
+EXPERTS, TOP_K = layouts.EXPERTS, toy.TOP_K
 # of each reply: the weights' version, and how many tokens the environment says after it
 KINDS = (((0, 0),), ((0, 3), (0, 0)), ((0, 0), (1, 0)), ((0, 2), (1, 3), (1, 0)))
 
@@ -190,7 +190,7 @@ def _agree(want: Run, got: Run) -> bool:
 
 @pytest.mark.parametrize("name", CASES)
 def test_replay_is_that_of_one_rank(single: Any, runs: dict[str, Run], name: str) -> None:
-    """Four distinct experts of 16 drawn at random for each token and layer, which are not the routers' own choice; the
+    """Four distinct experts of eight, random for each token and layer, which are not the routers' own choice; the
     first layer is dense. Ranks are given what `cut_row` makes of a row for them; the rank alone is given whole traces.
     The same sums in another order: fp32 rounding may differ, a row of another token may not. Not covered: more than
     four ranks; that a driver asks for the right part (tests/miles_like/test_workers.py)."""

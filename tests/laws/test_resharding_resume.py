@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.laws.layouts import agree_on_port
+from tests.laws.layouts import EXPERTS, ROUTED, agree_on_port
 from tests.megatron_bridge import toy
 from tests.spawn import free_port, run_ranks
 
 LAYERS = 4  # one dense, three of experts: two pipeline stages of two virtual ones
+ROUTED_LAYERS = tuple(range(1, LAYERS))
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1 rank": {},
     "TP2": {"tp": 2},
@@ -48,7 +49,7 @@ Found = dict[str, Any]
 def train(t: Any, steps: Sequence[int]) -> Metrics:
     dp, out = t.config.parallel.dp, []
     for step in steps:
-        rows, tokens = toy.grid(toy.samples(8, seed=step, layers=tuple(range(1, LAYERS))), dp=dp, micros=4 // dp)
+        rows, tokens = toy.grid(toy.samples(8, seed=step, layers=ROUTED_LAYERS, experts=EXPERTS), dp=dp, micros=4 // dp)
         metrics = t.step(rows[t.dp_rank], tokens, step + 1).metrics
         out.append({key: metrics[key] for key in COMPARED})
     return out
@@ -124,7 +125,7 @@ def rings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Foun
         where = tmp_path_factory.mktemp("ring")
         _, names = RINGS[name]
         world = max(toy.config("", **LAYOUTS[layout]).parallel.world_size for layout in names)
-        hf = toy.hf_dir(where / "hf", toy.hf_config() | {"num_hidden_layers": LAYERS})
+        hf = toy.hf_dir(where / "hf", toy.hf_config() | ROUTED | {"num_hidden_layers": LAYERS})
         return run_ranks(whole_ring, world, hf, where, name, timeout_s=900.0, keep=True)
 
     return run

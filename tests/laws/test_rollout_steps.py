@@ -66,7 +66,7 @@ def _rollout(t: Any, seed: int, *, dp: int = 1, routes: bool = True) -> Rollout:
     """Two mini-batches of unequal size, of two micro-batches a data-parallel row each."""
     rows, tokens = [], []
     for part, n in ((0, 8), (1, 12)):
-        samples = toy.samples(n, seed=2 * seed + part, layers=layouts.MOE_LAYERS)
+        samples = toy.samples(n, seed=2 * seed + part, layers=layouts.MOE_LAYERS, experts=layouts.EXPERTS)
         if not routes:
             samples = [replace(s, routing=None) for s in samples]
         grid, count = toy.grid(samples, dp=dp, micros=2)

@@ -45,14 +45,16 @@ def config(hf: str, *, dtype: str = "float32", mode: str = "r3", lr: float = 1e-
     )
 
 
-def sample(seed: int, length: int, *, learnable: bool = False, layers: tuple[int, ...] = LAYERS) -> MicroBatch:
+def sample(
+    seed: int, length: int, *, learnable: bool = False, layers: tuple[int, ...] = LAYERS, experts: int = EXPERTS
+) -> MicroBatch:
     """One sample of `length` inputs, its second half with loss; the routes of `layers`, if any, are random sets."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(2, VOCAB, (length + 1,), generator=g)
     if learnable:  # the next token is a function of the last
         for i in range(length):
             tokens[i + 1] = (tokens[i] * 7 + 3) % VOCAB
-    ids = torch.rand(length, len(layers), EXPERTS, generator=g).topk(TOP_K, -1).indices.to(torch.uint8)
+    ids = torch.rand(length, len(layers), experts, generator=g).topk(TOP_K, -1).indices.to(torch.uint8)
     return MicroBatch(
         samples=(f"toy/{seed}",),
         tokens=tokens[:-1],
@@ -62,7 +64,7 @@ def sample(seed: int, length: int, *, learnable: bool = False, layers: tuple[int
         loss_mask=torch.arange(length) >= length // 2,
         advantages=torch.randn(1, generator=g).expand(length).contiguous(),
         rollout_logprobs=-5 * torch.rand(length, generator=g),
-        routing=RoutingTrace(experts=ids, layers=layers, num_experts=EXPERTS).seal(tokens[:-1]) if layers else None,
+        routing=RoutingTrace(experts=ids, layers=layers, num_experts=experts).seal(tokens[:-1]) if layers else None,
     )
 
 
