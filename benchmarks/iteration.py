@@ -18,7 +18,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -44,21 +44,18 @@ GOALS = {"publish_share_max": 0.10}
 
 
 class Side:
-    """One way of iterating: a client and a trainer, with or without routing."""
+    """One way of iterating: a client and a trainer."""
 
-    def __init__(self, stage: TrainStage, url: str, *, routing: bool) -> None:
-        self.config = stage.config.model_copy(
-            update={"replay": stage.config.replay.model_copy(update={"mode": "r3" if routing else "off"})}
-        )
-        self.stage = TrainStage(self.config, stage.run_dir, stage.served, stage.weights, stage.console)
-        self.engine: SGLangClient = self.stage.client(url, routing=routing)
+    def __init__(self, stage: TrainStage, url: str, *, name: str, routing: bool) -> None:
+        self.stage, self.config = stage, stage.config
+        self.engine: SGLangClient = stage.client(url, routing=routing)
         self.trainer = RayTrainer(
-            MegatronFactory(self.stage.trainer, stage.weights, self.stage.algorithm.loss),
-            self.stage.plan.of("trainer"),
+            MegatronFactory(stage.trainer, stage.weights, stage.algorithm.loss),
+            stage.plan.of("trainer"),
             dp_size=self.config.parallel.dp,
-            log_dir=stage.run_dir / f"logs-{'r3' if routing else 'plain'}",
+            log_dir=stage.run_dir / f"logs-{name}",
         )
-        self.trainer.connect(self.stage.publisher([url]))
+        self.trainer.connect(stage.publisher([url]))
         self.seconds: dict[str, list[float]] = {name: [] for name in (*PHASES, "iteration", "cpu")}
 
     async def iterate(self, step: int, source: PromptSource) -> None:
@@ -111,25 +108,37 @@ async def measure(sides: Sequence[Side], source: PromptSource, iterations: int, 
         await side.trainer.close()
 
 
-def run(config: RunConfig, home: Path, iterations: int) -> dict[str, float]:
-    console = Console(stderr=True)
-    parts = assemble.pipeline_parts(config, console, None)
-    run_dir = home / "run"
-    stages = plan_stages(config, run_dir, parts)
+def by_turns(ways: Mapping[str, tuple[RunConfig, bool]], home: Path, iterations: int) -> list[Side]:
+    """Iterations of each way, by turns, each on a server of its own. ways: name -> configuration, whether with routing;
+    all have the first one's checkpoint."""
+    console, run_dir = Console(stderr=True), home / "run"
+    configs = [config for config, _ in ways.values()]
+    stages = plan_stages(configs[0], run_dir, assemble.pipeline_parts(configs[0], console, None))
     run_stages(stages, ("fetch", "dequantize", "convert", "stage"), console, fresh=False)
     data = stages[3].directory / "data"
     start_ray(None)
-    stage = TrainStage(config, run_dir, data / "hf", data / "megatron", console)
-    servers = [stage.servers(0, routing=routing) for routing in (True, False)]
+    made = [TrainStage(config, run_dir, data / "hf", data / "megatron", console) for config in configs]
+    servers = [stage.servers(0, routing=way[1]) for stage, way in zip(made, ways.values(), strict=True)]
     try:
-        urls = [s.wait()[0] for s in servers]
-        sides = [Side(stage, url, routing=routing) for url, routing in zip(urls, (True, False), strict=True)]
-        source = PromptSource(config.data, stage.tokenizer, config.data.train)
+        sides = [
+            Side(stage, server.wait()[0], name=name, routing=ways[name][1])
+            for name, stage, server in zip(ways, made, servers, strict=True)
+        ]
+        source = PromptSource(configs[0].data, made[0].tokenizer, configs[0].data.train)
         asyncio.run(measure(sides, source, iterations, warm=3))
     finally:
         for s in servers:
             s.stop()
-    median = {name: statistics.median(s) for name, s in sides[0].seconds.items()}
+    return sides
+
+
+def medians(side: Side) -> dict[str, float]:
+    return {f"{name}_s": statistics.median(seconds) for name, seconds in side.seconds.items()}
+
+
+def run(config: RunConfig, home: Path, iterations: int) -> dict[str, float]:
+    off = config.model_copy(update={"replay": config.replay.model_copy(update={"mode": "off"})})
+    sides = by_turns({"r3": (config, True), "plain": (off, False)}, home, iterations)
     # paired: each turn's two iterations lie next to each other in time
     share = {
         name: statistics.median(
@@ -139,10 +148,10 @@ def run(config: RunConfig, home: Path, iterations: int) -> dict[str, float]:
         for name, x in sides[0].seconds.items()
     }
     with_r3, without = (sum(side.seconds["cpu"]) for side in sides)  # of a hundredth's resolution: only the sum tells
-    figures = {f"{name}_s": seconds for name, seconds in median.items()}
+    figures = medians(sides[0])
     return (
         figures
-        | {"publish_share": median["publish"] / median["iteration"], "r3_share": share["iteration"]}
+        | {"publish_share": figures["publish_s"] / figures["iteration_s"], "r3_share": share["iteration"]}
         | {"r3_cpu_share": (with_r3 - without) / with_r3}
         | {f"r3_share_in_{name}": share[name] for name in PHASES}
     )

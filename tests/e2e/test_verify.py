@@ -6,6 +6,7 @@ Not covered: each kind of fault (tests/laws/test_verify_names_faults.py), stock 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from tests.e2e.conftest import ROOT, SMALL, Run, environment
 
+REWARD = "tests.e2e.test_families:parity"  # that an untrained model gets half of the time, so that weights change
 TINY = str(ROOT / "configs" / "tiny.toml")
 
 
@@ -45,11 +47,23 @@ def test_a_healthy_job_has_nothing_wrong_with_it(home: Path) -> None:
 
 @pytest.fixture(scope="module")
 def kept(run: Run, home: Path) -> Path:
-    """Samples of a run's first step."""
-    done = run("--run-dir", str(home / "kept"), *SMALL, "--set", "train.steps=1", "--set", "eval.max_prompts=1")
+    """Samples of the first step of a deterministic run of two."""
+    settings = ("train.steps=2", "eval.max_prompts=1", "alignment.deterministic=true", f"reward.name={REWARD}")
+    done = run("--run-dir", str(home / "kept"), *SMALL, *(x for one in settings for x in ("--set", one)))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "trainer and rollout agree on" in done.stdout
+    assert re.search(
+        r"trainer and rollout agree on \d+ tokens: kl 0\.0e\+00, largest difference 0\.0e\+00 nats", done.stdout
+    )
     return home / "kept" / "rollouts" / "step_1.jsonl"
+
+
+def test_a_deterministic_run_has_no_gap_at_all(kept: Path) -> None:
+    """From the configuration to metrics.jsonl: two ranks that share out the experts, a server told to be exact, their
+    fingerprints compared, the samples before the first step, and both steps. The weights of the second are others."""
+    rows = [json.loads(line) for line in (kept.parents[1] / "metrics.jsonl").read_text().splitlines()][1:]
+    names = ("mismatch/logprob_abs_diff_max", "mismatch/kl", "mismatch/extreme_frac", "mismatch/ess")
+    assert [[row[name] for name in (*names, "routing/agreement")] for row in rows] == [[0.0, 0.0, 0.0, 1.0, 1.0]] * 2
+    assert all(row["train/grad_norm"] > 0 for row in rows)
 
 
 def test_kept_samples_are_compared_without_a_server(kept: Path, home: Path, tmp_path: Path) -> None:
