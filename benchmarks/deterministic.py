@@ -3,8 +3,8 @@
 Two sides take turns, each a server and a trainer of its own, so both see the same machine: the configuration as it is
 shipped, and with the key. The key makes the engine compute in bfloat16, as the trainer does, instead of float32. Ratios
 are medians of pairs that lie next to each other in time; `cpu_ratio` is of the processor time of all processes, which a
-busy machine moves less. Then with answers of 64 tokens instead of 5, which the rollout is more of. Goal: an iteration
-<= 1.5 times the plain one, at either length.
+busy machine moves less. Without --quick also with answers of 64 tokens instead of 5, of which the rollout is more.
+Goal: an iteration <= 1.5 times the plain one, at either length.
 
     python benchmarks/deterministic.py [--quick]
 """
@@ -53,14 +53,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     figures: dict[str, float] = {}
-    for of, answer, turns in (("", 5, 6 if quick else 30), (f"_of_{LONGER}", LONGER, 2 if quick else 8)):
+    for of, answer, turns in (("", 5, 6),) if quick else (("", 5, 30), (f"_of_{LONGER}", LONGER, 8)):
         found = ratios(["model.make.max_steps=0", f"rollout.max_new_tokens={answer}"], turns)
         figures |= {name + of: x for name, x in found.items()}
     table = Table("figure", "value", title="alignment.deterministic, medians")
     for name, value in figures.items():
         table.add_row(name, f"{value:.3f}")
     Console().print(table)
-    holds = max(figures["ratio"], figures[f"ratio_of_{LONGER}"]) <= GOALS["ratio_max"]
+    holds = max(figures["ratio"], figures.get(f"ratio_of_{LONGER}", 0.0)) <= GOALS["ratio_max"]
     print(json.dumps({"name": "deterministic", "figures": figures, "goals": GOALS, "holds": holds}))
 
 
