@@ -60,6 +60,7 @@ class EmbeddedFlags(Section):
     max_running_requests: int = Field(512, ge=1)
     max_total_tokens: int = Field(65536, ge=64)  # slots in the KV cache
     context_length: int = Field(1024, ge=8)
+    disable_radix_cache: bool = False  # feed every prompt whole, also where its beginning was fed before
     return_gates: bool = False  # keep the experts' gate weights and return them with the routes, for replay.gates
 
 

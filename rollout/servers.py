@@ -164,6 +164,7 @@ def embedded_command(
         *("--weight-version", str(weight_version)),
         *(("--enable-return-routed-experts",) if return_routed_experts else ()),
         *(("--enable-return-routed-weights",) if e.return_gates else ()),
+        *(("--disable-radix-cache",) if e.disable_radix_cache else ()),
         *(("--exact-parts", *map(str, exact)) if exact is not None else ()),
     ]
 

@@ -1,8 +1,9 @@
 """Who waits, and who starts when there is room.
 
 Every sample reserves, when it starts, the pages of its longest possible answer; so a running sample never has to yield.
-The samples of a prompt share the pages of its prefill by reference; each gets a copy of the last, partly filled page,
-the last sample the original. At most one prompt is ever half started, so waiting prefixes cannot block each other.
+Pages that hold the beginning of a prompt already are shared by reference, and so are the pages of its prefill among its
+samples; each gets a copy of the last, partly filled page, the last sample the original. At most one prompt is ever half
+started, so waiting prefixes cannot block each other.
 
 Letters: P prompt tokens.
 """
@@ -24,6 +25,7 @@ from rollout.embedded.rows import Rows
 @dataclass(slots=True, kw_only=True, eq=False)
 class Admitted:
     fresh: list[Entry] = field(default_factory=list)  # to prefill
+    tokens: int = 0  # to be fed for them
     started: list[tuple[Entry, NDArray[np.int64]]] = field(default_factory=list)  # rows that begin after the entry
     copies: list[tuple[int, int]] = field(default_factory=list)  # page to page, after the prefill
 
@@ -54,25 +56,34 @@ class Admission:
     def admit(self) -> Admitted:
         """Takes from the front of the queue what fits now."""
         out = Admitted()
-        budget = self._prefill_tokens
         while self.queue and self._rows.free:
             entry = self.queue[0]
-            p, spec = len(entry.tokens), entry.spec
-            if entry.slots is None:
-                if out.fresh and p > budget:
-                    break
-                if self._cache.free_pages < self._first_pages(spec, p, len(entry.jobs)):
-                    break
-                entry.pages = self._cache.take(self._cache.pages_for(p))
-                entry.slots = self._cache.slots_of(entry.pages)
-                out.fresh.append(entry)
-                budget -= p
-            if spec.sampling.max_new_tokens:
+            if entry.slots is None and not self._find_pages(entry, out):
+                break
+            if entry.spec.sampling.max_new_tokens:
                 self._place(entry, out)
                 if entry.jobs:
                     break
             self.queue.popleft()
         return out
+
+    def _find_pages(self, entry: Entry, out: Admitted) -> bool:
+        """For the entry's tokens, those first that hold them already. False: there are not enough, or this step feeds
+        enough without it."""
+        cache, p = self._cache, len(entry.tokens)
+        found = cache.prefixes.find(entry.names[: _shareable(entry) // cache.page])
+        cache.share(found)
+        tokens = p - len(found) * cache.page
+        late = bool(out.fresh) and out.tokens + tokens > self._prefill_tokens
+        if late or cache.free_pages < self._first_pages(entry.spec, p, len(entry.jobs)) - len(found):
+            cache.release(found)
+            return False
+        entry.pages = found + cache.take(cache.pages_for(p) - len(found))
+        entry.slots = cache.slots_of(entry.pages)
+        entry.cached = p - tokens
+        out.fresh.append(entry)
+        out.tokens += tokens
+        return True
 
     def _place(self, entry: Entry, out: Admitted) -> None:
         """Gives pages and a row to as many of the entry's samples as fit."""
@@ -94,7 +105,8 @@ class Admission:
                 job.pages = entry.pages[:full] + own
                 if len(entry.pages) > full:
                     out.copies.append((entry.pages[full], own[0]))
-            job.cached = 0 if entry.logits is None and not placed else p
+            if not job.retractions:
+                job.cached = entry.cached if entry.logits is None and not placed else p
             placed.append(job)
         if placed:
             out.started.append((entry, self._start_rows(entry, spec, placed)))
@@ -115,4 +127,11 @@ class Admission:
         """Waiting entries give their pages back and will be prefilled again."""
         for entry in self.queue:
             self._cache.release(entry.pages)
-            entry.pages, entry.slots, entry.logits = [], None, None
+            entry.pages, entry.slots, entry.logits, entry.cached = [], None, None, 0
+
+
+def _shareable(entry: Entry) -> int:
+    """Tokens that need not be fed: all but the last, whose logits are wanted, and none of those whose log-probs are."""
+    first = entry.spec.logprob_start
+    scored = first >= 0 and entry.group.prompt_logprobs is None
+    return min(len(entry.tokens) - 1, first) if scored else len(entry.tokens) - 1

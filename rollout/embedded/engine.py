@@ -40,6 +40,7 @@ class EngineLimits:
     page: int = 16
     routes: bool = True  # keep the experts' ids
     gates: bool = False  # keep their gate weights beside them
+    prefixes: bool = True  # find pages of ended sequences again
 
 
 class Engine:
@@ -56,6 +57,7 @@ class Engine:
             width=model.cache_width,
             routes=limits.routes,
             gates=limits.gates,
+            prefixes=limits.prefixes,
         )
         self.version = version
         self.paused = False
@@ -81,7 +83,10 @@ class Engine:
         jobs = deque(Job(group=group, index=i, key=int(k)) for i, k in enumerate(keys))
         for job in jobs:
             job.note_version(self.version, 0)
-        self._admission.queue.append(Entry(group=group, tokens=np.array(spec.token_ids, np.int64), jobs=jobs))
+        self._admission.queue.append(self._entry(group, np.array(spec.token_ids, np.int64), jobs))
+
+    def _entry(self, group: Group, tokens: NDArray[np.int64], jobs: deque[Job]) -> Entry:
+        return Entry(group=group, tokens=tokens, jobs=jobs, names=self.cache.prefixes.names(tokens))
 
     def check(self, spec: PromptSpec) -> None:
         """Raises ValueError, with both numbers, for what can never run."""
@@ -159,19 +164,25 @@ class Engine:
         self.paused = False
 
     def flush(self) -> bool:
-        """There is no cache beyond the requests' own, so this only says whether it is empty."""
+        """Forgets all prefixes. False, and nothing done, while requests hold pages."""
+        if self.idle:
+            self.cache.forget_prefixes()
         return self.idle
 
-    def forget_prefixes(self) -> None:
-        """The weights have changed: prompts that were fed for samples yet to start are fed again."""
+    def weights_changed(self) -> None:
+        """No prefix is found any more, and prompts that were fed for samples yet to start are fed again."""
         self._admission.drop_prefixes()
+        self._next_epoch()
+
+    def _next_epoch(self) -> None:
+        self.cache.next_epoch()
+        if self._capture is not None:
+            self._capture.next_epoch(self.version)
 
     def set_version(self, version: str) -> None:
         """Tokens sampled and routes computed from now on carry it."""
         self.version = version
-        self.cache.epoch += 1
-        if self._capture is not None:
-            self._capture.next_epoch(version)
+        self._next_epoch()
         for row, job in self._admission.jobs.items():
             job.note_version(version, int(self._rows.length[row] - self._rows.prompt[row]))
         for entry in self._admission.queue:
@@ -187,11 +198,10 @@ class Engine:
         for row, job, kept in zip(rows, jobs, captured, strict=True):
             job.kept_ids, job.kept_logprobs = self._rows.response(row)
             job.kept_rows = kept
-            self.cache.release(job.pages)
-            job.pages = []
+            self._give_back(job, row)
             job.retractions += 1
             tokens = np.concatenate([np.array(job.group.spec.token_ids, np.int64), job.kept_ids])
-            entries.append(Entry(group=job.group, tokens=tokens, jobs=deque([job])))
+            entries.append(self._entry(job.group, tokens, deque([job])))
         self._rows.release(rows)
         self._active = np.zeros(0, np.int64)
         self._admission.queue.extendleft(reversed(entries))
@@ -239,23 +249,27 @@ class Engine:
         return bool(admitted.fresh or admitted.started)
 
     def _prefill(self, entries: list[Entry]) -> None:
-        """Feeds the entries' tokens, in pieces when they are long, and keeps the logits after the last one."""
+        """Feeds those of the entries' tokens that are not cached, in pieces when they are many, and keeps the logits
+        after the last one."""
         found: dict[int, list[Tensor]] = {i: [] for i in range(len(entries))}
-        for start in range(0, max(len(e.tokens) for e in entries), _PIECE):
-            mine = [(i, e) for i, e in enumerate(entries) if len(e.tokens) > start]
+        for piece in range(0, max(len(e.tokens) - e.cached for e in entries), _PIECE):
+            mine = [(i, e) for i, e in enumerate(entries) if len(e.tokens) - e.cached > piece]
             rows = []
             for _, e in mine:
                 assert e.slots is not None
+                start = e.cached + piece
                 tokens = torch.from_numpy(e.tokens[start : start + _PIECE])
                 rows.append(SequenceRows(tokens=tokens, start=start, slots=e.slots))
             x = self.model.forward(lay_out(rows, **self._gather), self.cache)
             ends = np.cumsum([len(r.tokens) for r in rows])
             last = self.model.logits(x[torch.from_numpy(ends - 1)])
             for (i, e), row, end, logits in zip(mine, rows, ends.tolist(), last, strict=True):
-                if start + len(row.tokens) == len(e.tokens):
+                if row.start + len(row.tokens) == len(e.tokens):
                     e.logits = logits
-                found[i].append(self._prompt_logprobs(e, x[end - len(row.tokens) : end], start))
+                found[i].append(self._prompt_logprobs(e, x[end - len(row.tokens) : end], row.start))
         for i, entry in enumerate(entries):
+            assert entry.slots is not None
+            self.cache.keep(self.cache.pages_of(entry.slots), entry.names)
             if entry.group.prompt_logprobs is None:
                 entry.group.prompt_logprobs = tuple(torch.cat(found[i]).tolist())
             if not entry.spec.sampling.max_new_tokens:
@@ -309,9 +323,15 @@ class Engine:
         for row, job, reason, routes in zip(ended, jobs, reasons, self._captured(jobs, ended), strict=True):
             ids, logprobs = self._rows.response(row)
             self._complete(job, ids, logprobs, reason, routes)
-            self.cache.release(job.pages)
-            job.pages = []
+            self._give_back(job, row)
         self._rows.release(ended)
+
+    def _give_back(self, job: Job, row: int) -> None:
+        """The pages of a running sample. What they hold of tokens that were fed can be found."""
+        fed = self._rows.tokens[row, : int(self._rows.length[row]) - 1].numpy()
+        self.cache.keep(job.pages, self.cache.prefixes.names(fed))
+        self.cache.release(job.pages)
+        job.pages = []
 
     def _complete(
         self,

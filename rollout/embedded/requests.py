@@ -70,7 +70,7 @@ class Job:
     index: int
     key: int  # of its random stream
     pages: list[int] = field(default_factory=list)
-    cached: int = 0  # prompt tokens that another sample had prefilled
+    cached: int = 0  # prompt tokens that were not fed for it when it first started
     retractions: int = 0
     kept_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [R] while it is retracted
     kept_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))  # [R]
@@ -101,6 +101,8 @@ class Entry:
     group: Group
     tokens: NDArray[np.int64]  # [P]
     jobs: deque[Job]
+    names: list[bytes]  # of the pages that the tokens fill
+    cached: int = 0  # tokens whose pages were found: not to be fed
     pages: list[int] = field(default_factory=list)  # of the tokens, held while jobs still wait for them
     slots: Tensor | None = None  # [>= P] int64 of those pages; None: not admitted
     logits: Tensor | None = None  # [V] after the last token; None: not prefilled

@@ -320,16 +320,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--max-running-requests", type=int, default=512)
     p.add_argument("--context-length", type=int, default=1024)
     p.add_argument("--weight-version", default="default")
-    p.add_argument(
-        "--enable-return-routed-experts",
-        action="store_true",
-        help="keep which experts each token was routed to, for requests that ask for them",
-    )
-    p.add_argument(
-        "--enable-return-routed-weights",
-        action="store_true",
-        help="keep the gate weights of routed experts, for requests that ask for them",
-    )
+    for flag, meaning in (
+        ("--enable-return-routed-experts", "keep which experts each token was routed to, for requests that ask"),
+        ("--enable-return-routed-weights", "keep the gate weights of routed experts, for requests that ask"),
+        ("--disable-radix-cache", "feed every prompt whole, also where its beginning was fed before"),
+    ):
+        p.add_argument(flag, action="store_true", help=meaning)
     exact = "be exact with a deterministic trainer of so many tensor- and expert-tensor-parallel ranks"
     p.add_argument("--exact-parts", type=int, nargs=2, metavar=("TP", "ETP"), help=exact)
     return p.parse_args(argv)
@@ -365,6 +361,7 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace) -> None:
         context_length=args.context_length,
         routes=args.enable_return_routed_experts,
         gates=args.enable_return_routed_weights,
+        prefixes=not args.disable_radix_cache,
     )
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype]
     service = Service(

@@ -94,7 +94,7 @@ class Service:
             model.weights = self._preparation.prepare(self.store)
         else:
             model.weights = self._preparation.prepare(self.store, old=model.weights, changed=changed)
-        self.engine.forget_prefixes()
+        self.engine.weights_changed()
 
     @property
     def weights_bytes(self) -> int:

@@ -1,10 +1,10 @@
 """Law: each row of routes, and each log-prob, is of the weights that the sample says, whatever befalls the engine.
 
 Pauses that abort or retract, one after the other, publications, aborts by others, waiting for rows and pages, prompts
-fed in several steps and shared by samples, turns with an environment between: drawn at random. What came out is then
-fed whole to an engine of each version, which has known nothing else. A row paired with a log-prob of other weights, or
-a place off by one, would train other experts than inference took, and no count, seal or version shows what an engine
-itself mistakes.
+fed in several steps and shared by samples, turns with an environment between, beginnings found in the prefix cache:
+drawn at random. What came out is then fed whole to an engine of each version, which has known nothing else. A row
+paired with a log-prob of other weights, or a place off by one, would train other experts than inference took, and no
+count, seal or version shows what an engine itself mistakes.
 
 Not covered: pauses in place, where keys and values of older weights go on being used, so that no engine of one version
 computes the same (test_samples_go_on.py); stock SGLang.
@@ -68,6 +68,7 @@ class World:
     service: Service
     r: random.Random
     version: int = 0
+    cached: int = 0  # samples that went on from tokens that were not fed again
     under_way: list[tuple[list[Sample], list[list[int]], list[Completed]]] = field(default_factory=list)
     ended: list[Sample] = field(default_factory=list)
 
@@ -115,6 +116,7 @@ class World:
             for one in [u for u in self.under_way if u[2]]:
                 self.under_way.remove(one)
                 samples, fed, out = one
+                self.cached += len(out) == 1 and out[0].reply.cached_tokens > 0
                 told = [json.loads(json.dumps(c.reply.to_json())) for c in out]
                 replies = [GenerateReply.from_json(t, want_logprobs=True) for t in told]
                 for sample in reader.extend(samples, fed, replies):
@@ -136,6 +138,7 @@ def test_rows_and_log_probs_are_of_the_weights_they_are_said_to_be_of(path: Path
     world.service.engine.set_version("0")
     world.run()
     assert world.version == VERSIONS and len(world.ended) == G * len(LENGTHS)
+    assert world.cached > 2, "hardly a turn began with cached tokens"
     assert world.service.engine.cache.free_pages == world.service.engine.cache.pages
     packed(*world.ended, max_tokens=999)  # verified, and held to the versions of their tokens
     alone = [service(path) for _ in range(VERSIONS + 1)]

@@ -140,7 +140,7 @@ def with_values(values: dict[str, torch.Tensor], base: dict[str, Any] = BASE) ->
     return model
 
 
-def service(path: Path, weights: Any = "decoded", activations: Any = "none", **limits: int) -> Service:
+def service(path: Path, weights: Any = "decoded", activations: Any = "none", **limits: Any) -> Service:
     wanted = EngineLimits(**({"max_total_tokens": 2048, "context_length": 256} | limits))
     return Service(path, wanted, weights=weights, activations=activations)
 

@@ -76,14 +76,88 @@ def test_requests_join_while_others_decode(engine: Engine) -> None:
 
 def test_shared_prefill_is_separate_prefills(engine: Engine) -> None:
     """Sample i of n draws from (seed, i): the n samples equal n engines' i-th, and only one prompt was fed."""
-    fed: list[int] = []
-    forward = engine.model.forward
-    engine.model.forward = lambda batch, cache: (fed.append(len(batch.tokens)), forward(batch, cache))[1]  # type: ignore
+    fed = feeds(engine)
     shared = run(engine, spec(B, n=4))[0]
     assert fed[0] == len(B)
     assert [c.reply.cached_tokens for c in shared] == [0, len(B), len(B), len(B)]
     for n in (1, 2, 3):
         same(run(engine, spec(B, n=n))[0][n - 1], shared[n - 1])
+
+
+def feeds(engine: Engine) -> list[int]:
+    """Fills with the number of tokens of each forward pass."""
+    fed: list[int] = []
+    forward = engine.model.forward
+    engine.model.forward = lambda batch, cache: (fed.append(len(batch.tokens)), forward(batch, cache))[1]  # type: ignore
+    return fed
+
+
+def test_a_beginning_that_was_fed_is_not_fed_again(engine: Engine) -> None:
+    """Whole pages of 16, never the last token: a repeated prompt, what was answered, a prompt that is scored."""
+    fed = feeds(engine)
+    first = run(engine, spec(B, max_new_tokens=12))[0][0]
+    whole = [*B, *first.reply.output_ids.tolist()]  # 49 tokens, of which 48 were fed: 3 pages
+    for ids, want in ((B, 32), (whole, 48), (whole[:48], 32), (whole[:33], 32), (whole[:32], 16), (B[1:], 0), (A, 0)):
+        fed.clear()
+        (got,) = run(engine, spec(ids, max_new_tokens=1))[0]
+        assert (got.reply.cached_tokens, fed[0]) == (want, len(ids) - want)
+    fed.clear()
+    (scored,) = run(engine, spec(whole, max_new_tokens=0, routing_start=20))[0]
+    assert fed == [1]
+    routes, rows = (base64.b64decode(c.reply.routed_experts or "") for c in (first, scored))
+    assert rows == routes[20 * 3 * 4 * 4 :], "those that were computed when its tokens were fed"
+    shared = run(engine, spec(B, n=3))[0]
+    assert [c.reply.cached_tokens for c in shared] == [32, 37, 37]
+    same(shared[0], first)
+
+
+def test_no_token_whose_log_prob_is_wanted_is_taken_from_the_cache(engine: Engine) -> None:
+    """SGLang's rule for logprob_start_len."""
+    want = run(engine, spec(B, max_new_tokens=0, logprob_start=0))[0][0].prompt_logprobs
+    for start, cached in ((0, 0), (15, 0), (16, 16), (31, 16), (32, 32), (36, 32), (37, 32)):
+        (got,) = run(engine, spec(B, max_new_tokens=2, logprob_start=start))[0]
+        assert got.reply.cached_tokens == cached
+        np.testing.assert_allclose(got.prompt_logprobs, want[start:], atol=1e-5)
+
+
+def test_prefixes_are_forgotten_when_told_and_with_new_weights(engine: Engine, path: Path) -> None:
+    def cached() -> int:
+        return run(engine, spec(B))[0][0].reply.cached_tokens
+
+    assert [cached(), cached()] == [0, 32]
+    assert engine.flush() and [cached(), cached()] == [0, 32]
+    engine.set_version("2")
+    assert [cached(), cached()] == [0, 32]
+    engine.weights_changed()
+    assert [cached(), cached()] == [0, 32]
+    out = submit(engine, spec(B, n=2))
+    engine.step()
+    engine.pause(PauseMode.IN_PLACE)
+    assert not engine.flush()
+    engine.weights_changed()
+    engine.resume()
+    while engine.step():
+        pass
+    assert len(out[0]) == 2 and [cached(), cached()] == [0, 32], "what ended since then is of older weights"
+    without = service(path, prefixes=False).engine
+    assert [run(without, spec(B))[0][0].reply.cached_tokens for _ in range(2)] == [0, 0]
+
+
+def test_an_aborted_sample_that_goes_on_is_not_fed_again(engine: Engine) -> None:
+    fed = feeds(engine)
+    (want,) = run(engine, spec(B, max_new_tokens=20))[0]
+    engine.flush()
+    out = submit(engine, spec(B, max_new_tokens=20))
+    for _ in range(12):
+        engine.step()
+    engine.pause(PauseMode.ABORT)
+    engine.resume()
+    said = out[0][0].reply.output_ids.tolist()
+    fed.clear()
+    (rest,) = run(engine, spec([*B, *said], max_new_tokens=20 - len(said), routing_start=0))[0]
+    assert (len(said), rest.reply.cached_tokens, fed[0]) == (13, 48, 2)
+    assert [*said, *rest.reply.output_ids.tolist()] == want.reply.output_ids.tolist()
+    assert rest.reply.routed_experts == want.reply.routed_experts
 
 
 @torch.no_grad()

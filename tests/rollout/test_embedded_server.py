@@ -177,6 +177,19 @@ def test_bad_requests_are_400_with_a_message(http: httpx.Client, body: Any, mess
     assert re.search(message, reply.json()["error"]["message"])
 
 
+def test_cached_tokens_until_the_cache_is_flushed(http: httpx.Client) -> None:
+    ids, params = list(range(20, 56)), {"max_new_tokens": 14, "ignore_eos": True, "sampling_seed": 2}
+    assert http.get("/flush_cache").status_code == 200
+    one = generate(http, ids, params)
+    asked = {"return_routed_experts": True, "routed_experts_start_len": 40}
+    two = generate(http, [*ids, *one["output_ids"], 7], params, **asked)
+    assert [r["meta_info"]["cached_tokens"] for r in (one, two)] == [0, 48]
+    assert http.get("/flush_cache").status_code == 200
+    anew = generate(http, [*ids, *one["output_ids"], 7], params, **asked)
+    assert anew["meta_info"]["cached_tokens"] == 0 and anew["output_ids"] == two["output_ids"]
+    assert anew["meta_info"]["routed_experts"] == two["meta_info"]["routed_experts"]
+
+
 def test_health_and_info(http: httpx.Client, path: Path) -> None:
     for route in ("/health", "/health_generate"):
         reply = http.get(route)

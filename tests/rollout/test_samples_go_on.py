@@ -114,6 +114,7 @@ def test_turns_with_an_environment_between(url: str) -> None:
         told = await c.continue_sample(group.samples[1], ENVIRONMENT, params=params(4))
         told = await c.continue_sample(told, ENVIRONMENT[:1], params=params(4))
         prompt = Prompt(id="a", token_ids=tuple(told.token_ids.tolist()[:-4]), answer="")
+        await c.flush_cache()
         return told, await c.continue_sample(begun(prompt, 1), params=params(4))
 
     told, whole = ask(url, run, decode=lambda ids: " ".join(map(str, ids)))
@@ -127,6 +128,29 @@ def test_turns_with_an_environment_between(url: str) -> None:
     assert torch.equal(told.routing.experts, whole.routing.experts)
     assert told.token_ids.tolist() == whole.token_ids.tolist()
     torch.testing.assert_close(told.logprobs[-4:], whole.logprobs[-4:], atol=1e-5, rtol=0)
+
+
+def test_a_further_turn_is_fed_its_new_tokens_only(path: Path) -> None:
+    """And those that do not fill a page of 16; all its rows of routes are there, as they are without a cache."""
+
+    async def run(c: SGLangClient) -> list[Sample]:
+        (group,) = await c.generate([B], n=2, params=params(14))
+        first = [await c.continue_sample(s, ENVIRONMENT, params=params(10)) for s in group.samples]
+        return [await c.continue_sample(s, ENVIRONMENT, params=params(3)) for s in first]
+
+    def turns(**how: Any) -> tuple[list[Sample], list[int]]:
+        s, fed = service(path, **how), []
+        s.engine.set_version("0")
+        forward = s.engine.model.forward
+        s.engine.model.forward = lambda b, cache: (fed.append(len(b.tokens)), forward(b, cache))[1]  # type: ignore
+        with served(s) as address:
+            return ask(address, run), [n for n in fed if n > 2]  # the rest decodes
+
+    (got, fed), (want, all_fed) = turns(), turns(prefixes=False)
+    for a, b in zip(got, want, strict=True):
+        same(a, b)
+    # 37 tokens, then 51 and 3 more, of which 48 were fed, then 64 and 3 more, of which 48 were fed: the 64th was not
+    assert (fed, all_fed) == ([37, 6, 6, 19, 19], [37, 54, 54, 67, 67])
 
 
 def test_an_aborted_sample_goes_on(url: str) -> None:

@@ -161,6 +161,8 @@ def test_embedded_command() -> None:
     )
     without = embedded_command(Path("/m"), config, port=31000, return_routed_experts=False)
     assert "--enable-return-routed-experts" not in without
+    config = RolloutConfig(embedded=EmbeddedFlags(disable_radix_cache=True))
+    assert "--disable-radix-cache" in embedded_command(Path("/m"), config, port=31000)
 
 
 def test_sglang_command_on_one_node() -> None:
