@@ -74,7 +74,6 @@ class Controller:
                     metrics |= await self._evaluate(done)
                 wall = {"wall_s": time.perf_counter() - started}
                 self.sink.write(done, {"weight_version": float(done), **wall, **metrics})
-                self.keep(done, groups)
                 if last or (self.save_every and done % self.save_every == 0):
                     self.phase(step, "save")
                     await self.save(done)
@@ -99,6 +98,7 @@ class Controller:
         report = await self.trainer.train(self.pack(groups, advantages))
         trained = time.perf_counter()
         metrics = finish(report.metrics)
+        self.keep(step + 1, groups)  # first: who stops the run over them wants to see them
         self.judge(step + 1, metrics)
         self.phase(step, "publish")
         published = await self.trainer.publish(version=step + 1)

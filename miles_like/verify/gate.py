@@ -37,8 +37,8 @@ def judge(
         return
     if on_breach == "stop":
         raise RuntimeError(
-            f"step {step}: {broken}; its weights are not published. `miles-like verify` looks for the cause; --resume "
-            "goes on from the last checkpoint"
+            f"step {step}: {broken}; its weights are not published. rollouts/step_{step}.jsonl has the samples, "
+            "`miles-like verify` looks for the cause; --resume goes on from the last checkpoint"
         )
     done = " (those tokens and samples weighed less)" if on_breach == "down_weight" else ""
     console.print(f"{'':12}[yellow]warning:[/] step {step}: {broken}{done}")

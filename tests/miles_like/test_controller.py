@@ -6,6 +6,7 @@ Not covered here: real trainers and servers (tests/e2e).
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ class World:
         self.staleness: list[int] = []
         self.trained: list[str] = []
         self.steps = 0  # of the optimizer
+        self.kept: list[tuple[int, int]] = []  # (step, groups) whose samples were written
 
     def next_prompts(self) -> list[Prompt]:
         self.dealt += 2
@@ -99,7 +101,14 @@ class World:
         self.rows.append((step, metrics))
 
     def run(
-        self, steps: int, *, first: int = 0, max_staleness: int = 0, eval_every: int = 0, save_every: int = 0
+        self,
+        steps: int,
+        *,
+        first: int = 0,
+        max_staleness: int = 0,
+        eval_every: int = 0,
+        save_every: int = 0,
+        **more: Any,
     ) -> None:
         self.version = first
         controller = Controller(
@@ -112,7 +121,7 @@ class World:
             deal=lambda step, advantages: advantages,
             evaluate=self.evaluate,
             describe=lambda step, groups: {},
-            keep=lambda step, groups: None,
+            keep=lambda step, groups: self.kept.append((step, len(groups))),
             save=self.save,
             finish_save=self.finish_save,
             phase=lambda step, name: None,
@@ -120,6 +129,7 @@ class World:
             max_staleness=max_staleness,
             eval_every=eval_every,
             save_every=save_every,
+            **more,
         )
         asyncio.run(asyncio.wait_for(controller.run(first=first, steps=steps), 20))
 
@@ -164,6 +174,21 @@ def test_a_resumed_loop_begins_at_its_step() -> None:
     world.run(5, first=3)
     assert [step for step, _ in world.rows] == [3, 4, 5]
     assert "rollout 3 with 3" in world.log
+
+
+def test_a_step_that_is_judged_too_bad_leaves_its_samples_and_no_weights() -> None:
+    """They are what a user looks at to see why; the weights of such a step are served to nobody."""
+
+    def judge(step: int, metrics: Mapping[str, float]) -> None:
+        assert metrics == {"train/loss": 1.0}
+        if step == 3:
+            raise RuntimeError("step 3: too bad")
+
+    world = World()
+    with pytest.raises(RuntimeError, match="step 3: too bad"):
+        world.run(5, judge=judge)
+    assert world.kept == [(1, 2), (2, 2), (3, 2)]
+    assert world.version == 2 and [step for step, _ in world.rows] == [0, 1, 2]
 
 
 def test_a_rollout_that_dies_ends_the_run_with_its_own_sentence() -> None:
