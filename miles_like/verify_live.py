@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +26,9 @@ from miles_like.types import (
     TrainBatch,
     VersionSpan,
 )
-from miles_like.verify.attribution import Evidence, Fed, RolloutSide, Scores, attribute
+from miles_like.verify.attribution import attribute
 from miles_like.verify.findings import Report
+from miles_like.verify.sides import Evidence, Fed, RolloutSide, Sampled, Scores
 from miles_like.verify.weights import WeightEvidence
 from miles_like.workers import RayTrainer
 from quant.registry import codec_or_none
@@ -53,19 +53,21 @@ class LiveTrainer:
     pack: Pack
     shape: RoutingShape | None  # None: a dense model
 
-    async def score(self, fed: Fed, *, temperature: float, routes: Sequence[Tensor] | None) -> Scores:
-        samples = [self._sample(fed, i, None if routes is None else routes[i]) for i in range(len(fed.tokens))]
+    async def score(self, told: Fed, *, temperature: float, routes: Sequence[Tensor] | None) -> Scores:
+        samples = [self._sample(told, i, None if routes is None else routes[i]) for i in range(len(told.tokens))]
         batch = self.pack([SampleGroup(prompt=_PROMPT, samples=tuple(samples))], [[0.0] * len(samples)])
         replay = routes is not None
         found = merged(batch, await self.trainer.score(batch, temperature=temperature, replay=replay), self.shape)
         pairs = [found[s.name] for s in samples]
         own = tuple(r for _, r in pairs if r is not None)
         return Scores(
-            logprobs=tuple(p for p, _ in pairs), routes=own if len(own) == len(pairs) and not replay else None
+            fed=_fed(batch, [s.name for s in samples]),
+            logprobs=tuple(p for p, _ in pairs),
+            routes=own if len(own) == len(pairs) and not replay else None,
         )
 
-    def _sample(self, fed: Fed, i: int, ids: Tensor | None) -> Sample:
-        tokens, mask = fed.tokens[i], fed.masks[i]
+    def _sample(self, told: Fed, i: int, ids: Tensor | None) -> Sample:
+        tokens, mask = told.tokens[i], told.masks[i]
         trace = None
         if ids is not None:
             assert self.shape is not None, "routes of a dense model"
@@ -84,6 +86,18 @@ class LiveTrainer:
             finish=Finish.STOP,
             text="",
         )
+
+
+def _fed(batch: TrainBatch, names: Sequence[str]) -> Fed:
+    """The samples as they stand in the packs that ranks are given."""
+    tokens: dict[str, Tensor] = {}
+    masks: dict[str, Tensor] = {}
+    for micro in (m for row in batch.grid for m in row):
+        ends = micro.cu_seqlens.tolist()
+        for name, a, b in zip(micro.samples, ends, ends[1:], strict=False):
+            tokens[name] = torch.cat([micro.tokens[a:b], micro.labels[b - 1 : b]])
+            masks[name] = torch.cat([micro.loss_mask.new_zeros(1), micro.loss_mask[a:b]])
+    return Fed(tokens=tuple(tokens[n] for n in names), masks=tuple(masks[n] for n in names))
 
 
 def merged(
@@ -124,23 +138,22 @@ class LiveRollout:
 
     client: SGLangClient
     publish: Callable[[], Awaitable[object]]  # the trainer's weights, to every server
+    sample: Callable[[], Awaitable[Sequence[SampleGroup]]]
     prompts_per_request: int
 
-    async def score(self, fed: Fed) -> Scores:
+    async def score(self, told: Fed) -> tuple[Tensor, ...]:
         found: list[tuple[Tensor, RoutingTrace | None]] = []
         n = self.prompts_per_request
-        for i in range(0, len(fed.tokens), n):
-            found += await self.client.score(fed.tokens[i : i + n])
-        routes = tuple(trace.experts.long() for _, trace in found if trace is not None)
-        logprobs = tuple(
+        for i in range(0, len(told.tokens), n):
+            found += await self.client.score(told.tokens[i : i + n])
+        return tuple(
             torch.where(mask, torch.cat([p.new_zeros(1), p]), 0.0)
-            for (p, _), mask in zip(found, fed.masks, strict=True)
+            for (p, _), mask in zip(found, told.masks, strict=True)
         )
-        return Scores(logprobs=logprobs, routes=routes if len(routes) == len(found) else None)
 
-    async def mend(self) -> bool:
+    async def mend(self) -> Sampled | None:
         await self.publish()
-        return True
+        return sampled(await self.sample())
 
 
 class Published:
@@ -194,18 +207,9 @@ def opaque_evidence(after: Mapping[str, str], before: Mapping[str, str], publish
     )
 
 
-def evidence(
-    groups: Sequence[SampleGroup],
-    trainer: LiveTrainer,
-    *,
-    temperature: float,
-    replay: bool,
-    prompts: Sequence[Sequence[int]] | None = None,
-    weights: WeightEvidence | None = None,
-    rollout: RolloutSide | None = None,
-) -> Evidence:
-    """Of samples as a server sent them. prompts: of each group, as tokenizer and template make it now. Raises
-    ValueError where no sample has a response token."""
+def sampled(groups: Sequence[SampleGroup], prompts: Sequence[Sequence[int]] | None = None) -> Sampled:
+    """Samples as a server sent them. prompts: of each group, as tokenizer and template make it now. Raises ValueError
+    where no sample has a response token."""
     kept = [(i, s) for i, g in enumerate(groups) for s in g.samples if s.response_len]
     if not kept:
         raise ValueError(
@@ -213,19 +217,12 @@ def evidence(
         )
     samples = [s for _, s in kept]
     traces = [s.routing for s in samples if s.routing is not None]
-    routed = trainer.shape is not None and len(traces) == len(samples)
-    return Evidence(
+    return Sampled(
         names=tuple(s.name for s in samples),
         told=Fed(tokens=tuple(s.token_ids for s in samples), masks=tuple(s.loss_mask for s in samples)),
         logprobs=tuple(s.logprobs for s in samples),
-        routes=tuple(t.experts.long() for t in traces) if routed else None,
-        layers=() if trainer.shape is None else trainer.shape.moe_layers,
-        temperature=temperature,
-        trainer=trainer,
+        routes=tuple(t.experts.long() for t in traces) if traces and len(traces) == len(samples) else None,
         prompts=None if prompts is None else tuple(prompts[i] for i, _ in kept),
-        replay=replay and routed,
-        weights=weights,
-        rollout=rollout,
     )
 
 
@@ -234,10 +231,9 @@ class Comparison:
     """All that does not change between two comparisons of one job."""
 
     trainer: LiveTrainer
-    temperature: float
     replay: bool  # whether the run replays the rollout's routes
     prompts: Sequence[Prompt]  # that are sampled
-    params: SamplingParams
+    params: SamplingParams  # as in a step
     bounds: Bounds
     allowed: Bounds  # what the precision may leave
 
@@ -251,7 +247,24 @@ class Comparison:
     async def sample(self, clients: Sequence[SGLangClient]) -> Sequence[SampleGroup]:
         return await EnginePool(clients).generate(self.prompts, n=1, params=self.params)
 
-    async def of(self, groups: Sequence[SampleGroup], **more: Any) -> Report:
-        """more: what `evidence` is to know besides."""
-        found = evidence(groups, self.trainer, temperature=self.temperature, replay=self.replay, **more)
-        return await attribute(found, self.bounds, self.allowed)
+    async def of(
+        self,
+        groups: Sequence[SampleGroup],
+        *,
+        prompts: Sequence[Sequence[int]] | None = None,
+        weights: WeightEvidence | None = None,
+        rollout: RolloutSide | None = None,
+    ) -> Report:
+        """prompts: of each group, as tokenizer and template make it now."""
+        shape = self.trainer.shape
+        evidence = Evidence(
+            sampled=sampled(groups, prompts),
+            layers=() if shape is None else shape.moe_layers,
+            temperature=self.params.temperature,
+            top_p=self.params.top_p,
+            trainer=self.trainer,
+            replay=self.replay,
+            weights=weights,
+            rollout=rollout,
+        )
+        return await attribute(evidence, self.bounds, self.allowed)

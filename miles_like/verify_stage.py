@@ -104,6 +104,7 @@ class VerifyStage:
             rollout = LiveRollout(
                 client=clients[0],
                 publish=lambda: trainer.publish(version=self.version),
+                sample=lambda: compare.sample(clients),
                 prompts_per_request=self.config.rollout.prompts_per_request,
             )
             weights = await self._hashes(clients[0], published, rollout)
@@ -131,7 +132,7 @@ class VerifyStage:
         served = (await client.checksum()).ranks[0]
         if self.config.rollout.engine == "embedded":
             return weight_evidence(published, served, self.run.hf)
-        await rollout.mend()
+        await rollout.publish()
         return opaque_evidence((await client.checksum()).ranks[0], served, published)
 
 
@@ -200,6 +201,12 @@ def _sample(line: str, where: str) -> Sample:
     if missing:
         raise ValueError(f"{where} has no {missing[0]!r}: it was kept without; run again to keep samples with tokens")
     mask = torch.tensor(row["loss_mask"], dtype=torch.bool)
+    sizes = len(row["token_ids"]), len(mask), len(row["logprobs"])
+    if sizes[0] != sizes[1] or sizes[2] != int(mask.sum()):
+        raise ValueError(
+            f"{where} has {sizes[0]} token_ids, a loss_mask of {sizes[1]} with {int(mask.sum())} set, and {sizes[2]} "
+            "logprobs: it is not as it was kept; give the file that the run wrote"
+        )
     logprobs = torch.zeros(len(mask))
     logprobs[mask] = torch.tensor(row["logprobs"], dtype=torch.float32)
     return Sample(

@@ -13,6 +13,7 @@ _EXACT = Bounds(kl_max=0.0, logprob_abs_diff_max=0.0, extreme_frac_max=0.0)
 # Mean k3. Sides that round alike and differ in kernels were measured at 3e-5 to 5e-4 over all formats, with the routes
 # replayed or not; a published 30B-A3B has 1.5e-3 without replay and 7.5e-4 with it (arXiv:2510.11370).
 _KERNELS = 1e-3
+_EXTREME = 1e-2  # share of tokens; over those formats fewer than one in a thousand
 # A published model in FP8 on one side only: 0.058.
 _ROUNDED_ON_ONE_SIDE = 6e-2
 _WEIGHTS_ONLY = (QuantFormat.INT4, QuantFormat.MXFP4)  # a stock server multiplies bf16 activations with these
@@ -21,12 +22,17 @@ _WEIGHTS_ONLY = (QuantFormat.INT4, QuantFormat.MXFP4)  # a stock server multipli
 def allowance(
     configured: Bounds, precision: PrecisionConfig, *, engine: Literal["embedded", "sglang"], exact: bool
 ) -> Bounds:
-    """`configured`, and where that does not bound the KL what the precision does. exact: both sides compute
-    the same bits."""
+    """`configured`, and where that does not bound KL or extreme tokens what the precision does. exact:
+    both sides compute the same bits."""
     if exact:
         return _EXACT
-    kl = _KERNELS if _rounded_alike(precision, engine) else _ROUNDED_ON_ONE_SIDE
-    return configured if configured.kl_max is not None else replace(configured, kl_max=kl)
+    alike = _rounded_alike(precision, engine)
+    kl, extreme = configured.kl_max, configured.extreme_frac_max
+    return replace(
+        configured,
+        kl_max=kl if kl is not None else _KERNELS if alike else _ROUNDED_ON_ONE_SIDE,
+        extreme_frac_max=extreme if extreme is not None or not alike else _EXTREME,
+    )
 
 
 def _rounded_alike(precision: PrecisionConfig, engine: str) -> bool:

@@ -18,10 +18,10 @@ from rich.table import Table
 from torch import Tensor
 
 from miles_like.algorithms.bounds import Bounds
-from miles_like.algorithms.mismatch import finish, mismatch_stats
+from miles_like.algorithms.mismatch import SAFE_LOG, finish, mismatch_stats
 from miles_like.types import Reduce
 
-STEPS = ("tokens", "sampling", "weights", "quantizer", "routing", "numerics")
+STEPS = ("weights", "quantizer", "tokens", "routing", "sampling", "numerics")
 
 
 class Cause(StrEnum):
@@ -32,6 +32,7 @@ class Cause(StrEnum):
     TEMPLATE = "another prompt template"
     TOKENS = "other tokens"
     TEMPERATURE = "wrong temperature"
+    CONVENTION = "another log-prob convention"
     STALE = "stale weights"
     EXPERT_BIAS = "expert bias dropped"
     GATE_UP = "gate and up swapped"
@@ -47,6 +48,9 @@ class Cause(StrEnum):
     NUMERICS = "more than the precision explains"
 
 
+Blamed = tuple[Cause, str]  # with what shows it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
     """Of the trainer's log-probabilities from the rollout's, over tokens under loss; keys of `figures` are those of
@@ -54,6 +58,7 @@ class Gap:
 
     tokens: int
     figures: Mapping[str, float]
+    kl_error: float  # standard error of the mean k3 over tokens; 0 of one token
 
     @property
     def kl(self) -> float:
@@ -86,7 +91,10 @@ def gap_of(trainer: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence
     )
     means = {k: float(s.total / s.count.clamp(min=1)) for k, s in stats.items() if s.reduce is Reduce.MEAN}
     rest = {k: float(s.total) for k, s in stats.items() if s.reduce is not Reduce.MEAN}
-    return Gap(tokens=int(mask.sum()), figures=finish(means | rest))
+    delta = torch.cat([t[m].double() - r[m].double() for t, r, m in cut])
+    delta = delta[delta.isfinite()].clamp(-SAFE_LOG, SAFE_LOG)
+    error = float((torch.expm1(delta) - delta).std()) / math.sqrt(len(delta)) if len(delta) > 1 else 0.0
+    return Gap(tokens=int(mask.sum()), figures=finish(means | rest), kl_error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +105,7 @@ class Finding:
     compared: str
     before: Gap
     after: Gap | None  # None: it cannot be set right from here
-    causes: tuple[tuple[Cause, str], ...] = ()  # with what shows it; none: nothing is wrong
+    causes: tuple[Blamed, ...] = ()  # none: nothing is wrong
 
     @property
     def verdict(self) -> str:

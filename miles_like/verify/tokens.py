@@ -10,23 +10,34 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from miles_like.verify.findings import Cause
+from miles_like.verify.findings import Blamed, Cause
+from miles_like.verify.sides import Fed
 
-Blamed = tuple[Cause, str]
 SHIFTS = (1, -1, 2, -2, 3, -3)
+_SPECIAL = 2  # tokens that a template may put before a prompt: where no more are missing it is the template's doing
 
 
-def compare_tokens(
-    told: Sequence[Tensor], fed: Sequence[Tensor], masks: Sequence[Tensor], names: Sequence[str]
-) -> Blamed | None:
-    """told: [S] as the rollout had them, with its loss mask; fed: as the trainer was given them. The first sample that
-    differs says what happened."""
-    for a, b, mask, name in zip(told, fed, masks, names, strict=True):
-        if torch.equal(a, b):
-            continue
-        n = int(mask.nonzero()[0]) if bool(mask.any()) else len(a)  # prompt tokens
-        return _difference(a, b, n, f"sample {name}")
-    return None
+def compare_tokens(told: Fed, fed: Fed, names: Sequence[str]) -> list[Blamed]:
+    """told: as the rollout had them; fed: as the trainer's ranks were. Each cause once, with the first sample of it."""
+    found: dict[Cause, str] = {}
+    for a, b, mask, name in zip(told.tokens, fed.tokens, told.masks, names, strict=True):
+        if not torch.equal(a, b):
+            found.setdefault(*_difference(a, b, _prompt(a, mask), f"sample {name}"))
+    for a, b, name in zip(told.masks, fed.masks, names, strict=True):
+        if not found and not torch.equal(a, b):
+            what = f"sample {name}: the trainer has {int(b.sum())} tokens under loss from position {_first_set(b)} on"
+            what += f", the rollout sampled {int(a.sum())} from position {_first_set(a)} on"
+            found[Cause.TOKENS_SHIFTED if int(a.sum()) == int(b.sum()) else Cause.TOKENS] = what
+    return list(found.items())
+
+
+def _prompt(tokens: Tensor, mask: Tensor) -> int:
+    """Tokens before the first that was sampled."""
+    return _first_set(mask) if bool(mask.any()) else len(tokens)
+
+
+def _first_set(mask: Tensor) -> int:
+    return int(mask.nonzero()[0]) if bool(mask.any()) else -1
 
 
 def _difference(told: Tensor, fed: Tensor, prompt: int, sample: str) -> Blamed:
@@ -53,19 +64,18 @@ def _first(a: Tensor, b: Tensor) -> int:
     return int(different[0]) if len(different) else n
 
 
-def compare_prompts(
-    told: Sequence[Tensor], masks: Sequence[Tensor], wanted: Sequence[Sequence[int]], names: Sequence[str]
-) -> Blamed | None:
-    """wanted: what tokenizer and template make of each prompt now; told and masks [S]."""
-    for tokens, mask, prompt, name in zip(told, masks, wanted, names, strict=True):
-        n = int(mask.nonzero()[0]) if bool(mask.any()) else len(tokens)
+def compare_prompts(told: Fed, wanted: Sequence[Sequence[int]], names: Sequence[str]) -> Blamed | None:
+    """wanted: what tokenizer and template make of each prompt now. The first sample that differs says what happened."""
+    for tokens, mask, prompt, name in zip(told.tokens, told.masks, wanted, names, strict=True):
+        n = _prompt(tokens, mask)
         want = torch.tensor(list(prompt), dtype=tokens.dtype)
-        if not torch.equal(tokens[:n], want):
-            where = _first(tokens[:n], want)
-            return Cause.TEMPLATE, (
-                f"sample {name} was generated from {n} prompt tokens, tokenizer and template make {len(prompt)}: other "
-                f"ones from position {where} on"
-            )
+        if torch.equal(tokens[:n], want):
+            continue
+        said = f"sample {name} was generated from {n} prompt tokens, tokenizer and template make {len(prompt)}"
+        gone = len(want) - n
+        if gone > _SPECIAL and torch.equal(want[gone:], tokens[:n]):
+            return Cause.TOKENS_TRUNCATED, f"{said}: the first {gone} are cut off"
+        return Cause.TEMPLATE, f"{said}: other ones from position {_first(tokens[:n], want)} on"
     return None
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from miles_like.verify.findings import Cause
+from miles_like.verify.findings import Blamed, Cause
 from quant.registry import codec_or_none
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import stored_name
@@ -23,7 +23,7 @@ Hash = Callable[[str, Tensor], str]  # of one stored tensor under its name
 _BIAS = "e_score_correction_bias"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TRIED = 4  # coded weights that a quantizer must have made, all of them, to be named
+_TRIED = 9  # coded weights, more than half of which a quantizer must have made to be named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,9 +44,6 @@ class WeightEvidence:
     earlier: Callable[[str], Tensor | None] = field(default=lambda _: None)  # what was served at an earlier version
 
 
-Blamed = tuple[Cause, str]
-
-
 def judge_weights(e: WeightEvidence) -> tuple[list[Blamed], list[Blamed]]:
     """(what is wrong with weights, what is wrong with the quantizer); each cause once, naming its tensors."""
     wrong = sorted(n for n, h in e.served.items() if e.published.get(n) != h)
@@ -63,6 +60,9 @@ def judge_weights(e: WeightEvidence) -> tuple[list[Blamed], list[Blamed]]:
         causes.setdefault(cause, []).append(what)
     if scales := causes.pop(Cause.SCALE_DTYPE, None):
         quantizer.append((Cause.SCALE_DTYPE, _listed(scales)))
+    if not quantizer and len(causes.get(Cause.WEIGHTS, ())) == len(wrong) and _all_coded(e, wrong):
+        what = f"{len(wrong)} tensors, of all weights that are coded and of no other, are of an unknown quantizer"
+        return [], [(Cause.FORMAT, what)]
     return [(cause, _listed(said)) for cause, said in causes.items()], quantizer
 
 
@@ -126,12 +126,23 @@ def _quantizer(e: WeightEvidence, wrong: Sequence[str]) -> tuple[list[Blamed], l
     weights = [w for w in weights if _quantizable(w, e.whole(w))]
     if not weights:
         return [], list(wrong)
-    tried = weights[:_TRIED]
+    tried = weights[:: -(-len(weights) // _TRIED)]
     for spec in _candidates(e.spec):
-        if all(_made_by(e, spec, w) for w in tried):
-            explained = {n for w in weights if _made_by(e, spec, w) for n in _stored(spec, w) + _stored(e.spec, w)}
-            return [_blame(e.spec, spec, len(weights))], [n for n in wrong if n not in explained]
+        if 2 * sum(_made_by(e, spec, w) for w in tried) > len(tried):
+            made = [w for w in weights if _made_by(e, spec, w)]
+            explained = {n for w in made for n in _stored(spec, w) + _stored(e.spec, w)}
+            return [_blame(e.spec, spec, len(made))], [n for n in wrong if n not in explained]
     return [], list(wrong)
+
+
+def _all_coded(e: WeightEvidence, wrong: Sequence[str]) -> bool:
+    """Whether these are of the coded weights, of every one, and of no other tensor."""
+    codec = codec_or_none(e.spec)
+    if codec is None:
+        return False
+    scaled = "." + codec.leaves[-1]
+    coded = {n.removesuffix(scaled) for n in e.published if n.endswith(scaled)}
+    return len(coded) > 1 and {n.rpartition(".")[0] for n in wrong} == coded
 
 
 def _weight_of(stored: str) -> str | None:

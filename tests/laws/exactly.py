@@ -23,7 +23,7 @@ from rollout.embedded.requests import Completed, PromptSpec
 from rollout.embedded.service import Service
 from rollout.samples import RoutingShape, SampleReader, begun
 from tests.megatron_bridge import toy
-from tests.megatron_bridge.tiny_models import tiny, tiny_qwen, write_checkpoint
+from tests.megatron_bridge.tiny_models import tiny, tiny_dense, tiny_qwen, write_checkpoint
 
 _SIZED = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 _MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
@@ -36,6 +36,7 @@ MODELS |= {
     "gqa, four layers": MODELS["gqa"] | {"num_hidden_layers": 4},
     # sums of more columns than one fp32 product takes
     "gqa, deep": MODELS["gqa"] | {"hidden_size": 1088, "head_dim": 64, "num_attention_heads": 16},
+    "dense": tiny_dense(hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32),
     "mla, mtp": MODELS["mla"] | {"num_nextn_predict_layers": 1},
     # inputs that divide into groups of 128
     "mla, wide": tiny(
@@ -121,8 +122,8 @@ class Pair:
         dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[self.t.config.params_dtype]
         layout = self.t.config.parallel
         ops = ExactOps(layout.tp, layout.etp)
-        how = {"version": str(self.version), "activations": self.t.config.precision.activations} | self.how
-        self.service = Service(self.where, limits, dtype=dtype, ops=ops, **how)
+        of_run = {"version": str(self.version), "activations": self.t.config.precision.activations, "dtype": dtype}
+        self.service = Service(self.where, limits, ops=ops, **(of_run | self.how))
 
     def groups(self, seed: int) -> list[SampleGroup]:
         """What the engine samples, on every rank."""
@@ -142,7 +143,7 @@ class Pair:
             top_k=family.top_k(hf),
             num_experts=family.num_experts(hf),
         )
-        reader, out = SampleReader(routing=shape), []
+        reader, out = SampleReader(routing=shape if family.moe_layers(hf) else None), []
         for spec, completed in zip(specs, done, strict=True):
             prompt = Prompt(id=spec.rid, token_ids=spec.token_ids, answer="", source="")
             new = [begun(prompt, i) for i in range(len(completed))]

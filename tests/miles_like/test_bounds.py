@@ -83,6 +83,26 @@ def test_the_loss_weighs_by_them() -> None:
     assert "train/mismatch_weight/reduced_frac" in stats
 
 
+def test_gradients_are_weighed_as_the_loss_is() -> None:
+    """Of each token by bound over figure, by the closed form: with p_train = p_old the gradient of -w A r is -w A. None
+    goes through the weight itself."""
+    old, rollout, mask = SIDES["old_logprobs"], SIDES["rollout_logprobs"], SIDES["loss_mask"]
+    delta = torch.where(mask, old - rollout, 0.0).double()
+    k3 = torch.expm1(delta) - delta
+    of_samples = torch.tensor([k3[1:3].mean()] * 3 + [k3[3]] * 2)  # [0, 3) has two tokens under loss, [3, 5) one
+    bound = 0.25 * float(of_samples[0])
+    want = torch.where(mask, (bound / of_samples).clamp(max=1.0), 0.0)
+    advantages = torch.tensor([1.0, 2.0, -1.0, 0.5, 1.0])
+    logprobs = old.clone().requires_grad_()
+    loss, _ = ClippedLoss(clip_low=0.2, clip_high=0.2, bounds=Bounds(kl_max=bound))(
+        logprobs=logprobs, entropy=torch.zeros(5), advantages=advantages, ref_logprobs=None, **SIDES
+    )
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad.double(), -want * advantages)
+    assert 0 < float(want[1]) < 1 == float(want[3])
+
+
 def test_only_down_weighting_reaches_the_loss() -> None:
     for action in ("warn", "stop", "down_weight"):
         config = MismatchConfig(kl_max=0.1, on_breach=action)
@@ -91,9 +111,10 @@ def test_only_down_weighting_reaches_the_loss() -> None:
         assert made.bounds == (make_bounds(config) if action == "down_weight" else None)
 
 
-def test_a_breach_without_a_bound_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"mismatch\.on_breach = 'stop' does nothing without a bound"):
-        MismatchConfig(on_breach="stop")
+@pytest.mark.parametrize("action", ["stop", "down_weight"])
+def test_a_breach_without_a_bound_is_refused(action: str) -> None:
+    with pytest.raises(ValidationError, match=rf"mismatch\.on_breach = '{action}' does nothing without a bound"):
+        MismatchConfig(on_breach=action)
 
 
 def test_what_becomes_of_a_step() -> None:

@@ -5,6 +5,7 @@ Nothing is started. Not covered: the run itself (tests/e2e).
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
 from megatron_bridge.families.registry import family_of
+from miles_like.algorithms.bounds import Bounds
 from miles_like.config_io import load_config
 from miles_like.placement import plan_placement
 from miles_like.train_stage import TrainStage
 from miles_like.types import VersionSpan
+from miles_like.verify.findings import Cause, Finding, Profile, Report, gap_of
+from miles_like.verify_live import Comparison
 from tests.miles_like.made_samples import group, sample
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.toml"
@@ -35,6 +41,40 @@ def stage(*settings: str) -> TrainStage:
     out.run_dir = out.served = Path("run")
     out.plan = plan_placement(out.config.cluster, out.config.parallel, out.config.rollout)
     return out
+
+
+def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one sentence that names the cause: no metrics, no samples, no checkpoint of it, and no step is taken."""
+    gap = gap_of([torch.tensor([0.0, -1.0])], [torch.tensor([0.0, -2.0])], [torch.tensor([False, True])])
+    stale = Finding(step="weights", compared="hashes", before=gap, after=None, causes=((Cause.STALE, "w is older"),))
+    none = torch.zeros(0)
+    profile = Profile(position=none, delta=none, layers=(), agreement=none)
+    found = Report(findings=(stale,), profile=profile, bounds=Bounds(), extra={})
+    asked: list[int] = []
+
+    async def short(self: Comparison, clients: Any) -> Report:
+        asked.append(len(self.prompts))
+        return found
+
+    async def publish(version: int) -> None:
+        assert version == 0
+
+    monkeypatch.setattr(Comparison, "short", short)
+    trainer: Any = SimpleNamespace(dp_size=1, connect=lambda recipe: None, publish=publish)
+    source: Any = SimpleNamespace(all=lambda: [0] * 20)
+    made = stage()
+    made.run_dir, made.console, made.spec = tmp_path, Console(quiet=True), made.config.precision.spec()
+    made.tokenizer = SimpleNamespace(eos_token_id=1)
+    said = r"differ before the first step: weights: stale weights \(w is older\)\. `miles-like verify` says"
+    with pytest.raises(ValueError, match=said) as refused:
+        asyncio.run(made._loop(trainer, ["http://x"], source, [], None))
+    assert "\n" not in str(refused.value)
+    assert asked == [8] and list(tmp_path.iterdir()) == []
+    unchecked = stage("mismatch.check_prompts=0")
+    asyncio.run(unchecked._verify(trainer, [], source))
+    assert asked == [8]
 
 
 def test_routes_of_other_weights_are_refused_where_they_are_replayed_alone() -> None:

@@ -22,8 +22,11 @@ from miles_like.algorithms.bounds import Bounds
 from miles_like.cli import app
 from miles_like.metrics import write_rollouts
 from miles_like.verify.allowance import allowance
+from miles_like.verify.attribution import _beyond
 from miles_like.verify.findings import Cause, Finding, Profile, Report, gap_of
 from miles_like.verify.gate import admit
+from miles_like.verify.reported import explains
+from miles_like.verify.sides import Fed
 from miles_like.verify.tokens import compare_prompts, compare_tokens, shifted
 from miles_like.verify_stage import read_rollouts
 
@@ -80,7 +83,7 @@ def test_the_status_is_the_verdict(
     figures = json.loads(out.read_text())
     assert len(figures["verdicts"]) == len(made.causes) and figures["routing/agreement"] == 0.75
     assert ("verify/weights/kl_after" in figures) == (not made.causes)
-    assert asked == [{"rollouts": Path("x.jsonl"), "checkpoint": None}]
+    assert asked == [{"rollouts": Path("x.jsonl"), "checkpoint": None, "attached": (), "prompts": None}]
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
@@ -127,6 +130,10 @@ def test_kept_samples_are_read_as_they_were(tmp_path: Path) -> None:
     path.write_text('{"prompt_id": "p"}\n')
     with pytest.raises(ValueError, match=r"line 1 has no 'token_ids'"):
         read_rollouts(path, 0)
+    write_rollouts(path, [group(samples[:1])])
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"logprobs": [-0.1]}))
+    with pytest.raises(ValueError, match=r"5 token_ids, a loss_mask of 5 with 3 set, and 1 logprobs"):
+        read_rollouts(path, 0)
     path.write_text("\n")
     with pytest.raises(ValueError, match="holds 0 samples"):
         read_rollouts(path, 0)
@@ -135,18 +142,61 @@ def test_kept_samples_are_read_as_they_were(tmp_path: Path) -> None:
 def test_tokens_that_differ_are_said_to_by_kind() -> None:
     told = torch.tensor([7, 8, 9, 1, 2, 3])
     mask = torch.tensor([False, False, False, True, True, True])
-    for fed, cause, says in (
+    ours = Fed(tokens=(told,), masks=(mask,))
+    for tokens, cause, says in (
         (told[:-2], Cause.TOKENS_TRUNCATED, "2 are cut off"),
         (told[1:], Cause.TEMPLATE, "from position 0 on"),
         (torch.tensor([7, 5, 8, 9, 1, 2, 3]), Cause.TEMPLATE, "from position 1 on"),
         (told.roll(1), Cause.TOKENS_SHIFTED, "token i-1"),
         (torch.tensor([7, 8, 9, 1, 5, 3]), Cause.TOKENS, "from position 4 on"),
     ):
-        found = compare_tokens([told], [fed], [mask], ["a/0"])
-        assert found is not None and found[0] is cause and says in found[1], found
-    assert compare_tokens([told], [told.clone()], [mask], ["a/0"]) is None
-    assert compare_prompts([told], [mask], [(7, 8, 9)], ["a/0"]) is None
-    found = compare_prompts([told], [mask], [(7, 8)], ["a/0"])
-    assert found is not None and found[0] is Cause.TEMPLATE and "3 prompt tokens" in found[1]
+        ((got, what),) = compare_tokens(ours, Fed(tokens=(tokens,), masks=(mask[: len(tokens)],)), ["a/0"])
+        assert got is cause and says in what, what
+    for other, cause in ((mask.roll(-1), Cause.TOKENS_SHIFTED), (mask | True, Cause.TOKENS)):
+        ((got, what),) = compare_tokens(ours, Fed(tokens=(told,), masks=(other,)), ["a/0"])
+        assert got is cause and "from position 3 on" in what
+    both = Fed(tokens=(told, told), masks=(mask, mask))
+    two = compare_tokens(both, Fed(tokens=(told[:-2], told[1:]), masks=(mask[:-2], mask[1:])), ["a/0", "a/1"])
+    assert [cause for cause, _ in two] == [Cause.TOKENS_TRUNCATED, Cause.TEMPLATE]
+    assert compare_tokens(ours, ours, ["a/0"]) == []
+    assert compare_prompts(ours, [(7, 8, 9)], ["a/0"]) is None
+    for wanted, cause in (
+        ((7, 8), Cause.TEMPLATE),
+        ((1, 7, 8, 9), Cause.TEMPLATE),
+        ((4, 5, 6, 7, 8, 9), Cause.TOKENS_TRUNCATED),
+    ):
+        found = compare_prompts(ours, [wanted], ["a/0"])
+        assert found is not None and found[0] is cause and "3 prompt tokens" in found[1]
     values = torch.tensor([0.0, 0.0, 0.0, -1.0, -2.0, -3.0])
     assert shifted(values, mask, 1).tolist()[3:5] == [-2.0, -3.0] and shifted(values, mask, -1)[4:].tolist() == [-1, -2]
+
+
+def test_a_correction_is_held_to_chance() -> None:
+    """One that halves the mean but helps few tokens, or was fitted to as many numbers as there are tokens, is none."""
+    many = torch.full((20,), 1.0)
+    assert explains(many / 10, many) and not explains(many * 0.6, many)
+    outlier = torch.tensor([30.0] + [1.0] * 19)
+    assert not explains(torch.tensor([0.0] + [1.1] * 19), outlier)
+    few = torch.full((4,), 1.0)
+    assert explains(few / 100, few) and not explains(few / 10, few) and not explains(few / 100, few, fitted=2)
+    nan = torch.tensor([math.nan])
+    assert not explains(torch.cat([nan, few[:2] / 100]), torch.cat([nan, few[:2]]))
+
+
+def test_a_mean_of_few_tokens_is_more_than_allowed_by_more_than_chance() -> None:
+    """One flipped token of forty makes a mean that forty such tokens would not have; a user's bounds ask no such thing,
+    nor does a run that may differ in nothing."""
+    mask = torch.ones(40, dtype=torch.bool)
+    one, all_of_them = torch.zeros(40), torch.full((40,), 0.2)
+    one[7] = 0.6
+    for delta, beyond in ((one, False), (all_of_them, True)):
+        gap = gap_of([delta], [torch.zeros(40)], [mask])
+        assert gap.kl > 1e-3 and bool(_beyond(Bounds(kl_max=1e-3), gap)) == beyond
+        assert _beyond(Bounds(kl_max=0.0), gap) and Bounds(kl_max=1e-3).broken(gap.figures)
+    values = (math.expm1(0.6) - 0.6) * torch.eye(40)[7].double()
+    assert gap_of([one], [torch.zeros(40)], [mask]).kl_error == pytest.approx(float(values.std()) / math.sqrt(40))
+    one[8], one[9] = 0.8, -0.8
+    few = gap_of([one], [torch.zeros(40)], [mask])
+    assert _beyond(Bounds(extreme_frac_max=0.01), few) == [], "two of them"
+    one[7] = 0.8
+    assert _beyond(Bounds(extreme_frac_max=0.01), gap_of([one], [torch.zeros(40)], [mask]))
