@@ -101,6 +101,8 @@ def test_gradients_are_weighed_as_the_loss_is() -> None:
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad.double(), -want * advantages)
     assert 0 < float(want[1]) < 1 == float(want[3])
+    weight, _ = Bounds(kl_max=bound).weights(**(SIDES | {"old_logprobs": logprobs}))
+    assert not weight.requires_grad
 
 
 def test_only_down_weighting_reaches_the_loss() -> None:
