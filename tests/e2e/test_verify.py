@@ -49,7 +49,8 @@ def test_a_healthy_job_has_nothing_wrong_with_it(home: Path) -> None:
 def kept(run: Run, home: Path) -> Path:
     """Samples of the first step of a deterministic run of two."""
     settings = ("train.steps=2", "eval.max_prompts=1", "alignment.deterministic=true", f"reward.name={REWARD}")
-    done = run("--run-dir", str(home / "kept"), *SMALL, *(x for one in settings for x in ("--set", one)))
+    sets = (x for one in settings for x in ("--set", one))
+    done = run("--run-dir", str(home / "kept"), *SMALL, *sets, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(
         r"trainer and rollout agree on \d+ tokens: kl 0\.0e\+00, largest difference 0\.0e\+00 nats", done.stdout

@@ -41,6 +41,8 @@ def flags(argv: list[str]) -> argparse.Namespace:
         context_length=512,
         weights="decoded",
         activations="none",
+        exact_parts=None,
+        disable_radix_cache=False,
         enable_return_routed_weights=False,  # stock SGLang knows no such thing
     )
 
