@@ -13,9 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quant.exact.products import ROWS, filled_up, in_rank_order
+from quant.exact.products import in_rank_order
 
 KEYS = 32
+QUERIES = 8  # rows of a batched product are filled up to a multiple of it: of fewer than 6 other sums were seen
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, q_start: Tensor | None = None) -> Tensor:
@@ -26,17 +27,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, q_start: Tensor | N
     """
     b, n, h, d = q.shape
     heads, share = k.shape[2], h // k.shape[2]
-    rows = q.float().view(b, n, heads, share, d).transpose(1, 2).reshape(b * heads, n * share, d)
-    keys, values = (filled_up(x.float(), KEYS, 1).transpose(1, 2).flatten(0, 1) for x in (k, v))  # [B Hk, L, .]
-    length, real = keys.shape[1], n * share
-    scores = torch.bmm(filled_up(rows, ROWS, 1), keys.transpose(1, 2))[:, :real].mul_(scale)  # [B Hk, R, L]
+    real = n * share
+    rows = q.view(b, n, heads, share, d).transpose(1, 2).reshape(b * heads, real, d)
+    keys, values = (_filled_up(x.transpose(1, 2), KEYS).flatten(0, 1) for x in (k, v))  # [B Hk, L, .]
+    length = keys.shape[1]
+    scores = torch.bmm(_filled_up(rows, QUERIES), keys.transpose(1, 2))[:, :real].mul_(scale)  # [B Hk, R, L]
     last = torch.arange(n) + (torch.zeros(1, 1, dtype=torch.int64) if q_start is None else q_start[:, None])
     hidden = torch.arange(length) > last[..., None]  # [B or 1, Q, L]
     scores.view(b, heads, n, share, length).masked_fill_(hidden[:, None, :, None], -torch.inf)
     p = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     blocks = length // KEYS
     sums = in_rank_order(p.view(b * heads, real, blocks, KEYS).sum(-1).unbind(-1))  # [B Hk, R]
-    laid = p.view(b * heads, real, blocks, KEYS).transpose(1, 2).reshape(-1, real, KEYS)
-    parts = torch.bmm(filled_up(laid, ROWS, 1), values.reshape(b * heads * blocks, KEYS, -1))[:, :real]
+    laid = _filled_up(p.view(b * heads, real, blocks, KEYS).transpose(1, 2), QUERIES).flatten(0, 1)
+    parts = torch.bmm(laid, values.view(b * heads * blocks, KEYS, -1))[:, :real]
     out = in_rank_order(parts.view(b * heads, blocks, real, -1).unbind(1)) / sums[..., None]
     return out.view(b, heads, n, share, -1).transpose(1, 2).reshape(b, n, h, -1).to(q.dtype)
+
+
+def _filled_up(x: Tensor, multiple: int) -> Tensor:
+    """x [..., R, C] of any float dtype and strides -> fp32, contiguous, with rows of zeros up to a multiple of them: in
+    one copy."""
+    *outer, real, columns = x.shape
+    out = torch.empty(*outer, real + -real % multiple, columns, dtype=torch.float32)
+    out[..., :real, :] = x
+    out[..., real:, :] = 0.0
+    return out
