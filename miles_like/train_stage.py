@@ -27,9 +27,10 @@ from miles_like.config import RunConfig, trainer_config
 from miles_like.config_io import dump_config
 from miles_like.controller import Controller
 from miles_like.engine_fit import check_engine
+from miles_like.evaluation import evaluate
 from miles_like.factories import MegatronFactory, PublisherRecipe, ServerRecipe
 from miles_like.hf_checkpoint import HFCheckpoint
-from miles_like.metrics import eval_metrics, rollout_metrics, speed_metrics, write_rollouts
+from miles_like.metrics import rollout_metrics, speed_metrics, write_rollouts
 from miles_like.packing import pack, pack_steps
 from miles_like.placement import plan_placement
 from miles_like.progress import PhaseBar
@@ -117,7 +118,7 @@ class TrainStage:
         clients = [self.client(url) for url in urls]
         await self._check_bits(trainer, clients)
         engine = EnginePool(clients)
-        examiner = EnginePool([self.client(url, routing=False) for url in urls])  # nobody trains on its answers
+        examiner = [self.client(url, routing=False) for url in urls]  # nobody trains on its answers
         trainer.connect(self.publisher(urls))
         first = await self._begin(trainer, source, began)
         await self._verify(trainer, clients, source)
@@ -157,7 +158,7 @@ class TrainStage:
             finally:
                 sink.close()
                 await engine.close()
-                await examiner.close()
+                await EnginePool(examiner).close()
                 await trainer.close()
 
     def comparison(self, trainer: RayTrainer, prompts: Sequence[Prompt]) -> Comparison:
@@ -358,20 +359,18 @@ class TrainStage:
         return metrics | {"tokens_total": float(self.tokens_total)}
 
     async def _evaluate(
-        self, engine: EnginePool, reward: Any, prompts: Sequence[Prompt], version: int
+        self, clients: Sequence[SGLangClient], reward: Any, prompts: Sequence[Prompt], version: int
     ) -> dict[str, float]:
-        if not prompts:
-            return {}
-        k = self.config.eval.samples
-        base = self.sampling(version)
-        params = SamplingParams(
-            max_new_tokens=base.max_new_tokens,
-            temperature=0.0 if k == 1 else base.temperature,
-            stop_token_ids=base.stop_token_ids,
-            sampling_seed=seed_of(self.config.seed, f"eval {version}"),
+        c = self.config
+        return await evaluate(
+            clients,
+            prompts,
+            reward,
+            n=c.eval.samples,
+            params=replace(self.sampling(version), sampling_seed=seed_of(c.seed, f"eval {version}")),
+            name=Path(str(c.data.eval)).stem,
+            alone=c.buffer.max_staleness == 0,
         )
-        groups = await run_groups(engine, prompts, reward, n=k, params=params)
-        return eval_metrics(groups, name=Path(str(self.config.data.eval)).stem)
 
     async def _save(self, trainer: RayTrainer, step: int) -> None:
         await self._finish_save(trainer, True)

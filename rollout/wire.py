@@ -364,4 +364,7 @@ def prompt_scores(body: object, tokens: NDArray[np.int64]) -> tuple[NDArray[np.f
     rows = need(meta, "input_token_logprobs", GENERATE)
     if len(rows) != len(tokens):
         raise ValueError(f"{GENERATE}: input_token_logprobs of {len(rows)} tokens for a prompt of {len(tokens)}")
-    return _logprobs(rows[1:], tokens[1:]), meta.get("routed_experts")
+    # stock SGLang names the vocabulary's last token 0 here, as if it stood for an image; its log-probability is right
+    named = tokens[1:].copy()
+    named[[i for i, row in enumerate(rows[1:]) if row[1] == 0]] = 0
+    return _logprobs(rows[1:], named), meta.get("routed_experts")

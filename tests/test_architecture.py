@@ -26,6 +26,7 @@ FLOORS = {  # longest prefix wins
     "megatron_bridge": 4,
     "miles_like": 4,
     "miles_like.controller": 5,
+    "miles_like.evaluation": 5,
     "miles_like.pipeline": 5,
     "miles_like.placement": 5,
     "miles_like.served": 5,

@@ -364,3 +364,12 @@ def test_sglang_pickle_is_one_list_for_each_rank() -> None:
     for (name, t), want in zip(back, items, strict=True):
         assert (name, t.dtype, t.shape, raw(t)) == (want.name, want.tensor.dtype, want.tensor.shape, raw(want.tensor))
     assert back[-1][1].untyped_storage().nbytes() == 8  # a view does not bring its whole storage
+
+
+def test_a_scored_token_that_stock_sglang_names_0_is_the_one_that_was_sent() -> None:
+    """It names ids from the vocabulary's last on 0, for they may stand for images; any other id is another prompt's."""
+    body = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-1.5, 0, None], [-2.0, 7, None]]}}
+    scores, _ = wire.prompt_scores(body, np.array([5, 127, 7]))
+    assert scores.tolist() == [-1.5, -2.0]
+    with pytest.raises(ValueError, match="others"):
+        wire.prompt_scores(body, np.array([5, 127, 8]))
