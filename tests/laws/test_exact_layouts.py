@@ -7,13 +7,22 @@ is run here. Not covered: more than four ranks, several of these at once in all 
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_bridge.config import KernelsConfig, ParallelConfig, PrecisionConfig, TrainerConfig
 from megatron_bridge.resolve import resolve
+from miles_like.packing import pack
+from miles_like.types import Scored, TrainBatch
+from miles_like.verify_live import LiveTrainer, sampled
+from rollout.samples import RoutingShape
 from tests.laws import exactly, layouts
 from tests.megatron_bridge import toy
 from tests.spawn import run_ranks
@@ -50,17 +59,53 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 PAGE = Path(__file__).parents[2] / "docs" / "alignment.md"
 
 
-def _in_layouts(rank: int, world: int, port: int, where: Path, cases: list[Case]) -> list[exactly.Found]:
+@dataclass(frozen=True)
+class _Ranks:
+    """As RayTrainer, of all ranks of this world, each of which asks."""
+
+    t: Any
+
+    async def score(self, batch: TrainBatch, *, temperature: float, replay: bool) -> list[tuple[int, Scored]]:
+        own = self.t.score(batch.grid[self.t.dp_rank], temperature=temperature, replay=replay)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (self.t.dp_rank, own))
+        return every
+
+
+def _compared(pair: exactly.Pair) -> tuple[bool, bool, bool]:
+    """What `verify` puts together of all ranks' answers: whether the tokens are those that were sampled, the
+    log-probabilities the rollout's under its own routes and under replayed ones, and the routes the rollout's."""
+    told, layout = sampled(pair.groups(STEPS)), pair.t.config.parallel
+    family, hf = pair.t.family, pair.t.hf
+    shape = RoutingShape(
+        num_layers=family.num_layers(hf),
+        moe_layers=family.moe_layers(hf),
+        top_k=family.top_k(hf),
+        num_experts=family.num_experts(hf),
+    )
+    packing = partial(pack, dp_size=layout.dp, max_tokens=150, micro_multiple=layout.micro_multiple, replayed=False)
+    ranks: Any = _Ranks(pair.t)
+    trainer = LiveTrainer(trainer=ranks, pack=packing, shape=shape)
+    own, replayed = (asyncio.run(trainer.score(told.told, temperature=1.0, routes=r)) for r in (None, told.routes))
+    assert told.routes is not None and own.routes is not None and replayed.routes is None
+    same = [torch.equal(a, b) for a, b in zip(own.fed.tokens, told.told.tokens, strict=True)]
+    probs = [torch.equal(a, b) for s in (own, replayed) for a, b in zip(s.logprobs, told.logprobs, strict=True)]
+    routes = [torch.equal(a.sort(-1)[0], b.sort(-1)[0]) for a, b in zip(own.routes, told.routes, strict=True)]
+    return all(same), all(probs), all(routes)
+
+
+def _in_layouts(rank: int, world: int, port: int, where: Path, cases: list[Case]) -> list[Any]:
     out = []
     for i, (model, format, dtype, settings) in enumerate(cases):
         own = layouts.agree_on_port(where / f"port-{world}-{i}", rank)
         with toy.trainer(exactly.config(where / str(rank), model, format, dtype, **settings), rank, world, own) as t:
-            out.append(exactly.steps(exactly.Pair(t, where / f"served-{world}-{i}"), STEPS))
+            pair = exactly.Pair(t, where / f"served-{world}-{i}")
+            out.append((exactly.steps(pair, STEPS), _compared(pair)))
     return out
 
 
 @pytest.fixture(scope="module", params=[(2, TWO), (4, FOUR)], ids=["two", "four"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[exactly.Found]]:
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     world, rows = request.param
     cases = [case for of_row in rows.values() for case in of_row]
     where = tmp_path_factory.mktemp("layouts")
@@ -69,9 +114,19 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return {name: [each for _ in of_row for each in next(found)] for name, of_row in rows.items()}
 
 
-def test_log_probabilities_are_exact_in_every_layout(run: dict[str, list[exactly.Found]]) -> None:
+def test_log_probabilities_are_exact_in_every_layout(run: dict[str, list[Any]]) -> None:
     """On every rank: what its row of the batch was given by the engine, before and after an optimizer step."""
-    wrong = {name: found for name, ranks in run.items() if (found := [r for r in ranks if r != [(0, 0, True)] * STEPS])}
+    steps = {name: [found for found, _ in ranks] for name, ranks in run.items()}
+    wrong = {
+        name: found for name, ranks in steps.items() if (found := [r for r in ranks if r != [(0, 0, True)] * STEPS])
+    }
+    assert not wrong
+
+
+def test_verify_puts_the_ranks_of_every_layout_together(run: dict[str, list[Any]]) -> None:
+    """Each rank told its rows and layers of its row of the batch; the whole is what the engine sampled. A run asks the
+    same before its first step."""
+    wrong = {name: ranks for name, ranks in run.items() if any(asked != (True,) * 3 for _, asked in ranks)}
     assert not wrong
 
 
