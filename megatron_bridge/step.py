@@ -117,10 +117,12 @@ class Step:
 
     def score(self, row: Sequence[MicroBatch], *, replay: bool) -> Scored:
         """Each micro-batch's log-probabilities and what this rank's own routers chose meanwhile. With `replay` the
-        experts are those that came with the rollout, whatever replay.mode says, and nothing is noted. Collective, and
-        raises as `logprobs` does, and for a micro-batch without routes that are to be replayed."""
+        experts are those that came with the rollout, whatever replay.mode says, and nothing is noted. All on the
+        CPU: who asks may be on a machine without a device. Collective, and raises as `logprobs` does, and for a
+        micro-batch without routes that are to be replayed."""
         logprobs = self._logprobs(self._shards(row, forward_only=True, source="rollout" if replay else "record"))
-        return Scored(logprobs=logprobs, routes=() if replay else tuple(self.replay.recorded()))
+        routes = () if replay else tuple(self.replay.recorded())
+        return Scored(logprobs=[x.cpu() for x in logprobs], routes=[own.on_cpu() for own in routes])
 
     def old_policy(self, row: Sequence[MicroBatch]) -> OldPolicy:
         """The old-log-prob pass over a mini-batch: as `logprobs`, but with the routes that its update will replay: the

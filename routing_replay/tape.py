@@ -7,7 +7,7 @@ Letters: N samples of a micro-batch, rows of it on this rank, L MoE layers of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,6 +55,9 @@ class OwnRoutes:
 
     def __post_init__(self) -> None:
         assert len(self.trace) == len(self.fed.tokens)
+
+    def on_cpu(self) -> OwnRoutes:
+        return replace(self, trace=self.trace.map_rows(lambda x: x.cpu()))
 
 
 class ReplayTape:

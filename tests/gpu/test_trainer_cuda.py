@@ -50,6 +50,9 @@ def _cuda(rank: int, world: int, port: int, hf: str, start: Path, spec: str) -> 
             if micros == 4:
                 out["weights"] = _digest(t)
             out[f"{micros}"] = _train(t, micros)
+        scored = t.score(toy.grid(toy.samples(16), dp=1, micros=4)[0][0])  # goes to who may have no device
+        tensors = [*scored.logprobs, *(own.trace.experts for own in scored.routes)]
+        out["scored on"] = {x.device.type for x in tensors} if scored.routes else set()
         saved = start.with_name(f"saved-{spec}")
         t.save(saved)
         before = _digest(t)
@@ -79,4 +82,5 @@ def test_the_laws_hold_on_cuda(start: tuple[str, Path, dict[str, Any]], spec: st
             assert step["routing/replay_coverage"] == 1.0
             for key in COMPARED:
                 assert step[key] == pytest.approx(want[key], rel=TOLERANCE), f"{micros} micro-batches: {key}"
+    assert got["scored on"] == {"cpu"}
     assert got["saved"], "weights differ after save, a few steps, and load"
