@@ -344,6 +344,17 @@ class RunConfig(Section):
         return self.alignment.deterministic and on_cpus
 
     @property
+    def one_side_rounds(self) -> bool:
+        """Whether anything but weights: the trainer's FP8 products, or a cache of keys and values in fewer bits."""
+        cache = self.rollout.sglang.kv_cache_dtype if self.rollout.engine == "sglang" else "auto"
+        return self.kernels.fp8 != "none" or cache not in ("auto", "bf16", "bfloat16")
+
+    @property
+    def exact_steps(self) -> bool:
+        """Whether no step's samples are of other weights either."""
+        return self.bit_exact and not self.buffer.max_staleness
+
+    @property
     def exact_parts(self) -> tuple[int, int] | None:
         """Tensor- and expert-tensor-parallel ranks whose sums the embedded engine computes; None: it is not exact."""
         embedded = self.rollout.engine == "embedded"

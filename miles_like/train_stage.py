@@ -41,7 +41,7 @@ from miles_like.same_bits import check_same_bits
 from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
 from miles_like.tokenizer import load_tokenizer
 from miles_like.types import Prompt, SampleGroup, SamplingParams, TrainBatch
-from miles_like.verify.allowance import allowance
+from miles_like.verify.allowance import allowance, of_steps
 from miles_like.verify.gate import admit, judge
 from miles_like.verify_live import Comparison, LiveTrainer
 from miles_like.workers import RayServers, RayTrainer, check_nodes
@@ -115,6 +115,7 @@ class TrainStage:
         began: tuple[Path, RunState] | None,
     ) -> None:
         config = self.config
+        bounds = of_steps(make_bounds(config.mismatch), exact=config.exact_steps)
         clients = [self.client(url) for url in urls]
         await self._check_bits(trainer, clients)
         engine = EnginePool(clients)
@@ -150,7 +151,7 @@ class TrainStage:
                 eval_every=config.eval.every,
                 save_every=config.checkpoint.every,
                 speed=self.speed,
-                judge=partial(judge, make_bounds(config.mismatch), config.mismatch.on_breach, self.console),
+                judge=partial(judge, bounds, config.mismatch.on_breach, self.console),
             )
             settle()
             try:
@@ -164,6 +165,7 @@ class TrainStage:
     def comparison(self, trainer: RayTrainer, prompts: Sequence[Prompt]) -> Comparison:
         c, bounds = self.config, make_bounds(self.config.mismatch)
         shape = None if c.replay.gates else self.routing_shape()  # gates of corrected routes are known to nobody
+        routed = shape is not None or not self.family.moe_layers(self.hf.config)
         packing = partial(pack, **self._rows(trainer.dp_size), replayed=False)
         return Comparison(
             trainer=LiveTrainer(trainer=trainer, pack=packing, shape=shape),
@@ -171,13 +173,14 @@ class TrainStage:
             prompts=prompts,
             params=replace(self.sampling(0), sampling_seed=seed_of(c.seed, "verify")),
             bounds=bounds,
-            allowed=allowance(bounds, c.precision, engine=c.rollout.engine, exact=c.bit_exact),
+            allowed=allowance(
+                bounds, c.precision, engine=c.rollout.engine, exact=c.bit_exact, more=c.one_side_rounds, routed=routed
+            ),
         )
 
     async def _verify(self, trainer: RayTrainer, clients: Sequence[SGLangClient], source: PromptSource) -> None:
         """Raises ValueError where both sides differ by more than the precision explains, naming the cause."""
-        n = self.config.mismatch.check_prompts
-        if n:
+        if n := self.config.mismatch.check_prompts:
             began = time.perf_counter()
             report = await self.comparison(trainer, source.all()[:n]).short(clients)
             admit(report, self.console, time.perf_counter() - began)
@@ -252,8 +255,7 @@ class TrainStage:
         )
 
     def _payload(self) -> str:
-        shape = self.routing_shape()
-        return f"; {shape.payload}" if shape else ""
+        return f"; {shape.payload}" if (shape := self.routing_shape()) else ""
 
     def client(self, url: str, *, routing: bool = True, ours: bool = True) -> SGLangClient:
         """ours: this run started the server and has its log."""

@@ -20,11 +20,12 @@ from typer.testing import CliRunner
 from megatron_bridge.config import PrecisionConfig
 from miles_like.algorithms.bounds import Bounds
 from miles_like.cli import app
+from miles_like.config_io import load_config
 from miles_like.metrics import write_rollouts
-from miles_like.verify.allowance import allowance
+from miles_like.verify.allowance import allowance, of_steps
 from miles_like.verify.attribution import _beyond
 from miles_like.verify.findings import Cause, Finding, Profile, Report, gap_of
-from miles_like.verify.gate import admit
+from miles_like.verify.gate import admit, judge
 from miles_like.verify.reported import explains
 from miles_like.verify.sides import Fed
 from miles_like.verify.tokens import compare_prompts, compare_tokens, shifted
@@ -115,6 +116,40 @@ def test_what_a_precision_explains() -> None:
     assert kernels == of(qat) == of(bf16, "sglang") < one_side == of(qat, "sglang")
     assert of(PrecisionConfig(format="int4", qat=True), "sglang") == of(bf16)
     assert of(fp8, b=Bounds(kl_max=0.5)) == 0.5
+    own = allowance(Bounds(), bf16, engine="sglang", exact=False, routed=False).kl_max
+    assert own is not None and 1.5e-3 < own < one_side, "a published model without replay: docs/r3.md"
+
+
+@pytest.mark.parametrize(
+    ("settings", "rounds"),
+    [
+        ([], False),
+        (["rollout.sglang.kv_cache_dtype=bf16"], False),
+        (["rollout.sglang.kv_cache_dtype=fp8_e4m3"], True),
+        (["kernels.fp8=blockwise"], True),
+    ],
+)
+def test_a_run_that_rounds_more_than_weights_may_differ_more(settings: list[str], rounds: bool) -> None:
+    """Else it would be refused before its first step, healthy as it is."""
+    config = load_config(TINY.parent / "qwen3_30b_a3b.toml", settings)
+    assert config.one_side_rounds == rounds
+    allowed = allowance(Bounds(), config.precision, engine="sglang", exact=False, more=rounds)
+    assert allowed.kl_max == (0.06 if rounds else 0.001)
+
+
+def test_a_step_of_a_deterministic_run_is_held_to_no_gap_at_all() -> None:
+    """By whatever mismatch.on_breach does. Not where its samples may be of older weights."""
+    none = Bounds(kl_max=0.0, logprob_abs_diff_max=0.0, extreme_frac_max=0.0)
+    on, stale = "alignment.deterministic=true", "buffer.max_staleness=1"
+    assert load_config(TINY, [on]).exact_steps
+    for settings in ([], [on, stale], [on, "cluster.gpus_per_node=2"]):
+        assert not load_config(TINY, settings).exact_steps
+    configured = Bounds(kl_max=0.5)
+    assert of_steps(configured, exact=True) == none and of_steps(configured, exact=False) == configured
+    figures = {"mismatch/kl": 1e-12, "mismatch/logprob_abs_diff_max": 1e-6, "mismatch/extreme_frac": 0.0}
+    console = Console(width=200, record=True, file=io.StringIO())
+    judge(none, "warn", console, 3, figures)
+    assert "warning: step 3: mismatch/kl = 1e-12 is above" in console.export_text()
 
 
 def test_kept_samples_are_read_as_they_were(tmp_path: Path) -> None:
