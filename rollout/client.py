@@ -37,6 +37,7 @@ _JSON = {"content-type": "application/json"}
 # uvicorn, under SGLang too, closes a connection that was idle for 5 s, and httpx by default forgets it after the same
 # 5 s: a request sent at that moment meets the closing and fails. Trainer steps of 5 s are the rule.
 KEEPALIVE_S = 2.0
+_FLUSH_S = 5.0
 
 
 class RolloutError(RuntimeError):
@@ -202,8 +203,12 @@ class SGLangClient:
         await self._call("POST", wire.CONTINUE, {})
 
     async def flush_cache(self) -> None:
-        """Forget all keys and values. RolloutError while requests run or are paused in place."""
-        await self._send("POST", wire.FLUSH_CACHE)
+        """Forget all keys and values. RolloutError while requests run or are paused in place.
+
+        A stock server is busy for one more step after its last answer, the batch that it began before it knew: it is
+        given the time.
+        """
+        await self._send("POST", f"{wire.FLUSH_CACHE}?timeout={_FLUSH_S:g}")
 
     async def abort(self, rid: str) -> None:
         """End one request where it is; no error when it is unknown."""

@@ -7,6 +7,7 @@ that are refused, and load over hours.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import re
@@ -29,6 +30,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from miles_like.types import NamedTensor
 from rollout.checksum import engine_checksum, tensor_checksum
+from rollout.client import SGLangClient
 from rollout.embedded.server import main
 from rollout.wire_control import encode_safetensors
 from tests.spawn import free_port
@@ -198,6 +200,22 @@ def test_health_and_info(http: httpx.Client, path: Path) -> None:
     assert info["model_path"] == str(path) and info["is_generation"] is True
     server = http.get("/server_info").json()
     assert server["max_total_num_tokens"] == 65536 and server["context_length"] == 256
+
+
+def test_a_client_waits_for_a_server_to_be_idle_before_it_flushes(http: httpx.Client) -> None:
+    """As after a stock server's last answer."""
+
+    async def flush() -> None:
+        client = SGLangClient(str(http.base_url), routing=None)
+        try:
+            await client.flush_cache()
+        finally:
+            await client.close()
+
+    under_way = Background(http)
+    assert http.get("/flush_cache").status_code == 400
+    asyncio.run(flush())
+    assert len(under_way.result()["output_ids"]) == 240
 
 
 def test_pause_modes_flush_and_continue(http: httpx.Client) -> None:
