@@ -192,12 +192,17 @@ def read_rollouts(path: Path, version: int) -> list[SampleGroup]:
     ]
 
 
+_KEPT = ("token_ids", "loss_mask", "logprobs", "prompt_id", "index", "versions", "finish", "response")
+
+
 def _sample(line: str, where: str) -> Sample:
     try:
         row: Mapping[str, Any] = json.loads(line)
     except ValueError as e:
         raise ValueError(f"{where} is not JSON: {e}") from None
-    missing = [k for k in ("token_ids", "loss_mask", "logprobs") if k not in row]
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is a JSON {type(row).__name__}, want an object: give a run's rollouts/step_N.jsonl")
+    missing = [k for k in _KEPT if k not in row]
     if missing:
         raise ValueError(f"{where} has no {missing[0]!r}: it was kept without; run again to keep samples with tokens")
     mask = torch.tensor(row["loss_mask"], dtype=torch.bool)

@@ -165,6 +165,16 @@ def test_kept_samples_are_read_as_they_were(tmp_path: Path) -> None:
     path.write_text('{"prompt_id": "p"}\n')
     with pytest.raises(ValueError, match=r"line 1 has no 'token_ids'"):
         read_rollouts(path, 0)
+    write_rollouts(path, [group(samples)])
+    whole = path.read_text()
+    for key in json.loads(whole.splitlines()[0]).keys() & {"prompt_id", "index", "versions", "finish", "response"}:
+        path.write_text(json.dumps({k: v for k, v in json.loads(whole.splitlines()[0]).items() if k != key}))
+        with pytest.raises(ValueError, match=f"line 1 has no '{key}'"):
+            read_rollouts(path, 0)
+    for text, said in ((whole[:-20], "line 2 is not JSON"), ("3\n", "line 1 is a JSON int, want an object")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            read_rollouts(path, 0)
     write_rollouts(path, [group(samples[:1])])
     path.write_text(json.dumps(json.loads(path.read_text()) | {"logprobs": [-0.1]}))
     with pytest.raises(ValueError, match=r"5 token_ids, a loss_mask of 5 with 3 set, and 1 logprobs"):
