@@ -189,8 +189,9 @@ async def _routing(e: Evidence, s: _State, allowed: Bounds) -> None:
 
 
 async def _bad_rows(e: Evidence, s: _State, exact: bool) -> list[BadRow]:
-    """Those that look like it; where near-ties may look the same, or many do, those of samples that the trainer's own
-    choice in these rows brings nearer to the rollout's log-probabilities."""
+    """Those that look like it; where near-ties may look the same, or many do, those of samples whose difference from
+    the rollout's log-probabilities is at least halved by the trainer's own choice in these rows: of near-ties every
+    other brings them nearer."""
     told, routes, own = s.sampled.told, s.routes, s.own.routes
     assert routes is not None and own is not None
     rows = bad_rows(routes, own, exact=exact)
@@ -203,7 +204,7 @@ async def _bad_rows(e: Evidence, s: _State, exact: bool) -> list[BadRow]:
         triples = zip(scores.logprobs, s.logprobs, told.masks, strict=True)
         of_both.append([float(differences([a], [b], [m]).nansum()) for a, b, m in triples])
     recorded, mended = of_both
-    return [row for row in rows if (few and row.sure) or mended[row.sample] < recorded[row.sample]]
+    return [row for row in rows if (few and row.sure) or mended[row.sample] < recorded[row.sample] / 2]
 
 
 def _said(rows: Sequence[BadRow], s: _State) -> str:

@@ -5,10 +5,12 @@ Not covered: whether the verdicts are right (tests/laws/test_verify_names_faults
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from miles_like.cli import app
 from miles_like.config_io import load_config
 from miles_like.metrics import write_rollouts
 from miles_like.verify.allowance import allowance, of_steps
-from miles_like.verify.attribution import _beyond
+from miles_like.verify.attribution import _bad_rows, _beyond
 from miles_like.verify.findings import Cause, Finding, Profile, Report, gap_of
 from miles_like.verify.gate import admit, judge
 from miles_like.verify.reported import explains
@@ -245,3 +247,27 @@ def test_a_mean_of_few_tokens_is_more_than_allowed_by_more_than_chance() -> None
     assert _beyond(Bounds(extreme_frac_max=0.01), few) == [], "two of them"
     one[7] = 0.8
     assert _beyond(Bounds(extreme_frac_max=0.01), gap_of([one], [torch.zeros(40)], [mask]))
+
+
+@pytest.mark.parametrize(("mended", "found"), [(0.9, []), (0.4, [7])])
+def test_a_row_like_a_near_tie_is_bad_where_it_makes_half_of_the_gap(mended: float, found: list[int]) -> None:
+    """In a model of one MoE layer. Where one side alone rounds its weights a healthy row may look so, and another
+    choice in it brings the sample nearer as often as not."""
+    own = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(i))[:4] for i in range(40)])[:, None]
+    recorded = own.clone()
+    recorded[7, 0] = torch.tensor([e for e in range(16) if e not in own[7, 0]][:4])
+    mask = torch.arange(41) > 20
+
+    async def score(told: Fed, *, temperature: float, routes: Any) -> Any:
+        gap = 1.0 if torch.equal(routes[0], recorded) else mended
+        return SimpleNamespace(logprobs=[torch.where(torch.arange(41) == 30, gap, 0.0)])
+
+    told = Fed(tokens=(torch.arange(41),), masks=(mask,))
+    evidence: Any = SimpleNamespace(trainer=SimpleNamespace(score=score), temperature=1.0)
+    state: Any = SimpleNamespace(
+        sampled=SimpleNamespace(told=told),
+        routes=(recorded,),
+        own=SimpleNamespace(routes=(own,)),
+        logprobs=[torch.zeros(41)],
+    )
+    assert [row.row for row in asyncio.run(_bad_rows(evidence, state, exact=False))] == found
