@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -135,3 +136,10 @@ async def _unless_dead(wanted: Coroutine[object, object, T], producer: asyncio.T
         task.cancel()
         producer.result()
     return await task
+
+
+def settle() -> None:
+    """What is loaded by now stays: the garbage collector looks at it once more and never again. Each of its full passes
+    over the modules of Ray, torch and transformers would cost a good part of a short iteration."""
+    gc.collect()
+    gc.freeze()

@@ -6,10 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def check_same_bits(trainer: str | None, servers: Mapping[str, Mapping[str, Any]]) -> None:
-    """`trainer`: the fingerprint of its ranks (`quant.exact.selftest`); servers: URL -> /server_info. Raises ValueError
-    naming a server that has another one, or none."""
+def check_same_bits(
+    trainer: str | None, servers: Mapping[str, Mapping[str, Any]], *, parts: tuple[int, int], dtype: str
+) -> None:
+    """`trainer`: the fingerprint of its ranks (`quant.exact.selftest`), parts: how many tensor- and
+    expert-tensor-parallel ones there are; servers: URL -> /server_info. Raises ValueError naming a server that computes
+    other sums, in another dtype, or has another fingerprint."""
     for url, told in servers.items():
+        sums, kept = told.get("exact_parts"), told.get("dtype")
+        if sums is None or tuple(sums) != parts or kept != dtype:
+            raise ValueError(
+                f"alignment.deterministic: {url} was started with --exact-parts {sums} --dtype {kept}, the trainer "
+                f"has parts {list(parts)} and computes in {dtype}: start the server with these, or set it to false"
+            )
         theirs = told.get("exact_fingerprint")
         if trainer is None or theirs != trainer:
             raise ValueError(

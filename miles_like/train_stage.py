@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from miles_like.algorithms.registry import make_algorithm, make_bounds
 from miles_like.buffer import DataBuffer
 from miles_like.config import RunConfig, trainer_config
 from miles_like.config_io import dump_config
-from miles_like.controller import Controller
+from miles_like.controller import Controller, settle
 from miles_like.engine_fit import check_engine
 from miles_like.evaluation import evaluate
 from miles_like.factories import MegatronFactory, PublisherRecipe, ServerRecipe
@@ -117,7 +116,7 @@ class TrainStage:
         config = self.config
         bounds = of_steps(make_bounds(config.mismatch), exact=config.exact_steps)
         clients = [self.client(url) for url in urls]
-        await self._check_bits(trainer, clients)
+        await self.check_bits(trainer, clients)
         engine = EnginePool(clients)
         examiner = [self.client(url, routing=False) for url in urls]  # nobody trains on its answers
         trainer.connect(self.publisher(urls))
@@ -185,10 +184,11 @@ class TrainStage:
             report = await self.comparison(trainer, source.all()[:n]).short(clients)
             admit(report, self.console, time.perf_counter() - began)
 
-    async def _check_bits(self, trainer: RayTrainer, clients: Sequence[SGLangClient]) -> None:
+    async def check_bits(self, trainer: RayTrainer, clients: Sequence[SGLangClient]) -> None:
         """Raises ValueError where log-probabilities are to be exact and cannot be."""
-        if self.config.bit_exact:
-            check_same_bits(trainer.fingerprint(), {client.url: await client.server_info() for client in clients})
+        if (parts := self.config.exact_parts) and self.config.bit_exact:
+            told = {client.url: await client.server_info() for client in clients}
+            check_same_bits(trainer.fingerprint(), told, parts=parts, dtype=self.trainer.params_dtype)
 
     async def _begin(self, trainer: RayTrainer, source: PromptSource, began: tuple[Path, RunState] | None) -> int:
         """The first step; the servers then hold what the trainer computes with."""
@@ -391,10 +391,3 @@ class TrainStage:
         if self.saving is not None and await trainer.finish_save(wait=wait):
             run_state.save(self.checkpoints, self.saving, keep=self.config.checkpoint.keep)
             self.saving = None
-
-
-def settle() -> None:
-    """What is loaded by now stays: the garbage collector looks at it once more and never again. Each of its full passes
-    over the modules of Ray, torch and transformers would cost a good part of a short iteration."""
-    gc.collect()
-    gc.freeze()

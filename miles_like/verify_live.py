@@ -6,7 +6,7 @@ Letters: S tokens a sample, T packed tokens, L MoE layers, K experts a token.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -42,6 +42,7 @@ from routing_replay.tape import OwnRoutes
 from routing_replay.trace import RoutingTrace
 
 _PROMPT = Prompt(id="verify", token_ids=(0,), answer="")  # a name for samples whose prompts are known by their tokens
+_SHORT = 256  # tokens of an answer: enough to see a gap, where a run samples tens of thousands
 Pack = Callable[[Sequence[SampleGroup], Sequence[Sequence[float]]], TrainBatch]
 
 
@@ -238,8 +239,9 @@ class Comparison:
     allowed: Bounds  # what the precision may leave
 
     async def short(self, clients: Sequence[SGLangClient]) -> Report:
-        """Of new samples, without looking at weights. The servers are left as they were found."""
-        report = await self.of(await self.sample(clients))
+        """Of new samples of at most 256 tokens, without looking at weights. The servers are left as they were found."""
+        params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, _SHORT))
+        report = await self.of(await EnginePool(clients).generate(self.prompts, n=1, params=params))
         for client in clients:
             await client.flush_cache()
         return report

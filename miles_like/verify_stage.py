@@ -96,6 +96,7 @@ class VerifyStage:
         try:
             if kept is not None:
                 return await compare.of(kept, prompts=_now(kept, prompts))
+            await run.check_bits(trainer, clients)
             published = await self._published(trainer)
             trainer.connect(run.publisher(urls))
             if self.config.precision.qat or self.checkpoint is not None:
@@ -107,7 +108,7 @@ class VerifyStage:
                 sample=lambda: compare.sample(clients),
                 prompts_per_request=self.config.rollout.prompts_per_request,
             )
-            weights = await self._hashes(clients[0], published, rollout)
+            weights = await self._hashes(clients, published, rollout)
             return await compare.of(groups, weights=weights, rollout=rollout)
         finally:
             for client in clients:
@@ -124,16 +125,22 @@ class VerifyStage:
         await trainer.publish(version=0)
         return Published(out, run.spec)
 
-    async def _hashes(self, client: SGLangClient, published: Published, rollout: LiveRollout) -> WeightEvidence | None:
-        """None where the server still holds codes that another quantizer may have made of the values that the trainer
-        has. A stock server, whose hashes are of fused tensors, is published to, and asked again."""
+    async def _hashes(
+        self, clients: Sequence[SGLangClient], published: Published, rollout: LiveRollout
+    ) -> WeightEvidence | None:
+        """Of the server that holds most that was not published. None where the servers still hold codes that another
+        quantizer may have made of the values that the trainer has. A stock server, whose hashes are of fused tensors,
+        is published to, and asked again."""
         if self.run.spec is not None and not self.config.precision.qat and self.checkpoint is None:
             return None
-        served = (await client.checksum()).ranks[0]
+        served = [(await client.checksum()).ranks[0] for client in clients]
         if self.config.rollout.engine == "embedded":
-            return weight_evidence(published, served, self.run.hf)
-        await rollout.publish()
-        return opaque_evidence((await client.checksum()).ranks[0], served, published)
+            of_each = [weight_evidence(published, hashes, self.run.hf) for hashes in served]
+        else:
+            await rollout.publish()
+            after = [(await client.checksum()).ranks[0] for client in clients]
+            of_each = [opaque_evidence(a, before, published) for a, before in zip(after, served, strict=True)]
+        return max(of_each, key=lambda e: sum(e.published.get(name) != h for name, h in e.served.items()))
 
 
 def check_attached(url: str, info: ModelInfo, server: Mapping[str, Any], run: TrainStage) -> None:

@@ -60,7 +60,9 @@ class EmbeddedFlags(Section):
     max_running_requests: int = Field(512, ge=1)
     max_total_tokens: int = Field(65536, ge=64)  # slots in the KV cache
     context_length: int = Field(1024, ge=8)
-    disable_radix_cache: bool = False  # feed every prompt whole, also where its beginning was fed before
+    # feed every prompt whole, also where its beginning was fed before. None: unless that changes no bit, which is with
+    # alignment.deterministic
+    disable_radix_cache: bool | None = None
     return_gates: bool = False  # keep the experts' gate weights and return them with the routes, for replay.gates
 
 

@@ -149,6 +149,7 @@ def embedded_command(
     """Command line of the CPU engine. activations: "fp8" rounds the inputs of quantized linears. exact: it computes by
     the operations of a deterministic trainer of that many tensor- and expert-tensor-parallel ranks."""
     e = config.embedded
+    uncached = exact is None if e.disable_radix_cache is None else e.disable_radix_cache
     return [
         *(sys.executable, "-m", "rollout.embedded.server"),
         *("--model-path", str(model_path)),
@@ -164,7 +165,7 @@ def embedded_command(
         *("--weight-version", str(weight_version)),
         *(("--enable-return-routed-experts",) if return_routed_experts else ()),
         *(("--enable-return-routed-weights",) if e.return_gates else ()),
-        *(("--disable-radix-cache",) if e.disable_radix_cache else ()),
+        *(("--disable-radix-cache",) if uncached else ()),
         *(("--exact-parts", *map(str, exact)) if exact is not None else ()),
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -100,12 +101,23 @@ def test_an_embedded_engine_beside_gpus_is_exact_by_itself() -> None:
 
 
 def test_a_server_of_other_bits_is_named() -> None:
-    check_same_bits("abc", {"http://a": {"exact_fingerprint": "abc"}})
-    for theirs in ({"exact_fingerprint": "xyz"}, {"exact_fingerprint": None}, {}):
+    alike = {"exact_fingerprint": "abc", "exact_parts": [2, 1], "dtype": "bfloat16"}
+
+    def check(trainer: str | None, **other: Any) -> None:
+        both = {"http://a": alike, "http://b": alike | other}
+        check_same_bits(trainer, both, parts=(2, 1), dtype="bfloat16")
+
+    check("abc")
+    for theirs in ("xyz", None):
         with pytest.raises(ValueError, match=r"abc on the trainer and (xyz|None) on http://b"):
-            check_same_bits("abc", {"http://a": {"exact_fingerprint": "abc"}, "http://b": theirs})
+            check("abc", exact_fingerprint=theirs)
     with pytest.raises(ValueError, match="None on the trainer"):
-        check_same_bits(None, {"http://a": {"exact_fingerprint": "abc"}})
+        check(None)
+    for other in ({"exact_parts": [1, 1]}, {"exact_parts": None}, {"dtype": "float32"}):
+        with pytest.raises(
+            ValueError, match=r"http://b was started with .*has parts \[2, 1\] and computes in bfloat16"
+        ):
+            check("abc", **other)
 
 
 def test_a_server_tells_what_bits_it_computes(tmp_path: Path) -> None:
@@ -117,3 +129,4 @@ def test_a_server_tells_what_bits_it_computes(tmp_path: Path) -> None:
         with servers.launch_embedded(path, config, port=None, log_dir=tmp_path, exact=exact) as server:
             told = httpx.get(f"{server.url}/server_info", timeout=60, trust_env=False).json()
             assert told["exact_fingerprint"] == want
+            assert told["exact_parts"] == (None if exact is None else list(exact)) and told["dtype"]

@@ -136,7 +136,7 @@ def test_a_run_that_rounds_more_than_weights_may_differ_more(settings: list[str]
     config = load_config(TINY.parent / "qwen3_30b_a3b.toml", settings)
     assert config.one_side_rounds == rounds
     allowed = allowance(Bounds(), config.precision, engine="sglang", exact=False, more=rounds)
-    assert allowed.kl_max == (0.06 if rounds else 0.001)
+    assert allowed.kl_max == (0.09 if rounds else 0.001)
 
 
 def test_a_step_of_a_deterministic_run_is_held_to_no_gap_at_all() -> None:

@@ -157,12 +157,14 @@ def test_embedded_command() -> None:
     assert command[1:] == words(
         "-m rollout.embedded.server --model-path /m --host 127.0.0.1 --port 31000 --threads 3 --dtype bfloat16 "
         "--weights codes --activations fp8 --max-total-tokens 4096 --max-running-requests 7 --context-length 256 "
-        "--weight-version 5 --enable-return-routed-experts"
+        "--weight-version 5 --enable-return-routed-experts --disable-radix-cache"
     )
     without = embedded_command(Path("/m"), config, port=31000, return_routed_experts=False)
     assert "--enable-return-routed-experts" not in without
-    config = RolloutConfig(embedded=EmbeddedFlags(disable_radix_cache=True))
-    assert "--disable-radix-cache" in embedded_command(Path("/m"), config, port=31000)
+    for key, exact, uncached in ((True, (1, 1), True), (None, (1, 1), False), (False, None, False)):
+        config = RolloutConfig(embedded=EmbeddedFlags(disable_radix_cache=key))
+        flags = embedded_command(Path("/m"), config, port=31000, exact=exact)
+        assert ("--disable-radix-cache" in flags) == uncached
 
 
 def test_sglang_command_on_one_node() -> None:
