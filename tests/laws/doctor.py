@@ -37,7 +37,10 @@ from rollout.wire import GenerateReply
 from tests.laws import exactly
 from tests.megatron_bridge.tiny_models import write_checkpoint
 
-ALLOWED = Bounds(kl_max=1e-3, extreme_frac_max=1e-2)  # what miles_like.verify.allowance has for kernels
+# what miles_like.verify.allowance has where nothing may differ, for kernels, and where one side alone rounds
+EXACT = Bounds(kl_max=0.0, logprob_abs_diff_max=0.0, extreme_frac_max=0.0)
+KERNELS = Bounds(kl_max=1e-3, extreme_frac_max=1e-2)
+ROUNDED = Bounds(kl_max=9e-2)
 Sent = Callable[[GenerateReply, int], GenerateReply]  # what a server sends of its number-th sample
 
 
@@ -51,7 +54,7 @@ class Ask:
     meant: float | None = None  # of the run; None: the same
     top_p: float = 1.0
     replay: bool = False
-    exact: bool = False  # whether nothing may differ
+    allowed: Bounds = KERNELS
     sends: tuple[Sent, ...] = ()
     packs: Callable[[Sequence[SampleGroup]], Sequence[SampleGroup]] = field(default=lambda groups: groups)
     now: Callable[[Sequence[int]], Sequence[int]] = field(default=lambda prompt: prompt)  # template and tokenizer
@@ -165,8 +168,7 @@ class Bench:
             weights=self._hashes(self.engine_of(ask)) if weights else None,
             rollout=_Engine(bench=self, ask=ask) if weights else None,
         )
-        allowed = Bounds(kl_max=0.0, logprob_abs_diff_max=0.0, extreme_frac_max=0.0) if ask.exact else ALLOWED
-        report = asyncio.run(attribute(evidence, Bounds(), allowed))
+        report = asyncio.run(attribute(evidence, Bounds(), ask.allowed))
         kls = {f.step: (f.before.kl, None if f.after is None else f.after.kl) for f in report.findings}
         self.found[case] = [(s, c) for s, c, _ in report.causes], kls, report.sentence()
         return report

@@ -11,6 +11,7 @@ Not covered: a fault that both sides share; one in a single token's log-probabil
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +29,7 @@ from miles_like.verify.pictures import write_pictures
 from quant.spec import QuantFormat, QuantSpec
 from rollout.embedded import engine
 from tests.laws import exactly
-from tests.laws.doctor import Ask, Bench, logprobs, packs, routes, sharpen
+from tests.laws.doctor import EXACT, ROUNDED, Ask, Bench, logprobs, packs, routes, sharpen
 from tests.megatron_bridge import toy
 from tests.spawn import free_port, run_ranks
 
@@ -163,7 +164,8 @@ def _routes(b: Bench) -> None:
 
 
 def _healthy(where: Path) -> Found:
-    """Both shapes, every format, models that were never trained: they hardly tell tokens apart."""
+    """Both shapes, every format, models that were never trained: they hardly tell tokens apart. Then a trainer that
+    does not round what it publishes quantized."""
     out: Found = {}
     cases = [(model, format) for model in ("mla", "gqa") for format in exactly.FORMATS] + [("dense", "bf16")]
     for model, format in cases:
@@ -177,6 +179,15 @@ def _healthy(where: Path) -> Found:
                 b.look("shifted log-probs, few", replace(FEW, sends=(LATE,)), weights=False)
                 b.look("temperature, few", replace(FEW, temperature=0.7, meant=1.0), weights=False)
             out |= {f"{case}: {model}, {format}": found for case, found in b.found.items()}
+    for model, format in itertools.product(("mla", "gqa"), ("fp8", "int4")):
+        precision = exactly.FORMATS[format] | {"qat": False, "allow_without_qat": format == "int4"}
+        at = where / f"{model} {format}, served alone"
+        with toy.trainer(exactly.config(at, model, deterministic=False, precision=precision), 0, 1, free_port()) as t:
+            toy.scramble(t)
+            b = Bench(t, at)
+            b.look("healthy, replayed", Ask(replay=True, allowed=ROUNDED), weights=False)
+            b.look("healthy, before step 0", replace(FEW, allowed=ROUNDED), weights=False)
+            out |= {f"{case}: {model}, {format}, served alone": found for case, found in b.found.items()}
     return out
 
 
@@ -189,9 +200,9 @@ def _exact(where: Path) -> Found:
 
     with toy.trainer(exactly.config(where / "exact", "mla", "fp8"), 0, 1, free_port()) as t:
         b = Bench(t, where / "exact", torch.bfloat16)
-        b.look("healthy, exact", Ask(exact=True, replay=True))
+        b.look("healthy, exact", Ask(allowed=EXACT, replay=True))
         one = routes(swapped, layers=(1,), depth=2, only=4)
-        b.look("one expert, exact", Ask(exact=True, replay=True, sends=(one,)))
+        b.look("one expert, exact", Ask(allowed=EXACT, replay=True, sends=(one,)))
     return b.found
 
 
@@ -281,7 +292,7 @@ def test_each_cause_is_named_and_no_other(found: Found) -> None:
 def test_a_healthy_pair_has_no_cause(found: Found) -> None:
     """Though both sides compute by other kernels, and differ."""
     healthy = [case for case in found if case.startswith("healthy")]
-    assert len(healthy) == 4 + 2 * 15 + 1
+    assert len(healthy) == 4 + 2 * 15 + 2 * 4 + 1
     assert not {case: found[case][2] for case in healthy if found[case][0]}
     assert all((found[case][1]["weights"][0] > 0) == (case != "healthy, exact") for case in healthy)
 
