@@ -181,7 +181,8 @@ async def _routing(e: Evidence, s: _State, allowed: Bounds) -> None:
         s.routes = replaced(s.routes, s.own.routes, rows)
     s.mine = (await e.trainer.score(told, temperature=e.temperature, routes=s.routes)).logprobs
     s.gap = gap_of(s.mine, s.logprobs, told.masks)
-    if not causes and _beyond(allowed, s.gap) and not _beyond(allowed, by_itself):
+    nearer = by_itself.kl < s.gap.kl  # a bound may be so tight that only the errors of the two differ
+    if not causes and nearer and _beyond(allowed, s.gap) and not _beyond(allowed, by_itself):
         said = f"replaying them leaves a KL of {s.gap.kl:.2e}, the trainer's own choice {by_itself.kl:.2e}"
         causes, s.gap, s.mine, s.routes = [(Cause.ROUTES, said)], by_itself, s.own.logprobs, s.own.routes
     share, known = float(agreement(s.routes, s.own.routes).mean()), all(fault.known for fault in faults)

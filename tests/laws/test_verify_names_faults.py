@@ -24,6 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from miles_like.algorithms.bounds import Bounds
 from miles_like.verify.findings import STEPS, Cause
 from miles_like.verify.pictures import write_pictures
 from quant.spec import QuantFormat, QuantSpec
@@ -175,6 +176,7 @@ def _healthy(where: Path) -> Found:
             b = Bench(t, at)
             b.look("healthy, replayed", Ask(replay=True))
             b.look("healthy, before step 0", FEW, weights=False)
+            b.look("tight", Ask(replay=True, samples=1, tokens=5, allowed=Bounds(kl_max=1e-9)), weights=False)
             if format == "bf16":
                 b.look("shifted log-probs, few", replace(FEW, sends=(LATE,)), weights=False)
                 b.look("temperature, few", replace(FEW, temperature=0.7, meant=1.0), weights=False)
@@ -295,6 +297,13 @@ def test_a_healthy_pair_has_no_cause(found: Found) -> None:
     assert len(healthy) == 4 + 2 * 15 + 2 * 4 + 1
     assert not {case: found[case][2] for case in healthy if found[case][0]}
     assert all((found[case][1]["weights"][0] > 0) == (case != "healthy, exact") for case in healthy)
+
+
+def test_a_bound_below_what_kernels_leave_is_nobodys_fault(found: Found) -> None:
+    """Routes are none of the causes, as long as replaying them brings both sides nearer."""
+    tight = [case for case in found if case.startswith("tight")]
+    assert len(tight) == 15
+    assert not {case: found[case][2] for case in tight if set(found[case][0]) - {("numerics", Cause.NUMERICS)}}
 
 
 def test_causes_are_named_in_a_model_that_was_never_trained(found: Found) -> None:
