@@ -88,12 +88,7 @@ class TrainStage:
         started = time.perf_counter()
         servers = self.servers(began[1].weight_version if began else 0)
         try:
-            trainer = RayTrainer(
-                MegatronFactory(self.trainer, self.weights, self.algorithm.loss),
-                self.plan.of("trainer"),
-                dp_size=self.config.parallel.dp,
-                log_dir=self.run_dir / "logs",
-            )
+            trainer = self.ranks()
             urls = servers.wait()
             self.console.print(
                 f"{'':12}{len(self.plan.of('trainer'))} trainer ranks, {len(urls)} rollout servers up "
@@ -216,6 +211,12 @@ class TrainStage:
                 "run the stage that makes it again (--stages stage,train)"
             )
         return spec
+
+    def ranks(self) -> RayTrainer:
+        """Started, on the weights that the run begins with."""
+        factory = MegatronFactory(self.trainer, self.weights, self.algorithm.loss)
+        slots, logs = self.plan.of("trainer"), self.run_dir / "logs"
+        return RayTrainer(factory, slots, dp_size=self.config.parallel.dp, log_dir=logs)
 
     def servers(self, version: int, *, routing: bool = True) -> RayServers:
         c = self.config.rollout

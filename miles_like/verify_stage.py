@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from miles_like import run_state
-from miles_like.factories import CheckpointWriter, MegatronFactory
+from miles_like.factories import CheckpointWriter
 from miles_like.train_stage import TrainStage
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, VersionSpan
 from miles_like.verify.findings import Report
@@ -61,12 +61,7 @@ class VerifyStage:
         kept = None if self.rollouts is None else read_rollouts(self.rollouts, self.version)
         servers = run.servers(0) if kept is None and not self.attached else None
         try:
-            trainer = RayTrainer(
-                MegatronFactory(run.trainer, run.weights, run.algorithm.loss),
-                run.plan.of("trainer"),
-                dp_size=self.config.parallel.dp,
-                log_dir=run.run_dir / "logs",
-            )
+            trainer = run.ranks()
             urls = self.attached if servers is None else servers.wait()
             return asyncio.run(self._compare(trainer, urls, kept))
         finally:

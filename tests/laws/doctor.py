@@ -32,7 +32,6 @@ from rollout.embedded.engine import EngineLimits
 from rollout.embedded.exact_ops import ExactOps
 from rollout.embedded.requests import PromptSpec
 from rollout.embedded.service import Service
-from rollout.samples import RoutingShape
 from rollout.wire import GenerateReply
 from tests.laws import exactly
 from tests.megatron_bridge.tiny_models import write_checkpoint
@@ -112,17 +111,7 @@ class Bench:
         t.optimizer.reload_model_params()
         t.weights_changed()
         self.pair.publish()
-        family, hf = t.family, t.hf
-        self.shape = (
-            RoutingShape(
-                num_layers=family.num_layers(hf),
-                moe_layers=family.moe_layers(hf),
-                num_experts=family.num_experts(hf),
-                top_k=family.top_k(hf),
-            )
-            if family.moe_layers(hf)
-            else None
-        )
+        self.shape = exactly.shape_of(t)
         self.found: dict[str, Any] = {}  # case -> (causes as (step, cause), (KL before, after) by step, sentence)
 
     @property

@@ -82,6 +82,19 @@ def generate(engine: Engine, specs: Sequence[PromptSpec]) -> list[list[Completed
     return out
 
 
+def shape_of(t: Any) -> RoutingShape | None:
+    """Of the routes of a trainer's model; None: a dense one."""
+    family, hf = t.family, t.hf
+    if not family.moe_layers(hf):
+        return None
+    return RoutingShape(
+        num_layers=family.num_layers(hf),
+        moe_layers=family.moe_layers(hf),
+        top_k=family.top_k(hf),
+        num_experts=family.num_experts(hf),
+    )
+
+
 class Pair:
     """The trainer `t`, on every rank, and an engine on rank 0 that serves what it publishes."""
 
@@ -136,14 +149,7 @@ class Pair:
         return found[0]  # type: ignore[no-any-return]
 
     def _read(self, specs: Sequence[PromptSpec], done: Sequence[Sequence[Completed]]) -> list[SampleGroup]:
-        family, hf = self.t.family, self.t.hf
-        shape = RoutingShape(
-            num_layers=family.num_layers(hf),
-            moe_layers=family.moe_layers(hf),
-            top_k=family.top_k(hf),
-            num_experts=family.num_experts(hf),
-        )
-        reader, out = SampleReader(routing=shape if family.moe_layers(hf) else None), []
+        reader, out = SampleReader(routing=shape_of(self.t)), []
         for spec, completed in zip(specs, done, strict=True):
             prompt = Prompt(id=spec.rid, token_ids=spec.token_ids, answer="", source="")
             new = [begun(prompt, i) for i in range(len(completed))]

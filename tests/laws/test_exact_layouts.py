@@ -22,7 +22,6 @@ from megatron_bridge.resolve import resolve
 from miles_like.packing import pack
 from miles_like.types import Scored, TrainBatch
 from miles_like.verify_live import LiveTrainer, sampled
-from rollout.samples import RoutingShape
 from tests.laws import exactly, layouts
 from tests.megatron_bridge import toy
 from tests.spawn import run_ranks
@@ -76,16 +75,9 @@ def _compared(pair: exactly.Pair) -> tuple[bool, bool, bool]:
     """What `verify` puts together of all ranks' answers: whether the tokens are those that were sampled, the
     log-probabilities the rollout's under its own routes and under replayed ones, and the routes the rollout's."""
     told, layout = sampled(pair.groups(STEPS)), pair.t.config.parallel
-    family, hf = pair.t.family, pair.t.hf
-    shape = RoutingShape(
-        num_layers=family.num_layers(hf),
-        moe_layers=family.moe_layers(hf),
-        top_k=family.top_k(hf),
-        num_experts=family.num_experts(hf),
-    )
     packing = partial(pack, dp_size=layout.dp, max_tokens=150, micro_multiple=layout.micro_multiple, replayed=False)
     ranks: Any = _Ranks(pair.t)
-    trainer = LiveTrainer(trainer=ranks, pack=packing, shape=shape)
+    trainer = LiveTrainer(trainer=ranks, pack=packing, shape=exactly.shape_of(pair.t))
     own, replayed = (asyncio.run(trainer.score(told.told, temperature=1.0, routes=r)) for r in (None, told.routes))
     assert told.routes is not None and own.routes is not None and replayed.routes is None
     same = [torch.equal(a, b) for a, b in zip(own.fed.tokens, told.told.tokens, strict=True)]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 import rollout.client
-from miles_like.types import Finish, Prompt, SampleGroup, SamplingParams, VersionSpan
+from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, VersionSpan
 from rollout import wire
 from rollout.client import RolloutError, SGLangClient, seed_of
 from rollout.wire_control import PauseMode
@@ -261,3 +261,19 @@ def test_an_idle_connection_is_given_up_before_a_server_closes_it(monkeypatch: p
     assert rollout.client.KEEPALIVE_S < 5 and len(closed) == 1
     monkeypatch.setattr(rollout.client, "KEEPALIVE_S", limit_s / 2)
     asyncio.run(run())
+
+
+def test_rows_that_were_not_asked_for_are_refused() -> None:
+    """A server that does not know routed_experts_start_len sends all rows: appended, each would stand twice."""
+
+    async def run(c: SGLangClient) -> Sample:
+        (group,) = await c.generate([make_prompt("a")], n=1, params=PARAMS)
+        return await c.continue_sample(group.samples[0], (17, 18, 19), params=PARAMS)
+
+    with FakeServer() as server:
+        sample = ask(server.url, run)
+        assert sample.routing is not None and len(sample.routing) == len(sample.token_ids) - 1 == 9
+        assert server.calls[-1][1]["routed_experts_start_len"] == 4
+        server.ignores_start = True
+        with pytest.raises(RolloutError, match=r"sample a/0: routed_experts has .* want 5 rows .* too many"):
+            ask(server.url, run)

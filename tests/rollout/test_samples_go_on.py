@@ -28,7 +28,7 @@ from rollout.embedded.service import Service
 from rollout.samples import RoutingShape, SampleReader, begun, row_versions
 from rollout.wire import GenerateReply, WireSpan
 from rollout.wire_control import PauseMode
-from tests.fakes import FakeServer, make_prompt
+from tests.fakes import FakeServer
 from tests.miles_like.made_samples import packed
 
 T = TypeVar("T")
@@ -169,23 +169,6 @@ def test_an_aborted_sample_goes_on(url: str) -> None:
     whole, cut, resumed = ask(url, run)
     assert cut.finish is Finish.ABORT and 0 < cut.response_len < 200
     same(resumed, whole)
-
-
-def test_rows_that_were_not_asked_for_are_refused() -> None:
-    """A server that does not know routed_experts_start_len sends all rows: appended, each would stand twice."""
-
-    async def run(c: SGLangClient) -> Sample:
-        (group,) = await c.generate([make_prompt("a")], n=1, params=params(8))
-        return await c.continue_sample(group.samples[0], ENVIRONMENT, params=params(8))
-
-    shape = RoutingShape(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=16)
-    with FakeServer() as server:
-        sample = ask(server.url, run, routing=shape)
-        assert sample.routing is not None and len(sample.routing) == len(sample.token_ids) - 1 == 9
-        assert server.calls[-1][1]["routed_experts_start_len"] == 4
-        server.ignores_start = True
-        with pytest.raises(RolloutError, match=r"sample a/0: routed_experts has .* want 5 rows .* too many"):
-            ask(server.url, run, routing=shape)
 
 
 # ---- new weights in the middle: the engine stepped by hand, its replies through JSON
