@@ -73,7 +73,7 @@ class Side:
             params=self.stage.sampling(step),
         )
         marks.append(time.perf_counter())
-        advantages = [list(algorithm.advantages(g)) for g in groups]
+        advantages = algorithm.advantages(groups)
         await self.trainer.train(
             [pack(groups, advantages, dp_size=self.trainer.dp_size, max_tokens=c.max_tokens_per_rank)]
         )

@@ -57,7 +57,10 @@ def _on(batch: MicroBatch, device: torch.device) -> MicroBatch:
     if batch.tokens.device == device:
         return batch
     streams = ("tokens", "labels", "positions", "cu_seqlens", "loss_mask", "advantages", "rollout_logprobs")
-    return replace(batch, **{name: getattr(batch, name).to(device) for name in streams})
+    moved = {name: getattr(batch, name).to(device) for name in streams}
+    moved["streams"] = {name: stream.to(device) for name, stream in batch.streams.items()}
+    moved |= {n: x.to(device) for n in ("weights", "candidates") if (x := getattr(batch, n)) is not None}
+    return replace(batch, **moved)
 
 
 def _routes(batch: MicroBatch, part: RankPart, num_experts: int) -> RoutingTrace | None:

@@ -218,7 +218,11 @@ class Step:
             cu_seqlens=batch.cu_seqlens,
             ref_logprobs=None if refs is None else refs[micro],
             old_logprobs=None if olds is None else olds[micro],
+            streams=batch.streams,
+            candidate_logprobs=None,
         )
+        if batch.weights is not None:
+            per_token = per_token * batch.weights
         total = torch.where(batch.loss_mask, per_token, 0.0).sum()  # a masked label may well be infinite
         count = batch.loss_mask.sum()
         stats = dict(stats) | {"train/loss": Stat(total.detach(), count)}

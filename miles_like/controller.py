@@ -93,7 +93,7 @@ class Controller:
             await took.put((len(groups), time.perf_counter() - began))
 
     async def _train(self, step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
-        advantages = self.deal(step, [list(self.algorithm.advantages(g)) for g in groups])
+        advantages = self.deal(step, [list(a) for a in self.algorithm.advantages(groups)])
         began = time.perf_counter()
         self.phase(step, "train")
         report = await self.trainer.train(self.pack(groups, advantages))

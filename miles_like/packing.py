@@ -1,6 +1,7 @@
 """Groups and their advantages -> one train batch. The one place where tokens are shifted.
 
-Letters: S tokens a sample, N samples a micro-batch, T packed tokens, F tokens of all samples end to end.
+Letters: S tokens a sample, N samples a micro-batch, T packed tokens, F tokens of all samples end to end, C candidates a
+token.
 
 A sample of S tokens is fed as its first S-1 tokens; position t of the batch holds input token t and everything about
 its label, token t+1. Samples are never split. What a step must satisfy, and how it is met:
@@ -18,27 +19,23 @@ from a real sample, so that its rank has something legal to compute.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from miles_like.types import MicroBatch, Sample, SampleGroup, TrainBatch
+from miles_like.aggregation import loss_weights
+from miles_like.bins import Cost, Ints, loads_of, micro_batches, spread
+from miles_like.types import Aggregation, MicroBatch, Sample, SampleGroup, TrainBatch
 from routing_replay.align import RankPart, take_rows
 from routing_replay.parts import RankRoutes, cut_routes
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import check_all_versions
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Cost = Callable[[int], float]  # of a sample, from the number of its inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,8 +47,12 @@ class _Flat:
     loss_mask: Tensor  # [F] bool
     logprobs: Tensor  # [F] fp32
     lengths: Ints  # [samples], S of each
-    advantages: NDArray[np.float32]  # [samples]
+    advantages: Tensor  # [F] fp32
     routing: Mapping[str, RoutingTrace] | None  # by name, rows S-1 each
+    prompts: Ints  # [samples], a number for each prompt
+    streams: Mapping[str, Tensor] = field(default_factory=dict)  # [F] or [F, C] fp32
+    candidates: Tensor | None = None  # [F, C] int64
+    weights: Tensor | None = None  # [F] fp32
 
     @property
     def starts(self) -> Ints:
@@ -66,29 +67,47 @@ class _Flat:
 
 def pack(
     groups: Sequence[SampleGroup],
-    advantages: Sequence[Sequence[float]],
+    advantages: Sequence[Sequence[float | Tensor]],
     *,
     dp_size: int,
     max_tokens: int,
     micro_multiple: int = 1,
     cost: Cost | None = None,
     replayed: bool = True,
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN,
+    constant: int | None = None,
 ) -> TrainBatch:
     """All samples of `groups` as one optimizer step for `dp_size` data-parallel rows.
 
-    `advantages[g][i]` belongs to `groups[g].samples[i]` and is put on each of its positions. `max_tokens` bounds the
-    inputs of a micro-batch. `micro_multiple`: the number of micro-batches is a multiple of it (an interleaved pipeline
-    schedule needs its number of stages). `cost` is the load to balance; None: tokens. `replayed`: training takes the
-    routes (replay.mode "r3"), so each must be of the weights that sampled the token after it; else they are only
-    compared with, and those that a server computed anew after a retraction may stay. The same arguments give the same
-    batch. A sample without a label under loss trains nothing and is left out; a batch of only such is refused, since no
-    rollout gives one by chance: its servers abort or stop at once, and to go on would be to wait for nothing.
+    `advantages[g][i]` belongs to `groups[g].samples[i]`: a number, which is put on each of its positions, or [S] fp32,
+    one for each of its tokens. `aggregation` says what the losses of tokens are weighted with (aggregation.py);
+    `constant` is the length that CONSTANT divides by. `max_tokens` bounds the inputs of a micro-batch.
+    `micro_multiple`: the number of micro-batches is a multiple of it (an interleaved pipeline schedule needs its number
+    of stages). `cost` is the load to balance; None: tokens. `replayed`: training takes the routes (replay.mode "r3"),
+    so each must be of the weights that sampled the token after it; else they are only compared with, and those that a
+    server computed anew after a retraction may stay. The same arguments give the same batch. A sample without a label
+    under loss trains nothing and is left out; a batch of only such is refused, since no rollout gives one by chance:
+    its servers abort or stop at once, and to go on would be to wait for nothing.
 
     Raises ValueError: no sample, or none with a response token; a sample above `max_tokens`; advantages that do not
     match the groups or are not finite; some samples with routing and some without, or with routes that have no
     seals or are not those that were sealed with their tokens; with `replayed`, routes of other weights than sampled the
     tokens under loss, or of which nobody tells.
     """
+    flat = _flattened(groups, advantages, replayed)
+    flat = replace(flat, weights=loss_weights(flat.loss_counts(), flat.prompts, flat.lengths, aggregation, constant))
+    versions = [span.version for g in groups for s in g.samples for span in s.versions] or [0]
+    return _pack(
+        flat,
+        dp_size=dp_size,
+        max_tokens=max_tokens,
+        micro_multiple=micro_multiple,
+        cost=cost,
+        versions=(min(versions), max(versions)),
+    )
+
+
+def _flattened(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float | Tensor]], replayed: bool) -> _Flat:
     samples, flat_advantages = _matched(groups, advantages)
     traces = [s.routing for s in samples if s.routing is not None]
     if len(traces) not in (0, len(samples)):
@@ -103,28 +122,22 @@ def pack(
         if replayed:
             spans, masks = [s.versions for s in samples], [s.loss_mask for s in samples]
             check_all_versions([t.versions for t in traces], spans, masks, samples=own)
-    flat = _Flat(
+    return _Flat(
         names=names,
         tokens=torch.cat([s.token_ids for s in samples]),
         loss_mask=torch.cat([s.loss_mask for s in samples]),
         logprobs=torch.cat([s.logprobs for s in samples]).float(),
         lengths=np.array([len(s.token_ids) for s in samples], dtype=np.int64),
-        advantages=np.array(flat_advantages, dtype=np.float32),
+        advantages=_along_tokens(samples, flat_advantages),
         routing=dict(zip(names, traces, strict=True)) if traces else None,
-    )
-    versions = [span.version for s in samples for span in s.versions] or [0]
-    return _pack(
-        flat,
-        dp_size=dp_size,
-        max_tokens=max_tokens,
-        micro_multiple=micro_multiple,
-        cost=cost,
-        versions=(min(versions), max(versions)),
+        prompts=np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups]),
+        streams={name: torch.cat([s.streams[name] for s in samples]) for name in _streams(samples)},
+        candidates=None if samples[0].candidates is None else _candidates(samples),
     )
 
 
 def pack_steps(
-    groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]], *, steps: int, **how: Any
+    groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float | Tensor]], *, steps: int, **how: Any
 ) -> list[TrainBatch]:
     """A rollout's groups as `steps` mini-batches, each packed by `pack(..., **how)` as one optimizer step: the first
     len(groups) / steps of them in the order given, then the next. Raises ValueError when `steps` does not divide them.
@@ -163,8 +176,9 @@ def pack_pairs(
         loss_mask=torch.from_numpy(mask),
         logprobs=torch.zeros(len(tokens)),
         lengths=sizes.sum(1),
-        advantages=np.ones(len(pairs), dtype=np.float32),
+        advantages=torch.ones(len(tokens)),
         routing=None,
+        prompts=np.arange(len(pairs)),
     )
     return _pack(
         flat, dp_size=dp_size, max_tokens=max_tokens, micro_multiple=micro_multiple, cost=cost, versions=(0, 0)
@@ -191,7 +205,38 @@ def _names(samples: Sequence[Sample]) -> list[str]:
     return out
 
 
-def _matched(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> tuple[list[Sample], list[float]]:
+def _along_tokens(samples: Sequence[Sample], values: Sequence[float | Tensor]) -> Tensor:
+    """[F] fp32 of a number or [S] for each sample."""
+    if not any(isinstance(v, Tensor) for v in values):
+        lengths = [s.token_ids.shape[0] for s in samples]
+        return torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), lengths))
+    return torch.cat(
+        [
+            v.float() if isinstance(v, Tensor) else torch.full(s.token_ids.shape, v)
+            for s, v in zip(samples, values, strict=True)
+        ]
+    )
+
+
+def _streams(samples: Sequence[Sample]) -> list[str]:
+    """Names of the streams, which all samples have."""
+    names = set(samples[0].streams)
+    for s in samples:
+        if set(s.streams) != names or (s.candidates is None) != (samples[0].candidates is None):
+            raise ValueError(
+                f"sample {s.name} has the streams {sorted(s.streams)}, sample {samples[0].name} {sorted(names)}: "
+                "every sample of a step needs the same"
+            )
+    return sorted(names)
+
+
+def _candidates(samples: Sequence[Sample]) -> Tensor:
+    return torch.cat([s.candidates for s in samples if s.candidates is not None])
+
+
+def _matched(
+    groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float | Tensor]]
+) -> tuple[list[Sample], list[float | Tensor]]:
     if len(groups) != len(advantages):
         raise ValueError(f"{len(groups)} groups but {len(advantages)} lists of advantages: give one list a group")
     for group, values in zip(groups, advantages, strict=True):
@@ -200,8 +245,11 @@ def _matched(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]
                 f"group {group.prompt.id!r} has {len(group.samples)} samples but {len(values)} advantages: "
                 "give one a sample"
             )
-        if not all(math.isfinite(a) for a in values):
-            raise ValueError(f"group {group.prompt.id!r} has advantages {list(values)}: check its rewards for nan")
+        for s, a in zip(group.samples, values, strict=True):
+            if isinstance(a, Tensor) and a.shape != s.token_ids.shape:
+                raise ValueError(f"sample {s.name} has {len(s.token_ids)} tokens but advantages {list(a.shape)}")
+            if not (bool(a.isfinite().all()) if isinstance(a, Tensor) else math.isfinite(a)):
+                raise ValueError(f"group {group.prompt.id!r} has advantages {list(values)}: check its rewards for nan")
     samples = [s for g in groups for s in g.samples]
     if not samples:
         raise ValueError(f"0 samples in {len(groups)} groups: want at least 1")
@@ -224,9 +272,9 @@ def _pack(
             f"sample {flat.names[longest]} has {inputs[longest]} input tokens, a micro-batch holds {max_tokens}: "
             "raise train.max_tokens_per_rank or lower rollout.max_new_tokens"
         )
-    loads = _loads(inputs, kept, cost)
-    rows = _spread(kept, loads, bins=dp_size)
-    cells = _micro_batches(rows, inputs, loads, max_tokens=max_tokens, multiple=micro_multiple)
+    loads = loads_of(inputs, kept, cost)
+    rows = spread(kept, loads, bins=dp_size)
+    cells = micro_batches(rows, inputs, loads, max_tokens=max_tokens, multiple=micro_multiple)
     starts = flat.starts
     grid = tuple(
         tuple(
@@ -236,55 +284,6 @@ def _pack(
         for row in cells
     )
     return TrainBatch(grid=grid, loss_tokens=int(counts.sum()), versions=versions)
-
-
-def _loads(inputs: Ints, kept: Ints, cost: Cost | None) -> Floats:
-    """[samples]: what each weighs in the balance; asked once a length."""
-    if cost is None:
-        return inputs.astype(np.float64)
-    loads = np.zeros(len(inputs))
-    lengths, of = np.unique(inputs[kept], return_inverse=True)
-    loads[kept] = np.array([cost(n) for n in lengths.tolist()])[of]
-    return loads
-
-
-def _spread(ids: Ints, loads: Floats, *, bins: int) -> list[Ints]:
-    """Heaviest first to the least loaded bin (Graham 1969: at most 4/3 of the best possible largest load)."""
-    heap = [(0.0, b) for b in range(bins)]
-    content: list[list[int]] = [[] for _ in range(bins)]
-    for i in ids[np.argsort(-loads[ids], kind="stable")].tolist():
-        load, b = heap[0]
-        content[b].append(i)
-        heapq.heapreplace(heap, (load + float(loads[i]), b))
-    return [np.array(c, dtype=np.int64) for c in content]
-
-
-def _first_fit(ids: Ints, inputs: Ints, *, max_tokens: int) -> list[Ints]:
-    """Longest first to the first bin with room: at most 11/9 of the fewest possible bins, plus 6/9 (Dosa 2007)."""
-    room = np.full(max(len(ids), 1), max_tokens, dtype=np.int64)
-    content: list[list[int]] = []
-    for i in ids[np.argsort(-inputs[ids], kind="stable")].tolist():
-        b = int((room[: len(content) + 1] >= inputs[i]).argmax())
-        if b == len(content):
-            content.append([])
-        content[b].append(i)
-        room[b] -= inputs[i]
-    return [np.array(c, dtype=np.int64) for c in content]
-
-
-def _micro_batches(
-    rows: Sequence[Ints], inputs: Ints, loads: Floats, *, max_tokens: int, multiple: int
-) -> list[list[Ints]]:
-    """Each row as the same number of bins of at most `max_tokens` inputs; an empty bin waits for the dummy."""
-    fitted = [_first_fit(row, inputs, max_tokens=max_tokens) for row in rows]
-    count = math.ceil(max(map(len, fitted)) / multiple) * multiple
-    out = []
-    for row, first_fit in zip(rows, fitted, strict=True):
-        even = _spread(row, loads, bins=count)
-        if any(int(inputs[cell].sum()) > max_tokens for cell in even):
-            even = first_fit + [row[:0]] * (count - len(first_fit))
-        out.append(even)
-    return out
 
 
 def _micro_batch(flat: _Flat, ids: Ints, starts: Ints) -> MicroBatch:
@@ -300,9 +299,12 @@ def _micro_batch(flat: _Flat, ids: Ints, starts: Ints) -> MicroBatch:
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(cu_seqlens).to(torch.int32),
         loss_mask=flat.loss_mask[at + 1],
-        advantages=torch.from_numpy(np.repeat(flat.advantages[ids], n)),
+        advantages=flat.advantages[at + 1],
         rollout_logprobs=flat.logprobs[at + 1],
         routing=RoutingTrace.concat([flat.routing[name] for name in names]) if flat.routing is not None else None,
+        weights=None if flat.weights is None else flat.weights[at + 1],
+        streams={name: stream[at + 1] for name, stream in flat.streams.items()},
+        candidates=None if flat.candidates is None else flat.candidates[at + 1],
     )
 
 
@@ -322,4 +324,7 @@ def _dummy(flat: _Flat, i: int, starts: Ints) -> MicroBatch:
         advantages=torch.zeros(1),
         rollout_logprobs=torch.zeros(1),
         routing=routing,
+        weights=None if flat.weights is None else torch.zeros(1),
+        streams={name: torch.zeros_like(stream[:1]) for name, stream in flat.streams.items()},
+        candidates=None if flat.candidates is None else torch.zeros_like(flat.candidates[:1]),
     )

@@ -1,6 +1,6 @@
 """The seams. Nothing here has a body; nothing here names a concrete class.
 
-Letters: G samples a prompt, T packed tokens, N samples a pack.
+Letters: G samples a prompt, S tokens a sample, T packed tokens, N samples a pack, C candidates a token.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from miles_like.types import (
+    Aggregation,
     MicroBatch,
     NamedTensor,
     Prompt,
@@ -97,22 +98,51 @@ class LossFn(Protocol):
         # [T] fp32, no gradient: by the trainer, under the weights with which this rollout's first optimizer step began.
         # None: it gets one optimizer step, and they are `logprobs.detach()`.
         old_logprobs: Tensor | None,
+        streams: Mapping[str, Tensor],  # [T] or [T, C] fp32, no gradient: MicroBatch.streams
+        candidate_logprobs: Tensor | None,  # [T, C] fp32, of MicroBatch.candidates; carries the gradient
     ) -> tuple[Tensor, Mapping[str, Stat]]: ...
 
 
+class AdvantageFn(Protocol):
+    """How much better each sample, or each of its tokens, was than expected."""
+
+    def __call__(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
+        """All scored groups of one rollout -> for each group [G]: a number for all tokens of the sample, or [S] fp32.
+
+        A sample's `streams` hold what the configuration asks others about it. Raises ValueError for a reward that is
+        missing or not finite.
+        """
+
+
 class Algorithm(Protocol):
-    """Advantages and loss, bundled under a name."""
+    """Advantages, loss and how the losses of tokens become one number, bundled under a name."""
 
     @property
     def name(self) -> str: ...
     @property
     def loss(self) -> LossFn: ...
-    def advantages(self, group: SampleGroup) -> Sequence[float]:
-        """[G], one for each sample."""
+    @property
+    def aggregation(self) -> Aggregation: ...
+    @property
+    def needs(self) -> frozenset[str]:
+        """Streams that every sample must have before `advantages` is asked, of REFERENCE, TEACHER and VALUES."""
+
+    def advantages(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
+        """As `AdvantageFn`."""
+
+    def returns(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[Tensor]] | None:
+        """For each group [G] of [S] fp32: what a critic is to learn; None where there is none."""
 
 
 class RewardFn(Protocol):
     async def __call__(self, prompt: Prompt, sample: Sample) -> float: ...
+
+
+class GroupFilter(Protocol):
+    """Which scored groups are worth training on."""
+
+    def __call__(self, group: SampleGroup) -> str | None:
+        """None: keep it. Otherwise the reason why it is left out; another prompt is sampled in its place."""
 
 
 class MetricSink(Protocol):

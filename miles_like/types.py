@@ -1,7 +1,7 @@
 """Values that cross a package boundary.
 
 Letters: G samples a prompt, S tokens a sample, R response tokens, N samples a pack, T packed tokens, L MoE layers,
-K experts a token.
+K experts a token, C candidates a token.
 """
 
 from __future__ import annotations
@@ -27,6 +27,16 @@ class Finish(StrEnum):
     ABORT = "abort"
 
 
+class Aggregation(StrEnum):
+    """How the losses of a step's tokens become one number, whatever the layout and packing."""
+
+    TOKEN_MEAN = "token_mean"  # over all tokens under loss (DAPO)
+    SEQUENCE_MEAN = "sequence_mean"  # each sample's mean over its tokens, then over samples (GRPO's paper)
+    SEQUENCE_SUM = "sequence_sum"  # each sample's sum over its tokens, then the mean over samples
+    PROMPT_MEAN = "prompt_mean"  # the mean over all tokens of a prompt's samples, then over prompts
+    CONSTANT = "constant"  # each sample's sum divided by one fixed length, then the mean over samples (Dr. GRPO)
+
+
 class NamedTensor(NamedTuple):
     """A whole, unsharded tensor under its Hugging Face name."""
 
@@ -50,6 +60,12 @@ class Prompt:
             raise ValueError(f"prompt {self.id!r} has no tokens: give it a non-empty prompt text")
 
 
+REFERENCE = "reference"  # stream: log-probs under the reference weights; also their name in the trainer
+TEACHER = "teacher"  # stream: log-probs under a teacher's weights
+VALUES = "values"  # stream: the critic's estimate of what is still to come, before the token was chosen
+TEACHER_CANDIDATES = "teacher_candidates"  # stream [S, C]: the teacher's log-probs of the sample's candidates
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
     """One answer. Streams are over all S tokens, prompt first; what belongs to the prompt is masked."""
@@ -64,6 +80,9 @@ class Sample:
     finish: Finish
     text: str
     reward: float | None = None
+    reward_parts: Mapping[str, float] = field(default_factory=dict)  # what the reward is made of, for the log
+    streams: Mapping[str, Tensor] = field(default_factory=dict)  # [S] or [S, C] fp32: others on each token, by name
+    candidates: Tensor | None = None  # [S, C] int64: further tokens at each place, which a loss asks log-probs of
 
     def __post_init__(self) -> None:
         s = self.token_ids.shape[0]  # len() of a tensor is slow, and a step makes hundreds of samples
@@ -76,6 +95,10 @@ class Sample:
             raise ValueError(f"sample {self.name}: token 0 has no predecessor to be predicted from")
         if self.routing is not None and len(self.routing) != s - 1:
             raise ValueError(f"sample {self.name}: {len(self.routing)} routing rows for {s} tokens; want {s - 1}")
+        more = dict(self.streams) if self.candidates is None else {**self.streams, "candidates": self.candidates}
+        for name, stream in more.items():
+            if stream.shape[0] != s:
+                raise ValueError(f"sample {self.name}: stream {name!r} has {len(stream)} entries for {s} tokens")
 
     @property
     def name(self) -> str:
@@ -92,7 +115,8 @@ class SampleGroup:
     """All samples of one prompt: the unit that advantages are computed over and the buffer hands out."""
 
     prompt: Prompt
-    samples: tuple[Sample, ...]  # [G]
+    samples: tuple[Sample, ...]  # [G], fewer where some were given up
+    discarded: Mapping[str, int] = field(default_factory=dict)  # reason -> samples of the prompt that were given up
 
     @property
     def oldest_version(self) -> int:
@@ -127,6 +151,10 @@ class MicroBatch:
     advantages: Tensor  # [T] fp32
     rollout_logprobs: Tensor  # [T] fp32, of the label
     routing: RoutingTrace | RankRoutes | None  # [T, L, K], or one rank's part of it
+    # [T] fp32: what the label's loss is multiplied by before it is divided by TrainBatch.loss_tokens; None: 1 each
+    weights: Tensor | None = None
+    streams: Mapping[str, Tensor] = field(default_factory=dict)  # [T] or [T, C] fp32, of the label, by name
+    candidates: Tensor | None = None  # [T, C] int64: tokens that the label might have been
 
     def __post_init__(self) -> None:
         t = len(self.tokens)
@@ -142,6 +170,9 @@ class MicroBatch:
             "rollout_logprobs": len(self.rollout_logprobs),
             "cu_seqlens[-1]": int(self.cu_seqlens[-1]),
             "routing": len(self.routing) if isinstance(self.routing, RoutingTrace) else t,
+            "weights": t if self.weights is None else len(self.weights),
+            "candidates": t if self.candidates is None else len(self.candidates),
+            **{f"streams[{name!r}]": len(stream) for name, stream in self.streams.items()},
         }
         wrong = {k: n for k, n in lengths.items() if n != t}
         if wrong:

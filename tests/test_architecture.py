@@ -17,6 +17,7 @@ FLOORS = {  # longest prefix wins
     "rollout.config": 1,
     "megatron_bridge.config": 1,
     "miles_like.types": 2,
+    "miles_like.algorithm_config": 2,
     "miles_like.alignment": 2,
     "miles_like.config": 2,
     "miles_like.hf_checkpoint": 2,
@@ -45,6 +46,7 @@ LIBRARIES_OF_FLOOR_0 = {"torch", "numpy"}
 TORCH_FREE = (
     "rollout.config",
     "megatron_bridge.config",
+    "miles_like.algorithm_config",
     "miles_like.alignment",
     "miles_like.config",
     "miles_like.config_io",

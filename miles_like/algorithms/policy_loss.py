@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, TypedDict
 
 import torch
@@ -70,6 +71,8 @@ class ClippedLoss:
         cu_seqlens: Tensor,  # [N+1] int32
         ref_logprobs: Tensor | None = None,  # [T] fp32
         old_logprobs: Tensor | None = None,  # [T] fp32
+        streams: Mapping[str, Tensor] = MappingProxyType({}),
+        candidate_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, Mapping[str, Stat]]:
         """[T] loss, 0 where not `loss_mask`, and statistics over tokens under loss (docs/metrics.md).
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.advantages import group_relative
 from miles_like.algorithms.bounds import Bounds
 from miles_like.algorithms.correction import Correction
 from miles_like.algorithms.policy_loss import ClippedLoss
-from miles_like.config import AlgorithmConfig, CorrectionConfig, MismatchConfig
+from miles_like.config import MismatchConfig
 from miles_like.protocols import Algorithm
-from miles_like.types import SampleGroup
+from miles_like.types import Aggregation, SampleGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +30,15 @@ class GroupRelative:
     loss: ClippedLoss
     normalize_std: bool
 
-    def advantages(self, group: SampleGroup) -> Sequence[float]:
-        """[G]; raises ValueError when a sample was not scored or its reward is not finite."""
-        return group_relative(group.rewards, normalize_std=self.normalize_std)
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    needs: frozenset[str] = frozenset()
+
+    def advantages(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float]]:
+        """For each group [G]; raises ValueError when a sample was not scored or its reward is not finite."""
+        return [group_relative(group.rewards, normalize_std=self.normalize_std) for group in groups]
+
+    def returns(self, groups: Sequence[SampleGroup]) -> None:
+        """There is no critic."""
 
 
 def make_correction(config: CorrectionConfig) -> Correction | None:

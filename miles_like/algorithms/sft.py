@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ class NllLoss:
         cu_seqlens: Tensor,  # [N+1] int32
         ref_logprobs: Tensor | None = None,  # [T]
         old_logprobs: Tensor | None = None,  # [T]
+        streams: Mapping[str, Tensor] = MappingProxyType({}),
+        candidate_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, Mapping[str, Stat]]:
         """[T] loss, 0 where not `loss_mask`, and statistics:
 

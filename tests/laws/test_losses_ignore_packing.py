@@ -11,9 +11,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from miles_like.algorithm_config import BOUNDS_OF, AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.algorithms.sft import NllLoss
-from miles_like.config import BOUNDS_OF, AlgorithmConfig, CorrectionConfig
 from miles_like.types import Reduce
 
 LENGTHS = (5, 1, 9, 4, 2)

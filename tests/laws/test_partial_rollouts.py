@@ -25,9 +25,9 @@ from typing import Any
 import pytest
 import torch
 
+from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.buffer import DataBuffer
-from miles_like.config import AlgorithmConfig, CorrectionConfig
 from miles_like.controller import Controller
 from miles_like.packing import pack, pack_steps
 from miles_like.types import (

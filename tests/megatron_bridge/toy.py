@@ -140,6 +140,7 @@ class PolicyGradient:
         cu_seqlens: Tensor,
         ref_logprobs: Tensor | None,
         old_logprobs: Tensor | None,
+        **more: Any,
     ) -> tuple[Tensor, Mapping[str, Stat]]:
         gap = torch.where(loss_mask, logprobs.detach() - rollout_logprobs, 0.0)
         least = torch.where(loss_mask, logprobs.detach(), math.inf)

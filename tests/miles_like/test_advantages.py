@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_samples import rewarded
 
+from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.advantages import STD_EPS, group_relative, shuffle_over_batch
 from miles_like.algorithms.registry import make_algorithm
-from miles_like.config import AlgorithmConfig, CorrectionConfig
 
 rewards = st.lists(st.floats(-5, 5), min_size=2, max_size=16)
 
@@ -67,7 +67,7 @@ def test_shuffling_moves_values_between_groups():
 def test_registry_builds_what_the_config_says():
     algorithm = make_algorithm(AlgorithmConfig(clip_low=0.1, clip_high=0.3, normalize_std=False), CorrectionConfig())
     assert algorithm.name == "grpo"
-    assert algorithm.advantages(rewarded([1.0, 0.0])) == [0.5, -0.5]
+    assert algorithm.advantages([rewarded([1.0, 0.0])]) == [[0.5, -0.5]]
     assert pickle.loads(pickle.dumps(algorithm)) == algorithm  # it travels to the trainer's processes
     assert (algorithm.loss.clip_low, algorithm.loss.clip_high) == (0.1, 0.3)
     with pytest.raises(ValueError, match="'grppo': did you mean 'grpo'"):

@@ -14,10 +14,11 @@ import torch
 from pydantic import ValidationError
 from rich.console import Console
 
+from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.bounds import Bounds
 from miles_like.algorithms.policy_loss import ClippedLoss
 from miles_like.algorithms.registry import make_algorithm, make_bounds
-from miles_like.config import AlgorithmConfig, CorrectionConfig, MismatchConfig
+from miles_like.config import MismatchConfig
 from miles_like.verify.gate import judge
 
 FIGURES = {"mismatch/kl": 0.02, "mismatch/logprob_abs_diff_max": 0.5, "mismatch/extreme_frac": 0.0}

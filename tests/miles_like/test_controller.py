@@ -63,8 +63,8 @@ class World:
         await asyncio.sleep(self.rollout_s)
         return [group(p, version) for p in prompts]
 
-    def advantages(self, g: SampleGroup) -> list[float]:
-        return [0.0 for _ in g.samples]
+    def advantages(self, groups: Sequence[SampleGroup]) -> list[list[float]]:
+        return [[0.0 for _ in g.samples] for g in groups]
 
     def pack(self, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> Sequence[TrainBatch]:
         self.staleness += [self.version - g.oldest_version for g in groups]
@@ -209,8 +209,8 @@ class Unusable(World):
     async def rollout(self, step: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
         return [group(p, self.version, empty=self.empty) for p in prompts]
 
-    def advantages(self, g: SampleGroup) -> list[float]:
-        return [self.advantage for _ in g.samples]
+    def advantages(self, groups: Sequence[SampleGroup]) -> list[list[float]]:
+        return [[self.advantage for _ in g.samples] for g in groups]
 
     def pack(self, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> Sequence[TrainBatch]:
         return pack_steps(groups, advantages, steps=1, dp_size=1, max_tokens=self.max_tokens)

@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from miles_like.algorithm_config import BOUNDS_OF, AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.correction import Correction
 from miles_like.algorithms.mismatch import finish
 from miles_like.algorithms.policy_loss import ClippedLoss
 from miles_like.algorithms.registry import make_algorithm, make_correction
-from miles_like.config import BOUNDS_OF, AlgorithmConfig, CorrectionConfig
 
 NAN, INF = float("nan"), float("inf")
 KINDS = [CorrectionConfig(kind=kind, level=level, action=action) for kind, level, action in BOUNDS_OF]
