@@ -333,13 +333,13 @@ def verify(
     """Start both sides on the job's checkpoint, made if it is not there, and compare them; the pictures go into
     `run_dir`/verify. `how`: the words of `VerifyStage`. Raises ValueError or RuntimeError."""
     root = staged(config, run_dir, console, ray_address)
-    from miles_like.train_stage import TrainStage
+    from miles_like.run_parts import RunParts
     from miles_like.verify.pictures import write_pictures
     from miles_like.verify_stage import VerifyStage
     from miles_like.workers import start_ray
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    stage = VerifyStage(TrainStage(config, run_dir, root / "hf", root / "megatron", console), **how)
+    stage = VerifyStage(RunParts(config, run_dir, root / "hf", root / "megatron", console), **how)
     asyncio.run(stage.meet())
     start_ray(ray_address)
     found = stage.report()

@@ -1,7 +1,7 @@
 """The loop, on one page.
 
-Two tasks meet at the buffer. `produce` waits for a permit, asks the servers for one step's worth of groups, scores them
-and puts them into the buffer. `run` takes the oldest groups, trains on them, publishes the new weights, and only then
+Two tasks meet at the buffer. `produce` waits for a permit and puts one step's worth of groups, sampled and scored, into
+the buffer (rounds.py). `run` takes the oldest groups, trains on them, publishes the new weights, and only then
 gives the permit back. With 1 + max_staleness permits, a group is never trained more than max_staleness versions after
 its first token was sampled; with max_staleness = 0 there is one permit, and the loop is the synchronous one.
 """
@@ -17,13 +17,27 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TypeVar
 
+from torch import Tensor
+
 from miles_like.algorithms.mismatch import finish
 from miles_like.buffer import DataBuffer
 from miles_like.metrics import speed_metrics
 from miles_like.protocols import Algorithm, MetricSink, Trainer
-from miles_like.types import Prompt, SampleGroup, TrainBatch
+from miles_like.rounds import Produced, Rounds
+from miles_like.types import SampleGroup, TrainBatch
 
 T = TypeVar("T")
+Advantages = list[list[float | Tensor]]  # of each group's samples: a number, or one for each token
+
+
+async def _as_they_are(groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
+    """Nobody else is asked about the tokens."""
+    return groups
+
+
+async def _no_critic(step: int, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
+    """Nothing learns but the trainer."""
+    return {}
 
 
 def _admit(step: int, metrics: Mapping[str, float]) -> None:
@@ -37,14 +51,14 @@ class Controller:
     trainer: Trainer
     algorithm: Algorithm
     buffer: DataBuffer
-    next_prompts: Callable[[], Sequence[Prompt]]  # one step's worth
-    rollout: Callable[[int, Sequence[Prompt]], Awaitable[Sequence[SampleGroup]]]  # for a step: sampled and scored
+    rounds: Rounds
     pack: Callable[[Sequence[SampleGroup], Sequence[Sequence[float]]], Sequence[TrainBatch]]  # one an optimizer step
-    deal: Callable[[int, list[list[float]]], list[list[float]]]  # (step, advantages) -> advantages; a control shuffles
+    deal: Callable[[int, Advantages], Advantages]  # (step, advantages) -> advantages; a control shuffles
     evaluate: Callable[[int], Awaitable[Mapping[str, float]]]  # at a weight version
     describe: Callable[[int, Sequence[SampleGroup]], Mapping[str, float]]  # the rollout's own metrics
     keep: Callable[[int, Sequence[SampleGroup]], None]  # readable samples to disk
-    save: Callable[[int], Awaitable[None]]  # checkpoint after a step; it may still be under way when this returns
+    # checkpoint after a step, whose prompts end with so many dealt; it may still be under way when this returns
+    save: Callable[[int, int], Awaitable[None]]
     finish_save: Callable[[bool], Awaitable[None]]  # complete it if it is written, or (True) wait until it is
     phase: Callable[[int, str], None]  # what is going on, for a progress bar
     sink: MetricSink
@@ -53,20 +67,22 @@ class Controller:
     save_every: int  # 0: only after the last step
     speed: Callable[..., Mapping[str, float]] = speed_metrics  # (groups, rollout_s=, train_s=)
     judge: Callable[[int, Mapping[str, float]], None] = _admit  # of a step not yet published; RuntimeError ends the run
+    experience: Callable[[Sequence[SampleGroup]], Awaitable[Sequence[SampleGroup]]] = _as_they_are  # others' words
+    learn: Callable[[int, Sequence[SampleGroup]], Awaitable[Mapping[str, float]]] = _no_critic  # beside the trainer
 
     async def run(self, *, first: int, steps: int) -> None:
         """Steps first .. steps-1; step s trains on weight version s and ends in version s + 1."""
         started = time.perf_counter()
         permits = asyncio.Semaphore(1 + self.max_staleness)
-        took: asyncio.Queue[tuple[int, float]] = asyncio.Queue()  # (groups, seconds) of each rollout, in order
+        took: asyncio.Queue[tuple[Produced, float]] = asyncio.Queue()  # with the seconds of each rollout, in order
         self.sink.write(first, {"weight_version": float(first), **await self._evaluate(first)})
         async with _background(self._produce(first, permits, took)) as producer:
             for step in range(first, steps):
                 began = time.perf_counter()
                 self.phase(step, "rollout")
-                n, rollout_s = await _unless_dead(took.get(), producer)
-                groups = await self.buffer.take(n, version=step)
-                metrics = await self._train(step, groups)
+                made, rollout_s = await _unless_dead(took.get(), producer)
+                groups = await self.buffer.take(made.groups, version=step)
+                metrics = {**made.metrics, **await self._train(step, groups)}
                 metrics |= {"perf/rollout_s": rollout_s, "perf/step_s": time.perf_counter() - began}
                 metrics |= self.speed(groups, rollout_s=rollout_s, train_s=metrics["perf/train_s"])
                 metrics |= {"async/dropped": float(sum(self.buffer.dropped.values()))}
@@ -77,28 +93,28 @@ class Controller:
                 self.sink.write(done, {"weight_version": float(done), **wall, **metrics})
                 if last or (self.save_every and done % self.save_every == 0):
                     self.phase(step, "save")
-                    await self.save(done)
+                    await self.save(done, made.dealt)
                 await self.finish_save(last)
                 permits.release()  # the next prompts see the weights just published
 
-    async def _produce(self, first: int, permits: asyncio.Semaphore, took: asyncio.Queue[tuple[int, float]]) -> None:
+    async def _produce(
+        self, first: int, permits: asyncio.Semaphore, took: asyncio.Queue[tuple[Produced, float]]
+    ) -> None:
         for step in itertools.count(first):
             await permits.acquire()
             began = time.perf_counter()
-            prompts = self.next_prompts()
-            tickets = [self.buffer.admit() for _ in prompts]
-            groups = await self.rollout(step, prompts)
-            for ticket, group in zip(tickets, groups, strict=True):
-                await self.buffer.put(ticket, group)
-            await took.put((len(groups), time.perf_counter() - began))
+            made = await self.rounds.produce(step)
+            await took.put((made, time.perf_counter() - began))
 
     async def _train(self, step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
+        asked = time.perf_counter()
+        groups = await self.experience(groups)
         advantages = self.deal(step, [list(a) for a in self.algorithm.advantages(groups)])
         began = time.perf_counter()
         self.phase(step, "train")
         report = await self.trainer.train(self.pack(groups, advantages))
+        metrics = finish(report.metrics) | await self.learn(step, groups)
         trained = time.perf_counter()
-        metrics = finish(report.metrics)
         self.keep(step + 1, groups)  # first: who stops the run over them wants to see them
         self.judge(step + 1, metrics)
         self.phase(step, "publish")
@@ -106,6 +122,7 @@ class Controller:
         return {
             **self.describe(step, groups),
             **metrics,
+            "perf/experience_s": began - asked,
             "perf/train_s": trained - began,
             "perf/publish_s": time.perf_counter() - trained,
             "perf/pause_s": published.pause_seconds,

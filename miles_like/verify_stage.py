@@ -16,7 +16,7 @@ import torch
 
 from miles_like import run_state
 from miles_like.factories import CheckpointWriter
-from miles_like.train_stage import TrainStage
+from miles_like.run_parts import RunParts
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, VersionSpan
 from miles_like.verify.findings import Report
 from miles_like.verify.weights import WeightEvidence
@@ -36,7 +36,7 @@ class VerifyStage:
 
     def __init__(
         self,
-        run: TrainStage,
+        run: RunParts,
         *,
         rollouts: Path | None = None,
         checkpoint: Path | None = None,
@@ -138,7 +138,7 @@ class VerifyStage:
         return max(of_each, key=lambda e: sum(e.published.get(name) != h for name, h in e.served.items()))
 
 
-def check_attached(url: str, info: ModelInfo, server: Mapping[str, Any], run: TrainStage) -> None:
+def check_attached(url: str, info: ModelInfo, server: Mapping[str, Any], run: RunParts) -> None:
     """server: its resolved arguments. Raises ValueError, with the remedy, for a server of another kind, model or number
     of ranks than the job's, or one that tells no routes."""
     rollout, wanted = run.config.rollout, tuple(run.hf.config.get("architectures") or ())

@@ -30,6 +30,7 @@ from miles_like.algorithms.registry import make_algorithm
 from miles_like.buffer import DataBuffer
 from miles_like.controller import Controller
 from miles_like.packing import pack, pack_steps
+from miles_like.rounds import Rounds
 from miles_like.types import (
     Finish,
     Prompt,
@@ -125,7 +126,7 @@ class World:
         self.found.aborted = await under_way
         self.found.cuts, self.pool.continued = self.pool.continued, []
 
-    async def rollout(self, step: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
+    async def rollout(self, step: int, number: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
         """Each but the first is in the middle when a publication comes."""
         if step:
             self.held.until = self.held.engine.generated + 20
@@ -146,13 +147,17 @@ class World:
         async def nothing(*_: Any) -> dict[str, float]:
             return {}
 
-        steps = iter(range(STEPS + 2))
+        steps, buffer = iter(range(STEPS + 2)), DataBuffer(max_staleness=1)
         controller = Controller(
             trainer=self,  # type: ignore[arg-type]
             algorithm=make_algorithm(AlgorithmConfig(), CorrectionConfig()),
-            buffer=DataBuffer(max_staleness=1),
-            next_prompts=lambda: _prompts(next(steps)),
-            rollout=self.rollout,
+            buffer=buffer,
+            rounds=Rounds(
+                groups=len(_prompts(0)),
+                buffer=buffer,
+                next_prompts=lambda n: _prompts(next(steps)),
+                rollout=self.rollout,
+            ),
             pack=partial(pack_steps, steps=1, **HOW),
             deal=lambda step, advantages: advantages,
             evaluate=nothing,

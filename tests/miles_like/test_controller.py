@@ -6,6 +6,7 @@ Not covered here: real trainers and servers (tests/e2e).
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from miles_like.buffer import DataBuffer
 from miles_like.controller import Controller
 from miles_like.packing import pack_steps
+from miles_like.rounds import Rounds
 from miles_like.types import Finish, Prompt, PublishReport, Sample, SampleGroup, StepReport, TrainBatch, VersionSpan
 
 
@@ -51,11 +53,11 @@ class World:
         self.steps = 0  # of the optimizer
         self.kept: list[tuple[int, int]] = []  # (step, groups) whose samples were written
 
-    def next_prompts(self) -> list[Prompt]:
-        self.dealt += 2
-        return [Prompt(id=str(i), token_ids=(1,), answer="") for i in (self.dealt - 2, self.dealt - 1)]
+    def next_prompts(self, n: int) -> list[Prompt]:
+        self.dealt += n
+        return [Prompt(id=str(i), token_ids=(1,), answer="") for i in range(self.dealt - n, self.dealt)]
 
-    async def rollout(self, step: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
+    async def rollout(self, step: int, number: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
         if step == self.fail_at:
             raise RuntimeError("server http://x cannot be reached")
         version = self.version
@@ -86,7 +88,7 @@ class World:
         self.log.append(f"eval {version}")
         return {"eval/x/avg@1": 0.5}
 
-    async def save(self, step: int) -> None:
+    async def save(self, step: int, dealt: int) -> None:
         await self.finish_save(True)
         self.log.append(f"save {step}")
         self.unfinished = step
@@ -108,15 +110,16 @@ class World:
         max_staleness: int = 0,
         eval_every: int = 0,
         save_every: int = 0,
+        rounds: Mapping[str, Any] = MappingProxyType({}),
         **more: Any,
     ) -> None:
         self.version = first
+        buffer = DataBuffer(max_staleness=max_staleness)
         controller = Controller(
             trainer=self,
             algorithm=self,
-            buffer=DataBuffer(max_staleness=max_staleness),
-            next_prompts=self.next_prompts,
-            rollout=self.rollout,
+            buffer=buffer,
+            rounds=Rounds(groups=2, buffer=buffer, next_prompts=self.next_prompts, rollout=self.rollout, **rounds),
             pack=self.pack,
             deal=lambda step, advantages: advantages,
             evaluate=self.evaluate,
@@ -206,7 +209,7 @@ class Unusable(World):
         super().__init__()
         self.empty, self.max_tokens, self.advantage = empty, max_tokens, advantage
 
-    async def rollout(self, step: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
+    async def rollout(self, step: int, number: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
         return [group(p, self.version, empty=self.empty) for p in prompts]
 
     def advantages(self, groups: Sequence[SampleGroup]) -> list[list[float]]:

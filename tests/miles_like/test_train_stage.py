@@ -95,7 +95,7 @@ def test_routes_are_asked_for_where_servers_keep_them_and_by_nobody_who_trains_o
 ) -> None:
     """Answers to held-out prompts come from the same servers, without routes."""
     launched: list[Any] = []
-    monkeypatch.setattr("miles_like.train_stage.RayServers", lambda launches, _logs: launched.extend(launches))
+    monkeypatch.setattr("miles_like.run_parts.RayServers", lambda launches, _logs: launched.extend(launches))
     made = stage(*settings)
     made.servers(0)
     assert [recipe.routed_experts for _, recipe in launched] == [kept] * len(launched) and launched

@@ -1,0 +1,75 @@
+"""One step's worth of groups: prompts are dealt and answered, and in further rounds replaced where a group is left out.
+
+Dynamic sampling (DAPO, arXiv:2503.14476, 3.2) is a filter that leaves out groups whose rewards are all equal. A group
+none of whose samples could be scored is left out by every run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from miles_like.buffer import DataBuffer
+from miles_like.types import Prompt, SampleGroup
+
+UNSCORED = "no sample was scored"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Produced:
+    """What became of the prompts of one step."""
+
+    groups: int  # put into the buffer
+    dealt: int  # prompts that the source has dealt since the run's first step
+    metrics: Mapping[str, float]
+
+
+@dataclass(kw_only=True)
+class Rounds:
+    """Fills the buffer with `groups` groups a step."""
+
+    groups: int
+    buffer: DataBuffer
+    next_prompts: Callable[[int], Sequence[Prompt]]  # so many
+    # (step, round, prompts) -> sampled and scored; rounds count from 0
+    rollout: Callable[[int, int, Sequence[Prompt]], Awaitable[Sequence[SampleGroup]]]
+    refuse: Callable[[SampleGroup], str | None] = lambda group: None  # the reason to leave a group out
+    max_rounds: int = 1
+    dealt: int = 0
+
+    async def produce(self, step: int) -> Produced:
+        """Raises RuntimeError when the last round ends with too few groups: to train on fewer would be another run."""
+        missing, sampled, left_out = self.groups, [], Counter[str]()
+        for number in range(self.max_rounds):
+            prompts = self.next_prompts(missing)
+            self.dealt += len(prompts)
+            tickets = [self.buffer.admit() for _ in prompts]
+            groups = await self.rollout(step, number, prompts)
+            for ticket, group in zip(tickets, groups, strict=True):
+                reason = self.refuse(group) if group.samples else UNSCORED
+                if reason is None:
+                    await self.buffer.put(ticket, group)
+                else:
+                    await self.buffer.discard(ticket, reason=reason)
+                    left_out[reason] += 1
+            sampled += groups
+            missing = self.groups - (len(sampled) - left_out.total())
+            if not missing:
+                return Produced(groups=self.groups, dealt=self.dealt, metrics=_metrics(sampled, left_out, number + 1))
+        why = ", ".join(f"{n} {reason}" for reason, n in left_out.most_common())
+        raise RuntimeError(
+            f"step {step}: {self.groups - missing} of {self.groups} groups after {self.max_rounds} rounds of sampling, "
+            f"{left_out.total()} were left out ({why}): raise rollout.max_rounds, or change the filter or the prompts"
+        )
+
+
+def _metrics(sampled: Sequence[SampleGroup], left_out: Counter[str], rounds: int) -> dict[str, float]:
+    kept = sum(len(g.samples) for g in sampled)
+    discarded = sum(n for g in sampled for n in g.discarded.values())
+    return {
+        "rollout/rounds": float(rounds),
+        "rollout/filtered_frac": left_out.total() / len(sampled),
+        "rollout/discarded_frac": discarded / max(kept + discarded, 1),
+        "rollout/tokens": float(sum(s.response_len for g in sampled for s in g.samples)),
+    }
