@@ -22,6 +22,7 @@ FLOORS = {  # longest prefix wins
     "miles_like.config": 2,
     "miles_like.hf_checkpoint": 2,
     "miles_like.protocols": 3,
+    "miles_like.by_import_path": 3,
     "miles_like.config_io": 3,
     "rollout": 4,
     "megatron_bridge": 4,
