@@ -195,14 +195,19 @@ class MegatronTrainer:
         """The loss function's statistics and train/loss, forward only; nothing changes."""
         return self._step.run(row, loss_tokens, forward_only=True, refs=self._refs([row])[0])
 
-    def logprobs(self, row: Sequence[MicroBatch], copy: str | None = None) -> list[Tensor]:
+    def logprobs(self, row: Sequence[MicroBatch], weights: str | None = None) -> list[Tensor]:
         """[T] fp32 for every micro-batch, the same on every rank that has the row: of labels with loss, 0 elsewhere.
 
         Under the weights now, or under a copy of that name in `copies`. Forward only and with the weights' own routing,
-        whatever `replay.mode` is; nothing changes.
+        whatever `replay.mode` is; nothing changes. Raises ValueError when there is no such copy.
         """
-        with self.copies.swapped(copy) if copy is not None else nullcontext():
+        with self.copies.swapped(weights) if weights is not None else nullcontext():
             return self._step.logprobs(row)
+
+    def load_copy(self, name: str, path: Path) -> None:
+        """Keep a converted `torch_dist` directory's weights in host memory, beside those of the model; raises as
+        `WeightCopies.load`."""
+        self.copies.load(name, path)
 
     def score(self, row: Sequence[MicroBatch], *, temperature: float | None = None, replay: bool = False) -> Scored:
         """What this rank's row is given under the weights now, where told at another temperature than the run's;

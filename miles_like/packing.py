@@ -115,7 +115,7 @@ def _flattened(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[floa
             f"{len(traces)} of {len(samples)} samples carry routing: replay needs all or none; "
             "check that every rollout server returns routed experts"
         )
-    names = _names(samples)
+    names = names_of(samples)
     if traces:
         own = [s.name for s in samples]
         RoutingTrace.verify_all(traces, [s.token_ids for s in samples], samples=own)
@@ -194,8 +194,9 @@ def cut_row(row: Sequence[MicroBatch], part: RankPart) -> list[RankRoutes | None
     return out
 
 
-def _names(samples: Sequence[Sample]) -> list[str]:
-    """ "prompt_id/index" of each; a prompt that comes twice in a step, as where an epoch ends, is "...#2" then."""
+def names_of(samples: Sequence[Sample]) -> list[str]:
+    """What a batch calls them: "prompt_id/index"; a prompt that comes twice in a step, as where an epoch ends, is
+    "...#2"."""
     seen: Counter[str] = Counter()
     out = []
     for s in samples:

@@ -71,6 +71,14 @@ class Trainer(Protocol):
     async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
         """Forward only: the loss function's statistics, reduced over the batch."""
 
+    async def logprobs(self, batch: TrainBatch, *, weights: str | None = None) -> Sequence[Sequence[Tensor]]:
+        """[dp][micro] of [T] fp32: of labels under loss, 0 elsewhere (with a scalar head its values), under the weights
+        now or under the copy of that name: REFERENCE, or one that `load_copy` made. Forward only; nothing changes.
+        `unpacking` has the way back to samples."""
+
+    async def load_copy(self, name: str, path: Path) -> None:
+        """Keep the weights of a converted directory beside the trained ones, for `logprobs`."""
+
     async def publish(self, *, version: int) -> PublishReport: ...
     async def save(self, path: Path, *, asynchronous: bool = False) -> None:
         """With `asynchronous` the state is copied when this returns, and `path` is there when `finish_save` says so."""
@@ -171,6 +179,10 @@ class RankTrainer(Protocol):
     def score(self, row: Sequence[MicroBatch], *, temperature: float | None = None, replay: bool = False) -> Scored:
         """Log-probabilities under the weights now, and the routers' choice; with `replay` the rollout's is taken."""
 
+    def logprobs(self, row: Sequence[MicroBatch], weights: str | None = None) -> list[Tensor]:
+        """[T] fp32 of each micro-batch, the same on every rank that has the row; as `Trainer.logprobs`."""
+
+    def load_copy(self, name: str, path: Path) -> None: ...
     def export(self) -> Iterator[NamedTensor]: ...
     def save(self, path: Path, *, asynchronous: bool = False) -> None: ...
     def finish_save(self, *, wait: bool) -> bool: ...

@@ -26,6 +26,7 @@ from miles_like.types import (
     TrainBatch,
     VersionSpan,
 )
+from miles_like.unpacking import unpack
 from miles_like.verify.attribution import attribute
 from miles_like.verify.findings import Report
 from miles_like.verify.sides import Evidence, Fed, RolloutSide, Sampled, Scores
@@ -106,6 +107,8 @@ def merged(
 ) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Name -> (log-probabilities [S] of each token, 0 where not under loss; own choice [S-1, L, K]) from what each rank
     said of its rows and layers of its row of the grid."""
+    of_row = dict(reversed(scores))  # of each row, what the first rank that has it said
+    logprobs = unpack(batch, [of_row[number].logprobs for number in range(len(batch.grid))])
     out: dict[str, tuple[Tensor, Tensor | None]] = {}
     for number, row in enumerate(batch.grid):
         ranks = [scored for dp, scored in scores if dp == number]
@@ -113,9 +116,8 @@ def merged(
             routes = None if shape is None else _routes(micro, [r.routes[i] for r in ranks if r.routes], shape)
             ends = micro.cu_seqlens.tolist()
             for name, a, b in zip(micro.samples, ends, ends[1:], strict=False):
-                of_labels = ranks[0].logprobs[i][a:b].cpu()
-                logprobs = torch.cat([of_labels.new_zeros(1), of_labels])
-                out[name] = logprobs, None if routes is None else routes[a:b]
+                if name:
+                    out[name] = logprobs[name], None if routes is None else routes[a:b]
     return out
 
 

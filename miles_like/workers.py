@@ -22,19 +22,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import Tensor
 
 from miles_like.packing import cut_row
 from miles_like.placement import PlacementPlan, Slot
-from miles_like.protocols import RankTrainer, WeightPublisher
-from miles_like.types import MicroBatch, PublishReport, Scored, StepReport, TrainBatch
-from routing_replay.align import RankPart
-from routing_replay.parts import RankRoutes
+from miles_like.trainer_rank import Place, PublisherFactory, Rank, TrainerFactory
+from miles_like.types import PublishReport, Scored, StepReport, TrainBatch
 
-TrainerFactory = Callable[[int, int, str, int], RankTrainer]  # (rank, world, host, port)
 ServerLaunch = Callable[[str, str | None], Any]  # (host to listen on, dist_init_addr) -> a handle with url and stop()
-Place = tuple[int, RankPart]  # of a rank: its row of a batch's grid, what it needs of the row's routes
-RowRoutes = Sequence[RankRoutes | None]  # [micro]
-PublisherFactory = Callable[[bool], WeightPublisher]  # (does this rank send?)
 
 
 def start_ray(address: str | None) -> None:
@@ -183,57 +178,18 @@ def _free_address() -> tuple[str, int]:
         return ray.util.get_node_ip_address(), int(s.getsockname()[1])
 
 
-def _with_routes(row: Sequence[MicroBatch], routes: RowRoutes) -> list[MicroBatch]:
-    return [replace(m, routing=r) for m, r in zip(row, routes, strict=True)]
-
-
-class _Rank:
-    """One trainer rank."""
+class _Process:
+    """What an actor of either kind does first."""
 
     def __init__(self, log: Path) -> None:
         _log_to(log)
-        self.publisher: WeightPublisher | None = None
 
     def address(self) -> tuple[str, int]:
         return _free_address()
 
-    def start(self, factory: TrainerFactory, rank: int, world: int, host: str, port: int) -> Place:
-        self.rank = rank
-        self.trainer = factory(rank, world, host, port)
-        return self.trainer.dp_rank, self.trainer.part
 
-    def fingerprint(self) -> str | None:
-        return self.trainer.fingerprint
-
-    def connect(self, factory: PublisherFactory) -> None:
-        self.publisher = factory(self.rank == 0)
-
-    def train(self, loss_tokens: Sequence[int], version: int, *rows: Any) -> StepReport:
-        """`rows`: of each optimizer step the row, then its routes."""
-        whole = [_with_routes(row, routes) for row, routes in zip(rows[::2], rows[1::2], strict=True)]
-        return self.trainer.train(whole, loss_tokens, version)
-
-    def evaluate(self, row: Sequence[MicroBatch], routes: RowRoutes, loss_tokens: int) -> Mapping[str, float]:
-        return self.trainer.evaluate(_with_routes(row, routes), loss_tokens)
-
-    def score(self, row: Sequence[MicroBatch], routes: RowRoutes, temperature: float, replay: bool) -> Scored:
-        return self.trainer.score(_with_routes(row, routes), temperature=temperature, replay=replay)
-
-    def publish(self, version: int) -> PublishReport:
-        assert self.publisher is not None, "publish before connect"
-        return self.publisher.publish(self.trainer.export(), version=version)
-
-    def save(self, path: Path, asynchronous: bool) -> None:
-        self.trainer.save(path, asynchronous=asynchronous)
-
-    def finish_save(self, wait: bool) -> bool:
-        return self.trainer.finish_save(wait=wait)
-
-    def load(self, path: Path) -> None:
-        self.trainer.load(path)
-
-    def close(self) -> None:
-        self.trainer.close()
+class _Rank(_Process, Rank):
+    """One trainer rank."""
 
 
 class RayTrainer:
@@ -283,6 +239,17 @@ class RayTrainer:
         scores = await self._all("score", [(*refs, temperature, replay) for refs in shipped])
         return [(row, scored) for (row, _), scored in zip(self._places, scores, strict=True)]
 
+    async def logprobs(self, batch: TrainBatch, *, weights: str | None = None) -> list[list[Tensor]]:
+        """As `Trainer.logprobs`; the trainer's own routing, so no routes are sent. One rank of each row answers."""
+        rows = [ray.put([replace(m, routing=None) for m in row]) for row in batch.grid]
+        places = [row for row, _ in self._places]
+        tells = [places.index(row) == i for i, row in enumerate(places)]
+        answers = await self._all("logprobs", [(rows[row], weights, t) for row, t in zip(places, tells, strict=True)])
+        return [answers[places.index(row)] for row in range(len(batch.grid))]
+
+    async def load_copy(self, name: str, path: Path) -> None:
+        await self._all("load_copy", [(name, path.resolve())] * len(self._ranks))
+
     async def publish(self, *, version: int) -> PublishReport:
         self._version = version
         return (await self._all("publish", [(version,)] * len(self._ranks)))[0]
@@ -317,15 +284,10 @@ class RayTrainer:
             raise RuntimeError(f"{method}: {_said(e)}") from None
 
 
-class _Server:
+class _Server(_Process):
     """Owns one rollout server process; it dies with this actor."""
 
-    def __init__(self, log: Path) -> None:
-        _log_to(log)
-        self.handle: Any = None
-
-    def address(self) -> tuple[str, int]:
-        return _free_address()
+    handle: Any = None
 
     def start(self, launch: ServerLaunch, host: str, dist_init_addr: str | None) -> str:
         self.handle = launch(host, dist_init_addr)

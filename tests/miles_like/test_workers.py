@@ -18,6 +18,7 @@ from miles_like.factories import MegatronFactory
 from miles_like.packing import pack
 from miles_like.placement import Slot
 from miles_like.types import TrainBatch
+from miles_like.unpacking import unpack
 from miles_like.workers import RayTrainer, start_ray, stop_ray
 from routing_replay.align import pack_rows
 from routing_replay.parts import RankRoutes, fed_routes
@@ -94,34 +95,43 @@ def test_without_routes_none_are_counted(ray: Any) -> None:
     assert "routing/bytes" not in metrics and all(m.routing is None for rows in came for row in rows for m in row)
 
 
-def _trained(hf: Path, weights: Path, batches: Sequence[TrainBatch], **layout: int) -> list[dict[str, float]]:
-    """A rollout's metrics each, of Megatron ranks in a layout, under replay."""
+def _trained(hf: Path, weights: Path, batches: Sequence[TrainBatch], **layout: int) -> tuple[Any, ...]:
+    """A rollout's metrics each, of Megatron ranks in a layout, under replay; then what they say of the first batch
+    under their weights and under those that they began with, by name."""
 
-    async def run() -> list[dict[str, float]]:
+    async def run() -> tuple[Any, ...]:
         config = toy.config(str(hf), **layout)
         slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(config.parallel.world_size)]
         trainer = RayTrainer(MegatronFactory(config, weights, layouts.WholeSamples()), slots, 1, hf / "logs")
         out = [dict((await trainer.train([b])).metrics) for b in batches]
+        await trainer.load_copy("first", weights)
+        told = [unpack(batches[0], await trainer.logprobs(batches[0], weights=w)) for w in (None, "first")]
         await trainer.close()
-        return out
+        return out, *told
 
     return asyncio.run(run())
 
 
 def test_ranks_that_get_parts_of_the_routes_train_as_one_that_gets_all(ray: Any, tmp_path: Path) -> None:
     """Two stages of two context-parallel ranks: each is sent a quarter of the routes or so, cut by the driver, and the
-    step is the single rank's: every row replayed, the same loss and gradient norm, before and after an update."""
+    step is the single rank's: every row replayed, the same loss and gradient norm, before and after an update. So are
+    the log-probabilities that one rank of them all answers with, under the weights now and under a copy."""
     hf = write_checkpoint(tmp_path / "hf", layouts.MLA, felt_tensors(layouts.MLA))
     to_megatron(hf, tmp_path / "shards")
     batches = []
     for step in range(2):
         ((row,), tokens) = toy.grid(layouts.batch(step), dp=1, micros=4)
         batches.append(TrainBatch(grid=(tuple(row),), loss_tokens=tokens, versions=(0, 0)))
-    alone = _trained(hf, tmp_path / "shards", batches)
-    cut = _trained(hf, tmp_path / "shards", batches, pp=2, cp=2)
+    alone, now, first = _trained(hf, tmp_path / "shards", batches)
+    cut, now_cut, first_cut = _trained(hf, tmp_path / "shards", batches, pp=2, cp=2)
     for one, many in zip(alone, cut, strict=True):
         assert one["routing/replay_coverage"] == many["routing/replay_coverage"] == 1.0
         assert one.keys() == many.keys()
         for name in sorted(one.keys() - {"routing/bytes"}):
             assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
     assert alone[0]["train/loss"] != pytest.approx(alone[1]["train/loss"], rel=1e-3)
+    assert len(first) == 16
+    for name in first:
+        torch.testing.assert_close(now_cut[name], now[name], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(first_cut[name], first[name], atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(now[name], first[name], atol=1e-3)
