@@ -20,32 +20,9 @@ from megatron_bridge.config import (
 )
 from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.alignment import AlignmentConfig, check_sides, with_deterministic_servers
-from quant.spec import QuantFormat, QuantSpec
+from miles_like.distillation_config import DistillationConfig
+from miles_like.make_config import MakeConfig
 from rollout.config import DataConfig, PublishConfig, RolloutConfig
-
-
-class MakeConfig(Section):
-    """Fetch *makes* the checkpoint: a random model of `config`, then a supervised warm-up by our own trainer."""
-
-    config: str  # a Hugging Face config.json
-    tokenizer: str  # directory with tokenizer.json and tokenizer_config.json
-    corpus: str  # jsonl of problems, none of them in data.train or data.eval
-    answer_key: str = "sloppy"  # column of the corpus that is learnt
-    validation: str  # jsonl of problems of the corpus' kind; the warm-up stops on them
-    seed: int = 0
-    lr: float = Field(3e-3, gt=0)
-    lr_warmup_steps: int = Field(50, ge=0)
-    batch: int = Field(128, ge=1)  # problems a step
-    max_steps: int = Field(1500, ge=0)
-    check_every: int = Field(50, ge=1)
-    format: QuantFormat = QuantFormat.FP8  # of the checkpoint that is made; bf16: one serves every precision.format
-    target: float = Field(0.1, ge=0, le=1)  # mean probability of the right answer on `validation` that ends the warm-up
-    # of the warm-up's routers; None: 1e-3 where they have a selection bias, else nothing
-    router_bias_update_rate: float | None = Field(None, ge=0)
-
-    def spec(self) -> QuantSpec | None:
-        """How the checkpoint is stored; None: in BF16."""
-        return None if self.format is QuantFormat.BF16 else QuantSpec.of(self.format)
 
 
 class ModelConfig(Section):
@@ -158,6 +135,7 @@ class RunConfig(Section):
     train: TrainLoopConfig = TrainLoopConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     correction: CorrectionConfig = CorrectionConfig()
+    distillation: DistillationConfig = DistillationConfig()
     mismatch: MismatchConfig = MismatchConfig()
     reward: RewardConfig = RewardConfig()
     buffer: BufferConfig = BufferConfig()
@@ -240,6 +218,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def teachers_and_student_are_comparable(self) -> RunConfig:
+        self.distillation.check_run(
+            temperature=self.rollout.temperature,
+            shuffled=self.algorithm.shuffle_advantages,
+            aborts=self.buffer.max_staleness > 0 and self.publish.pause_mode == "abort",
+        )
+        return self
+
+    @model_validator(mode="after")
     def schedule_fits_the_run(self) -> RunConfig:
         self.optimizer.over(self.train.optimizer_steps)
         return self
@@ -296,7 +283,7 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         recompute=run.train.recompute,
         recompute_modules=run.train.recompute_modules,
         mtp_coefficient=run.train.mtp_coefficient,
-        reference=run.algorithm.kl_coefficient > 0,
+        reference=run.algorithm.kl_coefficient > 0 or run.distillation.reference,
         on_nonfinite=run.train.on_nonfinite,
         deterministic=run.alignment.deterministic,
     )

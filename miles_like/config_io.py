@@ -11,7 +11,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -108,8 +108,11 @@ def _problem(error: Mapping[str, Any]) -> str:
 
 
 def _fields_at(model: type[BaseModel], parents: Sequence[str]) -> list[str]:
-    for name in parents:
+    names = iter(parents)
+    for name in names:
         annotation = model.model_fields[name].annotation
         options = [annotation, *getattr(annotation, "__args__", ())]
         model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+        if get_origin(annotation) is dict:
+            next(names, None)  # the user's own name of the section
     return list(model.model_fields)

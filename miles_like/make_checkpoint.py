@@ -23,9 +23,10 @@ from megatron_bridge.config import OptimizerConfig, PrecisionConfig, ReplayConfi
 from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
 from miles_like.algorithms.sft import NllLoss
-from miles_like.config import MakeConfig, RunConfig
+from miles_like.config import RunConfig
 from miles_like.factories import CheckpointWriter, MegatronFactory
 from miles_like.hf_checkpoint import write_hf
+from miles_like.make_config import MakeConfig
 from miles_like.placement import plan_placement
 from miles_like.warmup import random_weights, read_pairs, warm_up
 from miles_like.workers import RayTrainer, check_nodes

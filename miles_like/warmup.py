@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_like.config import MakeConfig
+from miles_like.make_config import MakeConfig
 from miles_like.packing import pack_pairs
 from miles_like.protocols import Trainer
 from miles_like.types import NamedTensor

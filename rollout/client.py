@@ -31,6 +31,7 @@ from rollout.wire_control import (
     UpdateVersion,
     error_message,
 )
+from rollout.wire_scores import PromptScores, prompt_scores
 from routing_replay.trace import RoutingTrace
 
 _JSON = {"content-type": "application/json"}
@@ -193,6 +194,26 @@ class SGLangClient:
         body = await self._call("POST", wire.GENERATE, request.to_json())
         try:
             return self._reader.scores(sequences, body if isinstance(body, list) else [body])
+        except ValueError as e:
+            raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
+
+    async def score_after(self, sequences: Sequence[Tensor], start: int, *, top: int = 0) -> list[PromptScores]:
+        """Of each sequence [S] of tokens: log p of tokens start+1..S-1 under the weights now and at temperature 1, and
+        of the `top` likeliest tokens at each of these places. Nothing is sampled. Raises RolloutError."""
+        request = GenerateRequest(
+            input_ids=tuple(tuple(t.tolist()) for t in sequences),
+            sampling=(SamplingParams(max_new_tokens=0),) * len(sequences),
+            return_logprob=True,
+            logprob_start_len=start,
+            top_logprobs_num=top,
+        )
+        body = await self._call("POST", wire.GENERATE, request.to_json())
+        replies = body if isinstance(body, list) else [body]
+        try:
+            if len(replies) != len(sequences):
+                raise ValueError(f"{len(replies)} replies to {len(sequences)} prompts")
+            pairs = zip(replies, sequences, strict=True)
+            return [prompt_scores(r, t.numpy(), start=start, top=top) for r, t in pairs]
         except ValueError as e:
             raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
 

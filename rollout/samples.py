@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from miles_like.types import Finish, Prompt, Sample, VersionSpan
-from rollout.wire import GenerateReply, WireSpan, prompt_scores
+from rollout.wire import GenerateReply, WireSpan
+from rollout.wire_scores import prompt_scores
 from routing_replay.ids import payload_line, read_wire_weights
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import joined
@@ -108,11 +109,11 @@ class SampleReader:
         found = [prompt_scores(r, t.numpy()) for r, t in zip(replies, sequences, strict=True)]
         traces: list[RoutingTrace | None] = [None] * len(found)
         if (shape := self.routing) is not None:
-            if any(routes is None for _, routes in found):
+            if any(f.routed_experts is None for f in found):
                 raise ValueError("routed_experts is missing: start the server with --enable-return-routed-experts")
             traces = list(
                 RoutingTrace.many_from_wire(
-                    [str(routes) for _, routes in found],
+                    [str(f.routed_experts) for f in found],
                     tokens=sequences,
                     num_layers=shape.num_layers,
                     layers=shape.moe_layers,
@@ -120,7 +121,7 @@ class SampleReader:
                     num_experts=shape.num_experts,
                 )
             )
-        return [(torch.from_numpy(p), trace) for (p, _), trace in zip(found, traces, strict=True)]
+        return [(torch.from_numpy(f.logprobs), trace) for f, trace in zip(found, traces, strict=True)]
 
     def _nothing(self, reply: GenerateReply) -> bool:
         """Dropped before a token was sampled (of a prompt fed in pieces some rows may never have been computed), or, by

@@ -84,6 +84,7 @@ class GenerateRequest:
     ignore_eos: bool = False
     return_logprob: bool = False
     logprob_start_len: int = -1  # -1: of the response only
+    top_logprobs_num: int = 0  # likeliest tokens at each place whose log-prob is wanted
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
     return_routed_weights: bool = False  # the gate weights too; a key of ours
@@ -103,6 +104,8 @@ class GenerateRequest:
             raise ValueError(f"{GENERATE}: a single request of {p} prompts")
         if self.n < 1:
             raise ValueError(f"{GENERATE}: n = {self.n}, want at least 1")
+        if self.top_logprobs_num < 0:
+            raise ValueError(f"{GENERATE}: top_logprobs_num = {self.top_logprobs_num}, want at least 0")
         if self.sample_index < 0:
             raise ValueError(f"{GENERATE}: sample_index = {self.sample_index}, want at least 0")
         for s in self.sampling:
@@ -118,6 +121,8 @@ class GenerateRequest:
             "return_routed_experts": self.return_routed_experts,
             "routed_experts_start_len": self.routed_experts_start_len,
         }
+        if self.top_logprobs_num:
+            out["top_logprobs_num"] = self.top_logprobs_num
         if self.return_routed_weights:
             out["return_routed_weights"] = True
         if self.sample_index:
@@ -153,6 +158,7 @@ class GenerateRequest:
             ignore_eos=ignore_eos,
             return_logprob=bool(body.get("return_logprob")),
             logprob_start_len=_integer(body, "logprob_start_len", -1),
+            top_logprobs_num=_integer(body, "top_logprobs_num", 0),
             return_routed_experts=bool(body.get("return_routed_experts")),
             routed_experts_start_len=_integer(body, "routed_experts_start_len", 0),
             return_routed_weights=bool(body.get("return_routed_weights")),
@@ -287,7 +293,7 @@ class GenerateReply:
             raise ValueError(f"{GENERATE}: {r} output_ids but completion_tokens = {meta['completion_tokens']}")
         logprobs = None
         if "output_token_logprobs" in meta or (want_logprobs and r):
-            logprobs = _logprobs(need(meta, "output_token_logprobs", GENERATE), ids)
+            logprobs = read_logprobs(need(meta, "output_token_logprobs", GENERATE), ids)
         elif want_logprobs:
             logprobs = np.zeros(0, np.float32)
         version = str(need(meta, "weight_version", GENERATE))
@@ -335,11 +341,13 @@ def need(obj: Mapping[str, Any], key: str, endpoint: str) -> Any:
     return obj[key]
 
 
-def _logprobs(rows: Sequence[Sequence[Any]], ids: NDArray[np.int64]) -> NDArray[np.float32]:
+def read_logprobs(rows: Sequence[Sequence[Any]], ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Rows (log-prob, token, text) of the tokens `ids` [R] -> [R]. Raises ValueError for other tokens, or a log-prob
+    that is not finite."""
     out = np.fromiter(map(itemgetter(0), rows), dtype=np.float32, count=len(rows))
     of = np.fromiter(map(itemgetter(1), rows), dtype=np.int64, count=len(rows))
     if not np.array_equal(of, ids):
-        raise ValueError(f"{GENERATE}: output_token_logprobs are of {len(of)} tokens, output_ids are {len(ids)} others")
+        raise ValueError(f"{GENERATE}: log-probs are of {len(of)} tokens, the text has {len(ids)} others")
     if not np.isfinite(out).all():
         raise ValueError(f"{GENERATE}: a log-prob of token {int(of[~np.isfinite(out)][0])} is not finite")
     return out
@@ -355,16 +363,3 @@ def _spans(rows: Sequence[Mapping[str, Any]], r: int) -> tuple[WireSpan, ...]:
     if edges[-1] != r or any(s.start != e for s, e in zip(spans, edges, strict=False)):
         raise ValueError(f"{GENERATE}: weight_versions {list(spans)} do not tile {r} response tokens")
     return spans
-
-
-def prompt_scores(body: object, tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], str | None]:
-    """Of a reply to a prompt of `tokens` [S] that was only scored: log p of tokens 1..S-1 [S-1], of raw logits, and its
-    `routed_experts`. Raises ValueError for a reply without them or of other tokens."""
-    meta = an_object(need(an_object(body, GENERATE), "meta_info", GENERATE), GENERATE)
-    rows = need(meta, "input_token_logprobs", GENERATE)
-    if len(rows) != len(tokens):
-        raise ValueError(f"{GENERATE}: input_token_logprobs of {len(rows)} tokens for a prompt of {len(tokens)}")
-    # stock SGLang names the vocabulary's last token 0 here, as if it stood for an image; its log-probability is right
-    named = tokens[1:].copy()
-    named[[i for i, row in enumerate(rows[1:]) if row[1] == 0]] = 0
-    return _logprobs(rows[1:], named), meta.get("routed_experts")

@@ -20,7 +20,9 @@ FLOORS = {  # longest prefix wins
     "miles_like.algorithm_config": 2,
     "miles_like.alignment": 2,
     "miles_like.config": 2,
+    "miles_like.distillation_config": 2,
     "miles_like.hf_checkpoint": 2,
+    "miles_like.make_config": 2,
     "miles_like.protocols": 3,
     "miles_like.by_import_path": 3,
     "miles_like.config_io": 3,
@@ -52,6 +54,8 @@ TORCH_FREE = (
     "miles_like.alignment",
     "miles_like.config",
     "miles_like.config_io",
+    "miles_like.distillation_config",
+    "miles_like.make_config",
     "quant.spec",
     "quant.hf_config",
 )

@@ -26,6 +26,7 @@ from rollout.embedded.rows import Rows
 from rollout.embedded.sampler import sample, stream_keys
 from rollout.wire import GenerateReply
 from rollout.wire_control import PauseMode
+from rollout.wire_scores import PromptTop
 
 _PIECE = 1024  # tokens of one prompt in one forward pass
 _GATHER_BYTES = 1 << 20  # of a layer's cache in one attention call: stays in a core's cache
@@ -104,6 +105,8 @@ class Engine:
             raise ValueError(
                 "return_routed_weights: this server keeps no gate weights: start it with --enable-return-routed-weights"
             )
+        if spec.top > arch.vocab:
+            raise ValueError(f"top_logprobs_num = {spec.top}, the vocabulary has {arch.vocab} tokens: ask for fewer")
         highest = max(spec.token_ids)
         if highest >= arch.vocab or min(spec.token_ids) < 0:
             raise ValueError(f"token id {highest} is outside this model's vocabulary of {arch.vocab}")
@@ -251,7 +254,7 @@ class Engine:
     def _prefill(self, entries: list[Entry]) -> None:
         """Feeds those of the entries' tokens that are not cached, in pieces when they are many, and keeps the logits
         after the last one."""
-        found: dict[int, list[Tensor]] = {i: [] for i in range(len(entries))}
+        found: dict[int, list[tuple[Tensor, PromptTop | None]]] = {i: [] for i in range(len(entries))}
         for piece in range(0, max(len(e.tokens) - e.cached for e in entries), _PIECE):
             mine = [(i, e) for i, e in enumerate(entries) if len(e.tokens) - e.cached > piece]
             rows = []
@@ -266,25 +269,30 @@ class Engine:
             for (i, e), row, end, logits in zip(mine, rows, ends.tolist(), last, strict=True):
                 if row.start + len(row.tokens) == len(e.tokens):
                     e.logits = logits
-                found[i].append(self._prompt_logprobs(e, x[end - len(row.tokens) : end], row.start))
+                found[i].append(self._prompt_scores(e, x[end - len(row.tokens) : end], row.start))
         for i, entry in enumerate(entries):
             assert entry.slots is not None
             self.cache.keep(self.cache.pages_of(entry.slots), entry.names)
             if entry.group.prompt_logprobs is None:
-                entry.group.prompt_logprobs = tuple(torch.cat(found[i]).tolist())
+                entry.group.prompt_logprobs = tuple(torch.cat([own for own, _ in found[i]]).tolist())
+                entry.group.prompt_top = PromptTop.joined([top for _, top in found[i] if top is not None])
             if not entry.spec.sampling.max_new_tokens:
                 self._score(entry)
 
-    def _prompt_logprobs(self, entry: Entry, x: Tensor, start: int) -> Tensor:
-        """Of the prompt tokens after those at positions start.. of x [n, D], where they are wanted."""
+    def _prompt_scores(self, entry: Entry, x: Tensor, start: int) -> tuple[Tensor, PromptTop | None]:
+        """Log-probs of the prompt tokens after those at positions start.. of x [n, D], and the likeliest tokens there,
+        where they are wanted."""
         spec = entry.spec
         first = max(start, spec.logprob_start)
         stop = min(start + len(x), len(spec.token_ids) - 1)
         if spec.logprob_start < 0 or entry.group.prompt_logprobs is not None or first >= stop:
-            return torch.zeros(0)
+            return torch.zeros(0), PromptTop.nowhere(spec.top) if spec.top else None
         logits = self.model.logits(x[first - start : stop - start])
-        ops = self.model.ops
-        return ops.logprob(logits, torch.from_numpy(entry.tokens[first + 1 : stop + 1]), ops.parts)
+        ops, top = self.model.ops, None
+        if spec.top:
+            values, ids = logits.float().log_softmax(-1).topk(spec.top)
+            top = PromptTop(ids.numpy(), values.numpy())
+        return ops.logprob(logits, torch.from_numpy(entry.tokens[first + 1 : stop + 1]), ops.parts), top
 
     def _score(self, entry: Entry) -> None:
         """Samples of no tokens: the prompt was only to be scored."""
@@ -364,5 +372,6 @@ class Engine:
             cached_tokens=job.cached,
             abort_message="aborted" if finish is Finish.ABORT else "",
         )
-        done = Completed(reply=reply, prompt_logprobs=job.group.prompt_logprobs or ())
-        job.group.finish(job.index, done)
+        group = job.group
+        done = Completed(reply=reply, prompt_logprobs=group.prompt_logprobs or (), prompt_top=group.prompt_top)
+        group.finish(job.index, done)

@@ -5,6 +5,7 @@ Letters: P prompt tokens, R response tokens, V vocabulary.
 
 from __future__ import annotations
 
+import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from miles_like.types import SamplingParams
 from rollout.embedded.capture import RoutingRows
-from rollout.wire import GenerateReply, WireSpan
+from rollout.wire import GenerateReply, GenerateRequest, WireSpan
+from rollout.wire_scores import PromptTop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,7 @@ class PromptSpec:
     first_index: int = 0  # of the samples: sample i draws from stream first_index + i
     ignore_eos: bool = False
     logprob_start: int = -1  # first prompt token whose log-prob is wanted; -1: none
+    top: int = 0  # likeliest tokens at each place after it whose log-probs are wanted too
     routing_start: int | None = None  # first position whose experts are wanted; None: none
     gates: bool = False  # with what the experts' outputs were weighted by
 
@@ -44,6 +47,7 @@ class Completed:
 
     reply: GenerateReply
     prompt_logprobs: tuple[float, ...]  # of prompt tokens logprob_start+1 .. P-1, raw logits
+    prompt_top: PromptTop | None = None  # at their places; None: not wanted, or never fed
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,6 +58,7 @@ class Group:
     deliver: Callable[[list[Completed]], None]
     done: list[Completed | None]
     prompt_logprobs: tuple[float, ...] | None = None  # None: not prefilled yet
+    prompt_top: PromptTop | None = None  # None: not wanted, or not prefilled yet
 
     def finish(self, index: int, result: Completed) -> None:
         assert self.done[index] is None, f"{self.spec.rid}/{index} finished twice"
@@ -110,3 +115,29 @@ class Entry:
     @property
     def spec(self) -> PromptSpec:
         return self.group.spec
+
+
+def specs_of(asked: GenerateRequest) -> list[PromptSpec]:
+    """What a request asks the engine for. Raises ValueError for candidates of sampled tokens, which are not served."""
+    scored = asked.logprob_start_len >= 0 and not any(s.max_new_tokens for s in asked.sampling)
+    if asked.return_logprob and asked.top_logprobs_num and not scored:
+        raise ValueError(
+            f"top_logprobs_num = {asked.top_logprobs_num} is served for prompts that are only scored: send "
+            "max_new_tokens = 0 and a logprob_start_len of 0 or more, or leave it out"
+        )
+    rids = asked.rid or tuple(uuid.uuid4().hex for _ in asked.input_ids)
+    return [
+        PromptSpec(
+            rid=rid,
+            token_ids=ids,
+            sampling=sampling,
+            n=asked.n,
+            first_index=asked.sample_index,
+            ignore_eos=asked.ignore_eos,
+            logprob_start=asked.logprob_start_len if asked.return_logprob else -1,
+            top=asked.top_logprobs_num if asked.return_logprob else 0,
+            routing_start=asked.routed_experts_start_len if asked.return_routed_experts else None,
+            gates=asked.return_routed_experts and asked.return_routed_weights,
+        )
+        for rid, ids, sampling in zip(rids, asked.input_ids, asked.sampling, strict=True)
+    ]

@@ -12,7 +12,6 @@ import gc
 import socket
 import sys
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -28,7 +27,7 @@ from rollout import wire
 from rollout.checksum import engine_checksum
 from rollout.embedded.engine import EngineLimits
 from rollout.embedded.exact_ops import operations
-from rollout.embedded.requests import Completed, PromptSpec
+from rollout.embedded.requests import Completed, PromptSpec, specs_of
 from rollout.embedded.service import Service
 from rollout.embedded.text import Text
 from rollout.embedded.worker import EngineWorker
@@ -45,6 +44,7 @@ from rollout.wire_control import (
     UpdateVersion,
     decode_safetensors,
 )
+from rollout.wire_scores import prompt_entries
 
 HEALTH_GENERATE = "/health_generate"
 _DISCONNECT_POLL_S = 1.0
@@ -91,7 +91,7 @@ class Handlers:
         if "text" in body and "input_ids" not in body:
             body["input_ids"] = self.text.encode(body["text"])
         asked = GenerateRequest.from_json(body)
-        specs = _specs(asked)
+        specs = specs_of(asked)
         future = self.worker.generate(specs)
         done = await self._await_or_abort(request, future, specs)
         replies = self._replies(asked, specs, done, body, time.time() - began)
@@ -132,8 +132,7 @@ class Handlers:
                     meta.pop(key, None)
             elif asked.logprob_start_len >= 0:
                 ids = specs[i // asked.n].token_ids[asked.logprob_start_len :]
-                scores = (None, *c.prompt_logprobs)[: len(ids)]
-                meta["input_token_logprobs"] = [(p, t, None) for p, t in zip(scores, ids, strict=True)]
+                meta |= prompt_entries(c.prompt_logprobs[: len(ids) - 1], ids, c.prompt_top)
             out.append(one if texts is None else {"text": texts[i]} | one)
         return out
 
@@ -256,24 +255,6 @@ class Handlers:
         except ValueError as e:
             return _json(Outcome(success=False, message=str(e)).to_json() | (more or {}), 400)
         return _json(Outcome(success=True, message="Succeeded.").to_json() | (more or {}))
-
-
-def _specs(asked: GenerateRequest) -> list[PromptSpec]:
-    rids = asked.rid or tuple(uuid.uuid4().hex for _ in asked.input_ids)
-    return [
-        PromptSpec(
-            rid=rid,
-            token_ids=ids,
-            sampling=sampling,
-            n=asked.n,
-            first_index=asked.sample_index,
-            ignore_eos=asked.ignore_eos,
-            logprob_start=asked.logprob_start_len if asked.return_logprob else -1,
-            routing_start=asked.routed_experts_start_len if asked.return_routed_experts else None,
-            gates=asked.return_routed_experts and asked.return_routed_weights,
-        )
-        for rid, ids, sampling in zip(rids, asked.input_ids, asked.sampling, strict=True)
-    ]
 
 
 def make_app(worker: EngineWorker, args: argparse.Namespace) -> FastAPI:

@@ -184,6 +184,23 @@ def test_greedy_log_probs_and_experts_are_transformers(engine: Engine, reference
         np.testing.assert_array_equal(np.sort(routed[:, layer]), np.sort(chosen[layer - 1].numpy()))
 
 
+@torch.no_grad()
+def test_candidates_of_a_scored_prompt_are_the_top_k_of_transformers(
+    engine: Engine, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From any start, whatever is cached, and fed in pieces; for every sample of a prompt the same."""
+    values, ids = reference(torch.tensor(B)[None]).logits[0, :-1].log_softmax(-1).topk(5)
+    for start, piece in ((0, 1024), (20, 1024), (0, 8), (36, 8)):
+        monkeypatch.setattr("rollout.embedded.engine._PIECE", piece)
+        for got in run(engine, spec(B, max_new_tokens=0, logprob_start=start, top=5, n=2))[0]:
+            assert got.prompt_top is not None and len(got.prompt_logprobs) == len(B) - 1 - start
+            np.testing.assert_array_equal(got.prompt_top.ids, ids[start:])
+            np.testing.assert_allclose(got.prompt_top.logprobs, values[start:], atol=1e-4)
+    assert run(engine, spec(B, max_new_tokens=0, logprob_start=0))[0][0].prompt_top is None
+    with pytest.raises(ValueError, match="top_logprobs_num = 97, the vocabulary has 96"):
+        engine.check(spec(B, max_new_tokens=0, logprob_start=0, top=97))
+
+
 def test_a_long_prompt_is_fed_in_pieces(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = spec(B, temperature=0.0, logprob_start=3)
     whole = run(engine, ask)[0][0]

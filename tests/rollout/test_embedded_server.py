@@ -157,6 +157,28 @@ def test_text_stops_and_scoring(http: httpx.Client) -> None:
     assert len(stopped["text"].split()) == len(stopped["output_ids"]) - 1
     scored = generate(http, A, {"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0)
     assert scored["output_ids"] == [] and len(scored["meta_info"]["input_token_logprobs"]) == 5
+    likeliest = generate(http, A, {"max_new_tokens": 0}, return_logprob=True, logprob_start_len=2, top_logprobs_num=96)
+    first, *places = likeliest["meta_info"]["input_top_logprobs"]
+    assert first is None and [len(place) for place in places] == [96, 96]
+    for place, (own, token, _) in zip(places, likeliest["meta_info"]["input_token_logprobs"][1:], strict=True):
+        assert place == sorted(place, key=lambda entry: -entry[0])
+        assert {t: p for p, t, _ in place}[token] == pytest.approx(own, abs=1e-5)
+
+
+def test_a_client_scores_what_follows_a_prompt(http: httpx.Client) -> None:
+    """As `score` from the first token on, with the likeliest tokens of each place beside."""
+
+    async def both() -> tuple[Any, Any]:
+        client = SGLangClient(str(http.base_url), routing=None)
+        texts = [torch.tensor([*A, 3, 4]), torch.tensor([*A, 8])]
+        found = await client.score(texts), await client.score_after(texts, 3, top=2)
+        await client.close()
+        return found
+
+    whole, after = asyncio.run(both())
+    for (logprobs, _), scores, n in zip(whole, after, (3, 2), strict=True):
+        np.testing.assert_allclose(scores.logprobs, logprobs[3:], atol=1e-5)
+        assert scores.top.ids.shape == scores.top.logprobs.shape == (n, 2)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +192,7 @@ def test_text_stops_and_scoring(http: httpx.Client) -> None:
         ({"input_ids": A, "return_logprob": True, "logprob_start_len": 6}, "6"),
         ({"input_ids": A, "return_routed_experts": True, "routed_experts_start_len": 6}, "6"),
         ({"input_ids": [96]}, "96"),
+        ({"input_ids": A, "return_logprob": True, "top_logprobs_num": 2}, "only scored"),
         ([], "want an object"),
     ],
 )

@@ -1,0 +1,187 @@
+"""Who teaches the policy, which prompts, and what becomes of what they say. Torch-free."""
+
+from __future__ import annotations
+
+import string
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megatron_bridge.config import Section
+from miles_like.make_config import MakeConfig
+
+Kind = Literal["server", "weights", "self"]
+
+
+class TeacherConfig(Section):
+    """One teacher; docs/distillation.md has a complete example of each kind.
+
+    * server: any server with SGLang's interface that has the student's tokenizer. At `url`, or started by this run: on
+      the Hugging Face directory `path`, or on the checkpoint that `make` describes.
+    * weights: weights of the student's own architecture at `path`, a Hugging Face directory or a converted torch_dist
+      one, which change places with the trainer's.
+    * self: the policy itself, or the weights it began with, given the prompt that `prompt` makes.
+    """
+
+    kind: Kind = "server"
+    url: str | None = None
+    path: str | None = None
+    make: MakeConfig | None = None
+    prompt: str | None = None  # template of {prompt}, {answer} and the prompt's other columns
+    weights: Literal["current", "reference"] | None = None  # of self; None: current
+    sources: tuple[str, ...] = ()  # prompt sources that it teaches; none: those that nobody else teaches
+
+    @model_validator(mode="after")
+    def every_key_does_something(self) -> TeacherConfig:
+        given = {key for key in ("url", "path", "make", "prompt", "weights") if getattr(self, key) is not None}
+        wrong = sorted(given - _USED[self.kind])
+        if wrong:
+            raise ValueError(
+                f"{wrong[0]} does nothing for a teacher of kind {self.kind!r}, which reads "
+                f"{', '.join(sorted(_USED[self.kind]))}: remove it or set another kind"
+            )
+        if self.kind == "server" and len(given) != 1:
+            raise ValueError(
+                f"a teacher of kind 'server' has {' and '.join(sorted(given)) or 'neither url nor path nor make'}: "
+                "give the url of a running server, or the path of a Hugging Face directory or a make section to start "
+                "one on"
+            )
+        if self.kind == "weights" and self.path is None:
+            raise ValueError("a teacher of kind 'weights' has no path: give a Hugging Face or a converted directory")
+        if self.kind == "self":
+            self._check_template()
+        return self
+
+    def _check_template(self) -> None:
+        if self.prompt is None:
+            raise ValueError(
+                "a teacher of kind 'self' has no prompt: it would tell the student what it says itself; give a "
+                'template with what only the teacher sees, e.g. "{prompt}\\nHint: {answer}\\n"'
+            )
+        try:
+            fields = {name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None}
+        except ValueError as e:
+            raise ValueError(f"prompt = {self.prompt!r} is no template ({e}): write {{{{ and }}}} for braces") from None
+        if "prompt" not in fields or len(fields) < 2:
+            raise ValueError(
+                f"prompt = {self.prompt!r} has the fields {sorted(fields)}: give {{prompt}} and at least one that only "
+                "the teacher sees, e.g. {answer}"
+            )
+
+    @property
+    def by_reference(self) -> bool:
+        return self.kind == "self" and self.weights == "reference"
+
+    @property
+    def by_server(self) -> bool:
+        """Whether a server scores, at temperature 1; the others are scored by the trainer, at the run's."""
+        return self.kind == "server" or (self.kind == "self" and not self.by_reference)
+
+
+_USED: dict[Kind, set[str]] = {
+    "server": {"url", "path", "make"},
+    "weights": {"path"},
+    "self": {"prompt", "weights"},
+}
+
+
+class DistillationConfig(Section):
+    """On-policy distillation: the student samples, teachers score its tokens."""
+
+    mode: Literal["off", "alone", "added"] = "off"  # instead of the reward's advantages, or added to them
+    coefficient: float = Field(1.0, gt=0)  # of the teachers' part
+    # 0: the advantage of a sampled token is log p_teacher - log p_student. k: a loss over the teacher's k likeliest
+    # tokens at each place instead, through which the gradient goes
+    top_k: int = Field(0, ge=0)
+    beta: float | None = Field(None, ge=0, le=1)  # with top_k: 1 reverse KL, 0 forward KL, between: Jensen-Shannon
+    sequences_per_request: int = Field(64, ge=1)  # that a server is sent at once
+    request_timeout_s: float = Field(300.0, gt=0)
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+
+    @property
+    def on(self) -> bool:
+        return self.mode != "off"
+
+    @property
+    def reference(self) -> bool:
+        """Whether the trainer is to keep the weights that the run began with."""
+        return self.on and any(t.by_reference for t in self.teachers.values())
+
+    @property
+    def rest(self) -> str | None:
+        """Who teaches the sources that nobody names; None: nobody."""
+        return next((name for name, t in self.teachers.items() if not t.sources), None)
+
+    def teacher_of(self, source: str) -> str | None:
+        """None: nobody teaches it, and it is left to the reward."""
+        return next((name for name, t in self.teachers.items() if source in t.sources), self.rest)
+
+    @model_validator(mode="after")
+    def every_key_does_something(self) -> DistillationConfig:
+        if not self.on:
+            defaults = {
+                key: field.get_default(call_default_factory=True) for key, field in type(self).model_fields.items()
+            }
+            for key, default in defaults.items():
+                if getattr(self, key) != default:
+                    raise ValueError(
+                        f"distillation.{key} does nothing with distillation.mode = 'off': remove it, or set mode to "
+                        "'alone' or 'added'"
+                    )
+            return self
+        if not self.teachers:
+            raise ValueError(
+                f"distillation.mode = {self.mode!r} without a teacher: add a section [distillation.teachers.NAME]"
+            )
+        if self.beta is not None and not self.top_k:
+            raise ValueError(
+                f"distillation.beta = {self.beta} does nothing with distillation.top_k = 0, whose advantage is the "
+                "reverse KL's: set top_k, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def one_teacher_a_source(self) -> DistillationConfig:
+        taught: dict[str, str] = {}
+        for name, teacher in self.teachers.items():
+            for source in teacher.sources or ("",):
+                if source in taught:
+                    what = f"the source {source!r}" if source else "the sources that nobody names"
+                    raise ValueError(
+                        f"distillation.teachers.{taught[source]} and .{name} both teach {what}: give each its own "
+                        "sources"
+                    )
+                taught[source] = name
+        return self
+
+    @model_validator(mode="after")
+    def candidates_come_from_servers(self) -> DistillationConfig:
+        for name, teacher in self.teachers.items():
+            if self.top_k and not teacher.by_server:
+                raise ValueError(
+                    f"distillation.top_k = {self.top_k}, but the trainer scores teacher {name!r} and gives log-probs "
+                    "of sampled tokens only: set kind = 'server' (with a path the run starts one), or top_k = 0"
+                )
+        return self
+
+    def check_run(self, *, temperature: float, shuffled: bool, aborts: bool) -> None:
+        """Against the other sections. temperature: rollout.temperature; shuffled: algorithm.shuffle_advantages;
+        aborts: whether a publication ends what servers are doing. Raises ValueError."""
+        for name, teacher in self.teachers.items():
+            if teacher.by_server and temperature != 1:
+                raise ValueError(
+                    f"rollout.temperature = {temperature:g}, but servers score at temperature 1, so teacher {name!r} "
+                    "and the student would be compared at two temperatures: set rollout.temperature = 1, or have the "
+                    "trainer score (kind = 'weights', or 'self' with weights = 'reference')"
+                )
+            if teacher.kind == "self" and teacher.by_server and aborts:
+                raise ValueError(
+                    f"teacher {name!r} is the policy's own servers, and publish.pause_mode = 'abort' with "
+                    "buffer.max_staleness above 0 ends what they score: set publish.pause_mode = 'retract' or "
+                    "'in_place', or weights = 'reference'"
+                )
+        if self.on and shuffled:
+            raise ValueError(
+                "algorithm.shuffle_advantages deals one number a sample out over the batch, distillation gives one a "
+                "token: set it to false, or distillation.mode = 'off'"
+            )
