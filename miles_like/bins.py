@@ -1,6 +1,7 @@
 """Which samples go into which row and micro-batch: loads into bins of limited size.
 
-Samples are numbers 0, 1, ... with a number of inputs and a load each.
+What is put into bins are numbers 0, 1, ... with a number of inputs and a load each: samples, or units of several that
+stay together.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,18 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Cost = Callable[[int], float]  # of a sample, from the number of its inputs
+
+
+def sums_of(units: Ints, values: NDArray[Any]) -> NDArray[Any]:
+    """[units]: the sum over the samples of each of `values` [samples]; `units` [samples] are their numbers."""
+    sums = np.zeros(units[-1] + 1, dtype=values.dtype)
+    np.add.at(sums, units, values)
+    return sums
+
+
+def ranges(starts: Ints, lengths: Ints) -> Ints:
+    """start, start + 1, ... of each, `length` long, end to end."""
+    return np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
 
 
 def loads_of(inputs: Ints, kept: Ints, cost: Cost | None) -> Floats:

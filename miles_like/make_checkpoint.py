@@ -28,10 +28,13 @@ from miles_like.factories import CheckpointWriter, MegatronFactory
 from miles_like.hf_checkpoint import write_hf
 from miles_like.make_config import MakeConfig
 from miles_like.placement import plan_placement
-from miles_like.warmup import random_weights, read_pairs, warm_up
+from miles_like.supervised_config import SupervisedConfig
+from miles_like.supervised_data import ExampleReader
+from miles_like.warmup import random_weights, warm_up
 from miles_like.workers import RayTrainer, check_nodes
 from quant.hf_config import quantized_config
 from quant.spec import QuantFormat
+from rollout.config import DataConfig
 
 _HAS_BIAS = "moe_router_enable_expert_bias"
 _BIAS_RATE = 1e-3  # DeepSeek-V3's (arXiv 2412.19437, section 4.2)
@@ -66,9 +69,13 @@ def _warm_up_and_write(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(bf16)
     corpus, validation = (
-        read_pairs(
-            Path(path), key, lambda text: tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id
-        )
+        ExampleReader(
+            tokenizer=tokenizer,
+            data=DataConfig(train=path, answer_key=key, max_prompt_tokens=config.max_pack_tokens),
+            keys=SupervisedConfig(),
+            algorithm="sft",
+            max_tokens=config.max_pack_tokens,
+        ).read(path)
         for path, key in ((make.corpus, make.answer_key), (make.validation, "answer"))
     )
     plan = plan_placement(config.cluster, config.parallel, config.rollout)

@@ -4,7 +4,8 @@ Letters: S tokens a sample, N samples a micro-batch, T packed tokens, F tokens o
 token.
 
 A sample of S tokens is fed as its first S-1 tokens; position t of the batch holds input token t and everything about
-its label, token t+1. Samples are never split. What a step must satisfy, and how it is met:
+its label, token t+1. Samples are never split, nor, with `together`, are those of a group: a loss over pairs needs both
+samples in one micro-batch. What a step must satisfy, and how it is met:
 
 * every data-parallel row has the same number of micro-batches, or the ranks' collectives would hang: as many as
   first-fit-decreasing needs for the neediest row, rounded up to `micro_multiple`;
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from miles_like.aggregation import loss_weights
-from miles_like.bins import Cost, Ints, loads_of, micro_batches, spread
+from miles_like.bins import Cost, Ints, loads_of, micro_batches, ranges, spread, sums_of
 from miles_like.types import Aggregation, MicroBatch, Sample, SampleGroup, TrainBatch
 from routing_replay.align import RankPart, take_rows
 from routing_replay.parts import RankRoutes, cut_routes
@@ -76,23 +77,25 @@ def pack(
     replayed: bool = True,
     aggregation: Aggregation = Aggregation.TOKEN_MEAN,
     constant: int | None = None,
+    together: bool = False,
 ) -> TrainBatch:
     """All samples of `groups` as one optimizer step for `dp_size` data-parallel rows.
 
     `advantages[g][i]` belongs to `groups[g].samples[i]`: a number, which is put on each of its positions, or [S] fp32,
     one for each of its tokens. `aggregation` says what the losses of tokens are weighted with (aggregation.py);
-    `constant` is the length that CONSTANT divides by. `max_tokens` bounds the inputs of a micro-batch.
-    `micro_multiple`: the number of micro-batches is a multiple of it (an interleaved pipeline schedule needs its number
-    of stages). `cost` is the load to balance; None: tokens. `replayed`: training takes the routes (replay.mode "r3"),
-    so each must be of the weights that sampled the token after it; else they are only compared with, and those that a
-    server computed anew after a retraction may stay. The same arguments give the same batch. A sample without a label
-    under loss trains nothing and is left out; a batch of only such is refused, since no rollout gives one by chance:
-    its servers abort or stop at once, and to go on would be to wait for nothing.
+    `constant` is the length that CONSTANT divides by. `together`: the samples of a group stay in one micro-batch, side
+    by side in their order. `max_tokens` bounds the inputs of a micro-batch. `micro_multiple`: the number of
+    micro-batches is a multiple of it (an interleaved pipeline schedule needs its number of stages). `cost` is the load
+    to balance; None: tokens. `replayed`: training takes the routes (replay.mode "r3"), so each must be of the weights
+    that sampled the token after it; else they are only compared with, and those that a server computed anew after a
+    retraction may stay. The same arguments give the same batch. A sample without a label under loss trains nothing and
+    is left out; a batch of only such is refused, since no rollout gives one by chance: its servers abort or stop at
+    once, and to go on would be to wait for nothing.
 
-    Raises ValueError: no sample, or none with a response token; a sample above `max_tokens`; advantages that do not
-    match the groups or are not finite; some samples with routing and some without, or with routes that have no
-    seals or are not those that were sealed with their tokens; with `replayed`, routes of other weights than sampled the
-    tokens under loss, or of which nobody tells.
+    Raises ValueError: no sample, or none with a response token; a sample, or a group that stays together, above
+    `max_tokens`; advantages that do not match the groups or are not finite; some samples with routing and some without,
+    or with routes that have no seals or are not those that were sealed with their tokens; with `replayed`, routes of
+    other weights than sampled the tokens under loss, or of which nobody tells.
     """
     flat = _flattened(groups, advantages, replayed)
     flat = replace(flat, weights=loss_weights(flat.loss_counts(), flat.prompts, flat.lengths, aggregation, constant))
@@ -104,6 +107,7 @@ def pack(
         micro_multiple=micro_multiple,
         cost=cost,
         versions=(min(versions), max(versions)),
+        units=flat.prompts if together else np.arange(len(flat.names)),
     )
 
 
@@ -150,39 +154,11 @@ def pack_steps(
     return [pack(groups[i : i + n], advantages[i : i + n], **how) for i in range(0, len(groups), n)]
 
 
-def pack_pairs(
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    *,
-    dp_size: int,
-    max_tokens: int,
-    micro_multiple: int = 1,
-    cost: Cost | None = None,
+def pack_examples(
+    groups: Sequence[SampleGroup], *, aggregation: Aggregation = Aggregation.TOKEN_MEAN, **how: Any
 ) -> TrainBatch:
-    """Supervised (prompt ids, answer ids) pairs as one step: loss on the answers, advantage 1, no routing.
-
-    Raises ValueError as `pack` does, and for an empty prompt, whose first answer token nothing would predict.
-    """
-    for i, (prompt, _) in enumerate(pairs):
-        if not len(prompt):
-            raise ValueError(f"pair {i} of {len(pairs)} has an empty prompt: its first answer token has no predecessor")
-    if not pairs:
-        raise ValueError("0 pairs to pack: want at least 1")
-    sizes = np.array([[len(p), len(a)] for p, a in pairs], dtype=np.int64)
-    tokens = np.fromiter((t for pair in pairs for ids in pair for t in ids), dtype=np.int64, count=int(sizes.sum()))
-    mask = np.repeat(np.tile([False, True], len(pairs)), sizes.reshape(-1))
-    flat = _Flat(
-        names=[f"pair {i}" for i in range(len(pairs))],
-        tokens=torch.from_numpy(tokens),
-        loss_mask=torch.from_numpy(mask),
-        logprobs=torch.zeros(len(tokens)),
-        lengths=sizes.sum(1),
-        advantages=torch.ones(len(tokens)),
-        routing=None,
-        prompts=np.arange(len(pairs)),
-    )
-    return _pack(
-        flat, dp_size=dp_size, max_tokens=max_tokens, micro_multiple=micro_multiple, cost=cost, versions=(0, 0)
-    )
+    """Given answers as one step, each group's in one micro-batch; `how`: `pack`'s other words. Raises as it does."""
+    return pack(groups, [[0.0] * len(g.samples) for g in groups], aggregation=aggregation, together=True, **how)
 
 
 def cut_row(row: Sequence[MicroBatch], part: RankPart) -> list[RankRoutes | None]:
@@ -258,40 +234,50 @@ def _matched(
 
 
 def _pack(
-    flat: _Flat, *, dp_size: int, max_tokens: int, micro_multiple: int, cost: Cost | None, versions: tuple[int, int]
+    flat: _Flat,
+    *,
+    dp_size: int,
+    max_tokens: int,
+    micro_multiple: int,
+    cost: Cost | None,
+    versions: tuple[int, int],
+    units: Ints,  # [samples], ascending from 0: samples of one number stay together
 ) -> TrainBatch:
     if dp_size < 1 or micro_multiple < 1:
         raise ValueError(f"dp_size {dp_size} and micro_multiple {micro_multiple} must be at least 1")
-    counts = flat.loss_counts()
+    counts, inputs = flat.loss_counts(), flat.lengths - 1
     if not counts.sum():
         raise ValueError(f"0 response tokens in {len(counts)} samples: nothing to train on; check the rollout servers")
-    kept = np.flatnonzero(counts)
-    inputs = flat.lengths - 1
-    longest = int(kept[inputs[kept].argmax()])
-    if inputs[longest] > max_tokens:
+    kept = sums_of(units, counts) > 0  # [units]
+    sizes, of_units = np.bincount(units), sums_of(units, inputs)
+    first = np.cumsum(sizes) - sizes  # the first sample of each unit
+    longest = int(np.where(kept, of_units, 0).argmax())
+    if of_units[longest] > max_tokens:
+        name, n = flat.names[first[longest]], sizes[longest]
+        what = f"sample {name} has" if n == 1 else f"{name} and what stays with it, {n} samples, have"
         raise ValueError(
-            f"sample {flat.names[longest]} has {inputs[longest]} input tokens, a micro-batch holds {max_tokens}: "
+            f"{what} {of_units[longest]} input tokens, a micro-batch holds {max_tokens}: "
             "raise train.max_tokens_per_rank or lower rollout.max_new_tokens"
         )
-    loads = loads_of(inputs, kept, cost)
-    rows = spread(kept, loads, bins=dp_size)
-    cells = micro_batches(rows, inputs, loads, max_tokens=max_tokens, multiple=micro_multiple)
-    starts = flat.starts
-    grid = tuple(
-        tuple(
-            _micro_batch(flat, np.sort(cell), starts) if len(cell) else _dummy(flat, int(kept[0]), starts)
-            for cell in row
-        )
-        for row in cells
-    )
+    loads = sums_of(units, loads_of(inputs, np.flatnonzero(kept[units]), cost))
+    rows = spread(np.flatnonzero(kept), loads, bins=dp_size)
+    cells = micro_batches(rows, of_units, loads, max_tokens=max_tokens, multiple=micro_multiple)
+    starts, dummy = flat.starts, int(first[kept.argmax()])
+
+    def filled(cell: Ints) -> MicroBatch:
+        """Samples in the order given, so that the sums over them do not depend on how the bins were filled."""
+        cell = np.sort(cell)
+        return _micro_batch(flat, ranges(first[cell], sizes[cell]), starts)
+
+    grid = tuple(tuple(filled(cell) if len(cell) else _dummy(flat, dummy, starts) for cell in row) for row in cells)
     return TrainBatch(grid=grid, loss_tokens=int(counts.sum()), versions=versions)
 
 
 def _micro_batch(flat: _Flat, ids: Ints, starts: Ints) -> MicroBatch:
     n = flat.lengths[ids] - 1
     cu_seqlens = np.concatenate(([0], np.cumsum(n)))
-    positions = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], n)
-    at = torch.from_numpy(np.repeat(starts[ids], n) + positions)  # [T] of each input in the flat streams
+    positions = ranges(np.zeros_like(n), n)
+    at = torch.from_numpy(ranges(starts[ids], n))  # [T] of each input in the flat streams
     names = tuple(flat.names[i] for i in ids)
     return MicroBatch(
         samples=names,

@@ -36,8 +36,9 @@ from miles_like.verify.gate import admit, judge
 from miles_like.workers import RayTrainer, check_nodes
 from rollout.client import SGLangClient, seed_of
 from rollout.episode import RESUMES, run_groups
+from rollout.order import Cursor
 from rollout.pool import EnginePool
-from rollout.prompts import Cursor, PromptSource
+from rollout.prompts import PromptSource
 
 
 class TrainStage(RunParts):

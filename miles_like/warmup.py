@@ -1,28 +1,24 @@
 """Make a checkpoint where none can be downloaded: random weights, then a supervised warm-up with the project's trainer.
 
-The warm-up reads a jsonl corpus of (prompt, answer) rows in the order of a seeded shuffle and stops when the mean
+The warm-up takes examples (supervised_data.py) in the order of a seeded shuffle and stops when the mean
 probability of the right answer on a validation file reaches a target, so that one seed's slow start and another's quick
 one end at the same skill.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from miles_like.make_config import MakeConfig
-from miles_like.packing import pack_pairs
+from miles_like.packing import pack_examples
 from miles_like.protocols import Trainer
-from miles_like.types import NamedTensor
-
-Pair = tuple[list[int], list[int]]  # prompt ids, answer ids with the end token
+from miles_like.types import NamedTensor, SampleGroup, TrainBatch
 
 
 def random_weights(
@@ -58,42 +54,22 @@ class WarmupReport:
     reached: bool
 
 
-def read_pairs(path: Path, answer_key: str, encode: Callable[[str], list[int]], eos: int) -> list[Pair]:
-    """Rows of a jsonl as token ids, the end token after each answer. Raises ValueError naming file, line and key."""
-    pairs = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as e:
-        raise ValueError(f"{path}: {e.strerror}: name a jsonl file") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            pairs.append((encode(row["prompt"]), [*encode(str(row[answer_key])), eos]))
-        except json.JSONDecodeError as e:
-            raise ValueError(f"{path}, line {number} is not JSON: {e}") from None
-        except KeyError as e:
-            raise ValueError(f"{path}, line {number} has no {e}; it has {sorted(row)}") from None
-    if not pairs:
-        raise ValueError(f"{path} has no rows")
-    return pairs
-
-
 async def warm_up(
     trainer: Trainer,
     make: MakeConfig,
     *,
-    corpus: Sequence[Pair],
-    validation: Sequence[Pair],
+    corpus: Sequence[SampleGroup],
+    validation: Sequence[SampleGroup],
     max_tokens: int,
     micro_multiple: int = 1,
     progress: Callable[[int, float], None],
 ) -> WarmupReport:
     """Supervised steps until the target or `max_steps`. `progress(step, right_prob)` is called at every check.
 
-    `max_tokens` and `micro_multiple` are `pack_pairs`'."""
+    `corpus` and `validation` are examples, one sample a group; `max_tokens` and `micro_multiple` are `pack`'s."""
 
-    def batch(pairs: Sequence[Pair]):
-        return pack_pairs(pairs, dp_size=trainer.dp_size, max_tokens=max_tokens, micro_multiple=micro_multiple)
+    def batch(examples: Sequence[SampleGroup]) -> TrainBatch:
+        return pack_examples(examples, dp_size=trainer.dp_size, max_tokens=max_tokens, micro_multiple=micro_multiple)
 
     check = batch(validation)
     rng, order = random.Random(make.seed), list(range(len(corpus)))
@@ -106,7 +82,7 @@ async def warm_up(
         await trainer.train([batch([corpus[i] for i in order[cursor : cursor + make.batch]])])
         cursor += make.batch
         if step % make.check_every == 0 or step == make.max_steps:
-            right = (await trainer.evaluate(check))["warmup/right_prob"]
+            right = (await trainer.evaluate(check))["train/answer_prob"]
             progress(step, right)
             if right >= make.target:
                 return WarmupReport(steps=step, right_prob=right, reached=True)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import datasets
 
 from miles_like.types import Prompt
 from rollout.config import DataConfig
+from rollout.order import Cursor, Order
 
 _READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
@@ -24,13 +24,6 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
     ) -> Any: ...
-
-
-class Cursor(NamedTuple):
-    """Where a PromptSource stands: `position` prompts of epoch `epoch` are dealt."""
-
-    epoch: int
-    position: int
 
 
 class PromptSource:
@@ -45,9 +38,7 @@ class PromptSource:
         rows = read_rows(path)
         self._prompts = [_prompt(config, tokenizer, row, i, path) for i, row in enumerate(rows)]
         _check_ids(self._prompts, path)
-        self._seed = seed
-        self._cursor = Cursor(0, 0)
-        self._order = self._shuffled(0)
+        self._order = Order(len(self._prompts), seed=seed)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -57,38 +48,15 @@ class PromptSource:
         return tuple(self._prompts)
 
     def take(self, k: int) -> list[Prompt]:
-        """The next k. Each epoch deals every prompt once, in a new order; a take may span two."""
-        out: list[Prompt] = []
-        while len(out) < k:
-            epoch, position = self._cursor
-            part = self._order[position : position + k - len(out)]
-            out += [self._prompts[i] for i in part]
-            if position + len(part) == len(self):
-                self._order = self._shuffled(epoch + 1)
-                self._cursor = Cursor(epoch + 1, 0)
-            else:
-                self._cursor = Cursor(epoch, position + len(part))
-        return out
+        """The next k, in the order of `Order.take`."""
+        return [self._prompts[i] for i in self._order.take(k)]
 
     def state(self) -> Cursor:
-        return self._cursor
+        return self._order.cursor
 
     def restore(self, cursor: Cursor) -> None:
         """Go to where `state` was taken; the same file and seed then deal the same prompts."""
-        epoch, position = cursor
-        if not (epoch >= 0 and 0 <= position < len(self)):
-            raise ValueError(
-                f"a cursor at prompt {position} of epoch {epoch} does not fit {len(self)} prompts: "
-                "was data.train changed since the checkpoint?"
-            )
-        self._cursor = Cursor(epoch, position)
-        self._order = self._shuffled(epoch)
-
-    def _shuffled(self, epoch: int) -> list[int]:
-        order = list(range(len(self)))
-        # a str seed is hashed by sha512, the same in every process; a tuple would not be
-        random.Random(f"prompts {self._seed} {epoch}").shuffle(order)
-        return order
+        self._order.restore(cursor)
 
 
 def read_rows(path: str) -> Sequence[Mapping[str, Any]]:
@@ -129,7 +97,7 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, row: Mapping[str, Any], i:
             have = ", ".join(sorted(row))
             raise ValueError(f"{path} has no column {key!r}; it has {have}: set data.prompt_key and data.answer_key")
     question, answer = row[config.prompt_key], row[config.answer_key]
-    messages = _messages(question)
+    messages = as_messages(question)
     if not messages or (config.template == "plain" and not isinstance(question, str)):
         want = 'text, or with data.template = "chat" a list of messages'
         raise ValueError(f"{where}: the prompt ({config.prompt_key}) is {question!r}, want {want}")
@@ -162,12 +130,13 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, row: Mapping[str, Any], i:
     )
 
 
-def _messages(prompt: Any) -> list[dict[str, str]]:
-    """A prompt as chat messages: itself when it is a list of them (DAPO's sets), one of the user when it is text.
+def as_messages(given: Any, *, role: str = "user") -> list[dict[str, str]]:
+    """A prompt or an answer as chat messages: itself when it is a list of them (DAPO's sets), one of `role` when it is
+    text.
 
     Empty when it is neither, or without text.
     """
-    found = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    found = [{"role": role, "content": given}] if isinstance(given, str) else given
     if not isinstance(found, list):
         return []
     out = [{"role": m.get("role"), "content": m.get("content")} for m in found if isinstance(m, dict)]

@@ -16,6 +16,7 @@ FLOORS = {  # longest prefix wins
     "routing_replay": 0,
     "rollout.config": 1,
     "megatron_bridge.config": 1,
+    "miles_like.supervised_config": 2,
     "miles_like.types": 2,
     "miles_like.algorithm_config": 2,
     "miles_like.alignment": 2,
@@ -34,6 +35,7 @@ FLOORS = {  # longest prefix wins
     "miles_like.pipeline": 5,
     "miles_like.placement": 5,
     "miles_like.served": 5,
+    "miles_like.supervised_data": 5,
     "miles_like.workers": 5,
     "miles_like.assemble": 6,
     "miles_like.make_checkpoint": 6,
@@ -56,6 +58,7 @@ TORCH_FREE = (
     "miles_like.config_io",
     "miles_like.distillation_config",
     "miles_like.make_config",
+    "miles_like.supervised_config",
     "quant.spec",
     "quant.hf_config",
 )

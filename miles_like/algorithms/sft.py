@@ -38,7 +38,7 @@ class NllLoss:
         """[T] loss, 0 where not `loss_mask`, and statistics:
 
         * train/nll, train/entropy: means over tokens under loss, nats
-        * warmup/right_prob: mean over samples of the product of their label probabilities, which is the probability
+        * train/answer_prob: mean over samples of the product of their label probabilities, which is the probability
           that sampling at temperature 1 gives exactly this answer. The T positions must be whole samples.
         """
         loss = torch.where(loss_mask, -logprobs, 0.0)
@@ -47,5 +47,5 @@ class NllLoss:
         return loss, {
             "train/nll": mean_stat(loss, loss_mask),
             "train/entropy": mean_stat(entropy, loss_mask),
-            "warmup/right_prob": mean_stat(answer.exp(), has_loss),
+            "train/answer_prob": mean_stat(answer.exp(), has_loss),
         }

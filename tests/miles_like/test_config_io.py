@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from made_samples import packed, sample
 
 from miles_like.config import trainer_config
 from miles_like.config_io import dump_config, load_config, parse_override
-from miles_like.packing import pack_pairs
 from miles_like.placement import plan_placement
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -113,9 +113,10 @@ def test_no_rollout_can_give_a_sample_that_is_too_long_to_train() -> None:
     keys = [f"data.max_prompt_tokens={prompt}", f"rollout.max_new_tokens={new}"]
     load_config(TINY, [*keys, f"train.max_tokens_per_rank={limit}"])
     load_config(TINY, [*keys, f"train.max_tokens_per_rank={limit // 2}", "parallel.cp=2"])
-    pack_pairs([([1] * prompt, [2] * new)], dp_size=1, max_tokens=limit)
+    longest = sample(prompt_len=prompt, response_len=new)
+    packed(longest, max_tokens=limit)
     with pytest.raises(ValueError, match=f"{limit} input tokens"):
-        pack_pairs([([1] * prompt, [2] * new)], dp_size=1, max_tokens=limit - 1)
+        packed(longest, max_tokens=limit - 1)
     with pytest.raises(ValueError) as e:
         load_config(TINY, [*keys, f"train.max_tokens_per_rank={limit - 1}"])
     said = str(e.value)

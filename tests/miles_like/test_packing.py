@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from made_samples import group, rewarded, sample
 
 from miles_like import packing
-from miles_like.packing import pack, pack_pairs, pack_steps
+from miles_like.packing import pack, pack_steps
 from miles_like.types import MicroBatch, SampleGroup, TrainBatch
 from routing_replay.trace import RoutingTrace
 
@@ -307,18 +307,41 @@ def test_routing_of_another_model_is_refused():
         pack([group([sample(routing=True), other])], [[1.0, 1.0]], dp_size=1, max_tokens=MAX)
 
 
-def test_pairs_put_the_loss_on_the_answer():
-    batch = pack_pairs([((5, 6, 7), (8, 9)), ([1], [2])], dp_size=1, max_tokens=MAX)
-    m = cells(batch)[0]
-    assert m.tokens.tolist() == [5, 6, 7, 8, 1]
-    assert m.labels.tolist() == [6, 7, 8, 9, 2]
-    assert m.loss_mask.tolist() == [False, False, True, True, True]
-    assert m.positions.tolist() == [0, 1, 2, 3, 0] and m.cu_seqlens.tolist() == [0, 4, 5]
-    assert batch.loss_tokens == 3 and m.routing is None
-    with pytest.raises(ValueError, match="pair 1 of 2 has an empty prompt"):
-        pack_pairs([([1], [2]), ([], [2])], dp_size=1, max_tokens=MAX)
-    with pytest.raises(ValueError, match="0 pairs"):
-        pack_pairs([], dp_size=1, max_tokens=MAX)
+@settings(max_examples=60, deadline=None)
+@given(shapes=shapes, dp=st.integers(1, 3), multiple=st.integers(1, 2), by_cost=st.booleans())
+def test_what_belongs_together_stays_together(shapes, dp, multiple, by_cost):
+    """A loss over pairs sees both samples or none, side by side and the first first; nothing else of a step changes."""
+    groups = numbered(shapes)
+    how = {"max_tokens": 2 * MAX, "micro_multiple": multiple, "cost": (lambda n: n * n) if by_cost else None}
+    batch = pack(groups, counting(groups), dp_size=dp, together=True, **how)
+    assert len({len(row) for row in batch.grid}) == 1 and len(batch.grid[0]) % multiple == 0
+    assert max(len(m.tokens) for m in cells(batch)) <= 2 * MAX
+    found = []
+    for m in cells(batch):
+        names = [name for name in m.samples if name]
+        while names:
+            g = next(g for g in groups if g.samples[0].name == names[0])
+            n = len(g.samples)
+            assert names[:n] == [s.name for s in g.samples]
+            found += names[:n]
+            names = names[n:]
+    assert sorted(found) == sorted(s.name for s in flat(groups))
+    assert batch.loss_tokens == sum(r for _, r in shapes)
+
+
+def test_what_belongs_together_and_does_not_fit_is_named():
+    pair = group([sample(), sample(index=1, first_token=9)])
+    pack([pair], [[1.0, 1.0]], dp_size=1, max_tokens=8, together=True)
+    with pytest.raises(ValueError, match=r"p/0 and what stays with it, 2 samples, have 8 input tokens, .* holds 7"):
+        pack([pair], [[1.0, 1.0]], dp_size=1, max_tokens=7, together=True)
+    pack([pair], [[1.0, 1.0]], dp_size=1, max_tokens=7)
+
+
+def test_a_pair_keeps_a_sample_without_loss():
+    """It is fed all the same: the loss that wants both decides what it means."""
+    pair = group([sample(), sample(index=1, response_len=0)])
+    assert cells(pack([pair], [[1.0, 1.0]], dp_size=1, max_tokens=MAX, together=True))[0].samples == ("p/0", "p/1")
+    assert cells(pack([pair], [[1.0, 1.0]], dp_size=1, max_tokens=MAX))[0].samples == ("p/0",)
 
 
 def lines_run(groups: list[SampleGroup], *, max_tokens: int) -> int:

@@ -220,8 +220,8 @@ def test_nll_and_the_probability_of_the_right_answer():
     mask = torch.tensor([False, True, True, False, True, False])
     logp = p.log().requires_grad_()
     loss, stats = call(NllLoss(), logp, mask=mask, cu=[0, 3, 5, 6])
-    assert value(stats["warmup/right_prob"]) == pytest.approx(1 / 8)
-    assert float(stats["warmup/right_prob"].count) == 2
+    assert value(stats["train/answer_prob"]) == pytest.approx(1 / 8)
+    assert float(stats["train/answer_prob"].count) == 2
     assert value(stats["train/nll"]) == pytest.approx(math.log(64) / 3)
     loss.sum().backward()
     assert logp.grad is not None and logp.grad.tolist() == [0, -1, -1, 0, -1, 0]

@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from rollout.config import DataConfig
-from rollout.prompts import Cursor, PromptSource, read_rows
+from rollout.order import Cursor
+from rollout.prompts import PromptSource, read_rows
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny"
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)

@@ -1,0 +1,72 @@
+"""What training on given answers or pairs of them asks beside [train], [optimizer] and [data]. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megatron_bridge.config import Section
+
+SUPERVISED = ("sft", "dpo", "reward_model")  # values of algorithm.name that train without a rollout
+PAIRS = ("dpo", "reward_model")  # of these, those whose rows are a preferred and another answer
+
+
+class SupervisedConfig(Section):
+    """Keys of `algorithm.name` = "sft", "dpo" and "reward_model"; docs/supervised.md has the formulas."""
+
+    messages_key: str = "messages"  # sft: column of whole conversations, used where a row has it
+    chosen_key: str = "chosen"  # pairs: column of the preferred answer
+    rejected_key: str = "rejected"  # pairs: column of the other
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"  # sft: what an example weighs: its tokens, or 1
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # dpo
+    beta: float = Field(0.1, gt=0)  # dpo: what a log-ratio to the reference counts as reward
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)  # dpo: share of pairs that are taken to be the wrong way round
+    center_coefficient: float = Field(0.0, ge=0)  # reward_model: pulls the sum of a pair's rewards to 0
+
+    @model_validator(mode="after")
+    def ipo_has_no_smoothing(self) -> SupervisedConfig:
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError(
+                f"supervised.label_smoothing = {self.label_smoothing} does nothing with supervised.loss = 'ipo': set "
+                "it to 0, or loss = 'sigmoid'"
+            )
+        return self
+
+
+_KEYS_OF = {
+    "sft": {"messages_key", "aggregation"},
+    "dpo": {"chosen_key", "rejected_key", "loss", "beta", "label_smoothing"},
+    "reward_model": {"chosen_key", "rejected_key", "center_coefficient"},
+}
+
+
+def check_keys(name: str, given: SupervisedConfig) -> None:
+    """Raises ValueError for a key of [supervised] that does nothing with `algorithm.name = name`."""
+    if (key := _first_change(given, _KEYS_OF.get(name, set()))) is not None:
+        users = [repr(n) for n in SUPERVISED if key in _KEYS_OF[n]]
+        raise ValueError(
+            f"supervised.{key} = {getattr(given, key)!r} does nothing with algorithm.name = {name!r}: remove it, or "
+            f"set algorithm.name = {' or '.join(users)}"
+        )
+
+
+def check_unused(name: str, sections: dict[str, tuple[Section, Section, set[str]]]) -> None:
+    """Raises ValueError for a key that a run without rollout does not look at and that was changed all the same:
+    `sections` are by name what was given, its default, and the keys that are looked at."""
+    for section, (given, default, used) in sections.items():
+        if (key := _first_change(given, used, default)) is not None:
+            raise ValueError(
+                f"{section}.{key} = {_shown(getattr(given, key))} does nothing with algorithm.name = {name!r}, which "
+                f"samples no answers: remove it (it is {_shown(getattr(default, key))} by default)"
+            )
+
+
+def _first_change(given: Section, used: set[str], default: Section | None = None) -> str | None:
+    default = type(given)() if default is None else default
+    changed = (k for k in type(given).model_fields if k not in used and getattr(given, k) != getattr(default, k))
+    return next(changed, None)
+
+
+def _shown(value: object) -> str:
+    return f"{{{value}}}" if isinstance(value, Section) else repr(value)
