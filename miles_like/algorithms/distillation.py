@@ -1,0 +1,170 @@
+"""On-policy distillation: the student samples, a teacher says how likely it found each token, and both become alike
+where the student goes (Agarwal et al., GKD, arXiv:2306.13649; the last stage of Qwen3's small models, arXiv:2505.09388;
+https://thinkingmachines.ai/blog/on-policy-distillation/).
+
+With p the student and q the teacher after the same tokens, there are two forms:
+
+* of sampled tokens: the advantage of y_t is coefficient * (log q(y_t) - log p(y_t)), with the log-probability that it
+  was sampled at. Its mean over p is minus the reverse KL(p || q) at that place, and each token answers for its own
+  place alone (discount 0). What is made of an advantage, ratio, clipping and corrections, is the algorithm's.
+* of candidates: coefficient * D(p || q) is added to the loss, its gradient taken through p. D is over the C tokens that
+  the teacher finds likeliest there, and one bucket for all others (log 1 - sum): a lower bound of the divergence over
+  the whole vocabulary, since merging outcomes never adds to a divergence, and equal to it where p / q is the same for
+  all others. There is no gradient through the choice of the tokens before.
+
+Letters: G samples a prompt, S tokens a sample, T packed tokens, C candidates a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from miles_like.algorithms.mismatch import mean_stat
+from miles_like.protocols import Algorithm, LossFn
+from miles_like.types import TAUGHT, TEACHER, TEACHER_CANDIDATES, Aggregation, Sample, SampleGroup, Stat
+
+# Of the bucket of all other tokens. A sum of fp32 probabilities is off 1 by about 1e-7 for each; less than this is 0.
+_LEAST = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distilled:
+    """An algorithm whose advantages are the teachers' (mode "alone"), or the teachers' and its own ("added").
+
+    of_candidates: the teachers speak through the loss, so that alone the advantages are 0. Aggregation, and what the
+    loss asks for beside advantages (a penalty for leaving the reference, say), stay the algorithm's.
+    """
+
+    base: Algorithm
+    mode: Literal["alone", "added"]
+    coefficient: float
+    of_candidates: bool
+    loss: LossFn
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def aggregation(self) -> Aggregation:
+        return self.base.aggregation
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({TEACHER}) | (self.base.needs if self.mode == "added" else frozenset())
+
+    def advantages(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
+        """For each group [G] of [S] fp32. With mode "added" raises ValueError as the algorithm's own."""
+        own: Sequence[Sequence[float | Tensor]] = [[0.0] * len(g.samples) for g in groups]
+        if self.mode == "added":
+            own = self.base.advantages(groups)
+        if self.of_candidates:
+            return own
+        return [
+            [a + self.coefficient * log_ratio(s) for a, s in zip(of_group, g.samples, strict=True)]
+            for of_group, g in zip(own, groups, strict=True)
+        ]
+
+    def returns(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[Tensor]] | None:
+        """The algorithm's own; alone, nobody learns what a reward will be."""
+        return self.base.returns(groups) if self.mode == "added" else None
+
+
+def distilled(
+    base: Algorithm, *, mode: Literal["alone", "added"], coefficient: float, top_k: int, beta: float = 1.0
+) -> Distilled:
+    """`base` with teachers; top_k: of candidates, 0: of sampled tokens. beta: of `divergence`."""
+    loss = base.loss if not top_k else CandidateLoss(base=base.loss, coefficient=coefficient, beta=beta)
+    return Distilled(base=base, mode=mode, coefficient=coefficient, of_candidates=top_k > 0, loss=loss)
+
+
+def log_ratio(sample: Sample) -> Tensor:
+    """[S] fp32 log q - log p of the sampled tokens; 0 where no teacher spoke."""
+    taught = sample.streams[TAUGHT] > 0
+    return torch.where(taught, sample.streams[TEACHER] - sample.logprobs, 0.0)
+
+
+def divergence(student: Tensor, teacher: Tensor, *, beta: float = 1.0) -> Tensor:
+    """[T] of log-probabilities [T, C] of the same candidates, nats, never negative; the gradient is the student's.
+
+    Over the candidates and the bucket of all others, GKD's generalized Jensen-Shannon divergence (arXiv:2306.13649 eq.
+    1): beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p; 1 is KL(p || q) and 0 is KL(q || p), the
+    limits of it over 1 - beta and beta. Fewer than 1e-6 in the bucket are 1e-6, on both sides.
+    """
+    p, q = _with_others(student), _with_others(teacher)
+    if beta in (0.0, 1.0):
+        a, b = (p, q) if beta else (q, p)
+        return _kl(a, b)
+    mixture = torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))
+    return beta * _kl(q, mixture) + (1 - beta) * _kl(p, mixture)
+
+
+def _with_others(candidates: Tensor) -> Tensor:
+    """[T, C] log-probabilities -> [T, C + 1], the last that of every other token."""
+    others = (1 - candidates.exp().sum(-1, keepdim=True)).clamp(min=_LEAST).log()
+    return torch.cat([candidates, others], -1)
+
+
+def _kl(a: Tensor, b: Tensor) -> Tensor:
+    """[T] KL(a || b) of log-probabilities [T, C]."""
+    return (a.exp() * (a - b)).sum(-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateLoss:
+    """The algorithm's loss plus coefficient * `divergence`, where a teacher spoke."""
+
+    base: LossFn
+    coefficient: float
+    beta: float = 1.0
+
+    def __call__(
+        self,
+        *,
+        loss_mask: Tensor,  # [T] bool
+        streams: Mapping[str, Tensor] = MappingProxyType({}),
+        candidate_logprobs: Tensor | None = None,  # [T, C] fp32, carries the gradient
+        **rest: Any,
+    ) -> tuple[Tensor, Mapping[str, Stat]]:
+        """[T] loss and statistics, `distill/candidates_divergence` and `distill/teacher_others` beside the
+        algorithm's."""
+        assert candidate_logprobs is not None, "candidates were packed, but nobody scored them"
+        loss, stats = self.base(loss_mask=loss_mask, streams=streams, candidate_logprobs=candidate_logprobs, **rest)
+        taught = loss_mask & (streams[TAUGHT] > 0)
+        # Elsewhere both sides are one and the same distribution, so that nothing there can overflow into the gradient.
+        even = -math.log(candidate_logprobs.shape[1] + 1)
+        student = torch.where(taught[:, None], candidate_logprobs, even)
+        teacher = torch.where(taught[:, None], streams[TEACHER_CANDIDATES], even)
+        apart = torch.where(taught, divergence(student, teacher, beta=self.beta), 0.0)
+        return loss + self.coefficient * apart, {
+            **stats,
+            "distill/candidates_divergence": mean_stat(apart, taught),
+            "distill/teacher_others": mean_stat(1 - teacher.exp().sum(-1), taught),
+        }
+
+
+def distill_metrics(groups: Sequence[SampleGroup], teacher_of: Callable[[str], str | None]) -> dict[str, float]:
+    """`distill/*` of a rollout, over all taught tokens and of each teacher; teacher_of: of a prompt's source."""
+    found: dict[str, list[float]] = {}  # name, "" for all -> tokens, sum of log p - log q, sum of log q
+    for group in groups:
+        for s in group.samples:
+            taught = s.streams[TAUGHT] > 0
+            own = (float(taught.sum()), -float(log_ratio(s).sum()), float(s.streams[TEACHER][taught].sum()))
+            for name in ("", teacher_of(group.prompt.source)):
+                if name is not None:
+                    sums = found.setdefault(name, [0.0, 0.0, 0.0])
+                    found[name] = [a + b for a, b in zip(sums, own, strict=True)]
+    out = {}
+    for name, (tokens, apart, logprob) in found.items():
+        end = f"/{name}" if name else ""
+        out[f"distill/tokens{end}"] = tokens
+        if tokens:
+            out |= {f"distill/reverse_kl{end}": apart / tokens, f"distill/teacher_logprob{end}": logprob / tokens}
+    return out
