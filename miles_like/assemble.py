@@ -69,7 +69,8 @@ def pipeline_parts(config: RunConfig, console: Console, ray_address: str | None)
     def sizes(config_json: Path) -> Sizes:
         hf = fetched_config(config.model, config_json)
         check_layout(config.parallel, hf)  # before anything is fetched or made
-        check_engine(config.rollout, config.precision, hf)
+        if config.servers is not None:
+            check_engine(config.servers, config.precision, hf)
         _resolved(config, config_json)
         fetched, bf16 = _bytes(hf, spec_from_hf(hf))
         return Sizes(fetched=fetched, bf16=bf16, served=_bytes(hf, served_spec(config.precision, hf))[0])
@@ -156,7 +157,7 @@ def _resolved(config: RunConfig, config_json: Path) -> tuple[TrainerConfig, Reso
 
 def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
     """Nodes, ranks and server command lines, as `--dry-run` prints them."""
-    plan = plan_placement(config.cluster, config.parallel, config.rollout)
+    plan = plan_placement(config.cluster, config.parallel, config.servers)
     p = config.parallel
     lines = [
         f"layout: TP{p.tp} x PP{p.pp} x CP{p.cp} x DP{p.dp}, EP{p.ep} x ETP{p.etp} over the same {p.world_size} ranks"

@@ -22,6 +22,7 @@ from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.alignment import AlignmentConfig, check_sides, with_deterministic_servers
 from miles_like.distillation_config import DistillationConfig
 from miles_like.make_config import MakeConfig
+from miles_like.supervised_config import PAIRS, SUPERVISED, SupervisedConfig, check_keys, check_unused, without_replay
 from rollout.config import DataConfig, PublishConfig, RolloutConfig
 
 
@@ -136,6 +137,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     correction: CorrectionConfig = CorrectionConfig()
     distillation: DistillationConfig = DistillationConfig()
+    supervised: SupervisedConfig = SupervisedConfig()
     mismatch: MismatchConfig = MismatchConfig()
     reward: RewardConfig = RewardConfig()
     buffer: BufferConfig = BufferConfig()
@@ -152,6 +154,31 @@ class RunConfig(Section):
         """Tokens of a whole micro-batch: context-parallel ranks share it out."""
         return self.train.max_tokens_per_rank * self.parallel.cp
 
+    @property
+    def servers(self) -> RolloutConfig | None:
+        """None: answers are given, and nothing is sampled."""
+        return None if self.algorithm.name in SUPERVISED else self.rollout
+
+    @model_validator(mode="after")
+    def a_run_without_rollout_has_no_keys_of_one(self) -> RunConfig:
+        name, pairs = self.algorithm.name, self.algorithm.name in PAIRS
+        check_keys(name, self.supervised)
+        if self.servers is not None:
+            return self
+        data = {"train", "eval", "prompt_key", "template", "instruction", "max_prompt_tokens"}
+        train = set(TrainLoopConfig.model_fields) - {"samples_per_group", "steps_per_rollout"}
+        sections: dict[str, tuple[Any, Any, set[str]]] = {
+            "replay": (self.replay, ReplayConfig(mode="off"), set()),
+            "algorithm": (self.algorithm, AlgorithmConfig(name=name), set()),
+            "train": (self.train, TrainLoopConfig(), train - {"mtp_coefficient"} if pairs else train),
+            "data": (self.data, DataConfig(train=self.data.train), data if pairs else data | {"answer_key"}),
+            "eval": (self.eval, EvalConfig(), {"every", "max_prompts"}),
+            "cluster": (self.cluster, ClusterConfig(), set(ClusterConfig.model_fields) - {"colocate"}),
+        }
+        unused = ("correction", "distillation", "mismatch", "reward", "buffer", "rollout", "publish", "alignment")
+        check_unused(name, sections | {s: (getattr(self, s), type(getattr(self, s))(), set()) for s in unused})
+        return self
+
     @model_validator(mode="after")
     def ranks_fit_the_cluster(self) -> RunConfig:
         c, world = self.cluster, self.parallel.world_size
@@ -161,6 +188,8 @@ class RunConfig(Section):
                 f"parallel needs {world} ranks, cluster has {c.nodes} nodes x {c.gpus_per_node} GPUs = {gpus}: "
                 "lower parallel.dp or raise cluster.nodes"
             )
+        if self.servers is None:
+            return self
         engine_gpus = self.rollout.servers * self.rollout.sglang.tp_size
         if c.gpus_per_node and self.rollout.engine == "sglang":
             free = gpus if c.colocate else gpus - world
@@ -173,7 +202,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def samples_fit_a_pack(self) -> RunConfig:
-        """Prompts are held to data.max_prompt_tokens when they are read, so no rollout can give a longer sample."""
+        """Prompts are held to data.max_prompt_tokens when they are read, so no rollout can give a longer sample. Given
+        answers are held to the size of a pack when they are read."""
+        if self.servers is None:
+            return self
         prompt, new = self.data.max_prompt_tokens, self.rollout.max_new_tokens
         longest = prompt + new - 1  # a sample's last token is a label only
         if longest > self.max_pack_tokens:
@@ -257,7 +289,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def servers_are_deterministic_too(cls, given: Any) -> Any:
-        return with_deterministic_servers(given) if isinstance(given, dict) else given
+        return without_replay(with_deterministic_servers(given)) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def both_sides_can_be_deterministic(self) -> RunConfig:
@@ -283,7 +315,7 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         recompute=run.train.recompute,
         recompute_modules=run.train.recompute_modules,
         mtp_coefficient=run.train.mtp_coefficient,
-        reference=run.algorithm.kl_coefficient > 0 or run.distillation.reference,
+        reference=run.algorithm.kl_coefficient > 0 or run.algorithm.name == "dpo" or run.distillation.reference,
         on_nonfinite=run.train.on_nonfinite,
         deterministic=run.alignment.deterministic,
     )

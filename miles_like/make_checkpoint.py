@@ -78,7 +78,7 @@ def _warm_up_and_write(
         ).read(path)
         for path, key in ((make.corpus, make.answer_key), (make.validation, "answer"))
     )
-    plan = plan_placement(config.cluster, config.parallel, config.rollout)
+    plan = plan_placement(config.cluster, config.parallel, config.servers)
     check_nodes(plan)
     trainer = RayTrainer(
         MegatronFactory(_trainer_config(config, make, bf16, hf_config), shards, NllLoss()),

@@ -14,7 +14,16 @@ from pathlib import Path
 from miles_like.types import Finish, Sample, SampleGroup
 
 # A metric's better direction, for "best" in tables; what is not here has none.
-HIGHER_IS_BETTER = ("rollout/reward/mean", "eval/", "mismatch/ess", "routing/", "perf/tokens_per_s", "perf/mfu")
+HIGHER_IS_BETTER = (
+    "rollout/reward/mean",
+    "eval/",
+    "preference/accuracy",
+    "preference/margin",
+    "mismatch/ess",
+    "routing/",
+    "perf/tokens_per_s",
+    "perf/mfu",
+)
 LOWER_IS_BETTER = (
     *("mismatch/", "perf/", "sync/seconds", "train/skipped"),
     *("rollout/truncated_frac", "rollout/empty_frac", "rollout/zero_std_group_frac"),
@@ -27,7 +36,7 @@ def better(key: str) -> int:
     """+1 when larger is better, -1 when smaller is, 0 when neither."""
     if key.startswith(SIGNED):
         return 0
-    if key.startswith(SIZES):
+    if key.startswith(SIZES) or (key.startswith("eval/") and key.endswith("/loss")):
         return -1
     if key.startswith(HIGHER_IS_BETTER):
         return 1
@@ -60,22 +69,21 @@ def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str,
 def speed_metrics(
     groups: Sequence[SampleGroup],
     *,
-    rollout_s: float,
+    rollout_s: float | None,
     train_s: float,
     flops: Callable[[Sequence[int], int], float] | None = None,
     peak: float | None = None,
 ) -> dict[str, float]:
-    """Tokens a second of a step's two halves: those sampled, and those fed to the trainer (prompts too).
+    """Tokens a second of a step's two halves: those sampled, unless nothing was (`rollout_s` None), and those fed to
+    the trainer (prompts too).
 
     With `flops`, of a step from its samples' input lengths and its number of labels with loss, and `peak`, FLOP/s of
     all trainer ranks together, also the share of the peak that those FLOPs make of `train_s`.
     """
     samples = [s for g in groups for s in g.samples]
     sampled, inputs = sum(s.response_len for s in samples), [len(s.token_ids) - 1 for s in samples]
-    out = {
-        "perf/tokens_per_s_rollout": sampled / rollout_s,
-        "perf/tokens_per_s_train": sum(inputs) / train_s,
-    }
+    out = {} if rollout_s is None else {"perf/tokens_per_s_rollout": sampled / rollout_s}
+    out["perf/tokens_per_s_train"] = sum(inputs) / train_s
     if flops is not None and peak is not None:
         trained = [n for n, s in zip(inputs, samples, strict=True) if s.response_len]
         out["perf/mfu"] = flops(trained, sampled) / (train_s * peak)

@@ -38,14 +38,17 @@ class PlacementPlan:
         return 1 + max(s.node for s in self.slots)
 
 
-def plan_placement(cluster: ClusterConfig, parallel: ParallelConfig, rollout: RolloutConfig) -> PlacementPlan:
-    """Raises ValueError when a server's GPUs neither fit a node nor fill whole nodes."""
+def plan_placement(cluster: ClusterConfig, parallel: ParallelConfig, rollout: RolloutConfig | None) -> PlacementPlan:
+    """rollout None: no servers. Raises ValueError when a server's GPUs neither fit a node nor fill whole nodes."""
     world, per_node = parallel.world_size, cluster.gpus_per_node
     if not per_node:
         ranks = [Slot(role="trainer", index=r, node=r % cluster.nodes, gpus=()) for r in range(world)]
-        servers = [Slot(role="rollout", index=s, node=s % cluster.nodes, gpus=()) for s in range(rollout.servers)]
+        number = rollout.servers if rollout is not None else 0
+        servers = [Slot(role="rollout", index=s, node=s % cluster.nodes, gpus=()) for s in range(number)]
         return PlacementPlan((*ranks, *servers))
     ranks = [Slot(role="trainer", index=r, node=r // per_node, gpus=(r % per_node,)) for r in range(world)]
+    if rollout is None:
+        return PlacementPlan(tuple(ranks))
     width = rollout.sglang.tp_size if rollout.engine == "sglang" else 1
     first = 0 if cluster.colocate else -(-world // per_node) * per_node
     if (width > per_node and width % per_node) or (width < per_node and per_node % width):

@@ -1,81 +1,44 @@
-"""What a run's two sides are made of, from its configuration: trainer ranks, servers, clients, publisher, packing.
+"""What a run's two sides are made of, from its configuration: servers, clients, publisher beside the trainer's parts.
 
 Everything is made on demand; nothing runs before it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from megatron_bridge.families.base import Family
-from megatron_bridge.families.registry import family_of
-from megatron_bridge.flops import forward_flops
-from megatron_bridge.layout import check_layout
-from megatron_bridge.precision import served_spec
-from megatron_bridge.resolve import resolve
 from miles_like.algorithms.registry import make_algorithm, make_bounds
-from miles_like.config import RunConfig, trainer_config
+from miles_like.config import RunConfig
 from miles_like.engine_fit import check_engine
-from miles_like.factories import MegatronFactory, PublisherRecipe, ServerRecipe
-from miles_like.hf_checkpoint import HFCheckpoint
+from miles_like.factories import PublisherRecipe, ServerRecipe
 from miles_like.packing import pack
-from miles_like.placement import plan_placement
 from miles_like.same_bits import check_same_bits
-from miles_like.tokenizer import load_tokenizer
+from miles_like.trainer_parts import TrainerParts
 from miles_like.types import Prompt, SamplingParams
 from miles_like.verify.allowance import allowance
 from miles_like.verify_live import Comparison, LiveTrainer
 from miles_like.workers import RayServers, RayTrainer
-from quant.hf_config import spec_from_hf
-from quant.spec import QuantSpec
 from rollout.client import SGLangClient, seed_of
 from rollout.samples import RoutingShape
 from rollout.wire_control import PauseMode
 
 
-class RunParts:
+class RunParts(TrainerParts):
     """The parts of one job, and the comparison of its two sides."""
 
     def __init__(self, config: RunConfig, run_dir: Path, served: Path, weights: Path, console: Console) -> None:
-        self.config = config
-        self.run_dir = run_dir
-        self.served = served
-        self.weights = weights
-        self.console = console
-        self.hf = HFCheckpoint(served)
-        self.family: Family = family_of(self.hf.config)
-        check_layout(config.parallel, self.hf.config)
-        self.spec = self._spec()
+        super().__init__(config, run_dir, served, weights, console)
         check_engine(config.rollout, config.precision, self.hf.config)
-        self.trainer = trainer_config(config, served)
-        cuda = config.cluster.gpus_per_node > 0
-        resolve(self.trainer, self.hf.config, cuda=cuda, te=cuda)  # refuses before anything is started
-        self.tokenizer = load_tokenizer(served)
         self.algorithm = make_algorithm(config.algorithm, config.correction, config.mismatch)
-        self.plan = plan_placement(config.cluster, config.parallel, config.rollout)
-
-    def _spec(self) -> QuantSpec | None:
-        """How the weights that are served are stored. Raises ValueError when the run's configuration disagrees."""
-        spec, want = spec_from_hf(self.hf.config), served_spec(self.config.precision, self.hf.config)
-        if spec != want:
-            stored = "BF16" if spec is None else spec.format.value
-            raise ValueError(
-                f"precision.format = {self.config.precision.format.value!r}, but {self.served} holds {stored} weights: "
-                "run the stage that makes it again (--stages stage,train)"
-            )
-        return spec
 
     def ranks(self) -> RayTrainer:
         """Started, on the weights that the run begins with."""
-        factory = MegatronFactory(self.trainer, self.weights, self.algorithm.loss)
-        slots, logs = self.plan.of("trainer"), self.run_dir / "logs"
-        return RayTrainer(factory, slots, dp_size=self.config.parallel.dp, log_dir=logs)
+        return self.started(self.algorithm.loss)
 
     def servers(self, version: int, *, routing: bool = True) -> RayServers:
         c = self.config.rollout
@@ -157,15 +120,6 @@ class RunParts:
             stop_token_ids=(int(self.tokenizer.eos_token_id),),
             sampling_seed=seed_of(self.config.seed, key),
         )
-
-    def rows(self, dp_size: int) -> dict[str, Any]:
-        c = self.config
-        return {"dp_size": dp_size, "max_tokens": c.max_pack_tokens, "micro_multiple": c.parallel.micro_multiple}
-
-    @property
-    def cost(self) -> Callable[[int], float] | None:
-        """What a sample's length weighs when rows are balanced."""
-        return (lambda n: forward_flops(self.hf.config, [n])) if self.config.train.balance == "flops" else None
 
     def comparison(self, trainer: RayTrainer, prompts: Sequence[Prompt]) -> Comparison:
         c, bounds = self.config, make_bounds(self.config.mismatch)

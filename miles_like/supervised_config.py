@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from megatron_bridge.config import Section
 
@@ -43,30 +44,39 @@ _KEYS_OF = {
 
 def check_keys(name: str, given: SupervisedConfig) -> None:
     """Raises ValueError for a key of [supervised] that does nothing with `algorithm.name = name`."""
-    if (key := _first_change(given, _KEYS_OF.get(name, set()))) is not None:
+    for key, value, _ in _changes(given, SupervisedConfig(), _KEYS_OF.get(name, set())):
         users = [repr(n) for n in SUPERVISED if key in _KEYS_OF[n]]
         raise ValueError(
-            f"supervised.{key} = {getattr(given, key)!r} does nothing with algorithm.name = {name!r}: remove it, or "
-            f"set algorithm.name = {' or '.join(users)}"
+            f"supervised.{key} = {value!r} does nothing with algorithm.name = {name!r}: remove it, or set "
+            f"algorithm.name = {' or '.join(users)}"
         )
 
 
-def check_unused(name: str, sections: dict[str, tuple[Section, Section, set[str]]]) -> None:
+def check_unused(name: str, sections: Mapping[str, tuple[Section, Section, set[str]]]) -> None:
     """Raises ValueError for a key that a run without rollout does not look at and that was changed all the same:
-    `sections` are by name what was given, its default, and the keys that are looked at."""
+    `sections` are by name what was given, what it is by default, and the keys that are looked at."""
     for section, (given, default, used) in sections.items():
-        if (key := _first_change(given, used, default)) is not None:
+        for key, value, usual in _changes(given, default, used):
             raise ValueError(
-                f"{section}.{key} = {_shown(getattr(given, key))} does nothing with algorithm.name = {name!r}, which "
-                f"samples no answers: remove it (it is {_shown(getattr(default, key))} by default)"
+                f"{section}.{key} = {value!r} does nothing with algorithm.name = {name!r}, which samples no answers: "
+                f"remove it, or set it to {usual!r}"
             )
 
 
-def _first_change(given: Section, used: set[str], default: Section | None = None) -> str | None:
-    default = type(given)() if default is None else default
-    changed = (k for k in type(given).model_fields if k not in used and getattr(given, k) != getattr(default, k))
-    return next(changed, None)
+def without_replay(given: dict[str, Any]) -> dict[str, Any]:
+    """A run's sections as they are read; there are no routes of a rollout where nothing is sampled."""
+    algorithm, replay = given.get("algorithm"), given.get("replay", {})
+    if not isinstance(algorithm, dict) or algorithm.get("name") not in SUPERVISED or not isinstance(replay, dict):
+        return given
+    return given | {"replay": {"mode": "off"} | replay}
 
 
-def _shown(value: object) -> str:
-    return f"{{{value}}}" if isinstance(value, Section) else repr(value)
+def _changes(given: BaseModel, default: BaseModel, used: Collection[str] = ()) -> Iterator[tuple[str, Any, Any]]:
+    """(key, what it is, what it is by default) of keys not in `used` that differ; keys of inner sections are dotted."""
+    for key in type(given).model_fields:
+        value, usual = getattr(given, key), getattr(default, key)
+        if key not in used and value != usual:
+            if isinstance(value, BaseModel):
+                yield from ((f"{key}.{inner}", *rest) for inner, *rest in _changes(value, usual))
+            else:
+                yield key, value, usual

@@ -10,18 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from megatron_bridge.flops import train_flops
 from miles_like import run_state
 from miles_like.algorithms.advantages import shuffle_over_batch
 from miles_like.algorithms.registry import make_bounds
 from miles_like.buffer import DataBuffer
-from miles_like.config import RunConfig
 from miles_like.config_io import dump_config
 from miles_like.controller import Controller, settle
 from miles_like.evaluation import evaluate
-from miles_like.metrics import rollout_metrics, speed_metrics, write_rollouts
+from miles_like.metrics import rollout_metrics, write_rollouts
 from miles_like.packing import pack_steps
 from miles_like.progress import PhaseBar
 from miles_like.report import write_report
@@ -29,7 +25,6 @@ from miles_like.rewards import load_reward
 from miles_like.rounds import Rounds
 from miles_like.run_parts import RunParts
 from miles_like.run_state import RunState
-from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
 from miles_like.types import Prompt, SampleGroup, TrainBatch
 from miles_like.verify.allowance import of_steps
 from miles_like.verify.gate import admit, judge
@@ -43,12 +38,6 @@ from rollout.prompts import PromptSource
 
 class TrainStage(RunParts):
     """The parts of one training run, started, wired and stopped."""
-
-    def __init__(self, config: RunConfig, run_dir: Path, served: Path, weights: Path, console: Console) -> None:
-        super().__init__(config, run_dir, served, weights, console)
-        self.checkpoints = run_dir / "checkpoints"
-        self.tokens_total = 0
-        self.saving: RunState | None = None  # of a checkpoint that is not whole yet
 
     def run(self, resume: bool) -> None:
         (self.run_dir / "config.toml").write_text(dump_config(self.config), encoding="utf-8")
@@ -90,13 +79,7 @@ class TrainStage(RunParts):
         first = await self._begin(trainer, source, began)
         await self._verify(trainer, clients, source)
         reward = load_reward(config.reward.name)
-        sink = MultiSink(
-            [
-                JsonlSink(self.run_dir / "metrics.jsonl"),
-                TensorboardSink(self.run_dir / "tensorboard"),
-                ConsoleSink(steps=config.train.steps, console=self.console),
-            ]
-        )
+        sink = self.sink()
         with PhaseBar(config.train.steps, self.console) as (progress, task):
             controller = self._controller(
                 trainer,
@@ -139,8 +122,8 @@ class TrainStage(RunParts):
             deal=self._deal,
             describe=self._describe,
             keep=lambda step, groups: write_rollouts(self.run_dir / "rollouts" / f"step_{step}.jsonl", groups),
-            save=partial(self._save, trainer),
-            finish_save=partial(self._finish_save, trainer),
+            save=partial(self.save, trainer),
+            finish_save=partial(self.finish_save, trainer),
             max_staleness=c.buffer.max_staleness,
             eval_every=c.eval.every,
             save_every=c.checkpoint.every,
@@ -176,17 +159,6 @@ class TrainStage(RunParts):
         return PromptSource(c.data, self.tokenizer, c.data.eval).all()[: c.eval.max_prompts]
 
     # what the loop calls
-
-    def speed(self, groups: Sequence[SampleGroup], *, rollout_s: float, train_s: float) -> dict[str, float]:
-        tflops, ranks = self.config.cluster.peak_tflops, self.config.parallel.world_size
-        depths = self.family.mtp_layers(self.hf.config) if self.config.train.mtp_coefficient else 0
-        return speed_metrics(
-            groups,
-            rollout_s=rollout_s,
-            train_s=train_s,
-            flops=lambda lengths, labels: train_flops(self.hf.config, lengths, head_rows=labels, mtp_depths=depths),
-            peak=tflops and 1e12 * tflops * ranks,
-        )
 
     async def _rollout(
         self, engine: EnginePool, reward: Any, step: int, number: int, prompts: Sequence[Prompt]
@@ -237,21 +209,3 @@ class TrainStage(RunParts):
             name=Path(str(c.data.eval)).stem,
             alone=c.buffer.max_staleness == 0,
         )
-
-    async def _save(self, trainer: RayTrainer, step: int, dealt: int) -> None:
-        await self._finish_save(trainer, True)
-        folder = run_state.empty_folder(self.checkpoints, step)
-        await trainer.save(folder / "trainer", asynchronous=self.config.checkpoint.asynchronous)
-        self.saving = RunState(
-            step=step,
-            weight_version=step,
-            prompt_cursor=dealt,
-            tokens_total=self.tokens_total,
-        )
-        await self._finish_save(trainer, not self.config.checkpoint.asynchronous)
-
-    async def _finish_save(self, trainer: RayTrainer, wait: bool) -> None:
-        """`latest` moves on when every rank has written; the state is the one of the step that was saved."""
-        if self.saving is not None and await trainer.finish_save(wait=wait):
-            run_state.save(self.checkpoints, self.saving, keep=self.config.checkpoint.keep)
-            self.saving = None

@@ -1,0 +1,119 @@
+"""What every training run is made of, from its configuration: trainer ranks, packing, sinks, checkpoints.
+
+Everything is made on demand; nothing runs before it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_bridge.families.base import Family
+from megatron_bridge.families.registry import family_of
+from megatron_bridge.flops import forward_flops, train_flops
+from megatron_bridge.layout import check_layout
+from megatron_bridge.precision import served_spec
+from megatron_bridge.resolve import resolve
+from miles_like import run_state
+from miles_like.config import RunConfig, trainer_config
+from miles_like.factories import MegatronFactory
+from miles_like.hf_checkpoint import HFCheckpoint
+from miles_like.metrics import speed_metrics
+from miles_like.placement import plan_placement
+from miles_like.protocols import LossFn
+from miles_like.run_state import RunState
+from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
+from miles_like.tokenizer import load_tokenizer
+from miles_like.types import SampleGroup
+from miles_like.workers import RayTrainer
+from quant.hf_config import spec_from_hf
+from quant.spec import QuantSpec
+
+
+class TrainerParts:
+    """The trainer's side of one job."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, served: Path, weights: Path, console: Console) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.served = served
+        self.weights = weights
+        self.console = console
+        self.checkpoints = run_dir / "checkpoints"
+        self.hf = HFCheckpoint(served)
+        self.family: Family = family_of(self.hf.config)
+        check_layout(config.parallel, self.hf.config)
+        self.spec = self._spec()
+        self.trainer = trainer_config(config, served)
+        cuda = config.cluster.gpus_per_node > 0
+        resolve(self.trainer, self.hf.config, cuda=cuda, te=cuda)  # refuses before anything is started
+        self.tokenizer = load_tokenizer(served)
+        self.plan = plan_placement(config.cluster, config.parallel, config.servers)
+        self.tokens_total = 0
+        self._saving: RunState | None = None  # of a checkpoint that is not whole yet
+
+    def _spec(self) -> QuantSpec | None:
+        """How the weights that are served are stored. Raises ValueError when the run's configuration disagrees."""
+        spec, want = spec_from_hf(self.hf.config), served_spec(self.config.precision, self.hf.config)
+        if spec != want:
+            stored = "BF16" if spec is None else spec.format.value
+            raise ValueError(
+                f"precision.format = {self.config.precision.format.value!r}, but {self.served} holds {stored} weights: "
+                "run the stage that makes it again (--stages stage,train)"
+            )
+        return spec
+
+    def started(self, loss: LossFn) -> RayTrainer:
+        """The ranks, on the weights that the run begins with."""
+        factory = MegatronFactory(self.trainer, self.weights, loss)
+        slots, logs = self.plan.of("trainer"), self.run_dir / "logs"
+        return RayTrainer(factory, slots, dp_size=self.config.parallel.dp, log_dir=logs)
+
+    def rows(self, dp_size: int) -> dict[str, Any]:
+        c = self.config
+        return {"dp_size": dp_size, "max_tokens": c.max_pack_tokens, "micro_multiple": c.parallel.micro_multiple}
+
+    @property
+    def cost(self) -> Callable[[int], float] | None:
+        """What a sample's length weighs when rows are balanced."""
+        return (lambda n: forward_flops(self.hf.config, [n])) if self.config.train.balance == "flops" else None
+
+    def sink(self) -> MultiSink:
+        return MultiSink(
+            [
+                JsonlSink(self.run_dir / "metrics.jsonl"),
+                TensorboardSink(self.run_dir / "tensorboard"),
+                ConsoleSink(steps=self.config.train.steps, console=self.console),
+            ]
+        )
+
+    def speed(
+        self, groups: Sequence[SampleGroup], *, train_s: float, rollout_s: float | None = None
+    ) -> dict[str, float]:
+        tflops, ranks = self.config.cluster.peak_tflops, self.config.parallel.world_size
+        depths = self.family.mtp_layers(self.hf.config) if self.config.train.mtp_coefficient else 0
+        return speed_metrics(
+            groups,
+            rollout_s=rollout_s,
+            train_s=train_s,
+            flops=lambda lengths, labels: train_flops(self.hf.config, lengths, head_rows=labels, mtp_depths=depths),
+            peak=tflops and 1e12 * tflops * ranks,
+        )
+
+    async def save(self, trainer: RayTrainer, step: int, dealt: int) -> None:
+        """A checkpoint after `step`, when `dealt` rows of data.train were dealt; it may still be under way when this
+        returns."""
+        await self.finish_save(trainer, True)
+        folder = run_state.empty_folder(self.checkpoints, step)
+        await trainer.save(folder / "trainer", asynchronous=self.config.checkpoint.asynchronous)
+        self._saving = RunState(step=step, weight_version=step, prompt_cursor=dealt, tokens_total=self.tokens_total)
+        await self.finish_save(trainer, not self.config.checkpoint.asynchronous)
+
+    async def finish_save(self, trainer: RayTrainer, wait: bool) -> None:
+        """`latest` moves on when every rank has written; the state is the one of the step that was saved."""
+        if self._saving is not None and await trainer.finish_save(wait=wait):
+            run_state.save(self.checkpoints, self._saving, keep=self.config.checkpoint.keep)
+            self._saving = None
