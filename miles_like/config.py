@@ -21,6 +21,7 @@ from megatron_bridge.config import (
 from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.alignment import AlignmentConfig, check_sides, with_deterministic_servers
 from miles_like.distillation_config import DistillationConfig
+from miles_like.eval_config import EvalConfig, EvalSet
 from miles_like.make_config import MakeConfig
 from miles_like.supervised_config import PAIRS, SUPERVISED, SupervisedConfig, check_keys, check_unused, without_replay
 from rollout.config import DataConfig, PublishConfig, RolloutConfig
@@ -87,12 +88,6 @@ class BufferConfig(Section):
     max_staleness: int = Field(0, ge=0)
 
 
-class EvalConfig(Section):
-    every: int = Field(25, ge=0)  # 0: only before the first and after the last step
-    samples: int = Field(1, ge=1)  # k of avg@k and pass@k; 1 is greedy
-    max_prompts: int | None = None
-
-
 class CheckpointConfig(Section):
     every: int = Field(0, ge=0)  # 0: only after the last step
     keep: int = Field(2, ge=1)
@@ -153,6 +148,16 @@ class RunConfig(Section):
     def max_pack_tokens(self) -> int:
         """Tokens of a whole micro-batch: context-parallel ranks share it out."""
         return self.train.max_tokens_per_rank * self.parallel.cp
+
+    @property
+    def eval_sets(self) -> tuple[EvalSet, ...]:
+        """Held-out prompts of the run, data.eval's first."""
+        return self.eval.all_sets(self.data.eval)
+
+    @model_validator(mode="after")
+    def eval_sets_make_sense(self) -> RunConfig:
+        self.eval.all_sets(self.data.eval)
+        return self
 
     @property
     def servers(self) -> RolloutConfig | None:

@@ -1,16 +1,23 @@
-"""Answers of the rollout servers to held-out prompts, and what they are worth."""
+"""Answers of the rollout servers to held-out prompts, and what they are worth. docs/evaluation.md defines the figures.
+
+A set is answered greedily, one answer to each prompt, sampled, `k` answers to each, or both; sets one after the other.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from miles_like.eval_config import EvalSet
 from miles_like.metrics import eval_metrics
 from miles_like.protocols import RewardFn, RolloutEngine
-from miles_like.types import Prompt, SamplingParams
+from miles_like.types import Prompt, SampleGroup, SamplingParams
+from rollout.config import DataConfig
 from rollout.episode import run_groups
 from rollout.pool import EnginePool
+from rollout.prompts import PromptSource, Tokenizer
 
 
 class Examined(RolloutEngine, Protocol):
@@ -18,27 +25,97 @@ class Examined(RolloutEngine, Protocol):
         """Forget all keys and values."""
 
 
-async def evaluate(
-    engines: Sequence[Examined],
-    prompts: Sequence[Prompt],
-    reward: RewardFn,
-    *,
-    n: int,
-    params: SamplingParams,
-    name: str,
-    alone: bool,
-) -> dict[str, float]:
-    """`eval/{name}/...` of `n` answers to each prompt, of the whole distribution or, where n is 1,
-    the best token each time. Nothing for no prompts.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """A set whose prompts were read."""
 
-    alone: nobody else samples meanwhile, and the engines then forget the prompts: which prefixes of the next rollout
-    are cached changes last bits, so a run that goes on from a checkpoint must find what one that never stopped does.
+    config: EvalSet
+    prompts: Sequence[Prompt]
+    reward: RewardFn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What a set was answered, in the order of its prompts."""
+
+    config: EvalSet
+    greedy: Sequence[SampleGroup]  # of one answer each; none where greedy answers were not asked for
+    sampled: Sequence[SampleGroup]  # of config.sampled answers each; none where there are 0
+
+    def figures(self) -> dict[str, float]:
+        """`eval/{set}/...`"""
+        c, out = self.config, dict[str, float]()
+        avg_1 = f"eval/{c.name}/avg@1"  # of greedy answers, where these are all there are
+        greedy = "greedy" if self.sampled else "avg@1"
+        for groups, k, alone in ((self.greedy, 1, greedy), (self.sampled, c.sampled, "sampled")):
+            found = eval_metrics(groups, name=c.name, k=k) if groups else {}
+            out |= {f"eval/{c.name}/{alone}" if key == avg_1 else key: value for key, value in found.items()}
+        asked = len(self.greedy) + c.sampled * len(self.sampled)
+        scored = sum(s.reward is not None for g in (*self.greedy, *self.sampled) for s in g.samples)
+        return out | {f"eval/{c.name}/unscored_frac": 1 - scored / asked}
+
+
+def held_out(
+    sets: Sequence[EvalSet], data: DataConfig, tokenizer: Tokenizer, reward: Callable[[str | None], RewardFn]
+) -> list[HeldOut]:
+    """The sets' prompts. `reward`: by name; None is the run's own. Raises ValueError naming file and row, or reward."""
+    return [
+        HeldOut(
+            config=s,
+            prompts=PromptSource(data, tokenizer, s.path).all()[: s.max_prompts],
+            reward=reward(s.reward),
+        )
+        for s in sets
+    ]
+
+
+async def answers(
+    engines: Sequence[Examined], held: HeldOut, *, params: SamplingParams, version: int, alone: bool
+) -> Answers:
+    """Of the whole distribution at the set's temperature, and the likeliest token each time.
+
+    params: temperature and length of a set that has none of its own. alone: nobody else samples meanwhile, and the
+    engines then forget the prompts: which prefixes of the next rollout are cached changes last bits, so a run that goes
+    on from a checkpoint must find what one that never stopped does. Raises RuntimeError for an answer with a token of
+    another weight version than `version`.
     """
-    if not prompts:
-        return {}
-    asked = dataclasses.replace(params, temperature=0.0 if n == 1 else params.temperature, top_p=1.0, top_k=-1)
-    groups = await run_groups(EnginePool(engines), prompts, reward, n=n, params=asked)
+    c, engine = held.config, EnginePool(engines)
+    asked = dataclasses.replace(
+        params,
+        temperature=params.temperature if c.temperature is None else c.temperature,
+        max_new_tokens=params.max_new_tokens if c.max_new_tokens is None else c.max_new_tokens,
+        top_p=1.0,
+        top_k=-1,
+    )
+
+    async def ask(n: int, params: SamplingParams) -> list[SampleGroup]:
+        groups = await run_groups(engine, held.prompts, held.reward, n=n, params=params) if n else []
+        _check_versions(groups, version, c.name)
+        return groups
+
+    greedy = await ask(int(c.greedy), dataclasses.replace(asked, temperature=0.0))
+    sampled = await ask(c.sampled, asked)
     if alone:
-        for engine in engines:
-            await engine.flush_cache()
-    return eval_metrics(groups, name=name)
+        for e in engines:
+            await e.flush_cache()
+    return Answers(config=c, greedy=greedy, sampled=sampled)
+
+
+async def evaluate(
+    engines: Sequence[Examined], sets: Sequence[HeldOut], *, params: SamplingParams, version: int, alone: bool
+) -> dict[str, float]:
+    """`eval/{set}/...` of all sets at a weight version; as `answers`. Nothing for no sets."""
+    out = dict[str, float]()
+    for held in sets:
+        out |= (await answers(engines, held, params=params, version=version, alone=alone)).figures()
+    return out
+
+
+def _check_versions(groups: Sequence[SampleGroup], version: int, name: str) -> None:
+    for s in (s for g in groups for s in g.samples):
+        others = sorted({v.version for v in s.versions} - {version})
+        if others:
+            raise RuntimeError(
+                f"eval set {name!r} was to be answered by weight version {version}, but {s.name} has tokens of version "
+                f"{', '.join(map(str, others))}: something else publishes weights to the servers"
+            )

@@ -36,7 +36,7 @@ def better(key: str) -> int:
     """+1 when larger is better, -1 when smaller is, 0 when neither."""
     if key.startswith(SIGNED):
         return 0
-    if key.startswith(SIZES) or (key.startswith("eval/") and key.endswith("/loss")):
+    if key.startswith(SIZES) or (key.startswith("eval/") and key.endswith(("/loss", "/unscored_frac"))):
         return -1
     if key.startswith(HIGHER_IS_BETTER):
         return 1
@@ -100,20 +100,30 @@ def pass_at_k(*, n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def eval_metrics(groups: Sequence[SampleGroup], *, name: str, right: float = 1.0) -> dict[str, float]:
-    """`eval/{name}/avg@k`, the mean reward over prompts and samples, and `pass@k` when k > 1; k is G, equal in all.
+def powers_up_to(k: int) -> list[int]:
+    """1, 2, 4, ... and k."""
+    return sorted({1 << i for i in range(k.bit_length())} | {k})
 
-    A sample is right at a reward of at least `right`. Raises ValueError for no group or groups of different sizes.
+
+def eval_metrics(groups: Sequence[SampleGroup], *, name: str, k: int, right: float = 1.0) -> dict[str, float]:
+    """Of `k` answers to each prompt: `eval/{name}/avg@k`, the mean over prompts of the mean reward of their answers,
+    and, when k > 1, `pass@j` for j = 1, 2, 4, ... k.
+
+    Answers that nobody could score count as none: a prompt counts with those that were scored, in pass@j where there
+    are j of them, and a figure without any prompt is left out. A sample is right at a reward of at least `right`.
+    Raises ValueError for no group, or one of more than k samples.
     """
-    sizes = {len(g.samples) for g in groups}
-    if len(sizes) != 1:
-        raise ValueError(f"eval set {name!r} has {len(groups)} groups of {sorted(sizes)} samples: want one size")
-    k = sizes.pop()
-    rewards = [g.rewards for g in groups]
-    out = {f"eval/{name}/avg@{k}": statistics.fmean(r for g in rewards for r in g)}
-    if k > 1:
-        solved = (pass_at_k(n=k, correct=sum(r >= right for r in g), k=k) for g in rewards)
-        out[f"eval/{name}/pass@{k}"] = statistics.fmean(solved)
+    rewards = [[s.reward for s in g.samples if s.reward is not None] for g in groups]
+    most = max((len(r) for r in rewards), default=None)
+    if most is None or most > k:
+        raise ValueError(f"eval set {name!r} has {len(groups)} groups of up to {most} answers: want some, of {k} each")
+    out = {}
+    if most:
+        out[f"eval/{name}/avg@{k}"] = statistics.fmean(statistics.fmean(r) for r in rewards if r)
+    for j in powers_up_to(k) if k > 1 else ():
+        counts = [(len(r), sum(x >= right for x in r)) for r in rewards if len(r) >= j]
+        if counts:
+            out[f"eval/{name}/pass@{j}"] = statistics.fmean(pass_at_k(n=n, correct=c, k=j) for n, c in counts)
     return out
 
 

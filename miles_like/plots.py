@@ -131,7 +131,7 @@ def _reward(ax: Axes, rows: Rows) -> bool:
 
 
 def _accuracy(ax: Axes, rows: Rows) -> bool:
-    keys = sorted({k for r in rows for k in r if k.startswith("eval/")})
+    keys = sorted({k for r in rows for k in r if k.startswith("eval/") and not k.endswith("/unscored_frac")})
     ends = []
     for key, colour in zip(keys, COLOURS * len(keys), strict=False):
         steps, values = series(rows, key)

@@ -91,7 +91,8 @@ class ConsoleSink:
         parts = [f"[bold]step {step:>{width}}/{self._steps}[/bold]"]
         if "rollout/reward/mean" in m:
             parts.append(f"reward [green]{m['rollout/reward/mean']:.3f}[/green]")
-        parts += [f"{k.removeprefix('eval/')} [bold green]{m[k]:.3f}[/bold green]" for k in m if k.startswith("eval/")]
+        told = [k for k in m if k.startswith("eval/") and (m[k] or not k.endswith("/unscored_frac"))]
+        parts += [f"{k.removeprefix('eval/')} [bold green]{m[k]:.3f}[/bold green]" for k in told]
         if "mismatch/kl" in m:
             worst = m.get("mismatch/logprob_abs_diff_max")
             parts.append(f"mismatch kl {m['mismatch/kl']:.1e}" + (f" max {worst:.1e}" if worst is not None else ""))

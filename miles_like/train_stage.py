@@ -16,10 +16,11 @@ from miles_like.algorithms.registry import make_bounds
 from miles_like.buffer import DataBuffer
 from miles_like.config_io import dump_config
 from miles_like.controller import Controller, settle
-from miles_like.evaluation import evaluate
+from miles_like.evaluation import HeldOut, evaluate, held_out
 from miles_like.metrics import rollout_metrics, write_rollouts
 from miles_like.packing import pack_steps
 from miles_like.progress import PhaseBar
+from miles_like.protocols import RewardFn
 from miles_like.report import write_report
 from miles_like.rewards import load_reward
 from miles_like.rounds import Rounds
@@ -43,7 +44,10 @@ class TrainStage(RunParts):
         (self.run_dir / "config.toml").write_text(dump_config(self.config), encoding="utf-8")
         check_nodes(self.plan)
         source = PromptSource(self.config.data, self.tokenizer, self.config.data.train, seed=self.config.seed)
-        held_out = self._held_out()
+        reward = load_reward(self.config.reward.name)
+        held = held_out(
+            self.config.eval_sets, self.config.data, self.tokenizer, lambda name: load_reward(name) if name else reward
+        )
         began = run_state.load_latest(self.checkpoints) if resume else None
         run_state.clear_unfinished(self.checkpoints)
         started = time.perf_counter()
@@ -55,7 +59,7 @@ class TrainStage(RunParts):
                 f"{'':12}{len(self.plan.of('trainer'))} trainer ranks, {len(urls)} rollout servers up "
                 f"after {time.perf_counter() - started:.0f} s{self.payload()}"
             )
-            asyncio.run(self._loop(trainer, urls, source, held_out, began))
+            asyncio.run(self._loop(trainer, urls, source, reward, held, began))
         finally:
             servers.stop()
         write_report(self.run_dir)
@@ -66,7 +70,8 @@ class TrainStage(RunParts):
         trainer: RayTrainer,
         urls: Sequence[str],
         source: PromptSource,
-        held_out: Sequence[Prompt],
+        reward: RewardFn,
+        held: Sequence[HeldOut],
         began: tuple[Path, RunState] | None,
     ) -> None:
         config = self.config
@@ -78,7 +83,6 @@ class TrainStage(RunParts):
         trainer.connect(self.publisher(urls))
         first = await self._begin(trainer, source, began)
         await self._verify(trainer, clients, source)
-        reward = load_reward(config.reward.name)
         sink = self.sink()
         with PhaseBar(config.train.steps, self.console) as (progress, task):
             controller = self._controller(
@@ -86,7 +90,7 @@ class TrainStage(RunParts):
                 next_prompts=source.take,
                 rollout=partial(self._rollout, engine, reward),
                 dealt=0 if began is None else began[1].prompt_cursor,
-                evaluate=partial(self._evaluate, examiner, reward, held_out),
+                evaluate=partial(self._evaluate, examiner, held),
                 phase=lambda step, name: progress.update(task, completed=step, phase=name),
                 sink=sink,
                 judge=partial(judge, bounds, config.mismatch.on_breach, self.console),
@@ -152,12 +156,6 @@ class TrainStage(RunParts):
         source.restore(Cursor(*divmod(state.prompt_cursor, len(source))))
         return state.step
 
-    def _held_out(self) -> Sequence[Prompt]:
-        c = self.config
-        if c.data.eval is None:
-            return ()
-        return PromptSource(c.data, self.tokenizer, c.data.eval).all()[: c.eval.max_prompts]
-
     # what the loop calls
 
     async def _rollout(
@@ -197,15 +195,8 @@ class TrainStage(RunParts):
         return metrics | {"tokens_total": float(self.tokens_total)}
 
     async def _evaluate(
-        self, clients: Sequence[SGLangClient], reward: Any, prompts: Sequence[Prompt], version: int
+        self, clients: Sequence[SGLangClient], held: Sequence[HeldOut], version: int
     ) -> dict[str, float]:
         c = self.config
-        return await evaluate(
-            clients,
-            prompts,
-            reward,
-            n=c.eval.samples,
-            params=replace(self.sampling(version), sampling_seed=seed_of(c.seed, f"eval {version}")),
-            name=Path(str(c.data.eval)).stem,
-            alone=c.buffer.max_staleness == 0,
-        )
+        params = replace(self.sampling(version), sampling_seed=seed_of(c.seed, f"eval {version}"))
+        return await evaluate(clients, held, params=params, version=version, alone=c.buffer.max_staleness == 0)

@@ -78,13 +78,37 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, data):
 
 
 def test_eval_figures():
+    """pass@j of c right among n: with one right of two, one answer drawn is right half of the time."""
     groups = [rewarded([1, 0]), rewarded([0, 0]), rewarded([1, 1]), rewarded([0, 1])]
-    assert eval_metrics(groups, name="gsm8k") == {"eval/gsm8k/avg@2": 0.5, "eval/gsm8k/pass@2": 0.75}
-    assert eval_metrics([rewarded([1]), rewarded([0])], name="x") == {"eval/x/avg@1": 0.5}
-    with pytest.raises(ValueError, match=r"2 groups of \[1, 2\] samples"):
-        eval_metrics([rewarded([1]), rewarded([0, 1])], name="x")
+    assert eval_metrics(groups, name="gsm8k", k=2) == {
+        "eval/gsm8k/avg@2": 0.5,
+        "eval/gsm8k/pass@1": 0.5,
+        "eval/gsm8k/pass@2": 0.75,
+    }
+    assert eval_metrics([rewarded([1]), rewarded([0])], name="x", k=1) == {"eval/x/avg@1": 0.5}
+    of_six = eval_metrics([rewarded([1, 0, 0, 0, 0, 0.5])], name="x", k=6)
+    assert of_six == pytest.approx(
+        {"eval/x/avg@6": 0.25, **{f"eval/x/pass@{j}": j / 6 for j in (1, 2, 4, 6)}}  # j of 6 hold the one that is right
+    )
     with pytest.raises(ValueError, match="pass@3 of 2 samples"):
         pass_at_k(n=2, correct=1, k=3)
+    for bad in ([], [rewarded([1, 0, 1])]):
+        with pytest.raises(ValueError, match="want some, of 2 each"):
+            eval_metrics(bad, name="x", k=2)
+
+
+def test_answers_without_a_score_are_not_wrong_answers():
+    """A prompt counts with the answers that were scored; a figure that nothing tells is left out, not 0."""
+    groups = [rewarded([1, None, 0, 1]), rewarded([None] * 4), rewarded([0, 0, 0, 1])]
+    assert eval_metrics(groups, name="x", k=4) == pytest.approx(
+        {
+            "eval/x/avg@4": (2 / 3 + 1 / 4) / 2,
+            "eval/x/pass@1": (2 / 3 + 1 / 4) / 2,
+            "eval/x/pass@2": (1 + 1 / 2) / 2,
+            "eval/x/pass@4": 1.0,  # of the last alone
+        }
+    )
+    assert eval_metrics([rewarded([None, None])], name="x", k=2) == {}
 
 
 def test_rollouts_are_readable(tmp_path):

@@ -1,0 +1,90 @@
+"""Which held-out prompts are answered, how and how often. docs/evaluation.md explains the keys. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from megatron_bridge.config import Section
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # it stands between the slashes of a metric
+
+
+class SetConfig(Section):
+    """One more set. What is left out is as for `data.eval`."""
+
+    path: str  # a file or a hub name, as data.eval; its columns are those that [data] names
+    samples: int | None = Field(None, ge=1)
+    greedy: bool | None = None
+    temperature: float | None = Field(None, gt=0)
+    max_prompts: int | None = Field(None, ge=1)
+    max_new_tokens: int | None = Field(None, ge=1)
+    reward: str | None = None  # None: reward.name
+
+
+class EvalSet(Section):
+    """One set with everything said."""
+
+    name: str
+    path: str
+    samples: int
+    greedy: bool
+    temperature: float | None  # None: rollout.temperature
+    max_prompts: int | None  # None: all
+    max_new_tokens: int | None  # None: rollout.max_new_tokens
+    reward: str | None  # None: reward.name
+
+    @property
+    def sampled(self) -> int:
+        """Answers to each prompt that are drawn from the distribution: one answer alone is the greedy one."""
+        return 0 if self.greedy and self.samples == 1 else self.samples
+
+    @model_validator(mode="after")
+    def name_stands_in_metrics(self) -> EvalSet:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"eval set {self.name!r} ({self.path}) cannot stand in a metric's name: use letters, digits, '.', "
+                "'_' and '-' (data.eval has its file's name, [eval.sets.NAME] any)"
+            )
+        return self
+
+
+class EvalConfig(Section):
+    every: int = Field(25, ge=0)  # 0: only before the first and after the last step
+    samples: int = Field(1, ge=1)  # k of avg@k and pass@k: answers to each prompt that are sampled
+    greedy: bool = True  # one answer to each prompt is greedy; with samples = 1 it is the only one
+    temperature: float | None = Field(None, gt=0)  # of the sampled ones; None: rollout.temperature
+    max_prompts: int | None = Field(None, ge=1)  # of each set, its first; None: all
+    sets: dict[str, SetConfig] = Field(default_factory=dict)  # more of them, by name; data.eval is the first
+
+    def all_sets(self, first: str | None) -> tuple[EvalSet, ...]:
+        """`first` (data.eval), named by its file's stem, then `sets`. Raises ValueError for a name that is there
+        twice, and for keys that would do nothing."""
+        given = {} if first is None else {Path(first).stem: SetConfig(path=first)}
+        if twice := given.keys() & self.sets.keys():
+            name = twice.pop()
+            raise ValueError(
+                f"data.eval = {first!r} and [eval.sets.{name}] have the same name {name!r} in metrics: call the latter "
+                "otherwise"
+            )
+        told = [key for key in _SHARED if getattr(self, key) != type(self).model_fields[key].default]
+        given |= self.sets
+        if told and not given:
+            raise ValueError(f"eval.{told[0]} = {getattr(self, told[0])} does nothing without a set: give data.eval")
+        shared = self.model_dump(include=set(_SHARED)) | {"max_new_tokens": None, "reward": None}
+        out = tuple(EvalSet(name=n, **shared | s.model_dump(exclude_none=True)) for n, s in given.items())
+        greedy = {s.name for s in out if not s.sampled}
+        cold = [f"eval.sets.{n}" for n, s in self.sets.items() if n in greedy and s.temperature is not None]
+        if self.temperature is not None and given.keys() == greedy:
+            cold.append("eval")
+        if cold:
+            raise ValueError(
+                f"{cold[0]}.temperature does nothing with samples = 1 and greedy = true, one greedy answer to each "
+                "prompt: raise samples, set greedy = false, or remove it"
+            )
+        return out
+
+
+_SHARED = ("samples", "greedy", "temperature", "max_prompts")
