@@ -223,7 +223,7 @@ def _logprob_memory(port: int, found: Any) -> None:
     def run(rows: int, vocab: int) -> int:
         hidden = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
         weight = (0.05 * torch.randn(vocab, HIDDEN)).to(torch.bfloat16).requires_grad_()
-        labels = torch.randint(0, vocab, (rows,))
+        labels = torch.randint(0, vocab, (rows, 1))
         before = _status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
         out, _ = label_logprobs(hidden, weight, labels, temperature=1.0, memory=memory, group=dist.group.WORLD)

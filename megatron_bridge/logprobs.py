@@ -1,6 +1,7 @@
 """Log-probability and entropy of labels straight from hidden states, without a [T, V] tensor.
 
-Letters: n rows with loss, H hidden size, V vocabulary, v = V / tp this rank's share of it, b tokens of a block of it.
+Letters: n rows with loss, L labels a row (the token, then any candidates), H hidden size, V vocabulary, v = V / tp this
+rank's share of it, b tokens of a block of it.
 """
 
 from __future__ import annotations
@@ -39,31 +40,47 @@ class _LabelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         labels = labels - group.rank() * len(weight)  # counted from this rank's first; outside its share: another's
         whole = _exact_sums if exact else _sums
-        top, (z, weighted, picked) = whole(hidden, weight, labels, temperature, memory, group)
+        top, (z, weighted, *picked) = whole(hidden, weight, labels, temperature, memory, group)
         log_z = z.log()
         lse = top + log_z
         entropy = log_z - weighted / z
-        ctx.save_for_backward(hidden, weight, labels, lse)
+        ctx.save_for_backward(hidden, weight, labels, lse, entropy)
         ctx.temperature, ctx.memory = temperature, memory
-        ctx.mark_non_differentiable(entropy)
-        return picked - lse, entropy
+        ctx.set_materialize_grads(False)
+        return torch.stack(picked, 1) - lse[:, None], entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _entropy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        hidden, weight, labels, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, of_entropy: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        hidden, weight, labels, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        grad = (grad / ctx.temperature)[:, None]  # logits were divided by the temperature
+        grad = lse.new_zeros(labels.shape) if grad is None else grad
+        grad = grad / ctx.temperature  # [n, L]; logits were divided by the temperature
+        if of_entropy is not None:
+            of_entropy = (of_entropy / ctx.temperature)[:, None]
         for a, b in _blocks(len(hidden), len(weight), ctx.memory):
-            # d log p(label) / d logits = onehot(label) - p
-            slope = _logits(hidden, weight[a:b], ctx.temperature).sub_(lse[:, None]).exp_().neg_()  # [n, b]
-            local, mine = _local(labels - a, b - a)
-            slope = slope.scatter_add_(1, local[:, None], mine.float()[:, None]).mul_(grad).to(weight.dtype)
+            slope = _logits(hidden, weight[a:b], ctx.temperature).sub_(lse[:, None])  # [n, b]: log p
+            slope = _slope(slope, labels - a, grad, of_entropy, entropy[:, None]).to(weight.dtype)
             grad_hidden += slope @ weight[a:b]
             if grad_weight is not None:
                 torch.mm(slope.t(), hidden, out=grad_weight[a:b])
             del slope  # before the next block is made
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
+
+
+def _slope(log_p: Tensor, labels: Tensor, grad: Tensor, of_entropy: Tensor | None, entropy: Tensor) -> Tensor:
+    """[n, b] over a block, in log_p's memory: of sum over labels of grad [n, L] times d log p(label) / d logits, which
+    is onehot(label) - p, and of_entropy [n, 1] times d entropy / d logits, which is -p (log p + entropy)."""
+    local, mine = _local(labels, log_p.shape[1])
+    if of_entropy is None and labels.shape[1] == 1:
+        return log_p.exp_().neg_().scatter_add_(1, local, mine.float()).mul_(grad)
+    of_p = grad.sum(1, keepdim=True)
+    if of_entropy is None:
+        slope = log_p.exp_().mul_(of_p)
+    else:
+        p = log_p.exp()
+        slope = log_p.add_(entropy).mul_(of_entropy).add_(of_p).mul_(p)
+    return slope.neg_().scatter_add_(1, local, grad * mine)
 
 
 def _blocks(rows: int, share: int, memory: int) -> Iterator[tuple[int, int]]:
@@ -96,14 +113,14 @@ def _rescale(sums: Tensor, gap: Tensor) -> None:
 def _softmax_sums(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, memory: int
 ) -> tuple[Tensor, Tensor]:
-    """Over this rank's share: the greatest logit m [n], and [3, n] fp32: sum of e^(l - m), sum of e^(l - m) (l - m),
-    and the label's logit (0 where another rank has it)."""
+    """Over this rank's share: the greatest logit m [n], and [2 + L, n] fp32: sum of e^(l - m), sum of
+    e^(l - m) (l - m), and each label's logit (0 where another rank has it)."""
     top = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
-    sums = torch.zeros(3, len(hidden), device=hidden.device)
+    sums = torch.zeros(2 + labels.shape[1], len(hidden), device=hidden.device)
     for a, b in _blocks(len(hidden), len(weight), memory):
         logits = _logits(hidden, weight[a:b], temperature)  # [n, b]
         local, mine = _local(labels - a, b - a)
-        sums[2] += torch.where(mine, logits.gather(1, local[:, None])[:, 0], 0.0)
+        sums[2:] += torch.where(mine, logits.gather(1, local), 0.0).t()
         higher = torch.maximum(top, logits.amax(1))
         _rescale(sums, top - higher)
         top = higher
@@ -160,18 +177,18 @@ def label_logprobs(
     group: ProcessGroup,
     exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log p(label) and the entropy of p, p = softmax(hidden weight^T / temperature).
+    """log p of each label and the entropy of p, p = softmax(hidden weight^T / temperature).
 
     hidden [n, H] in the model's dtype, the same on every rank of `group` (its gradient is this rank's partial sum:
-    enter through a mapping that adds it up); weight [v, H], this rank's rows of the vocabulary; labels [n] int64.
-    Returns ([n] fp32, carries the gradient; [n] fp32, no gradient), the same on every rank. The matrix product rounds
-    logits to the model's dtype; everything after it is fp32.
+    enter through a mapping that adds it up); weight [v, H], this rank's rows of the vocabulary; labels [n, L] int64.
+    Returns ([n, L] fp32; [n] fp32), the same on every rank; both carry the gradient, and an entropy that is not used
+    costs nothing in backward. The matrix product rounds logits to the model's dtype; everything after it is fp32.
 
     Logits exist for a block of the vocabulary at a time, with all their temporaries at most `memory` bytes (or one
     column of them; `exact`: a fixed number of columns and at least 16 rows). Beside these, the gradients of hidden (in
     fp32 too) and weight, and [n] numbers, nothing is made.
 
-    exact: the bits that `quant.exact.logprobs` defines, which are the embedded engine's.
+    exact: the bits that `quant.exact.logprobs` defines, which are the embedded engine's; backward is the same.
     """
     picked, entropy = _LabelLogprobs.apply(hidden, weight, labels, temperature, memory, group, exact)
     return picked, entropy

@@ -1,6 +1,7 @@
 """Stock megatron-core GPTModel for one rank, from a Hugging Face config: built, cast to bf16, wrapped for gradients.
 
-Letters: T packed tokens, s rows of them below the embedding, H hidden size, D depths of multi-token prediction.
+Letters: T packed tokens, s rows of them below the embedding, H hidden size, D depths of multi-token prediction, C
+candidates a token, L = 1 + C labels asked for.
 """
 
 from __future__ import annotations
@@ -51,26 +52,31 @@ class PolicyModel(GPTModel):
         self.temperature, self.logprob_memory = temperature, logprob_memory
         self.await_head: Callable[[], object] = lambda: None  # until its weights are gathered: see connect_overlap
 
-    def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """[2 + D, T] fp32 on the last stage, given labels [1 + D, T] and loss_mask [1 + D, T] bool of `mtp.ahead`:
-        log-probability of each label with loss (0 elsewhere), entropy of its distribution (no gradient), and for each
-        of D depths of multi-token prediction -log p of its label at temperature 1. Else what GPTModel returns."""
+    def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        """On the last stage, given labels [1 + D + C, T] of `Shard` and loss_mask [1 + D, T] bool, fp32 each, 0 where a
+        label has no loss: its log-probability [T], the entropy of its distribution [T], for each of D depths of
+        multi-token prediction -log p of its label at temperature 1 [T], and where there are candidates, their
+        log-probabilities [T, C]. Else what GPTModel returns."""
         labels, loss_mask = kwargs["labels"], kwargs["loss_mask"]
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states=hidden_states, **kwargs)  # type: ignore[no-any-return]
-        out = list(self._logprobs(hidden_states, labels[0], loss_mask[0], self.temperature))
+        depths = len(loss_mask)
+        asked = torch.cat([labels[:1], labels[depths:]]) if len(labels) > depths else labels[:1]
+        logprobs, entropy = self._logprobs(hidden_states, asked, loss_mask[0], self.temperature)
+        out = [logprobs[:, 0], entropy]
         if self.mtp_process:
             names = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
             attention = {name: kwargs[name] for name in names}
             states = depth_states(self.mtp, hidden_states, labels, kwargs["position_ids"], self.embedding, **attention)
-            for state, label, mask in zip(states, labels[1:], loss_mask[1:], strict=True):
-                out.append(-self._logprobs(state, label, mask, 1.0)[0])
-        return torch.stack(out)
+            for k, state in enumerate(states, 1):
+                out.append(-self._logprobs(state, labels[k : k + 1], loss_mask[k], 1.0)[0][:, 0])
+        return (*out, logprobs[:, 1:]) if len(asked) > 1 else tuple(out)
 
     def _logprobs(
         self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy, [T] fp32 each, 0 where labels [T] have no loss; hidden_states [s, 1, H]."""
+        """Log-probabilities [T, L] and entropy [T], fp32, of labels [L, T], 0 where a row has no loss; hidden_states
+        [s, 1, H]."""
         group, tied = self.pg_collection.tp, self.share_embeddings_and_output_weights
         # backward adds up the partial gradients of the vocabulary's shares
         if self.config.sequence_parallel:
@@ -82,14 +88,15 @@ class PolicyModel(GPTModel):
         logprobs, entropy = label_logprobs(
             hidden[:, 0].index_select(0, rows),
             self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
-            labels.index_select(0, rows),
+            labels.index_select(1, rows).t(),
             temperature=temperature,
             memory=self.logprob_memory,
             group=group,
             exact=self.exact,
         )
-        blank = logprobs.new_zeros(len(labels))
-        return blank.index_copy(0, rows, logprobs), blank.index_copy(0, rows, entropy)
+        n = labels.shape[1]
+        blank, none = logprobs.new_zeros(n, logprobs.shape[1]), entropy.new_zeros(n)
+        return blank.index_copy(0, rows, logprobs), none.index_copy(0, rows, entropy)
 
 
 def _build_chunk(

@@ -1,16 +1,21 @@
-"""A micro-batch -> what this rank feeds: padded, cut over context-parallel ranks, with its own part of the routes.
+"""A micro-batch -> what this rank feeds: padded, cut over context-parallel ranks, with its own part of the routes; and
+what the model says of the rows -> what it says of the micro-batch's tokens.
 
-Letters: T packed tokens, N samples in a pack, P rows that this context-parallel rank feeds, C = cp * P rows of all of
-them, K experts a token, D depths of multi-token prediction.
+Letters: T packed tokens, N samples in a pack, P rows that this context-parallel rank feeds, R = cp * P rows of all of
+them, K experts a token, D depths of multi-token prediction, C candidates a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_bridge.mtp import ahead
 from megatron_bridge.parallel import ParallelContext
@@ -29,11 +34,11 @@ class Shard:
 
     batch: MicroBatch  # on the device, unpadded
     tokens: Tensor  # [1, P] int64
-    labels: Tensor  # [1 + D, P] int64: row k is the label k further on, see mtp.ahead
+    labels: Tensor  # [1 + D + C, P] int64: row k <= D is the label k further on, see mtp.ahead; then the candidates
     positions: Tensor  # [1, P] int64
     loss_mask: Tensor  # [1 + D, P] bool, False on padding
     packed: PackedSeqParams
-    home: Tensor  # [T] int64: where each token is among the C rows of all context-parallel ranks, laid end to end
+    home: Tensor  # [T] int64: where each token is among the R rows of all context-parallel ranks, laid end to end
     real: Tensor  # [P / tp] bool: this rank's rows that are tokens of a micro-batch with loss
     routing: RoutingTrace | None  # [P / tp, L, K]: L are the MoE layers of this stage
     fed: FedRows  # P / tp rows: whose routing rows these are, or would be
@@ -112,6 +117,8 @@ def shard(
         return x.index_select(-1, rows.clamp(min=0)) * is_token
 
     labels, loss_mask = ahead(batch.labels, batch.loss_mask, batch.cu_seqlens, depths)
+    if batch.candidates is not None:
+        labels = torch.cat([labels, batch.candidates.t()])
 
     return Shard(
         batch=batch,
@@ -125,3 +132,45 @@ def shard(
         routing=routing,
         fed=own,
     )
+
+
+class _Whole(torch.autograd.Function):
+    """One collective for all; what the loss did not use gets no gradient at all, not one of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, home: Tensor, group: ProcessGroup, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(home)
+        ctx.group, ctx.rows = group, len(outputs[0])
+        ctx.set_materialize_grads(False)
+        columns = [x.reshape(len(x), -1) for x in outputs]
+        if group.size() > 1:
+            joined = gather_from_sequence_parallel_region(
+                torch.cat(columns, 1), tensor_parallel_output_grad=False, group=group
+            )
+            columns = list(joined.split([x.shape[1] for x in columns], 1))
+        return tuple(
+            found.index_select(0, home).reshape(-1, *x.shape[1:]) for found, x in zip(columns, outputs, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        (home,) = ctx.saved_tensors
+        first = ctx.group.rank() * ctx.rows
+
+        def own(grad: Tensor | None) -> Tensor | None:
+            if grad is None:
+                return None
+            blank = grad.new_zeros(ctx.group.size() * ctx.rows, *grad.shape[1:])
+            return blank.index_copy_(0, home, grad)[first : first + ctx.rows]
+
+        return None, None, *map(own, grads)
+
+
+def whole(s: Shard, outputs: Sequence[Tensor], group: ProcessGroup) -> tuple[Tensor, ...]:
+    """What the model said of each row of this context-parallel rank, [P] or [P, C] each, told of each token of the
+    pack: [T] or [T, C].
+
+    Every rank of `group` computes the loss of the whole pack, so that it sees whole samples, and takes back the
+    gradient of its own rows. Collective where that is more than one rank.
+    """
+    return _Whole.apply(s.home, group, *outputs)  # type: ignore[no-any-return]

@@ -2,14 +2,14 @@
 
 The gradient left behind is d/dw of (sum of per-token losses over every loss token of the global batch) / loss_tokens,
 whatever the layout, the packing or the number of micro-batches. Letters: T packed tokens, P rows that a context-
-parallel rank feeds, R values of a row.
+parallel rank feeds, C candidates a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_bridge.agree import check_equal, raise_together
@@ -26,14 +25,15 @@ from megatron_bridge.mtp import mtp_loss
 from megatron_bridge.overlap import leave_no_sync
 from megatron_bridge.parallel import ParallelContext
 from megatron_bridge.replay_hook import RoutingReplay, Source
-from megatron_bridge.shard import Shard, shard
+from megatron_bridge.shard import Shard, shard, whole
 from megatron_bridge.stats import Stats, gather, values
 from miles_like.protocols import LossFn
 from miles_like.types import MicroBatch, Scored, Stat
 from routing_replay.align import RankPart
 from routing_replay.tape import OwnRoutes
 
-_After = Callable[[int, Shard, Tensor], tuple[Tensor, Tensor, Any]]  # of a micro-batch's output: loss, count, rest
+_Output = Sequence[Tensor]  # of the model, on the last stage: see PolicyModel
+_After = Callable[[int, Shard, _Output], tuple[Tensor, Tensor, Any]]  # of a micro-batch's output: loss, count, rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -110,16 +110,18 @@ class Step:
             raise ValueError(f"loss_tokens = {loss_tokens}, but the loss masks of all rows hold {count} tokens")
         return stats | self._routing(updated=old is not None)
 
-    def logprobs(self, row: Sequence[MicroBatch]) -> list[Tensor]:
+    def logprobs(self, row: Sequence[MicroBatch], *, candidates: bool = False) -> list[Tensor]:
         """[T] fp32 for each micro-batch, on every rank that has the row: log-probability of each label with loss, 0
-        elsewhere. Collective. Forward only; the weights choose their experts themselves; nothing changes."""
-        return self._logprobs(self._shards(row, forward_only=True, source="own"))
+        elsewhere; or those of its candidates, [T, C]. Collective. Forward only; the weights choose their experts
+        themselves; nothing changes."""
+        return self._logprobs(self._shards(row if candidates else _labels_alone(row), forward_only=True, source="own"))
 
     def score(self, row: Sequence[MicroBatch], *, replay: bool) -> Scored:
         """Each micro-batch's log-probabilities and what this rank's own routers chose meanwhile. With `replay` the
         experts are those that came with the rollout, whatever replay.mode says, and nothing is noted. All on the
         CPU: who asks may be on a machine without a device. Collective, and raises as `logprobs` does, and for a
         micro-batch without routes that are to be replayed."""
+        row = _labels_alone(row)
         logprobs = self._logprobs(self._shards(row, forward_only=True, source="rollout" if replay else "record"))
         routes = () if replay else tuple(self.replay.recorded())
         return Scored(logprobs=[x.cpu() for x in logprobs], routes=[own.on_cpu() for own in routes])
@@ -127,7 +129,7 @@ class Step:
     def old_policy(self, row: Sequence[MicroBatch]) -> OldPolicy:
         """The old-log-prob pass over a mini-batch: as `logprobs`, but with the routes that its update will replay: the
         rollout's in mode r3; in mode r2 the routers' own, which are recorded. Collective, and raises as `stats`."""
-        record = self.replay.mode == "r2"
+        record, row = self.replay.mode == "r2", _labels_alone(row)
         logprobs = self._logprobs(self._shards(row, forward_only=True, source="record" if record else "mode"))
         routes = self.replay.recorded() if record else None
         own = {k: stat for k, stat in self._routing(updated=False).items() if k == "routing/agreement"}
@@ -135,10 +137,12 @@ class Step:
 
     def _logprobs(self, shards: list[Shard]) -> list[Tensor]:
         found: list[Tensor] = self._schedule(shards, self._labels, forward_only=True)
-        lengths = [len(s.batch.tokens) for s in shards]
         if self.parallel.config.pp == 1:
             return found
-        values = torch.cat(found) if self.parallel.is_last_stage else torch.empty(sum(lengths), device=self.device)
+        lengths, asked = [len(s.batch.tokens) for s in shards], shards[0].batch.candidates
+        width = () if asked is None else asked.shape[1:]
+        last = self.parallel.is_last_stage
+        values = torch.cat(found) if last else torch.empty(sum(lengths), *width, device=self.device)
         dist.broadcast(values, self.parallel.last_stage_rank, group=self.parallel.pp_group)
         return list(values.split(lengths))
 
@@ -198,20 +202,22 @@ class Step:
         micro, s = next(batches)
         self.replay.forward_of(micro)
         output = model(s.tokens, s.positions, None, labels=s.labels, loss_mask=s.loss_mask, packed_seq_params=s.packed)
-        if output.requires_grad:
-            # The first thing that happens in this micro-batch's backward, before any layer is recomputed.
-            output.register_hook(lambda _grad: self.replay.backward_of(micro))
+        for x in (output,) if isinstance(output, Tensor) else output:
+            if x.requires_grad:
+                # The first thing that happens in this micro-batch's backward, before any layer is recomputed.
+                x.register_hook(lambda _grad: self.replay.backward_of(micro))
         return output, partial(after, micro, s)
 
     def _loss(
-        self, refs: Sequence[Tensor] | None, olds: Sequence[Tensor] | None, micro: int, s: Shard, output: Tensor
+        self, refs: Sequence[Tensor] | None, olds: Sequence[Tensor] | None, micro: int, s: Shard, output: _Output
     ) -> tuple[Tensor, Tensor, Stats]:
-        """(sum of the losses, number of loss tokens, statistics) of one micro-batch; output [R, P] fp32."""
+        """(sum of the losses, number of loss tokens, statistics) of one micro-batch."""
         batch = s.batch
-        logprobs, entropy, *nll = self._whole(s, output)
+        logprobs, entropy, *more = whole(s, output, self.parallel.cp_group)
+        nll, candidates = more[: self.depths], more[self.depths :]
         per_token, stats = self.loss(
             logprobs=logprobs,
-            entropy=entropy.detach(),
+            entropy=entropy,
             rollout_logprobs=batch.rollout_logprobs,
             advantages=batch.advantages,
             loss_mask=batch.loss_mask,
@@ -219,35 +225,27 @@ class Step:
             ref_logprobs=None if refs is None else refs[micro],
             old_logprobs=None if olds is None else olds[micro],
             streams=batch.streams,
-            candidate_logprobs=None,
+            candidate_logprobs=candidates[0] if candidates else None,
         )
         if batch.weights is not None:
             per_token = per_token * batch.weights
         total = torch.where(batch.loss_mask, per_token, 0.0).sum()  # a masked label may well be infinite
         count = batch.loss_mask.sum()
-        stats = dict(stats) | {"train/loss": Stat(total.detach(), count)}
+        # a statistic that hangs on the graph would keep it until the end of the step
+        stats = {name: Stat(x.total.detach(), x.count, x.reduce) for name, x in stats.items()}
+        stats["train/loss"] = Stat(total.detach(), count)
         if nll:
-            more, stats["train/mtp_loss"] = mtp_loss(
+            of_depths, stats["train/mtp_loss"] = mtp_loss(
                 torch.stack(nll), batch.loss_mask, batch.cu_seqlens, self.mtp_coefficient
             )
-            total = total + more
+            total = total + of_depths
         return total, count.to(torch.int), stats
 
-    def _labels(self, micro: int, s: Shard, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The log-probabilities alone, [T], where a loss would have its statistics."""
-        logprobs = self._whole(s, output)[0]
+    def _labels(self, micro: int, s: Shard, output: _Output) -> tuple[Tensor, Tensor, Tensor]:
+        """The log-probabilities alone, [T], where a loss would have its statistics; where there are candidates, theirs
+        instead, [T, C]."""
+        [logprobs] = whole(s, output[:1] if s.batch.candidates is None else output[-1:], self.parallel.cp_group)
         return logprobs.sum(), s.batch.loss_mask.sum().to(torch.int), logprobs
-
-    def _whole(self, s: Shard, output: Tensor) -> Tensor:
-        """The model's output [R, P] for each token of the pack, [R, T].
-
-        Every context-parallel rank computes the loss of the whole pack, so that it sees whole samples, and takes back
-        the gradient of its own rows.
-        """
-        rows = gather_from_sequence_parallel_region(
-            output.t(), tensor_parallel_output_grad=False, group=self.parallel.cp_group
-        )
-        return rows.index_select(0, s.home).t()
 
     def _routing(self, *, updated: bool) -> Stats:
         """Over all ranks: each counted its own rows of its own layers. `updated`: after an old-log-prob pass, so that
@@ -260,10 +258,16 @@ class Step:
         return {"routing/replay_coverage": Stat(replayed, routed), name: Stat(agreed, compared)}
 
 
+def _labels_alone(row: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Nobody asks for the candidates."""
+    return [batch if batch.candidates is None else replace(batch, candidates=None) for batch in row]
+
+
 def _check_vocabulary(batch: MicroBatch, size: int) -> None:
-    """Raises ValueError for a token, or a label with loss, outside the vocabulary: over tensor-parallel ranks, and for
-    a label on any, megatron's lookups would take it for one that another rank has."""
-    ids = torch.cat([batch.tokens, batch.labels[batch.loss_mask]])
+    """Raises ValueError for a token, or a label or candidate with loss, outside the vocabulary: over tensor-parallel
+    ranks, and for a label on any, lookups would take it for one that another rank has."""
+    asked = [batch.labels] if batch.candidates is None else [batch.labels, batch.candidates]
+    ids = torch.cat([batch.tokens, *(x[batch.loss_mask].flatten() for x in asked)])
     wrong = ids[(ids < 0) | (ids >= size)]
     if len(wrong):
         raise ValueError(

@@ -195,14 +195,17 @@ class MegatronTrainer:
         """The loss function's statistics and train/loss, forward only; nothing changes."""
         return self._step.run(row, loss_tokens, forward_only=True, refs=self._refs([row])[0])
 
-    def logprobs(self, row: Sequence[MicroBatch], weights: str | None = None) -> list[Tensor]:
-        """[T] fp32 for every micro-batch, the same on every rank that has the row: of labels with loss, 0 elsewhere.
+    def logprobs(
+        self, row: Sequence[MicroBatch], weights: str | None = None, *, candidates: bool = False
+    ) -> list[Tensor]:
+        """[T] fp32 for every micro-batch, the same on every rank that has the row: of labels with loss, 0 elsewhere;
+        with `candidates` of those that the micro-batch names, [T, C].
 
         Under the weights now, or under a copy of that name in `copies`. Forward only and with the weights' own routing,
         whatever `replay.mode` is; nothing changes. Raises ValueError when there is no such copy.
         """
         with self.copies.swapped(weights) if weights is not None else nullcontext():
-            return self._step.logprobs(row)
+            return self._step.logprobs(row, candidates=candidates)
 
     def load_copy(self, name: str, path: Path) -> None:
         """Keep a converted `torch_dist` directory's weights in host memory, beside those of the model; raises as

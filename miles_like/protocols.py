@@ -71,10 +71,12 @@ class Trainer(Protocol):
     async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
         """Forward only: the loss function's statistics, reduced over the batch."""
 
-    async def logprobs(self, batch: TrainBatch, *, weights: str | None = None) -> Sequence[Sequence[Tensor]]:
+    async def logprobs(
+        self, batch: TrainBatch, *, weights: str | None = None, candidates: bool = False
+    ) -> Sequence[Sequence[Tensor]]:
         """[dp][micro] of [T] fp32: of labels under loss, 0 elsewhere (with a scalar head its values), under the weights
-        now or under the copy of that name: REFERENCE, or one that `load_copy` made. Forward only; nothing changes.
-        `unpacking` has the way back to samples."""
+        now or under the copy of that name: REFERENCE, or one that `load_copy` made. With `candidates` [T, C]: of
+        MicroBatch.candidates instead. Forward only; nothing changes. `unpacking` has the way back to samples."""
 
     async def load_copy(self, name: str, path: Path) -> None:
         """Keep the weights of a converted directory beside the trained ones, for `logprobs`."""
@@ -97,7 +99,7 @@ class LossFn(Protocol):
         self,
         *,
         logprobs: Tensor,  # [T] fp32, of the labels under the weights being trained; carries the gradient
-        entropy: Tensor,  # [T] fp32, no gradient
+        entropy: Tensor,  # [T] fp32, of the distribution that the label is from; carries the gradient
         rollout_logprobs: Tensor,  # [T] fp32
         advantages: Tensor,  # [T] fp32
         loss_mask: Tensor,  # [T] bool
@@ -179,8 +181,10 @@ class RankTrainer(Protocol):
     def score(self, row: Sequence[MicroBatch], *, temperature: float | None = None, replay: bool = False) -> Scored:
         """Log-probabilities under the weights now, and the routers' choice; with `replay` the rollout's is taken."""
 
-    def logprobs(self, row: Sequence[MicroBatch], weights: str | None = None) -> list[Tensor]:
-        """[T] fp32 of each micro-batch, the same on every rank that has the row; as `Trainer.logprobs`."""
+    def logprobs(
+        self, row: Sequence[MicroBatch], weights: str | None = None, *, candidates: bool = False
+    ) -> list[Tensor]:
+        """Of each micro-batch, the same on every rank that has the row; as `Trainer.logprobs`."""
 
     def load_copy(self, name: str, path: Path) -> None: ...
     def export(self) -> Iterator[NamedTensor]: ...

@@ -51,8 +51,8 @@ class Rank:
     def score(self, row: Sequence[MicroBatch], routes: RowRoutes, temperature: float, replay: bool) -> Scored:
         return self.trainer.score(_with_routes(row, routes), temperature=temperature, replay=replay)
 
-    def logprobs(self, row: Sequence[MicroBatch], weights: str | None, tells: bool) -> list[Tensor]:
-        found = self.trainer.logprobs(row, weights)
+    def logprobs(self, row: Sequence[MicroBatch], weights: str | None, candidates: bool, tells: bool) -> list[Tensor]:
+        found = self.trainer.logprobs(row, weights, candidates=candidates)
         return [x.cpu() for x in found] if tells else []
 
     def load_copy(self, name: str, path: Path) -> None:

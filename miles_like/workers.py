@@ -239,12 +239,15 @@ class RayTrainer:
         scores = await self._all("score", [(*refs, temperature, replay) for refs in shipped])
         return [(row, scored) for (row, _), scored in zip(self._places, scores, strict=True)]
 
-    async def logprobs(self, batch: TrainBatch, *, weights: str | None = None) -> list[list[Tensor]]:
+    async def logprobs(
+        self, batch: TrainBatch, *, weights: str | None = None, candidates: bool = False
+    ) -> list[list[Tensor]]:
         """As `Trainer.logprobs`; the trainer's own routing, so no routes are sent. One rank of each row answers."""
         rows = [ray.put([replace(m, routing=None) for m in row]) for row in batch.grid]
         places = [row for row, _ in self._places]
         tells = [places.index(row) == i for i, row in enumerate(places)]
-        answers = await self._all("logprobs", [(rows[row], weights, t) for row, t in zip(places, tells, strict=True)])
+        asked = [(rows[row], weights, candidates, t) for row, t in zip(places, tells, strict=True)]
+        answers = await self._all("logprobs", asked)
         return [answers[places.index(row)] for row in range(len(batch.grid))]
 
     async def load_copy(self, name: str, path: Path) -> None:

@@ -4,7 +4,7 @@ torch splits the sum of one long row over threads, and a trainer holds the vocab
 block by block of `COLUMNS`, below the greatest logit so far, and the shares are added from the first to the last.
 Forward only.
 
-Letters: T rows, V vocabulary, v = V / P columns of one of P shares, c of a block.
+Letters: T rows, L labels a row, V vocabulary, v = V / P columns of one of P shares, c of a block.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Logits = Callable[[int, int], Tensor]  # (a, b) -> [T, b - a] fp32, of columns a
 
 
 def share_of(logits: Logits, width: int, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """A share of `width` columns; labels int64 [T] counted from its first, outside of it another share's.
+    """A share of `width` columns; labels int64 [T, L] counted from its first, outside of it another share's.
 
-    Returns the greatest logit m fp32 [T], and fp32 [3, T]: sum of e^(l - m), sum of e^(l - m) (l - m), and the label's
-    logit (0 where another share has it).
+    Returns the greatest logit m fp32 [T], and fp32 [2 + L, T]: sum of e^(l - m), sum of e^(l - m) (l - m), and each
+    label's logit (0 where another share has it).
     """
-    top = torch.full(labels.shape, -torch.inf)
-    sums = torch.zeros(3, len(labels))
+    top = torch.full(labels.shape[:1], -torch.inf)
+    sums = torch.zeros(2 + labels.shape[1], len(labels))
     for a in range(0, width, COLUMNS):
         block = logits(a, min(a + COLUMNS, width))
         here = (labels >= a) & (labels < a + block.shape[1])
         label = (labels - a).clamp(0, block.shape[1] - 1)
-        sums[2] += torch.where(here, block.gather(1, label[:, None])[:, 0], 0.0)
+        sums[2:] += torch.where(here, block.gather(1, label), 0.0).t()
         higher = torch.maximum(top, block.amax(1))
         _below(sums, top - higher)
         top = higher
@@ -52,7 +52,7 @@ def joined(tops: Sequence[Tensor], shares: Sequence[Tensor]) -> tuple[Tensor, Te
 
 
 def log_sum(top: Tensor, sums: Tensor) -> Tensor:
-    """[T]: log of the sum of e^l. A label's log-probability is sums[2] less that."""
+    """[T]: log of the sum of e^l. The first label's log-probability is sums[2] less that."""
     return top + sums[0].log()
 
 
@@ -60,7 +60,7 @@ def logprob(logits: Tensor, target: Tensor, parts: int = 1) -> Tensor:
     """logits [T, V] of any float dtype, target int64 [T] -> natural log-probabilities fp32 [T], of `parts` shares."""
     width = logits.shape[1] // parts
     found = [
-        share_of(lambda a, b, s=s: logits[:, s + a : s + b].float().clone(), width, target - s)  # type: ignore[misc]
+        share_of(lambda a, b, s=s: logits[:, s + a : s + b].float().clone(), width, (target - s)[:, None])  # type: ignore[misc]
         for s in range(0, logits.shape[1], width)
     ]
     top, sums = joined(*zip(*found, strict=True)) if parts > 1 else found[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
     # part of each head turns; biases of query, key and value; a draft layer of grouped queries
     "glm": tiny_glm(**Dense, n_routed_experts=EXPERTS, moe_intermediate_size=32, num_nextn_predict_layers=1),
     "six layers": MLA | {"num_hidden_layers": 6},
+    "candidates": MLA,  # of batches that have such
 }
 MOE_LAYERS = (1, 2, 3)  # of the models with experts
 KL = 0.5  # coefficient, where there is a reference
@@ -68,6 +69,11 @@ class WholeSamples(toy.PolicyGradient):
         sums = torch.zeros(len(lengths)).index_add(0, owner, kept)  # [N]
         stats = dict(stats) | {"sample/logprob": Stat(sums.detach().sum(), torch.tensor(len(lengths)))}
         loss = loss * (1 + 0.1 * sums[owner])
+        if (asked := more["candidate_logprobs"]) is not None:
+            # as distillation does: sums over the candidates, weighted by their own probability; and an entropy bonus
+            known = more["streams"]["teacher_candidates"]  # [T, C]
+            loss = loss + (asked.exp() * (asked - known)).sum(1) - 0.3 * more["entropy"]
+            stats["sample/candidates"] = Stat((asked.sum(1) * more["loss_mask"]).sum(), more["loss_mask"].sum())
         if more["ref_logprobs"] is None:
             return loss, stats
         gap = torch.where(more["loss_mask"], more["ref_logprobs"] - logprobs, 0.0)
@@ -114,6 +120,18 @@ def batch(seed: int, layers: tuple[int, ...] = MOE_LAYERS) -> list[MicroBatch]:
 def plain(seed: int, layers: tuple[int, ...], dp: int, micros: int) -> Rows:
     """([dp][micro] micro-batches, number of loss tokens) of `batch`."""
     return toy.grid(batch(seed, layers), dp=dp, micros=micros)
+
+
+def with_candidates(seed: int, layers: tuple[int, ...], dp: int, micros: int) -> Rows:
+    """`plain`, with three candidates of every label, which belong to it wherever it is packed."""
+
+    def add(m: MicroBatch) -> MicroBatch:
+        step = torch.arange(1, 4)
+        candidates = (m.labels[:, None] * 5 + step * (m.positions[:, None] + 1)) % toy.VOCAB
+        return replace(m, candidates=candidates, streams={"teacher_candidates": -0.1 * candidates.float()})
+
+    rows, tokens = plain(seed, layers, dp, micros)
+    return [[add(m) for m in row] for row in rows], tokens
 
 
 def _row(t: Any, seed: int, case: Case) -> tuple[list[MicroBatch], int]:

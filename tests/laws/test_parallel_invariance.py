@@ -70,11 +70,17 @@ def _cases(rows: dict[str, dict[str, Any]]) -> dict[str, Case]:
     mla = {f"{name}, MLA": Case("mla", layout) for name, layout in rows.items()}
     gqa = {f"{name}, GQA": Case("gqa", layout) for name, layout in rows.items() if name in GQA}
     dense = {f"{name}, dense": Case("dense", rows[name]) for name in DENSE if name in rows}
+    asked = {
+        f"{name}, candidates": Case("candidates", rows[name], rows=layouts.with_candidates)
+        for name in CANDIDATES
+        if name in rows
+    }
     draft = {"mtp": ("MTP", MTP), "glm": ("GLM", GLM)}
     return (
         mla
         | gqa
         | dense
+        | asked
         | {
             f"{name}, {title}": Case(model, rows[name], {"mtp_coefficient": 0.3})
             for model, (title, names) in draft.items()
@@ -84,7 +90,10 @@ def _cases(rows: dict[str, dict[str, Any]]) -> dict[str, Case]:
     )
 
 
-PACKINGS = {f"{n} micro-batches": Case("mla", micros=n) for n in (1, 2, 16)}
+PACKINGS = {f"{n} micro-batches": Case("mla", micros=n) for n in (1, 2, 16)} | {
+    "1 micro-batch, candidates": Case("candidates", micros=1, rows=layouts.with_candidates)
+}
+CANDIDATES = ("TP2", "PP2xVPP2", "DP2", "CP2, recomputed", "CP2xTP2")
 UNEVEN = {"PP2xVPP2, uneven": Case("six layers", {"pp": 2, "vpp": 2, "first_stage_layers": 2})}
 ROUNDED = {
     f"{name}, bf16": Case("mla", TWO[name], {"dtype": "bfloat16"}) for name in ("TP2", "CP2xEP2 over the same ranks")
@@ -142,11 +151,15 @@ def runs(where: Path, single: Any) -> dict[str, Run]:
 def test_loss_and_gradient_are_those_of_one_rank(alone: dict[str, Run], runs: dict[str, Run], name: str) -> None:
     """Layouts and packings compute the same sums in another order, so only fp32 rounding may differ: 1e-5 relative in
     two steps from one checkpoint, the second on weights that the first has changed. The loss couples the tokens of a
-    sample, and samples are of odd lengths, several a micro-batch. Expert choices are replayed, since a near-tie could
-    otherwise flip. Not covered: more than four ranks."""
+    sample, and depends on candidates and on the entropy where a batch has candidates. Samples are of odd lengths,
+    several a micro-batch. Expert choices are replayed, since a near-tie could otherwise flip. Not covered: more than
+    four ranks."""
     for want, got in zip(alone[CASES[name].key].metrics, runs[name].metrics, strict=True):
         model = CASES[name].model
-        routed, more = ROUTED if model != "dense" else (), ("train/mtp_loss",) if model in ("mtp", "glm") else ()
+        routed = ROUTED if model != "dense" else ()
+        more = {"mtp": ("train/mtp_loss",), "glm": ("train/mtp_loss",), "candidates": ("sample/candidates",)}.get(
+            model, ()
+        )
         for key in (*COMPARED, *routed, *more):
             assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-12), f"{name}: {key}"
         assert got.get("routing/replay_coverage") == (1.0 if routed else None)

@@ -135,6 +135,8 @@ def _one_model(port: int, hf: str, where: Path, kind: str) -> Found:
 
 
 def _alone(rank: int, world: int, port: int, hf: str, wide: str, where: Path) -> Found:
+    from megatron_bridge import logprobs
+
     out: Found = {kind: _one_model(free_port(), hf, where, kind) for kind in KINDS}
     start = where / "start-bfloat16"
     with toy.trainer(toy.config(hf, dtype="bfloat16", mode="off"), 0, 1, free_port(), Listening()) as t:
@@ -142,11 +144,14 @@ def _alone(rank: int, world: int, port: int, hf: str, wide: str, where: Path) ->
         row, tokens = _row(t, 9)
         t.evaluate(row, tokens)
         out["as the loss hears them"] = _same(t.logprobs(row), t._step.loss.heard)
+    slope, out["entropies asked"] = logprobs._slope, []
+    logprobs._slope = lambda *a: [out["entropies asked"].append(a[3] is not None), slope(*a)][1]
     for name, reference in {"without": False, "with": True}.items():
         with toy.trainer(toy.config(hf, dtype="bfloat16", reference=reference), 0, 1, free_port(), NO_KL) as t:
             t.load_weights(start)
             out[name] = [{k: v for k, v in m.items() if k != "train/kl_ref"} for m in _train(t, 0, STEPS)]
             out[f"{name}, bits"] = {k: v.float().double().sum().item() for k, v in _bits(t).items()}
+    logprobs._slope = slope
     cfg = toy.config(hf, dtype="bfloat16", lr=1e-2, reference=True)
     with toy.trainer(cfg, 0, 1, free_port(), KL) as t:
         t.load_weights(start)
@@ -174,7 +179,11 @@ def _layout(rank: int, world: int, port: int, hf: str, start: Path, layout: dict
         dp = layout.get("dp", 1)
         metrics = _train(t, 0, STEPS, dp=dp, routes=False)
         row, _ = _row(t, 9, dp, routes=False)
-        return {"row": t.dp_rank, "metrics": metrics, "logprobs": torch.cat(t.logprobs(row, "reference")).tolist()}
+        told = torch.cat(t.logprobs(row, "reference"))
+        row = [replace(m, candidates=torch.stack([m.labels, m.labels * 0 + 5], 1)) for m in row]
+        both = torch.cat(t.logprobs(row, "reference", candidates=True))
+        assert torch.equal(both[:, 0], told) and torch.equal(torch.cat(t.logprobs(row, "reference")), told)
+        return {"row": t.dp_rank, "metrics": metrics, "logprobs": told.tolist(), "of token 5": both[:, 1].tolist()}
 
 
 def _pair(rank: int, world: int, port: int, hf: str, start: Path, ports: dict[str, int]) -> Found:
@@ -231,6 +240,12 @@ def test_a_reference_pass_changes_no_step(found: Found) -> None:
     assert found["with"] == found["without"] and found["with, bits"] == found["without, bits"]
 
 
+def test_an_entropy_that_is_only_reported_is_not_differentiated(found: Found) -> None:
+    """The clipped loss has it among its statistics alone: backward is never asked for its gradient, so it is not
+    computed, though every loss function is handed one that has it."""
+    assert found["entropies asked"] and not any(found["entropies asked"])
+
+
 def test_a_resumed_run_keeps_its_first_reference(found: Found) -> None:
     """The copy is made where the initial weights are read, before the checkpoint's: bitwise the uninterrupted steps."""
     assert found["resumed"] == found["uninterrupted"]
@@ -247,17 +262,18 @@ def test_a_checkpoint_alone_gives_no_reference(found: Found) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_reference_log_probs_and_penalty_do_not_depend_on_the_layout(found: Found, name: str) -> None:
     """Each rank keeps its own part; the last stage tells the others. Within 1e-5 of one rank, equal on ranks that share
-    a row; routes are the model's own, whose near-ties these seeds do not have."""
+    a row; a candidate that is the label has its log-probability, bit for bit. Routes are the model's own, whose
+    near-ties these seeds do not have."""
     want, ranks = found["layouts"], [r[name] for r in found["pair"]]
+    assert ranks[0]["metrics"] == ranks[1]["metrics"]
     if ranks[0]["row"] == ranks[1]["row"]:
         assert ranks[0]["logprobs"] == ranks[1]["logprobs"]
-        got = ranks[0]["logprobs"]
-    else:
-        got = ranks[0]["logprobs"] + ranks[1]["logprobs"]
-    assert got == pytest.approx(want["logprobs"], abs=1e-5) and min(got) < -1
+        ranks = ranks[:1]
+    for said in ("logprobs", "of token 5"):
+        got = [x for rank in ranks for x in rank[said]]
+        assert got == pytest.approx(want[said], abs=1e-5) and min(got) < -1
     for mine, one in zip(ranks[0]["metrics"], want["metrics"], strict=True):
         assert mine["train/kl_ref"] == pytest.approx(one["train/kl_ref"], rel=1e-3, abs=1e-6)
         assert mine["train/loss"] == pytest.approx(one["train/loss"], rel=1e-4, abs=1e-5)
-    assert ranks[0]["metrics"] == ranks[1]["metrics"]
     # the first step's policy is the reference, and routes by itself as the reference does
     assert want["metrics"][0]["train/kl_ref"] == 0.0 and want["metrics"][-1]["train/kl_ref"] > 1e-4
