@@ -32,7 +32,7 @@ from miles_like.config_io import load_config
 from miles_like.factories import MegatronFactory
 from miles_like.packing import pack
 from miles_like.pipeline import plan_stages, run_stages
-from miles_like.rewards import load_reward
+from miles_like.rewards.load import make_reward
 from miles_like.train_stage import TrainStage, settle
 from miles_like.workers import RayTrainer, start_ray
 from rollout.client import SGLangClient
@@ -57,18 +57,19 @@ class Side:
             log_dir=stage.run_dir / f"logs-{name}",
         )
         self.trainer.connect(stage.publisher([url]))
+        self.reward = make_reward(self.config.reward)
         self.compared = 0.0  # seconds, before the first iteration
         self.seconds: dict[str, list[float]] = {name: [] for name in (*PHASES, "iteration", "cpu")}
 
     async def iterate(self, step: int, source: PromptSource) -> None:
         c = self.config.train
-        algorithm, reward = self.stage.algorithm, load_reward(self.config.reward.name)
+        algorithm = self.stage.algorithm
         worked = cpu_seconds()
         marks = [time.perf_counter()]
         groups = await run_groups(
             self.engine,
             source.take(c.groups_per_step),
-            reward,
+            self.reward,
             n=c.samples_per_group,
             params=self.stage.sampling(step),
         )

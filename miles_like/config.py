@@ -23,6 +23,7 @@ from miles_like.alignment import AlignmentConfig, check_sides, with_deterministi
 from miles_like.distillation_config import DistillationConfig
 from miles_like.eval_config import EvalConfig, EvalSet
 from miles_like.make_config import MakeConfig
+from miles_like.reward_config import RewardConfig
 from miles_like.supervised_config import PAIRS, SUPERVISED, SupervisedConfig, check_keys, check_unused, without_replay
 from rollout.config import DataConfig, PublishConfig, RolloutConfig
 
@@ -100,10 +101,6 @@ class ConvertConfig(Section):
     fuse: bool = False  # decode on the way: no BF16 directory
     memory_limit_gib: float = Field(4.0, gt=0)  # resident memory of all its processes on one node
     workers: int = Field(1, ge=1)  # processes on each node
-
-
-class RewardConfig(Section):
-    name: str = "exact_number"
 
 
 class ClusterConfig(Section):

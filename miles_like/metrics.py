@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -54,9 +55,14 @@ def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str,
     rewards = [g.rewards for g in groups]
     flat = [r for g in rewards for r in g]
     stale = [version - g.oldest_version for g in groups]
+    parts: dict[str, list[float]] = {}
+    for s in samples:
+        for name, value in s.reward_parts.items():
+            parts.setdefault(name, []).append(value)
     return {
         "rollout/reward/mean": statistics.fmean(flat),
         "rollout/reward/std": statistics.pstdev(flat),
+        **{f"rollout/reward/{name}/mean": statistics.fmean(values) for name, values in parts.items()},
         "rollout/len/mean": statistics.fmean(s.response_len for s in samples),
         "rollout/empty_frac": statistics.fmean(s.response_len == 0 for s in samples),
         "rollout/truncated_frac": statistics.fmean(s.finish is Finish.LENGTH for s in samples),
@@ -64,6 +70,11 @@ def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str,
         "async/staleness/mean": statistics.fmean(stale),
         "async/staleness/max": float(max(stale)),
     }
+
+
+def discards(groups: Sequence[SampleGroup]) -> Counter[str]:
+    """Samples that were given up, by reason."""
+    return sum((Counter(g.discarded) for g in groups), Counter())
 
 
 def speed_metrics(
@@ -145,6 +156,7 @@ def _readable(group: SampleGroup, sample: Sample) -> dict[str, object]:
         "response": sample.text,
         "answer": group.prompt.answer,
         "reward": sample.reward,
+        "reward_parts": dict(sample.reward_parts),
         "finish": sample.finish.value,
         "tokens": n,
         "logprob_mean": float(sample.logprobs[sample.loss_mask].mean()) if n else None,

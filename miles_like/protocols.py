@@ -20,10 +20,13 @@ from miles_like.types import (
     Sample,
     SampleGroup,
     SamplingParams,
+    Score,
     Scored,
     Stat,
     StepReport,
     TrainBatch,
+    Unit,
+    Unscored,
 )
 from routing_replay.align import RankPart
 
@@ -145,7 +148,23 @@ class Algorithm(Protocol):
 
 
 class RewardFn(Protocol):
-    async def __call__(self, prompt: Prompt, sample: Sample) -> float: ...
+    """What samples are worth. miles_like/rewards makes one of any function that a user has (docs/rewards.md)."""
+
+    @property
+    def unit(self) -> Unit:
+        """What it must see at once; it may be given more."""
+
+    @property
+    def slow(self) -> bool:
+        """Whether it is worth asking while other prompts are still sampled, each in a request of its own."""
+
+    async def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Sequence[Score | Unscored]:
+        """Of each sample, in order; `prompts` has the prompt of each, and a prompt's samples stand together.
+
+        Raises RuntimeError where the function itself is wrong: that ends the run. Cancelled, it leaves nothing behind.
+        """
+
+    async def close(self) -> None: ...
 
 
 class GroupFilter(Protocol):

@@ -47,7 +47,7 @@ class Rounds:
             tickets = [self.buffer.admit() for _ in prompts]
             groups = await self.rollout(step, number, prompts)
             for ticket, group in zip(tickets, groups, strict=True):
-                reason = self.refuse(group) if group.samples else UNSCORED
+                reason = self.refuse(group) if group.samples else _why_empty(group)
                 if reason is None:
                     await self.buffer.put(ticket, group)
                 else:
@@ -62,6 +62,12 @@ class Rounds:
             f"step {step}: {self.groups - missing} of {self.groups} groups after {self.max_rounds} rounds of sampling, "
             f"{left_out.total()} were left out ({why}): raise rollout.max_rounds, or change the filter or the prompts"
         )
+
+
+def _why_empty(group: SampleGroup) -> str:
+    """With what most of its samples were given up for: of a server that is gone, this is where the run ends."""
+    most = max(group.discarded, key=group.discarded.__getitem__, default=None)
+    return UNSCORED if most is None else f"{UNSCORED}: {most}"
 
 
 def _metrics(sampled: Sequence[SampleGroup], left_out: Counter[str], rounds: int) -> dict[str, float]:

@@ -17,12 +17,12 @@ from miles_like.buffer import DataBuffer
 from miles_like.config_io import dump_config
 from miles_like.controller import Controller, settle
 from miles_like.evaluation import HeldOut, evaluate, held_out
-from miles_like.metrics import rollout_metrics, write_rollouts
+from miles_like.metrics import discards, rollout_metrics, write_rollouts
 from miles_like.packing import pack_steps
 from miles_like.progress import PhaseBar
 from miles_like.protocols import RewardFn
 from miles_like.report import write_report
-from miles_like.rewards import load_reward
+from miles_like.rewards.load import Rewards
 from miles_like.rounds import Rounds
 from miles_like.run_parts import RunParts
 from miles_like.run_state import RunState
@@ -44,10 +44,8 @@ class TrainStage(RunParts):
         (self.run_dir / "config.toml").write_text(dump_config(self.config), encoding="utf-8")
         check_nodes(self.plan)
         source = PromptSource(self.config.data, self.tokenizer, self.config.data.train, seed=self.config.seed)
-        reward = load_reward(self.config.reward.name)
-        held = held_out(
-            self.config.eval_sets, self.config.data, self.tokenizer, lambda name: load_reward(name) if name else reward
-        )
+        rewards = Rewards(self.config.reward)
+        held = held_out(self.config.eval_sets, self.config.data, self.tokenizer, rewards)
         began = run_state.load_latest(self.checkpoints) if resume else None
         run_state.clear_unfinished(self.checkpoints)
         started = time.perf_counter()
@@ -59,7 +57,7 @@ class TrainStage(RunParts):
                 f"{'':12}{len(self.plan.of('trainer'))} trainer ranks, {len(urls)} rollout servers up "
                 f"after {time.perf_counter() - started:.0f} s{self.payload()}"
             )
-            asyncio.run(self._loop(trainer, urls, source, reward, held, began))
+            asyncio.run(self._loop(trainer, urls, source, rewards, held, began))
         finally:
             servers.stop()
         write_report(self.run_dir)
@@ -70,7 +68,7 @@ class TrainStage(RunParts):
         trainer: RayTrainer,
         urls: Sequence[str],
         source: PromptSource,
-        reward: RewardFn,
+        rewards: Rewards,
         held: Sequence[HeldOut],
         began: tuple[Path, RunState] | None,
     ) -> None:
@@ -88,7 +86,7 @@ class TrainStage(RunParts):
             controller = self._controller(
                 trainer,
                 next_prompts=source.take,
-                rollout=partial(self._rollout, engine, reward),
+                rollout=partial(self._rollout, engine, rewards(None)),
                 dealt=0 if began is None else began[1].prompt_cursor,
                 evaluate=partial(self._evaluate, examiner, held),
                 phase=lambda step, name: progress.update(task, completed=step, phase=name),
@@ -100,6 +98,7 @@ class TrainStage(RunParts):
                 await controller.run(first=first, steps=config.train.steps)
             finally:
                 sink.close()
+                await rewards.close()
                 await engine.close()
                 await EnginePool(examiner).close()
                 await trainer.close()
@@ -159,9 +158,9 @@ class TrainStage(RunParts):
     # what the loop calls
 
     async def _rollout(
-        self, engine: EnginePool, reward: Any, step: int, number: int, prompts: Sequence[Prompt]
+        self, engine: EnginePool, reward: RewardFn, step: int, number: int, prompts: Sequence[Prompt]
     ) -> Sequence[SampleGroup]:
-        return await run_groups(
+        groups = await run_groups(
             engine,
             prompts,
             reward,
@@ -170,6 +169,9 @@ class TrainStage(RunParts):
             # so many publications may abort a sample, one after the other, before it is trained
             resumes=self.config.buffer.max_staleness + RESUMES,
         )
+        for reason, n in discards(groups).most_common():
+            self.console.print(f"step {step}: {n} samples given up: {reason}", markup=False, soft_wrap=True)
+        return groups
 
     def _pack(
         self, dp_size: int, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]

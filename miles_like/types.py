@@ -6,10 +6,11 @@ K experts a token, C candidates a token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -17,6 +18,9 @@ from routing_replay.parts import RankRoutes
 from routing_replay.tape import OwnRoutes
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import VersionSpan as VersionSpan
+
+# what a column of a prompt file may hold
+Json: TypeAlias = "str | int | float | bool | Sequence[Json] | Mapping[str, Json] | None"
 
 
 class Finish(StrEnum):
@@ -53,11 +57,40 @@ class Prompt:
     answer: str
     text: str = ""
     source: str = ""
-    meta: Mapping[str, str] = field(default_factory=dict)
+    messages: tuple[Mapping[str, str], ...] = ()  # role and content of each, where a chat template made `text` of them
+    meta: Mapping[str, Json] = field(default_factory=dict)  # the row's columns, without the prompt's own
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             raise ValueError(f"prompt {self.id!r} has no tokens: give it a non-empty prompt text")
+
+
+class Unit(StrEnum):
+    """What a reward function must see at once."""
+
+    SAMPLE = "sample"
+    GROUP = "group"  # all samples of a prompt
+    BATCH = "batch"  # all samples of several prompts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a sample is worth. Parts are for the log alone: `value` is what is trained on."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        wrong = {k: v for k, v in {"value": self.value, **self.parts}.items() if not math.isfinite(v)}
+        if wrong:
+            raise ValueError(f"a score has {wrong}: every number must be finite, and a sample without one is Unscored")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unscored:
+    """Nobody knows what a sample is worth; it is given up. No 0, which would say that it is bad."""
+
+    reason: str  # a few words; samples are counted by it
 
 
 REFERENCE = "reference"  # stream: log-probs under the reference weights; also their name in the trainer

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import datasets
 
-from miles_like.types import Prompt
+from miles_like.types import Json, Prompt
 from rollout.config import DataConfig
 from rollout.order import Cursor, Order
 
@@ -108,7 +108,9 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, row: Mapping[str, Any], i:
         )
     asked = question + config.instruction
     text = asked
-    if config.template == "chat":
+    if config.template == "plain":
+        messages = []
+    else:
         messages[-1]["content"] = asked
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     ids = tuple(tokenizer.encode(text, add_special_tokens=False))  # a template writes its own special tokens
@@ -119,15 +121,25 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, row: Mapping[str, Any], i:
         )
     given = row.get(config.id_key)
     name = str(given) if given is not None else hashlib.sha256(f"{text}\0{answer}".encode()).hexdigest()[:16]
-    used = {config.prompt_key, config.answer_key, config.id_key, "source"}
+    used = {config.prompt_key, config.id_key, "source"}
     return Prompt(
         id=name,
         token_ids=ids,
         answer=str(answer),
         text=text,
         source=str(row.get("source") or ""),
-        meta={k: str(v) for k, v in row.items() if k not in used and v is not None},
+        messages=tuple(messages),
+        meta={k: _plain(v) for k, v in row.items() if k not in used and v is not None},
     )
+
+
+def _plain(value: Any) -> Json:
+    """As JSON would have it; what it has no form for, as text."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
 def as_messages(given: Any, *, role: str = "user") -> list[dict[str, str]]:

@@ -30,6 +30,7 @@ from miles_like.algorithms.registry import make_algorithm
 from miles_like.buffer import DataBuffer
 from miles_like.controller import Controller
 from miles_like.packing import pack, pack_steps
+from miles_like.rewards.load import scored_by
 from miles_like.rounds import Rounds
 from miles_like.types import (
     Finish,
@@ -71,7 +72,7 @@ def _params(step: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=NEW, sampling_seed=seed_of(0, f"step {step}"))
 
 
-async def _reward(prompt: Prompt, sample: Sample) -> float:
+def _reward(prompt: Prompt, sample: Sample) -> float:
     return float(sample.index)
 
 
@@ -112,7 +113,7 @@ class World:
     dp_size: int = 1
 
     async def run_groups(self, step: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
-        return await run_groups(self.pool, prompts, _reward, n=G, params=_params(step))
+        return await run_groups(self.pool, prompts, scored_by(_reward), n=G, params=_params(step))
 
     async def aborts(self) -> None:
         """Twice, with some samples under way and some that wait for their turn."""

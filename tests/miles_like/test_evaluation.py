@@ -13,6 +13,7 @@ import pytest
 from miles_like.config_io import dump_config, load_config
 from miles_like.eval_config import EvalSet
 from miles_like.evaluation import Answers, HeldOut, evaluate
+from miles_like.rewards.load import scored_by
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
 from tests.fakes import FakeEngine, make_prompt
 
@@ -48,13 +49,13 @@ class Cached(FakeEngine):
         self.cached = False
 
 
-async def _right_if_first(prompt: Prompt, sample: Sample) -> float:
+def _right_if_first(prompt: Prompt, sample: Sample) -> float:
     return float(sample.index == 0)
 
 
 def _evaluated(engines: Sequence[Cached], *configs: EvalSet, alone: bool = True, version: int = 0) -> dict[str, float]:
     prompts = [make_prompt(f"p{i}") for i in range(3)]
-    sets = [HeldOut(config=c, prompts=prompts, reward=_right_if_first) for c in configs]
+    sets = [HeldOut(config=c, prompts=prompts, reward=scored_by(_right_if_first)) for c in configs]
     return asyncio.run(evaluate(engines, sets, params=PARAMS, version=version, alone=alone))
 
 

@@ -5,6 +5,7 @@ A wrong figure misleads quietly, and a nan must stay visible. Not covered: how t
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
@@ -19,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from miles_like.metrics import (
     better,
+    discards,
     eval_metrics,
     pass_at_k,
     rollout_metrics,
@@ -50,6 +52,18 @@ def test_rollout_figures_by_hand():
     )
     with pytest.raises(ValueError, match="0 samples in 0 groups"):
         rollout_metrics([], version=0)
+
+
+def test_parts_are_averaged_over_the_samples_that_have_them_and_reasons_counted():
+    parts = [{"a": 1.0}, {"a": 0.0, "b/c": 2.0}, {}]
+    samples = [dataclasses.replace(sample(index=i, reward=1.0), reward_parts=p) for i, p in enumerate(parts)]
+    groups = [
+        dataclasses.replace(group(samples), discarded={"slow": 1}),
+        dataclasses.replace(group(samples), discarded={"slow": 2, "gone": 1}),
+    ]
+    found = rollout_metrics(groups, version=0)
+    assert found["rollout/reward/a/mean"] == 0.5 and found["rollout/reward/b/c/mean"] == 2.0
+    assert discards(groups) == {"slow": 3, "gone": 1}
 
 
 def test_utilization_by_hand():
@@ -113,7 +127,7 @@ def test_answers_without_a_score_are_not_wrong_answers():
 
 def test_rollouts_are_readable(tmp_path):
     path = tmp_path / "rollouts" / "step_1.jsonl"
-    s = sample(text="24 £", reward=1.0, version=7)
+    s = dataclasses.replace(sample(text="24 £", reward=1.0, version=7), reward_parts={"format": 0.5})
     write_rollouts(path, [group([s, sample(index=1, response_len=0, reward=0.0)], answer="24")])
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert "£" in path.read_text()
@@ -127,6 +141,7 @@ def test_rollouts_are_readable(tmp_path):
         "response": "24 £",
         "answer": "24",
         "reward": 1.0,
+        "reward_parts": {"format": 0.5},
         "finish": "stop",
         "tokens": 3,
         "versions": [[7, 0, 3]],

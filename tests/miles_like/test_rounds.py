@@ -70,7 +70,7 @@ def test_a_group_without_a_scored_sample_is_replaced_and_a_group_with_one_is_kep
     """Nobody made its reward a 0."""
     source = Source(lambda i: [None, None] if i == 0 else [1.0, None], groups=2, max_rounds=2)
     made, ids = source.run()
-    assert ids == ["1", "2"] and source.buffer.dropped == {UNSCORED: 1}
+    assert ids == ["1", "2"] and source.buffer.dropped == {f"{UNSCORED}: timed out": 1}
     assert made.metrics["rollout/discarded_frac"] == pytest.approx(4 / 6)
 
 

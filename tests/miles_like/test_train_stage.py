@@ -20,7 +20,8 @@ from megatron_bridge.families.registry import family_of
 from miles_like.algorithms.bounds import Bounds
 from miles_like.config_io import load_config
 from miles_like.placement import plan_placement
-from miles_like.rewards import load_reward
+from miles_like.reward_config import RewardConfig
+from miles_like.rewards.load import Rewards
 from miles_like.train_stage import TrainStage
 from miles_like.types import VersionSpan
 from miles_like.verify.findings import Cause, Finding, Profile, Report, gap_of
@@ -70,7 +71,7 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
     made.tokenizer = SimpleNamespace(eos_token_id=1)
     said = r"differ before the first step: weights: stale weights \(w is older\)\. `miles-like verify` says"
     with pytest.raises(ValueError, match=said) as refused:
-        asyncio.run(made._loop(trainer, ["http://x"], source, load_reward("exact_number"), [], None))
+        asyncio.run(made._loop(trainer, ["http://x"], source, Rewards(RewardConfig()), [], None))
     assert "\n" not in str(refused.value)
     assert asked == [8] and list(tmp_path.iterdir()) == []
     unchecked = stage("mismatch.check_prompts=0")

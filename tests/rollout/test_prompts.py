@@ -108,7 +108,7 @@ def test_ids_are_given_or_of_the_content(tmp_path: Path) -> None:
     b = source(write(tmp_path / "b.jsonl", bare[::-1])).all()
     assert {p.id: p.text for p in a} == {p.id: p.text for p in b}
     assert a[0].id == "cde480838792d3f0" and len({p.id for p in a}) == 10
-    assert dict(a[0].meta) == {"level": "2"}
+    assert dict(a[0].meta) == {"answer": "1", "level": 2}
     with pytest.raises(ValueError, match="rows 0 and 10 are the same prompt"):
         source(write(tmp_path / "c.jsonl", [*bare, bare[0]]))
 

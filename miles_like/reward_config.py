@@ -1,0 +1,234 @@
+"""What responses are worth: which rewards, with which options, and how long they are waited for. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import regex
+from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
+
+from megatron_bridge.config import Section
+
+
+class ExactConfig(Section):
+    ignore_case: bool = False
+
+
+class MultipleChoiceConfig(Section):
+    choices: str = Field("ABCDEFGHIJ", pattern="^[A-Z]+$")  # capital letters that can be chosen
+
+
+class RegexConfig(Section):
+    pattern: str  # (?P<answer>...): what the group catches last must be the answer; no such group: it must match
+
+    @field_validator("pattern")
+    @classmethod
+    def it_is_a_pattern(cls, given: str) -> str:
+        return _pattern(given, "reward.regex.pattern")
+
+
+THINK = r"\A\s*<think>(?:(?!</?think>).)*</think>(?!.*</?think>)"
+ANSWER = r"\A(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)*</answer>\s*\Z"
+
+
+class FormatConfig(Section):
+    """Each pattern is a part; `.` matches a newline too."""
+
+    patterns: dict[str, str] = Field({"think": THINK, "answer": ANSWER}, min_length=1)
+
+    @field_validator("patterns")
+    @classmethod
+    def they_are_patterns(cls, given: dict[str, str]) -> dict[str, str]:
+        return {name: _pattern(p, f"reward.format.patterns.{name}") for name, p in given.items()}
+
+
+class LengthConfig(Section):
+    target: int = Field(ge=0)  # response tokens up to which nothing is taken off
+    limit: int = Field(ge=1)  # where all of the penalty is; rollout.max_new_tokens at most, or it is never reached
+    penalty: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def there_is_room_between(self) -> LengthConfig:
+        if self.limit <= self.target:
+            raise ValueError(f"reward.length.limit = {self.limit} is not above target = {self.target}: raise it")
+        return self
+
+
+class EndpointConfig(Section):
+    url: str = Field(pattern="^https?://")
+    key_file: str | None = None  # its text is sent as a bearer token; the token itself has no place in a configuration
+
+
+class RemoteConfig(EndpointConfig):
+    """The whole address that is posted to."""
+
+
+class RewardModelConfig(EndpointConfig):
+    """`url` is the server's, without a path."""
+
+    api: Literal["classify", "v1/classify"] = "classify"  # SGLang's own: numbers as the model gives them; or shares
+    model: str | None = None  # api "v1/classify": the name it is served under
+    send: Literal["text", "chat", "tokens"] = "text"  # prompt and response; by a chat template; the policy's token ids
+    tokenizer: str | None = None  # send "chat": a directory or hub name with the reward model's chat template
+    output: int | None = Field(None, ge=0)  # which of several outputs; None: there is one
+
+    @model_validator(mode="after")
+    def every_key_does_something(self) -> RewardModelConfig:
+        for key, value, other, need in (
+            ("tokenizer", self.tokenizer, "send", "chat"),
+            ("model", self.model, "api", "v1/classify"),
+        ):
+            now = getattr(self, other)
+            if value is None and now == need:
+                raise ValueError(f"reward.reward_model.{other} = {now!r} needs reward.reward_model.{key}: set it")
+            if value is not None and now != need:
+                raise ValueError(
+                    f"reward.reward_model.{key} = {value!r} does nothing with {other} = {now!r}: remove it, or set "
+                    f"{other} = {need!r}"
+                )
+        return self
+
+
+JUDGE = """Question:
+{prompt}
+
+Reference answer:
+{answer}
+
+Response:
+{response}
+
+Rate how well the response answers the question, from 0 (not at all) to 10 (fully right). End with a line "Score: N"."""
+_PLACES = regex.compile(r"\{(\w+)\}")
+
+
+class JudgeConfig(EndpointConfig):
+    """`url` is the server's, without a path."""
+
+    model: str = "default"  # the name it is served under; SGLang takes any
+    template: str = JUDGE  # of the user's message; {prompt}, {answer} and {response} are put in
+    system: str | None = None
+    pattern: str = r"(?i:score)\W*?:\W*?(-?\d+(?:\.\d+)?)"  # group 1 of its last match is the score
+    low: float = 0.0  # the score that is worth 0; a lower one is no score
+    high: float = 10.0  # the score that is worth 1; a higher one is no score
+    temperature: float = Field(0.0, ge=0)
+    max_tokens: int = Field(1024, ge=1)
+
+    @model_validator(mode="after")
+    def it_can_be_read(self) -> JudgeConfig:
+        if self.low >= self.high:
+            raise ValueError(f"reward.judge.low = {self.low} is not below high = {self.high}: swap them")
+        if "{response}" not in self.template:
+            raise ValueError("reward.judge.template has no {response}: the judge would not see what it is to judge")
+        if regex.compile(_pattern(self.pattern, "reward.judge.pattern")).groups < 1:
+            raise ValueError(
+                f"reward.judge.pattern = {self.pattern!r} has no group: put the score in parentheses, (\\d+)"
+            )
+        return self
+
+
+# built-in rewards, and the section with the options of those that have any
+BUILT_IN: dict[str, type[Section] | None] = {
+    "exact_number": None,
+    "exact": ExactConfig,
+    "gsm8k": None,
+    "math_verify": None,
+    "multiple_choice": MultipleChoiceConfig,
+    "regex": RegexConfig,
+    "format": FormatConfig,
+    "length": LengthConfig,
+    "remote": RemoteConfig,
+    "reward_model": RewardModelConfig,
+    "judge": JudgeConfig,
+}
+LOCAL_BUT_SLOW = ("math_verify", "regex", "format")  # they can take for ever; asked again they would again
+REMOTE = ("remote", "reward_model", "judge")
+DEFAULT = "exact_number"
+
+
+class RewardConfig(Section):
+    name: str | None = None  # of BUILT_IN, or the import path of a function; exact_number where there are no parts
+    parts: dict[str, float] = Field({})  # several of them, each with its weight in their sum; 0: only logged
+    style: Literal["own", "verl", "slime", "trl", "openrlhf"] | None = None  # of a function; None: by its parameters
+    unit: Literal["sample", "group", "batch"] | None = None  # what a function is given at once; None: by its parameters
+    args: dict[str, JsonValue] = Field({})  # what a function of style "slime" finds in its `args`
+    timeout_s: float | None = Field(None, gt=0)  # of one attempt; None: 10 s for LOCAL_BUT_SLOW, else 60 s
+    retries: int | None = Field(None, ge=0)  # of a sample without a score; None: 0 for LOCAL_BUT_SLOW, else 2
+    retry_wait_s: float | None = Field(None, ge=0)  # before the first retry, then doubled; None: 1 s
+    concurrency: int | None = Field(None, ge=1)  # calls of one reward at the same time; None: 64
+    exact: ExactConfig | None = None
+    multiple_choice: MultipleChoiceConfig | None = None
+    regex: RegexConfig | None = None
+    format: FormatConfig | None = None
+    length: LengthConfig | None = None
+    remote: RemoteConfig | None = None
+    reward_model: RewardModelConfig | None = None
+    judge: JudgeConfig | None = None
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Every reward there is, with its weight."""
+        return dict(self.parts) if self.parts else {self.name or DEFAULT: 1.0}
+
+    @property
+    def functions(self) -> list[str]:
+        """Import paths among them."""
+        return [name for name in self.weights if ":" in name]
+
+    def named(self, name: str) -> RewardConfig:
+        """Another reward, with the options that it has here. Raises ValueError where it needs some and has none."""
+        options = getattr(self, name) if BUILT_IN.get(name) is not None else None
+        try:
+            return RewardConfig.model_validate({"name": name} | ({} if options is None else {name: options}))
+        except ValidationError as e:
+            raise ValueError(
+                f"reward {name!r} needs options: give it to reward.parts with its [reward.{name}], with a weight of 0 "
+                f"if it is not to be trained on ({e.errors()[0]['msg']})"
+            ) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def options_have_defaults(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        given = {k: v for k, v in given.items() if not (k == "name" and v == "")}  # --set reward.name= for parts
+        parts = given.get("parts")
+        names = list(parts) if isinstance(parts, dict) and parts else [given.get("name") or DEFAULT]
+        if not parts and "name" not in given:
+            given["name"] = DEFAULT
+        for name in names:
+            if isinstance(name, str) and BUILT_IN.get(name) is not None:
+                given.setdefault(name, {})
+        return given
+
+    @model_validator(mode="after")
+    def every_key_does_something(self) -> RewardConfig:
+        if self.parts and self.name is not None:
+            raise ValueError(
+                f"reward.name = {self.name!r} and reward.parts: give one; of parts, {self.name!r} can be one "
+                '(reward.name = "" takes back a name that this configuration extends)'
+            )
+        names = ", ".join(self.weights)
+        for option in (name for name, section in BUILT_IN.items() if section is not None):
+            if getattr(self, option) is not None and option not in self.weights:
+                raise ValueError(f"reward.{option} does nothing with reward {names}: remove it, or name {option!r}")
+        slow = [n for n in self.weights if n in LOCAL_BUT_SLOW]
+        remote = [n for n in self.weights if n in REMOTE] + self.functions
+        for keys, users in (
+            (("style", "unit"), self.functions),
+            (("args",), self.functions if self.style in (None, "slime") else []),
+            (("concurrency",), remote),
+            (("timeout_s", "retries", "retry_wait_s"), slow + remote),
+        ):
+            for key in keys:
+                if getattr(self, key) not in (None, {}) and not users:
+                    raise ValueError(f"reward.{key} does nothing with reward {names}: remove it")
+        return self
+
+
+def _pattern(given: str, where: str) -> str:
+    try:
+        regex.compile(given)
+    except regex.error as e:
+        raise ValueError(f"{where} = {given!r} is no regular expression: {e}") from e
+    return given

@@ -1,0 +1,120 @@
+"""Answers that are compared with the prompt's: the whole response, or what can be found in it."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import regex
+
+from miles_like.reward_config import ExactConfig, MultipleChoiceConfig, RegexConfig
+from miles_like.types import Finish, Prompt, Sample, Unscored
+
+_NUMBER = regex.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+_GROUPED_NUMBER = regex.compile(r"[+-]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+_GSM8K_MARK = "####"
+
+
+async def exact_number(prompt: Prompt, sample: Sample) -> float:
+    """1 when the whole response, stripped, is a decimal number equal to the answer and the model stopped by itself.
+
+    `24`, `24.0` and `+24` are equal; `24 apples`, `2.4e1` and a response cut at the token limit score 0.
+    """
+    text = sample.text.strip()
+    if sample.finish is not Finish.STOP or not _NUMBER.fullmatch(text):
+        return 0.0
+    return float(Decimal(text) == _gold_number(prompt))
+
+
+async def gsm8k(prompt: Prompt, sample: Sample) -> float:
+    """1 when the number after the response's last `####`, or else its last number, equals the answer's.
+
+    Commas within numbers do not matter. The answer may be GSM8K's whole solution, `... #### 72`.
+    """
+    tail = sample.text.rsplit(_GSM8K_MARK, 1)
+    found = _GROUPED_NUMBER.findall(tail[-1])
+    if not found:
+        return 0.0
+    number = found[0] if len(tail) == 2 else found[-1]
+    return float(Decimal(number.replace(",", "")) == _gold_number(prompt))
+
+
+def gold(prompt: Prompt) -> str:
+    """The answer, or what is after GSM8K's mark in it. Raises ValueError when there is none."""
+    answer = prompt.answer.rsplit(_GSM8K_MARK, 1)[-1].strip()
+    if not answer:
+        raise ValueError(f"prompt {prompt.id!r} has no answer to compare with: set data.answer_key to its column")
+    return answer
+
+
+def _gold_number(prompt: Prompt) -> Decimal:
+    text = gold(prompt).replace(",", "")
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(f"prompt {prompt.id!r} has the answer {text!r}, which is no number: use reward math_verify")
+    return Decimal(text)
+
+
+class Exact:
+    """1 when the whole response, stripped, is the answer, stripped, and the model stopped by itself."""
+
+    def __init__(self, config: ExactConfig) -> None:
+        self._ignore_case = config.ignore_case
+
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
+        said, answer = sample.text.strip(), prompt.answer.strip()
+        if self._ignore_case:
+            said, answer = said.casefold(), answer.casefold()
+        return float(sample.finish is Finish.STOP and said == answer)
+
+
+class MultipleChoice:
+    """1 when the response chooses the answer's letter.
+
+    Chosen is the capital letter of the last `\\boxed{B}`, else the last one after "answer is" or "answer:", else the
+    response itself where it is a letter alone, of either case, or begins with a capital one and a mark: `(B)`,
+    `B. Paris`. A response that chooses none is wrong.
+    """
+
+    def __init__(self, config: MultipleChoiceConfig) -> None:
+        self._choices = config.choices
+        one = f"([{config.choices}])"
+        self._places = (
+            regex.compile(rf"\\boxed\{{\s*(?:\\text\{{)?\(?{one}\)?\s*\}}"),
+            regex.compile(rf"(?i:answer\s*(?:is\s*:?|:)\s*(?:option|choice)?)[\s*(\[{{$]*{one}(?![A-Za-z0-9'])"),
+            regex.compile(rf"\A\s*[(*\[]*{one}[)\]*.:]"),
+        )
+
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
+        right = prompt.answer.strip().strip("().").upper()
+        if len(right) != 1 or right not in self._choices:
+            raise ValueError(
+                f"prompt {prompt.id!r} has the answer {prompt.answer!r}, want one letter of {self._choices!r}: "
+                "set data.answer_key, or reward.multiple_choice.choices"
+            )
+        return float(self._chosen(sample.text) == right)
+
+    def _chosen(self, text: str) -> str:
+        for place in self._places:
+            if found := place.findall(text):
+                return str(found[-1])
+        return text.strip(" \n().*").upper()
+
+
+class Regex:
+    """What a pattern finds in the response.
+
+    With a group named `answer`, 1 when its text in the last match, stripped, is the answer, stripped; without one, 1
+    when the pattern matches anywhere.
+    """
+
+    def __init__(self, config: RegexConfig, *, limit_s: float) -> None:
+        self._pattern = regex.compile(config.pattern)
+        self._limit_s = limit_s
+
+    def __call__(self, prompt: Prompt, sample: Sample) -> float | Unscored:
+        try:
+            found = [m.groupdict() for m in self._pattern.finditer(sample.text, timeout=self._limit_s, concurrent=True)]
+        except TimeoutError:
+            return Unscored(reason=f"no match within {self._limit_s:g} s")
+        if not found or "answer" not in self._pattern.groupindex:
+            return float(bool(found))
+        return float((found[-1]["answer"] or "").strip() == prompt.answer.strip())

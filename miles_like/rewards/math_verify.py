@@ -1,0 +1,87 @@
+"""Equality of mathematical expressions, judged by the library math-verify in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from miles_like.rewards.answers import gold
+from miles_like.types import Prompt, Sample, Unscored
+
+
+class MathVerify:
+    """math-verify's equality of mathematical expressions, in a process of its own with a time limit.
+
+    An answer that is not judged within `limit_s` is unscored: the process is killed and the next call starts another.
+    An instance belongs to one event loop; calls wait for each other.
+    """
+
+    def __init__(self, *, limit_s: float = 10.0, start_limit_s: float = 120.0) -> None:
+        self.limit_s = limit_s
+        self._start_limit_s = start_limit_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float | Unscored:
+        """1 for an expression equal to the answer, else 0. Raises ValueError when the answer itself is none."""
+        request = json.dumps({"gold": gold(prompt), "answer": sample.text}).encode() + b"\n"
+        async with self._lock:
+            process = self._process or await self._start()
+            # Kept only once it has replied: after a time limit or a cancelled call, a late reply would be taken for
+            # that of the next question.
+            self._process = None
+            try:
+                reply = await self._exchange(process, request)
+                self._process = process
+            except TimeoutError:
+                return Unscored(reason=f"math-verify needed more than {self.limit_s:g} s")
+            finally:
+                if self._process is None:
+                    _kill(process)
+        if "error" in reply:
+            raise ValueError(f"prompt {prompt.id!r}: {reply['error']}")
+        return float(bool(reply["right"]))
+
+    async def close(self) -> None:
+        """End the process. A later call starts another."""
+        async with self._lock:
+            if self._process is not None:
+                _kill(self._process)
+                await self._process.wait()
+                self._process = None
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        # -P: the script's own folder stays off the path, where our types.py would hide the standard one.
+        worker = Path(__file__).with_name("math_worker.py")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", str(worker), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        ready = b""
+        try:
+            async with asyncio.timeout(self._start_limit_s):
+                ready = await process.stdout.readline()
+        finally:
+            if not ready:
+                _kill(process)
+        if not ready:
+            raise RuntimeError("the math-verify process ended before it was ready: see its message on stderr")
+        return process
+
+    async def _exchange(self, process: asyncio.subprocess.Process, request: bytes) -> dict[str, object]:
+        assert process.stdin is not None and process.stdout is not None
+        async with asyncio.timeout(self.limit_s):
+            process.stdin.write(request)
+            await process.stdin.drain()
+            line = await process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the math-verify process ended on {request!r}: see its message on stderr")
+        reply: dict[str, object] = json.loads(line)
+        return reply
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()

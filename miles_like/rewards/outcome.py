@@ -1,0 +1,68 @@
+"""What a reward function returned, as a Score or an Unscored; anything else is refused in one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from miles_like.types import Score, Unscored
+
+TOTALS = ("score", "reward")  # under which a dict's total stands; the first there is
+RETURNED_NONE = "the reward function returned None"
+_REASON_CHARS = 120  # samples are counted by reason, and a log line holds it
+
+
+def outcome_of(returned: object) -> Score | Unscored:
+    """A number or a bool: the score. None: unscored. A dict: its total is under "score", else under "reward", else the
+    sum of its numbers; all other numbers in it are parts, and text is not logged. A dict whose total is None is
+    unscored, for its "reason". Score and Unscored are themselves.
+
+    Raises ValueError for what is none of these, or not finite.
+    """
+    if isinstance(returned, Score | Unscored):
+        return returned
+    if returned is None:
+        return Unscored(reason=RETURNED_NONE)
+    return _of_parts(returned) if isinstance(returned, Mapping) else Score(value=number(returned, "it"))
+
+
+def _of_parts(named: Mapping[object, object]) -> Score | Unscored:
+    values = {str(k): v for k, v in named.items()}
+    total = next((k for k in TOTALS if k in values), None)
+    if total is not None and values[total] is None:
+        return Unscored(reason=str(values.get("reason") or RETURNED_NONE).strip()[:_REASON_CHARS])
+    parts = {k: number(v, f"its part {k!r}") for k, v in values.items() if k != total and not isinstance(v, str | None)}
+    if total is not None:
+        return Score(value=number(values[total], f"its {total!r}"), parts=parts)
+    if not parts:
+        raise ValueError(f"it is {dict(values)!r}: give the total as {TOTALS[0]!r}, or named numbers to add up")
+    return Score(value=math.fsum(parts.values()), parts=parts)
+
+
+def number(value: object, what: str) -> float:
+    """A finite number: Python's, numpy's or a tensor of one element. Raises ValueError naming `what`."""
+    if isinstance(value, np.generic | np.ndarray | Tensor) and value.shape in ((), (1,)):
+        value = value.item()
+    if not isinstance(value, int | float):
+        raise ValueError(f"{what} is {value!r}, want a number, a bool, a dict of named numbers, or None")
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:
+        finite = False
+    if not finite:
+        raise ValueError(f"{what} is {value}, which is not finite: return None for a sample that cannot be scored")
+    return float(value)
+
+
+def each(returned: object, n: int) -> list[object]:
+    """`n` results out of a list, a tuple, an array or a tensor. Raises ValueError for anything else."""
+    if isinstance(returned, Tensor | np.ndarray):
+        returned = returned.reshape(-1).tolist()
+    if not isinstance(returned, Sequence) or isinstance(returned, str):
+        raise ValueError(f"it returned {returned!r} for {n} samples, want a list with one result for each")
+    if len(returned) != n:
+        raise ValueError(f"it returned {len(returned)} results for {n} samples, want one for each, in order")
+    return list(returned)

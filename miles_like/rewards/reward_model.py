@@ -1,0 +1,74 @@
+"""A reward model behind a server: SGLang's own endpoint for them, or the one that SGLang and vLLM have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from miles_like.reward_config import RewardModelConfig
+from miles_like.rewards.http import Endpoint
+from miles_like.types import Prompt, Sample, Unscored
+
+
+class RewardModel:
+    """What the model's head says of prompt and response.
+
+    api "classify": POST /classify {"text": ...} or {"input_ids": [...]} -> {"embedding": [number, ...]}, the outputs of
+    the head as they are. api "v1/classify": POST /v1/classify {"model", "input"} -> {"data": [{"probs": [...]}]}, which
+    SGLang normalizes over the classes: with one class it is 1 whatever the head says, so that is refused.
+    (SGLang 0.5.23, entrypoints/http_server.py and openai/serving_classify.py; such a server runs with --is-embedding.)
+    """
+
+    def __init__(self, config: RewardModelConfig) -> None:
+        self._config = config
+        self._server = Endpoint(config)
+        self._tokenizer: Any = None if config.tokenizer is None else AutoTokenizer.from_pretrained(config.tokenizer)
+        self.close = self._server.close
+
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float | Unscored:
+        """Raises ValueError for a reply of another form, or of several outputs where none is named."""
+        given = self._given(prompt, sample)
+        if self._config.api == "classify":
+            body = {"input_ids" if isinstance(given, list) else "text": given}
+            reply = await self._server.post("/classify", body)
+            found = reply if isinstance(reply, Unscored) else _at(reply, "embedding")
+        else:
+            reply = await self._server.post("/v1/classify", {"model": self._config.model, "input": given})
+            found = reply if isinstance(reply, Unscored) else _at(reply, "data", 0, "probs")
+        return found if isinstance(found, Unscored) else self._chosen(found)
+
+    def _given(self, prompt: Prompt, sample: Sample) -> str | list[int]:
+        if self._config.send == "tokens":
+            return [int(t) for t in sample.token_ids.tolist()]
+        if self._tokenizer is None:
+            return prompt.text + sample.text
+        asked = [dict(m) for m in prompt.messages] or [{"role": "user", "content": prompt.text}]
+        said = {"role": "assistant", "content": sample.text}
+        return str(self._tokenizer.apply_chat_template([*asked, said], tokenize=False))
+
+    def _chosen(self, outputs: object) -> float:
+        values = [float(v) for v in outputs] if isinstance(outputs, list) else [float(outputs)]  # type: ignore[arg-type]
+        if self._config.api == "v1/classify" and len(values) == 1:
+            raise ValueError(
+                "/v1/classify of a model with 1 output is 1 whatever the response: set reward.reward_model.api = "
+                "'classify'"
+            )
+        if self._config.output is None and len(values) != 1:
+            raise ValueError(f"the model has {len(values)} outputs: say which with reward.reward_model.output")
+        if self._config.output is not None and self._config.output >= len(values):
+            raise ValueError(
+                f"reward.reward_model.output = {self._config.output} of a model with {len(values)} outputs"
+            )
+        return values[self._config.output or 0]
+
+
+def _at(reply: Any, *path: str | int) -> Any:
+    found = reply
+    for key in path:
+        has = key in found if isinstance(found, Mapping) else isinstance(found, list) and len(found) > int(key)
+        if not has:
+            raise ValueError(f"a reply of {str(reply)[:200]}, without {'.'.join(map(str, path))}: check url and api")
+        found = found[key]
+    return found

@@ -1,0 +1,238 @@
+"""How reward functions are called, here and in other frameworks: what each is given, and what its answer means.
+
+Every style reads the same prompts and samples. A column of the prompt file that no style has a place for goes where
+the framework puts further columns: verl's extra_info, slime's metadata, TRL's keywords.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from miles_like.rewards.outcome import TOTALS, each
+from miles_like.types import Finish, Json, Prompt, Sample, Unit
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Pairs = tuple[Sequence[Prompt], Sequence[Sample]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """One framework's convention."""
+
+    units: tuple[Unit, ...]  # that a function of this style can be given at once; the first is the default
+    given: Callable[..., Call]  # (prompts, samples, unit=, args=) -> positional arguments and keywords
+    # (what it returned, for how many samples, unit, args) -> the result of each
+    read: Callable[[Any, int, Unit, Mapping[str, Json]], list[object]]
+
+
+def _one_or_each(returned: Any, n: int, unit: Unit, args: Mapping[str, Json]) -> list[object]:
+    return [returned] if unit is Unit.SAMPLE else each(returned, n)
+
+
+def _each(returned: Any, n: int, unit: Unit, args: Mapping[str, Json]) -> list[object]:
+    return each(returned, n)
+
+
+def response_ids(prompt: Prompt, sample: Sample) -> list[int]:
+    """All tokens after the prompt, an environment's too."""
+    return [int(t) for t in sample.token_ids[len(prompt.token_ids) :].tolist()]
+
+
+# ours
+
+
+def _own(prompts: Sequence[Prompt], samples: Sequence[Sample], *, unit: Unit, args: Mapping[str, Json]) -> Call:
+    if unit is Unit.SAMPLE:
+        return (prompts[0], samples[0]), {}
+    return (prompts[0] if unit is Unit.GROUP else list(prompts), list(samples)), {}
+
+
+# verl: compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
+
+
+def _verl(prompts: Sequence[Prompt], samples: Sequence[Sample], *, unit: Unit, args: Mapping[str, Json]) -> Call:
+    (prompt,), (sample,) = prompts, samples
+    extra = prompt.meta.get("extra_info")
+    return (), {
+        "data_source": prompt.meta.get("data_source", prompt.source),
+        "solution_str": sample.text,
+        "ground_truth": prompt.answer,
+        "extra_info": dict(extra if isinstance(extra, Mapping) else prompt.meta),
+    }
+
+
+def _verl_result(returned: Any, n: int, unit: Unit, args: Mapping[str, Json]) -> list[object]:
+    if isinstance(returned, Mapping) and TOTALS[0] not in returned:
+        raise ValueError(f"it returned a dict of {', '.join(map(str, returned))}, want {TOTALS[0]!r} among them")
+    return [returned]
+
+
+# slime and Miles: async custom_rm(args, sample) -> float | dict; with --group-rm (args, samples) -> list
+
+
+class SlimeStatus(enum.Enum):
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+
+
+_STATUS = {
+    Finish.STOP: SlimeStatus.COMPLETED,
+    Finish.LENGTH: SlimeStatus.TRUNCATED,
+    Finish.ABORT: SlimeStatus.ABORTED,
+}
+
+
+@dataclass(kw_only=True)
+class SlimeSample:
+    """The part of slime's Sample that a reward function reads; it may write to its own copy."""
+
+    Status = SlimeStatus
+    index: int
+    prompt: str
+    tokens: list[int]  # prompt and response
+    response: str
+    response_length: int
+    label: str
+    loss_mask: list[int]  # of the response
+    rollout_log_probs: list[float]  # of the response
+    weight_versions: list[str]
+    status: SlimeStatus
+    metadata: dict[str, Any]
+    reward: float | dict[str, Any] | None = None
+
+
+def _slime_sample(prompt: Prompt, sample: Sample) -> SlimeSample:
+    p = len(prompt.token_ids)
+    return SlimeSample(
+        index=sample.index,
+        prompt=prompt.text,
+        tokens=[int(t) for t in sample.token_ids.tolist()],
+        response=sample.text,
+        response_length=len(sample.token_ids) - p,
+        label=prompt.answer,
+        loss_mask=sample.loss_mask[p:].int().tolist(),
+        rollout_log_probs=sample.logprobs[p:].tolist(),
+        weight_versions=[str(v.version) for v in sample.versions],
+        status=_STATUS[sample.finish],
+        metadata=dict(prompt.meta),
+    )
+
+
+def _slime(prompts: Sequence[Prompt], samples: Sequence[Sample], *, unit: Unit, args: Mapping[str, Json]) -> Call:
+    given = [_slime_sample(p, s) for p, s in zip(prompts, samples, strict=True)]
+    return (SimpleNamespace(**args), given[0] if unit is Unit.SAMPLE else given), {}
+
+
+def _slime_results(returned: Any, n: int, unit: Unit, args: Mapping[str, Json]) -> list[object]:
+    """Of a dict, `reward_key` of the arguments is the reward, as with slime's --reward-key."""
+    results, key = _one_or_each(returned, n, unit, args), args.get("reward_key")
+    if key is None:
+        return results
+    without = [r for r in results if isinstance(r, Mapping) and key not in r]
+    if without:
+        raise ValueError(f"it returned {without[0]!r}, which has no {key!r} (reward.args.reward_key)")
+    return [
+        {**{k: v for k, v in r.items() if k != key}, TOTALS[0]: r[key]} if isinstance(r, Mapping) else r
+        for r in results
+    ]
+
+
+# TRL: reward_func(prompts, completions, completion_ids, **columns) -> list[float | None]
+
+
+@dataclass
+class Logged:
+    """What a function of TRL's gave to `log_metric` and `log_extra`."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def metric(self, name: str, value: float) -> None:
+        self.metrics[name] = value
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        self.columns[column] = list(values)
+
+
+def _trl(prompts: Sequence[Prompt], samples: Sequence[Sample], *, unit: Unit, args: Mapping[str, Json]) -> Call:
+    """A completion is a list of messages where the prompt is one (data.template = "chat"), else text."""
+    chat = bool(prompts[0].messages)
+    columns: dict[str, list[Any]] = {
+        key: [p.meta.get(key) for p in prompts] for key in dict.fromkeys(k for p in prompts for k in p.meta)
+    }
+    columns.setdefault("answer", [p.answer for p in prompts])
+    columns.setdefault("source", [p.source for p in prompts])
+    return (), {
+        **{k: v for k, v in columns.items() if k not in ("prompt", "completion", "completion_ids")},
+        "prompts": [[dict(m) for m in p.messages] if chat else p.text for p in prompts],
+        "completions": [[{"role": "assistant", "content": s.text}] if chat else s.text for s in samples],
+        "completion_ids": [response_ids(p, s) for p, s in zip(prompts, samples, strict=True)],
+    }
+
+
+# OpenRLHF: reward_func(queries, prompts, labels) -> {"rewards": T, "scores": T, "extra_logs": {name: T}} | T
+
+
+def _openrlhf(prompts: Sequence[Prompt], samples: Sequence[Sample], *, unit: Unit, args: Mapping[str, Json]) -> Call:
+    queries = [p.text + s.text for p, s in zip(prompts, samples, strict=True)]
+    return (queries, [p.text for p in prompts], [p.answer for p in prompts]), {}
+
+
+def _openrlhf_results(returned: Any, n: int, unit: Unit, args: Mapping[str, Json]) -> list[object]:
+    """Trained on is `rewards`; `scores` and `extra_logs` are parts, a single number in them is every sample's."""
+    if not isinstance(returned, Mapping):
+        return each(returned, n)
+    if "rewards" not in returned:
+        raise ValueError(f"it returned a dict of {', '.join(map(str, returned))}, want 'rewards' among them")
+    rewards = each(returned["rewards"], n)
+    logs = {"scores": returned.get("scores"), **(returned.get("extra_logs") or {})}
+    parts = {k: _for_each(v, n) for k, v in logs.items() if v is not None and not isinstance(v, str)}
+    return [{**{k: v[i] for k, v in parts.items()}, TOTALS[0]: rewards[i]} for i in range(n)]
+
+
+def _for_each(value: Any, n: int) -> list[object]:
+    one = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return [value] * n if one else each(value, n)
+
+
+_ANY = (Unit.SAMPLE, Unit.GROUP, Unit.BATCH)
+STYLES: dict[str, Style] = {
+    "own": Style(units=_ANY, given=_own, read=_one_or_each),
+    "verl": Style(units=(Unit.SAMPLE,), given=_verl, read=_verl_result),
+    "slime": Style(units=(Unit.SAMPLE, Unit.GROUP), given=_slime, read=_slime_results),
+    "trl": Style(units=(Unit.GROUP, Unit.SAMPLE, Unit.BATCH), given=_trl, read=_each),
+    # as OpenRLHF's own agents call it: lists of one
+    "openrlhf": Style(units=_ANY, given=_openrlhf, read=_openrlhf_results),
+}
+
+_FIRST_TWO: dict[tuple[str, ...], tuple[str, Unit]] = {
+    ("prompt", "sample"): ("own", Unit.SAMPLE),
+    ("prompt", "samples"): ("own", Unit.GROUP),
+    ("prompts", "samples"): ("own", Unit.BATCH),
+    ("args", "sample"): ("slime", Unit.SAMPLE),
+    ("args", "samples"): ("slime", Unit.GROUP),
+}
+
+
+def recognised(function: Callable[..., object]) -> tuple[str, Unit] | None:
+    """The style and unit that the names of its parameters say; None where they say nothing."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except ValueError:
+        return None  # written in C, without a signature to look at
+    if (first := _FIRST_TWO.get(tuple(names[:2]))) is not None:
+        return first
+    for style, words in (("verl", {"solution_str", "ground_truth"}), ("openrlhf", {"queries", "labels"})):
+        if words <= set(names):
+            return style, STYLES[style].units[0]
+    if {"completions", "completion_ids"} & set(names):
+        return "trl", STYLES["trl"].units[0]
+    return None
