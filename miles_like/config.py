@@ -256,7 +256,7 @@ class RunConfig(Section):
         self.distillation.check_run(
             temperature=self.rollout.temperature,
             shuffled=self.algorithm.shuffle_advantages,
-            aborts=self.buffer.max_staleness > 0 and self.publish.pause_mode == "abort",
+            embedded=self.rollout.engine == "embedded",
         )
         return self
 

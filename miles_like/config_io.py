@@ -82,6 +82,8 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 def _rooted(value: Any, root: Path) -> Any:
     if isinstance(value, dict):
         return {k: _rooted(v, root) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_rooted(v, root) for v in value]
     if isinstance(value, str) and value.startswith(("./", "../")):
         return str((root / value).resolve())
     return value

@@ -164,9 +164,9 @@ class DistillationConfig(Section):
                 )
         return self
 
-    def check_run(self, *, temperature: float, shuffled: bool, aborts: bool) -> None:
+    def check_run(self, *, temperature: float, shuffled: bool, embedded: bool) -> None:
         """Against the other sections. temperature: rollout.temperature; shuffled: algorithm.shuffle_advantages;
-        aborts: whether a publication ends what servers are doing. Raises ValueError."""
+        embedded: whether the rollout's servers are the CPU engine. Raises ValueError."""
         for name, teacher in self.teachers.items():
             if teacher.by_server and temperature != 1:
                 raise ValueError(
@@ -174,11 +174,10 @@ class DistillationConfig(Section):
                     "and the student would be compared at two temperatures: set rollout.temperature = 1, or have the "
                     "trainer score (kind = 'weights', or 'self' with weights = 'reference')"
                 )
-            if teacher.kind == "self" and teacher.by_server and aborts:
+            if teacher.kind == "server" and teacher.url is None and not embedded:
                 raise ValueError(
-                    f"teacher {name!r} is the policy's own servers, and publish.pause_mode = 'abort' with "
-                    "buffer.max_staleness above 0 ends what they score: set publish.pause_mode = 'retract' or "
-                    "'in_place', or weights = 'reference'"
+                    f"teacher {name!r} has no url, and a run starts teachers' servers on CPUs, by the embedded engine, "
+                    "only where the rollout's are too: start an SGLang server for it and give its url"
                 )
         if self.on and shuffled:
             raise ValueError(

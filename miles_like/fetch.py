@@ -21,8 +21,10 @@ def source_inputs(model: ModelConfig) -> dict[str, Any]:
     """What a fetched checkpoint is a function of."""
     if model.make is not None:
         make = model.make.model_dump(mode="json")
-        for name in ("config", "corpus", "validation"):
+        for name in ("config", "validation"):
             make[name] = content(Path(make[name]))
+        read = [content(Path(name)) for name in model.make.corpora]
+        make["corpus"] = read if len(read) > 1 else read[0]
         make["tokenizer"] = content(Path(make["tokenizer"]) / "tokenizer.json")
         return {"make": make}
     if Path(model.path).is_dir():

@@ -12,7 +12,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from miles_like.make_config import MakeConfig
 from miles_like.placement import plan_placement
 from miles_like.supervised_config import SupervisedConfig
 from miles_like.supervised_data import ExampleReader
+from miles_like.types import SampleGroup
 from miles_like.warmup import random_weights, warm_up
 from miles_like.workers import RayTrainer, check_nodes
 from quant.hf_config import quantized_config
@@ -68,16 +69,8 @@ def _warm_up_and_write(
     console: Console,
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(bf16)
-    corpus, validation = (
-        ExampleReader(
-            tokenizer=tokenizer,
-            data=DataConfig(train=path, answer_key=key, max_prompt_tokens=config.max_pack_tokens),
-            keys=SupervisedConfig(),
-            algorithm="sft",
-            max_tokens=config.max_pack_tokens,
-        ).read(path)
-        for path, key in ((make.corpus, make.answer_key), (make.validation, "answer"))
-    )
+    corpus = [example for path in make.corpora for example in _read(config, tokenizer, path, make.answer_key)]
+    validation = _read(config, tokenizer, make.validation, "answer")
     plan = plan_placement(config.cluster, config.parallel, config.servers)
     check_nodes(plan)
     trainer = RayTrainer(
@@ -110,6 +103,16 @@ def _warm_up_and_write(
         await trainer.close()
 
     asyncio.run(run())
+
+
+def _read(config: RunConfig, tokenizer: Any, path: str, answer_key: str) -> Sequence[SampleGroup]:
+    return ExampleReader(
+        tokenizer=tokenizer,
+        data=DataConfig(train=path, answer_key=answer_key, max_prompt_tokens=config.max_pack_tokens),
+        keys=SupervisedConfig(),
+        algorithm="sft",
+        max_tokens=config.max_pack_tokens,
+    ).read(path)
 
 
 def _say(console: Console, make: MakeConfig) -> Callable[[int, float], None]:

@@ -13,7 +13,9 @@ class MakeConfig(Section):
 
     config: str  # a Hugging Face config.json
     tokenizer: str  # directory with tokenizer.json and tokenizer_config.json
-    corpus: str  # jsonl of problems, none of them in data.train or data.eval
+    # jsonl of problems, or several, which are put together; none of them in data.eval, and for a model that is to learn
+    # by reward none in data.train
+    corpus: str | tuple[str, ...]
     answer_key: str = "sloppy"  # column of the corpus that is learnt
     validation: str  # jsonl of problems of the corpus' kind; the warm-up stops on them
     seed: int = 0
@@ -26,6 +28,10 @@ class MakeConfig(Section):
     target: float = Field(0.1, ge=0, le=1)  # mean probability of the right answer on `validation` that ends the warm-up
     # of the warm-up's routers; None: 1e-3 where they have a selection bias, else nothing
     router_bias_update_rate: float | None = Field(None, ge=0)
+
+    @property
+    def corpora(self) -> tuple[str, ...]:
+        return (self.corpus,) if isinstance(self.corpus, str) else self.corpus
 
     def spec(self) -> QuantSpec | None:
         """How the checkpoint is stored; None: in BF16."""

@@ -179,8 +179,10 @@ def parse_stages(text: str) -> list[str]:
     return selected
 
 
-def run_stages(stages: Sequence[Stage], selected: Sequence[str], console: Console, *, fresh: bool) -> None:
-    """Run the selected stages in order; a stage that is whole is skipped unless `fresh`.
+def run_stages(
+    stages: Sequence[Stage], selected: Sequence[str], console: Console, *, fresh: bool
+) -> Mapping[str, Output]:
+    """Run the selected stages in order; a stage that is whole is skipped unless `fresh`. Returns what is whole by name.
 
     Raises ValueError when a stage needs the output of one that is neither selected nor whole.
     """
@@ -206,6 +208,7 @@ def run_stages(stages: Sequence[Stage], selected: Sequence[str], console: Consol
                 files = stage.listed(root)
                 write_marker(stage.directory, stage=stage.name, key=stage.key, root=root, files=files, known=known)
         done[stage.name] = _output(stage)
+    return done
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from miles_like.algorithms.distillation import distilled
 from miles_like.algorithms.registry import make_algorithm, make_bounds
 from miles_like.config import RunConfig
 from miles_like.engine_fit import check_engine
@@ -35,6 +36,9 @@ class RunParts(TrainerParts):
         super().__init__(config, run_dir, served, weights, console)
         check_engine(config.rollout, config.precision, self.hf.config)
         self.algorithm = make_algorithm(config.algorithm, config.correction, config.mismatch)
+        if (d := config.distillation).mode != "off":
+            beta = 1.0 if d.beta is None else d.beta
+            self.algorithm = distilled(self.algorithm, mode=d.mode, coefficient=d.coefficient, top_k=d.top_k, beta=beta)
 
     def ranks(self) -> RayTrainer:
         """Started, on the weights that the run begins with."""

@@ -16,9 +16,10 @@ from miles_like.algorithms.registry import make_bounds
 from miles_like.buffer import DataBuffer
 from miles_like.config_io import dump_config
 from miles_like.controller import Controller, settle
+from miles_like.distillation import Teachers
 from miles_like.evaluation import HeldOut, evaluate, held_out
 from miles_like.metrics import discards, rollout_metrics, write_rollouts
-from miles_like.packing import pack_steps
+from miles_like.packing import pack, pack_steps
 from miles_like.progress import PhaseBar
 from miles_like.protocols import RewardFn
 from miles_like.report import write_report
@@ -26,6 +27,7 @@ from miles_like.rewards.load import Rewards
 from miles_like.rounds import Rounds
 from miles_like.run_parts import RunParts
 from miles_like.run_state import RunState
+from miles_like.run_teachers import RunTeachers
 from miles_like.types import Prompt, SampleGroup, TrainBatch
 from miles_like.verify.allowance import of_steps
 from miles_like.verify.gate import admit, judge
@@ -48,18 +50,25 @@ class TrainStage(RunParts):
         held = held_out(self.config.eval_sets, self.config.data, self.tokenizer, rewards)
         began = run_state.load_latest(self.checkpoints) if resume else None
         run_state.clear_unfinished(self.checkpoints)
+        teachers = RunTeachers(
+            self.config, self.run_dir, student=self.hf.config, tokenizer=self.tokenizer, console=self.console
+        )
+        teachers.prepare()
         started = time.perf_counter()
+        teachers.launch()
         servers = self.servers(began[1].weight_version if began else 0)
         try:
             trainer = self.ranks()
             urls = servers.wait()
+            teachers.wait()
             self.console.print(
                 f"{'':12}{len(self.plan.of('trainer'))} trainer ranks, {len(urls)} rollout servers up "
                 f"after {time.perf_counter() - started:.0f} s{self.payload()}"
             )
-            asyncio.run(self._loop(trainer, urls, source, rewards, held, began))
+            asyncio.run(self._loop(trainer, urls, source, rewards, held, began, teachers))
         finally:
             servers.stop()
+            teachers.stop()
         write_report(self.run_dir)
         self.console.print(f"{'':12}report: {self.run_dir / 'report.html'}")
 
@@ -71,6 +80,7 @@ class TrainStage(RunParts):
         rewards: Rewards,
         held: Sequence[HeldOut],
         began: tuple[Path, RunState] | None,
+        teaching: RunTeachers,
     ) -> None:
         config = self.config
         bounds = of_steps(make_bounds(config.mismatch), exact=config.exact_steps)
@@ -81,6 +91,9 @@ class TrainStage(RunParts):
         trainer.connect(self.publisher(urls))
         first = await self._begin(trainer, source, began)
         await self._verify(trainer, clients, source)
+        rows = partial(pack, **self.rows(trainer.dp_size), replayed=False, cost=self.cost)
+        teachers = teaching.teachers(trainer, examiner, rows, source.all())
+        await teachers.start()
         sink = self.sink()
         with PhaseBar(config.train.steps, self.console) as (progress, task):
             controller = self._controller(
@@ -92,6 +105,8 @@ class TrainStage(RunParts):
                 phase=lambda step, name: progress.update(task, completed=step, phase=name),
                 sink=sink,
                 judge=partial(judge, bounds, config.mismatch.on_breach, self.console),
+                **({"experience": teachers.score} if config.distillation.on else {}),
+                describe=partial(self._describe, teachers),
             )
             settle()
             try:
@@ -101,6 +116,7 @@ class TrainStage(RunParts):
                 await rewards.close()
                 await engine.close()
                 await EnginePool(examiner).close()
+                await teachers.close()
                 await trainer.close()
 
     def _controller(
@@ -123,7 +139,6 @@ class TrainStage(RunParts):
             rounds=rounds,
             pack=partial(self._pack, trainer.dp_size),
             deal=self._deal,
-            describe=self._describe,
             keep=lambda step, groups: write_rollouts(self.run_dir / "rollouts" / f"step_{step}.jsonl", groups),
             save=partial(self.save, trainer),
             finish_save=partial(self.finish_save, trainer),
@@ -191,8 +206,10 @@ class TrainStage(RunParts):
             return advantages
         return shuffle_over_batch(advantages, seed=seed_of(self.config.seed, f"shuffle {step}"))
 
-    def _describe(self, step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
+    def _describe(self, teachers: Teachers, step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
         metrics = rollout_metrics(groups, version=step)
+        if self.config.distillation.on:
+            metrics |= teachers.metrics(groups)
         self.tokens_total += sum(s.response_len for g in groups for s in g.samples)
         return metrics | {"tokens_total": float(self.tokens_total)}
 

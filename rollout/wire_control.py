@@ -161,12 +161,14 @@ class ModelInfo:
     model_path: str
     weight_version: str
     architectures: tuple[str, ...] = ()  # of its config.json
+    tokenizer_path: str | None = None
 
     def to_json(self) -> Json:
         return {
             "model_path": self.model_path,
             "weight_version": self.weight_version,
             "architectures": list(self.architectures),
+            "tokenizer_path": self.tokenizer_path,
             "is_generation": True,
         }
 
@@ -177,6 +179,7 @@ class ModelInfo:
             model_path=str(need(obj, "model_path", MODEL_INFO)),
             weight_version=str(need(obj, "weight_version", MODEL_INFO)),
             architectures=tuple(obj.get("architectures") or ()),
+            tokenizer_path=obj.get("tokenizer_path"),
         )
 
 

@@ -33,6 +33,7 @@ FLOORS = {  # longest prefix wins
     "megatron_bridge": 4,
     "miles_like": 4,
     "miles_like.controller": 5,
+    "miles_like.distillation": 5,
     "miles_like.evaluation": 5,
     "miles_like.pipeline": 5,
     "miles_like.placement": 5,
@@ -44,6 +45,7 @@ FLOORS = {  # longest prefix wins
     "miles_like.factories": 6,
     "miles_like.engine_fit": 6,
     "miles_like.run_parts": 6,
+    "miles_like.run_teachers": 6,
     "miles_like.train_stage": 6,
     "miles_like.trainer_parts": 6,
     "miles_like.verify_live": 6,
@@ -150,7 +152,7 @@ def test_configuration_needs_no_torch(module: str) -> None:
 
 def test_only_the_roof_sees_the_whole_configuration() -> None:
     """A part that takes RunConfig depends on everything; it should take its own section."""
-    stages = {"run_parts", "supervised_stage", "train_stage", "trainer_parts"}
+    stages = {"run_parts", "run_teachers", "supervised_stage", "train_stage", "trainer_parts"}
     allowed = {"config", "config_io", "assemble", "make_checkpoint", "pipeline", "cli"} | stages
     for module, path in FILES.items():
         names = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}

@@ -90,11 +90,45 @@ def test_a_damaged_output_is_made_again_and_a_finished_run_is_not_overwritten(
     assert "choose another --run-dir" in refused.stderr
 
 
-def test_replay_off_still_reports_agreement_and_mismatch(run: Run, demo: tuple[Path, str], home: Path) -> None:
+@pytest.fixture(scope="module")
+def taught(run: Run, demo: tuple[Path, str], home: Path) -> dict[str, float]:
+    """The metrics of a step without replay, in which each third of the prompts has a teacher of another kind: the
+    checkpoint that the run began with, on a server that the run starts and beside the trainer's weights, and the policy
+    itself, which is told the answer."""
+    rows = [json.loads(x) for x in (ROOT / "configs" / "tiny" / "train.jsonl").read_text().splitlines()[:60]]
+    prompts, config = home / "sources.jsonl", home / "taught.toml"
+    sources = ("served", "swapped", "hinted")
+    prompts.write_text("\n".join(json.dumps(r | {"source": sources[i % 3]}) for i, r in enumerate(rows)))
+    (checkpoint,) = home.glob("cache/fetch-*/data")
+    teachers = (f'path = "{checkpoint}"', f'kind = "weights"\npath = "{checkpoint}"', 'kind = "self"\nprompt = "%s"')
+    config.write_text(
+        f'extends = "{ROOT / "configs" / "tiny.toml"}"\n[data]\ntrain = "{prompts}"\n[distillation]\nmode = "alone"\n'
+        + "".join(
+            f'[distillation.teachers.{name}]\n{keys}\nsources = ["{name}"]\n'
+            for name, keys in zip(sources, teachers, strict=True)
+        ).replace("%s", "{answer}. {prompt}")
+    )
+    how = ("--set", "train.steps=1", "--set", "replay.mode=off", "--set", "train.groups_per_step=12")
+    done = run("--config", str(config), "--run-dir", str(home / "taught"), *SMALL, *how)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return metrics(home / "taught")[1]
+
+
+def test_every_kind_of_teacher_speaks_of_the_tokens_that_it_was_asked_about(taught: dict[str, float]) -> None:
+    """Weights as the student's say what it says, by rounding and the experts chosen anew; with the answer before its
+    eyes even a model that has learnt nothing says something else. Rewards teach nothing here, yet weights move."""
+    own = 0.01
+    assert abs(taught["distill/reverse_kl/served"]) < 1e-3
+    assert abs(taught["distill/reverse_kl/swapped"]) < own
+    assert taught["distill/reverse_kl/hinted"] > own
+    tokens = [taught[f"distill/tokens/{name}"] for name in ("served", "swapped", "hinted")]
+    assert all(tokens) and sum(tokens) == taught["distill/tokens"] == taught["rollout/tokens"]
+    assert taught["train/grad_norm"] > 0
+
+
+def test_replay_off_still_reports_agreement_and_mismatch(taught: dict[str, float]) -> None:
     """The same metrics with and without replay, or nobody could tell what replay does."""
-    off = run("--run-dir", str(home / "off"), *SMALL, "--set", "train.steps=1", "--set", "replay.mode=off")
-    assert off.returncode == 0, off.stderr[-2000:]
-    row = metrics(home / "off")[1]
+    row = taught
     assert row["routing/replay_coverage"] == 0.0
     assert 0.5 < row["routing/agreement"] <= 1.0
     assert row["mismatch/kl"] >= 0.0

@@ -64,6 +64,7 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
         assert version == 0
 
     monkeypatch.setattr(Comparison, "short", short)
+    teaching: Any = None  # nobody is asked any more
     trainer: Any = SimpleNamespace(dp_size=1, connect=lambda recipe: None, publish=publish)
     source: Any = SimpleNamespace(all=lambda: [0] * 20)
     made = stage()
@@ -71,7 +72,7 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
     made.tokenizer = SimpleNamespace(eos_token_id=1)
     said = r"differ before the first step: weights: stale weights \(w is older\)\. `miles-like verify` says"
     with pytest.raises(ValueError, match=said) as refused:
-        asyncio.run(made._loop(trainer, ["http://x"], source, Rewards(RewardConfig()), [], None))
+        asyncio.run(made._loop(trainer, ["http://x"], source, Rewards(RewardConfig()), [], None, teaching))
     assert "\n" not in str(refused.value)
     assert asked == [8] and list(tmp_path.iterdir()) == []
     unchecked = stage("mismatch.check_prompts=0")

@@ -1,0 +1,255 @@
+"""Teachers: scored groups in, the same groups with what a teacher says of each token out.
+
+A teacher sees its own prompt, which is the student's or holds more (self-distillation), and after it the student's
+response, token for token. What it says of response token i is about the same token whatever the prompts' lengths, so
+streams are moved from its places to the student's.
+
+Letters: S tokens a sample, P prompt tokens, A a teacher's prompt tokens, R response tokens, C candidates a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from miles_like.algorithms.distillation import distill_metrics
+from miles_like.protocols import Trainer
+from miles_like.types import (
+    TAUGHT,
+    TEACHER,
+    TEACHER_CANDIDATES,
+    Prompt,
+    Sample,
+    SampleGroup,
+    TrainBatch,
+)
+from miles_like.unpacking import streams_of
+from rollout.client import RolloutError, SGLangClient
+from rollout.together import all_or_first_error
+from rollout.wire_scores import PromptScores
+
+PromptOf = Callable[[Prompt], Sequence[int]]  # the tokens that a teacher is asked with
+
+
+def as_it_is(prompt: Prompt) -> Sequence[int]:
+    """The teacher sees what the student sees."""
+    return prompt.token_ids
+
+
+class Said(NamedTuple):
+    """Of a sample's response."""
+
+    logprobs: Tensor  # [R] fp32
+    candidates: Tensor | None = None  # [R, C] int64, likeliest first
+    candidate_logprobs: Tensor | None = None  # [R, C] fp32
+
+
+class Teacher(Protocol):
+    async def start(self) -> None:
+        """Raises ValueError or RolloutError where it cannot teach this student."""
+
+    async def score(self, groups: Sequence[SampleGroup]) -> list[list[Said]]:
+        """For each group, of each of its samples."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTeacher:
+    """One server or several alike, each asked for a share."""
+
+    name: str
+    clients: Sequence[SGLangClient]
+    prompt_of: PromptOf = as_it_is
+    top_k: int = 0
+    at_once: int = 64  # sequences of a request
+    vocabulary: int | None = None  # tokens of the student's; None: not checked
+    other_tokenizer: Callable[[Path], str | None] = lambda directory: None  # why a directory's is not the student's
+    own: bool = True  # closed with the teacher; not those that the rollout uses too
+
+    async def start(self) -> None:
+        """Every server answers, and where its tokenizer can be read here, it is the student's."""
+        for client in self.clients:
+            try:
+                info = await client.model_info()
+            except RolloutError as e:
+                raise RolloutError(f"teacher {self.name!r}: {e}") from None
+            directory = Path(info.tokenizer_path or info.model_path)
+            if directory.is_dir() and (why := self.other_tokenizer(directory)):
+                raise ValueError(
+                    f"teacher {self.name!r} at {client.url} serves {directory}, which has another tokenizer than the "
+                    f"student ({why}): it would score other words; take a teacher of the student's tokenizer"
+                )
+
+    async def score(self, groups: Sequence[SampleGroup]) -> list[list[Said]]:
+        """Raises RolloutError naming teacher and server."""
+        asked = [(list(self.prompt_of(g.prompt)), _response(g.prompt, s)) for g in groups for s in g.samples]
+        shares = [range(i, min(i + self.at_once, len(asked))) for i in range(0, len(asked), self.at_once)]
+        try:
+            done = await all_or_first_error(
+                self._share(self.clients[i % len(self.clients)], [asked[j] for j in share])
+                for i, share in enumerate(shares)
+            )
+        except RolloutError as e:
+            raise RolloutError(f"teacher {self.name!r}: {e}") from None
+        return _by_group(groups, (said for part in done for said in part))
+
+    async def _share(self, client: SGLangClient, asked: Sequence[tuple[list[int], Tensor]]) -> list[Said]:
+        start = min(len(prompt) for prompt, _ in asked) - 1
+        texts = [torch.cat([torch.tensor(prompt), response]) for prompt, response in asked]
+        scores = await client.score_after(texts, start, top=self.top_k)
+        return [self._said(of, len(response), client) for of, (_, response) in zip(scores, asked, strict=True)]
+
+    def _said(self, of: PromptScores, r: int, client: SGLangClient) -> Said:
+        skipped = len(of.logprobs) - r  # of a prompt that is longer than the share's shortest
+        logprobs = torch.from_numpy(of.logprobs[skipped:])
+        if of.top is None:
+            return Said(logprobs)
+        ids = torch.from_numpy(of.top.ids[skipped:])
+        if self.vocabulary is not None and ids.numel() and int(ids.max()) >= self.vocabulary:
+            raise RolloutError(
+                f"server {client.url} finds token {int(ids.max())} likely, the student has {self.vocabulary}: take a "
+                "teacher of the student's vocabulary, or distillation.top_k = 0"
+            )
+        return Said(logprobs, ids, torch.from_numpy(of.top.logprobs[skipped:]))
+
+    async def close(self) -> None:
+        if self.own:
+            await all_or_first_error(client.close() for client in self.clients)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerTeacher:
+    """Weights that change places with the trainer's for a forward pass."""
+
+    trainer: Trainer
+    weights: str  # their name in the trainer
+    pack: Callable[[Sequence[SampleGroup], Sequence[Sequence[float]]], TrainBatch]
+    path: Path | None = None  # a converted directory that they are loaded from; None: the trainer has them already
+    prompt_of: PromptOf = as_it_is
+
+    async def start(self) -> None:
+        if self.path is not None:
+            await self.trainer.load_copy(self.weights, self.path)
+
+    async def score(self, groups: Sequence[SampleGroup]) -> list[list[Said]]:
+        """Raises ValueError where a privileged prompt makes a sample longer than a pack."""
+        lengths = [len(self.prompt_of(g.prompt)) for g in groups]
+        asked = [
+            replace(g, samples=tuple(_retold(s, self.prompt_of(g.prompt), _response(g.prompt, s)) for s in g.samples))
+            for g in groups
+        ]
+        if not any(s.response_len for g in asked for s in g.samples):
+            return [[Said(torch.zeros(0)) for _ in g.samples] for g in groups]
+        batch = self.pack(asked, [[0.0] * len(g.samples) for g in asked])
+        streams = streams_of(asked, batch, await self.trainer.logprobs(batch, weights=self.weights))
+        return [[Said(stream[a:]) for stream in of] for of, a in zip(streams, lengths, strict=True)]
+
+    async def close(self) -> None:
+        """The trainer is somebody else's."""
+
+
+class Teachers:
+    """Every teacher of a run, and who teaches what."""
+
+    def __init__(
+        self, teachers: Mapping[str, Teacher], teacher_of: Callable[[str], str | None], *, top_k: int = 0
+    ) -> None:
+        """teacher_of: a prompt's source -> the teacher's name; None: nobody, it is left to the reward."""
+        self._teachers, self._teacher_of, self._top_k = teachers, teacher_of, top_k
+
+    def check(self, prompts: Sequence[Prompt], *, alone: bool, named: Sequence[str]) -> None:
+        """Raises ValueError for a source that nobody teaches where teachers are all there is (alone), and for one that
+        the configuration names (named) and no prompt has."""
+        sources = {p.source for p in prompts}
+        for source in named:
+            if source not in sources:
+                raise ValueError(
+                    f"a teacher's sources name {source!r}, which no prompt of data.train has (it has "
+                    f"{', '.join(repr(s) for s in sorted(sources))}): remove it, or check the column 'source'"
+                )
+        untaught = sorted(s for s in sources if self._teacher_of(s) is None)
+        if alone and untaught:
+            raise ValueError(
+                f"nobody teaches prompts of source {untaught[0]!r}, and with distillation.mode = 'alone' they would "
+                "train nothing: name it in a teacher's sources, give a teacher no sources (it teaches the rest), or "
+                "set mode = 'added'"
+            )
+
+    async def start(self) -> None:
+        """Raises ValueError or RolloutError where one cannot teach this student."""
+        for teacher in self._teachers.values():
+            await teacher.start()
+
+    async def score(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+        """The groups with streams TEACHER and TAUGHT, 0 where not under loss or not taught, and with `top_k` candidates
+        and TEACHER_CANDIDATES. Teachers work at the same time. Raises the first one's error."""
+        shares: dict[str, list[int]] = {}
+        for i, group in enumerate(groups):
+            if (name := self._teacher_of(group.prompt.source)) is not None:
+                shares.setdefault(name, []).append(i)
+        done = await all_or_first_error(
+            self._teachers[name].score([groups[i] for i in share]) for name, share in shares.items()
+        )
+        said = {
+            i: of for share, part in zip(shares.values(), done, strict=True) for i, of in zip(share, part, strict=True)
+        }
+        return [
+            replace(g, samples=tuple(self._told(s, said[i][j] if i in said else None) for j, s in enumerate(g.samples)))
+            for i, g in enumerate(groups)
+        ]
+
+    def _told(self, sample: Sample, said: Said | None) -> Sample:
+        mask, streams, candidates = sample.loss_mask, dict(sample.streams), sample.candidates
+        streams[TAUGHT] = mask.float() if said is not None else torch.zeros(len(mask))
+        streams[TEACHER] = _placed(mask, None if said is None else said.logprobs, torch.zeros(1))
+        if self._top_k:
+            none = torch.zeros(1, self._top_k)
+            candidates = _placed(mask, None if said is None else said.candidates, none.long())
+            streams[TEACHER_CANDIDATES] = _placed(mask, None if said is None else said.candidate_logprobs, none)
+        return replace(sample, streams=streams, candidates=candidates)
+
+    def metrics(self, groups: Sequence[SampleGroup]) -> dict[str, float]:
+        """`distill/*` of a step's groups."""
+        return distill_metrics(groups, self._teacher_of)
+
+    async def close(self) -> None:
+        await all_or_first_error(teacher.close() for teacher in self._teachers.values())
+
+
+def _response(prompt: Prompt, sample: Sample) -> Tensor:
+    """[R] all that follows the prompt, an environment's tokens too."""
+    return sample.token_ids[len(prompt.token_ids) :]
+
+
+def _retold(sample: Sample, prompt: Sequence[int], response: Tensor) -> Sample:
+    """The sample after another prompt, with nothing but its tokens and what of them is under loss."""
+    own = sample.loss_mask[len(sample.loss_mask) - len(response) :]
+    tokens = torch.cat([torch.tensor(list(prompt), dtype=torch.int64), response])
+    return replace(
+        sample,
+        token_ids=tokens,
+        loss_mask=torch.cat([torch.zeros(len(prompt), dtype=torch.bool), own]),
+        logprobs=torch.zeros(len(tokens)),
+        routing=None,
+        streams={},
+        candidates=None,
+    )
+
+
+def _placed(mask: Tensor, of_response: Tensor | None, like: Tensor) -> Tensor:
+    """[S] or [S, C]: what was said of the last R tokens, 0 where not under loss."""
+    out = like.new_zeros(len(mask), *like.shape[1:])
+    if of_response is not None and len(of_response):
+        out[len(mask) - len(of_response) :] = of_response
+        out[~mask] = 0
+    return out
+
+
+def _by_group(groups: Sequence[SampleGroup], said: Iterator[Said]) -> list[list[Said]]:
+    return [[next(said) for _ in g.samples] for g in groups]

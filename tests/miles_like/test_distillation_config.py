@@ -1,0 +1,97 @@
+"""[distillation]: what is refused names the remedy, and nothing that is given does nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_like.config_io import dump_config, load_config
+from miles_like.distillation_config import DistillationConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+URL = {"url": "http://h:1"}
+MAKE = {"config": "c", "tokenizer": "t", "corpus": "c", "validation": "v"}
+
+
+def section(**given: Any) -> DistillationConfig:
+    return DistillationConfig.model_validate({"mode": "alone", "teachers": {"t": URL}} | given)
+
+
+def test_a_source_has_the_teacher_that_names_it_or_the_rest_s() -> None:
+    d = section(teachers={"a": URL | {"sources": ["x", "y"]}, "b": URL, "c": URL | {"sources": ["z"]}})
+    assert [d.teacher_of(s) for s in ("x", "y", "z", "w", "")] == ["a", "a", "c", "b", "b"]
+    assert section(teachers={"a": URL | {"sources": ["x"]}}).teacher_of("w") is None
+
+
+def test_who_scores_and_what_the_trainer_keeps() -> None:
+    hint = {"kind": "self", "prompt": "{prompt}{answer}"}
+    kinds = {"s": URL, "w": {"kind": "weights", "path": "p"}, "c": hint, "r": hint | {"weights": "reference"}}
+    d = section(teachers={n: t | {"sources": [n]} for n, t in kinds.items()})
+    assert {n: t.by_server for n, t in d.teachers.items()} == {"s": True, "w": False, "c": True, "r": False}
+    assert d.reference and not section().reference
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mode": "off"}, "distillation.teachers does nothing with distillation.mode = 'off'"),
+        ({"mode": "off", "teachers": {}, "top_k": 2}, "distillation.top_k does nothing"),
+        ({"teachers": {}}, "without a teacher: add a section"),
+        ({"beta": 0.5}, "beta = 0.5 does nothing with distillation.top_k = 0"),
+        ({"teachers": {"t": {}}}, "neither url nor path nor make"),
+        ({"teachers": {"t": URL | {"path": "p"}}}, "has path and url: give"),
+        ({"teachers": {"t": {"make": MAKE, "path": "p"}}}, "has make and path: give"),
+        (
+            {"teachers": {"t": URL | {"prompt": "{prompt}{answer}"}}},
+            "prompt does nothing for a teacher of kind 'server'",
+        ),
+        ({"teachers": {"t": {"kind": "weights"}}}, "has no path"),
+        ({"teachers": {"t": {"kind": "weights", "path": "p", **URL}}}, "url does nothing"),
+        ({"teachers": {"t": {"kind": "self"}}}, "has no prompt: it would tell the student what it says itself"),
+        ({"teachers": {"t": {"kind": "self", "prompt": "{prompt}"}}}, r"at least one that only the teacher sees"),
+        ({"teachers": {"t": {"kind": "self", "prompt": "{answer}{hint}"}}}, r"give \{prompt\}"),
+        ({"teachers": {"t": {"kind": "self", "prompt": "{prompt"}}}, "is no template"),
+        ({"teachers": {"t": {"kind": "self", "prompt": "{prompt}{answer}", "path": "p"}}}, "path does nothing"),
+        ({"teachers": {"a": URL, "b": URL}}, r"\.a and \.b both teach the sources that nobody names"),
+        ({"teachers": {"a": URL | {"sources": ["x"]}, "b": URL | {"sources": ["x"]}}}, "both teach the source 'x'"),
+        ({"top_k": 4, "teachers": {"t": {"kind": "weights", "path": "p"}}}, "the trainer scores teacher 't'"),
+    ],
+)
+def test_what_cannot_work_or_does_nothing_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        section(**given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["rollout.temperature=0.7"], "temperature = 0.7, but servers score at temperature 1"),
+        (["algorithm.shuffle_advantages=true"], "shuffle_advantages"),
+        (["rollout.engine=sglang"], "has no url"),
+        (
+            ["distillation.teachers.clean.ulr=3"],
+            "is 'distillation.teachers.clean.url'",
+        ),
+        (["distillation.teacher.clean.url=3"], "nearest known one is 'distillation.teachers'"),
+    ],
+)
+def test_other_sections_have_their_say(settings: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load_config(CONFIGS / "tiny_opd.toml", settings)
+
+
+def test_the_trainer_scores_at_any_temperature_and_keeps_a_reference_for_it(tmp_path: Path) -> None:
+    from miles_like.config import trainer_config
+
+    file = tmp_path / "self.toml"
+    file.write_text(
+        f'extends = "{CONFIGS / "tiny_2m.toml"}"\n[distillation]\nmode = "added"\n[distillation.teachers.me]\n'
+        'kind = "self"\nweights = "reference"\nprompt = "{answer}{prompt}"\n[rollout]\ntemperature = 0.7\n'
+    )
+    config = load_config(file)
+    assert trainer_config(config, tmp_path).reference
+    assert not trainer_config(load_config(CONFIGS / "tiny_2m.toml"), tmp_path).reference
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
