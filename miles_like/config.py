@@ -208,13 +208,20 @@ class RunConfig(Section):
         answers are held to the size of a pack when they are read."""
         if self.servers is None:
             return self
-        prompt, new = self.data.max_prompt_tokens, self.rollout.max_new_tokens
+        prompt, new = self.data.max_prompt_tokens, self.rollout.longest_answer
+        key = "max_episode_tokens" if self.rollout.max_episode_tokens else "max_new_tokens"
         longest = prompt + new - 1  # a sample's last token is a label only
         if longest > self.max_pack_tokens:
             raise ValueError(
-                f"data.max_prompt_tokens = {prompt} and rollout.max_new_tokens = {new} allow samples of {longest} "
+                f"data.max_prompt_tokens = {prompt} and rollout.{key} = {new} allow samples of {longest} "
                 f"input tokens, a micro-batch holds {self.max_pack_tokens} (train.max_tokens_per_rank * parallel.cp): "
-                "raise train.max_tokens_per_rank, or lower rollout.max_new_tokens or data.max_prompt_tokens"
+                f"raise train.max_tokens_per_rank, or lower rollout.{key} or data.max_prompt_tokens"
+            )
+        held = self.rollout.embedded.context_length
+        if self.rollout.max_episode_tokens and self.rollout.engine == "embedded" and prompt + new > held:
+            raise ValueError(
+                f"data.max_prompt_tokens = {prompt} and rollout.max_episode_tokens = {new} allow episodes of "
+                f"{prompt + new} tokens, rollout.embedded.context_length = {held}: raise it, or lower one of them"
             )
         return self
 

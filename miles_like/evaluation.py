@@ -69,17 +69,28 @@ def held_out(
     ]
 
 
+def _as_they_are(engine: RolloutEngine) -> RolloutEngine:
+    return engine
+
+
 async def answers(
-    engines: Sequence[Examined], held: HeldOut, *, params: SamplingParams, version: int, alone: bool
+    engines: Sequence[Examined],
+    held: HeldOut,
+    *,
+    params: SamplingParams,
+    version: int,
+    alone: bool,
+    play: Callable[[RolloutEngine], RolloutEngine] = _as_they_are,
 ) -> Answers:
     """Of the whole distribution at the set's temperature, and the likeliest token each time.
 
     params: temperature and length of a set that has none of its own. alone: nobody else samples meanwhile, and the
     engines then forget the prompts: which prefixes of the next rollout are cached changes last bits, so a run that goes
-    on from a checkpoint must find what one that never stopped does. Raises RuntimeError for an answer with a token of
-    another weight version than `version`.
+    on from a checkpoint must find what one that never stopped does. play: what makes a run's samples of its engines
+    (rollout/plays), so that a model is examined in the episodes that it is trained in. Raises RuntimeError for an
+    answer with a token of another weight version than `version`.
     """
-    c, engine = held.config, EnginePool(engines)
+    c, engine = held.config, play(EnginePool(engines))
     asked = dataclasses.replace(
         params,
         temperature=params.temperature if c.temperature is None else c.temperature,
@@ -102,12 +113,19 @@ async def answers(
 
 
 async def evaluate(
-    engines: Sequence[Examined], sets: Sequence[HeldOut], *, params: SamplingParams, version: int, alone: bool
+    engines: Sequence[Examined],
+    sets: Sequence[HeldOut],
+    *,
+    params: SamplingParams,
+    version: int,
+    alone: bool,
+    play: Callable[[RolloutEngine], RolloutEngine] = _as_they_are,
 ) -> dict[str, float]:
     """`eval/{set}/...` of all sets at a weight version; as `answers`. Nothing for no sets."""
     out = dict[str, float]()
     for held in sets:
-        out |= (await answers(engines, held, params=params, version=version, alone=alone)).figures()
+        found = await answers(engines, held, params=params, version=version, alone=alone, play=play)
+        out |= found.figures()
     return out
 
 

@@ -77,6 +77,12 @@ def discards(groups: Sequence[SampleGroup]) -> Counter[str]:
     return sum((Counter(g.discarded) for g in groups), Counter())
 
 
+def turn_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Of episodes: how often the policy spoke."""
+    turns = (int((s.loss_mask.int().diff() > 0).sum()) for g in groups for s in g.samples)
+    return {"rollout/turns/mean": statistics.fmean(turns)}
+
+
 def speed_metrics(
     groups: Sequence[SampleGroup],
     *,

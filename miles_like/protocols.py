@@ -5,7 +5,7 @@ Letters: G samples a prompt, S tokens a sample, T packed tokens, N samples a pac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from miles_like.types import (
     Aggregation,
     MicroBatch,
     NamedTensor,
+    Observation,
     Prompt,
     PublishReport,
     Sample,
@@ -165,6 +166,31 @@ class RewardFn(Protocol):
         """
 
     async def close(self) -> None: ...
+
+
+class Environment(Protocol):
+    """What answers the policy in one episode; it may keep what it needs to between turns."""
+
+    def __call__(self, sample: Sample, said: str) -> Observation | Awaitable[Observation]:
+        """`said`: the text of the policy's last turn, which it ended itself; `sample`: the episode so far. May be
+        async, and must be where it waits for something. An exception ends the run."""
+
+
+class MakeEnvironment(Protocol):
+    """An environment for each episode; a class with such a constructor is one."""
+
+    def __call__(self, prompt: Prompt, *, seed: int) -> Environment:
+        """`seed`: all randomness is to come from it; the same for the same step, prompt and index of the sample."""
+
+
+class GenerateFn(Protocol):
+    """A way of one's own from a prompt to samples."""
+
+    async def __call__(
+        self, engine: RolloutEngine, prompt: Prompt, *, n: int, params: SamplingParams
+    ) -> Sequence[Sample]:
+        """`n` samples of index 0 .. n-1, by calls of `engine`, whose samples have ended by themselves. One with a
+        reward is not scored any more."""
 
 
 class GroupFilter(Protocol):

@@ -25,7 +25,9 @@ from miles_like.verify.allowance import allowance
 from miles_like.verify_live import Comparison, LiveTrainer
 from miles_like.workers import RayServers, RayTrainer
 from rollout.client import SGLangClient, seed_of
+from rollout.plays import make_play
 from rollout.samples import RoutingShape
+from rollout.unaborted import RESUMES
 from rollout.wire_control import PauseMode
 
 
@@ -39,6 +41,9 @@ class RunParts(TrainerParts):
         if (d := config.distillation).mode != "off":
             beta = 1.0 if d.beta is None else d.beta
             self.algorithm = distilled(self.algorithm, mode=d.mode, coefficient=d.coefficient, top_k=d.top_k, beta=beta)
+        # so many publications may abort a sample, one after the other, before it is trained
+        self.resumes = config.buffer.max_staleness + RESUMES
+        self.play = make_play(config.rollout, self.tokenizer, resumes=self.resumes)
 
     def ranks(self) -> RayTrainer:
         """Started, on the weights that the run begins with."""

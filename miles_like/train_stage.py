@@ -18,10 +18,10 @@ from miles_like.config_io import dump_config
 from miles_like.controller import Controller, settle
 from miles_like.distillation import Teachers
 from miles_like.evaluation import HeldOut, evaluate, held_out
-from miles_like.metrics import discards, rollout_metrics, write_rollouts
+from miles_like.metrics import discards, rollout_metrics, turn_metrics, write_rollouts
 from miles_like.packing import pack, pack_steps
 from miles_like.progress import PhaseBar
-from miles_like.protocols import RewardFn
+from miles_like.protocols import RewardFn, RolloutEngine
 from miles_like.report import write_report
 from miles_like.rewards.load import Rewards
 from miles_like.rounds import Rounds
@@ -33,7 +33,7 @@ from miles_like.verify.allowance import of_steps
 from miles_like.verify.gate import admit, judge
 from miles_like.workers import RayTrainer, check_nodes
 from rollout.client import SGLangClient, seed_of
-from rollout.episode import RESUMES, run_groups
+from rollout.episode import run_groups
 from rollout.order import Cursor
 from rollout.pool import EnginePool
 from rollout.prompts import PromptSource
@@ -86,7 +86,7 @@ class TrainStage(RunParts):
         bounds = of_steps(make_bounds(config.mismatch), exact=config.exact_steps)
         clients = [self.client(url) for url in urls]
         await self.check_bits(trainer, clients)
-        engine = EnginePool(clients)
+        engine = self.play(EnginePool(clients))
         examiner = [self.client(url, routing=False) for url in urls]  # nobody trains on its answers
         trainer.connect(self.publisher(urls))
         first = await self._begin(trainer, source, began)
@@ -173,7 +173,7 @@ class TrainStage(RunParts):
     # what the loop calls
 
     async def _rollout(
-        self, engine: EnginePool, reward: RewardFn, step: int, number: int, prompts: Sequence[Prompt]
+        self, engine: RolloutEngine, reward: RewardFn, step: int, number: int, prompts: Sequence[Prompt]
     ) -> Sequence[SampleGroup]:
         groups = await run_groups(
             engine,
@@ -181,8 +181,7 @@ class TrainStage(RunParts):
             reward,
             n=self.config.train.samples_per_group,
             params=self.sampling(step, number),
-            # so many publications may abort a sample, one after the other, before it is trained
-            resumes=self.config.buffer.max_staleness + RESUMES,
+            resumes=self.resumes,
         )
         for reason, n in discards(groups).most_common():
             self.console.print(f"step {step}: {n} samples given up: {reason}", markup=False, soft_wrap=True)
@@ -210,6 +209,8 @@ class TrainStage(RunParts):
         metrics = rollout_metrics(groups, version=step)
         if self.config.distillation.on:
             metrics |= teachers.metrics(groups)
+        if self.config.rollout.environment or self.config.rollout.generate:
+            metrics |= turn_metrics(groups)
         self.tokens_total += sum(s.response_len for g in groups for s in g.samples)
         return metrics | {"tokens_total": float(self.tokens_total)}
 
@@ -218,4 +219,5 @@ class TrainStage(RunParts):
     ) -> dict[str, float]:
         c = self.config
         params = replace(self.sampling(version), sampling_seed=seed_of(c.seed, f"eval {version}"))
-        return await evaluate(clients, held, params=params, version=version, alone=c.buffer.max_staleness == 0)
+        how = {"version": version, "alone": c.buffer.max_staleness == 0, "play": self.play}
+        return await evaluate(clients, held, params=params, **how)

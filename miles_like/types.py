@@ -93,6 +93,22 @@ class Unscored:
     reason: str  # a few words; samples are counted by it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What an environment answers to a turn of the policy."""
+
+    text: str = ""  # put after the turn as it is, with whatever marks the model's chat template has for it
+    token_ids: tuple[int, ...] = ()  # in place of text
+    ends: bool = False  # the episode is over; there is nothing to add
+    reward: float | None = None  # what the episode was worth; None: the run's reward says
+
+    def __post_init__(self) -> None:
+        if sum((bool(self.text), bool(self.token_ids), self.ends)) != 1:
+            raise ValueError(f"{self}: give one of text, token_ids and ends = True")
+        if self.reward is not None and not (self.ends and math.isfinite(self.reward)):
+            raise ValueError(f"{self}: a reward is a finite number, given when the episode ends")
+
+
 REFERENCE = "reference"  # stream: log-probs under the reference weights; also their name in the trainer
 TEACHER = "teacher"  # stream: log-probs under a teacher's weights
 TAUGHT = "taught"  # stream: 1 where a teacher spoke of the token, else 0

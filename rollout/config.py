@@ -79,8 +79,39 @@ class RolloutConfig(Section):
     start_timeout_s: float = Field(120.0, gt=0)
     request_timeout_s: float = Field(120.0, gt=0)
     port: int | None = Field(None, ge=1, le=65535)  # of the first server; None: any free port
+    # import paths (docs/extending.md): what answers the policy in episodes of several turns, or a way of one's own from
+    # a prompt to samples
+    environment: str | None = None
+    generate: str | None = None
+    max_turns: int | None = Field(None, ge=1)  # how often the policy speaks in an episode, max_new_tokens each time
+    max_episode_tokens: int | None = Field(None, ge=1)  # after the prompt, the environment's too; None: max_new_tokens
     embedded: EmbeddedFlags = EmbeddedFlags()
     sglang: SGLangFlags = SGLangFlags()
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens that can follow a prompt."""
+        return self.max_episode_tokens or self.max_new_tokens
+
+    @model_validator(mode="after")
+    def episodes_have_limits(self) -> RolloutConfig:
+        if self.environment and self.generate:
+            raise ValueError(
+                f"rollout.environment = {self.environment!r} and rollout.generate = {self.generate!r}: a generate "
+                "function makes its own turns; remove one of the two"
+            )
+        limits = {"max_turns": self.max_turns, "max_episode_tokens": self.max_episode_tokens}
+        for key, value in limits.items():
+            if self.environment and value is None:
+                raise ValueError(f"rollout.environment = {self.environment!r} needs rollout.{key}: set it")
+            if value is not None and not (self.environment or (self.generate and key == "max_episode_tokens")):
+                raise ValueError(f"rollout.{key} = {value} does nothing without rollout.environment: remove it")
+        if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_new_tokens:
+            raise ValueError(
+                f"rollout.max_episode_tokens = {self.max_episode_tokens} is less than rollout.max_new_tokens = "
+                f"{self.max_new_tokens}, of one turn: raise the former or lower the latter"
+            )
+        return self
 
 
 class PublishConfig(Section):

@@ -9,11 +9,9 @@ from functools import partial
 from typing import Any
 
 from miles_like.protocols import RewardFn, RolloutEngine
-from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, Unit, Unscored
+from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, Score, Unit, Unscored
 from rollout.together import all_or_first_error
-
-# A sample that is aborted still more often than anybody had a reason to is on a server that ends all it is given.
-RESUMES = 3
+from rollout.unaborted import RESUMES, ended
 
 
 async def run_groups(
@@ -53,52 +51,28 @@ async def _share(
         pairs = [[pair] for of_prompt in pairs for pair in of_prompt]
     elif reward.unit is Unit.BATCH:
         pairs = [[pair for of_prompt in pairs for pair in of_prompt]]
-    ended = partial(_ended, engine, params=params, resumes=resumes)
-    done = await all_or_first_error(_scored(reward, together, ended) for together in pairs)
+    whole = partial(ended, engine, params=params, resumes=resumes)
+    done = await all_or_first_error(_scored(reward, together, whole) for together in pairs)
     found = iter([sample for samples in done for sample in samples])
     return [_group(g, [next(found) for _ in g.samples]) for g in groups]
 
 
 async def _scored(
-    reward: RewardFn, pairs: Sequence[tuple[Prompt, Sample]], ended: Callable[[Sample], Coroutine[Any, Any, Sample]]
+    reward: RewardFn, pairs: Sequence[tuple[Prompt, Sample]], whole: Callable[[Sample], Coroutine[Any, Any, Sample]]
 ) -> list[Sample | Unscored]:
     """With reward and parts, when all have ended; or why there is none."""
-    samples = await all_or_first_error(ended(s) for _, s in pairs)
-    outcomes = await reward([p for p, _ in pairs], samples)
-    return [
-        o if isinstance(o, Unscored) else dataclasses.replace(s, reward=o.value, reward_parts=o.parts)
-        for s, o in zip(samples, outcomes, strict=True)
-    ]
+    samples = await all_or_first_error(whole(s) for _, s in pairs)
+    # an environment or a generate function may have said what some are worth
+    todo = [i for i, s in enumerate(samples) if s.reward is None]
+    outcomes = await reward([pairs[i][0] for i in todo], [samples[i] for i in todo]) if todo else ()
+    out: list[Sample | Unscored] = list(samples)
+    for i, o in zip(todo, outcomes, strict=True):
+        found = isinstance(o, Score)
+        out[i] = dataclasses.replace(samples[i], reward=o.value, reward_parts=o.parts) if found else o
+    return out
 
 
 def _group(group: SampleGroup, found: Sequence[Sample | Unscored]) -> SampleGroup:
     reasons = Counter(o.reason for o in found if isinstance(o, Unscored))
     kept = tuple(s for s in found if isinstance(s, Sample))
     return dataclasses.replace(group, samples=kept, discarded=dict(Counter(group.discarded) + reasons))
-
-
-async def _ended(engine: RolloutEngine, sample: Sample, *, params: SamplingParams, resumes: int) -> Sample:
-    """`sample` when it has ended by itself. Raises RuntimeError when the last of `resumes` attempts was aborted too."""
-    for _ in range(resumes):
-        sample = _as_it_ended(sample, params)
-        if sample.finish is not Finish.ABORT:
-            return sample
-        left = params.max_new_tokens - sample.response_len
-        sample = await engine.continue_sample(sample, params=dataclasses.replace(params, max_new_tokens=left))
-    sample = _as_it_ended(sample, params)
-    if sample.finish is Finish.ABORT:
-        raise RuntimeError(
-            f"sample {sample.name} came back aborted {resumes + 1} times: something stops it on the server; see its "
-            "log for who sends it /abort_request"
-        )
-    return sample
-
-
-def _as_it_ended(sample: Sample, params: SamplingParams) -> Sample:
-    """A stock server that is told to abort says so also of a request whose last token came in the same step."""
-    if sample.finish is not Finish.ABORT or not sample.response_len:
-        return sample
-    if int(sample.token_ids[-1]) in params.stop_token_ids:
-        return dataclasses.replace(sample, finish=Finish.STOP)
-    full = sample.response_len >= params.max_new_tokens
-    return dataclasses.replace(sample, finish=Finish.LENGTH) if full else sample

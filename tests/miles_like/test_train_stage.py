@@ -69,7 +69,7 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
     source: Any = SimpleNamespace(all=lambda: [0] * 20)
     made = stage()
     made.run_dir, made.console, made.spec = tmp_path, Console(quiet=True), made.config.precision.spec()
-    made.tokenizer = SimpleNamespace(eos_token_id=1)
+    made.tokenizer, made.play = SimpleNamespace(eos_token_id=1), lambda engine: engine
     said = r"differ before the first step: weights: stale weights \(w is older\)\. `miles-like verify` says"
     with pytest.raises(ValueError, match=said) as refused:
         asyncio.run(made._loop(trainer, ["http://x"], source, Rewards(RewardConfig()), [], None, teaching))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from miles_like.rewards.load import scored_by
-from miles_like.types import Finish, Prompt, Sample, SamplingParams
+from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, Unit
 from rollout.episode import run_groups
 from tests.fakes import FakeEngine, make_prompt
 
@@ -26,6 +27,27 @@ def test_every_sample_gets_its_own_reward() -> None:
     groups = asyncio.run(run_groups(FakeEngine(), PROMPTS, scored_by(by_index), n=3, params=PARAMS))
     assert [g.prompt.id for g in groups] == ["a", "b"]
     assert [g.rewards for g in groups] == [[0, 1, 2], [10, 11, 12]]
+
+
+@pytest.mark.parametrize("unit", list(Unit))
+def test_a_sample_that_has_a_reward_is_not_scored_again(unit: Unit) -> None:
+    """Its environment gave it; who scores the others is not asked about it, also where it sees a group or batch."""
+
+    class Played(FakeEngine):
+        async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> list[SampleGroup]:
+            groups = await super().generate(prompts, n=n, params=params)
+            return [replace(g, samples=(replace(g.samples[0], reward=-7.0), *g.samples[1:])) for g in groups]
+
+    def of_group(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        assert samples and all(s.index for s in samples)
+        return [float(s.index) for s in samples]
+
+    def of_batch(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[float]:
+        return of_group(prompts[0], samples)
+
+    reward = scored_by({Unit.SAMPLE: by_index, Unit.GROUP: of_group, Unit.BATCH: of_batch}[unit])
+    groups = asyncio.run(run_groups(Played(), PROMPTS[:1], reward, n=3, params=PARAMS))
+    assert [g.rewards for g in groups] == [[-7, 1, 2]]
 
 
 def test_rewards_run_at_the_same_time() -> None:

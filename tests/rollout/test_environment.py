@@ -1,0 +1,240 @@
+"""Episodes against engines in this process: turns, limits, aborts, and what an environment may get wrong.
+
+Not covered: log-probs and routes of an episode (tests/laws/test_episodes.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from miles_like.protocols import RolloutEngine
+from miles_like.types import Finish, Observation, Prompt, Sample, SampleGroup, SamplingParams, VersionSpan
+from rollout.environment import EpisodeLimits, Episodes
+from rollout.own_generate import OwnGenerate
+from rollout.samples import begun
+from rollout.unaborted import Unaborted
+from tests.fakes import FakeEngine, make_prompt
+
+PROMPT = make_prompt("p", answer="24")
+END = 0
+PARAMS = SamplingParams(max_new_tokens=6, sampling_seed=5, stop_token_ids=(END,))
+
+
+class Talker(FakeEngine):
+    """Says its lines in order, a letter a token, each with an end; what does not fit is cut. Notes what it was fed.
+
+    aborts: how often each turn comes back aborted, the first time before it said anything, then with a token more.
+    """
+
+    def __init__(self, *lines: str, aborts: int = 0) -> None:
+        super().__init__()
+        self.lines, self.left = lines, {}  # type: ignore[var-annotated]
+        self.aborts = aborts
+        self.fed: list[tuple[str, int]] = []
+
+    async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> list[SampleGroup]:
+        self.asked += [p.id for p in prompts]
+        return [
+            SampleGroup(prompt=p, samples=tuple(self._turn(begun(p, i), (), params) for i in range(n))) for p in prompts
+        ]
+
+    async def continue_sample(
+        self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
+    ) -> Sample:
+        self.fed.append((said(environment), params.max_new_tokens))
+        return self._turn(sample, environment, params)
+
+    def _turn(self, sample: Sample, fed: Sequence[int], params: SamplingParams) -> Sample:
+        turn, done, tries = self.left.get(sample.name, (0, 0, 0))
+        line = [*self.lines[turn].encode(), END][done:]
+        cut = tries < self.aborts
+        new = line[: min(tries, 1)] if cut else line[: params.max_new_tokens]
+        goes_on = cut and new != line
+        self.left[sample.name] = (turn, done + len(new), tries + 1) if goes_on else (turn + 1, 0, 0)
+        if cut and not new:
+            return replace(sample, finish=Finish.ABORT)
+        s, n = len(sample.token_ids) + len(fed), len(new)
+        first = len(PROMPT.token_ids)
+        return replace(
+            sample,
+            token_ids=torch.cat([sample.token_ids, torch.tensor([*fed, *new], dtype=torch.int64)]),
+            loss_mask=torch.cat([sample.loss_mask, torch.arange(len(fed) + n) >= len(fed)]),
+            logprobs=torch.cat([sample.logprobs, torch.zeros(len(fed) + n)]),
+            versions=(*sample.versions, VersionSpan(0, s - first, s - first + n)),
+            finish=Finish.ABORT if cut else Finish.STOP if new[-1] == END else Finish.LENGTH,
+        )
+
+
+def said(ids: Sequence[int]) -> str:
+    return bytes(i for i in ids if i != END).decode()
+
+
+def played(
+    engine: FakeEngine, make: Callable[..., Any], *, turns: int = 4, tokens: int = 60, n: int = 1, **how: Any
+) -> list[Sample]:
+    episodes = Episodes(
+        Unaborted(engine),
+        make,
+        EpisodeLimits(max_turns=turns, max_tokens=tokens),
+        encode=lambda text: list(text.encode()),
+        decode=said,
+    )
+    (group,) = asyncio.run(episodes.generate([PROMPT], n=n, params=replace(PARAMS, **how)))
+    return list(group.samples)
+
+
+class Echo:
+    """Ends at "24", otherwise repeats what it was told; notes it."""
+
+    made: list[Any]
+
+    def __init__(self, prompt: Prompt, *, seed: int) -> None:
+        type(self).made.append((prompt.id, seed))
+
+    def __call__(self, sample: Sample, said: str) -> Observation:
+        return Observation(ends=True, reward=0.5) if said == "24" else Observation(text=f"<{said}>")
+
+
+@pytest.fixture(autouse=True)
+def nobody_made_yet() -> None:
+    Echo.made = []
+
+
+def transcript(sample: Sample) -> str:
+    """What the policy said, and the environment, which `Echo` puts in brackets."""
+    return said(sample.token_ids[len(PROMPT.token_ids) :].tolist())
+
+
+def test_turns_follow_each_other_until_the_environment_ends_them() -> None:
+    """Of the environment's tokens none is under loss; an environment for each episode, with a seed of its own that is
+    the same the next time."""
+    engine = Talker("7", "8+9", "24")
+    a, b = played(engine, Echo, n=2)
+    assert transcript(a) == transcript(b) == "7<7>8+9<8+9>24"
+    assert said(a.token_ids[a.loss_mask].tolist()) == "78+924" and a.response_len == 9
+    assert (a.finish, a.reward, engine.asked) == (Finish.STOP, 0.5, ["p"])
+    (_, first), (_, second) = Echo.made
+    assert first != second
+    played(Talker("24"), Echo, n=1)
+    assert Echo.made[2] == ("p", first)
+
+
+@pytest.mark.parametrize(
+    ("limits", "text", "asked"),
+    [
+        ({"turns": 2}, "7<7>8+9", [("<7>", 6)]),  # the last turn is answered too, but there is no turn after it
+        ({"turns": 1}, "7", []),
+        ({"tokens": 5}, "7", []),  # 2 said and 3 fed leave nothing to say
+        ({"tokens": 7}, "7<7>8+", [("<7>", 2)]),  # and here 2 tokens, which do not end the turn
+        ({"max_new_tokens": 2}, "7<7>8+", [("<7>", 2)]),
+    ],
+)
+def test_limits_cut_an_episode(limits: dict[str, int], text: str, asked: list[tuple[str, int]]) -> None:
+    """It ends as a sample does at the token limit, never longer than it may be, and without a word of the
+    environment's after it. The run's reward is to score it."""
+    engine = Talker("7", "8+9", "10", "24")
+    (sample,) = played(engine, Echo, **limits)
+    assert (transcript(sample), sample.finish, sample.reward) == (text, Finish.LENGTH, None)
+    assert engine.fed == asked and bool(sample.loss_mask[-1])
+    assert len(sample.token_ids) - len(PROMPT.token_ids) <= limits.get("tokens", 60)
+
+
+@pytest.mark.parametrize("aborts", [1, 2, 3])
+def test_a_turn_that_was_aborted_is_the_one_that_was_not(aborts: int) -> None:
+    """Before anything was said it is fed the environment's tokens again, after that not; each has its own budget. The
+    third abort of "7" comes with its end: that turn is whole."""
+    (whole,) = played(Talker("7", "8+9", "24"), Echo)
+    engine = Talker("7", "8+9", "24", aborts=aborts)
+    (sample,) = played(engine, Echo)
+    assert transcript(sample) == transcript(whole) and sample.loss_mask.tolist() == whole.loss_mask.tolist()
+    assert [fed for fed, _ in engine.fed].count("<7>") == 2  # its own call, and after the abort without a word
+    assert min(left for _, left in engine.fed) == 6 - max(0, aborts - 1)
+
+
+def test_a_turn_that_is_always_aborted_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"sample p/0 came back aborted 4 times"):
+        played(Talker("8+9+1", aborts=9), Echo)
+
+
+def test_an_environment_may_wait_and_give_tokens() -> None:
+    async def answer(sample: Sample, text: str) -> Observation:
+        await asyncio.sleep(0)
+        return Observation(token_ids=(60, 61)) if sample.response_len < 4 else Observation(ends=True)
+
+    (sample,) = played(Talker("7", "8+9"), lambda prompt, *, seed: answer)
+    assert transcript(sample) == "7<=8+9" and sample.reward is None and sample.finish is Finish.STOP
+
+
+def test_an_environment_that_fails_is_named() -> None:
+    def failing(prompt: Prompt, *, seed: int) -> Any:
+        def answer(sample: Sample, text: str) -> Any:
+            if text == "7":
+                return "wrong"
+            raise KeyError("tool")
+
+        return answer
+
+    with pytest.raises(RuntimeError, match="environment of sample p/0 answered 'wrong': want an Observation"):
+        played(Talker("7"), failing)
+    with pytest.raises(RuntimeError, match="environment of sample p/0 failed: KeyError: 'tool'; it was told '8'"):
+        played(Talker("8"), failing)
+    with pytest.raises(RuntimeError, match="no environment for prompt 'p': ZeroDivisionError"):
+        played(Talker("8"), lambda prompt, *, seed: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"text": "a", "ends": True}, {"text": "a", "token_ids": (1,)}, {"text": "a", "reward": 1.0}]
+)
+def test_an_observation_says_one_thing(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"give one of text, token_ids and ends|given when the episode ends"):
+        Observation(**wrong)
+
+
+# ---- generate functions
+
+
+def generated(function: Any, *, max_tokens: int = 60) -> SampleGroup:
+    engine = OwnGenerate(Unaborted(Talker("7", "24", aborts=1)), function, max_tokens=max_tokens)
+    (group,) = asyncio.run(engine.generate([PROMPT], n=2, params=PARAMS))
+    return group
+
+
+async def _twice(engine: RolloutEngine, prompt: Prompt, *, n: int, params: SamplingParams) -> Sequence[Sample]:
+    (group,) = await engine.generate([prompt], n=n, params=params)
+    return [await engine.continue_sample(s, (60,), params=params) for s in reversed(group.samples)]
+
+
+def test_a_generate_function_makes_the_samples() -> None:
+    """In the order of their indices; what it asked for was whole, though each turn was aborted."""
+    group = generated(_twice)
+    assert [s.name for s in group.samples] == ["p/0", "p/1"]
+    assert [transcript(s) for s in group.samples] == ["7<24", "7<24"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s[:1], r"gave samples \['p/1'\], want one of each index from 0 to 1"),
+        (lambda s: [replace(s[0], token_ids=s[0].token_ids + 1), s[1]], "p/1 does not begin with the prompt's tokens"),
+        (lambda s: [replace(s[0], finish=Finish.ABORT), s[1]], "p/1 was aborted"),
+        (lambda s: [replace(s[0], versions=()), s[1]], "p/1 has 5 tokens under loss and no weight versions"),
+        (lambda s: 1 / 0, "rollout.generate failed for prompt 'p': ZeroDivisionError"),
+    ],
+)
+def test_samples_that_cannot_be_trained_on_are_named(change: Callable[[Any], Any], said: str) -> None:
+    async def changed(engine: RolloutEngine, prompt: Prompt, *, n: int, params: SamplingParams) -> Sequence[Sample]:
+        return change(await _twice(engine, prompt, n=n, params=params))  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError, match=said):
+        generated(changed)
+
+
+def test_samples_that_are_too_long_are_named() -> None:
+    with pytest.raises(RuntimeError, match=r"p/1 has 6 tokens after its prompt, at most 5 fit: raise rollout\.max"):
+        generated(_twice, max_tokens=5)
