@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from megatron_bridge.config import OptimizerConfig
-from miles_like.algorithms.policy_loss import ClippedLoss
+from miles_like.algorithms.losses.clipped import ClippedLoss
 
 LOSS = ClippedLoss(clip_low=0.2, clip_high=0.28)
 OPTIMIZER = OptimizerConfig(lr=1e-5)

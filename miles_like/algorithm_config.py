@@ -2,31 +2,234 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from megatron_bridge.config import Section
+from miles_like.supervised_config import SUPERVISED
 
-# (clip_low, clip_high) where the algorithm's own paper has others than the defaults below
-CLIP_OF = {"gspo": (3e-4, 4e-4)}  # arXiv:2507.18071, 5.1
+# Of each kind of advantage and of loss: its keys and their defaults. A user's own (`pkg.module:name`) has none.
+ADVANTAGE_KEYS: dict[str, dict[str, Any]] = {
+    "grpo": {"normalize_std": True},
+    "dr_grpo": {},
+    "rloo": {},
+    "reinforce": {"batch_baseline": False},
+    "reinforce_pp": {"gamma": 1.0},
+    "reinforce_pp_baseline": {},
+    "ppo": {"gamma": 1.0, "gae_lambda": 1.0, "value_clip": 0.2},
+    "maxrl": {},
+}
+OF_TOKENS = ("reinforce_pp", "ppo")  # the others give a number for a whole sample
+LOSS_KEYS: dict[str, dict[str, Any]] = {
+    "clipped": {"clip_low": 0.2, "clip_high": 0.28, "clip_dual": None},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "clip_dual": None},  # arXiv:2507.18071, 5.1
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},  # no lower bound; weights up to 5, as in ScaleRL, arXiv:2510.13786
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},  # arXiv:2511.20347
+    "decoupled": {"clip_low": 0.2, "clip_high": 0.28, "clip_dual": None, "behaviour_cap": 5.0},  # AReaL's own
+    "reinforce": {},
+}
+# Bundles by name. A loss's own bounds come with the loss, so that any part can be swapped.
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"advantage": "dr_grpo", "aggregation": "constant"},
+    "rloo": {"advantage": "rloo", "loss": "reinforce", "aggregation": "sequence_sum"},
+    "reinforce": {"advantage": "reinforce", "loss": "reinforce", "aggregation": "sequence_sum"},
+    "reinforce_pp": {"advantage": "reinforce_pp", "kl_coefficient": 1e-3, "kl_in": "reward"},
+    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "kl_coefficient": 1e-3, "kl_estimator": "k2"},
+    "ppo": {"advantage": "ppo", "kl_in": "reward"},
+    "dapo": {"filter": "nonzero_std", "overlong_penalty": 1.0},
+    "maxrl": {"advantage": "maxrl"},
+    "gspo": {"loss": "gspo", "aggregation": "sequence_mean"},
+    "cispo": {"loss": "cispo"},
+    "sapo": {"loss": "sapo", "aggregation": "sequence_mean"},
+    "decoupled_ppo": {"loss": "decoupled"},
+}
+_PARTS = {"advantage": "grpo", "loss": "clipped", "aggregation": "token_mean"}
+_PENALTY = {
+    "loss": {"kl_in": "loss", "kl_estimator": "k3", "kl_unbiased": False, "reference_every": 0},
+    "reward": {"kl_in": "reward", "kl_estimator": "k1", "reference_every": 0},
+}
 
 
 class AlgorithmConfig(Section):
-    name: str = "grpo"
-    clip_low: float = Field(0.2, gt=0)  # gspo: 3e-4, of the geometric mean over a sample
-    clip_high: float = Field(0.28, gt=0)  # gspo: 4e-4
-    kl_coefficient: float = Field(0.0, ge=0)  # of the penalty for leaving the weights the run began with; 0: no copy
-    normalize_std: bool = True  # divide advantages by the group's standard deviation
+    """A preset's parts and their keys; docs/algorithms.md defines each. What is left out gets the preset's default, or
+    that of the part, and the resolved configuration shows it. A key that the chosen parts do not use is None."""
+
+    name: str = "grpo"  # of PRESETS, or of SUPERVISED, which have no parts
+    advantage: str | None = None  # of ADVANTAGE_KEYS, or pkg.module:name of one's own (AdvantageFn)
+    loss: str | None = None  # of LOSS_KEYS, or pkg.module:name of one's own (LossFn)
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "prompt_mean", "constant"] | None = None
+    aggregation_constant: int | None = Field(None, ge=1)  # tokens; None: rollout.max_new_tokens
+    normalize_std: bool | None = None  # divide advantages by the group's standard deviation
+    batch_baseline: bool | None = None  # the mean reward of the rollout is taken off
+    gamma: float | None = Field(None, gt=0, le=1)
+    gae_lambda: float | None = Field(None, ge=0, le=1)
+    value_clip: float | None = Field(None, gt=0)
+    clip_low: float | None = Field(None, gt=0, le=1)
+    clip_high: float | None = Field(None, gt=0)
+    clip_dual: float | None = Field(None, gt=1)  # None: none
+    tau_pos: float | None = Field(None, gt=0)
+    tau_neg: float | None = Field(None, gt=0)
+    behaviour_cap: float | None = Field(None, ge=1)
+    kl_coefficient: float = Field(0.0, ge=0)  # of the penalty for leaving the reference; 0: none is kept
+    kl_in: Literal["loss", "reward"] | None = None
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    kl_unbiased: bool | None = None  # times p_train / p_rollout
+    reference_every: int | None = Field(None, ge=0)  # rollouts after which the reference is renewed; 0: never
+    entropy_coefficient: float = Field(0.0, ge=0)
+    off_policy_delta: float | None = Field(None, ge=0)  # nats/token; None: no sample is masked
+    filter: str = "off"  # of groups: "nonzero_std", or pkg.module:name of one's own (GroupFilter)
+    overlong_penalty: float = Field(0.0, ge=0)  # taken off the reward of a sample at the token limit; 0: none
+    overlong_buffer: int | None = Field(None, ge=1)  # tokens below the limit; None: a fifth of rollout.max_new_tokens
+    mask_truncated: bool = False  # samples that were cut at the token limit are not trained on
     shuffle_advantages: bool = False  # control run: advantages dealt out at random over the batch
 
     @model_validator(mode="before")
     @classmethod
-    def bounds_of_the_algorithm(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("name") not in CLIP_OF:
+    def parts_of_the_preset(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
             return given
-        low, high = CLIP_OF[given["name"]]
-        return {"clip_low": low, "clip_high": high} | given
+        given = {k: v for k, v in given.items() if v is not None}
+        name = given.get("name", "grpo")
+        if name in SUPERVISED:
+            return given
+        if name not in PRESETS:
+            raise ValueError(_unknown("name", name, [*PRESETS, *SUPERVISED]))
+        asked = _PARTS | PRESETS[name] | given
+        used = _used(asked)
+        return used | {k: v for k, v in asked.items() if k in used or k in given or k in _ALWAYS}
+
+    @model_validator(mode="after")
+    def parts_are_known(self) -> AlgorithmConfig:
+        for key, known in (("advantage", ADVANTAGE_KEYS), ("loss", LOSS_KEYS)):
+            value = getattr(self, key)
+            if value is not None and value not in known and ":" not in value:
+                raise ValueError(_unknown(key, value, known) + " (or pkg.module:name of your own)")
+        return self
+
+    @model_validator(mode="after")
+    def every_key_does_something(self) -> AlgorithmConfig:
+        used = {"name": ""} if self.supervised else dict.fromkeys(_ALWAYS) | _used(vars(self))
+        for key, field in type(self).model_fields.items():
+            value = getattr(self, key)
+            if value != field.default and key not in used:
+                raise ValueError(f"algorithm.{key} = {value!r} does nothing with {self._why_unused(key)}: remove it")
+        if self.own_loss:
+            for key in ("entropy_coefficient", "off_policy_delta"):
+                if getattr(self, key):
+                    raise ValueError(f"algorithm.{key} does nothing with a loss of your own, {self.loss!r}: remove it")
+            if self.kl_coefficient and self.kl_in == "loss":
+                raise ValueError(
+                    f"algorithm.kl_coefficient = {self.kl_coefficient} does nothing with a loss of your own, "
+                    f"{self.loss!r}: set algorithm.kl_in = 'reward', or remove it"
+                )
+        if self.advantage == "maxrl" and (self.overlong_penalty or self.kl_in == "reward"):
+            key = "overlong_penalty" if self.overlong_penalty else "kl_in"
+            raise ValueError(
+                f"algorithm.{key} = {getattr(self, key)!r} makes rewards below 0, and algorithm.advantage = 'maxrl' "
+                "divides by their mean: remove one of them"
+            )
+        if self.shuffle_advantages and self.advantage in OF_TOKENS:
+            raise ValueError(
+                f"algorithm.shuffle_advantages with algorithm.advantage = {self.advantage!r}, whose advantages are of "
+                "tokens and belong to their places: set it to false, or take an advantage of samples"
+            )
+        return self
+
+    def _why_unused(self, key: str) -> str:
+        if self.supervised:
+            return f"algorithm.name = {self.name!r}"
+        if key in _PENALTY["loss"]:
+            return "algorithm.kl_in = 'reward'" if self.kl_coefficient else "algorithm.kl_coefficient = 0"
+        if key == "overlong_buffer":
+            return "algorithm.overlong_penalty = 0"
+        if key == "aggregation_constant":
+            return f"algorithm.aggregation = {self.aggregation!r}"
+        part = "advantage" if any(key in keys for keys in ADVANTAGE_KEYS.values()) else "loss"
+        return f"algorithm.{part} = {getattr(self, part)!r}"
+
+    # for whoever wires a run
+
+    @property
+    def supervised(self) -> bool:
+        """Whether it trains on given answers, without a rollout."""
+        return self.name in SUPERVISED
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the loss is a user's."""
+        return self.loss is not None and self.loss not in LOSS_KEYS
+
+    @property
+    def has_critic(self) -> bool:
+        return self.advantage == "ppo"
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the trainer keeps the reference's weights."""
+        return self.kl_coefficient > 0 or self.name == "dpo"
+
+    @property
+    def reference_stream(self) -> bool:
+        """Whether every sample is to have the reference's log-probabilities before its advantage is computed."""
+        return self.kl_in == "reward"
+
+    def constant(self, max_new_tokens: int) -> int | None:
+        """What aggregation "constant" divides by, in tokens; None with another."""
+        return (self.aggregation_constant or max_new_tokens) if self.aggregation == "constant" else None
+
+    def check_run(self, *, max_new_tokens: int, correction: str, on_breach: str) -> None:
+        """What other sections say of it: the token limit, `correction.kind` and `mismatch.on_breach`. Raises
+        ValueError for what would silently do nothing."""
+        if (self.overlong_buffer or 1) > max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer = {self.overlong_buffer} tokens below rollout.max_new_tokens = "
+                f"{max_new_tokens}: lower it"
+            )
+        if correction != "off" and (self.own_loss or self.loss == "decoupled"):
+            why = "a loss of your own" if self.own_loss else "a loss that weighs by p_old / p_rollout itself"
+            raise ValueError(
+                f"correction.kind = {correction!r} does nothing with algorithm.loss = {self.loss!r}, {why}: set it to "
+                "'off', or take another loss"
+            )
+        if on_breach == "down_weight" and self.own_loss:
+            raise ValueError(
+                f"mismatch.on_breach = 'down_weight' does nothing with a loss of your own, {self.loss!r}: set it to "
+                "'warn' or 'stop'"
+            )
+
+
+def _used(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that the parts in `asked` use, and their defaults."""
+    out = dict(ADVANTAGE_KEYS.get(asked["advantage"], {})) | LOSS_KEYS.get(asked["loss"], {})
+    if asked.get("kl_coefficient"):
+        out |= _PENALTY["reward" if asked.get("kl_in") == "reward" else "loss"]
+    if asked["aggregation"] == "constant":
+        out["aggregation_constant"] = None
+    if asked.get("overlong_penalty"):
+        out["overlong_buffer"] = None
+    return out
+
+
+def _unknown(key: str, value: Any, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)
+    return f"unknown algorithm.{key} {value!r}: did you mean {near[0]!r}? Known: {sorted(known)}"
+
+
+_ALWAYS = (
+    "name",
+    *_PARTS,
+    "kl_coefficient",
+    "entropy_coefficient",
+    "off_policy_delta",
+    "filter",
+    "overlong_penalty",
+    "mask_truncated",
+    "shuffle_advantages",
+)
 
 
 class CorrectionConfig(Section):

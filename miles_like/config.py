@@ -268,6 +268,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def algorithm_fits_the_run(self) -> RunConfig:
+        self.algorithm.check_run(
+            max_new_tokens=self.rollout.max_new_tokens,
+            correction=self.correction.kind,
+            on_breach=self.mismatch.on_breach,
+        )
+        return self
+
+    @model_validator(mode="after")
     def schedule_fits_the_run(self) -> RunConfig:
         self.optimizer.over(self.train.optimizer_steps)
         return self
@@ -324,7 +333,7 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         recompute=run.train.recompute,
         recompute_modules=run.train.recompute_modules,
         mtp_coefficient=run.train.mtp_coefficient,
-        reference=run.algorithm.kl_coefficient > 0 or run.algorithm.name == "dpo" or run.distillation.reference,
+        reference=run.algorithm.keeps_reference or run.distillation.reference,
         on_nonfinite=run.train.on_nonfinite,
         deterministic=run.alignment.deterministic,
     )

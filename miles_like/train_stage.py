@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_like import run_state
-from miles_like.algorithms.advantages import shuffle_over_batch
+from miles_like.algorithms.advantages.shuffle import shuffle_over_batch
 from miles_like.algorithms.registry import make_bounds
 from miles_like.buffer import DataBuffer
 from miles_like.config_io import dump_config
@@ -28,7 +28,7 @@ from miles_like.rounds import Rounds
 from miles_like.run_parts import RunParts
 from miles_like.run_state import RunState
 from miles_like.run_teachers import RunTeachers
-from miles_like.types import Prompt, SampleGroup, TrainBatch
+from miles_like.types import Aggregation, Prompt, SampleGroup, TrainBatch
 from miles_like.verify.allowance import of_steps
 from miles_like.verify.gate import admit, judge
 from miles_like.workers import RayTrainer, check_nodes
@@ -197,6 +197,8 @@ class TrainStage(RunParts):
             steps=c.train.steps_per_rollout,
             cost=self.cost,
             replayed=c.replay.mode == "r3",
+            aggregation=Aggregation(c.algorithm.aggregation),
+            constant=c.algorithm.constant(c.rollout.max_new_tokens),
             **self.rows(dp_size),
         )
 

@@ -113,6 +113,7 @@ REFERENCE = "reference"  # stream: log-probs under the reference weights; also t
 TEACHER = "teacher"  # stream: log-probs under a teacher's weights
 TAUGHT = "taught"  # stream: 1 where a teacher spoke of the token, else 0
 VALUES = "values"  # stream: the critic's estimate of what is still to come, before the token was chosen
+RETURNS = "returns"  # stream: what a critic is to learn
 TEACHER_CANDIDATES = "teacher_candidates"  # stream [S, C]: the teacher's log-probs of the sample's candidates
 
 

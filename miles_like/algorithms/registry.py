@@ -1,44 +1,110 @@
-"""Algorithms by name.
+"""Algorithms from their configuration: one dict of advantages, one of losses.
 
-Letters: G samples a prompt.
+Letters: G samples a prompt, S tokens a sample.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from typing import Any
 
-from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
-from miles_like.algorithms.advantages import group_relative
+from torch import Tensor
+
+from miles_like.algorithm_config import LOSS_KEYS, AlgorithmConfig, CorrectionConfig
+from miles_like.algorithms.advantages.grpo import GroupRelative
+from miles_like.algorithms.advantages.maxrl import over_mean
+from miles_like.algorithms.advantages.penalty import KlPenalty, Penalized
+from miles_like.algorithms.advantages.ppo import Gae
+from miles_like.algorithms.advantages.reinforce import Reinforce
+from miles_like.algorithms.advantages.reinforce_pp import ReinforcePlusPlus
+from miles_like.algorithms.advantages.reinforce_pp_baseline import whitened_baseline
+from miles_like.algorithms.advantages.rloo import leave_one_out
 from miles_like.algorithms.bounds import Bounds
 from miles_like.algorithms.correction import Correction
-from miles_like.algorithms.policy_loss import ClippedLoss
+from miles_like.algorithms.losses.cispo import CispoLoss
+from miles_like.algorithms.losses.clipped import ClippedLoss
+from miles_like.algorithms.losses.decoupled import decoupled_loss
+from miles_like.algorithms.losses.gspo import GspoLoss
+from miles_like.algorithms.losses.reinforce import ReinforceLoss
+from miles_like.algorithms.losses.sapo import SapoLoss
+from miles_like.algorithms.losses.value import ValueLoss
+from miles_like.by_import_path import load
 from miles_like.config import MismatchConfig
-from miles_like.protocols import Algorithm
-from miles_like.types import Aggregation, SampleGroup
+from miles_like.protocols import AdvantageFn, Algorithm, LossFn
+from miles_like.types import REFERENCE, VALUES, Aggregation, SampleGroup
+
+# Those of tokens take the penalty themselves; around the others stands Penalized.
+ADVANTAGES: dict[str, Callable[[AlgorithmConfig, KlPenalty | None], AdvantageFn]] = {
+    "grpo": lambda c, p: _of_samples(GroupRelative(bool(c.normalize_std)), p),
+    "dr_grpo": lambda c, p: _of_samples(GroupRelative(False), p),
+    "rloo": lambda c, p: _of_samples(leave_one_out, p),
+    "reinforce": lambda c, p: _of_samples(Reinforce(bool(c.batch_baseline)), p),
+    "reinforce_pp": lambda c, p: ReinforcePlusPlus(gamma=_set(c.gamma), penalty=p),
+    "reinforce_pp_baseline": lambda c, p: _of_samples(whitened_baseline, p),
+    "ppo": lambda c, p: Gae(gamma=_set(c.gamma), gae_lambda=_set(c.gae_lambda), penalty=p),
+    "maxrl": lambda c, p: _of_samples(over_mean, p),
+}
+# Each takes its keys of LOSS_KEYS and what PolicyLoss has.
+LOSSES: dict[str, Callable[..., LossFn]] = {
+    "clipped": ClippedLoss,
+    "gspo": GspoLoss,
+    "cispo": CispoLoss,
+    "sapo": SapoLoss,
+    "decoupled": decoupled_loss,
+    "reinforce": ReinforceLoss,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRelative:
-    """Rewards relative to their group; a clipped ratio, of tokens (GRPO) or of samples (GSPO); token mean over the
-    global batch."""
+class PolicyGradient:
+    """An advantage, a loss and an aggregation, whichever they are."""
 
     name: str
-    loss: ClippedLoss
-    normalize_std: bool
+    advantage: AdvantageFn
+    loss: LossFn
+    aggregation: Aggregation
+    needs: frozenset[str]
 
-    aggregation: Aggregation = Aggregation.TOKEN_MEAN
-    needs: frozenset[str] = frozenset()
+    def advantages(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
+        """For each group [G] numbers, or [S] fp32; raises ValueError for a sample that was not scored, whose reward is
+        not finite, or without a stream of `needs`."""
+        return self.advantage(groups)
 
-    def advantages(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float]]:
-        """For each group [G]; raises ValueError when a sample was not scored or its reward is not finite."""
-        return [group_relative(group.rewards, normalize_std=self.normalize_std) for group in groups]
+    def returns(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[Tensor]] | None:
+        """For each group [G] of [S] fp32, what a critic is to learn; None where there is none."""
+        return self.advantage.returns(groups) if isinstance(self.advantage, Gae) else None
 
-    def returns(self, groups: Sequence[SampleGroup]) -> None:
-        """There is no critic."""
+
+def make_algorithm(
+    config: AlgorithmConfig, correction: CorrectionConfig, mismatch: MismatchConfig | None = None
+) -> Algorithm:
+    """Raises ValueError for parts that do not make sense, and for a user's own that cannot be had."""
+    if config.supervised:
+        raise ValueError(f"algorithm.name = {config.name!r} has no rollout to train on: see docs/supervised.md")
+    assert config.advantage and config.loss and config.aggregation, "config filled them in"
+    penalty = None
+    if config.reference_stream:
+        assert config.kl_estimator is not None, "config filled it in"
+        penalty = KlPenalty(coefficient=config.kl_coefficient, estimator=config.kl_estimator)
+    build = ADVANTAGES.get(config.advantage)
+    if build is None:
+        advantage = _of_samples(load(config.advantage, AdvantageFn, key="algorithm.advantage"), penalty)
+    else:
+        advantage = build(config, penalty)
+    needs = ({VALUES} if config.has_critic else set()) | ({REFERENCE} if penalty else set())
+    return PolicyGradient(
+        name=config.name,
+        advantage=advantage,
+        loss=_loss(config, correction, mismatch),
+        aggregation=Aggregation(config.aggregation),
+        needs=frozenset(needs),
+    )
+
+
+def make_critic_loss(config: AlgorithmConfig) -> ValueLoss | None:
+    """None: there is no critic."""
+    return ValueLoss(value_clip=_set(config.value_clip)) if config.has_critic else None
 
 
 def make_correction(config: CorrectionConfig) -> Correction | None:
@@ -50,46 +116,32 @@ def make_correction(config: CorrectionConfig) -> Correction | None:
     return Correction(level=level, action=action, low=low, high=high, veto=veto)
 
 
-def _group_relative(
-    config: AlgorithmConfig,
-    correction: CorrectionConfig,
-    bounds: Bounds | None,
-    *,
-    ratio_of: Literal["token", "sequence"],
-) -> Algorithm:
-    return GroupRelative(
-        name=config.name,
-        loss=ClippedLoss(
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            kl_coefficient=config.kl_coefficient,
-            ratio_of=ratio_of,
-            correction=make_correction(correction),
-            bounds=bounds,
-        ),
-        normalize_std=config.normalize_std,
-    )
-
-
-ALGORITHMS: dict[str, Callable[[AlgorithmConfig, CorrectionConfig, Bounds | None], Algorithm]] = {
-    "grpo": partial(_group_relative, ratio_of="token"),
-    "gspo": partial(_group_relative, ratio_of="sequence"),
-}
-
-
 def make_bounds(config: MismatchConfig) -> Bounds:
     return Bounds(**config.bounds)
 
 
-def make_algorithm(
-    config: AlgorithmConfig, correction: CorrectionConfig, mismatch: MismatchConfig | None = None
-) -> Algorithm:
-    """Raises ValueError for an unknown name, naming the nearest known one."""
-    build = ALGORITHMS.get(config.name)
-    if build is None:
-        near = difflib.get_close_matches(config.name, ALGORITHMS, n=1, cutoff=0.0)
-        raise ValueError(
-            f"unknown algorithm.name {config.name!r}: did you mean {near[0]!r}? Known: {sorted(ALGORITHMS)}"
-        )
-    weighs = mismatch is not None and mismatch.on_breach == "down_weight"
-    return build(config, correction, make_bounds(mismatch) if weighs and mismatch is not None else None)
+def _loss(config: AlgorithmConfig, correction: CorrectionConfig, mismatch: MismatchConfig | None) -> LossFn:
+    assert config.loss is not None
+    if config.own_loss:
+        own: LossFn = load(config.loss, LossFn, key="algorithm.loss")
+        return own
+    shared: dict[str, Any] = {
+        "entropy_coefficient": config.entropy_coefficient,
+        "off_policy_delta": config.off_policy_delta,
+    }
+    if config.kl_in == "loss":
+        shared |= {name: getattr(config, name) for name in ("kl_coefficient", "kl_estimator", "kl_unbiased")}
+    if (weights := make_correction(correction)) is not None:
+        shared["correction"] = weights
+    if mismatch is not None and mismatch.on_breach == "down_weight":
+        shared["bounds"] = make_bounds(mismatch)
+    return LOSSES[config.loss](**{key: getattr(config, key) for key in LOSS_KEYS[config.loss]}, **shared)
+
+
+def _of_samples(advantage: AdvantageFn, penalty: KlPenalty | None) -> AdvantageFn:
+    return advantage if penalty is None else Penalized(advantage=advantage, penalty=penalty)
+
+
+def _set(value: float | None) -> float:
+    assert value is not None, "config filled it in"
+    return value

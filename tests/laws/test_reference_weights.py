@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_like.algorithms.policy_loss import ClippedLoss
+from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.types import MicroBatch, Stat
 from tests.megatron_bridge import toy
 from tests.megatron_bridge.tiny_models import tiny

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles_like.algorithms.policy_loss import ClippedLoss
+from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.packing import cut_row, pack
 from miles_like.types import Finish, MicroBatch, Prompt, Sample, SampleGroup
 from rollout.samples import RoutingShape, SampleReader, begun, rows_of

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.bounds import Bounds
-from miles_like.algorithms.policy_loss import ClippedLoss
+from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.algorithms.registry import make_algorithm, make_bounds
 from miles_like.config import MismatchConfig
 from miles_like.verify.gate import judge

@@ -20,8 +20,9 @@ from pydantic import ValidationError
 
 from miles_like.algorithm_config import BOUNDS_OF, AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.correction import Correction
+from miles_like.algorithms.losses.clipped import ClippedLoss
+from miles_like.algorithms.losses.gspo import GspoLoss
 from miles_like.algorithms.mismatch import finish
-from miles_like.algorithms.policy_loss import ClippedLoss
 from miles_like.algorithms.registry import make_algorithm, make_correction
 
 NAN, INF = float("nan"), float("inf")
@@ -267,7 +268,7 @@ def test_gspo_by_hand():
 def test_gspo_of_one_token_is_grpo():
     new, rest = batch(0)
     rest["cu"] = list(range(21))
-    pair = [ClippedLoss(clip_low=0.2, clip_high=0.28, ratio_of=of) for of in ("token", "sequence")]
+    pair = [kind(clip_low=0.2, clip_high=0.28) for kind in (ClippedLoss, GspoLoss)]
     a, b = (run(loss, new, **rest)[0] for loss in pair)
     assert torch.equal(a, b)
 

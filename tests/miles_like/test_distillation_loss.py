@@ -16,7 +16,7 @@ from torch import Tensor
 
 from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.distillation import CandidateLoss, Distilled, distill_metrics, distilled, divergence
-from miles_like.algorithms.policy_loss import ClippedLoss
+from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.packing import pack
 from miles_like.protocols import Algorithm

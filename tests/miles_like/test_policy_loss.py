@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_like.algorithms.policy_loss import ClippedLoss
+from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.algorithms.sequences import sequence_lengths, sequence_sums
 from miles_like.algorithms.sft import NllLoss
 

@@ -1,0 +1,60 @@
+"""The divergence from a reference, taken off the reward.
+
+Letters: G samples a prompt, R tokens under loss of all samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from miles_like.algorithms.advantages.rewards import finite_rewards
+from miles_like.algorithms.advantages.tokens import Tokens
+from miles_like.algorithms.kl import Estimator, kl_estimate
+from miles_like.protocols import AdvantageFn
+from miles_like.types import REFERENCE, SampleGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlPenalty:
+    """`coefficient` times an estimate of KL(rollout || reference) at each token (kl.py), from the rollout's own
+    log-probabilities and the stream REFERENCE. With k1 this is the reward of InstructGPT (arXiv:2203.02155 eq. 2)."""
+
+    coefficient: float
+    estimator: Estimator
+
+    def of_tokens(self, tokens: Tokens) -> Tensor:
+        """[R] fp64; raises ValueError for a sample without the stream."""
+        return self.coefficient * kl_estimate(tokens.stream(REFERENCE) - tokens.logprobs(), self.estimator)
+
+
+def token_rewards(tokens: Tokens, penalty: KlPenalty | None) -> Tensor:
+    """[R] fp64: each sample's reward at its last token, less the penalty of every token."""
+    rewards = tokens.last_rewards()
+    return rewards if penalty is None else rewards - penalty.of_tokens(tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalized:
+    """Advantages of samples from rewards less the sum of the penalties of their tokens, as in trl's RLOO and verl."""
+
+    advantage: AdvantageFn
+    penalty: KlPenalty
+
+    def __call__(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
+        tokens = Tokens.of(groups)
+        penalties = iter(tokens.per_sample(self.penalty.of_tokens(tokens)).tolist())
+        return self.advantage(
+            [
+                replace(
+                    group,
+                    samples=tuple(
+                        replace(s, reward=reward - next(penalties))
+                        for s, reward in zip(group.samples, finite_rewards(group), strict=True)
+                    ),
+                )
+                for group in groups
+            ]
+        )

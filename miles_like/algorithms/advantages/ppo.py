@@ -1,0 +1,47 @@
+"""Generalized advantage estimation from a critic's values.
+
+Letters: S tokens a sample, R tokens under loss of all samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from miles_like.algorithms.advantages.penalty import KlPenalty, token_rewards
+from miles_like.algorithms.advantages.tokens import Tokens, whiten
+from miles_like.types import VALUES, SampleGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gae:
+    """A_t = sum over l of (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t (GAE, arXiv:1506.02438
+    eq. 16), then less the mean, over the standard deviation, of all tokens under loss of the rollout, as PPO's
+    implementations have it.
+
+    V is the sample's stream VALUES, before the token was chosen. r is the reward, at the sample's last token, less the
+    KL penalties of tokens. Nothing comes after the last token, also where the sample was cut at the token limit.
+    """
+
+    gamma: float
+    gae_lambda: float
+    penalty: KlPenalty | None
+
+    def __call__(self, groups: Sequence[SampleGroup]) -> list[list[Tensor]]:
+        """For each group [G] of [S] fp32; raises ValueError for a reward that is missing or not finite, and for a
+        sample without a stream that is needed."""
+        tokens = Tokens.of(groups)
+        return tokens.by_sample(whiten(self._estimate(tokens)))
+
+    def returns(self, groups: Sequence[SampleGroup]) -> list[list[Tensor]]:
+        """What the critic is to learn, A_t + V_t with A not yet normalized (TD(lambda)); shapes and errors as above."""
+        tokens = Tokens.of(groups)
+        return tokens.by_sample(self._estimate(tokens) + tokens.stream(VALUES))
+
+    def _estimate(self, tokens: Tokens) -> Tensor:
+        """[R] fp64."""
+        values = tokens.stream(VALUES)
+        deltas = token_rewards(tokens, self.penalty) + self.gamma * tokens.following(values) - values
+        return tokens.discounted(deltas, self.gamma * self.gae_lambda)

@@ -1,0 +1,32 @@
+"""REINFORCE++ with the group's mean as baseline.
+
+Letters: G samples a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from miles_like.algorithms.advantages.grpo import group_relative
+from miles_like.algorithms.advantages.rewards import finite_rewards
+from miles_like.algorithms.advantages.tokens import WHITEN_EPS, Tokens
+from miles_like.types import SampleGroup
+
+
+def whitened_baseline(groups: Sequence[SampleGroup]) -> list[list[float]]:
+    """For each group [G]: r - mean over the group, then less the mean, over the (n - 1) standard deviation, of these
+    values at all tokens under loss of the rollout (REINFORCE++ with baseline, arXiv:2501.03262; verl's
+    reinforce_plus_plus_baseline): a sample counts in both as often as it has tokens.
+
+    Raises ValueError for a reward that is missing or not finite.
+    """
+    centred = [group_relative(finite_rewards(group), normalize_std=False) for group in groups]
+    values = torch.tensor([a for group in centred for a in group], dtype=torch.float64)
+    times = Tokens.of(groups).counts.double()
+    if (n := times.sum()) > 1:
+        values = values - (times * values).sum() / n
+        values = values / ((times * values.square()).sum() / (n - 1) + WHITEN_EPS).sqrt()
+    out = iter(values.tolist())
+    return [[next(out) for _ in group] for group in centred]

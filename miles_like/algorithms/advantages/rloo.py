@@ -1,0 +1,28 @@
+"""REINFORCE leave-one-out.
+
+Letters: G samples a prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from miles_like.algorithms.advantages.rewards import finite_rewards
+from miles_like.types import SampleGroup
+
+
+def leave_one_out(groups: Sequence[SampleGroup]) -> list[list[float]]:
+    """For each group [G]: the reward less the mean reward of the prompt's other samples (RLOO, arXiv:2402.14740 eq. 5;
+    Kool et al. 2019). A sample that is alone in its group has nothing to be compared with: 0.
+
+    Raises ValueError for a reward that is missing or not finite.
+    """
+    return [_of_group(finite_rewards(group)) for group in groups]
+
+
+def _of_group(rewards: Sequence[float]) -> list[float]:
+    if len(set(rewards)) < 2:
+        return [0.0] * len(rewards)
+    total, others = math.fsum(rewards), len(rewards) - 1
+    return [r - (total - r) / others for r in rewards]

@@ -1,0 +1,95 @@
+"""All tokens under loss of a rollout as one flat stream, and sums along each sample.
+
+Letters: S tokens a sample, F tokens of all samples end to end, R of them under loss. A sample's next token is the next
+one under loss: an environment's tokens, which the policy did not choose, stand between without a step of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from miles_like.algorithms.advantages.rewards import finite_rewards
+from miles_like.types import SampleGroup
+
+WHITEN_EPS = 1e-8  # verl's and trl's, under the root
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tokens:
+    groups: Sequence[SampleGroup]
+    lengths: list[int]  # [samples], S of each
+    mask: Tensor  # [F] bool
+    owners: Tensor  # [R] int64, the number of each token's sample
+    counts: Tensor  # [samples] int64, R of each
+
+    @classmethod
+    def of(cls, groups: Sequence[SampleGroup]) -> Tokens:
+        samples = [s for g in groups for s in g.samples]
+        lengths = [s.token_ids.shape[0] for s in samples]
+        mask = torch.cat([s.loss_mask for s in samples]) if samples else torch.zeros(0, dtype=torch.bool)
+        all_owners = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths, dtype=torch.int64))
+        owners = all_owners[mask]
+        counts = torch.bincount(owners, minlength=len(samples))
+        return cls(groups=groups, lengths=lengths, mask=mask, owners=owners, counts=counts)
+
+    def stream(self, name: str) -> Tensor:
+        """[R] fp64 of the samples' streams of that name. Raises ValueError for a sample without one."""
+        samples = [s for g in self.groups for s in g.samples]
+        for s in samples:
+            if name not in s.streams:
+                raise ValueError(
+                    f"sample {s.name} has no stream {name!r}, only {sorted(s.streams)}: it is to be scored"
+                )
+        return self._chosen([s.streams[name] for s in samples])
+
+    def logprobs(self) -> Tensor:
+        """[R] fp64: the rollout's."""
+        return self._chosen([s.logprobs for g in self.groups for s in g.samples])
+
+    def last_rewards(self) -> Tensor:
+        """[R] fp64: each sample's reward at its last token, 0 elsewhere. Raises ValueError as `finite_rewards`."""
+        rewards = torch.tensor([r for g in self.groups for r in finite_rewards(g)], dtype=torch.float64)
+        out = torch.zeros(len(self.owners), dtype=torch.float64)
+        some = self.counts > 0
+        out[self.counts.cumsum(0)[some] - 1] = rewards[some]
+        return out
+
+    def discounted(self, values: Tensor, factor: float) -> Tensor:
+        """[R] y_t = x_t + factor y_{t+1} along each sample, in as many passes as its length has binary digits."""
+        out, shift, longest = values, 1, int(self.counts.max()) if len(self.counts) else 0
+        while shift < longest:
+            ahead = torch.where(self.owners[:-shift] == self.owners[shift:], out[shift:], 0.0)
+            out = torch.cat([out[:-shift] + factor * ahead, out[-shift:]])
+            shift, factor = 2 * shift, factor * factor
+        return out
+
+    def following(self, values: Tensor) -> Tensor:
+        """[R]: of each token the value of the sample's next one, 0 after its last."""
+        ahead = torch.zeros_like(values)
+        ahead[:-1] = torch.where(self.owners[:-1] == self.owners[1:], values[1:], 0.0)
+        return ahead
+
+    def per_sample(self, values: Tensor) -> Tensor:
+        """[R] -> [samples] sums."""
+        return values.new_zeros(len(self.lengths)).index_add(0, self.owners, values)
+
+    def by_sample(self, values: Tensor) -> list[list[Tensor]]:
+        """[R] -> for each group [G] of [S] fp32, 0 where not under loss."""
+        flat = torch.zeros(len(self.mask))
+        flat[self.mask] = values.float()
+        parts = iter(flat.split(self.lengths)) if self.lengths else iter(())
+        return [[next(parts) for _ in g.samples] for g in self.groups]
+
+    def _chosen(self, streams: list[Tensor]) -> Tensor:
+        return torch.cat(streams)[self.mask].double() if streams else torch.zeros(0, dtype=torch.float64)
+
+
+def whiten(values: Tensor) -> Tensor:
+    """[R]: less their mean, over their sample (n - 1) standard deviation; fewer than two are 0."""
+    if len(values) < 2:
+        return torch.zeros_like(values)
+    return (values - values.mean()) / (values.var() + WHITEN_EPS).sqrt()

@@ -1,0 +1,26 @@
+"""Group sequence policy optimization: the ratio of a whole sample.
+
+Letters: N samples a micro-batch, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from miles_like.algorithms.losses.clipped import ClippedLoss
+from miles_like.algorithms.sequences import sequence_means, to_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GspoLoss(ClippedLoss):
+    """The clipped surrogate, where r of each token is that of its sample: the geometric mean exp(mean over its tokens
+    of log p_train - log p_old), and the gradient goes through it (GSPO, arXiv:2507.18071 eq. 5 to 7).
+
+    A sample's surrogate stands at each of its tokens: with aggregation "sequence_mean" it counts once, as in the paper.
+    """
+
+    def _ratio(self, delta: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+        of_sample = sequence_means(delta, loss_mask=loss_mask, cu_seqlens=cu_seqlens).to(delta.dtype)
+        return to_tokens(of_sample, cu_seqlens=cu_seqlens, tokens=len(delta)).exp()

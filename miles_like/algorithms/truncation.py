@@ -1,0 +1,70 @@
+"""What becomes of samples that come to the token limit (DAPO, arXiv:2503.14476, 3.4).
+
+Letters: G samples a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from miles_like.algorithm_config import AlgorithmConfig
+from miles_like.types import Finish, Sample, SampleGroup
+
+PART = "overlong"  # of a reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlongShaping:
+    """Less reward for a sample of n response tokens, `factor` times (eq. 13): 0 up to limit - buffer, from there
+    linearly up to 1 at `limit`, and 1 above."""
+
+    limit: int  # tokens
+    buffer: int  # tokens
+    factor: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.buffer <= self.limit:
+            raise ValueError(f"a buffer of {self.buffer} tokens below a limit of {self.limit}: give 1 to {self.limit}")
+
+    def __call__(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+        """The groups with other rewards, and the difference under `reward_parts["overlong"]`. Raises ValueError for a
+        sample that was not scored."""
+        return [
+            replace(g, samples=tuple(self._shaped(s, r) for s, r in zip(g.samples, g.rewards, strict=True)))
+            for g in groups
+        ]
+
+    def _shaped(self, sample: Sample, reward: float) -> Sample:
+        over = (sample.response_len - (self.limit - self.buffer)) / self.buffer
+        penalty = -self.factor * min(max(over, 0.0), 1.0)
+        return replace(sample, reward=reward + penalty, reward_parts={**sample.reward_parts, PART: penalty})
+
+
+def mask_truncated(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+    """The groups, with nothing under loss in samples that were cut at the token limit: their rewards still count in
+    their group's baseline, and they train nothing. Raises ValueError where that leaves no sample."""
+    samples = [s for g in groups for s in g.samples]
+    cut = sum(s.finish is Finish.LENGTH for s in samples)
+    if samples and cut == len(samples):
+        raise ValueError(
+            f"all {cut} samples of the rollout were cut at the token limit, and algorithm.mask_truncated leaves them "
+            "out: raise rollout.max_new_tokens, or set algorithm.mask_truncated = false"
+        )
+    return [replace(g, samples=tuple(_masked(s) for s in g.samples)) for g in groups]
+
+
+def _masked(sample: Sample) -> Sample:
+    if sample.finish is not Finish.LENGTH:
+        return sample
+    return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+
+
+def make_overlong(config: AlgorithmConfig, max_new_tokens: int) -> OverlongShaping | None:
+    """None: off. A buffer that is not given is a fifth of the limit, as the paper's 4096 of 20480 tokens."""
+    if not config.overlong_penalty:
+        return None
+    buffer = config.overlong_buffer or max(max_new_tokens // 5, 1)
+    return OverlongShaping(limit=max_new_tokens, buffer=buffer, factor=config.overlong_penalty)

@@ -1,0 +1,62 @@
+"""Which groups are trained on, and what becomes of samples at the token limit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from made_samples import group, rewarded, sample
+
+from miles_like.algorithm_config import AlgorithmConfig
+from miles_like.algorithms.filters import make_filter
+from miles_like.algorithms.truncation import OverlongShaping, make_overlong, mask_truncated
+from miles_like.types import Finish, SampleGroup
+
+
+def test_groups_that_teach_something_stay():
+    refuse = make_filter("nonzero_std")
+    assert refuse(rewarded([1.0, 0.0])) is None
+    none = SampleGroup(prompt=rewarded([0.0]).prompt, samples=())
+    assert [refuse(g) for g in (rewarded([1.0, 1.0]), rewarded([1.0]), none)] == ["all rewards equal"] * 3
+    assert make_filter("off")(rewarded([1.0, 1.0])) is None
+    with pytest.raises(ValueError, match="has no reward"):
+        refuse(group([sample(reward=None)]))
+
+
+def at_most_one(group: SampleGroup) -> str | None:
+    return None if len(group.samples) < 2 else "too many"
+
+
+def test_a_filter_of_one_s_own():
+    own = make_filter(f"{__file__}:at_most_one")
+    assert own(rewarded([1.0])) is None and own(rewarded([1.0, 0.0])) == "too many"
+    with pytest.raises(ValueError, match=r"unknown algorithm\.filter 'nonzero': did you mean 'nonzero_std'"):
+        make_filter("nonzero")
+
+
+def test_overlong_shaping_by_hand():
+    """DAPO's eq. 13 with a limit of 10 and a buffer of 4: nothing up to 6, then a quarter a token, no more than 1."""
+    lengths = {0: 0, 5: 0, 6: 0, 7: -0.25, 9: -0.75, 10: -1, 12: -1}
+    groups = [group([sample("p", i, response_len=n, reward=2.0) for i, n in enumerate(lengths)])]
+    (got,) = OverlongShaping(limit=10, buffer=4, factor=0.5)(groups)
+    assert [s.reward - 2.0 for s in got.samples] == pytest.approx([0.5 * x for x in lengths.values()])
+    assert got.samples[3].reward_parts == {"overlong": -0.125}
+    assert groups[0].samples[3].reward == 2.0
+    with pytest.raises(ValueError, match="a buffer of 11 tokens below a limit of 10"):
+        OverlongShaping(limit=10, buffer=11, factor=1.0)
+
+
+def test_the_buffer_is_a_fifth_of_the_limit_where_none_is_given():
+    assert make_overlong(AlgorithmConfig(), 10) is None
+    assert make_overlong(AlgorithmConfig(name="dapo"), 20480) == OverlongShaping(limit=20480, buffer=4096, factor=1.0)
+    assert make_overlong(AlgorithmConfig(name="dapo"), 3) == OverlongShaping(limit=3, buffer=1, factor=1.0)
+    assert make_overlong(AlgorithmConfig(name="dapo", overlong_buffer=3), 10).buffer == 3
+
+
+def test_truncated_samples_are_not_trained_on():
+    cut, whole = sample("p", 0, finish=Finish.LENGTH, reward=0.0), sample("p", 1, reward=1.0)
+    (got,) = mask_truncated([group([cut, whole])])
+    assert not got.samples[0].loss_mask.any() and torch.equal(got.samples[1].loss_mask, whole.loss_mask)
+    assert got.rewards == [0.0, 1.0]
+    assert mask_truncated([]) == []
+    with pytest.raises(ValueError, match="all 2 samples of the rollout were cut"):
+        mask_truncated([group([cut, cut])])
