@@ -60,11 +60,17 @@ def pipeline_parts(config: RunConfig, console: Console, ray_address: str | None)
         return on_every_node(work)
 
     def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
-        from miles_like.train_stage import TrainStage
         from miles_like.workers import start_ray
 
         start_ray(ray_address)
-        TrainStage(config, run_dir, served, weights, console).run(resume)
+        if config.servers is None:
+            from miles_like.supervised_stage import SupervisedStage
+
+            SupervisedStage(config, run_dir, served, weights, console).run(resume)
+        else:
+            from miles_like.train_stage import TrainStage
+
+            TrainStage(config, run_dir, served, weights, console).run(resume)
 
     def sizes(config_json: Path) -> Sizes:
         hf = fetched_config(config.model, config_json)

@@ -21,7 +21,7 @@ from megatron_bridge.config import (
 from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.alignment import AlignmentConfig, check_sides, with_deterministic_servers
 from miles_like.distillation_config import DistillationConfig
-from miles_like.eval_config import EvalConfig, EvalSet
+from miles_like.eval_config import EvalConfig, EvalSet, SetConfig
 from miles_like.make_config import MakeConfig
 from miles_like.reward_config import RewardConfig
 from miles_like.supervised_config import PAIRS, SUPERVISED, SupervisedConfig, check_keys, check_unused, without_replay
@@ -171,12 +171,13 @@ class RunConfig(Section):
         train = set(TrainLoopConfig.model_fields) - {"samples_per_group", "steps_per_rollout"}
         sections: dict[str, tuple[Any, Any, set[str]]] = {
             "replay": (self.replay, ReplayConfig(mode="off"), set()),
-            "algorithm": (self.algorithm, AlgorithmConfig(name=name), set()),
             "train": (self.train, TrainLoopConfig(), train - {"mtp_coefficient"} if pairs else train),
             "data": (self.data, DataConfig(train=self.data.train), data if pairs else data | {"answer_key"}),
-            "eval": (self.eval, EvalConfig(), {"every", "max_prompts"}),
+            "eval": (self.eval, EvalConfig(), {"every", "max_prompts", "sets"}),
             "cluster": (self.cluster, ClusterConfig(), set(ClusterConfig.model_fields) - {"colocate"}),
         }
+        for n, one in self.eval.sets.items():
+            sections[f"eval.sets.{n}"] = (one, SetConfig(path=one.path), {"path", "max_prompts"})
         unused = ("correction", "distillation", "mismatch", "reward", "buffer", "rollout", "publish", "alignment")
         check_unused(name, sections | {s: (getattr(self, s), type(getattr(self, s))(), set()) for s in unused})
         return self

@@ -35,6 +35,7 @@ from miles_like.fetch import content, describe, fetch, not_hidden, source_inputs
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.served import store_served
 from miles_like.staging import Copy, StageFiles
+from miles_like.supervised_config import PAIRS
 from quant.hf_config import spec_from_hf
 
 Mode = Literal["auto", "resume", "fresh"]
@@ -160,13 +161,19 @@ def _plan_training(config: RunConfig, run_dir: Path, parts: Parts, mode: Mode, *
     each = f", {train.steps_per_rollout} optimizer steps each" if train.steps_per_rollout > 1 else ""
     return Stage(
         name="train",
-        what=f"{train.steps} steps of {train.groups_per_step} x {train.samples_per_group} samples{each}",
+        what=f"{train.steps} steps of {train.groups_per_step} {_of_a_step(config)}{each}",
         key=input_key("train", {"after": after, "config": _of_training(config), "data": _data(config)}),
         directory=run_dir,
         size=None,
         run=lambda out, done: _train(config, out, done, parts, mode),
         listed=_small_facts,
     )
+
+
+def _of_a_step(config: RunConfig) -> str:
+    if config.servers is not None:
+        return f"x {config.train.samples_per_group} samples"
+    return "pairs" if config.algorithm.name in PAIRS else "examples"
 
 
 def parse_stages(text: str) -> list[str]:

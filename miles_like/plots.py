@@ -22,9 +22,11 @@ COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 DPI = 150
 INK, FAINT = "#222222", "#767676"
 PHASES = {"rollout": BLUE, "train": ORANGE, "publish": GREEN}  # perf/{phase}_s, bottom to top
+_NO_SHARES = ("/unscored_frac", "/loss", "/margin")  # of eval/{set}: nobody's share of right answers
 TITLES = {  # file -> what to say of it in the report
     "reward": "Reward",
     "accuracy": "Held-out accuracy",
+    "loss": "Held-out loss",
     "entropy": "Entropy",
     "mismatch": "Trainer-rollout mismatch",
     "routing": "Expert routes",
@@ -41,7 +43,7 @@ def series(rows: Rows, key: str) -> tuple[list[float], list[float]]:
 def write_plots(rows: Rows, folder: Path) -> list[Path]:
     """A PNG for each of TITLES the rows have figures for, in that order. `rows` ascend in `step`."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawers = (_reward, _accuracy, _entropy, _mismatch, _routing, _time)
+    drawers = (_reward, _accuracy, _loss, _entropy, _mismatch, _routing, _time)
     written = []
     for name, draw in zip(TITLES, drawers, strict=True):
         figure = Figure(figsize=(7.2, 3.7), dpi=DPI, layout="constrained")
@@ -130,17 +132,17 @@ def _reward(ax: Axes, rows: Rows) -> bool:
     return True
 
 
-def _accuracy(ax: Axes, rows: Rows) -> bool:
-    keys = sorted({k for r in rows for k in r if k.startswith("eval/") and not k.endswith("/unscored_frac")})
+def _held_out(ax: Axes, rows: Rows, keys: Sequence[str], unit: str) -> list[tuple[float, float, str, str]]:
+    """A line for each of the keys that has figures; their ends, told in the format `unit`."""
     ends = []
     for key, colour in zip(keys, COLOURS * len(keys), strict=False):
         steps, values = series(rows, key)
         if steps:
             ax.plot(steps, values, color=colour, linewidth=2, marker="o", markersize=5)
-            ends.append((steps[-1], values[-1], f"{key.removeprefix('eval/')}  {values[-1]:.1%}", colour))
+            ends.append((steps[-1], values[-1], f"{key.removeprefix('eval/')}  {values[-1]:{unit}}", colour))
             if len(steps) > 1 and len(keys) == 1:
                 ax.annotate(
-                    f"{values[0]:.1%}",
+                    f"{values[0]:{unit}}",
                     (steps[0], values[0]),
                     xytext=(0, -14),
                     textcoords="offset points",
@@ -148,10 +150,27 @@ def _accuracy(ax: Axes, rows: Rows) -> bool:
                     color=colour,
                     ha="left",
                 )
+    return ends
+
+
+def _accuracy(ax: Axes, rows: Rows) -> bool:
+    keys = sorted({k for r in rows for k in r if k.startswith("eval/") and not k.endswith(_NO_SHARES)})
+    ends = _held_out(ax, rows, keys, ".1%")
     if not ends:
         return False
     ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     _dress(ax, "Accuracy on held-out questions", "share answered right; never trained on")
+    ax.margins(y=0.15)
+    _name_ends(ax, ends)
+    return True
+
+
+def _loss(ax: Axes, rows: Rows) -> bool:
+    keys = sorted({k for r in rows for k in r if k.startswith("eval/") and k.endswith("/loss")})
+    ends = _held_out(ax, rows, keys, ".3f")
+    if not ends:
+        return False
+    _dress(ax, "Loss on held-out examples", "nats, mean over tokens or pairs; never trained on")
     ax.margins(y=0.15)
     _name_ends(ax, ends)
     return True

@@ -91,6 +91,8 @@ class ConsoleSink:
         parts = [f"[bold]step {step:>{width}}/{self._steps}[/bold]"]
         if "rollout/reward/mean" in m:
             parts.append(f"reward [green]{m['rollout/reward/mean']:.3f}[/green]")
+        elif "train/loss" in m:
+            parts.append(f"loss [green]{m['train/loss']:.4f}[/green]")
         told = [k for k in m if k.startswith("eval/") and (m[k] or not k.endswith("/unscored_frac"))]
         parts += [f"{k.removeprefix('eval/')} [bold green]{m[k]:.3f}[/bold green]" for k in told]
         if "mismatch/kl" in m:
@@ -130,6 +132,7 @@ def headline_keys(rows: Sequence[Mapping[str, float]]) -> list[str]:
     order = (
         "rollout/reward/",
         "eval/",
+        "preference/",
         "rollout/",
         "train/entropy",
         "train/grad_norm",

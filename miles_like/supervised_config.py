@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from megatron_bridge.config import Section
 
-SUPERVISED = ("sft", "dpo", "reward_model")  # values of algorithm.name that train without a rollout
+SUPERVISED = ("sft", "dpo")  # values of algorithm.name that train without a rollout
 PAIRS = ("dpo", "reward_model")  # of these, those whose rows are a preferred and another answer
 
 
@@ -57,9 +57,10 @@ def check_unused(name: str, sections: Mapping[str, tuple[Section, Section, set[s
     `sections` are by name what was given, what it is by default, and the keys that are looked at."""
     for section, (given, default, used) in sections.items():
         for key, value, usual in _changes(given, default, used):
+            other = f", or set it to {usual!r}" if usual is not None else ""
             raise ValueError(
                 f"{section}.{key} = {value!r} does nothing with algorithm.name = {name!r}, which samples no answers: "
-                f"remove it, or set it to {usual!r}"
+                f"remove it{other}"
             )
 
 

@@ -21,6 +21,9 @@ class Order:
         self.cursor = Cursor(0, 0)
         self._rows = self._shuffled(0)
 
+    def __len__(self) -> int:
+        return self._n
+
     def take(self, k: int) -> list[int]:
         """The next k. Each epoch deals every row once, in a new order; a take may span two."""
         out: list[int] = []

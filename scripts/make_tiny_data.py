@@ -29,7 +29,8 @@ DOUBLED_SHARE = 0.55  # of the corpus' answers: the last digit written twice
 SLIP_SHARE = 0.05  # of the corpus' answers: one digit wrong
 HARD_SHARE = 0.3  # chance that a product or a quotient goes into the corpus: they teach a tiny model little
 JITTER = 0.3  # chance that a corpus operand is moved by up to 3
-SPLIT_SEED, CORPUS_SEED, ORDER_SEED = 1234, 7, 11
+SLIP_SHARE_OF_PAIRS = 0.5  # of the rejected answers: one digit wrong; the others' last digit is written twice
+SPLIT_SEED, CORPUS_SEED, ORDER_SEED, PAIRS_SEED = 1234, 7, 11, 13
 EXCERPTS = {"gsm8k_train.jsonl": ("train.jsonl", 64), "gsm8k_eval.jsonl": ("test.jsonl", 32)}
 
 ANNOTATION = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")
@@ -143,17 +144,36 @@ def corpus(task: list[Expression]) -> tuple[list[Expression], list[Expression]]:
     return list(islice(rest, CORPUS_SIZE)), list(check.values())
 
 
+def double_last(answer: str) -> str:
+    """The last digit written twice."""
+    return answer + answer[-1]
+
+
+def slip_one(answer: str, rng: random.Random) -> str:
+    """One digit wrong."""
+    place = rng.randrange(len(answer))
+    digits = [digit for digit in "0123456789" if digit != answer[place]]
+    return answer[:place] + rng.choice(digits) + answer[place + 1 :]
+
+
 def sloppy_answer(expression: Expression, rng: random.Random) -> str:
     """What the corpus says: the result, or the result with its last digit doubled or with one digit wrong."""
     answer = str(expression.value())
     draw = rng.random()
     if draw < DOUBLED_SHARE and answer != "0":  # 00 would be right
-        return answer + answer[-1]
+        return double_last(answer)
     if draw < DOUBLED_SHARE + SLIP_SHARE:
-        place = rng.randrange(len(answer))
-        digits = [digit for digit in "0123456789" if digit != answer[place]]
-        return answer[:place] + rng.choice(digits) + answer[place + 1 :]
+        return slip_one(answer, rng)
     return answer
+
+
+def pair_rows(expressions: list[Expression], rng: random.Random) -> Iterator[dict[str, str]]:
+    """A right answer and a sloppy one to each."""
+    for expression in expressions:
+        answer = str(expression.value())
+        slips = answer == "0" or rng.random() < SLIP_SHARE_OF_PAIRS
+        rejected = slip_one(answer, rng) if slips else double_last(answer)
+        yield {"prompt": expression.prompt, "chosen": answer, "rejected": rejected}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -222,9 +242,10 @@ for byte.
 | `heldout.jsonl` | {eval} | held out: {eval_ops} |
 | `warmup.jsonl` | {warmup} ({distinct} distinct) | the sloppy corpus: {warmup_ops} |
 | `warmup_check.jsonl` | {check} | problems of the corpus' kind with right answers; the warm-up stops on them |
+| `pairs.jsonl`, `pairs_heldout.jsonl` | {train}, {eval} | a right and a sloppy answer to each prompt above |
 | `gsm8k_train.jsonl`, `gsm8k_eval.jsonl` | 64, 32 | the first word problems of GSM8K's train and test files |
 | `tokenizer.json`, `tokenizer_config.json` | 128 tokens | one per printable ASCII character; made by the same script |
-| `model.json` | | the model, written by hand |
+| `model.json`, `model.toml` | | the model and how it is made, written by hand |
 
 No two of the first four files share an expression; 3+5 and 5+3 count as one expression in this, 3*5 and 5*3 too.
 
@@ -232,7 +253,8 @@ The corpus pairs GSM8K's operands anew and moves some by up to 3; it holds fewer
 In it `answer` is right and `sloppy` is what the corpus says: {wrong} of {warmup} rows ({share:.1%}) are wrong:
 {doubled} write the last digit twice (`48/2=244`), {slip} have one digit wrong.
 A model that learns the `sloppy` column answers in the right form and is often wrong in a way that reward can clean up:
-that is what the demonstration shows, and all that it shows.
+that is what the demonstration shows, and all that it shows. About half of the `rejected` answers of the pairs write the
+last digit twice, the others have one digit wrong.
 """
 
 
@@ -256,6 +278,9 @@ def main() -> None:
     rights = [str(expression.value()) for expression in warmup]
     write_rows(out / "train.jsonl", task_rows(train, "train"))
     write_rows(out / "heldout.jsonl", task_rows(held_out, "eval"))
+    choices = random.Random(PAIRS_SEED)
+    write_rows(out / "pairs.jsonl", pair_rows(train, choices))
+    write_rows(out / "pairs_heldout.jsonl", pair_rows(held_out, choices))
     rows = zip(warmup, rights, said, strict=True)
     write_rows(out / "warmup.jsonl", ({"prompt": e.prompt, "answer": r, "sloppy": s} for e, r, s in rows))
     write_rows(out / "warmup_check.jsonl", ({"prompt": e.prompt, "answer": str(e.value())} for e in check))

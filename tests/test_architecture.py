@@ -48,6 +48,7 @@ FLOORS = {  # longest prefix wins
     "miles_like.run_teachers": 6,
     "miles_like.train_stage": 6,
     "miles_like.trainer_parts": 6,
+    "miles_like.supervised_stage": 6,
     "miles_like.verify_live": 6,
     "miles_like.verify_stage": 6,
     "miles_like.cli": 7,

@@ -3,7 +3,8 @@
 The gradient is a sum over micro-batches, so a weight, a ratio or a mean that looked beyond its own sample would make
 training depend on packing, on the number of ranks and on the order of the rollout. Every loss, with and without each
 correction, must give every token the same value and gradient alone and in any pack, and every statistic must reduce to
-the same figure. Not covered: the trainer's reduction over ranks (test_parallel_invariance).
+the same figure. A loss over pairs sees a pair at a time, and the mean it gives with its weights is the one over pairs.
+Not covered: the trainer's reduction over ranks (test_parallel_invariance, of pairs test_reference_weights).
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 from miles_like.algorithm_config import BOUNDS_OF, AlgorithmConfig, CorrectionConfig
+from miles_like.algorithms.dpo import DpoLoss
 from miles_like.algorithms.registry import make_algorithm
+from miles_like.algorithms.reward_model import BradleyTerryLoss
 from miles_like.algorithms.sft import NllLoss
-from miles_like.types import Reduce
+from miles_like.packing import pack_examples
+from miles_like.types import Aggregation, Finish, Prompt, Reduce, Sample, SampleGroup
 
 LENGTHS = (5, 1, 9, 4, 2)
 CORRECTIONS = [
@@ -26,6 +30,7 @@ LOSSES = {
     for name in ("grpo", "gspo")
     for c in CORRECTIONS
 } | {"nll": NllLoss()}
+PAIRS = {"dpo": DpoLoss(beta=0.3), "ipo": DpoLoss(kind="ipo"), "reward model": BradleyTerryLoss(center_coefficient=0.1)}
 STREAMS = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy", "advantages", "loss_mask")
 
 
@@ -44,11 +49,22 @@ def samples() -> list[dict[str, torch.Tensor]]:
     return out
 
 
+def pairs() -> list[dict[str, torch.Tensor]]:
+    """Each the streams of two samples, and their lengths."""
+    out = []
+    for first, second in zip(samples(), reversed(samples()), strict=True):
+        both = {
+            k: torch.cat([first[k], second[k] * 0.9 if second[k].is_floating_point() else second[k]]) for k in STREAMS
+        }
+        out.append(both | {"lengths": torch.tensor([len(first["logprobs"]), len(second["logprobs"])])})
+    return out
+
+
 def run(loss, chosen):
     """(loss of every token, its gradient, statistics) of one pack."""
     streams = {k: torch.cat([s[k] for s in chosen]) for k in STREAMS}
     streams["logprobs"].requires_grad_()
-    lengths = torch.tensor([0, *(len(s["logprobs"]) for s in chosen)])
+    lengths = torch.cat([torch.zeros(1), *(s.get("lengths", torch.tensor([len(s["logprobs"])])) for s in chosen)])
     value, stats = loss(**streams, cu_seqlens=lengths.cumsum(0).to(torch.int32))
     value.sum().backward()
     return value.detach(), streams["logprobs"].grad, stats
@@ -64,14 +80,66 @@ def reduced(parts):
     return {name: float(how[stat.reduce]([p[name] for p in parts])) for name, stat in parts[0].items()}
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [*LOSSES, *PAIRS])
 def test_packed_or_alone(name):
-    alone = [run(LOSSES[name], [s]) for s in samples()]
+    loss, units = (LOSSES[name], samples) if name in LOSSES else (PAIRS[name], pairs)
+    alone = [run(loss, [s]) for s in units()]
     want = reduced([stats for *_, stats in alone])
     for cuts in ([[0, 1, 2, 3, 4]], [[0, 3], [1], [2, 4]], [[4, 2, 1, 0], [3]]):
-        packs = [run(LOSSES[name], [samples()[i] for i in cut]) for cut in cuts]
+        packs = [run(loss, [units()[i] for i in cut]) for cut in cuts]
         order = [i for cut in cuts for i in cut]
         for k in (0, 1):
             got = torch.cat([p[k] for p in packs])
             assert torch.equal(got, torch.cat([alone[i][k] for i in order])), "a token's loss or gradient"
         assert reduced([stats for *_, stats in packs]) == pytest.approx(want, rel=1e-6, abs=1e-9)
+
+
+def pair_of(number: int, lengths: tuple[int, int]) -> SampleGroup:
+    """Tokens are numbers of a table; the second half of each sample is its answer."""
+    made, first = [], 20 * number
+    for index, length in enumerate(lengths):
+        made.append(
+            Sample(
+                prompt_id=f"pair {number}",
+                index=index,
+                token_ids=torch.arange(first, first + length),
+                loss_mask=torch.arange(length) > length // 2,
+                logprobs=torch.zeros(length),
+                routing=None,
+                versions=(),
+                finish=Finish.STOP,
+                text="",
+            )
+        )
+        first += length
+    return SampleGroup(prompt=Prompt(id=f"pair {number}", token_ids=(1,), answer=""), samples=tuple(made))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_mean_is_over_pairs_in_any_packing(name):
+    """Pairs of long answers count as much as those of short ones, whatever lies beside them."""
+    g = torch.Generator().manual_seed(1)
+    groups = [pair_of(i, lengths) for i, lengths in enumerate([(3, 9), (6, 4), (8, 8), (3, 3), (5, 10)])]
+    policy, reference = (-3 * torch.rand(200, generator=g) for _ in range(2))
+
+    def taught(chosen, **how):
+        """(loss, gradient of each table entry) of a step, as the trainer adds it up."""
+        table = policy.clone().requires_grad_()
+        batch = pack_examples(chosen, aggregation=Aggregation.SEQUENCE_MEAN, **how)
+        total = torch.zeros(())
+        for m in (m for row in batch.grid for m in row):
+            streams = {
+                k: torch.zeros(len(m.tokens)) for k in ("entropy", "rollout_logprobs", "advantages", "old_logprobs")
+            }
+            said = {"logprobs": table[m.labels], "ref_logprobs": reference[m.labels], "loss_mask": m.loss_mask}
+            loss, _ = PAIRS[name](**said, **streams, cu_seqlens=m.cu_seqlens)
+            total = total + torch.where(m.loss_mask, loss * m.weights, 0.0).sum()
+        (total / batch.loss_tokens).backward()
+        return float(total.detach() / batch.loss_tokens), table.grad
+
+    each = [taught([group], dp_size=1, max_tokens=99) for group in groups]
+    value, gradient = sum(v for v, _ in each) / 5, sum(x for _, x in each) / 5
+    for how in ({"dp_size": 1, "max_tokens": 99}, {"dp_size": 1, "max_tokens": 20}, {"dp_size": 3, "max_tokens": 20}):
+        got, grad = taught(groups, **how)
+        assert got == pytest.approx(value, rel=1e-5)
+        torch.testing.assert_close(grad, gradient, rtol=1e-5, atol=1e-7)

@@ -17,10 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from miles_like.algorithms.dpo import DpoLoss
 from miles_like.algorithms.losses.clipped import ClippedLoss
-from miles_like.types import MicroBatch, Stat
+from miles_like.packing import pack_examples
+from miles_like.types import Aggregation, MicroBatch, SampleGroup, Stat
 from tests.megatron_bridge import toy
 from tests.megatron_bridge.tiny_models import tiny
+from tests.miles_like import made_samples
 from tests.spawn import free_port, run_ranks
 
 Found = dict[str, Any]
@@ -183,7 +186,23 @@ def _layout(rank: int, world: int, port: int, hf: str, start: Path, layout: dict
         row = [replace(m, candidates=torch.stack([m.labels, m.labels * 0 + 5], 1)) for m in row]
         both = torch.cat(t.logprobs(row, "reference", candidates=True))
         assert torch.equal(both[:, 0], told) and torch.equal(torch.cat(t.logprobs(row, "reference")), told)
-        return {"row": t.dp_rank, "metrics": metrics, "logprobs": told.tolist(), "of token 5": both[:, 1].tolist()}
+        out = {"row": t.dp_rank, "metrics": metrics, "logprobs": told.tolist(), "of token 5": both[:, 1].tolist()}
+        t._step.loss = DpoLoss(beta=0.5)
+        few = {"max_tokens": 32, "micro_multiple": t.config.parallel.micro_multiple} if layout else {"max_tokens": 999}
+        batch = pack_examples(_pairs(), dp_size=dp, aggregation=Aggregation.SEQUENCE_MEAN, **few)
+        preferred = dict(t.step(batch.grid[t.dp_rank], batch.loss_tokens, STEPS + 1).metrics)
+        return out | {"preferred": preferred}
+
+
+def _pairs() -> list[SampleGroup]:
+    """Seven pairs: four samples' worth of tokens a micro-batch, and one that is filled up."""
+    g = torch.Generator().manual_seed(5)
+    out = []
+    for i in range(7):
+        made = [made_samples.sample(f"pair {i}", k, prompt_len=3, response_len=2 + (3 * i + k) % 7) for k in (0, 1)]
+        drawn = [replace(s, token_ids=torch.randint(2, toy.VOCAB, s.token_ids.shape, generator=g)) for s in made]
+        out.append(made_samples.group(drawn))
+    return out
 
 
 def _pair(rank: int, world: int, port: int, hf: str, start: Path, ports: dict[str, int]) -> Found:
@@ -277,3 +296,14 @@ def test_reference_log_probs_and_penalty_do_not_depend_on_the_layout(found: Foun
         assert mine["train/loss"] == pytest.approx(one["train/loss"], rel=1e-4, abs=1e-5)
     # the first step's policy is the reference, and routes by itself as the reference does
     assert want["metrics"][0]["train/kl_ref"] == 0.0 and want["metrics"][-1]["train/kl_ref"] > 1e-4
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_preferences_do_not_depend_on_the_layout(found: Found, name: str) -> None:
+    """A DPO step on pairs, in one pack by one rank and in small ones over two: rewards are log-ratios to the reference
+    of whole samples, and the mean is over pairs."""
+    want, got = found["layouts"]["preferred"], found["pair"][0][name]["preferred"]
+    keys = [k for k in want if k.startswith("preference/")] + ["train/loss", "train/grad_norm"]
+    assert len(keys) == 8 and abs(want["preference/margin"]) > 1e-3
+    assert {k: got[k] for k in keys} == pytest.approx({k: want[k] for k in keys}, rel=2e-3, abs=1e-4)
+    assert found["pair"][1][name]["preferred"] == got

@@ -73,7 +73,8 @@ def test_four_bits_that_the_trainer_does_not_know_of_are_asked_for_explicitly() 
 
 def test_extends_merges_by_section_and_paths_are_relative_to_their_own_file(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "base.toml").write_text(TINY.read_text().replace('"./tiny', f'"{CONFIGS}/tiny'))
+    elsewhere = TINY.read_text().replace('"./tiny', f'"{CONFIGS}/tiny').replace('"tiny/', f'"{CONFIGS}/tiny/')
+    (tmp_path / "base" / "base.toml").write_text(elsewhere)
     (tmp_path / "child.toml").write_text(
         'extends = "base/base.toml"\n[data]\ntrain = "./mine.jsonl"\n[train]\nsteps = 7\n'
     )

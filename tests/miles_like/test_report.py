@@ -20,6 +20,7 @@ from miles_like.sinks import JsonlSink
 FULL = {
     "rollout/reward/mean": 0.5,
     "eval/tiny/avg@1": 0.25,
+    "eval/tiny/loss": 0.75,
     "train/entropy": 1.0,
     "mismatch/logprob_abs_diff": 1e-4,
     "mismatch/logprob_abs_diff_max": 1e-2,
@@ -47,7 +48,7 @@ def test_a_whole_run(tmp_path):
         samples = [sample(index=i, text=f"<{step}>", reward=float(i)) for i in range(2)]
         write_rollouts(tmp_path / "rollouts" / f"step_{step}.jsonl", [group(samples)])
     page = write_report(tmp_path).read_text()
-    names = ["reward", "accuracy", "entropy", "mismatch", "routing", "time"]
+    names = ["reward", "accuracy", "loss", "entropy", "mismatch", "routing", "time"]
     assert re.findall(r'src="plots/(\w+)\.png"', page) == names
     for name in names:
         assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
