@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from miles_like.reward_config import RewardConfig
 from miles_like.rewards.load import scored_by
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, Unit
 from rollout.episode import run_groups
@@ -128,3 +129,45 @@ def test_an_abort_with_the_last_token_is_no_abort(limit: int, stops: tuple[int, 
     (group,) = asyncio.run(call)
     assert group.samples[0].token_ids.tolist() == [5, 6, 7, 5, 6]
     assert group.samples[0].finish is finish
+
+
+def test_a_sample_that_nobody_could_score_leaves_its_group_with_a_reason() -> None:
+    """Never a 0. The others keep their order and places; a group may lose all."""
+
+    def some(prompt: Prompt, sample: Sample) -> object:
+        if prompt.id == "b":
+            return {"score": None, "reason": "no sandbox"}
+        return None if sample.index == 1 else {"score": sample.index, "form": 0.5}
+
+    reward = scored_by(some, RewardConfig(name="m:f", retries=0))
+    kept, lost = asyncio.run(run_groups(FakeEngine(), PROMPTS, reward, n=3, params=PARAMS))
+    assert [(s.index, s.reward, dict(s.reward_parts)) for s in kept.samples] == [
+        (0, 0, {"form": 0.5}),
+        (2, 2, {"form": 0.5}),
+    ]
+    assert kept.discarded == {"the reward function returned None": 1}
+    assert (lost.prompt.id, lost.samples, lost.discarded) == ("b", (), {"no sandbox": 3})
+
+
+def test_a_slow_reward_is_asked_while_others_are_sampled() -> None:
+    """Prompt b is not answered before a's reward has been asked; a function that must see all of them has to wait."""
+    asked = asyncio.Event()
+
+    class Waits(FakeEngine):
+        async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> list[SampleGroup]:
+            if "b" in [p.id for p in prompts]:
+                await asyncio.wait_for(asked.wait(), 20)
+            return await super().generate(prompts, n=n, params=params)
+
+    async def slow(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        asked.set()
+        return [10.0 * (prompt.id == "b") + s.index for s in samples]
+
+    async def batch(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[float]:
+        return [10.0 * (p.id == "b") + s.index for p, s in zip(prompts, samples, strict=True)]
+
+    groups = asyncio.run(run_groups(Waits(), PROMPTS, scored_by(slow), n=2, params=PARAMS))
+    assert [g.rewards for g in groups] == [[0, 1], [10, 11]]
+    engine = FakeEngine()
+    groups = asyncio.run(run_groups(engine, PROMPTS, scored_by(batch), n=2, params=PARAMS))
+    assert [g.rewards for g in groups] == [[0, 1], [10, 11]]

@@ -1,0 +1,119 @@
+"""What [reward] says, and what it may not say: a key that would do nothing is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_like.config_io import dump_config, load_config
+from miles_like.reward_config import BUILT_IN, RewardConfig
+from miles_like.rewards.load import Rewards, make_reward
+from miles_like.types import Unit
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny.toml"
+NEEDED: dict[str, dict[str, Any]] = {
+    "regex": {"pattern": "x"},
+    "length": {"target": 1, "limit": 2},
+    **{name: {"url": "http://x"} for name in ("remote", "reward_model", "judge")},
+}
+
+
+def of(**given: Any) -> RewardConfig:
+    return RewardConfig.model_validate(given)
+
+
+def test_nothing_said_is_the_exact_number() -> None:
+    assert of().name == "exact_number" and of().weights == {"exact_number": 1.0}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_can_be_made_by_name(name: str) -> None:
+    reward = make_reward(of(name=name, **({name: NEEDED[name]} if name in NEEDED else {})))
+    assert reward.unit is Unit.SAMPLE
+    assert reward.slow == (name in ("remote", "reward_model", "judge"))
+
+
+def test_a_configuration_with_parts_comes_back_as_it_was(tmp_path: Path) -> None:
+    """Resolved options are shown; a name that is extended can be taken back; a part may be a function."""
+    path = tmp_path / "parts.toml"
+    path.write_text(
+        f'extends = "{TINY}"\n[reward]\nparts = {{ gsm8k = 1.0, format = 0.2, "my.module:f" = 0 }}\n'
+        'timeout_s = 5\nretries = 0\n[reward.format.patterns]\nboxed = "boxed"\n'
+    )
+    config = load_config(path, ["reward.name="])
+    (tmp_path / "again.toml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.toml") == config
+    reward = config.reward
+    assert reward.weights == {"gsm8k": 1.0, "format": 0.2, "my.module:f": 0.0} and reward.name is None
+    assert reward.functions == ["my.module:f"] and reward.format is not None
+    assert reward.format.patterns == {"boxed": "boxed"}
+    assert load_config(TINY, ["reward.name=exact"]).reward.exact is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"name": "gsm8k", "parts": {"exact": 1}}, "reward.name = 'gsm8k' and reward.parts: give one"),
+        ({"regex": {"pattern": "x"}}, "reward.regex does nothing with reward exact_number: remove it, or name 'regex'"),
+        ({"name": "regex"}, "regex.pattern\n  Field required"),
+        ({"name": "regex", "regex": {"pattern": "(x"}}, "is no regular expression: missing"),
+        ({"name": "format", "format": {"patterns": {"a": "*"}}}, "reward.format.patterns.a = '\\*' is no regular"),
+        ({"name": "format", "format": {"patterns": {}}}, "at least 1 item"),
+        ({"style": "trl"}, "reward.style does nothing with reward exact_number"),
+        ({"unit": "batch"}, "reward.unit does nothing"),
+        ({"name": "a:b", "style": "verl", "args": {"a": 1}}, "reward.args does nothing"),
+        ({"timeout_s": 5}, "reward.timeout_s does nothing with reward exact_number"),
+        ({"name": "gsm8k", "retries": 0}, "reward.retries does nothing with reward gsm8k"),
+        (
+            {"name": "length", "length": {"target": 1, "limit": 2}, "retry_wait_s": 1},
+            "reward.retry_wait_s does nothing",
+        ),
+        ({"name": "math_verify", "concurrency": 2}, "reward.concurrency does nothing with reward math_verify"),
+        ({"name": "length", "length": {"target": 5, "limit": 5}}, "limit = 5 is not above target = 5"),
+        ({"name": "remote", "remote": {"url": "x.org"}}, "should match pattern"),
+        ({"name": "judge", "judge": {"url": "http://x", "template": "{prompt}"}}, r"has no \{response\}"),
+        ({"name": "judge", "judge": {"url": "http://x", "pattern": "[0-9]"}}, "has no group"),
+        ({"name": "judge", "judge": {"url": "http://x", "low": 1, "high": 1}}, "low = 1.0 is not below high = 1.0"),
+        (
+            {"name": "reward_model", "reward_model": {"url": "http://x", "send": "chat"}},
+            "send = 'chat' needs reward.reward_model.tokenizer",
+        ),
+        (
+            {"name": "reward_model", "reward_model": {"url": "http://x", "model": "m"}},
+            "model = 'm' does nothing with api = 'classify'",
+        ),
+        ({"parts": {"exact": float("nan")}}, "finite"),
+        ({"nmae": "exact"}, "nmae"),
+    ],
+)
+def test_what_does_nothing_or_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        of(**given)
+
+
+def test_what_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"unknown reward\.name 'exact_nubmer': did you mean 'exact_number'"):
+        make_reward(of(name="exact_nubmer"))
+    with pytest.raises(ValueError, match=r"unknown reward\.parts 'gsm9k': did you mean 'gsm8k'"):
+        make_reward(of(parts={"gsm9k": 1.0}))
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.py").write_text("def f(prompt, sample):\n    return 1.0\ndef g(x):\n    return 1.0\n")
+    with pytest.raises(ValueError, match=r"reward.parts has 'f' twice: give one of the functions another name"):
+        make_reward(of(parts={f"{tmp_path}/a.py:f": 1.0, f"{tmp_path}/b.py:f": 1.0}))
+    with pytest.raises(ValueError, match=r"reward.name '.*a.py:g': its parameters do not say how it is called"):
+        make_reward(of(name=f"{tmp_path}/a.py:g"))
+    both = make_reward(of(parts={f"{tmp_path}/a.py:f": 1.0, "exact": 1.0}))
+    assert both.unit is Unit.SAMPLE and not both.slow
+
+
+def test_a_set_of_an_evaluation_may_have_another_reward() -> None:
+    """With the options that the run has for it; the run's own is made once."""
+    rewards = Rewards(of(parts={"exact": 1.0, "regex": 0.0}, exact={"ignore_case": True}, regex={"pattern": "x"}))
+    assert rewards(None) is rewards(None) is not rewards("regex")
+    assert rewards("gsm8k") is rewards("gsm8k")
+    with pytest.raises(ValueError, match=r"'judge' needs options: give it to reward.parts with its \[reward.judge\]"):
+        rewards("judge")
+    with pytest.raises(ValueError, match="did you mean 'gsm8k'"):
+        rewards("gsm9k")

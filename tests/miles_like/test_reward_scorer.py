@@ -1,0 +1,286 @@
+"""Functions that are slow, stuck, wrong or have nothing to say.
+
+A sample without a score is asked again and then given up; a function that is wrong ends the run; nothing that a
+function does stops the loop or the end of the process. No clock decides: what is stuck waits for an event that nobody
+sets, or that the test sets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_samples import sample
+
+from miles_like.reward_config import RewardConfig
+from miles_like.rewards import threads as threads_module
+from miles_like.rewards.load import scored_by
+from miles_like.rewards.scorer import Scorer
+from miles_like.rewards.threads import DaemonThreads
+from miles_like.rewards.weighted import Weighted
+from miles_like.types import Score, Unit, Unscored
+from tests.fakes import make_prompt
+
+ROOT = Path(__file__).parents[2]
+
+
+def asked(reward: Any, n: int = 2, prompts: tuple[str, ...] = ("p",)) -> list[Score | Unscored]:
+    """Of `n` samples of each prompt."""
+
+    async def run() -> list[Score | Unscored]:
+        pairs = [(make_prompt(p), sample(p, i, text=f"{p}{i}")) for p in prompts for i in range(n)]
+        try:
+            return list(await reward([p for p, _ in pairs], [s for _, s in pairs]))
+        finally:
+            await reward.close()
+
+    return asyncio.run(run())
+
+
+def patient(function: Callable[..., Any], **more: Any) -> Scorer:
+    return scored_by(function, RewardConfig(name="m:f", **({"retry_wait_s": 0.0} | more)))
+
+
+def test_each_kind_of_function_sees_what_it_asks_for() -> None:
+    """By the names of its parameters; sync, async and objects."""
+
+    def one(prompt, sample):
+        return float(sample.index)
+
+    async def group(prompt, samples):
+        assert {s.prompt_id for s in samples} == {prompt.id}
+        return [len(samples) + s.index for s in samples]
+
+    def batch(prompts, samples):
+        assert [p.id for p in prompts] == [s.prompt_id for s in samples]
+        return [{"size": len(samples)} for _ in samples]
+
+    class Object:
+        async def __call__(self, prompt, sample):
+            return 0.5
+
+    seen = {f.__name__: asked(patient(f), prompts=("p", "q")) for f in (one, group, batch)}
+    assert [o.value for o in seen["one"]] == [0, 1, 0, 1]
+    assert [o.value for o in seen["group"]] == [2, 3, 2, 3]
+    assert seen["batch"] == [Score(value=4.0, parts={"size": 4.0})] * 4
+    assert asked(patient(Object())) == [Score(value=0.5)] * 2
+    assert [patient(f).unit for f in (one, group, batch)] == list(Unit)
+    assert [patient(f).slow for f in (one, group, batch, Object())] == [False, True, False, True]
+
+
+def test_a_function_whose_parameters_say_nothing_needs_a_unit() -> None:
+    def odd(a, b):
+        return [float(len(b))] * len(b)
+
+    with pytest.raises(ValueError, match=r"its parameters do not say how it is called: name them \(prompt, sample\)"):
+        patient(odd)
+    assert asked(patient(odd, unit="group")) == [Score(value=2.0)] * 2
+    with pytest.raises(ValueError, match="'batch', but its parameters are those of unit 'group'"):
+        patient(lambda prompt, samples: 0, unit="batch")
+    with pytest.raises(ValueError, match=r"reward\.unit = 'batch', but style 'verl' is asked by sample"):
+        patient(odd, style="verl", unit="batch")
+
+
+def test_none_is_asked_again_and_then_given_up() -> None:
+    """Never a 0. What was scored is not scored again where the function sees samples one by one."""
+    calls: Counter[int] = Counter()
+
+    def sometimes(prompt, sample):
+        calls[sample.index] += 1
+        return None if calls[sample.index] <= 2 * sample.index else 1.0
+
+    assert asked(patient(sometimes, retries=2), n=3) == [
+        Score(value=1.0),
+        Score(value=1.0),
+        Unscored(reason="the reward function returned None"),
+    ]
+    assert calls == {0: 1, 1: 3, 2: 3}
+
+
+def test_a_group_is_asked_again_whole_and_keeps_what_it_had() -> None:
+    """A function that compares samples needs all of them; a second answer does not replace a first."""
+    attempts: list[int] = []
+
+    def compare(prompt, samples):
+        attempts.append(len(samples))
+        return [float(len(attempts)), None if len(attempts) < 2 else 9.0, None]
+
+    assert asked(patient(compare, retries=1), n=3) == [
+        Score(value=1.0),
+        Score(value=9.0),
+        Unscored(reason="the reward function returned None"),
+    ]
+    assert attempts == [3, 3]
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_what_is_stuck_is_given_up(sync: bool) -> None:
+    """Also the second time."""
+    never = threading.Event()
+
+    def stuck(prompt, sample):
+        return never.wait(60)
+
+    async def waits(prompt, sample):
+        return await asyncio.Event().wait()
+
+    found = asked(patient(stuck if sync else waits, timeout_s=0.1, retries=1), n=1)
+    assert found == [Unscored(reason="no reward within 0.1 s")]
+    never.set()
+
+
+def test_a_sync_function_does_not_stop_the_loop() -> None:
+    """Two calls are under way at once, and the loop is free to let them go."""
+    both = threading.Barrier(3)
+
+    def blocks(prompt, sample):
+        both.wait(20)
+        return 1.0
+
+    async def run() -> list[Score | Unscored]:
+        reward = patient(blocks, timeout_s=20)
+        call = asyncio.ensure_future(reward([make_prompt("p")] * 2, [sample("p", i) for i in range(2)]))
+        await asyncio.to_thread(both.wait, 20)
+        return list(await call)
+
+    assert asyncio.run(run()) == [Score(value=1.0)] * 2
+
+
+def test_no_more_calls_at_once_than_allowed_and_waiting_is_not_timed() -> None:
+    """The third call waits twice as long as its limit for its turn, and is then scored."""
+    running, most = 0, 0
+
+    async def counts(prompt, sample):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            return 1.0 if sample.index == 2 else await asyncio.Event().wait()
+        finally:
+            running -= 1
+
+    gone = Unscored(reason="no reward within 0.1 s")
+    assert asked(patient(counts, concurrency=1, timeout_s=0.1, retries=0), n=3) == [gone, gone, Score(value=1.0)]
+    assert most == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (KeyError("grade"), "KeyError: 'grade'"),
+        (TimeoutError("their own"), "TimeoutError: their own"),
+        (StopIteration(3), "StopIteration|RuntimeError"),
+        (SystemExit(2), "SystemExit: 2"),
+    ],
+)
+@pytest.mark.parametrize("sync", [True, False])
+def test_an_exception_ends_the_run_in_a_sentence(raised: BaseException, said: str, sync: bool) -> None:
+    """A time limit of the function's own is its bug too: it says None where it means to be asked again."""
+
+    def wrong(prompt, sample):
+        raise raised
+
+    async def wrong_async(prompt, sample):
+        raise raised
+
+    with pytest.raises(RuntimeError, match=rf"prompt 'p', sample 0 failed: ({said}).*the answer was '1', the response"):
+        asked(patient(wrong if sync else wrong_async), n=1)
+
+
+def test_a_wrong_result_ends_the_run_naming_who_gave_it() -> None:
+    with pytest.raises(
+        RuntimeError,
+        match=r"reward of prompt 'p', samples 0, 1 failed: ValueError: it returned 1 results for 2 samples",
+    ):
+        asked(patient(lambda prompt, samples: [1.0]))
+    with pytest.raises(RuntimeError, match=r"reward of 4 samples of prompts 'p' \.\. 'q': it is nan"):
+        asked(patient(lambda prompts, samples: [float("nan")] * 4), prompts=("p", "q"))
+
+
+def test_a_thread_is_used_again_and_a_lost_one_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who loses one call after the other is stopped before the threads fill the machine."""
+    monkeypatch.setattr(threads_module, "LOST_MOST", 1)
+    release = threading.Event()
+
+    async def run() -> None:
+        pool = DaemonThreads()
+        names = [await pool.run(lambda: threading.current_thread().ident) for _ in range(3)]
+        assert len(set(names)) == 1
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await pool.run(release.wait)
+        with pytest.raises(RuntimeError, match="1 calls that took too long have still not returned"):
+            await pool.run(lambda: 1)
+        release.set()
+        while pool._lost:
+            await asyncio.sleep(0.01)
+        assert await pool.run(lambda: 1) == 1
+        pool.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_call_that_never_returns_does_not_keep_the_process() -> None:
+    """The loop ends while the call is under way, and so does the interpreter."""
+    code = """
+import asyncio, threading
+from miles_like.rewards.threads import DaemonThreads
+
+async def run():
+    try:
+        async with asyncio.timeout(0.1):
+            await DaemonThreads().run(threading.Event().wait)
+    except TimeoutError:
+        print("given up")
+
+asyncio.run(run())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "given up\n", "")
+
+
+def test_parts_are_weighted_and_each_is_logged() -> None:
+    """One part that has no score leaves the sample without one: the sum of the rest would be another reward."""
+
+    def right(prompt, sample):
+        return None if sample.index == 2 else float(sample.index)
+
+    def form(prompt, samples):
+        return [{"score": 0.5, "tags": 1} for _ in samples]
+
+    reward = Weighted({"right": (patient(right, retries=0), 1.0), "form": (patient(form), 0.2)})
+    assert reward.unit is Unit.GROUP and not reward.slow
+    assert asked(reward, n=3) == [
+        Score(value=0.1, parts={"right": 0.0, "form": 0.5, "form/tags": 1.0}),
+        Score(value=1.1, parts={"right": 1.0, "form": 0.5, "form/tags": 1.0}),
+        Unscored(reason="right: the reward function returned None"),
+    ]
+
+
+def test_parts_are_asked_at_the_same_time_and_the_first_error_ends_all() -> None:
+    """Each waits for the other to begin."""
+    began = [asyncio.Event(), asyncio.Event()]
+
+    def meets(i: int) -> Callable[..., Any]:
+        async def function(prompt, sample):
+            began[i].set()
+            await began[1 - i].wait()
+            if i:
+                raise KeyError("second")
+            await asyncio.Event().wait()
+
+        return function
+
+    reward = Weighted({str(i): (patient(meets(i), timeout_s=20), 1.0) for i in range(2)})
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="KeyError: 'second'"):
+        asked(reward, n=1)
+    assert time.monotonic() - started < 10
