@@ -21,7 +21,9 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron_bridge import scalar_head
 from megatron_bridge.checkpoint_writer import CheckpointSave, first_line
+from megatron_bridge.families.base import SCORE
 from megatron_bridge.lora import ADAPTERS, check_adapters, reset_adapters
 from megatron_bridge.model import PolicyModel
 from megatron_bridge.optimizer import prime_state
@@ -50,6 +52,8 @@ def _model_state(models: Sequence[PolicyModel], parallel: ParallelContext, *, lo
         if model.spec == "te":
             latent = model.config.multi_latent_attention
             state = checkpoint_state(state, latent_attention=latent, loading=loading)
+        if model.scalar:
+            scalar_head.stored(state)
         out[f"model{i}"] = state
     return out
 
@@ -60,7 +64,8 @@ def _set_models(models: Sequence[PolicyModel], state: dict[str, Any]) -> None:
         if model.spec == "te":  # TransformerEngine's modules take None as "nothing kept"
             unasked = {name: None for name in model.state_dict() if is_extra(name)}
         missing, unexpected = model.load_state_dict(unasked | state[f"model{i}"], strict=False)
-        assert not unexpected and all(name.endswith(ADAPTERS) for name in missing), (missing, unexpected)
+        may_lack = (*ADAPTERS, scalar_head.NAME) if model.scalar else ADAPTERS
+        assert not unexpected and all(name.endswith(may_lack) for name in missing), (missing, unexpected)
 
 
 def _full_state(
@@ -162,7 +167,8 @@ def load_checkpoint(
 
 def read_weights(path: Path, models: Sequence[PolicyModel], parallel: ParallelContext) -> int:
     """Read a converted model (keys as in the unwrapped GPTModel) into `models`, and nothing else; returns the bytes of
-    data files that this rank read. Collective.
+    data files that this rank read. A scalar head that the directory lacks, as a language model's does, is a new one.
+    Collective.
 
     Raises ValueError on every rank when the directory is missing, incomplete, damaged or of another model; the models
     are then what they were.
@@ -171,15 +177,16 @@ def read_weights(path: Path, models: Sequence[PolicyModel], parallel: ParallelCo
     _check(path)
     wanted = _model_state(models, parallel, loading=True)
     adapted = check_adapters(path, models)
-    if not adapted:
-        wanted = {
-            chunk: {k: v for k, v in state.items() if not k.endswith(ADAPTERS)} for chunk, state in wanted.items()
-        }
+    new_head = models[0].scalar and SCORE not in dist_checkpointing.load_tensors_metadata(str(path))
+    lacks = (() if adapted else ADAPTERS) + ((scalar_head.NAME,) if new_head else ())
+    wanted = {chunk: {k: v for k, v in state.items() if not k.endswith(lacks)} for chunk, state in wanted.items()}
     with _fits(path):
         state = load_verified(wanted, source)  # what else the checkpoint holds comes back beside it
     _set_models(models, state)
     if not adapted:
         reset_adapters(models)
+    if new_head:
+        scalar_head.reset(models)
     return source.bytes_read
 
 

@@ -241,6 +241,9 @@ class TrainerConfig(RecomputeConfig):
     params_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     distributed_optimizer: bool = True
     reference: bool = False  # keep the weights that `load_weights` reads, and tell the loss function their log-probs
+    # the vocabulary, or one number a token (`score.weight`, as in transformers' ...ForSequenceClassification), which
+    # then is what the loss function gets as `logprobs`: a critic's values, a reward model's scores
+    head: Literal["lm", "scalar"] = "lm"
     mtp_coefficient: float = Field(0.0, ge=0)  # of the multi-token prediction loss; 0: its modules are not built
     logprob_memory_mib: int = Field(64, ge=1)  # MiB of logits and their temporaries that exist at once
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient norm is nan or infinite
@@ -252,6 +255,18 @@ class TrainerConfig(RecomputeConfig):
             raise ValueError(
                 f"optimizer.schedule = {self.optimizer.schedule!r} without decay_steps: a trainer does not know how "
                 "long the run is; set optimizer.decay_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_scalar_head_predicts_no_token(self) -> TrainerConfig:
+        if self.head == "scalar" and self.mtp_coefficient:
+            raise ValueError(
+                f"mtp_coefficient = {self.mtp_coefficient} with head = 'scalar', which predicts no token: set it to 0"
+            )
+        if self.head == "scalar" and self.lora.rank:
+            raise ValueError(
+                f"lora.rank = {self.lora.rank} with head = 'scalar' would freeze the new head: set lora.rank = 0"
             )
         return self
 

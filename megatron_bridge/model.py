@@ -38,15 +38,33 @@ from megatron_bridge.mtp import depth_states, mtp_block_spec, route_alone
 from megatron_bridge.optimizer import freeze
 from megatron_bridge.parallel import ParallelContext
 from megatron_bridge.resolve import Resolved
+from megatron_bridge.scalar_head import ScalarHead
 
 assert hasattr(GPTModel, "_postprocess"), "GPTModel._postprocess is gone: PolicyModel overrides it"
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage answers labels with log-probabilities instead of a [T, V] tensor of logits."""
+    """GPTModel whose last stage answers labels with log-probabilities instead of a [T, V] tensor of logits, or each
+    with one number."""
 
-    def __init__(self, *args: Any, temperature: float, logprob_memory: int, exact: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        temperature: float,
+        logprob_memory: int,
+        exact: bool = False,
+        scalar: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.scalar = scalar  # one number a token instead of the vocabulary
+        if scalar and self.post_process:
+            self.output_layer = ScalarHead(
+                self.config.hidden_size,
+                self.config.params_dtype,
+                sequence_parallel=self.config.sequence_parallel,
+                group=self.pg_collection.tp,
+            )
         self.exact = exact  # log-probabilities by the operations that the embedded engine computes by
         self.spec: Spec = "local"  # whose modules; decides the parameters' names (te_names)
         self.temperature, self.logprob_memory = temperature, logprob_memory
@@ -56,10 +74,15 @@ class PolicyModel(GPTModel):
         """On the last stage, given labels [1 + D + C, T] of `Shard` and loss_mask [1 + D, T] bool, fp32 each, 0 where a
         label has no loss: its log-probability [T], the entropy of its distribution [T], for each of D depths of
         multi-token prediction -log p of its label at temperature 1 [T], and where there are candidates, their
-        log-probabilities [T, C]. Else what GPTModel returns."""
+        log-probabilities [T, C]. With a scalar head its value [T] of each such row, and zeros. Else what GPTModel
+        returns."""
         labels, loss_mask = kwargs["labels"], kwargs["loss_mask"]
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states=hidden_states, **kwargs)  # type: ignore[no-any-return]
+        if self.scalar:
+            self.await_head()
+            values = torch.where(loss_mask[0], self.output_layer(hidden_states), 0.0)
+            return values, torch.zeros_like(values)
         depths = len(loss_mask)
         asked = torch.cat([labels[:1], labels[depths:]]) if len(labels) > depths else labels[:1]
         logprobs, entropy = self._logprobs(hidden_states, asked, loss_mask[0], self.temperature)
@@ -134,6 +157,7 @@ def _build_chunk(
         temperature=config.temperature,
         logprob_memory=config.logprob_memory_mib << 20,
         exact=exact,
+        scalar=config.head == "scalar",
     )
     if model.mtp_process:
         route_alone(model.mtp)

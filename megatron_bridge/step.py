@@ -59,7 +59,7 @@ class Step:
         mtp_coefficient: float = 0.0,
         token_multiple: int = 1,
     ) -> None:
-        self.vocab = unwrap(chunks[0]).vocab_size
+        self.vocab, self.scalar = unwrap(chunks[0]).vocab_size, unwrap(chunks[0]).scalar
         self.chunks, self.config, self.parallel = chunks, transformer_config, parallel
         self.replay, self.loss, self.device = replay, loss, device
         self.part = RankPart(
@@ -167,6 +167,10 @@ class Step:
                     f"(parallel.vpp = {len(self.chunks)}): pack with micro_multiple = {stages}"
                 )
             for batch in row:
+                if self.scalar and batch.candidates is not None:
+                    raise ValueError(
+                        "candidates of a model with a scalar head, which predicts no token: leave them out"
+                    )
                 _check_vocabulary(batch, self.vocab)
                 out.append(shard(batch, self.parallel, self.device, **fixed))
             self.replay.load(out, forward_only=forward_only, source=source, routes=routes)

@@ -28,7 +28,8 @@ from megatron_bridge.config import TrainerConfig  # noqa: E402
 from megatron_bridge.cuda_deterministic import use_deterministic_kernels  # noqa: E402
 from megatron_bridge.deterministic import environment  # noqa: E402
 from megatron_bridge.fake_quant import FakeQuant  # noqa: E402
-from megatron_bridge.families.registry import family_of  # noqa: E402
+from megatron_bridge.families.base import is_scalar  # noqa: E402
+from megatron_bridge.families.registry import family_of, with_scalar_head  # noqa: E402
 from megatron_bridge.hf_export import ExportPlan  # noqa: E402
 from megatron_bridge.layout import check_layout  # noqa: E402
 from megatron_bridge.model import build_model, unwrap  # noqa: E402
@@ -77,7 +78,7 @@ class MegatronTrainer:
     def __init__(
         self, config: TrainerConfig, *, rank: int, world_size: int, master_addr: str, master_port: int, loss: LossFn
     ) -> None:
-        self.config, self.hf = config, read_hf_config(Path(config.hf_config))
+        self.config, self.hf = config, _with_head(config, read_hf_config(Path(config.hf_config)))
         self.family = family_of(self.hf)
         check_layout(config.parallel, self.hf)
         resolved = resolve(
@@ -312,6 +313,18 @@ class MegatronTrainer:
         vars(self).clear()
         close_parallel()
         gc.collect()
+
+
+def _with_head(config: TrainerConfig, hf: dict[str, object]) -> dict[str, object]:
+    """config.json of the model that is trained. Raises ValueError for a head that it is not to have."""
+    if config.head == "scalar":
+        return with_scalar_head(hf)
+    if is_scalar(hf):
+        raise ValueError(
+            f"{config.hf_config}: config.json names {hf['architectures']}, which has no vocabulary head: set head = "
+            "'scalar', or give a language model"
+        )
+    return hf
 
 
 def _agreed_fingerprint() -> str:

@@ -102,8 +102,10 @@ class LossFn(Protocol):
     def __call__(
         self,
         *,
-        logprobs: Tensor,  # [T] fp32, of the labels under the weights being trained; carries the gradient
-        entropy: Tensor,  # [T] fp32, of the distribution that the label is from; carries the gradient
+        # [T] fp32, of the labels under the weights being trained; carries the gradient. With a scalar head its number
+        # for each input token that precedes a label under loss: a critic's value before that label was chosen.
+        logprobs: Tensor,
+        entropy: Tensor,  # [T] fp32, of the distribution that the label is from; carries the gradient. Scalar head: 0
         rollout_logprobs: Tensor,  # [T] fp32
         advantages: Tensor,  # [T] fp32
         loss_mask: Tensor,  # [T] bool

@@ -33,7 +33,8 @@ from megatron_bridge.convert.units import (
     whole_unit,
     write_file,
 )
-from megatron_bridge.families.base import TensorMap
+from megatron_bridge.families.base import SCORE, TensorMap
+from megatron_bridge.families.registry import with_scalar_head
 from miles_like.hf_checkpoint import companions
 from quant.hf_config import MODELOPT_FILE, modelopt_file, quantized_config, spec_from_hf
 from quant.spec import QuantFormat, QuantSpec
@@ -59,8 +60,9 @@ def to_hf(
     """Write the Hugging Face directory `out`, new, with all that the source's `hf/` has (tokenizer and the like).
 
     Tensors are in the dtype that config.json says (routing biases fp32), as they are published: a trainer's fp32
-    parameters of a BF16 model are rounded. `format`, a `QuantFormat`: encoded is what the source's quantization_config
-    says, where it is of that format, in its blocks; else the format's usual modules, in its usual blocks. `hf_config`:
+    parameters of a BF16 model are rounded. One with a scalar head is a ...ForSequenceClassification, whatever the
+    config says. `format`, a `QuantFormat`: encoded is what the source's quantization_config says, where it is of that
+    format, in its blocks; else the format's usual modules, in its usual blocks. `hf_config`:
     directory whose config.json and companions count, for a source without `hf/`. Draft layers that it announces and a
     trainer did not save are left out, and the new config.json announces none. `lora_alpha` merges adapters that the
     checkpoint holds, W + lora_alpha / rank B A, rounded once. Files have about `shard_bytes`. `memory_limit` is in
@@ -78,7 +80,9 @@ def to_hf(
     if hf_config is None:
         _check_companions(source)
     raw_config = (config_dir / CONFIG).read_bytes()
-    config = _parsed(config_dir, raw_config)
+    config = original = _parsed(config_dir, raw_config)
+    if SCORE in source:
+        config = with_scalar_head(config)
     spec = _spec(format, config)
     table = bind(source, config)
     tensors, left_out = outputs(source, table, spec, merge=lora_alpha is not None), _left_out(source, table)
@@ -96,7 +100,7 @@ def to_hf(
         names = sorted(o.name for o in tensors)
         written = config if spec == spec_from_hf(config) else quantized_config(config, spec, names)
         written = written | ({DRAFT_LAYERS: 0} if left_out else {})
-        _finish(job, partial, config_dir, raw_config if written == config else _json(written), modelopt_file(written))
+        _finish(job, partial, config_dir, raw_config if written == original else _json(written), modelopt_file(written))
     size = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
     return ConvertReport(tensors=len(tensors), skipped=left_out, bytes=size, units=job.count, units_kept=kept)
 

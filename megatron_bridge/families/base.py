@@ -19,6 +19,13 @@ from typing import Any
 import torch
 
 HFConfig = Mapping[str, Any]  # a parsed config.json
+SCORE = "score.weight"  # a scalar head, as transformers and a checkpoint call it
+LM, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # how architectures end
+
+
+def is_scalar(hf: HFConfig) -> bool:
+    """Whether the model ends in a scalar head (one number a token) instead of the vocabulary."""
+    return any(str(name).endswith(CLASSIFIER) for name in hf.get("architectures") or ())
 
 
 class Split(StrEnum):

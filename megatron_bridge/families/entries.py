@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_bridge.families.base import Entry, Precision, Split, Where
+from megatron_bridge.families.base import SCORE, Entry, Precision, Split, Where
 
 LAYER, DECODER = "model.layers.{i}.", "decoder.layers.{i}."  # of a decoder layer, on both sides
 DRAFT, DRAFT_LAYER = "mtp.layers.{j}.", "mtp.layers.{j}.transformer_layer."  # Megatron's side of a draft layer
@@ -54,18 +54,26 @@ def embedding() -> Entry:
     )
 
 
-def output() -> tuple[Entry, Entry]:
-    """The last norm, and the head where it is not the embedding."""
+def output() -> tuple[Entry, Entry, Entry]:
+    """The last norm; the head where it is not the embedding, or one number a token instead of it."""
     head = Entry(
         hf=("lm_head.weight",),
         megatron="output_layer.weight",
         shapes=(("vocab", "hidden"),),
         split=Split.VOCAB,
         where=Where.TOP,
-        unless="tied",
+        unless="no_lm_head",
         copies=(LAYER + "shared_head.head.weight",),
     )
-    return norm("model.norm", "decoder.final_layernorm", "hidden", where=Where.TOP), head
+    score = Entry(
+        hf=(SCORE,),
+        megatron="output_layer.weight",
+        shapes=(("score", "hidden"),),
+        where=Where.TOP,
+        stored=SCORE,
+        given="score",
+    )
+    return norm("model.norm", "decoder.final_layernorm", "hidden", where=Where.TOP), head, score
 
 
 def grouped_attention(hf: str, megatron: str, where: Where = Where.EVERY) -> tuple[Entry, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_bridge.families import deepseek, glm_moe, qwen_dense, qwen_moe
-from megatron_bridge.families.base import Family, HFConfig
+from megatron_bridge.families.base import CLASSIFIER, LM, Family, HFConfig, is_scalar
 
 FAMILIES: dict[str, Family] = {
     "deepseek": deepseek.FAMILY,
@@ -14,12 +16,14 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(hf_config: HFConfig) -> Family:
-    """The family by `architectures`, or by `model_type` where that is absent. ValueError names the known ones."""
+    """The family by `architectures`, or by `model_type` where that is absent; with a scalar head it is that of the
+    language model. ValueError names the known ones."""
     architectures = hf_config.get("architectures") or ()
     if not isinstance(architectures, list | tuple) or not all(isinstance(name, str) for name in architectures):
         raise ValueError(f"config.json: architectures = {architectures!r}: want a list of names")
+    bases = [name.removesuffix(CLASSIFIER) + LM if name.endswith(CLASSIFIER) else name for name in architectures]
     for family in FAMILIES.values():
-        if family.architectures.intersection(architectures):
+        if family.architectures.intersection(bases):
             return family
         if not architectures and str(hf_config.get("model_type")) in family.model_types:
             return family
@@ -28,3 +32,14 @@ def family_of(hf_config: HFConfig) -> Family:
         f"architecture {list(architectures)} (model_type {hf_config.get('model_type')!r}) is not supported: "
         f"config.json must name one of {known}"
     )
+
+
+def with_scalar_head(hf: HFConfig) -> dict[str, Any]:
+    """config.json of the model with one number a token in place of the vocabulary, as transformers has it; itself where
+    it is one already. It has no draft layers: they predict tokens. Raises ValueError as `family_of`."""
+    if is_scalar(hf):
+        return dict(hf)
+    name = min(family_of(hf).architectures).removesuffix(LM) + CLASSIFIER
+    out = {key: value for key, value in hf.items() if key not in ("id2label", "label2id")}
+    out |= {"architectures": [name], "num_labels": 1}
+    return out | ({"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in hf else {})

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from megatron_bridge.families.base import HFConfig
+from megatron_bridge.families.base import HFConfig, is_scalar
 
 REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 REQUIRED_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
@@ -52,6 +52,9 @@ def refuse_unsupported(hf: HFConfig, family: str, required: Iterable[str], only:
             raise ValueError(f"config.json: {key} = {count!r}: want a whole number")
     for key in NUMBERS:
         _number(key, hf.get(key))
+    labels = hf.get("num_labels") or len(hf.get("id2label") or (0, 1))  # transformers' default is 2
+    if is_scalar(hf) and labels != 1:
+        raise ValueError(f"config.json: a head of {labels} labels is not trained: want num_labels = 1")
     for key, allowed in only.items():
         value = hf.get(key, allowed[0])
         if value is not None and value not in allowed:
@@ -70,13 +73,16 @@ def _number(key: str, value: Any) -> None:
 
 def model_dims(hf: HFConfig) -> dict[str, int]:
     """Of every model."""
+    tied, scalar = bool(hf.get("tie_word_embeddings", False)), is_scalar(hf)
     return {
         "layers": hf["num_hidden_layers"],
         "vocab": hf["vocab_size"],
         "hidden": hf["hidden_size"],
         "twice_hidden": 2 * hf["hidden_size"],
         "dense_ffn": hf["intermediate_size"],
-        "tied": int(bool(hf.get("tie_word_embeddings", False))),
+        "tied": int(tied and not scalar),
+        "no_lm_head": int(tied or scalar),
+        "score": int(scalar),  # rows of the scalar head
     }
 
 

@@ -75,12 +75,14 @@ def _cases(rows: dict[str, dict[str, Any]]) -> dict[str, Case]:
         for name in CANDIDATES
         if name in rows
     }
+    scalar = {f"{name}, scalar head": Case("mla", rows[name], {"head": "scalar"}) for name in SCALAR if name in rows}
     draft = {"mtp": ("MTP", MTP), "glm": ("GLM", GLM)}
     return (
         mla
         | gqa
         | dense
         | asked
+        | scalar
         | {
             f"{name}, {title}": Case(model, rows[name], {"mtp_coefficient": 0.3})
             for model, (title, names) in draft.items()
@@ -93,6 +95,7 @@ def _cases(rows: dict[str, dict[str, Any]]) -> dict[str, Case]:
 PACKINGS = {f"{n} micro-batches": Case("mla", micros=n) for n in (1, 2, 16)} | {
     "1 micro-batch, candidates": Case("candidates", micros=1, rows=layouts.with_candidates)
 }
+SCALAR = ("TP2", "PP2xVPP2", "EP2", "CP2", "CP2xTP2")
 CANDIDATES = ("TP2", "PP2xVPP2", "DP2", "CP2, recomputed", "CP2xTP2")
 UNEVEN = {"PP2xVPP2, uneven": Case("six layers", {"pp": 2, "vpp": 2, "first_stage_layers": 2})}
 ROUNDED = {

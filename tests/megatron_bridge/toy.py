@@ -173,11 +173,11 @@ def trainer(cfg: TrainerConfig, rank: int, world_size: int, port: int, loss: Any
 
 
 def scramble(t: Any) -> None:
-    """Norm weights and biases away from their constant starts, the same on every rank that holds them."""
+    """Norm weights, biases, a scalar head away from their constant starts, the same on every rank that holds them."""
     g = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, x in sorted([*t.models[0].named_parameters(), *t.models[0].named_buffers()]):
-            if "layernorm" in name or name.endswith("bias"):
+            if "layernorm" in name or name.endswith("bias") or x.shape[:1] == (1,):
                 x.add_(0.1 * torch.randn(x.shape, generator=g))
     t.optimizer.reload_model_params()
 
