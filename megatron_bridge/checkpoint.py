@@ -1,4 +1,5 @@
-"""Model, optimizer, step number and random states <-> a `torch_dist` directory that any layout can read.
+"""Model, optimizer, step number and random states <-> a `torch_dist` directory that any layout can read; and a further
+set of weights beside them, where a run must have it again.
 
 A directory is written beside its name as NAME.partial and renamed when every rank is done, so a directory that has its
 name is whole. The learning rate is a function of the step number, so that is the schedule's position too.
@@ -10,13 +11,16 @@ anew from (seed, step, the rank's place).
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException, check_is_distributed_checkpoint
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
@@ -90,8 +94,9 @@ def begin_save(
     *,
     step: int,
     asynchronous: bool,
+    copies: Mapping[str, Any] | None = None,
 ) -> CheckpointSave:
-    """Everything a resumed run needs, on its way to `path`: the caller finishes it. Collective.
+    """Everything a resumed run needs, on its way to `path`: the caller finishes it; `copies`: of `copied`. Collective.
 
     With `asynchronous`, training may go on as soon as this returns. Raises as `CheckpointSave` does.
     """
@@ -100,7 +105,38 @@ def begin_save(
     state["layout"] = parallel.config.model_dump()
     state["distributed_optimizer"] = _is_distributed(optimizer)
     state[RNG] = rng_state(parallel.rank, parallel.world_size)
-    return CheckpointSave(path, state | {"content_metadata": dict(_METADATA)}, asynchronous=asynchronous)
+    state |= {"content_metadata": dict(_METADATA)} | dict(copies or {})
+    return CheckpointSave(path, state, asynchronous=asynchronous)
+
+
+def copied(name: str, models: Sequence[PolicyModel], parallel: ParallelContext) -> dict[str, Any]:
+    """A copy, on the host, of what `models` hold now, for `begin_save`: its keys have `name` in front."""
+
+    def on_host(x: Any) -> Any:
+        if isinstance(x, ShardedTensor | ShardedTensorFactory):
+            x.data = x.data.detach().to("cpu", copy=True)
+        return x
+
+    state = _model_state(models, parallel, loading=False)
+    dict_list_map_inplace(on_host, state)
+    add_prefix_for_sharding(state, f"{name}.")
+    return {name: state}
+
+
+def read_copied(path: Path, name: str, models: Sequence[PolicyModel], parallel: ParallelContext) -> None:
+    """Read what `copied` gave into `models`. Collective. Raises ValueError when the directory is missing or incomplete,
+    or has nothing of that name."""
+    _check(path)
+    if not any(key.startswith(f"{name}.") for key in dist_checkpointing.load_tensors_metadata(str(path))):
+        raise ValueError(
+            f"checkpoint {path} holds no {name}, as one of a run does whose reference moves: resume with "
+            "reference_every = 0, or from a checkpoint of such a run"
+        )
+    wanted = _model_state(models, parallel, loading=True)
+    add_prefix_for_sharding(wanted, f"{name}.")
+    with _fits(path):
+        state = dist_checkpointing.load({name: wanted}, str(path))
+    _set_models(models, state[name])
 
 
 def _check(path: Path) -> None:

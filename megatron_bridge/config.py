@@ -241,6 +241,7 @@ class TrainerConfig(RecomputeConfig):
     params_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     distributed_optimizer: bool = True
     reference: bool = False  # keep the weights that `load_weights` reads, and tell the loss function their log-probs
+    reference_every: int = Field(0, ge=0)  # rollouts after whose steps the weights become the reference; 0: never
     # the vocabulary, or one number a token (`score.weight`, as in transformers' ...ForSequenceClassification), which
     # then is what the loss function gets as `logprobs`: a critic's values, a reward model's scores
     head: Literal["lm", "scalar"] = "lm"
@@ -255,6 +256,14 @@ class TrainerConfig(RecomputeConfig):
             raise ValueError(
                 f"optimizer.schedule = {self.optimizer.schedule!r} without decay_steps: a trainer does not know how "
                 "long the run is; set optimizer.decay_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_reference_moves(self) -> TrainerConfig:
+        if self.reference_every and not self.reference:
+            raise ValueError(
+                f"reference_every = {self.reference_every} does nothing, since nothing needs a reference: set it to 0"
             )
         return self
 

@@ -22,7 +22,7 @@ from megatron_bridge.device import init_device, set_environment
 _ENV = init_device()  # before anything below imports megatron
 
 from megatron_bridge.agree import gather  # noqa: E402
-from megatron_bridge.checkpoint import begin_save, load_checkpoint, load_weights  # noqa: E402
+from megatron_bridge.checkpoint import begin_save, copied, load_checkpoint, load_weights, read_copied  # noqa: E402
 from megatron_bridge.checkpoint_writer import CheckpointSave  # noqa: E402
 from megatron_bridge.config import TrainerConfig  # noqa: E402
 from megatron_bridge.cuda_deterministic import use_deterministic_kernels  # noqa: E402
@@ -47,11 +47,10 @@ from megatron_bridge.stats import Stats, combine, values  # noqa: E402
 from megatron_bridge.step import OldPolicy, Step  # noqa: E402
 from megatron_bridge.weight_copies import WeightCopies  # noqa: E402
 from miles_like.protocols import LossFn  # noqa: E402
-from miles_like.types import MicroBatch, NamedTensor, Scored, Stat, StepReport  # noqa: E402
+from miles_like.types import REFERENCE, MicroBatch, NamedTensor, Scored, Stat, StepReport  # noqa: E402
 from quant.exact.selftest import fingerprint  # noqa: E402
 from routing_replay.align import RankPart  # noqa: E402
 
-REFERENCE = "reference"  # the copy that the loss function's `ref_logprobs` come from
 _log = logging.getLogger(__name__)
 
 
@@ -145,8 +144,11 @@ class MegatronTrainer:
         version after them.
 
         Where there are several, or replay.mode is "r2", an old-log-prob pass over all rows comes first, under the
-        weights of this moment. Metrics are of all steps: means over their tokens, the largest of all, `train/grad_norm`
-        and `train/skipped` as means over steps, the last step's learning rate.
+        weights of this moment. With `config.reference_every` the weights after every so many versions become the
+        reference.
+
+        Metrics are of all steps: means over their tokens, the largest of all, `train/grad_norm` and `train/skipped` as
+        means over steps, the last step's learning rate.
 
         Raises ValueError with `config.reference` when `load_weights` was never called, and what Step.stats refuses.
 
@@ -164,6 +166,8 @@ class MegatronTrainer:
             lr = learning_rate(self.config.optimizer, self.steps_done)
             found.append(self._update(partial(self._step.stats, row, n, refs=ref, old=old), lr, where))
         found += [old.agreement for old in olds if old is not None]
+        if (every := self.config.reference_every) and version % every == 0:
+            self.copies.keep(REFERENCE)
         return StepReport(version=version, metrics=values(combine(found)) | {"train/lr": lr})
 
     def _update(self, run: Callable[[], Stats], lr: float, where: str) -> Stats:
@@ -263,7 +267,7 @@ class MegatronTrainer:
     def load_weights(self, path: Path) -> None:
         """Weights from a converted `torch_dist` directory; the optimizer starts anew.
 
-        With `config.reference` they are the reference from now on; what `load` reads later is not.
+        With `config.reference` they are the reference from now on; weights that `load` reads later are not.
         """
         self.copies.assert_own()
         settle_parameters(self.chunks)
@@ -273,15 +277,25 @@ class MegatronTrainer:
             self.copies.keep(REFERENCE)
 
     def save(self, path: Path, *, asynchronous: bool = False) -> None:
-        """Weights, optimizer state, step number and random states, readable at any layout.
+        """Weights, optimizer state, step number and random states, and a reference that moves, readable at any layout.
 
         With `asynchronous` this returns when the state is copied; `finish_save` gives `path` its name.
         """
         self.copies.assert_own()
         settle_parameters(self.chunks)
         self.finish_save(wait=True)
+        reference = None
+        if self.config.reference_every:
+            with self.copies.swapped(REFERENCE):
+                reference = copied(REFERENCE, self.models, self.parallel)
         self._saving = begin_save(
-            path, self.models, self.optimizer, self.parallel, step=self.steps_done, asynchronous=asynchronous
+            path,
+            self.models,
+            self.optimizer,
+            self.parallel,
+            step=self.steps_done,
+            asynchronous=asynchronous,
+            copies=reference,
         )
         if not asynchronous:
             self.finish_save(wait=True)
@@ -298,10 +312,13 @@ class MegatronTrainer:
         return done
 
     def load(self, path: Path) -> None:
-        """What `save` wrote. It holds no reference: with `config.reference` call `load_weights` first."""
+        """What `save` wrote, a reference that moves too; with `config.reference` alone call `load_weights` first."""
         self.copies.assert_own()
         settle_parameters(self.chunks)
         self.weights_changed()
+        if self.config.reference_every:
+            read_copied(path, REFERENCE, self.models, self.parallel)
+            self.copies.keep(REFERENCE)
         self.steps_done = load_checkpoint(path, self.models, self.optimizer, self.parallel, seed=self.config.seed)
 
     def close(self) -> None:

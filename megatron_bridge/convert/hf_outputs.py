@@ -22,13 +22,14 @@ from megatron_bridge.convert.units import HashedFile
 from megatron_bridge.families.base import HFConfig, Place, Split, TensorMap
 from megatron_bridge.families.registry import family_of
 from miles_like.hf_checkpoint import DTYPE_NAMES
+from miles_like.types import REFERENCE
 from quant.codec import Codec
 from quant.registry import codec_or_none, make_codec
 from quant.spec import QuantSpec
 from quant.stream import stored_name
 
 _ADAPTERS = (".lora_a", ".lora_b")
-_OPTIMIZER = "optimizer."  # what a trainer saves beside its weights
+_BESIDE = ("optimizer.", f"{REFERENCE}.")  # what a trainer saves beside its weights
 _KEPT_FRAMING = 1 << 16  # of an archive, beside its tensor
 _OTHER_MODEL = "is hf_config that of the model in the checkpoint?"
 
@@ -66,7 +67,7 @@ def outputs(source: TorchDist, tensors: TensorMap, spec: QuantSpec, *, merge: bo
     shape than config.json wants; for adapters, unless they are to be merged; and where there are none to be merged.
     """
     adapters = {key.rpartition(".")[0] for key in source.names() if key.endswith(_ADAPTERS)}
-    adapters = {key for key in adapters if not key.startswith(_OPTIMIZER)}
+    adapters = {key for key in adapters if not key.startswith(_BESIDE)}
     if adapters and not merge:
         raise ValueError(
             f"{source.path} holds LoRA adapters of {len(adapters)} weights, first {min(adapters)}: give lora_alpha, "
@@ -94,7 +95,7 @@ def outputs(source: TorchDist, tensors: TensorMap, spec: QuantSpec, *, merge: bo
             )
             for name in (place.hf_name, *tensors.copies_of(place.entry))
         ]
-    extra = {k for k in source.names() if not k.startswith(_OPTIMIZER) and not k.endswith(_ADAPTERS)} - known
+    extra = {k for k in source.names() if not k.startswith(_BESIDE) and not k.endswith(_ADAPTERS)} - known
     if extra:
         raise ValueError(
             f"{source.path} has {len(extra)} tensors that are not in the model of config.json, first {min(extra)}: "

@@ -1,4 +1,5 @@
-"""Reference weights are the weights the run began with, whatever was trained, resumed or laid out since.
+"""Reference weights are the weights the run began with, or those of the moment when they last moved, whatever was
+trained, resumed or laid out since.
 
 They share one model with the weights being trained, so every law here is one of leaving no trace: exchange is a copy of
 bits, forward passes accumulate nothing, and what the loss function is told does not depend on the layout. Not covered:
@@ -173,7 +174,41 @@ def _alone(rank: int, world: int, port: int, hf: str, wide: str, where: Path) ->
         toy.scramble(t)
         t.save(where / "wide")
     out["layouts"] = _layout(0, 1, free_port(), wide, where / "wide", {})
-    return out
+    return out | {"moving": _moving(wide, where)}
+
+
+def _keys(path: Path) -> list[str]:
+    from megatron.core import dist_checkpointing
+
+    return [key for key in dist_checkpointing.load_tensors_metadata(str(path)) if key.startswith("reference.")]
+
+
+def _moving(hf: str, where: Path) -> Found:
+    """A reference that is renewed after every second rollout; saved after the third."""
+    cfg = toy.config(hf, mode="off", lr=1e-2, reference=True, reference_every=2)
+    found: Found = {"frozen keys": _keys(where / "first"), "same": []}
+    with toy.trainer(cfg, 0, 1, free_port(), KL) as t:
+        t.load_weights(where / "wide")
+        row, _ = _row(t, 9, routes=False)
+        told = [t.logprobs(row)]
+        for step in range(3):
+            _train(t, step, step + 1, routes=False)
+            told.append(t.logprobs(row))
+            of = t.logprobs(row, "reference")
+            found["same"].append([i for i, then in enumerate(told) if _same(of, then)])
+        t.save(where / "moving")
+        found["keys"], found["parameters"] = len(_keys(where / "moving")), len(list(t.models[0].parameters()))
+        found["reference"] = torch.cat(of).tolist()
+        found["uninterrupted"] = _train(t, 3, 5, routes=False)
+        found["bits"], found["bits of it"] = _bits(t), t.logprobs(row, "reference")
+    with toy.trainer(cfg, 0, 1, free_port(), KL) as t:
+        found["refused"] = _refused(lambda: t.load(where / "first"), ValueError)
+        t.load(where / "moving")
+        assert _same(t.logprobs(row, "reference"), of)
+        found["resumed"] = _train(t, 3, 5, routes=False)
+        found["same bits"] = _same(found.pop("bits"), _bits(t))
+        found["same bits"] &= _same(found.pop("bits of it"), t.logprobs(row, "reference"))
+    return found
 
 
 def _layout(rank: int, world: int, port: int, hf: str, start: Path, layout: dict[str, Any]) -> Found:
@@ -206,7 +241,12 @@ def _pairs() -> list[SampleGroup]:
 
 
 def _pair(rank: int, world: int, port: int, hf: str, start: Path, ports: dict[str, int]) -> Found:
-    return {name: _layout(rank, world, ports[name], hf, start, layout) for name, layout in LAYOUTS.items()}
+    out = {name: _layout(rank, world, ports[name], hf, start, layout) for name, layout in LAYOUTS.items()}
+    cfg = toy.config(hf, mode="off", reference=True, reference_every=2, tp=2)
+    with toy.trainer(cfg, rank, world, ports["moving"], KL) as t:
+        t.load(start.with_name("moving"))
+        out["moving"] = torch.cat(t.logprobs(_row(t, 9, routes=False)[0], "reference")).tolist()
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +254,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     where = tmp_path_factory.mktemp("reference")
     hf, wide = toy.hf_dir(where / "hf"), toy.hf_dir(where / "hf4", tiny(num_hidden_layers=4))
     out: Found = run_ranks(_alone, 1, hf, wide, where, keep=True)[0]
-    return out | {"pair": run_ranks(_pair, 2, wide, where / "wide", {name: free_port() for name in LAYOUTS}, keep=True)}
+    return out | {
+        "pair": run_ranks(
+            _pair, 2, wide, where / "wide", {name: free_port() for name in (*LAYOUTS, "moving")}, keep=True
+        )
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -307,3 +351,22 @@ def test_preferences_do_not_depend_on_the_layout(found: Found, name: str) -> Non
     assert len(keys) == 8 and abs(want["preference/margin"]) > 1e-3
     assert {k: got[k] for k in keys} == pytest.approx({k: want[k] for k in keys}, rel=2e-3, abs=1e-4)
     assert found["pair"][1][name]["preferred"] == got
+
+
+def test_a_reference_that_moves_is_the_weights_of_every_second_rollout(found: Found) -> None:
+    """By the weight version after the step, bit for bit: of versions 0 to 3 it is 0 after the first, then 2."""
+    assert found["moving"]["same"] == [[0], [2], [2]]
+
+
+def test_a_reference_that_moves_is_saved_and_resumed(found: Found) -> None:
+    """A checkpoint holds it, one tensor a parameter or so, and one of a frozen reference holds none. Resumed from it
+    alone, the next two steps and all weights after them are bitwise the uninterrupted ones, though the second is
+    measured from a reference that was renewed in between; and over two tensor-parallel ranks it is the same model. A
+    checkpoint without it is refused."""
+    got = found["moving"]
+    assert found["moving"]["resumed"] == got["uninterrupted"] and got["same bits"]
+    assert not got["frozen keys"] and got["keys"] > 20
+    assert found["pair"][0]["moving"] == pytest.approx(got["reference"], abs=1e-5)
+    assert "holds no reference" in got["refused"]
+    with pytest.raises(ValueError, match="nothing needs a reference"):
+        toy.config("", reference_every=2)
