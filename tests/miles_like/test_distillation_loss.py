@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +218,15 @@ def test_metrics_are_of_all_teachers_and_of_each() -> None:
     assert found["distill/reverse_kl/big"] == pytest.approx(big - 0.003)
     assert found["distill/reverse_kl/small"] == pytest.approx(1 - 0.003)
     assert found["distill/reverse_kl"] == pytest.approx((6 * big + 3) / 9 - 0.003)
+
+
+def test_every_metric_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    even = torch.full((1, 2), 0.25).log()
+    _, stats = candidate_call(CandidateLoss(base=GRPO.loss, coefficient=1.0), even, even, [True], [True])
+    of_rollout = distill_metrics([two()], lambda source: "NAME")
+    keys = {key for key in (*stats, *of_rollout) if key.startswith("distill/")}
+    assert len(keys) == 8 and not [key for key in keys if f"`{key}`" not in page]
 
 
 def test_streams_of_teachers_and_candidates_are_packed_with_their_labels() -> None:
