@@ -66,8 +66,8 @@ def groups() -> list[SampleGroup]:
 
 
 def hinted(prompt: Prompt) -> tuple[int, ...]:
-    """A longer prompt, of another length for each."""
-    return (*HINT[: len(prompt.token_ids) % 4 + 1], *prompt.token_ids)
+    """A longer prompt; the second is longer than the first by more than its own tokens."""
+    return (*HINT * len(prompt.token_ids), *prompt.token_ids)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ class SpeakingTrainer:
 def test_a_trainer_s_words_stand_there_too(dp_size: int) -> None:
     """With a privileged prompt, over several rows, and where samples share a pack."""
     trainer: Any = SpeakingTrainer()
-    how = {"pack": partial(pack, dp_size=dp_size, max_tokens=14, replayed=False), "prompt_of": hinted}
+    how = {"pack": partial(pack, dp_size=dp_size, max_tokens=40, replayed=False), "prompt_of": hinted}
     teacher = TrainerTeacher(trainer=trainer, weights="w", path=Path("d"), **how)
     for group in asyncio.run(_scored(teacher)):
         for s in group.samples:
