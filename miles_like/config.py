@@ -263,7 +263,8 @@ class RunConfig(Section):
     def teachers_and_student_are_comparable(self) -> RunConfig:
         self.distillation.check_run(
             temperature=self.rollout.temperature,
-            shuffled=self.algorithm.shuffle_advantages,
+            algorithm=self.algorithm,
+            corrected=self.correction.kind != "off",
             embedded=self.rollout.engine == "embedded",
         )
         return self

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from megatron_bridge.config import Section
+from miles_like.algorithm_config import ADVANTAGE_KEYS, AlgorithmConfig
 from miles_like.make_config import MakeConfig
 
 Kind = Literal["server", "weights", "self"]
@@ -164,8 +165,8 @@ class DistillationConfig(Section):
                 )
         return self
 
-    def check_run(self, *, temperature: float, shuffled: bool, embedded: bool) -> None:
-        """Against the other sections. temperature: rollout.temperature; shuffled: algorithm.shuffle_advantages;
+    def check_run(self, *, temperature: float, algorithm: AlgorithmConfig, corrected: bool, embedded: bool) -> None:
+        """Against the other sections. temperature: rollout.temperature; corrected: whether there is a [correction];
         embedded: whether the rollout's servers are the CPU engine. Raises ValueError."""
         for name, teacher in self.teachers.items():
             if teacher.by_server and temperature != 1:
@@ -179,8 +180,31 @@ class DistillationConfig(Section):
                     f"teacher {name!r} has no url, and a run starts teachers' servers on CPUs, by the embedded engine, "
                     "only where the rollout's are too: start an SGLang server for it and give its url"
                 )
-        if self.on and shuffled:
+        if self.on and algorithm.shuffle_advantages:
             raise ValueError(
                 "algorithm.shuffle_advantages deals one number a sample out over the batch, distillation gives one a "
                 "token: set it to false, or distillation.mode = 'off'"
             )
+        if self.mode == "alone":
+            self._check_alone(algorithm, corrected)
+
+    def _check_alone(self, algorithm: AlgorithmConfig, corrected: bool) -> None:
+        """Advantages made of rewards are not asked for, and with candidates there are none to weigh."""
+        usual = ADVANTAGE_KEYS.get(algorithm.advantage or "", {})
+        own = algorithm.advantage not in ADVANTAGE_KEYS or algorithm.has_critic
+        idle = {
+            "algorithm.advantage": algorithm.advantage if own else None,
+            "algorithm.kl_in": algorithm.kl_in if algorithm.reference_stream else None,
+            "algorithm.overlong_penalty": algorithm.overlong_penalty or None,
+            **{f"algorithm.{key}": v for key, at in usual.items() if (v := getattr(algorithm, key)) != at},
+        }
+        if self.top_k:
+            idle |= {"correction": "a kind" if corrected else None}
+            idle |= {"algorithm.off_policy_delta": algorithm.off_policy_delta}
+        for key, value in idle.items():
+            if value is not None:
+                mode = "'alone'" + (f" and top_k = {self.top_k}" if self.top_k else "")
+                raise ValueError(
+                    f"{key} = {value!r} does nothing with distillation.mode = {mode}, where no advantage is made of "
+                    "rewards: remove it, or set mode = 'added'"
+                )

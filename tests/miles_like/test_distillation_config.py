@@ -71,6 +71,14 @@ def test_what_cannot_work_or_does_nothing_is_refused(given: dict[str, Any], said
         (["algorithm.shuffle_advantages=true"], "shuffle_advantages"),
         (["rollout.engine=sglang"], "has no url"),
         (
+            ["algorithm.normalize_std=false"],
+            "normalize_std = False does nothing with distillation.mode",
+        ),
+        (["algorithm.name=ppo"], "algorithm.advantage = 'ppo' does nothing"),
+        (["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"], "algorithm.kl_in = 'reward' does nothing"),
+        (["algorithm.overlong_penalty=0.5"], "overlong_penalty = 0.5 does nothing"),
+        (["correction.kind=tis"], "correction = 'a kind' does nothing with .* and top_k = 16"),
+        (
             ["distillation.teachers.clean.ulr=3"],
             "is 'distillation.teachers.clean.url'",
         ),
