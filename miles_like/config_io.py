@@ -1,8 +1,8 @@
 """TOML with `extends`, plus `--set section.key=value`, to one RunConfig; and back to TOML.
 
-A string value that starts with `./` or `../` is a path relative to the file it stands in (from `--set`: to the working
-directory); any other string is taken as it is, so hub names need no escaping. An unknown key is an error that names the
-nearest known one.
+A string that starts with `./` or `../`, a value or a key, is a path relative to the file it stands in (from `--set`: to
+the working directory); any other string is taken as it is, so hub names need no escaping. An unknown key is an error
+that names the nearest known one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 def _rooted(value: Any, root: Path) -> Any:
     if isinstance(value, dict):
-        return {k: _rooted(v, root) for k, v in value.items()}
+        return {_rooted(k, root): _rooted(v, root) for k, v in value.items()}
     if isinstance(value, list):
         return [_rooted(v, root) for v in value]
     if isinstance(value, str) and value.startswith(("./", "../")):

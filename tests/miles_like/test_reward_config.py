@@ -104,6 +104,8 @@ def test_what_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
         make_reward(of(parts={f"{tmp_path}/a.py:f": 1.0, f"{tmp_path}/b.py:f": 1.0}))
     with pytest.raises(ValueError, match=r"reward.name '.*a.py:g': its parameters do not say how it is called"):
         make_reward(of(name=f"{tmp_path}/a.py:g"))
+    (tmp_path / "run.toml").write_text(f'extends = "{TINY}"\n[reward.parts]\n"./a.py:f" = 1\n')
+    assert load_config(tmp_path / "run.toml").reward.functions == [f"{tmp_path}/a.py:f"]  # as the file sees it
     both = make_reward(of(parts={f"{tmp_path}/a.py:f": 1.0, "exact": 1.0}))
     assert both.unit is Unit.SAMPLE and not both.slow
 
