@@ -76,21 +76,27 @@ class FakeQuant:
         self._weights: list[_Weight] = []
         for linear, name, covered, group in _covered(chunks, parallel, tensors, spec):
             if inputs is not None:
-                use_effective_input(linear, partial(fake_activations, inputs))
+                use_effective_input(linear, partial(self._input, inputs))
             if precision.qat:
                 self._weights.append(weight := _weight(linear, name, covered, group))
                 use_effective_weight(linear, partial(_replaced, weight.value), published=False, name=name)
-        self._stale = True
+        self._stale, self._rounding = True, True
+
+    def _input(self, codec: Codec, x: Tensor) -> Tensor:
+        return fake_activations(codec, x) if self._rounding else x
 
     def weights_changed(self) -> None:
         """The parameters hold other values than at the last `refresh`."""
         self._stale = True
 
-    def refresh(self) -> None:
-        """Let the linears compute with what the weights are now. Nothing is done where they have not changed.
+    def refresh(self, *, rounding: bool = True) -> None:
+        """Let the linears compute with what the weights are now. Nothing is done where they have not changed. Without
+        `rounding` they compute with the weights themselves, for passes under weights of others, who were not trained
+        so; who changes it has changed the weights.
 
         Raises ValueError, on every rank, naming a weight that is not finite.
         """
+        self._rounding = rounding
         if not (self._stale and self._rounds):
             return
         with (
@@ -100,9 +106,13 @@ class FakeQuant:
         error = None
         try:
             with torch.no_grad():
-                amax = _shared_amax(self._weights, self._codec) if self._codec.shared_amax else None
-                for batch in _batches(self._weights):
-                    _round(batch, self._codec, amax)
+                if not rounding:
+                    for weight in self._weights:
+                        weight.value.copy_(published_weight_of(weight.linear, weight.name))
+                else:
+                    amax = _shared_amax(self._weights, self._codec) if self._codec.shared_amax else None
+                    for batch in _batches(self._weights):
+                        _round(batch, self._codec, amax)
         except ValueError as e:
             error = e
         raise_together(error, self._device)

@@ -118,7 +118,7 @@ class MegatronTrainer:
         if (spec := trained_spec(config, self.hf)) is not None:
             tensors = self.family.bind(self.hf, mtp=bool(tf.mtp_num_layers))
             self._fake = FakeQuant(self.chunks, self.parallel, tensors, spec, config.precision, _ENV.device)
-            self._step.prepare = self._fake.refresh
+            self._step.prepare = self._round
         self.copies = WeightCopies(self.chunks, self.parallel, self.weights_changed)
         self.steps_done = 0
         self.fingerprint = _agreed_fingerprint() if resolved.forward == "exact" else None
@@ -245,6 +245,11 @@ class MegatronTrainer:
         if len(rows) == 1 and self.config.replay.mode != "r2":
             return [None]
         return [self._step.old_policy(row) for row in rows]
+
+    def _round(self) -> None:
+        """The policy is trained through the rounding, and so was a reference; a teacher was not."""
+        assert self._fake is not None
+        self._fake.refresh(rounding=self.copies.current in (None, REFERENCE))
 
     def weights_changed(self) -> None:
         """The parameters got other values: what is made of them is made anew before the next forward pass. Who sets

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,8 @@ def _after_a_step(t: Any, before_the_update: Callable[[], None]) -> tuple[list[T
 
 
 def _copies(where: Path, rank: int, world: int, port: int) -> Found:
-    """A reference is rounded as it was when it was the policy; the policy is itself again after it."""
+    """A reference is rounded as it was when it was the policy, teachers are not; the policy is itself again after
+    them."""
     cfg = _config(where, "mla", FORMATS["int4"], reference=True, **BF16)
     with toy.trainer(cfg, rank, world, port) as t:
         t.save(where / "reference")
@@ -206,19 +207,29 @@ def _copies(where: Path, rank: int, world: int, port: int) -> Found:
         further = t.logprobs(row)
         t.load(where / "resumed")
         resumed, law_again = t.logprobs(row), _compared(t)
+        before = [p.detach().clone() for p in t.models[0].parameters()]
+        for teacher in ("reference", "resumed"):
+            t.load_copy(f"teacher, {teacher}", where / teacher)
+        names = ("teacher, reference", "teacher, resumed", "teacher, reference", "reference")
+        taught = [t.logprobs(row, name) for name in names]
+        law_again["untouched"] = _same(before, list(t.models[0].parameters())) and _same(resumed, t.logprobs(row))
     with toy.trainer(_config(where, "mla", **BF16), rank, world, free_port()) as t:
         t.load_weights(where / "reference")
         plain = t.logprobs(row)
-
-    def same(a: list[Tensor], b: list[Tensor]) -> bool:
-        return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
+        t.load_weights(where / "resumed")
+        trained = t.logprobs(row)
     return law | {
-        "kept": same(first, kept),
-        "again": same(own, again),
-        "left": same(own, first) or same(first, plain),
-        "resumed": same(own, resumed) and not same(further, resumed) and law_again == law,
+        "kept": _same(first, kept),
+        "again": _same(own, again),
+        "left": _same(own, first) or _same(first, plain),
+        "taught": all(map(_same, taught, [plain, trained, plain, first])) and not _same(plain, trained),
+        "untouched": law_again.pop("untouched"),
+        "resumed": _same(own, resumed) and not _same(further, resumed) and law_again == law,
     }
+
+
+def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 class _Inputs:
@@ -369,9 +380,11 @@ def test_a_step_is_that_of_weights_replaced_by_hand(name: str, found: list[Found
         assert got == want
 
 
-def test_a_reference_is_rounded_like_the_policy(found: list[Found]) -> None:
+def test_a_reference_is_rounded_like_the_policy_and_a_teacher_is_not(found: list[Found]) -> None:
+    """Two teachers, asked in turn, are the models that were loaded; the policy keeps its bits, weights and rounded."""
     r = found[-1]["copies"]
     assert r["kept"] and r["again"] and not r["left"] and r["differing"] == 0
+    assert r["taught"] and r["untouched"]
 
 
 def test_a_checkpoint_brings_back_what_was_computed_with(found: list[Found]) -> None:
