@@ -351,3 +351,19 @@ def verify(
     start_ray(ray_address)
     found = stage.report()
     return found, write_pictures(found, run_dir / "verify")
+
+
+def evaluate(
+    hf_dir: Path,
+    run_dir: Path,
+    console: Console,
+    *,
+    config: Path | None,
+    overrides: Sequence[str],
+    data: Sequence[str],
+    server: str | None,
+) -> Any:
+    """`eval_alone.Found` of a Hugging Face directory. Raises ValueError or RuntimeError."""
+    from miles_like.eval_alone import EvalAlone, read_config
+
+    return EvalAlone(hf_dir, read_config(config, overrides, data), run_dir, console, server).run()

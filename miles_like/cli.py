@@ -263,6 +263,61 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command(name="eval")
+def evaluate(
+    hf_dir: Path,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", metavar="[NAME=]FILE", help="prompts and answers, in place of the config's"),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="a run's: its columns, template, sampling, reward and sets")
+    ] = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="k of avg@k and pass@k; 1: greedy")] = None,
+    greedy: Annotated[bool | None, typer.Option("--greedy/--no-greedy", help="one such answer each")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="of the sampled answers")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1)] = None,
+    max_prompts: Annotated[int | None, typer.Option("--max-prompts", min=1, help="the first of each set")] = None,
+    reward: Annotated[str | None, typer.Option("--reward", help="a name or an import path")] = None,
+    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="of the embedded server")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="of the server; any free one when left out")] = None,
+    server: Annotated[
+        str | None, typer.Option("--server", metavar="URL", help="a running server, in place of starting one")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="the figures")] = None,
+    answers: Annotated[Path | None, typer.Option("--answers", help="every answer, a JSON object a line")] = None,
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="the server's log")] = Path("runs/eval"),
+    overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
+) -> None:
+    """Let a Hugging Face directory, BF16 or quantized, answer held-out prompts, and score it."""
+    given = {
+        "eval.samples": samples,
+        "eval.greedy": greedy,
+        "eval.temperature": temperature,
+        "rollout.max_new_tokens": max_new_tokens,
+        "eval.max_prompts": max_prompts,
+        "reward.name": reward,
+        "seed": seed,
+        "rollout.embedded.threads": threads,
+        "rollout.port": port,
+    }
+    short = [f"{key}={str(v).lower() if v is True or v is False else v}" for key, v in given.items() if v is not None]
+    console = Console()
+    with one_sentence(run_dir / "logs"):
+        for path in (json, answers):
+            if path is not None:  # before an hour's work, not after it
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+        how = {"config": config, "overrides": [*overrides, *short], "data": data or (), "server": server}
+        found = assemble.evaluate(hf_dir, run_dir, console, **how)
+        console.print(found.table())
+        if json is not None:
+            found.write_json(json)
+        if answers is not None:
+            found.write_answers(answers)
+
+
 @app.command()
 def report(run_dir: Path) -> None:
     """report.html and plots of a run directory."""

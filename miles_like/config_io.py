@@ -11,12 +11,14 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, TypeVar, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from miles_like.config import RunConfig
+
+M = TypeVar("M", bound=BaseModel)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -24,13 +26,23 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ValueError with one line a problem: what is wrong, where, and the nearest known key.
     """
-    tree = _read(path, seen=())
+    return checked(RunConfig, read_tree(path, overrides), str(path))
+
+
+def read_tree(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """`path`, if there is one, what it extends, and the overrides, not yet checked."""
+    tree = {} if path is None else _read(path, seen=())
     for text in overrides:
         _merge(tree, parse_override(text))
+    return tree
+
+
+def checked(model: type[M], tree: Mapping[str, Any], said: str) -> M:
+    """Raises ValueError as `load_config`; `said`: where the tree is from."""
     try:
-        return RunConfig.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as e:
-        raise ValueError(f"{path}: " + "; ".join(_problem(err) for err in e.errors())) from None
+        raise ValueError(f"{said}: " + "; ".join(_problem(err) for err in e.errors())) from None
 
 
 def dump_config(config: RunConfig) -> str:

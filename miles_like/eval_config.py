@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from megatron_bridge.config import Section
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # it stands between the slashes of a metric
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # it stands between the slashes of a metric
 
 
 class SetConfig(Section):
@@ -43,7 +43,7 @@ class EvalSet(Section):
 
     @model_validator(mode="after")
     def name_stands_in_metrics(self) -> EvalSet:
-        if not _NAME.fullmatch(self.name):
+        if not NAME.fullmatch(self.name):
             raise ValueError(
                 f"eval set {self.name!r} ({self.path}) cannot stand in a metric's name: use letters, digits, '.', "
                 "'_' and '-' (data.eval has its file's name, [eval.sets.NAME] any)"

@@ -150,10 +150,11 @@ def write_rollouts(path: Path, groups: Sequence[SampleGroup]) -> None:
     with path.open("w", encoding="utf-8") as out:
         for group in groups:
             for sample in group.samples:
-                out.write(json.dumps(_readable(group, sample), ensure_ascii=False) + "\n")
+                out.write(json.dumps(readable(group, sample), ensure_ascii=False) + "\n")
 
 
-def _readable(group: SampleGroup, sample: Sample) -> dict[str, object]:
+def readable(group: SampleGroup, sample: Sample) -> dict[str, object]:
+    """For people, and for `verify`: what a sample was asked and answered, and what was made of it."""
     n = sample.response_len
     return {
         "prompt_id": group.prompt.id,

@@ -44,6 +44,7 @@ FLOORS = {  # longest prefix wins
     "miles_like.make_checkpoint": 6,
     "miles_like.factories": 6,
     "miles_like.engine_fit": 6,
+    "miles_like.eval_alone": 6,
     "miles_like.run_parts": 6,
     "miles_like.run_teachers": 6,
     "miles_like.train_stage": 6,
