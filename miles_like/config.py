@@ -336,6 +336,7 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         recompute_modules=run.train.recompute_modules,
         mtp_coefficient=run.train.mtp_coefficient,
         reference=run.algorithm.keeps_reference or run.distillation.reference,
+        reference_every=run.algorithm.reference_every or 0,
         on_nonfinite=run.train.on_nonfinite,
         deterministic=run.alignment.deterministic,
     )

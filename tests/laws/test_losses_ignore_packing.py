@@ -2,8 +2,9 @@
 
 The gradient is a sum over micro-batches, so a weight, a ratio or a mean that looked beyond its own sample would make
 training depend on packing, on the number of ranks and on the order of the rollout. Every loss, with and without each
-correction, must give every token the same value and gradient alone and in any pack, and every statistic must reduce to
-the same figure. A loss over pairs sees a pair at a time, and the mean it gives with its weights is the one over pairs.
+correction and each shared term, must give every token the same value and gradient alone and in any pack, and every
+statistic must reduce to the same figure. A loss over pairs sees a pair at a time, and the mean it gives with its
+weights is the one over pairs.
 Not covered: the trainer's reduction over ranks (test_parallel_invariance, of pairs test_reference_weights).
 """
 
@@ -12,13 +13,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles_like.algorithm_config import BOUNDS_OF, AlgorithmConfig, CorrectionConfig
+from miles_like.algorithm_config import BOUNDS_OF, LOSS_KEYS, AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.dpo import DpoLoss
+from miles_like.algorithms.losses.value import ValueLoss
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.algorithms.reward_model import BradleyTerryLoss
 from miles_like.algorithms.sft import NllLoss
 from miles_like.packing import pack_examples
-from miles_like.types import Aggregation, Finish, Prompt, Reduce, Sample, SampleGroup
+from miles_like.types import RETURNS, VALUES, Aggregation, Finish, Prompt, Reduce, Sample, SampleGroup
 
 LENGTHS = (5, 1, 9, 4, 2)
 CORRECTIONS = [
@@ -29,7 +31,13 @@ LOSSES = {
     f"{name}-{c.kind}-{c.level}-{c.action}": make_algorithm(AlgorithmConfig(name=name), c).loss
     for name in ("grpo", "gspo")
     for c in CORRECTIONS
-} | {"nll": NllLoss()}
+} | {"nll": NllLoss(), "value": ValueLoss(value_clip=0.2)}
+SHARED = {"kl_coefficient": 0.1, "kl_unbiased": True, "entropy_coefficient": 0.1, "off_policy_delta": 1e-4}
+LOSSES |= {
+    f"{kind}-{'+'.join(keys) or 'bare'}": make_algorithm(AlgorithmConfig(loss=kind, **keys), CorrectionConfig()).loss
+    for kind in LOSS_KEYS
+    for keys in ({}, SHARED)
+}
 PAIRS = {"dpo": DpoLoss(beta=0.3), "ipo": DpoLoss(kind="ipo"), "reward model": BradleyTerryLoss(center_coefficient=0.1)}
 STREAMS = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy", "advantages", "loss_mask")
 
@@ -65,7 +73,9 @@ def run(loss, chosen):
     streams = {k: torch.cat([s[k] for s in chosen]) for k in STREAMS}
     streams["logprobs"].requires_grad_()
     lengths = torch.cat([torch.zeros(1), *(s.get("lengths", torch.tensor([len(s["logprobs"])])) for s in chosen)])
-    value, stats = loss(**streams, cu_seqlens=lengths.cumsum(0).to(torch.int32))
+    streams["entropy"].requires_grad_()
+    of_critic = {VALUES: streams["old_logprobs"], RETURNS: streams["ref_logprobs"]}
+    value, stats = loss(**streams, cu_seqlens=lengths.cumsum(0).to(torch.int32), streams=of_critic)
     value.sum().backward()
     return value.detach(), streams["logprobs"].grad, stats
 
