@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from miles_like.config_io import dump_config, load_config
-from miles_like.distillation_config import DistillationConfig
+from miles_like.distillation_config import _USED, DistillationConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 URL = {"url": "http://h:1"}
@@ -88,6 +89,19 @@ def test_what_cannot_work_or_does_nothing_is_refused(given: dict[str, Any], said
 def test_other_sections_have_their_say(settings: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         load_config(CONFIGS / "tiny_opd.toml", settings)
+
+
+def test_the_page_s_configurations_are_complete(tmp_path: Path) -> None:
+    page = (CONFIGS.parent / "docs" / "distillation.md").read_text()
+    blocks = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
+    seen = set()
+    for block in blocks:
+        file = tmp_path / "run.toml"
+        file.write_text(block.replace("configs/", f"{CONFIGS}/"))
+        section = load_config(file).distillation
+        seen |= {(section.mode, t.kind, t.weights, section.top_k > 0) for t in section.teachers.values()}
+    assert {mode for mode, *_ in seen} == {"alone", "added"} and {kind for _, kind, *_ in seen} == set(_USED)
+    assert len(blocks) == 5 and any(top for *_, top in seen)
 
 
 def test_the_trainer_scores_at_any_temperature_and_keeps_a_reference_for_it(tmp_path: Path) -> None:

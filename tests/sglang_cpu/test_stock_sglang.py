@@ -10,6 +10,7 @@ deterministic inference, which SGLang has for GPU attention only.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -21,12 +22,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from miles_like import assemble
 from miles_like.config_io import load_config
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.types import NamedTensor
+from rollout.client import SGLangClient
 from rollout.config import PublishConfig
 from rollout.publisher import TensorPublisher
 from rollout.servers import free_port, start
@@ -103,6 +106,24 @@ def test_a_healthy_server_has_nothing_wrong_with_it(job: Job) -> None:
     assert found["mismatch/tokens"] > 100
     for step in ("tokens", "sampling", "weights", "quantizer", "routing", "numerics"):
         assert step in done.stdout
+
+
+def test_candidates_of_a_scored_text_come_in_the_form_that_is_read(job: Job) -> None:
+    """What a teacher is asked for: from some token on, and its likeliest tokens at each place beside the text's own."""
+    text = torch.arange(5, 25)
+
+    async def ask() -> tuple[Any, Any]:
+        client = SGLangClient(job.url, routing=None, request_timeout_s=600)
+        found = (await client.score([text]))[0][0], (await client.score_after([text], 7, top=4))[0]
+        await client.close()
+        return found
+
+    whole, after = asyncio.run(ask())
+    np.testing.assert_allclose(after.logprobs, whole[7:], atol=1e-2)
+    assert after.top.ids.shape == after.top.logprobs.shape == (12, 4)
+    assert (np.diff(after.top.logprobs) <= 0).all() and (after.top.logprobs[:, 0] >= after.logprobs - 1e-2).all()
+    found = after.top.ids == text[8:, None].numpy()
+    np.testing.assert_allclose(after.top.logprobs[found], after.logprobs[found.any(1)], atol=1e-2)
 
 
 def test_a_stale_tensor_is_named_and_replaced(job: Job) -> None:
