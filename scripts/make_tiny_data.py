@@ -245,7 +245,7 @@ for byte.
 | `pairs.jsonl`, `pairs_heldout.jsonl` | {train}, {eval} | a right and a sloppy answer to each prompt above |
 | `gsm8k_train.jsonl`, `gsm8k_eval.jsonl` | 64, 32 | the first word problems of GSM8K's train and test files |
 | `tokenizer.json`, `tokenizer_config.json` | 128 tokens | one per printable ASCII character; made by the same script |
-| `model.json`, `model.toml` | | the model and how it is made, written by hand |
+| `model.json`, `model_2m.json`, `model.toml` | | the model, a larger one, and how it is made, written by hand |
 
 No two of the first four files share an expression; 3+5 and 5+3 count as one expression in this, 3*5 and 5*3 too.
 
