@@ -142,6 +142,20 @@ class DistillationConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def requests_are_sent(self) -> DistillationConfig:
+        asked = {
+            "sequences_per_request": [t for t in self.teachers.values() if t.by_server],
+            "request_timeout_s": [t for t in self.teachers.values() if t.kind == "server"],
+        }
+        for key, users in asked.items():
+            if self.on and not users and (value := getattr(self, key)) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"distillation.{key} = {value} does nothing without a teacher of kind 'server' (one of kind 'self' "
+                    "is asked with rollout.request_timeout_s): remove it"
+                )
+        return self
+
+    @model_validator(mode="after")
     def one_teacher_a_source(self) -> DistillationConfig:
         taught: dict[str, str] = {}
         for name, teacher in self.teachers.items():

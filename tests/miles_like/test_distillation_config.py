@@ -57,6 +57,8 @@ def test_who_scores_and_what_the_trainer_keeps() -> None:
         ({"teachers": {"t": {"kind": "self", "prompt": "{prompt}{answer}", "path": "p"}}}, "path does nothing"),
         ({"teachers": {"a": URL, "b": URL}}, r"\.a and \.b both teach the sources that nobody names"),
         ({"teachers": {"a": URL | {"sources": ["x"]}, "b": URL | {"sources": ["x"]}}}, "both teach the source 'x'"),
+        ({"request_timeout_s": 9, "teachers": {"t": {"kind": "self", "prompt": "{prompt}{answer}"}}}, "_s = 9.0 does"),
+        ({"sequences_per_request": 9, "teachers": {"t": {"kind": "weights", "path": "p"}}}, "request = 9 does"),
         ({"top_k": 4, "teachers": {"t": {"kind": "weights", "path": "p"}}}, "the trainer scores teacher 't'"),
     ],
 )
