@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 
+from miles_like.protocols import MakeEnvironment
 from miles_like.types import Observation, Prompt, Sample
 
 
@@ -37,3 +38,6 @@ class Hints:
         if guess == self.answer:
             return Observation(ends=True, reward=1.0 / self.guesses)  # without a reward the run's own is asked
         return Observation(text="higher: " if guess < self.answer else "lower: ")
+
+
+_: MakeEnvironment = Hints  # mypy holds it to its Protocol here

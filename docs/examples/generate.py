@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from miles_like.protocols import RolloutEngine
+from miles_like.protocols import GenerateFn, RolloutEngine
 from miles_like.types import Finish, Prompt, Sample, SamplingParams
 
 AGAIN = (3,)  # the tokens between the two turns: a newline in configs/tiny; a tokenizer of yours knows better
@@ -35,3 +35,6 @@ async def twice(engine: RolloutEngine, prompt: Prompt, *, n: int, params: Sampli
         return await engine.continue_sample(sample, AGAIN, params=params)
 
     return await asyncio.gather(*(second(s) for s in group.samples))
+
+
+_: GenerateFn = twice  # mypy holds it to its Protocol here
