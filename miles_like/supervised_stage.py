@@ -96,7 +96,7 @@ class SupervisedStage(TrainerParts):
     async def _resume(self, trainer: RayTrainer, order: Order, folder: Path, state: RunState) -> int:
         """The first step."""
         self.tokens_total, self.dealt = state.tokens_total, state.prompt_cursor
-        await trainer.load(folder / "trainer")
+        await trainer.load(folder / "trainer", version=state.weight_version)
         order.restore(Cursor(*divmod(state.prompt_cursor, len(order))))
         return state.step
 

@@ -263,8 +263,10 @@ class RayTrainer:
     async def finish_save(self, *, wait: bool) -> bool:
         return all(await self._all("finish_save", [(wait,)] * len(self._ranks)))
 
-    async def load(self, path: Path) -> None:
+    async def load(self, path: Path, *, version: int | None = None) -> None:
+        """`version`: of the weights there, where no publication will tell it."""
         await self._all("load", [(path.resolve(),)] * len(self._ranks))
+        self._version = self._version if version is None else version
 
     async def close(self) -> None:
         for rank in self._ranks:

@@ -1,0 +1,150 @@
+"""A run on given answers that is stopped and resumed is the run that never stopped, bit for bit.
+
+Where dealing stands, the optimizer, the reference of DPO and what was counted must all come back, or a resumed run
+trains on other examples, or measures from other weights, and nobody sees it. The stage itself runs here, on one rank in
+its process. Not covered: Ray and several ranks (tests/e2e), a kill in the middle of a save (test_faults).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from miles_like.types import StepReport, TrainBatch
+from tests.spawn import free_port, run_ranks
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+NAMES = ("sft", "dpo")
+SMALL = (
+    *("parallel.dp=1", "parallel.ep=1", "train.groups_per_step=5", "eval.every=2", "eval.max_prompts=4"),
+    *("checkpoint.every=2", "optimizer.lr=1e-3"),
+)
+STEPS = 4
+TIMES = ("perf/", "wall_s")
+
+
+class Alone:
+    """A `Trainer` of one rank in this process."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.rank, self.version = trainer, 0
+
+    async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
+        self.version += 1
+        return self.rank.train([b.grid[0] for b in batches], [b.loss_tokens for b in batches], self.version)
+
+    async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
+        return self.rank.evaluate(batch.grid[0], batch.loss_tokens)
+
+    async def save(self, path: Path, *, asynchronous: bool = False) -> None:
+        self.rank.save(path, asynchronous=asynchronous)
+
+    async def finish_save(self, *, wait: bool) -> bool:
+        return self.rank.finish_save(wait=wait)
+
+    async def load(self, path: Path, *, version: int = 0) -> None:
+        self.rank.load(path)
+        self.version = version
+
+    async def close(self) -> None:
+        self.bits = {name: x.clone() for name, x in self.rank.export()}
+        self.rank.close()
+
+
+def _checkpoint(where: Path) -> None:
+    """`hf` and `megatron` under `where`, as the stages before training leave them."""
+    from megatron_bridge.convert.to_megatron import to_megatron
+    from megatron_bridge.families.registry import family_of
+    from miles_like.hf_checkpoint import write_hf
+    from miles_like.warmup import random_weights
+
+    hf = json.loads((CONFIGS / "tiny" / "model.json").read_text())
+    shapes = {p.hf_name: p.shape for p in family_of(hf).bind(hf).places()}
+    write_hf(where / "hf", random_weights(shapes, hf, 0), hf)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy2(CONFIGS / "tiny" / name, where / "hf" / name)
+    to_megatron(where / "hf", where / "megatron")
+
+
+def _stage(name: str, where: Path, run_dir: Path, *settings: str, resume: bool = False) -> dict[str, Any]:
+    """One run of the stage: the weights it ends with."""
+    from miles_like import supervised_stage
+    from miles_like.config_io import load_config
+    from miles_like.factories import MegatronFactory
+
+    config = load_config(CONFIGS / f"tiny_{name}.toml", [*SMALL, *settings])
+    run_dir.mkdir(exist_ok=True)
+    made: list[Alone] = []
+
+    class OneRank(supervised_stage.SupervisedStage):
+        def started(self, loss: Any) -> Any:
+            factory = MegatronFactory(self.trainer, self.weights, loss)
+            made.append(Alone(factory(0, 1, "127.0.0.1", free_port())))
+            return made[0]
+
+    supervised_stage.check_nodes = lambda plan: None
+    supervised_stage.settle = supervised_stage.write_report = lambda *_: None
+    OneRank(config, run_dir, where / "hf", where / "megatron", Console(file=io.StringIO())).run(resume)
+    return made[0].bits
+
+
+def _runs(rank: int, world: int, port: int, where: Path) -> dict[str, Any]:
+    _checkpoint(where)
+    out: dict[str, Any] = {}
+    for name in NAMES:
+        whole, cut = where / f"{name}-whole", where / f"{name}-cut"
+        want = _stage(name, where, whole, f"train.steps={STEPS}")
+        _stage(name, where, cut, "train.steps=2")
+        got = _stage(name, where, cut, f"train.steps={STEPS}", resume=True)
+        same = got.keys() == want.keys() and all(bool((got[k] == want[k]).all()) for k in want)
+        states = [
+            json.loads((d / "checkpoints" / f"step_{STEPS}" / "run_state.json").read_text()) for d in (whole, cut)
+        ]
+        out[name] = {"weights": same, "states": states, "rows": [_rows(d) for d in (whole, cut)]}
+    return out
+
+
+def _rows(run_dir: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(_runs, 1, tmp_path_factory.mktemp("supervised"), keep=True)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_run_is_the_one_that_never_stopped(found: dict[str, Any], name: str) -> None:
+    """Weights, the run's state and every figure of every step but its times. Where it stopped it is evaluated anew,
+    before the first step that follows."""
+    got = found[name]
+    whole, cut = got["rows"]
+    assert got["weights"] and got["states"][0] == got["states"][1]
+    assert [row["step"] for row in cut] == [0, 1, 2, 2, 3, 4]
+    assert cut[:3] + cut[4:] == whole
+    assert cut[3].items() <= cut[2].items()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_held_out_examples_are_measured_at_start_on_the_interval_and_at_the_end(
+    found: dict[str, Any], name: str
+) -> None:
+    """No rollout, no routes, no publication: their keys are absent. DPO begins at log 2, where all rewards are 0."""
+    rows, key = found[name]["rows"][0], "eval/heldout" if name == "sft" else "eval/pairs_heldout"
+    assert [row["step"] for row in rows if f"{key}/loss" in row] == [0, 2, 4]
+    more = {"answer_prob"} if name == "sft" else {"accuracy", "margin"}
+    assert all(f"{key}/{short}" in row for row in rows[::2] for short in more)
+    assert not [k for row in rows for k in row if k.startswith(("rollout/", "sync/", "routing/", "mismatch/"))]
+    assert rows[-1]["tokens_total"] > rows[1]["tokens_total"] > 0 and rows[-1]["weight_version"] == STEPS
+    if name == "dpo":
+        assert [rows[0][f"{key}/loss"], rows[1]["train/loss"]] == pytest.approx([math.log(2)] * 2, abs=1e-5)
+        assert rows[-1]["preference/margin"] != 0
