@@ -337,6 +337,7 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         mtp_coefficient=run.train.mtp_coefficient,
         reference=run.algorithm.keeps_reference or run.distillation.reference,
         reference_every=run.algorithm.reference_every or 0,
+        head="scalar" if run.algorithm.name == "reward_model" else "lm",
         on_nonfinite=run.train.on_nonfinite,
         deterministic=run.alignment.deterministic,
     )

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from megatron_bridge.config import Section
 
-SUPERVISED = ("sft", "dpo")  # values of algorithm.name that train without a rollout
+SUPERVISED = ("sft", "dpo", "reward_model")  # values of algorithm.name that train without a rollout
 PAIRS = ("dpo", "reward_model")  # of these, those whose rows are a preferred and another answer
 
 

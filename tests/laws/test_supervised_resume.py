@@ -22,7 +22,7 @@ from miles_like.types import StepReport, TrainBatch
 from tests.spawn import free_port, run_ranks
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NAMES = ("sft", "dpo")
+NAMES = ("sft", "dpo", "reward_model")
 SMALL = (
     *("parallel.dp=1", "parallel.ep=1", "train.groups_per_step=5", "eval.every=2", "eval.max_prompts=4"),
     *("checkpoint.every=2", "optimizer.lr=1e-3"),

@@ -34,6 +34,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         ("tiny_dpo", "supervised.aggregation=sequence_mean", "supervised.aggregation = .* set algorithm.name = 'sft'"),
         ("tiny_dpo", "data.answer_key=x", "data.answer_key = 'x' does nothing"),
         ("tiny_dpo", "train.mtp_coefficient=0.1", "train.mtp_coefficient = 0.1 does nothing"),
+        ("tiny_reward_model", "supervised.beta=0.2", "supervised.beta = 0.2 does nothing"),
         ("tiny", "supervised.chosen_key=x", "supervised.chosen_key = 'x' does nothing with algorithm.name = 'grpo'"),
     ],
 )
@@ -57,4 +58,5 @@ def test_no_server_is_planned_and_no_route_replayed() -> None:
     assert "rollout server none" in "\n".join(describe_processes(config, Path("run")))
     trainer = trainer_config(config, Path("hf"))
     assert trainer.reference and trainer.replay.mode == "off" and trainer.temperature == 1.0
-    assert not trainer_config(load_config(CONFIGS / "tiny_sft.toml"), Path("hf")).reference
+    assert trainer.head == "lm" and not trainer_config(load_config(CONFIGS / "tiny_sft.toml"), Path("hf")).reference
+    assert trainer_config(load_config(CONFIGS / "tiny_reward_model.toml"), Path("hf")).head == "scalar"

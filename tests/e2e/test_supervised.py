@@ -1,0 +1,36 @@
+"""Given answers and pairs through the command: five stages, Ray and trainer ranks, no server.
+
+Steps are few: that they are the right ones is test_supervised_resume's, that a wrong row is named is
+test_supervised_data's, that they learn docs/supervised.md's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ROOT, SMALL, Run
+
+MADE = SMALL[:4]  # the checkpoint that other files' runs make too
+FEW = (*("--set", "train.steps=2"), *("--set", "train.groups_per_step=6"), *("--set", "eval.max_prompts=6"))
+FIGURES = {
+    "sft": "eval/heldout/answer_prob",
+    "dpo": "eval/pairs_heldout/accuracy",
+    "reward_model": "eval/pairs_heldout/accuracy",
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_run_without_rollout_leaves_what_any_run_does(run: Run, home: Path, name: str) -> None:
+    config, out = str(ROOT / "configs" / f"tiny_{name}.toml"), home / name
+    done = run("--config", config, "--run-dir", str(out), *MADE, *FEW)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [0, 1, 2]
+    assert FIGURES[name] in rows[0] and FIGURES[name] in rows[2] and FIGURES[name] not in rows[1]
+    for left in ("config.toml", "report.html", "plots/loss.png", "checkpoints/latest"):
+        assert (out / left).is_file(), left
+    assert list((out / "tensorboard").iterdir())
+    assert sorted(p.name for p in (out / "logs").iterdir()) == ["trainer_rank0.log", "trainer_rank1.log"]
