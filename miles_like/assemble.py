@@ -205,7 +205,7 @@ def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
                 return_routed_experts=_has_experts(config),
             )
         lines.append(f"node {s.node} runs: {' '.join(command)}")
-    return lines
+    return [*lines, *config.distillation.described()]
 
 
 def _has_experts(config: RunConfig) -> bool:

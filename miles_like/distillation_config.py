@@ -69,6 +69,15 @@ class TeacherConfig(Section):
                 "the teacher sees, e.g. {answer}"
             )
 
+    def described(self) -> str:
+        """One line for a reader."""
+        if self.kind == "self":
+            weights = "the weights that the run begins with" if self.by_reference else "the policy"
+            return f"{weights}, asked {self.prompt!r}"
+        if self.kind == "weights":
+            return f"{self.path}, beside the trainer's weights"
+        return f"the server at {self.url}" if self.url else f"an embedded server of {self.path or 'what the run makes'}"
+
     @property
     def by_reference(self) -> bool:
         return self.kind == "self" and self.weights == "reference"
@@ -112,6 +121,13 @@ class DistillationConfig(Section):
     def rest(self) -> str | None:
         """Who teaches the sources that nobody names; None: nobody."""
         return next((name for name, t in self.teachers.items() if not t.sources), None)
+
+    def described(self) -> list[str]:
+        """A line for each teacher."""
+        return [
+            f"teacher {name} of {', '.join(map(repr, t.sources)) or 'all other sources'}: {t.described()}"
+            for name, t in self.teachers.items()
+        ]
 
     def teacher_of(self, source: str) -> str | None:
         """None: nobody teaches it, and it is left to the reward."""

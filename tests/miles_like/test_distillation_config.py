@@ -30,6 +30,15 @@ def test_who_scores_and_what_the_trainer_keeps() -> None:
     hint = {"kind": "self", "prompt": "{prompt}{answer}"}
     kinds = {"s": URL, "w": {"kind": "weights", "path": "p"}, "c": hint, "r": hint | {"weights": "reference"}}
     d = section(teachers={n: t | {"sources": [n]} for n, t in kinds.items()})
+    assert d.described() == [
+        "teacher s of 's': the server at http://h:1",
+        "teacher w of 'w': p, beside the trainer's weights",
+        "teacher c of 'c': the policy, asked '{prompt}{answer}'",
+        "teacher r of 'r': the weights that the run begins with, asked '{prompt}{answer}'",
+    ]
+    assert section(teachers={"t": {"make": MAKE}}).described() == [
+        "teacher t of all other sources: an embedded server of what the run makes"
+    ]
     assert {n: t.by_server for n, t in d.teachers.items()} == {"s": True, "w": False, "c": True, "r": False}
     assert d.reference and not section().reference
 
