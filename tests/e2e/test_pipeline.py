@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
 import typer
 from typer.testing import CliRunner
 
+from miles_like.config_io import load_config
 from scripts import run_deepseek
 from tests.e2e.conftest import ROOT, SMALL, Run
 
@@ -100,17 +103,23 @@ def taught(run: Run, demo: tuple[Path, str], home: Path) -> dict[str, float]:
     sources = ("served", "swapped", "hinted")
     prompts.write_text("\n".join(json.dumps(r | {"source": sources[i % 3]}) for i, r in enumerate(rows)))
     (checkpoint,) = home.glob("cache/fetch-*/data")
-    teachers = (f'path = "{checkpoint}"', f'kind = "weights"\npath = "{checkpoint}"', 'kind = "self"\nprompt = "%s"')
-    config.write_text(
-        f'extends = "{ROOT / "configs" / "tiny.toml"}"\n[data]\ntrain = "{prompts}"\n[distillation]\nmode = "alone"\n'
-        + "".join(
-            f'[distillation.teachers.{name}]\n{keys}\nsources = ["{name}"]\n'
-            for name, keys in zip(sources, teachers, strict=True)
-        ).replace("%s", "{answer}. {prompt}")
-    )
+    made = load_config(ROOT / "configs" / "tiny.toml", SMALL[1::2]).model.make
+    assert made is not None
+    teachers: dict[str, dict[str, Any]] = {
+        "served": {"make": made.model_dump(mode="json", exclude_none=True)},  # whole already: the student's own
+        "swapped": {"kind": "weights", "path": str(checkpoint)},
+        "hinted": {"kind": "self", "prompt": "{answer}. {prompt}"},
+    }
+    settings = {
+        "extends": str(ROOT / "configs" / "tiny.toml"),
+        "data": {"train": str(prompts)},
+        "distillation": {"mode": "alone", "teachers": {n: t | {"sources": [n]} for n, t in teachers.items()}},
+    }
+    config.write_text(tomli_w.dumps(settings))
     how = ("--set", "train.steps=1", "--set", "replay.mode=off", "--set", "train.groups_per_step=12")
     done = run("--config", str(config), "--run-dir", str(home / "taught"), *SMALL, *how)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "warm-up" not in done.stdout
     return metrics(home / "taught")[1]
 
 
