@@ -34,6 +34,7 @@ from miles_like.packing import pack
 from miles_like.pipeline import plan_stages, run_stages
 from miles_like.rewards.load import make_reward
 from miles_like.train_stage import TrainStage, settle
+from miles_like.types import SampleGroup
 from miles_like.workers import RayTrainer, start_ray
 from rollout.client import SGLangClient
 from rollout.episode import run_groups
@@ -59,12 +60,13 @@ class Side:
         self.trainer.connect(stage.publisher([url]))
         self.reward = make_reward(self.config.reward)
         self.compared = 0.0  # seconds, before the first iteration
+        self.processes: Sequence[psutil.Process] = ()  # whose time counts
         self.seconds: dict[str, list[float]] = {name: [] for name in (*PHASES, "iteration", "cpu")}
 
-    async def iterate(self, step: int, source: PromptSource) -> None:
+    async def iterate(self, step: int, source: PromptSource) -> Sequence[SampleGroup]:
         c = self.config.train
         algorithm = self.stage.algorithm
-        worked = cpu_seconds()
+        worked = cpu_seconds(self.processes)
         marks = [time.perf_counter()]
         groups = await run_groups(
             self.engine,
@@ -84,7 +86,8 @@ class Side:
         for name, a, b in zip(PHASES, marks, marks[1:], strict=False):
             self.seconds[name].append(b - a)
         self.seconds["iteration"].append(marks[-1] - marks[0])
-        self.seconds["cpu"].append(cpu_seconds() - worked)
+        self.seconds["cpu"].append(cpu_seconds(self.processes) - worked)
+        return groups
 
 
 async def compare(side: Side, source: PromptSource) -> float:
@@ -97,11 +100,15 @@ async def compare(side: Side, source: PromptSource) -> float:
     return seconds
 
 
-def cpu_seconds() -> float:
-    """Of this process and all that it started: ranks, servers and Ray."""
+def started() -> list[psutil.Process]:
+    """This process and all that it started: ranks, servers and Ray. Listing them takes a good part of an iteration."""
     me = psutil.Process()
+    return [me, *me.children(recursive=True)]
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     total = 0.0
-    for process in (me, *me.children(recursive=True)):
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
             total += times.user + times.system
@@ -116,6 +123,7 @@ async def measure(sides: Sequence[Side], source: PromptSource, iterations: int, 
             await side.iterate(step, source)
         if step + 1 == warm:
             for side in sides:
+                side.processes = started()
                 side.seconds = {name: [] for name in side.seconds}
     for side in sides:
         await side.engine.close()
