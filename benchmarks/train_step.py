@@ -152,7 +152,9 @@ def fill(plain: Plain, work: Work, *, dp: int = 1, micros: int = 1) -> TrainBatc
 # our side
 
 
-def make_trainer(folder: Path, dtype: str, *, rank: int = 0, port: int, **layout: int) -> Any:
+def make_trainer(
+    folder: Path, dtype: str, *, rank: int = 0, port: int, replay: ReplayConfig | None = None, **layout: int
+) -> Any:
     from megatron_bridge.trainer import MegatronTrainer
 
     config = TrainerConfig(
@@ -160,7 +162,7 @@ def make_trainer(folder: Path, dtype: str, *, rank: int = 0, port: int, **layout
         parallel=ParallelConfig(**layout),
         precision=PrecisionConfig(),
         optimizer=OPTIMIZER,
-        replay=ReplayConfig(),
+        replay=replay or ReplayConfig(),
         params_dtype=dtype,  # type: ignore[arg-type]
     )
     world = config.parallel.world_size

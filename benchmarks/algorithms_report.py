@@ -1,0 +1,137 @@
+"""The table and the pictures of algorithms.py, no benchmark by itself."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from miles_like.plots import BLUE, DPI, FAINT, INK
+
+Runs = Sequence[Mapping[str, Any]]  # of one preset, one for each seed
+HEAD = (
+    "preset",
+    "what it changes",
+    "accuracy before",
+    "after",
+    "tokens sampled",
+    "gradient norm, largest / median",
+    "entropy at the end",
+    "largest KL to the rollout",
+    "clipped",
+    "skipped",
+)
+BEGIN, END = "<!-- study: benchmarks/algorithms.py --docs -->", "<!-- end of study -->"
+
+
+def write_study(found: Mapping[str, Runs], out: Path, docs: Path | None) -> dict[str, float]:
+    """Table and pictures beside `out`, and in `docs`; the figures of the last line."""
+    sentences = _sentences(found)
+    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    lines += [f"| {' | '.join(_row(preset, sentences.get(preset, ''), runs))} |" for preset, runs in found.items()]
+    table = "\n".join(lines)
+    print(table)
+    out.with_suffix(".md").write_text(table + "\n")
+    _into(out.parent, found)
+    if docs is not None:
+        _into(docs / "images", found)
+        page = docs / "algorithms.md"
+        text = page.read_text()
+        if BEGIN not in text or END not in text:
+            raise ValueError(f"{page} has no place for the table: a line {BEGIN!r}, later a line {END!r}")
+        page.write_text(text[: text.index(BEGIN) + len(BEGIN)] + f"\n\n{table}\n\n" + text[text.index(END) :])
+    return {f"accuracy_{preset}": _mean([_last(run) for run in runs]) for preset, runs in found.items()}
+
+
+def _sentences(found: Mapping[str, Runs]) -> dict[str, str]:
+    """What each preset changes: the last cell of its row in docs/algorithms.md's list of presets."""
+    page = Path(__file__).resolve().parents[1] / "docs" / "algorithms.md"
+    text = page.read_text() if page.exists() else ""
+    text = text[: text.index(BEGIN)] if BEGIN in text else text
+    rows = {p: re.search(rf"^\| `{re.escape(p)}` \|(.*)\|\s*$", text, re.MULTILINE) for p in found}
+    return {p: row.group(1).split(" | ")[-1].strip() for p, row in rows.items() if row}
+
+
+def _last(run: Mapping[str, Any]) -> float | None:
+    return run["accuracy"][-1][2] if run["accuracy"] else None
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    there = [v for v in values if v is not None]
+    return statistics.fmean(there) if there else float("nan")
+
+
+def _spread(values: Sequence[float | None], form: str) -> str:
+    """Mean +- standard deviation over seeds."""
+    there = [v for v in values if v is not None]
+    if not there:
+        return "none"
+    more = f" ± {format(statistics.stdev(there), form)}" if len(there) > 1 else ""
+    return format(statistics.fmean(there), form) + more
+
+
+def _row(preset: str, sentence: str, runs: Runs) -> list[str]:
+    def largest(key: str, form: str) -> str:
+        return format(max((r[key] for r in runs if r[key] is not None), default=float("nan")), form)
+
+    norms = [r["grad_norm_max"] / r["grad_norm_median"] for r in runs if r["grad_norm_median"]]
+    early = sum(r["ended"] is not None for r in runs)
+    return [
+        f"`{preset}`",
+        sentence,
+        _spread([r["accuracy"][0][2] if r["accuracy"] else None for r in runs[:1]], ".3f"),
+        _spread([_last(r) for r in runs], ".3f") + (f" ({early} of {len(runs)} ended early)" if early else ""),
+        f"{_mean([r['tokens'] for r in runs]) / 1000:,.0f} k",
+        f"{max(norms, default=float('nan')):.1f}",
+        _spread([r["entropy"][-1][2] if r["entropy"] else None for r in runs], ".2f"),
+        largest("kl_max", ".1e"),
+        f"{_mean([r['clip_frac'] for r in runs]):.1%}" if any(r["clip_frac"] is not None for r in runs) else "",
+        f"{sum(r['skipped'] for r in runs):.0f}",
+    ]
+
+
+# pictures
+
+
+def _into(folder: Path, found: Mapping[str, Runs]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _small_multiples(found, "accuracy", "Held-out accuracy, greedy", folder / "algorithms_accuracy.png")
+    _small_multiples(found, "entropy", "Entropy of the policy, nats a token", folder / "algorithms_entropy.png")
+
+
+def _small_multiples(found: Mapping[str, Runs], key: str, title: str, path: Path) -> None:
+    """One panel a preset: its runs and their mean in blue, every preset's mean behind in grey; x: sampled tokens."""
+    columns = min(4, len(found))
+    rows = -(-len(found) // columns)
+    figure = Figure(figsize=(2.5 * columns, 1.9 * rows + 0.6), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    means = {preset: _mean_curve(runs, key) for preset, runs in found.items()}
+    for ax, (preset, runs) in zip(axes, found.items(), strict=False):
+        for other in means.values():
+            ax.plot(*other, color="#DDDDDD", linewidth=0.8)
+        for run in runs:
+            ax.plot(
+                [x / 1000 for _, x, _ in run[key]], [y for _, _, y in run[key]], color=BLUE, alpha=0.35, linewidth=1
+            )
+        ax.plot(*means[preset], color=BLUE, linewidth=1.8)
+        ax.set_title(preset, loc="left", fontsize=9, color=INK)
+        ax.tick_params(labelsize=7, colors=FAINT)
+        for side in ("top", "right"):
+            ax.spines[side].set_visible(False)
+    for ax in axes[len(found) :]:
+        ax.set_visible(False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
+    figure.supxlabel("thousand sampled tokens; grey: the other presets", fontsize=8, color=FAINT)
+    figure.savefig(path)
+
+
+def _mean_curve(runs: Runs, key: str) -> tuple[list[float], list[float]]:
+    """Over the points that every run has."""
+    points = list(zip(*(run[key] for run in runs), strict=False))
+    return [_mean([p[1] / 1000 for p in at]) for at in points], [_mean([p[2] for p in at]) for at in points]
