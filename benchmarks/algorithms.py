@@ -130,7 +130,10 @@ def _work(core: int, study: Study, tasks: Any, found: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes started from here
     try:
         while (task := tasks.get()) is not None:
-            found.put((task, study.run(task)))
+            try:
+                found.put((task, study.run(task)))
+            except ValueError as e:  # a configuration that is refused; the other presets' are not
+                found.put((task, str(e)))
     finally:
         assemble.shut_down()
         found.put((None, {}))
@@ -156,6 +159,9 @@ def run_all(study: Study, tasks: Sequence[Task], out: Path, cores: Sequence[int]
         if task is None:
             running -= 1
             continue
+        if isinstance(result, str):
+            print(f"{task.name} was refused: {result}", flush=True)
+            continue
         done[task.name] = result
         _write(out, done)
         last = f"{result['accuracy'][-1][2]:.3f}" if result["accuracy"] else "none"
@@ -166,8 +172,8 @@ def run_all(study: Study, tasks: Sequence[Task], out: Path, cores: Sequence[int]
         )
     for worker in workers:
         worker.join()
-    if len(done) < len(tasks):
-        sys.exit(f"{len(done)} of {len(tasks)} runs ended: see the traceback above, then run again")
+    if missing := [t.name for t in tasks if t.name not in done]:
+        sys.exit(f"{len(missing)} of {len(tasks)} runs gave nothing, first {missing[0]}: see above, then run again")
     return done
 
 

@@ -26,35 +26,53 @@ HEAD = (
     "clipped",
     "skipped",
 )
-BEGIN, END = "<!-- study: benchmarks/algorithms.py --docs -->", "<!-- end of study -->"
+BEGIN, END = "<!-- written by benchmarks/algorithms.py --docs -->", "<!-- end of what it wrote -->"
+SECTION = f"""
+## Study
+
+`benchmarks/algorithms.py` runs every preset on the tiny task from the same checkpoint, each rollout in 4 optimizer
+steps with the same learning rate. Accuracy is greedy, over 600 held-out problems; ± is the standard deviation over
+seeds. The gradient norm is that of the worst seed, KL is `mismatch/kl`, clipped the mean share of tokens, skipped the
+optimizer steps whose loss or gradient was not finite.
+
+{BEGIN}
+{END}
+"""
+IMAGES = {"accuracy": "Held-out accuracy of each preset", "entropy": "Entropy of each preset"}
 
 
 def write_study(found: Mapping[str, Runs], out: Path, docs: Path | None) -> dict[str, float]:
     """Table and pictures beside `out`, and in `docs`; the figures of the last line."""
     sentences = _sentences(found)
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-    lines += [f"| {' | '.join(_row(preset, sentences.get(preset, ''), runs))} |" for preset, runs in found.items()]
+    lines += [f"| {' | '.join(_row(preset, sentences[preset], runs))} |" for preset, runs in found.items()]
     table = "\n".join(lines)
     print(table)
     out.with_suffix(".md").write_text(table + "\n")
     _into(out.parent, found)
     if docs is not None:
         _into(docs / "images", found)
-        page = docs / "algorithms.md"
-        text = page.read_text()
-        if BEGIN not in text or END not in text:
-            raise ValueError(f"{page} has no place for the table: a line {BEGIN!r}, later a line {END!r}")
-        page.write_text(text[: text.index(BEGIN) + len(BEGIN)] + f"\n\n{table}\n\n" + text[text.index(END) :])
+        _tell(docs / "algorithms.md", table)
     return {f"accuracy_{preset}": _mean([_last(run) for run in runs]) for preset, runs in found.items()}
 
 
+def _tell(page: Path, table: str) -> None:
+    """Puts table and pictures into the page's study, which it is given where it has none."""
+    text = page.read_text()
+    if BEGIN not in text:
+        text = text.rstrip("\n") + "\n" + SECTION
+    images = "\n\n".join(f"![{what}](images/algorithms_{name}.png)" for name, what in IMAGES.items())
+    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    page.write_text(f"{before}\n\n{table}\n\n{images}\n\n{after}")
+
+
 def _sentences(found: Mapping[str, Runs]) -> dict[str, str]:
-    """What each preset changes: the last cell of its row in docs/algorithms.md's list of presets."""
-    page = Path(__file__).resolve().parents[1] / "docs" / "algorithms.md"
-    text = page.read_text() if page.exists() else ""
-    text = text[: text.index(BEGIN)] if BEGIN in text else text
-    rows = {p: re.search(rf"^\| `{re.escape(p)}` \|(.*)\|\s*$", text, re.MULTILINE) for p in found}
-    return {p: row.group(1).split(" | ")[-1].strip() for p, row in rows.items() if row}
+    """What each preset changes, from the list of presets in docs/algorithms.md."""
+    text = (Path(__file__).resolve().parents[1] / "docs" / "algorithms.md").read_text()
+    rows = {p: re.search(rf'^\| `"{re.escape(p)}"` \| ([^|]*) \|', text, re.MULTILINE) for p in found}
+    if missing := [p for p, row in rows.items() if row is None]:
+        raise ValueError(f"docs/algorithms.md does not say what {missing[0]!r} changes: give it a row in its presets")
+    return {p: row.group(1) for p, row in rows.items() if row is not None}
 
 
 def _last(run: Mapping[str, Any]) -> float | None:
