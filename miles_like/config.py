@@ -85,6 +85,12 @@ class MismatchConfig(Section):
         return self
 
 
+class CriticConfig(Section):
+    """The model that estimates what is still to come, of algorithm.advantage = "ppo"."""
+
+    lr: float | None = Field(None, gt=0)  # None: optimizer.lr
+
+
 class BufferConfig(Section):
     max_staleness: int = Field(0, ge=0)
 
@@ -128,6 +134,7 @@ class RunConfig(Section):
     train: TrainLoopConfig = TrainLoopConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     correction: CorrectionConfig = CorrectionConfig()
+    critic: CriticConfig = CriticConfig()
     distillation: DistillationConfig = DistillationConfig()
     supervised: SupervisedConfig = SupervisedConfig()
     mismatch: MismatchConfig = MismatchConfig()
@@ -276,6 +283,15 @@ class RunConfig(Section):
             correction=self.correction.kind,
             on_breach=self.mismatch.on_breach,
         )
+        return self
+
+    @model_validator(mode="after")
+    def there_is_a_critic_to_configure(self) -> RunConfig:
+        if self.critic.lr is not None and not self.algorithm.has_critic:
+            raise ValueError(
+                f"critic.lr = {self.critic.lr} does nothing with algorithm.advantage = {self.algorithm.advantage!r}, "
+                "which has no critic: remove it, or set algorithm.advantage = 'ppo'"
+            )
         return self
 
     @model_validator(mode="after")

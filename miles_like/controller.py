@@ -107,7 +107,7 @@ class Controller:
             await took.put((made, time.perf_counter() - began))
 
     async def _train(self, step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
-        asked = time.perf_counter()
+        asked, described = time.perf_counter(), self.describe(step, groups)
         groups = await self.experience(groups)
         advantages = self.deal(step, [list(a) for a in self.algorithm.advantages(groups)])
         began = time.perf_counter()
@@ -120,7 +120,7 @@ class Controller:
         self.phase(step, "publish")
         published = await self.trainer.publish(version=step + 1)
         return {
-            **self.describe(step, groups),
+            **described,
             **metrics,
             "perf/experience_s": began - asked,
             "perf/train_s": trained - began,

@@ -7,19 +7,22 @@ whole nodes in a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from megatron_bridge.config import ParallelConfig
 from miles_like.config import ClusterConfig
 from rollout.config import RolloutConfig
+
+Role = Literal["trainer", "critic", "rollout"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """One process."""
 
-    role: str  # "trainer" or "rollout"
-    index: int  # rank of the trainer, or number of the server
+    role: Role
+    index: int  # rank of the trainer or critic, or number of the server
     node: int
     gpus: tuple[int, ...]  # local GPU numbers; empty on CPU
     node_rank: int = 0  # of a server that spans nodes
@@ -30,8 +33,12 @@ class Slot:
 class PlacementPlan:
     slots: tuple[Slot, ...]
 
-    def of(self, role: str) -> tuple[Slot, ...]:
+    def of(self, role: Role) -> tuple[Slot, ...]:
         return tuple(s for s in self.slots if s.role == role)
+
+    def critics(self) -> tuple[Slot, ...]:
+        """Of a second model that is trained beside the first: each rank where the trainer's is."""
+        return tuple(replace(s, role="critic") for s in self.of("trainer"))
 
     @property
     def nodes(self) -> int:

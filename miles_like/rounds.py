@@ -35,6 +35,7 @@ class Rounds:
     # (step, round, prompts) -> sampled and scored; rounds count from 0
     rollout: Callable[[int, int, Sequence[Prompt]], Awaitable[Sequence[SampleGroup]]]
     refuse: Callable[[SampleGroup], str | None] = lambda group: None  # the reason to leave a group out
+    shape: Callable[[SampleGroup], SampleGroup] = lambda group: group  # other rewards for what was not left out
     max_rounds: int = 1
     dealt: int = 0
 
@@ -49,7 +50,7 @@ class Rounds:
             for ticket, group in zip(tickets, groups, strict=True):
                 reason = self.refuse(group) if group.samples else _why_empty(group)
                 if reason is None:
-                    await self.buffer.put(ticket, group)
+                    await self.buffer.put(ticket, self.shape(group))
                 else:
                     await self.buffer.discard(ticket, reason=reason)
                     left_out[reason] += 1

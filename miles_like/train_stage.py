@@ -12,12 +12,15 @@ from typing import Any
 
 from miles_like import run_state
 from miles_like.algorithms.advantages.shuffle import shuffle_over_batch
+from miles_like.algorithms.filters import make_filter
 from miles_like.algorithms.registry import make_bounds
+from miles_like.algorithms.truncation import make_overlong, mask_truncated
 from miles_like.buffer import DataBuffer
 from miles_like.config_io import dump_config
 from miles_like.controller import Controller, settle
 from miles_like.distillation import Teachers
 from miles_like.evaluation import HeldOut, evaluate, held_out
+from miles_like.experience import Experience
 from miles_like.metrics import discards, rollout_metrics, turn_metrics, write_rollouts
 from miles_like.packing import pack, pack_steps
 from miles_like.progress import PhaseBar
@@ -28,7 +31,7 @@ from miles_like.rounds import Rounds
 from miles_like.run_parts import RunParts
 from miles_like.run_state import RunState
 from miles_like.run_teachers import RunTeachers
-from miles_like.types import Aggregation, Prompt, SampleGroup, TrainBatch
+from miles_like.types import Prompt, SampleGroup, TrainBatch
 from miles_like.verify.allowance import of_steps
 from miles_like.verify.gate import admit, judge
 from miles_like.workers import RayTrainer, check_nodes
@@ -41,6 +44,11 @@ from rollout.prompts import PromptSource
 
 class TrainStage(RunParts):
     """The parts of one training run, started, wired and stopped."""
+
+    critic_ranks: RayTrainer | None = None
+
+    def trained(self, trainer: RayTrainer) -> dict[str, RayTrainer]:
+        return {"trainer": trainer} | ({} if self.critic_ranks is None else {"critic": self.critic_ranks})
 
     def run(self, resume: bool) -> None:
         (self.run_dir / "config.toml").write_text(dump_config(self.config), encoding="utf-8")
@@ -58,11 +66,12 @@ class TrainStage(RunParts):
         teachers.launch()
         servers = self.servers(began[1].weight_version if began else 0)
         try:
-            trainer = self.ranks()
+            trainer, self.critic_ranks = self.ranks(), self.critic()
             urls = servers.wait()
             teachers.wait()
+            critics = "" if self.critic_ranks is None else f" and {len(self.plan.critics())} of the critic"
             self.console.print(
-                f"{'':12}{len(self.plan.of('trainer'))} trainer ranks, {len(urls)} rollout servers up "
+                f"{'':12}{len(self.plan.of('trainer'))} trainer ranks{critics}, {len(urls)} rollout servers up "
                 f"after {time.perf_counter() - started:.0f} s{self.payload()}"
             )
             asyncio.run(self._loop(trainer, urls, source, rewards, held, began, teachers))
@@ -98,6 +107,7 @@ class TrainStage(RunParts):
         with PhaseBar(config.train.steps, self.console) as (progress, task):
             controller = self._controller(
                 trainer,
+                teachers if config.distillation.on else None,
                 next_prompts=source.take,
                 rollout=partial(self._rollout, engine, rewards(None)),
                 dealt=0 if began is None else began[1].prompt_cursor,
@@ -105,8 +115,6 @@ class TrainStage(RunParts):
                 phase=lambda step, name: progress.update(task, completed=step, phase=name),
                 sink=sink,
                 judge=partial(judge, bounds, config.mismatch.on_breach, self.console),
-                **({"experience": teachers.score} if config.distillation.on else {}),
-                describe=partial(self._describe, teachers),
             )
             settle()
             try:
@@ -117,20 +125,40 @@ class TrainStage(RunParts):
                 await engine.close()
                 await EnginePool(examiner).close()
                 await teachers.close()
-                await trainer.close()
+                for ranks in self.trained(trainer).values():
+                    await ranks.close()
 
     def _controller(
-        self, trainer: RayTrainer, *, next_prompts: Any, rollout: Any, dealt: int, **more: Any
+        self,
+        trainer: RayTrainer,
+        teachers: Teachers | None,
+        *,
+        next_prompts: Any,
+        rollout: Any,
+        dealt: int,
+        **more: Any,
     ) -> Controller:
         c = self.config
         buffer = DataBuffer(max_staleness=c.buffer.max_staleness)
+        overlong = make_overlong(c.algorithm, c.rollout.max_new_tokens)
         rounds = Rounds(
             groups=c.train.groups_per_step,
             buffer=buffer,
             next_prompts=next_prompts,
             rollout=rollout,
+            refuse=make_filter(c.algorithm.filter),
+            shape=(lambda group: group) if overlong is None else (lambda group: overlong([group])[0]),
             max_rounds=c.rollout.max_rounds,
             dealt=dealt,
+        )
+        experience = Experience(
+            algorithm=self.algorithm,
+            pack=lambda groups, advantages: [pack(groups, advantages, **self.rows(trainer.dp_size))],
+            pack_steps=partial(self._pack, trainer.dp_size),
+            trainer=trainer,
+            critic=self.critic_ranks,
+            mask=mask_truncated if c.algorithm.mask_truncated else list,
+            teachers=teachers,
         )
         return Controller(
             trainer=trainer,
@@ -139,6 +167,7 @@ class TrainStage(RunParts):
             rounds=rounds,
             pack=partial(self._pack, trainer.dp_size),
             deal=self._deal,
+            describe=self._describe,
             keep=lambda step, groups: write_rollouts(self.run_dir / "rollouts" / f"step_{step}.jsonl", groups),
             save=partial(self.save, trainer),
             finish_save=partial(self.finish_save, trainer),
@@ -146,6 +175,8 @@ class TrainStage(RunParts):
             eval_every=c.eval.every,
             save_every=c.checkpoint.every,
             speed=self.speed,
+            experience=experience,
+            learn=experience.learn,
             **more,
         )
 
@@ -165,7 +196,8 @@ class TrainStage(RunParts):
             return 0
         folder, state = began
         self.tokens_total = state.tokens_total
-        await trainer.load(folder / "trainer")
+        for name, ranks in self.trained(trainer).items():
+            await ranks.load(folder / name)
         await trainer.publish(version=state.step)
         source.restore(Cursor(*divmod(state.prompt_cursor, len(source))))
         return state.step
@@ -197,7 +229,7 @@ class TrainStage(RunParts):
             steps=c.train.steps_per_rollout,
             cost=self.cost,
             replayed=c.replay.mode == "r3",
-            aggregation=Aggregation(c.algorithm.aggregation),
+            aggregation=self.algorithm.aggregation,
             constant=c.algorithm.constant(c.rollout.max_new_tokens),
             **self.rows(dp_size),
         )
@@ -207,10 +239,8 @@ class TrainStage(RunParts):
             return advantages
         return shuffle_over_batch(advantages, seed=seed_of(self.config.seed, f"shuffle {step}"))
 
-    def _describe(self, teachers: Teachers, step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
+    def _describe(self, step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
         metrics = rollout_metrics(groups, version=step)
-        if self.config.distillation.on:
-            metrics |= teachers.metrics(groups)
         if self.config.rollout.environment or self.config.rollout.generate:
             metrics |= turn_metrics(groups)
         self.tokens_total += sum(s.response_len for g in groups for s in g.samples)

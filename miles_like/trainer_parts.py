@@ -72,6 +72,10 @@ class TrainerParts:
         slots, logs = self.plan.of("trainer"), self.run_dir / "logs"
         return RayTrainer(factory, slots, dp_size=self.config.parallel.dp, log_dir=logs)
 
+    def trained(self, trainer: RayTrainer) -> dict[str, RayTrainer]:
+        """Every model that is trained, by its folder in a checkpoint."""
+        return {"trainer": trainer}
+
     def rows(self, dp_size: int) -> dict[str, Any]:
         c = self.config
         return {"dp_size": dp_size, "max_tokens": c.max_pack_tokens, "micro_multiple": c.parallel.micro_multiple}
@@ -108,12 +112,15 @@ class TrainerParts:
         returns."""
         await self.finish_save(trainer, True)
         folder = run_state.empty_folder(self.checkpoints, step)
-        await trainer.save(folder / "trainer", asynchronous=self.config.checkpoint.asynchronous)
+        for name, ranks in self.trained(trainer).items():
+            await ranks.save(folder / name, asynchronous=self.config.checkpoint.asynchronous)
         self._saving = RunState(step=step, weight_version=step, prompt_cursor=dealt, tokens_total=self.tokens_total)
         await self.finish_save(trainer, not self.config.checkpoint.asynchronous)
 
     async def finish_save(self, trainer: RayTrainer, wait: bool) -> None:
         """`latest` moves on when every rank has written; the state is the one of the step that was saved."""
-        if self._saving is not None and await trainer.finish_save(wait=wait):
+        if self._saving is None:
+            return
+        if all([await ranks.finish_save(wait=wait) for ranks in self.trained(trainer).values()]):
             run_state.save(self.checkpoints, self._saving, keep=self.config.checkpoint.keep)
             self._saving = None

@@ -148,13 +148,18 @@ def _at(node: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
+_SHARE_OF_GPU = {"trainer": 0.6, "rollout": 0.4, "critic": 0.0}  # for Ray, which then puts one of each on a GPU
+
+
 def _options(slot: Slot) -> dict[str, Any]:
     nodes = node_ids()
     # ranks of a CPU run share two cores: one thread each, or they fight over them
     environment = {"OMP_NUM_THREADS": "1"} if not slot.gpus else {}
+    if slot.gpus and slot.role == "critic":  # beside a trainer rank, on a GPU that Ray has given out whole
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slot.gpus))
     return {
         "num_cpus": 0,
-        "num_gpus": len(slot.gpus) * (0.4 if slot.role == "rollout" else 0.6),
+        "num_gpus": len(slot.gpus) * _SHARE_OF_GPU[slot.role],
         "scheduling_strategy": _at(nodes[slot.node]),
         "runtime_env": {"env_vars": environment},
     }
@@ -199,22 +204,23 @@ class RayTrainer:
         """Starts every rank and waits until all have built their model. Raises RuntimeError when one cannot."""
         self.dp_size = dp_size
         actor = ray.remote(_Rank)
-        logs = [log_dir / f"trainer_rank{s.index}.log" for s in slots]
+        self._who = slots[0].role
+        logs = [log_dir / f"{s.role}_rank{s.index}.log" for s in slots]
         self._ranks = [actor.options(**_options(s)).remote(log.resolve()) for s, log in zip(slots, logs, strict=True)]
-        host, port = _get(self._ranks[0].address.remote(), "trainer rank 0")
+        host, port = _get(self._ranks[0].address.remote(), f"{self._who} rank 0")
         world = len(slots)
         started = [rank.start.remote(factory, i, world, host, port) for i, rank in enumerate(self._ranks)]
-        self._places: list[Place] = [_get(ref, f"trainer rank {i}") for i, ref in enumerate(started)]
+        self._places: list[Place] = [_get(ref, f"{self._who} rank {i}") for i, ref in enumerate(started)]
         self._version = 0
 
     def connect(self, factory: PublisherFactory) -> None:
         """Give every rank its publisher."""
         for i, rank in enumerate(self._ranks):
-            _get(rank.connect.remote(factory), f"trainer rank {i}")
+            _get(rank.connect.remote(factory), f"{self._who} rank {i}")
 
     def fingerprint(self) -> str | None:
         """Of the bits that its ranks compute; None unless it is deterministic."""
-        fingerprint: str | None = _get(self._ranks[0].fingerprint.remote(), "trainer rank 0")
+        fingerprint: str | None = _get(self._ranks[0].fingerprint.remote(), f"{self._who} rank 0")
         return fingerprint
 
     async def train(self, batches: Sequence[TrainBatch]) -> StepReport:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_samples import group, rewarded, sample
 from rich.console import Console
@@ -92,6 +92,7 @@ def test_speeds_by_hand():
     }
 
 
+@settings(deadline=None)
 @given(n=st.integers(1, 7), data=st.data())
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, data):
     correct, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))

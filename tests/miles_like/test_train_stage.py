@@ -18,6 +18,7 @@ from rich.console import Console
 
 from megatron_bridge.families.registry import family_of
 from miles_like.algorithms.bounds import Bounds
+from miles_like.algorithms.registry import make_algorithm
 from miles_like.config_io import load_config
 from miles_like.placement import plan_placement
 from miles_like.reward_config import RewardConfig
@@ -41,6 +42,8 @@ def stage(*settings: str) -> TrainStage:
     checkpoint: Any = SimpleNamespace(config=hf)
     out.hf, out.family = checkpoint, family_of(hf)
     out.run_dir = out.served = Path("run")
+    c = out.config
+    out.algorithm = make_algorithm(c.algorithm, c.correction, c.mismatch)
     out.plan = plan_placement(out.config.cluster, out.config.parallel, out.config.rollout)
     return out
 
