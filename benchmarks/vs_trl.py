@@ -137,7 +137,7 @@ def configured(model: Path, lengths: Lengths) -> RunConfig:
         *("parallel.dp=1", "parallel.ep=1", "precision.format=bf16", "precision.qat=false"),
         *(f"train.groups_per_step={PROMPTS}", f"train.samples_per_group={SAMPLES}"),
         *(f"rollout.max_new_tokens={lengths.longest}", "optimizer.lr=1e-6", "optimizer.warmup_steps=0"),
-        "reward.name=trl_side:digits",
+        *(f"rollout.prompts_per_request={PROMPTS}", "reward.name=trl_side:digits"),  # one request: one core is shared
     ]
     config = load_config(ROOT / "configs" / "tiny.toml", settings)
     return config.model_copy(update={"model": ModelConfig(path=str(model))})
