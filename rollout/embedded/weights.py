@@ -109,7 +109,7 @@ class WeightStore:
         return dict(pair_stream(checked(), self.spec))
 
     def replace(self, new: Mapping[str, Tensor | QuantTensor]) -> None:
-        """`new` comes from `paired`, so nothing here can fail half-way."""
+        """Every tensor of `new` has been checked, so nothing here can fail half-way."""
         self._stored.update(new)
         for name in new:
             self._dtypes.pop(name, None)
@@ -240,4 +240,4 @@ class UpdateSession:
         """What to replace. Raises ValueError when a tensor was refused or a code has no scale."""
         if self.refused:
             raise ValueError(f"the update is dropped, the old weights stay: {self.refused}")
-        return self.store.paired(self.staged.items())
+        return dict(pair_stream(self.staged.items(), self.store.spec))  # each was checked when it came
