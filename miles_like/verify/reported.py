@@ -63,10 +63,11 @@ def shift_of(own: Sequence[Tensor], reported: Sequence[Tensor], masks: Sequence[
     mine, theirs = _under_loss(own, masks), _under_loss(reported, masks)
     if bool((theirs > _ABOVE).any()):
         return 0  # no log-probabilities at all
-    now = _beside_a_line(mine, theirs)
     for d in SHIFTS:
-        moved = [shifted(x, m, d) for x, m in zip(reported, masks, strict=True)]
-        if explains(_beside_a_line(mine, _under_loss(moved, masks)), now, fitted=2):
+        moved = _under_loss([shifted(x, m, d) for x, m in zip(reported, masks, strict=True)], masks)
+        # Of the same tokens on both sides: a line through the few that short answers leave fits whatever it is of.
+        told = ~moved.isnan()
+        if explains(_beside_a_line(mine[told], moved[told]), _beside_a_line(mine[told], theirs[told]), fitted=2):
             return d
     return 0
 
