@@ -230,7 +230,8 @@ class MegatronTrainer:
                 model.temperature = own
 
     def _refs(self, rows: Sequence[Sequence[MicroBatch]]) -> Sequence[list[Tensor] | None]:
-        if not self.config.reference:
+        told = all(REFERENCE in batch.streams for row in rows for batch in row)  # with the batch: asked before
+        if told or not self.config.reference:
             return [None] * len(rows)
         if REFERENCE not in self.copies:
             raise ValueError(

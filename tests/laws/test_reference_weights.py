@@ -21,7 +21,7 @@ from torch import Tensor
 from miles_like.algorithms.dpo import DpoLoss
 from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.packing import pack_examples
-from miles_like.types import Aggregation, MicroBatch, SampleGroup, Stat
+from miles_like.types import REFERENCE, Aggregation, MicroBatch, SampleGroup, Stat
 from tests.megatron_bridge import toy
 from tests.megatron_bridge.tiny_models import tiny
 from tests.miles_like import made_samples
@@ -135,6 +135,12 @@ def _one_model(port: int, hf: str, where: Path, kind: str) -> Found:
         except ValueError:
             out["no trace of loading"] = _same(before, _bits(t)) and "gone" not in t.copies
         module._AT_ONCE = at_once
+        said = t.logprobs(row, "reference")
+        told = [replace(b, streams={REFERENCE: x}) for b, x in zip(row, said, strict=True)]
+        n = sum(int(b.loss_mask.sum()) for b in row)
+        asked = t.evaluate(row, n)
+        t.copies.swapped = lambda name: 1 / 0  # nobody is asked twice
+        out["told"] = (asked, t.evaluate(told, n))
     return out
 
 
@@ -290,6 +296,8 @@ def test_the_model_in_exchange_may_not_be_trained_saved_or_published(found: Foun
 def test_a_copy_from_disk_is_that_model_and_costs_one_model(found: Found, kind: str) -> None:
     """Two names, two models' worth of bytes, also when one is loaded over."""
     assert found[kind]["teacher"]
+    asked, told = found[kind]["told"]  # what the driver has asked already comes with the batch
+    assert asked == told and asked["train/kl_ref"] > 0
     assert found[kind]["bytes"] == [found[kind]["model's bytes"]] * 2
 
 

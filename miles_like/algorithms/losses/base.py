@@ -119,7 +119,7 @@ class PolicyLoss(ABC):
             above = torch.where(loss_mask, ref - logprobs, 0.0)  # [T]
             stats["train/kl_ref"] = mean_stat(kl_estimate(above, "k3"), loss_mask)
         if self.kl_coefficient:
-            assert ref_logprobs is not None, "kl_coefficient > 0, but nobody kept a reference"
+            assert ref is not None, "kl_coefficient > 0, but nobody kept a reference"
             loss = loss + self.kl_coefficient * self._kl(above, logprobs, sides)
         if self.entropy_coefficient:
             assert entropy.requires_grad or not logprobs.requires_grad, "an entropy bonus needs entropy's gradient"
