@@ -12,13 +12,15 @@ from miles_like.types import Score, Unscored
 
 TOTALS = ("score", "reward")  # under which a dict's total stands; the first there is
 RETURNED_NONE = "the reward function returned None"
+_WHY = "reason"
 _REASON_CHARS = 120  # samples are counted by reason, and a log line holds it
 
 
 def outcome_of(returned: object) -> Score | Unscored:
     """A number or a bool: the score. None: unscored. A dict: its total is under "score", else under "reward", else the
     sum of its numbers; all other numbers in it are parts, and text is not logged. A dict whose total is None is
-    unscored, for its "reason". Score and Unscored are themselves.
+    unscored, for its "reason"; so is one to be added up with a None in it, which is no 0. Score and Unscored are
+    themselves.
 
     Raises ValueError for what is none of these, or not finite.
     """
@@ -32,8 +34,8 @@ def outcome_of(returned: object) -> Score | Unscored:
 def _of_parts(named: Mapping[object, object]) -> Score | Unscored:
     values = {str(k): v for k, v in named.items()}
     total = next((k for k in TOTALS if k in values), None)
-    if total is not None and values[total] is None:
-        return Unscored(reason=str(values.get("reason") or RETURNED_NONE).strip()[:_REASON_CHARS])
+    if any(values[k] is None for k in ([total] if total is not None else values.keys() - {_WHY})):
+        return Unscored(reason=str(values.get(_WHY) or RETURNED_NONE).strip()[:_REASON_CHARS])
     parts = {k: number(v, f"its part {k!r}") for k, v in values.items() if k != total and not isinstance(v, str | None)}
     if total is not None:
         return Score(value=number(values[total], f"its {total!r}"), parts=parts)

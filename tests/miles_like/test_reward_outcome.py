@@ -42,6 +42,8 @@ def test_a_score(returned, value, parts):
         ({"score": None, "form": 1}, "the reward function returned None"),
         ({"score": None, "reason": " the sandbox is full\n"}, "the sandbox is full"),
         ({"reward": None, "reason": "x" * 500}, "x" * 120),
+        ({"form": 1, "right": None}, "the reward function returned None"),
+        ({"form": 1, "right": None, "reason": "no sandbox"}, "no sandbox"),
         (Unscored(reason="mine"), "mine"),
     ],
 )
