@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from miles_like.types import Prompt, Sample, Unscored
 class MathVerify:
     """math-verify's equality of mathematical expressions, in a process of its own with a time limit.
 
-    An answer that is not judged within `limit_s` is unscored: the process is killed and the next call starts another.
+    An answer that is not judged within `limit_s`, or that the process dies of (of memory, say), is unscored; the next
+    call starts another process.
     An instance belongs to one event loop; calls wait for each other.
     """
 
@@ -33,13 +35,16 @@ class MathVerify:
             # that of the next question.
             self._process = None
             try:
-                reply = await self._exchange(process, request)
-                self._process = process
+                line = await self._exchange(process, request)
+                self._process = process if line else None
             except TimeoutError:
                 return Unscored(reason=f"math-verify needed more than {self.limit_s:g} s")
             finally:
                 if self._process is None:
                     _kill(process)
+        if not line:
+            return Unscored(reason="the math-verify process died of it")
+        reply: dict[str, object] = json.loads(line)
         if "error" in reply:
             raise ValueError(f"prompt {prompt.id!r}: {reply['error']}")
         return float(bool(reply["right"]))
@@ -70,16 +75,14 @@ class MathVerify:
             raise RuntimeError("the math-verify process ended before it was ready: see its message on stderr")
         return process
 
-    async def _exchange(self, process: asyncio.subprocess.Process, request: bytes) -> dict[str, object]:
+    async def _exchange(self, process: asyncio.subprocess.Process, request: bytes) -> bytes:
+        """Its reply; nothing where it died."""
         assert process.stdin is not None and process.stdout is not None
         async with asyncio.timeout(self.limit_s):
-            process.stdin.write(request)
-            await process.stdin.drain()
-            line = await process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the math-verify process ended on {request!r}: see its message on stderr")
-        reply: dict[str, object] = json.loads(line)
-        return reply
+            with contextlib.suppress(ConnectionError):
+                process.stdin.write(request)
+                await process.stdin.drain()
+            return await process.stdout.readline()
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -15,6 +15,7 @@ from made_samples import group, sample
 from miles_like.reward_config import ExactConfig, MultipleChoiceConfig, RegexConfig
 from miles_like.rewards.answers import Exact, MultipleChoice, Regex, exact_number, gsm8k
 from miles_like.rewards.math_verify import MathVerify
+from miles_like.rewards.math_worker import judge
 from miles_like.types import Finish, Unscored
 
 GSM8K_ANSWER = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = <<48+24=72>>72.\n#### 72"
@@ -182,6 +183,14 @@ def test_math_verify_reads_gsm8k_and_latex_and_survives_a_bomb():
     asyncio.run(run())
 
 
+def test_math_verify_has_no_time_limit_of_its_own(monkeypatch):
+    """Its own, 5 s by SIGALRM, ends in "not equal" without a word: an answer that nobody judged would score 0."""
+    armed: list[int] = []
+    monkeypatch.setattr("signal.alarm", armed.append)
+    assert judge("72", "The answer is $\\frac{144}{2}$.") == {"right": True}
+    assert not armed
+
+
 def test_a_worker_that_hangs_is_killed_and_replaced(tmp_path, monkeypatch):
     """With a stand-in for math-verify: `sleep` hangs in it. The loop keeps running while it waits, the hung answer
     has no score, and the next is judged by a new process."""
@@ -212,8 +221,8 @@ def test_a_worker_that_hangs_is_killed_and_replaced(tmp_path, monkeypatch):
                 await asyncio.sleep(0.01)
             assert isinstance(await hung, Unscored) and ticks > 10
             assert await ask("24") == 1
-            with pytest.raises(RuntimeError, match="the math-verify process ended on"):
-                await ask("die")
+            assert await ask("die") == Unscored(reason="the math-verify process died of it")
+            assert await ask("24") == 1
             cancelled = asyncio.create_task(ask("sleep"))
             await asyncio.sleep(0.1)
             cancelled.cancel()
