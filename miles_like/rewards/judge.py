@@ -11,6 +11,7 @@ from miles_like.rewards.http import Endpoint
 from miles_like.types import Prompt, Sample, Score, Unscored
 
 _PLACES = regex.compile(r"\{(prompt|answer|response)\}")
+_CUT = ("length", "abort", "content_filter")  # the second is SGLang's
 _READ_S = 5.0  # of looking for the score
 
 
@@ -49,7 +50,7 @@ class Judge:
         c = self._config
         try:
             choice = reply["choices"][0]  # type: ignore[index]
-            said, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
+            said, cut = choice["message"]["content"], choice.get("finish_reason") in _CUT
         except (KeyError, IndexError, TypeError) as e:
             form = "an object" if isinstance(reply, Mapping) else type(reply).__name__
             raise ValueError(f"the judge sent {form} {str(reply)[:200]!r}, no chat completion: check its url") from e

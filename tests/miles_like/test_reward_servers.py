@@ -232,6 +232,7 @@ def test_a_server_of_another_model_ends_the_run(options: dict[str, Any], reply: 
         (said("Score: 11"), Unscored(reason="the judgement's score is out of bounds")),
         (said("Score: -1"), Unscored(reason="the judgement's score is out of bounds")),
         (said("Score: 1", "length"), Unscored(reason="the judgement was cut off")),
+        (said("Score: 1", "abort"), Unscored(reason="the judgement was cut off")),
     ],
 )
 def test_a_judge(reply: Any, want: Any) -> None:
