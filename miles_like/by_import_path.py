@@ -74,7 +74,10 @@ def _fitting(found: Any, protocols: tuple[type, ...], *, said: str) -> Any:
             raise ValueError(
                 f"{said} is a class that cannot be made without arguments ({e}): give each a default"
             ) from e
-        found = found()
+        try:
+            found = found()
+        except Exception as e:  # as in _module
+            raise ValueError(f"{said}: making one raised {type(e).__name__}: {e}") from e
     if not callable(found):
         raise ValueError(f"{said} is {found!r}, which cannot be called: name a function, or a class with __call__")
     wrong = [misfit(found, p) for p in protocols]
@@ -92,6 +95,8 @@ def _module(where: str, *, said: str) -> ModuleType:
         raise ValueError(
             f"{said}: {e}; check that it can be imported from here, or name its file: path/to/file.py:name"
         ) from e
+    except Exception as e:  # the user's code: whatever it raises, say which it was
+        raise ValueError(f"{said}: importing {where} raised {type(e).__name__}: {e}") from e
 
 
 @functools.cache

@@ -5,6 +5,7 @@ Letters: G samples a prompt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from miles_like.protocols import GenerateFn, RolloutEngine
@@ -33,6 +34,8 @@ class OwnGenerate(Around):
             samples = await self._function(self._engine, prompt, n=n, params=params)
         except Exception as e:  # the user's code: whatever it raises, say what it was given
             raise RuntimeError(f"rollout.generate failed for prompt {prompt.id!r}: {type(e).__name__}: {e}") from e
+        if not (isinstance(samples, Sequence) and all(isinstance(s, Sample) for s in samples)):
+            raise RuntimeError(f"rollout.generate of prompt {prompt.id!r} gave {samples!r:.200}: want {n} samples")
         wrong = self._wrong(prompt, samples, n)
         if wrong:
             raise RuntimeError(f"rollout.generate of prompt {prompt.id!r}: {wrong}")
@@ -55,6 +58,8 @@ class OwnGenerate(Around):
                 )
             if s.finish is Finish.ABORT:
                 return f"sample {s.name} was aborted: give its finish as STOP or LENGTH"
+            if s.reward is not None and not math.isfinite(s.reward):
+                return f"sample {s.name} has the reward {s.reward}: give a finite number, or None to have it scored"
             if s.response_len and not s.versions:
                 return f"sample {s.name} has {s.response_len} tokens under loss and no weight versions"
         return None

@@ -41,6 +41,10 @@ class Needs:
 
 class Mute:
     pass
+
+class Broken:
+    def __init__(self):
+        raise KeyError("weights")
 """
 
 
@@ -94,6 +98,7 @@ def test_what_a_file_defines_travels_to_a_process_that_has_no_such_file(file: Pa
         ("{file}:SCALE", "2.0, which cannot be called"),
         ("{file}:one", r"cannot be called as TwoArguments\(prompt, sample\): too many positional arguments"),
         ("{file}:Needs", "is a class that cannot be made without arguments .missing a required argument: 'limit'"),
+        ("{file}:Broken", "making one raised KeyError: 'weights'"),
         ("{file}:Mute", "Mute object at .* which cannot be called: name a function"),
     ],
 )
@@ -109,3 +114,6 @@ def test_arguments_that_are_given_by_name_are_asked_for_by_name(file: Path) -> N
     (file.parent / "broken.py").write_text("def f(:\n")
     with pytest.raises(ValueError, match=r"broken.py:f': invalid syntax"):
         load(f"{file.parent / 'broken.py'}:f", Named, key="k")
+    (file.parent / "fails.py").write_text("{}['absent']\n")
+    with pytest.raises(ValueError, match=r"fails.py:f': importing .*fails.py raised KeyError: 'absent'"):
+        load(f"{file.parent / 'fails.py'}:f", Named, key="k")

@@ -224,6 +224,9 @@ def test_a_generate_function_makes_the_samples() -> None:
         (lambda s: [replace(s[0], token_ids=s[0].token_ids + 1), s[1]], "p/1 does not begin with the prompt's tokens"),
         (lambda s: [replace(s[0], finish=Finish.ABORT), s[1]], "p/1 was aborted"),
         (lambda s: [replace(s[0], versions=()), s[1]], "p/1 has 5 tokens under loss and no weight versions"),
+        (lambda s: [replace(s[0], reward=float("nan")), s[1]], "p/1 has the reward nan"),
+        (lambda s: None, "of prompt 'p' gave None: want 2 samples"),
+        (lambda s: [s[0], "7"], "want 2 samples"),
         (lambda s: 1 / 0, "rollout.generate failed for prompt 'p': ZeroDivisionError"),
     ],
 )
