@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,9 +64,11 @@ class TrainStage(RunParts):
         )
         teachers.prepare()
         started = time.perf_counter()
-        teachers.launch()
-        servers = self.servers(began[1].weight_version if began else 0)
-        try:
+        with contextlib.ExitStack() as stopping:
+            stopping.callback(teachers.stop)  # from here on, also where the run's own servers cannot be started
+            teachers.launch()
+            servers = self.servers(began[1].weight_version if began else 0)
+            stopping.callback(servers.stop)
             trainer, self.critic_ranks = self.ranks(), self.critic()
             urls = servers.wait()
             teachers.wait()
@@ -75,9 +78,6 @@ class TrainStage(RunParts):
                 f"after {time.perf_counter() - started:.0f} s{self.payload()}"
             )
             asyncio.run(self._loop(trainer, urls, source, rewards, held, began, teachers))
-        finally:
-            servers.stop()
-            teachers.stop()
         write_report(self.run_dir)
         self.console.print(f"{'':12}report: {self.run_dir / 'report.html'}")
 

@@ -23,6 +23,7 @@ from miles_like.config_io import load_config
 from miles_like.placement import plan_placement
 from miles_like.reward_config import RewardConfig
 from miles_like.rewards.load import Rewards
+from miles_like.tokenizer import load_tokenizer
 from miles_like.train_stage import TrainStage
 from miles_like.types import VersionSpan
 from miles_like.verify.findings import Cause, Finding, Profile, Report, gap_of
@@ -46,6 +47,32 @@ def stage(*settings: str) -> TrainStage:
     out.algorithm = make_algorithm(c.algorithm, c.correction, c.mismatch)
     out.plan = plan_placement(out.config.cluster, out.config.parallel, out.config.rollout)
     return out
+
+
+def test_teachers_are_stopped_where_the_run_s_own_servers_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their servers are processes of their own and would go on without the run."""
+    happened: list[str] = []
+
+    class Teaching:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda: happened.append(name)
+
+    def none_start(version: int) -> Any:
+        raise RuntimeError("rollout server 0: no port is free")
+
+    monkeypatch.setattr("miles_like.train_stage.RunTeachers", Teaching)
+    monkeypatch.setattr("miles_like.train_stage.check_nodes", lambda plan: None)
+    made = stage()
+    made.run_dir, made.console = tmp_path, Console(quiet=True)
+    made.checkpoints, made.tokenizer = tmp_path / "checkpoints", load_tokenizer(TINY.with_name("tiny"))
+    monkeypatch.setattr(made, "servers", none_start)
+    with pytest.raises(RuntimeError, match="no port is free"):
+        made.run(resume=False)
+    assert happened == ["prepare", "launch", "stop"]
 
 
 def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
