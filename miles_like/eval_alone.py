@@ -197,7 +197,7 @@ class EvalAlone:
             out = []
             for held in self.sets:
                 self.console.print(f"{held.config.name}: {len(held.prompts)} prompts", highlight=False)
-                how = {"params": params, "version": version, "alone": True, "play": self.play}
+                how = {"params": params, "version": version, "alone": self.attached is None, "play": self.play}
                 out.append(await answers([client], held, **how))
             return version, out
         finally:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from miles_like.cli import app
 from miles_like.eval_alone import stop_tokens
+from rollout.client import RolloutError, SGLangClient
 from tests.rollout.embedded_fixtures import oracle, save, served, service
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny"
@@ -48,8 +49,16 @@ def asked(*arguments: str | Path) -> Any:
     return CliRunner().invoke(app, ["eval", *map(str, arguments)])
 
 
-def test_a_running_server_is_asked_and_scored(hf: Path, url: str, tmp_path: Path) -> None:
-    """Figures in the table and in the file are those of the answers that are kept."""
+def test_a_running_server_is_asked_and_scored(
+    hf: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures in the table and in the file are those of the answers that are kept. The server is somebody's: its cache
+    is not emptied, which a busy one would refuse when all answers are there."""
+
+    async def refused(self: SGLangClient) -> None:
+        raise RolloutError("requests are running")
+
+    monkeypatch.setattr(SGLangClient, "flush_cache", refused)
     (tmp_path / "own.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     out, kept = tmp_path / "deep" / "figures.json", tmp_path / "answers.jsonl"
     more = ["--samples", "2", "--max-new-tokens", "4", "--max-prompts", "3", "--json", out, "--answers", kept]
