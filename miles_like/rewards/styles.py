@@ -78,9 +78,11 @@ def _verl_result(returned: Any, n: int, unit: Unit, args: Mapping[str, Json]) ->
 
 
 class SlimeStatus(enum.Enum):
+    PENDING = "pending"
     COMPLETED = "completed"
     TRUNCATED = "truncated"
     ABORTED = "aborted"
+    FAILED = "failed"
 
 
 _STATUS = {
@@ -107,6 +109,10 @@ class SlimeSample:
     status: SlimeStatus
     metadata: dict[str, Any]
     reward: float | dict[str, Any] | None = None
+
+    @property
+    def effective_response_length(self) -> int:
+        return sum(self.loss_mask)
 
 
 def _slime_sample(prompt: Prompt, sample: Sample) -> SlimeSample:

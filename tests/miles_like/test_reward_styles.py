@@ -110,6 +110,7 @@ def test_slime_by_sample_and_by_group() -> None:
             ("<user>Say four.<assistant>", 2),
         )
         assert len(sample.tokens) == 2 + sample.response_length == 2 + len(sample.loss_mask)
+        assert sample.effective_response_length == sum(sample.loss_mask) and sample.status is not sample.Status.FAILED
         assert len(sample.rollout_log_probs) == sample.response_length and sample.weight_versions == ["0"]
         sample.reward = 99  # its own copy
         return args.right if sample.response.endswith(sample.label) else 0
