@@ -21,7 +21,7 @@ class TeacherConfig(Section):
       the Hugging Face directory `path`, or on the checkpoint that `make` describes.
     * weights: weights of the student's own architecture at `path`, a Hugging Face directory or a converted torch_dist
       one, which change places with the trainer's.
-    * self: the policy itself, or the weights it began with, given the prompt that `prompt` makes.
+    * self: the policy itself, or the reference weights (those it began with, or algorithm.reference_every's), given the prompt that `prompt` makes.
     """
 
     kind: Kind = "server"
@@ -72,7 +72,7 @@ class TeacherConfig(Section):
     def described(self) -> str:
         """One line for a reader."""
         if self.kind == "self":
-            weights = "the weights that the run begins with" if self.by_reference else "the policy"
+            weights = "the run's reference weights" if self.by_reference else "the policy"
             return f"{weights}, asked {self.prompt!r}"
         if self.kind == "weights":
             return f"{self.path}, beside the trainer's weights"

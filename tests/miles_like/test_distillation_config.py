@@ -34,7 +34,7 @@ def test_who_scores_and_what_the_trainer_keeps() -> None:
         "teacher s of 's': the server at http://h:1",
         "teacher w of 'w': p, beside the trainer's weights",
         "teacher c of 'c': the policy, asked '{prompt}{answer}'",
-        "teacher r of 'r': the weights that the run begins with, asked '{prompt}{answer}'",
+        "teacher r of 'r': the run's reference weights, asked '{prompt}{answer}'",
     ]
     assert section(teachers={"t": {"make": MAKE}}).described() == [
         "teacher t of all other sources: an embedded server of what the run makes"
