@@ -21,7 +21,8 @@ class TeacherConfig(Section):
       the Hugging Face directory `path`, or on the checkpoint that `make` describes.
     * weights: weights of the student's own architecture at `path`, a Hugging Face directory or a converted torch_dist
       one, which change places with the trainer's.
-    * self: the policy itself, or the reference weights (those it began with, or algorithm.reference_every's), given the prompt that `prompt` makes.
+    * self: the policy itself, or the reference (the weights it began with, unless algorithm.reference_every moves it),
+      given the prompt that `prompt` makes.
     """
 
     kind: Kind = "server"
