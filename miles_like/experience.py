@@ -73,13 +73,27 @@ class Experience:
         returns = self.algorithm.returns(groups)
         if returns is None or self.critic is None:
             return told
-        bare = _without_routes(with_streams(groups, RETURNS, returns))
+        bare = _of_values(with_streams(groups, RETURNS, returns))
         report = await self.critic.train(self.pack_steps(bare, _zeros(bare)))
         return told | critic_metrics(report.metrics)
 
 
 def _zeros(groups: Sequence[SampleGroup]) -> list[list[float]]:
     return [[0.0] * len(g.samples) for g in groups]
+
+
+def _of_values(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+    """What a critic learns from: nothing that is of tokens to be chosen, a teacher's candidates least of all."""
+    return [
+        replace(
+            g,
+            samples=tuple(
+                replace(s, candidates=None, streams={name: s.streams[name] for name in (VALUES, RETURNS)})
+                for s in g.samples
+            ),
+        )
+        for g in _without_routes(groups)
+    ]
 
 
 def _without_routes(groups: Sequence[SampleGroup]) -> list[SampleGroup]:

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from miles_like.experience import Experience, with_streams
 from miles_like.packing import pack, pack_steps
-from miles_like.types import REFERENCE, RETURNS, TEACHER, VALUES, SampleGroup, StepReport, TrainBatch
+from miles_like.types import (
+    REFERENCE,
+    RETURNS,
+    TEACHER,
+    TEACHER_CANDIDATES,
+    VALUES,
+    SampleGroup,
+    StepReport,
+    TrainBatch,
+)
 from tests.miles_like.made_samples import group, sample
 
 
@@ -123,6 +132,23 @@ def test_a_critic_learns_the_returns_of_what_it_said_before_in_as_many_steps_as_
         for m in (m for row in batch.grid for m in row):
             assert torch.equal(m.streams[RETURNS], 2 * m.streams[VALUES])
             assert torch.equal(m.streams[VALUES][m.loss_mask], m.labels[m.loss_mask].float())
+
+
+def test_a_critic_is_sent_nothing_of_tokens_to_be_chosen() -> None:
+    """Its head predicts none: a teacher's candidates would be refused by its ranks."""
+    critic = Ranks(1.0)
+    asked = experience(Asks(VALUES), critic=critic)
+    done = asyncio.run(asked(groups()))
+
+    def told(s: Any) -> Any:
+        n = len(s.token_ids)
+        of_others = {TEACHER: torch.ones(n), TEACHER_CANDIDATES: torch.ones(n, 4)}
+        return dataclasses.replace(s, candidates=torch.ones(n, 4).long(), streams={**s.streams, **of_others})
+
+    taught = [dataclasses.replace(g, samples=tuple(map(told, g.samples))) for g in done]
+    asyncio.run(asked.learn(0, taught))
+    micros = [m for batch in critic.trained for row in batch.grid for m in row]
+    assert micros and all(m.candidates is None and set(m.streams) == {VALUES, RETURNS} for m in micros)
 
 
 def test_an_algorithm_without_its_critic_is_our_own_mistake() -> None:
