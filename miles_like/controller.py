@@ -108,14 +108,14 @@ class Controller:
 
     async def _train(self, step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
         asked, described = time.perf_counter(), self.describe(step, groups)
-        groups = await self.experience(groups)
-        advantages = self.deal(step, [list(a) for a in self.algorithm.advantages(groups)])
+        told = await self.experience(groups)
+        advantages = self.deal(step, [list(a) for a in self.algorithm.advantages(told)])
         began = time.perf_counter()
         self.phase(step, "train")
-        report = await self.trainer.train(self.pack(groups, advantages))
-        metrics = finish(report.metrics) | await self.learn(step, groups)
+        report = await self.trainer.train(self.pack(told, advantages))
+        metrics = finish(report.metrics) | await self.learn(step, told)
         trained = time.perf_counter()
-        self.keep(step + 1, groups)  # first: who stops the run over them wants to see them
+        self.keep(step + 1, groups)  # as sampled, and first: who stops the run over them wants to see them
         self.judge(step + 1, metrics)
         self.phase(step, "publish")
         published = await self.trainer.publish(version=step + 1)

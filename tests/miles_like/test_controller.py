@@ -5,6 +5,7 @@ Not covered here: real trainers and servers (tests/e2e).
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -99,6 +100,10 @@ class World:
             self.log.append(f"saved {self.unfinished}")
             self.unfinished = None
 
+    def keep(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        assert all(s.loss_mask.any() and not s.streams for g in groups for s in g.samples), "as they were sampled"
+        self.kept.append((step, len(groups)))
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self.rows.append((step, metrics))
 
@@ -124,7 +129,7 @@ class World:
             deal=lambda step, advantages: advantages,
             evaluate=self.evaluate,
             describe=lambda step, groups: {},
-            keep=lambda step, groups: self.kept.append((step, len(groups))),
+            keep=self.keep,
             save=self.save,
             finish_save=self.finish_save,
             phase=lambda step, name: None,
@@ -192,6 +197,22 @@ def test_a_step_that_is_judged_too_bad_leaves_its_samples_and_no_weights() -> No
         world.run(5, judge=judge)
     assert world.kept == [(1, 2), (2, 2), (3, 2)]
     assert world.version == 2 and [step for step, _ in world.rows] == [0, 1, 2]
+
+
+def test_samples_are_kept_as_they_were_sampled() -> None:
+    """A mask that training lays on them is not what the policy said: readers and `verify` want every token."""
+
+    async def masked(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+        none = [replace(g.samples[0], loss_mask=torch.zeros(2, dtype=torch.bool)) for g in groups]
+        return [replace(g, samples=(s,)) for g, s in zip(groups, none, strict=True)]
+
+    async def learn(step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
+        assert not any(s.loss_mask.any() for g in groups for s in g.samples)
+        return {}
+
+    world = World()
+    world.run(1, experience=masked, learn=learn)
+    assert world.kept == [(1, 2)]
 
 
 def test_a_rollout_that_dies_ends_the_run_with_its_own_sentence() -> None:
