@@ -22,13 +22,13 @@ from rich.console import Console
 from megatron_bridge.config import ParallelConfig, TrainerConfig
 from megatron_bridge.convert.units import Spread
 from megatron_bridge.deterministic import environment
-from megatron_bridge.families.registry import family_of
+from megatron_bridge.families.registry import family_of, with_scalar_head
 from megatron_bridge.kernels import describe_kernels
 from megatron_bridge.layout import check_layout
 from megatron_bridge.precision import served_spec
 from megatron_bridge.resolve import Resolved, resolve
 from miles_like.completion import read_marker
-from miles_like.config import ModelConfig, RunConfig, trainer_config
+from miles_like.config import ModelConfig, RunConfig, critic_config, trainer_config
 from miles_like.dequantize import dequantize_checkpoint
 from miles_like.engine_fit import check_engine
 from miles_like.pipeline import Parts, Sizes, known_config, plan_stages, run_stages
@@ -158,7 +158,10 @@ def _resolved(config: RunConfig, config_json: Path) -> tuple[TrainerConfig, Reso
     """Each trainer rank's configuration, and what it builds. Raises ValueError where it cannot."""
     cuda = config.cluster.gpus_per_node > 0
     trainer, hf = trainer_config(config, config_json.parent), fetched_config(config.model, config_json)
-    return trainer, resolve(trainer, served_config(config.precision, hf), cuda=cuda, te=cuda)
+    hf = served_config(config.precision, hf)
+    if (critic := critic_config(config, trainer)) is not None:
+        resolve(critic, with_scalar_head(hf), cuda=cuda, te=cuda)
+    return trainer, resolve(trainer, hf, cuda=cuda, te=cuda)
 
 
 def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
@@ -177,6 +180,8 @@ def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
             if s.node == node
         ]
         trainer = f"trainer ranks {ranks[0]}-{ranks[-1]}" if ranks else "no trainer rank"
+        if ranks and config.algorithm.has_critic:
+            trainer += ", a rank of the critic beside each"
         lines.append(f"node {node}: {trainer}; rollout server {', '.join(servers) or 'none'}")
     stage = config.cluster.stage_dir
     model = (Path(stage) / "stage-..." if stage else run_dir.parent / "cache" / "stage-..." / "data") / "hf"

@@ -25,6 +25,7 @@ from miles_like.eval_config import EvalConfig, EvalSet, SetConfig
 from miles_like.make_config import MakeConfig
 from miles_like.reward_config import RewardConfig
 from miles_like.supervised_config import PAIRS, SUPERVISED, SupervisedConfig, check_keys, check_unused, without_replay
+from quant.spec import QuantFormat
 from rollout.config import DataConfig, PublishConfig, RolloutConfig
 
 
@@ -279,7 +280,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def algorithm_fits_the_run(self) -> RunConfig:
         self.algorithm.check_run(
-            max_new_tokens=self.rollout.max_new_tokens,
+            longest_answer=self.rollout.longest_answer,
             correction=self.correction.kind,
             on_breach=self.mismatch.on_breach,
         )
@@ -291,6 +292,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"critic.lr = {self.critic.lr} does nothing with algorithm.advantage = {self.algorithm.advantage!r}, "
                 "which has no critic: remove it, or set algorithm.advantage = 'ppo'"
+            )
+        if self.critic.lr is not None and self.critic.lr < self.optimizer.min_lr:
+            raise ValueError(
+                f"critic.lr = {self.critic.lr} is below optimizer.min_lr = {self.optimizer.min_lr}, where its schedule "
+                "starts and ends too: raise it, or lower optimizer.min_lr"
             )
         return self
 
@@ -357,3 +363,25 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         on_nonfinite=run.train.on_nonfinite,
         deterministic=run.alignment.deterministic,
     )
+
+
+def critic_config(run: RunConfig, trainer: TrainerConfig) -> TrainerConfig | None:
+    """What each rank of the critic is told, beside a trainer rank that is told `trainer`; None: there is no critic.
+
+    Nobody serves it, so it is trained as it is, and whole: no format to round to, no routes to replay, no adapters, no
+    draft layers.
+    """
+    if not run.algorithm.has_critic:
+        return None
+    lr = trainer.optimizer.lr if run.critic.lr is None else run.critic.lr
+    own = {
+        "head": "scalar",
+        "optimizer": trainer.optimizer.model_copy(update={"lr": lr}),
+        "precision": PrecisionConfig(format=QuantFormat.BF16),
+        "replay": ReplayConfig(mode="off"),
+        "lora": LoraConfig(),
+        "reference": False,
+        "reference_every": 0,
+        "mtp_coefficient": 0.0,
+    }
+    return trainer.model_copy(update=own)

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_bridge.config import LoraConfig, PrecisionConfig, ReplayConfig
 from miles_like.algorithms.distillation import distilled
 from miles_like.algorithms.registry import make_algorithm, make_bounds, make_critic_loss
-from miles_like.config import RunConfig
+from miles_like.config import RunConfig, critic_config
 from miles_like.engine_fit import check_engine
 from miles_like.factories import MegatronFactory, PublisherRecipe, ServerRecipe
 from miles_like.packing import pack
@@ -25,7 +24,6 @@ from miles_like.types import Prompt, SamplingParams
 from miles_like.verify.allowance import allowance
 from miles_like.verify_live import Comparison, LiveTrainer
 from miles_like.workers import RayServers, RayTrainer
-from quant.spec import QuantFormat
 from rollout.client import SGLangClient, seed_of
 from rollout.plays import make_play
 from rollout.samples import RoutingShape
@@ -52,24 +50,11 @@ class RunParts(TrainerParts):
         return self.started(self.algorithm.loss)
 
     def critic(self) -> RayTrainer | None:
-        """Started, as the model that the run begins with, with a head of its own; None where the algorithm has none.
-
-        Nobody serves it, so it is trained as it is: no format to round to, no routes to replay.
-        """
-        loss, lr = make_critic_loss(self.config.algorithm), self.config.critic.lr
-        if loss is None:
+        """Started, as the model that the run begins with, with a head of its own; None where the algorithm has none."""
+        config, loss = critic_config(self.config, self.trainer), make_critic_loss(self.config.algorithm)
+        if config is None or loss is None:
             return None
-        own = {
-            "head": "scalar",
-            "optimizer": self.trainer.optimizer.model_copy(update={} if lr is None else {"lr": lr}),
-            "precision": PrecisionConfig(format=QuantFormat.BF16),
-            "replay": ReplayConfig(mode="off"),
-            "lora": LoraConfig(),
-            "reference": False,
-            "reference_every": 0,
-            "mtp_coefficient": 0.0,
-        }
-        factory = MegatronFactory(self.trainer.model_copy(update=own), self.weights, loss)
+        factory = MegatronFactory(config, self.weights, loss)
         slots, logs = self.plan.critics(), self.run_dir / "logs"
         return RayTrainer(factory, slots, dp_size=self.config.parallel.dp, log_dir=logs)
 

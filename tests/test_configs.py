@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_bridge.config import TrainerConfig
 from megatron_bridge.layout import check_layout
 from megatron_bridge.precision import served_spec
 from miles_like.assemble import describe_processes
+from miles_like.config import critic_config, trainer_config
 from miles_like.config_io import dump_config, load_config
 from miles_like.engine_fit import check_engine
 
@@ -28,3 +30,23 @@ def test_a_shipped_configuration_plans(path: Path, tmp_path: Path) -> None:
     check_engine(config.rollout, config.precision, hf)
     assert served_spec(config.precision, hf) is None or config.precision.format != "bf16"
     assert describe_processes(config, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny_int4_qat", "qwen3_30b_a3b_fp8", "deepseek_v3_fp8"])
+def test_a_critic_beside_any_of_them(name: str, tmp_path: Path) -> None:
+    """Whatever the policy is rounded, adapted or replayed to, the critic is a model that its ranks can build."""
+    settings = ["algorithm.name=ppo", "critic.lr=1e-3"]
+    config = load_config(CONFIGS[0].with_name(f"{name}.toml"), settings)
+    assert "a rank of the critic beside each" in "\n".join(describe_processes(config, tmp_path))
+    trainer = trainer_config(config, tmp_path)
+    told = critic_config(config, trainer)
+    assert told is not None and TrainerConfig.model_validate(told.model_dump()) == told
+    assert (told.head, told.optimizer.lr, told.replay.mode, told.lora.rank) == ("scalar", 1e-3, "off", 0)
+    assert told.parallel == trainer.parallel
+    plain = load_config(CONFIGS[0].with_name(f"{name}.toml"))
+    assert critic_config(plain, trainer) is None
+    with pytest.raises(ValueError, match=r"critic\.lr = 1e-09 is below optimizer\.min_lr = 1e-07"):
+        load_config(
+            CONFIGS[0].with_name(f"{name}.toml"),
+            [*settings, "critic.lr=1e-9", "optimizer.min_lr=1e-7", "optimizer.schedule=cosine"],
+        )
