@@ -62,7 +62,7 @@ class AlgorithmConfig(Section):
     advantage: str | None = None  # of ADVANTAGE_KEYS, or pkg.module:name of one's own (AdvantageFn)
     loss: str | None = None  # of LOSS_KEYS, or pkg.module:name of one's own (LossFn)
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "prompt_mean", "constant"] | None = None
-    aggregation_constant: int | None = Field(None, ge=1)  # tokens; None: rollout.max_new_tokens
+    aggregation_constant: int | None = Field(None, ge=1)  # tokens; None: those of the longest answer
     normalize_std: bool | None = None  # divide advantages by the group's standard deviation
     batch_baseline: bool | None = None  # the mean reward of the rollout is taken off
     gamma: float | None = Field(None, gt=0, le=1)
@@ -83,7 +83,7 @@ class AlgorithmConfig(Section):
     off_policy_delta: float | None = Field(None, ge=0)  # nats/token; None: no sample is masked
     filter: str = "off"  # of groups: "nonzero_std", or pkg.module:name of one's own (GroupFilter)
     overlong_penalty: float = Field(0.0, ge=0)  # taken off the reward of a sample at the token limit; 0: none
-    overlong_buffer: int | None = Field(None, ge=1)  # tokens below the limit; None: a fifth of rollout.max_new_tokens
+    overlong_buffer: int | None = Field(None, ge=1)  # tokens below the limit; None: a fifth of it
     mask_truncated: bool = False  # samples that were cut at the token limit are not trained on
     shuffle_advantages: bool = False  # control run: advantages dealt out at random over the batch
 
@@ -177,17 +177,17 @@ class AlgorithmConfig(Section):
         """Whether every sample is to have the reference's log-probabilities before its advantage is computed."""
         return self.kl_in == "reward"
 
-    def constant(self, max_new_tokens: int) -> int | None:
+    def constant(self, longest_answer: int) -> int | None:
         """What aggregation "constant" divides by, in tokens; None with another."""
-        return (self.aggregation_constant or max_new_tokens) if self.aggregation == "constant" else None
+        return (self.aggregation_constant or longest_answer) if self.aggregation == "constant" else None
 
-    def check_run(self, *, max_new_tokens: int, correction: str, on_breach: str) -> None:
+    def check_run(self, *, longest_answer: int, correction: str, on_breach: str) -> None:
         """What other sections say of it: the token limit, `correction.kind` and `mismatch.on_breach`. Raises
         ValueError for what would silently do nothing."""
-        if (self.overlong_buffer or 1) > max_new_tokens:
+        if (self.overlong_buffer or 1) > longest_answer:
             raise ValueError(
-                f"algorithm.overlong_buffer = {self.overlong_buffer} tokens below rollout.max_new_tokens = "
-                f"{max_new_tokens}: lower it"
+                f"algorithm.overlong_buffer = {self.overlong_buffer} tokens below a limit of {longest_answer} "
+                "(rollout.max_new_tokens; of episodes rollout.max_episode_tokens): lower it"
             )
         if correction != "off" and (self.own_loss or self.loss == "decoupled"):
             why = "a loss of your own" if self.own_loss else "a loss that weighs by p_old / p_rollout itself"

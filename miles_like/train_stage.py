@@ -140,7 +140,7 @@ class TrainStage(RunParts):
     ) -> Controller:
         c = self.config
         buffer = DataBuffer(max_staleness=c.buffer.max_staleness)
-        overlong = make_overlong(c.algorithm, c.rollout.max_new_tokens)
+        overlong = make_overlong(c.algorithm, c.rollout.longest_answer)
         rounds = Rounds(
             groups=c.train.groups_per_step,
             buffer=buffer,
@@ -157,7 +157,7 @@ class TrainStage(RunParts):
             pack_steps=partial(self._pack, trainer.dp_size),
             trainer=trainer,
             critic=self.critic_ranks,
-            mask=mask_truncated if c.algorithm.mask_truncated else list,
+            mask=partial(mask_truncated, steps=c.train.steps_per_rollout) if c.algorithm.mask_truncated else list,
             teachers=teachers,
         )
         return Controller(
@@ -197,7 +197,7 @@ class TrainStage(RunParts):
         folder, state = began
         self.tokens_total = state.tokens_total
         for name, ranks in self.trained(trainer).items():
-            await ranks.load(folder / name)
+            await ranks.load(folder / name, version=state.weight_version)
         await trainer.publish(version=state.step)
         source.restore(Cursor(*divmod(state.prompt_cursor, len(source))))
         return state.step
@@ -230,7 +230,7 @@ class TrainStage(RunParts):
             cost=self.cost,
             replayed=c.replay.mode == "r3",
             aggregation=self.algorithm.aggregation,
-            constant=c.algorithm.constant(c.rollout.max_new_tokens),
+            constant=c.algorithm.constant(c.rollout.longest_answer),
             **self.rows(dp_size),
         )
 

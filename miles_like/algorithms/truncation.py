@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from miles_like.algorithm_config import AlgorithmConfig
-from miles_like.types import Finish, Sample, SampleGroup
+from miles_like.types import Finish, Prompt, Sample, SampleGroup
 
 PART = "overlong"  # of a reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlongShaping:
-    """Less reward for a sample of n response tokens, `factor` times (eq. 13): 0 up to limit - buffer, from there
-    linearly up to 1 at `limit`, and 1 above."""
+    """Less reward for a sample with n tokens after its prompt, an environment's too, `factor` times (eq. 13): 0 up to
+    limit - buffer, from there linearly up to 1 at `limit`, and 1 above."""
 
     limit: int  # tokens
     buffer: int  # tokens
@@ -33,26 +33,30 @@ class OverlongShaping:
         """The groups with other rewards, and the difference under `reward_parts["overlong"]`. Raises ValueError for a
         sample that was not scored."""
         return [
-            replace(g, samples=tuple(self._shaped(s, r) for s, r in zip(g.samples, g.rewards, strict=True)))
+            replace(g, samples=tuple(self._shaped(g.prompt, s, r) for s, r in zip(g.samples, g.rewards, strict=True)))
             for g in groups
         ]
 
-    def _shaped(self, sample: Sample, reward: float) -> Sample:
-        over = (sample.response_len - (self.limit - self.buffer)) / self.buffer
+    def _shaped(self, prompt: Prompt, sample: Sample, reward: float) -> Sample:
+        n = len(sample.token_ids) - len(prompt.token_ids)
+        over = (n - (self.limit - self.buffer)) / self.buffer
         penalty = -self.factor * min(max(over, 0.0), 1.0)
         return replace(sample, reward=reward + penalty, reward_parts={**sample.reward_parts, PART: penalty})
 
 
-def mask_truncated(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+def mask_truncated(groups: Sequence[SampleGroup], *, steps: int = 1) -> list[SampleGroup]:
     """The groups, with nothing under loss in samples that were cut at the token limit: their rewards still count in
-    their group's baseline, and they train nothing. Raises ValueError where that leaves no sample."""
-    samples = [s for g in groups for s in g.samples]
-    cut = sum(s.finish is Finish.LENGTH for s in samples)
-    if samples and cut == len(samples):
-        raise ValueError(
-            f"all {cut} samples of the rollout were cut at the token limit, and algorithm.mask_truncated leaves them "
-            "out: raise rollout.max_new_tokens, or set algorithm.mask_truncated = false"
-        )
+    their group's baseline, and they train nothing. Raises ValueError where that leaves no sample to one of the `steps`
+    mini-batches that the groups make (`pack_steps`)."""
+    each = max(len(groups) // steps, 1)
+    for i in range(0, len(groups), each):
+        samples = [s for g in groups[i : i + each] for s in g.samples]
+        if samples and all(s.finish is Finish.LENGTH for s in samples):
+            what = "the rollout" if steps == 1 else f"mini-batch {i // each + 1} of {steps}"
+            raise ValueError(
+                f"all {len(samples)} samples of {what} were cut at the token limit, and algorithm.mask_truncated "
+                "leaves them out: raise rollout.max_new_tokens, or set algorithm.mask_truncated = false"
+            )
     return [replace(g, samples=tuple(_masked(s) for s in g.samples)) for g in groups]
 
 
@@ -62,9 +66,10 @@ def _masked(sample: Sample) -> Sample:
     return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
 
 
-def make_overlong(config: AlgorithmConfig, max_new_tokens: int) -> OverlongShaping | None:
-    """None: off. A buffer that is not given is a fifth of the limit, as the paper's 4096 of 20480 tokens."""
+def make_overlong(config: AlgorithmConfig, limit: int) -> OverlongShaping | None:
+    """Of a limit in tokens after the prompt; None: off. A buffer that is not given is a fifth of the limit, as the
+    paper's 4096 of 20480 tokens."""
     if not config.overlong_penalty:
         return None
-    buffer = config.overlong_buffer or max(max_new_tokens // 5, 1)
-    return OverlongShaping(limit=max_new_tokens, buffer=buffer, factor=config.overlong_penalty)
+    buffer = config.overlong_buffer or max(limit // 5, 1)
+    return OverlongShaping(limit=limit, buffer=buffer, factor=config.overlong_penalty)

@@ -105,7 +105,7 @@ def test_what_makes_no_sense_is_refused(given, said):
 @pytest.mark.parametrize(
     ("given", "run", "said"),
     [
-        ({"name": "dapo", "overlong_buffer": 9}, {}, r"overlong_buffer = 9 tokens below rollout\.max_new_tokens = 8"),
+        ({"name": "dapo", "overlong_buffer": 9}, {}, r"overlong_buffer = 9 tokens below a limit of 8"),
         ({"loss": "decoupled"}, {"correction": "tis"}, r"correction\.kind = 'tis' does nothing with .* 'decoupled'"),
         ({"loss": OWN}, {"correction": "mis"}, r"correction\.kind = 'mis' does nothing .* a loss of your own"),
         ({"loss": OWN}, {"on_breach": "down_weight"}, r"'down_weight' does nothing with a loss of your own"),
@@ -113,7 +113,7 @@ def test_what_makes_no_sense_is_refused(given, said):
 )
 def test_what_does_not_fit_the_run_is_refused(given, run, said):
     with pytest.raises(ValueError, match=said):
-        AlgorithmConfig(**given).check_run(**{"max_new_tokens": 8, "correction": "off", "on_breach": "warn"} | run)
+        AlgorithmConfig(**given).check_run(**{"longest_answer": 8, "correction": "off", "on_breach": "warn"} | run)
 
 
 def test_supervised_names_have_no_rollout():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from made_samples import group, rewarded, sample
@@ -41,6 +43,10 @@ def test_overlong_shaping_by_hand():
     assert [s.reward - 2.0 for s in got.samples] == pytest.approx([0.5 * x for x in lengths.values()])
     assert got.samples[3].reward_parts == {"overlong": -0.125}
     assert groups[0].samples[3].reward == 2.0
+    (episode,) = groups[0].samples[2:3]  # 6 tokens, of which an environment said some: they count for the limit
+    episode = replace(episode, loss_mask=torch.arange(8) > 5)
+    (got,) = OverlongShaping(limit=8, buffer=4, factor=1.0)([group([episode])])
+    assert got.samples[0].reward == 1.5
     with pytest.raises(ValueError, match="a buffer of 11 tokens below a limit of 10"):
         OverlongShaping(limit=10, buffer=11, factor=1.0)
 
@@ -60,3 +66,7 @@ def test_truncated_samples_are_not_trained_on():
     assert mask_truncated([]) == []
     with pytest.raises(ValueError, match="all 2 samples of the rollout were cut"):
         mask_truncated([group([cut, cut])])
+    halves = [group([cut, whole]), group([cut, cut])]
+    assert len(mask_truncated(halves)) == 2
+    with pytest.raises(ValueError, match="all 2 samples of mini-batch 2 of 2 were cut"):
+        mask_truncated(halves, steps=2)
