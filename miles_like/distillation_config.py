@@ -200,11 +200,6 @@ class DistillationConfig(Section):
         """Against the other sections. temperature: rollout.temperature; corrected: whether there is a [correction];
         embedded: whether the rollout's servers are the CPU engine. Raises ValueError."""
         for name, teacher in self.teachers.items():
-            if teacher.by_reference and algorithm.reference_every:
-                raise ValueError(
-                    f"algorithm.reference_every = {algorithm.reference_every}, but teacher {name!r} is the reference, "
-                    "the weights that the run begins with: set it to 0, or take another teacher"
-                )
             if teacher.by_server and temperature != 1:
                 raise ValueError(
                     f"rollout.temperature = {temperature:g}, but servers score at temperature 1, so teacher {name!r} "
