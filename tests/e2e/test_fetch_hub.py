@@ -40,6 +40,7 @@ class Site:
         home.mkdir()
         self.home, self.run_dir = home, home / "runs" / "x"
         values = tomllib.loads((ROOT / "configs" / "tiny.toml").read_text(encoding="utf-8"))
+        del values["extends"]  # which makes a model
         values["model"] = {"path": NAME}
         values["data"] = {k: str(ROOT / "configs" / path) for k, path in values["data"].items()}
         (home / "hub.toml").write_text(tomli_w.dumps(values), encoding="utf-8")
