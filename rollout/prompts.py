@@ -93,11 +93,7 @@ def _load(path: str, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
 
 def _prompt(config: DataConfig, tokenizer: Tokenizer, row: Mapping[str, Any], i: int, path: str) -> Prompt:
     where = f"{path}, row {i}"
-    for key in (config.prompt_key, config.answer_key):
-        if key not in row:
-            have = ", ".join(sorted(row))
-            raise ValueError(f"{path} has no column {key!r}; it has {have}: set data.prompt_key and data.answer_key")
-    question, answer = row[config.prompt_key], row[config.answer_key]
+    question, answer = (_column(row, key, path) for key in (config.prompt_key, config.answer_key))
     messages = as_messages(question)
     if not messages or (config.template == "plain" and not isinstance(question, str)):
         want = 'text, or with data.template = "chat" a list of messages'
@@ -132,6 +128,19 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, row: Mapping[str, Any], i:
         messages=tuple(messages),
         meta={k: _plain(v) for k, v in row.items() if k not in used and v is not None},
     )
+
+
+def _column(row: Mapping[str, Any], key: str, path: str) -> Any:
+    """A column, or with dots what is in one: verl's files have their answer in "reward_model.ground_truth"."""
+    if key in row:
+        return row[key]
+    found: Any = row
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            have = ", ".join(sorted(found if isinstance(found, Mapping) else row))
+            raise ValueError(f"{path} has no column {key!r}; it has {have}: set data.prompt_key and data.answer_key")
+        found = found[part]
+    return found
 
 
 def _plain(value: Any) -> Json:

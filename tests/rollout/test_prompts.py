@@ -166,6 +166,19 @@ def test_a_missing_column_names_those_there_are(file: str) -> None:
         source(file, prompt_key="question")
 
 
+def test_verls_files_are_read_as_they_are(tmp_path: Path) -> None:
+    """Prompts are lists of messages, answers stand within a column."""
+    asked = [{"role": "user", "content": "1+1="}]
+    row = {"prompt": asked, "reward_model": {"style": "rule", "ground_truth": "2"}, "data_source": "made"}
+    path = write(tmp_path / "verl.jsonl", [row])
+    (prompt,) = source(path, template="chat", answer_key="reward_model.ground_truth").all()
+    assert (prompt.answer, prompt.messages, prompt.meta["data_source"]) == ("2", tuple(asked), "made")
+    with pytest.raises(ValueError, match=r"no column 'reward_model\.answer'; it has ground_truth, style"):
+        source(path, template="chat", answer_key="reward_model.answer")
+    with pytest.raises(ValueError, match=r"no column 'data_source\.x'; it has data_source, prompt, reward_model"):
+        source(path, template="chat", answer_key="data_source.x")
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     """One sentence each, with the path; no traceback of a reader in a reader."""
     cases = {
