@@ -144,6 +144,7 @@ BUILT_IN: dict[str, type[Section] | None] = {
 LOCAL_BUT_SLOW = ("math_verify", "regex", "format")  # they can take for ever; asked again they would again
 REMOTE = ("remote", "reward_model", "judge")
 DEFAULT = "exact_number"
+_PATIENCE = ("timeout_s", "retries", "retry_wait_s")
 
 
 class RewardConfig(Section):
@@ -170,16 +171,14 @@ class RewardConfig(Section):
         """Every reward there is, with its weight."""
         return dict(self.parts) if self.parts else {self.name or DEFAULT: 1.0}
 
-    @property
-    def functions(self) -> list[str]:
-        """Import paths among them."""
-        return [name for name in self.weights if ":" in name]
-
     def named(self, name: str) -> RewardConfig:
-        """Another reward, with the options that it has here. Raises ValueError where it needs some and has none."""
+        """Another reward, with the options that it has here, and the patience; how it is called, where it is one of
+        this configuration's own. Raises ValueError where it needs options and has none."""
         options = getattr(self, name) if BUILT_IN.get(name) is not None else None
+        keys = self._read_by(name) - (set() if name in self.weights else {"style", "unit", "args"})
+        given = {key: value for key in keys if (value := getattr(self, key)) not in (None, {})}
         try:
-            return RewardConfig.model_validate({"name": name} | ({} if options is None else {name: options}))
+            return RewardConfig.model_validate(given | {"name": name} | ({} if options is None else {name: options}))
         except ValidationError as e:
             raise ValueError(
                 f"reward {name!r} needs options: give it to reward.parts with its [reward.{name}], with a weight of 0 "
@@ -212,18 +211,21 @@ class RewardConfig(Section):
         for option in (name for name, section in BUILT_IN.items() if section is not None):
             if getattr(self, option) is not None and option not in self.weights:
                 raise ValueError(f"reward.{option} does nothing with reward {names}: remove it, or name {option!r}")
-        slow = [n for n in self.weights if n in LOCAL_BUT_SLOW]
-        remote = [n for n in self.weights if n in REMOTE] + self.functions
-        for keys, users in (
-            (("style", "unit"), self.functions),
-            (("args",), self.functions if self.style in (None, "slime") else []),
-            (("concurrency",), remote),
-            (("timeout_s", "retries", "retry_wait_s"), slow + remote),
-        ):
-            for key in keys:
-                if getattr(self, key) not in (None, {}) and not users:
-                    raise ValueError(f"reward.{key} does nothing with reward {names}: remove it")
+        read = set().union(*(self._read_by(name) for name in self.weights))
+        for key in ("style", "unit", "args", "concurrency", *_PATIENCE):
+            if getattr(self, key) not in (None, {}) and key not in read:
+                raise ValueError(f"reward.{key} does nothing with reward {names}: remove it")
         return self
+
+    def _read_by(self, name: str) -> set[str]:
+        """Keys beside its options that mean something to a reward."""
+        if name in LOCAL_BUT_SLOW:
+            return set(_PATIENCE)
+        if name in REMOTE:
+            return {"concurrency", *_PATIENCE}
+        if ":" not in name:
+            return set()
+        return {"style", "unit", "concurrency", *_PATIENCE} | ({"args"} if self.style in (None, "slime") else set())
 
 
 def _pattern(given: str, where: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +25,7 @@ from miles_like.rewards.weighted import Weighted
 from miles_like.types import Unit
 
 LOCAL_S, REMOTE_S = 10.0, 60.0  # time limits where the configuration has none
-REMOTE_RETRIES, CALLS, WAIT_S = 2, 64, 1.0
+REMOTE_RETRIES, CALLS, WAIT_S, CLOSE_S = 2, 64, 1.0, 10.0
 
 T = TypeVar("T")
 Function = Callable[..., object]
@@ -120,8 +122,10 @@ def _given(options: T | None) -> T:
 
 
 async def _ended(function: Function, threads: DaemonThreads) -> None:
-    """A function that keeps something open has an `async def close()`."""
+    """A function that keeps something open has an `async def close()`; one that hangs does not hold up the end."""
     threads.close()
     close = getattr(function, "close", None)
     if inspect.iscoroutinefunction(close):
-        await close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await close()

@@ -47,7 +47,7 @@ def test_a_configuration_with_parts_comes_back_as_it_was(tmp_path: Path) -> None
     assert load_config(tmp_path / "again.toml") == config
     reward = config.reward
     assert reward.weights == {"gsm8k": 1.0, "format": 0.2, "my.module:f": 0.0} and reward.name is None
-    assert reward.functions == ["my.module:f"] and reward.format is not None
+    assert "my.module:f" in reward.weights and reward.format is not None
     assert reward.format.patterns == {"boxed": "boxed"}
     assert load_config(TINY, ["reward.name=exact"]).reward.exact is not None
 
@@ -105,7 +105,7 @@ def test_what_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"reward.name '.*a.py:g': its parameters do not say how it is called"):
         make_reward(of(name=f"{tmp_path}/a.py:g"))
     (tmp_path / "run.toml").write_text(f'extends = "{TINY}"\n[reward.parts]\n"./a.py:f" = 1\n')
-    assert load_config(tmp_path / "run.toml").reward.functions == [f"{tmp_path}/a.py:f"]  # as the file sees it
+    assert load_config(tmp_path / "run.toml").reward.weights.keys() == {f"{tmp_path}/a.py:f"}  # as the file sees it
     both = make_reward(of(parts={f"{tmp_path}/a.py:f": 1.0, "exact": 1.0}))
     assert both.unit is Unit.SAMPLE and not both.slow
 
@@ -119,3 +119,19 @@ def test_a_set_of_an_evaluation_may_have_another_reward() -> None:
         rewards("judge")
     with pytest.raises(ValueError, match="did you mean 'gsm8k'"):
         rewards("gsm9k")
+
+
+def test_a_reward_that_an_evaluation_names_is_called_as_the_run_calls_it() -> None:
+    """The same reward under another time limit would give up other samples; a key that it does not read is left out."""
+    run = RewardConfig(
+        parts={"math_verify": 1.0, "m:f": 1.0, "gsm8k": 0.0},
+        timeout_s=7,
+        style="slime",
+        args={"bonus": 2},
+        concurrency=3,
+    )
+    own, other = run.named("m:f"), run.named("m:g")
+    assert (own.timeout_s, own.style, own.args, own.concurrency) == (7, "slime", {"bonus": 2}, 3)
+    assert (other.timeout_s, other.style, other.args, other.concurrency) == (7, None, {}, 3)
+    assert (run.named("math_verify").timeout_s, run.named("math_verify").concurrency) == (7, None)
+    assert run.named("gsm8k") == RewardConfig(name="gsm8k")

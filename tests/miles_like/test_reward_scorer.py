@@ -247,6 +247,23 @@ asyncio.run(run())
     assert (done.returncode, done.stdout, done.stderr) == (0, "given up\n", "")
 
 
+def test_a_close_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Open:
+        closing = False
+
+        def __call__(self, prompt, sample):
+            return 1.0
+
+        async def close(self):
+            self.closing = True
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr("miles_like.rewards.load.CLOSE_S", 0.01)
+    function = Open()
+    asyncio.run(asyncio.wait_for(scored_by(function).close(), 5))
+    assert function.closing
+
+
 def test_parts_are_weighted_and_each_is_logged() -> None:
     """One part that has no score leaves the sample without one: the sum of the rest would be another reward."""
 
