@@ -305,6 +305,9 @@ def evaluate(
     short = [f"{key}={str(v).lower() if v is True or v is False else v}" for key, v in given.items() if v is not None]
     console = Console()
     with one_sentence(run_dir / "logs"):
+        for option, value in (("--threads", threads), ("--port", port)):
+            if server is not None and value is not None:
+                raise ValueError(f"{option} {value} does nothing with --server, which runs already: remove one of them")
         for path in (json, answers):
             if path is not None:  # before an hour's work, not after it
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from miles_like.config_io import checked, read_tree
+from miles_like.config_io import checked, parse_override, read_tree
 from miles_like.eval_config import NAME, EvalConfig
 from miles_like.evaluation import Answers, HeldOut, answers, held_out
 from miles_like.hf_checkpoint import HFCheckpoint
@@ -48,7 +48,11 @@ def read_config(path: Path | None, overrides: Sequence[str], data: Sequence[str]
 
     Raises ValueError for what is wrong in them, and where neither names a set.
     """
-    tree = {k: v for k, v in read_tree(path, overrides).items() if k in AloneConfig.model_fields}
+    known = AloneConfig.model_fields
+    for text in overrides:
+        if (section := next(iter(parse_override(text)))) not in known:
+            raise ValueError(f"--set {text}: an evaluation has no {section!r}, it reads {', '.join(known)}: remove it")
+    tree = {k: v for k, v in read_tree(path, overrides).items() if k in known}
     tree["data"] = {"train": "", **tree.get("data", {})}
     if data:
         tree["data"].pop("eval", None)

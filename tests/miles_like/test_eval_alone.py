@@ -98,6 +98,8 @@ def test_a_run_s_configuration_says_how(hf: Path, url: str, tmp_path: Path) -> N
         (["{hf}", "--data", HELD, "--data", f"heldout={HELD}"], "already: give one another name, NAME=FILE"),
         (["{hf}", "--data", HELD, "--reward", "exat_number"], "'exat_number': did you mean 'exact_number'?"),
         (["{hf}", "--data", HELD, "--set", "rollout.treads=1"], "unknown key 'rollout.treads'"),
+        (["{hf}", "--data", HELD, "--set", "algorithm.name=grpo"], "has no 'algorithm', it reads seed, data, reward,"),
+        (["{hf}", "--data", HELD, "--server", "{url}", "--port", "{port}"], "does nothing with --server"),
         (["nowhere", "--data", HELD], "nowhere has no config.json: give the directory of a Hugging Face model"),
         (["{bare}", "--data", HELD], "has no tokenizer files"),
         (["{hf}", "--data", HELD, "--port", "{port}"], "on 127.0.0.1 cannot be used (Address already in use)"),
