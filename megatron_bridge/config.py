@@ -240,7 +240,8 @@ class TrainerConfig(RecomputeConfig):
     router_aux_loss: float = Field(0.0, ge=0)
     params_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     distributed_optimizer: bool = True
-    reference: bool = False  # keep the weights that `load_weights` reads, and tell the loss function their log-probs
+    reference: bool = False  # keep the weights that `load_weights` reads
+    reference_told: bool = True  # to the loss function, their log-probs: a forward pass a step; else to who asks
     reference_every: int = Field(0, ge=0)  # rollouts after whose steps the weights become the reference; 0: never
     # the vocabulary, or one number a token (`score.weight`, as in transformers' ...ForSequenceClassification), which
     # then is what the loss function gets as `logprobs`: a critic's values, a reward model's scores

@@ -231,7 +231,7 @@ class MegatronTrainer:
 
     def _refs(self, rows: Sequence[Sequence[MicroBatch]]) -> Sequence[list[Tensor] | None]:
         told = all(REFERENCE in batch.streams for row in rows for batch in row)  # with the batch: asked before
-        if told or not self.config.reference:
+        if told or not (self.config.reference and self.config.reference_told):
             return [None] * len(rows)
         if REFERENCE not in self.copies:
             raise ValueError(

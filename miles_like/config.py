@@ -281,6 +281,7 @@ class RunConfig(Section):
     def algorithm_fits_the_run(self) -> RunConfig:
         self.algorithm.check_run(
             longest_answer=self.rollout.longest_answer,
+            group=None if self.distillation.mode == "alone" else self.train.samples_per_group,
             correction=self.correction.kind,
             on_breach=self.mismatch.on_breach,
         )
@@ -358,6 +359,7 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         recompute_modules=run.train.recompute_modules,
         mtp_coefficient=run.train.mtp_coefficient,
         reference=run.algorithm.keeps_reference or run.distillation.reference,
+        reference_told=run.algorithm.keeps_reference,
         reference_every=run.algorithm.reference_every or 0,
         head="scalar" if run.algorithm.name == "reward_model" else "lm",
         on_nonfinite=run.train.on_nonfinite,

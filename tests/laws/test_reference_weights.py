@@ -141,6 +141,8 @@ def _one_model(port: int, hf: str, where: Path, kind: str) -> Found:
         asked = t.evaluate(row, n)
         t.copies.swapped = lambda name: 1 / 0  # nobody is asked twice
         out["told"] = (asked, t.evaluate(told, n))
+        t.config, t._step.loss = t.config.model_copy(update={"reference_told": False}), NO_KL
+        out["untold"] = sorted(t.evaluate(row, n))
     return out
 
 
@@ -298,6 +300,7 @@ def test_a_copy_from_disk_is_that_model_and_costs_one_model(found: Found, kind: 
     assert found[kind]["teacher"]
     asked, told = found[kind]["told"]  # what the driver has asked already comes with the batch
     assert asked == told and asked["train/kl_ref"] > 0
+    assert "train/kl_ref" not in found[kind]["untold"]  # a reference for others alone costs no pass
     assert found[kind]["bytes"] == [found[kind]["model's bytes"]] * 2
 
 
