@@ -23,6 +23,7 @@ ADVANTAGE_KEYS: dict[str, dict[str, Any]] = {
     "maxrl": {},
 }
 OF_TOKENS = ("reinforce_pp", "ppo")  # the others give a number for a whole sample
+OF_GROUPS = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline")  # 0 for a sample that is alone in its group
 LOSS_KEYS: dict[str, dict[str, Any]] = {
     "clipped": {"clip_low": 0.2, "clip_high": 0.28, "clip_dual": None},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "clip_dual": None},  # arXiv:2507.18071, 5.1
@@ -181,9 +182,15 @@ class AlgorithmConfig(Section):
         """What aggregation "constant" divides by, in tokens; None with another."""
         return (self.aggregation_constant or longest_answer) if self.aggregation == "constant" else None
 
-    def check_run(self, *, longest_answer: int, correction: str, on_breach: str) -> None:
-        """What other sections say of it: the token limit, `correction.kind` and `mismatch.on_breach`. Raises
-        ValueError for what would silently do nothing."""
+    def check_run(self, *, longest_answer: int, group: int | None, correction: str, on_breach: str) -> None:
+        """What other sections say of it: the token limit, the samples of a prompt (None: nobody asks for advantages
+        of rewards), `correction.kind` and `mismatch.on_breach`. Raises ValueError for what would silently do nothing.
+        """
+        if group == 1 and self.advantage in OF_GROUPS:
+            raise ValueError(
+                f"train.samples_per_group = 1 with algorithm.advantage = {self.advantage!r}, which is 0 for a sample "
+                "that nothing is compared with: raise it, or take 'reinforce', 'reinforce_pp' or 'ppo'"
+            )
         if (self.overlong_buffer or 1) > longest_answer:
             raise ValueError(
                 f"algorithm.overlong_buffer = {self.overlong_buffer} tokens below a limit of {longest_answer} "

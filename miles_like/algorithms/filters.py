@@ -26,4 +26,11 @@ def make_filter(name: str) -> GroupFilter:
     """The filter of that name or import path. Raises ValueError for one that cannot be had."""
     known = {key: partial(FILTERS.__getitem__, key) for key in FILTERS}
     found: GroupFilter = load(name, GroupFilter, key="algorithm.filter", known=known)
-    return found
+
+    def told(group: SampleGroup) -> str | None:
+        reason = found(group)
+        if reason is not None and not isinstance(reason, str):
+            raise ValueError(f"algorithm.filter = {name!r} said {reason!r}: return None to keep a group, or why not")
+        return reason
+
+    return told

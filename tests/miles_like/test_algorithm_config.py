@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from pydantic import ValidationError
 
-from miles_like.algorithm_config import LOSS_KEYS, PRESETS, AlgorithmConfig, CorrectionConfig
+from miles_like.algorithm_config import (
+    ADVANTAGE_KEYS,
+    LOSS_KEYS,
+    OF_GROUPS,
+    PRESETS,
+    AlgorithmConfig,
+    CorrectionConfig,
+)
 from miles_like.algorithms.losses.cispo import CispoLoss
 from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.algorithms.losses.gspo import GspoLoss
 from miles_like.algorithms.registry import LOSSES, make_algorithm, make_critic_loss
 from miles_like.supervised_config import SUPERVISED
 from miles_like.types import Aggregation
+from tests.miles_like.made_samples import rewarded
+from tests.miles_like.test_advantages import with_values
 
 OWN = "os.path:join"
 
@@ -107,13 +117,27 @@ def test_what_makes_no_sense_is_refused(given, said):
     [
         ({"name": "dapo", "overlong_buffer": 9}, {}, r"overlong_buffer = 9 tokens below a limit of 8"),
         ({"loss": "decoupled"}, {"correction": "tis"}, r"correction\.kind = 'tis' does nothing with .* 'decoupled'"),
+        ({"name": "dapo"}, {"group": 1}, r"train\.samples_per_group = 1 with algorithm\.advantage = 'grpo'"),
         ({"loss": OWN}, {"correction": "mis"}, r"correction\.kind = 'mis' does nothing .* a loss of your own"),
         ({"loss": OWN}, {"on_breach": "down_weight"}, r"'down_weight' does nothing with a loss of your own"),
     ],
 )
 def test_what_does_not_fit_the_run_is_refused(given, run, said):
     with pytest.raises(ValueError, match=said):
-        AlgorithmConfig(**given).check_run(**{"longest_answer": 8, "correction": "off", "on_breach": "warn"} | run)
+        AlgorithmConfig(**given).check_run(
+            **{"longest_answer": 8, "group": 2, "correction": "off", "on_breach": "warn"} | run
+        )
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_KEYS)
+def test_alone_in_a_group_a_sample_teaches_nothing_where_that_is_said(name):
+    """And only there: nobody else is kept from one answer to a prompt."""
+    config = AlgorithmConfig(advantage=name)
+    scored = [with_values(g, 0.3) for g in (rewarded([1.0]), rewarded([0.0]), rewarded([2.0]))]
+    nothing = not any(
+        bool(torch.as_tensor(a).any()) for g in make_algorithm(config, CorrectionConfig()).advantages(scored) for a in g
+    )
+    assert nothing == (name in OF_GROUPS)
 
 
 def test_supervised_names_have_no_rollout():

@@ -28,7 +28,13 @@ def at_most_one(group: SampleGroup) -> str | None:
     return None if len(group.samples) < 2 else "too many"
 
 
+def keeps(group: SampleGroup) -> bool:
+    return True
+
+
 def test_a_filter_of_one_s_own():
+    with pytest.raises(ValueError, match="keeps' said True: return None to keep a group, or why not"):
+        make_filter(f"{__file__}:keeps")(rewarded([1.0]))
     own = make_filter(f"{__file__}:at_most_one")
     assert own(rewarded([1.0])) is None and own(rewarded([1.0, 0.0])) == "too many"
     with pytest.raises(ValueError, match=r"unknown algorithm\.filter 'nonzero': did you mean 'nonzero_std'"):
