@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from miles_like.buffer import DataBuffer
-from miles_like.rounds import UNSCORED, Produced, Rounds
+from miles_like.rounds import SURPLUS, UNSCORED, Produced, Rounds
 from miles_like.types import Prompt, SampleGroup
 from tests.miles_like.made_samples import group, sample
 
@@ -55,23 +55,30 @@ def equal(group: SampleGroup) -> str | None:
 
 
 def test_what_a_filter_leaves_out_is_replaced_until_the_step_is_whole() -> None:
-    """Of every three prompts one has equal rewards: groups come in the order admitted, none twice, and only as many
-    prompts are dealt as are missing."""
+    """Of every three prompts one has equal rewards: groups come in the order admitted, none twice. The second round
+    samples as many prompts as fill the step at the share kept so far, and what is too much is not trained."""
     source = Source(lambda i: [0.0, float(i % 3 != 0)], groups=4, refuse=equal, max_rounds=5, dealt=10)
     made, ids = source.run(7)
     assert ids == ["1", "2", "4", "5"]
-    assert source.asked == [(7, 0, ["0", "1", "2", "3"]), (7, 1, ["4", "5"])]
-    assert made.dealt == 16 and source.buffer.dropped == {"equal rewards": 2}
-    assert made.metrics["rollout/rounds"] == 2 and made.metrics["rollout/filtered_frac"] == pytest.approx(2 / 6)
-    assert made.metrics["rollout/tokens"] == 12 * int(sample("p", 0).loss_mask.sum())
+    assert source.asked == [(7, 0, ["0", "1", "2", "3"]), (7, 1, ["4", "5", "6", "7"])]
+    assert made.dealt == 18 and source.buffer.dropped == {"equal rewards": 3, SURPLUS: 1}
+    assert made.metrics["rollout/rounds"] == 2 and made.metrics["rollout/filtered_frac"] == pytest.approx(3 / 8)
+    assert made.metrics["rollout/tokens"] == 16 * int(sample("p", 0).loss_mask.sum())
+
+
+def test_one_group_in_eight_is_enough_for_ten_rounds() -> None:
+    """Nobody waits for a last group one prompt at a time."""
+    source = Source(lambda i: [0.0, float(i % 8 == 7)], groups=64, refuse=equal, max_rounds=10)
+    made, ids = source.run()
+    assert ids == [str(8 * i + 7) for i in range(64)] and made.metrics["rollout/rounds"] == 8
 
 
 def test_a_group_without_a_scored_sample_is_replaced_and_a_group_with_one_is_kept() -> None:
     """Nobody made its reward a 0."""
     source = Source(lambda i: [None, None] if i == 0 else [1.0, None], groups=2, max_rounds=2)
     made, ids = source.run()
-    assert ids == ["1", "2"] and source.buffer.dropped == {f"{UNSCORED}: timed out": 1}
-    assert made.metrics["rollout/discarded_frac"] == pytest.approx(4 / 6)
+    assert ids == ["1", "2"] and source.buffer.dropped == {f"{UNSCORED}: timed out": 1, SURPLUS: 1}
+    assert made.metrics["rollout/discarded_frac"] == pytest.approx(5 / 8)
 
 
 def test_a_step_that_stays_too_small_ends_the_run_with_the_numbers() -> None:
