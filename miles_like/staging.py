@@ -54,7 +54,8 @@ def _is_there(path: Path, fact: Mapping[str, Any]) -> bool:
 
 def _copy(source: Path, target: Path, fact: Mapping[str, Any]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".partial")
+    # of this process: nodes may share the disk, and each copies what it does not find
+    partial = target.with_name(f"{target.name}.{socket.gethostname()}-{os.getpid()}.partial")
     digest = hashlib.sha256()
     try:
         with source.open("rb") as read, partial.open("wb") as write:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -90,11 +91,30 @@ def test_a_source_that_no_longer_fits_its_marker_is_refused_and_leaves_nothing(o
     assert not list((tmp_path / "node").glob("a.bin*"))
 
 
+def test_nodes_that_share_a_disk_copy_the_same_files_at_once(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a file of its own until it is whole: here the second copies all while the first is about to name its."""
+    work, rename = copy_of(output, tmp_path / "node"), os.replace
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr("os.replace", rename)
+        with monkeypatch.context() as other:
+            other.setattr("os.getpid", lambda: -1)
+            assert work()["copied_bytes"] == 1010
+        rename(source, target)
+
+    monkeypatch.setattr("os.replace", late)
+    work()
+    assert files_under(tmp_path / "node") == [tmp_path / "node" / "a.bin", tmp_path / "node" / "sub" / "b.bin"]
+    assert work()["skipped_bytes"] == 1010
+
+
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(output: Path) -> None:
     """/dev/full refuses every write with ENOSPC, as a full disk does."""
     target = output.parent / "full"
     target.mkdir()
-    (target / "a.bin.partial").symlink_to("/dev/full")
+    (target / f"a.bin.{socket.gethostname()}-{os.getpid()}.partial").symlink_to("/dev/full")
     with pytest.raises(ValueError, match=r"no space left for .*a\.bin \(1000 bytes\): free some"):
         copy_of(output, target)()
     assert not (target / "a.bin").exists()
