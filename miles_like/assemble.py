@@ -6,7 +6,6 @@ so that a dry run, a finished stage or a mistyped key does not wait for them.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import sys
@@ -36,6 +35,7 @@ from miles_like.placement import plan_placement
 from miles_like.quant_report import QuantReport
 from miles_like.quantize import quantize_checkpoint, spec_of
 from miles_like.served import served_config
+from miles_like.stopping import run_to_end
 from miles_like.verify.findings import Report as AlignmentReport
 from quant.hf_config import quantized_config, spec_from_hf
 from quant.registry import codec_or_none
@@ -352,7 +352,7 @@ def verify(
 
     run_dir.mkdir(parents=True, exist_ok=True)
     stage = VerifyStage(RunParts(config, run_dir, root / "hf", root / "megatron", console), **how)
-    asyncio.run(stage.meet())
+    run_to_end(stage.meet())
     start_ray(ray_address)
     found = stage.report()
     return found, write_pictures(found, run_dir / "verify")

@@ -6,7 +6,6 @@ run's evaluation (docs/evaluation.md).
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.metrics import readable
 from miles_like.reward_config import RewardConfig
 from miles_like.rewards.load import Rewards
+from miles_like.stopping import run_to_end
 from miles_like.tokenizer import load_tokenizer
 from miles_like.types import Finish, SamplingParams
 from rollout.client import SGLangClient, seed_of
@@ -151,7 +151,7 @@ class EvalAlone:
         stopped, whatever happens."""
         began = time.perf_counter()
         with self._served() as url:
-            version, found = asyncio.run(self._ask(url))
+            version, found = run_to_end(self._ask(url))
         seconds = time.perf_counter() - began
         return Found(model=str(self.hf_dir), version=version, seconds=seconds, answers=found)
 

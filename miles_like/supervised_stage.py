@@ -3,7 +3,6 @@ loop, then the report. No server is started."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from miles_like.packing import pack_examples
 from miles_like.progress import PhaseBar
 from miles_like.report import write_report
 from miles_like.run_state import RunState
+from miles_like.stopping import run_to_end
 from miles_like.supervised import SupervisedLoop, held_out_metrics, make_objective
 from miles_like.supervised_data import ExampleReader
 from miles_like.trainer_parts import TrainerParts
@@ -56,7 +56,7 @@ class SupervisedStage(TrainerParts):
             f"{'':12}{len(self.plan.of('trainer'))} trainer ranks up after {time.perf_counter() - started:.0f} s; "
             f"{len(examples)} examples, held out: {', '.join(f'{n} {len(x)}' for n, x in held_out.items()) or 'none'}"
         )
-        asyncio.run(self._loop(trainer, examples, held_out, began))
+        run_to_end(self._loop(trainer, examples, held_out, began))
         write_report(self.run_dir)
         self.console.print(f"{'':12}report: {self.run_dir / 'report.html'}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from miles_like.rounds import Rounds
 from miles_like.run_parts import RunParts
 from miles_like.run_state import RunState
 from miles_like.run_teachers import RunTeachers
+from miles_like.stopping import run_to_end
 from miles_like.types import Prompt, SampleGroup, TrainBatch
 from miles_like.verify.allowance import of_steps
 from miles_like.verify.gate import admit, judge
@@ -77,7 +77,7 @@ class TrainStage(RunParts):
                 f"{'':12}{len(self.plan.of('trainer'))} trainer ranks{critics}, {len(urls)} rollout servers up "
                 f"after {time.perf_counter() - started:.0f} s{self.payload()}"
             )
-            asyncio.run(self._loop(trainer, urls, source, rewards, held, began, teachers))
+            run_to_end(self._loop(trainer, urls, source, rewards, held, began, teachers))
         write_report(self.run_dir)
         self.console.print(f"{'':12}report: {self.run_dir / 'report.html'}")
 

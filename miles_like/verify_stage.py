@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 from miles_like import run_state
 from miles_like.factories import CheckpointWriter
 from miles_like.run_parts import RunParts
+from miles_like.stopping import run_to_end
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, VersionSpan
 from miles_like.verify.findings import Report
 from miles_like.verify.weights import WeightEvidence
@@ -63,7 +63,7 @@ class VerifyStage:
         try:
             trainer = run.ranks()
             urls = self.attached if servers is None else servers.wait()
-            return asyncio.run(self._compare(trainer, urls, kept))
+            return run_to_end(self._compare(trainer, urls, kept))
         finally:
             if servers is not None:
                 servers.stop()

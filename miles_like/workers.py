@@ -9,10 +9,8 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from miles_like.packing import cut_row
 from miles_like.placement import PlacementPlan, Slot
+from miles_like.stopping import end_in_order
 from miles_like.trainer_rank import Place, PublisherFactory, Rank, TrainerFactory
 from miles_like.types import PublishReport, Scored, StepReport, TrainBatch
 
@@ -47,22 +46,16 @@ def start_ray(address: str | None) -> None:
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is None:
         ray.init(address="local", include_dashboard=False, object_store_memory=512 << 20, **quiet)
-        _end_in_order_on_sigterm()
+        end_in_order()
         return
     _check_answers(address)
     try:
         ray.init(address=address, **quiet)
-        _end_in_order_on_sigterm()
+        end_in_order()
     except (ConnectionError, RuntimeError) as e:
         raise ValueError(
             f"no Ray cluster answers at {address}: start one with `ray start --head`, or leave it out"
         ) from e
-
-
-def _end_in_order_on_sigterm() -> None:
-    """As Ctrl-C does: servers are stopped and files closed. Ray's own handler, which it has just set, aborts."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def _check_answers(address: str) -> None:
@@ -148,6 +141,7 @@ def _at(node: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
+_DEATH_IS_KNOWN_S = 5.0  # Ray tells of a dead process within a second on an idle machine
 _SHARE_OF_GPU = {"trainer": 0.6, "rollout": 0.4, "critic": 0.0}  # for Ray, which then puts one of each on a GPU
 
 
@@ -289,10 +283,11 @@ class RayTrainer:
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         refs = [getattr(r, method).remote(*a) for r, a in zip(self._ranks, arguments, strict=True)]
+        answers = [asyncio.ensure_future(ref) for ref in refs]
         try:
-            return list(await asyncio.gather(*refs))
+            return list(await asyncio.gather(*answers))
         except RayError as e:
-            raise RuntimeError(f"{method}: {_said(e)}") from None
+            raise RuntimeError(f"{method}: {_said(await _cause(e, answers))}") from None
 
 
 class _Server(_Process):
@@ -352,6 +347,14 @@ def _get(ref: ray.ObjectRef, who: str) -> Any:
         return ray.get(ref)
     except RayError as e:
         raise RuntimeError(f"{who}: {_said(e)}") from None
+
+
+async def _cause(error: RayError, answers: Sequence[asyncio.Future[Any]]) -> RayError:
+    """The death of a worker rather than what the others say of the connection they lost: they may hear of it first."""
+    if not (isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError)):
+        return error
+    done, _ = await asyncio.wait(answers, timeout=_DEATH_IS_KNOWN_S)
+    return next((e for a in done if isinstance(e := a.exception(), RayActorError)), error)
 
 
 def _said(error: RayError) -> str:

@@ -163,10 +163,10 @@ def test_the_driver_is_told_to_stop(home: Path, how: signal.Signals) -> None:
         in_mid_run(process, run_dir)
         family = descendants(process)
         process.send_signal(how)
-        process.communicate(timeout=90)
+        _, said = process.communicate(timeout=90)
         _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive, [p.cmdline() for p in alive]
-    assert process.returncode == 128 + how
+    assert process.returncode == 128 + how, said[-3000:]
     assert not (run_dir / ".complete.json").exists()
 
 

@@ -51,6 +51,19 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, Tra
     stop_ray()
 
 
+def test_a_dead_rank_is_named_where_the_others_tell_of_a_lost_connection_first(ray: Any, tmp_path: Path) -> None:
+    async def save() -> None:
+        slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(2)]
+        trainer = RayTrainer(Stand("DP2"), slots, 2, tmp_path)
+        try:
+            await trainer.save(tmp_path / "checkpoint")
+        finally:
+            await trainer.close()
+
+    with pytest.raises(RuntimeError, match=r"^save: a worker process died"):
+        asyncio.run(save())
+
+
 def batch(*, dp: int, routing: bool = True) -> TrainBatch:
     """Six samples of odd lengths in micro-batches of two or so, no two tokens alike."""
     samples = [
