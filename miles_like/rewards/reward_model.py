@@ -48,8 +48,10 @@ class RewardModel:
         said = {"role": "assistant", "content": sample.text}
         return str(self._tokenizer.apply_chat_template([*asked, said], tokenize=False))
 
-    def _chosen(self, outputs: object) -> float:
-        values = [float(v) for v in outputs] if isinstance(outputs, list) else [float(outputs)]  # type: ignore[arg-type]
+    def _chosen(self, outputs: Any) -> float:
+        values = outputs if isinstance(outputs, list) else [outputs]
+        if not all(isinstance(v, int | float) for v in values):
+            raise ValueError(f"the model's outputs are {str(outputs)[:200]}, want numbers: check url and api")
         if self._config.api == "v1/classify" and len(values) == 1:
             raise ValueError(
                 "/v1/classify of a model with 1 output is 1 whatever the response: set reward.reward_model.api = "
@@ -61,7 +63,7 @@ class RewardModel:
             raise ValueError(
                 f"reward.reward_model.output = {self._config.output} of a model with {len(values)} outputs"
             )
-        return values[self._config.output or 0]
+        return float(values[self._config.output or 0])
 
 
 def _at(reply: Any, *path: str | int) -> Any:

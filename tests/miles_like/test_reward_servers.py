@@ -208,6 +208,8 @@ def test_a_reward_model_reads_the_conversation_by_its_own_template() -> None:
     [
         ({}, {"embedding": [1.0, 2.0]}, "the model has 2 outputs: say which with reward.reward_model.output"),
         ({"output": 2}, {"embedding": [1.0]}, "output = 2 of a model with 1 outputs"),
+        ({}, {"embedding": None}, "the model's outputs are None, want numbers: check url and api"),
+        ({}, {"embedding": ["yes"]}, r"outputs are \['yes'\], want numbers"),
         ({}, {"text": "hello"}, "without embedding: check url and api"),
         ({"api": "v1/classify", "model": "m"}, {"data": [{"probs": [1.0]}]}, "is 1 whatever the response: set reward"),
         ({"api": "v1/classify", "model": "m"}, {"data": []}, "without data.0.probs"),
