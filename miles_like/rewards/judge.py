@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import regex
 
@@ -46,10 +47,10 @@ class Judge:
         given = {"prompt": question, "answer": prompt.answer, "response": sample.text}
         return str(_PLACES.sub(lambda place: given[place[1]], self._config.template))
 
-    def _read(self, reply: object) -> Score | Unscored:
+    def _read(self, reply: Any) -> Score | Unscored:
         c = self._config
         try:
-            choice = reply["choices"][0]  # type: ignore[index]
+            choice = reply["choices"][0]
             said, cut = choice["message"]["content"], choice.get("finish_reason") in _CUT
         except (KeyError, IndexError, TypeError) as e:
             form = "an object" if isinstance(reply, Mapping) else type(reply).__name__

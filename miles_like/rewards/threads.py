@@ -7,7 +7,8 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 Job = Callable[[], None]
@@ -33,40 +34,46 @@ class DaemonThreads:
         if self._lost >= LOST_MOST:
             raise RuntimeError(f"{self._lost} calls that took too long have still not returned: end them by themselves")
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
+        done: asyncio.Future[Callable[[], T]] = loop.create_future()
         jobs = self._idle.pop() if self._idle else _start()
 
-        def back(result: T | None, error: BaseException | None) -> None:
+        def back(outcome: Callable[[], T]) -> None:
             self._idle.append(jobs)
             if done.cancelled():
                 self._lost -= 1
             else:
-                done.set_result((result, error))
+                done.set_result(outcome)
 
         def job() -> None:
-            result, error = None, None
+            outcome: Callable[[], T]
             try:
-                result = call()
+                outcome = partial(_given, call())
             except BaseException as e:  # a SystemExit would end the thread, and nobody would hear of it
-                error = e
+                outcome = partial(_raised, e)
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(back, result, error)
+                loop.call_soon_threadsafe(back, outcome)
 
         jobs.put(job)
         try:
-            value, error = await done
+            outcome = await done
         except asyncio.CancelledError:
             self._lost += done.cancelled()
             raise
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
+        return outcome()
 
     def close(self) -> None:
         """End those that do nothing."""
         for jobs in self._idle:
             jobs.put(None)
         self._idle.clear()
+
+
+def _given(value: T) -> T:
+    return value
+
+
+def _raised(error: BaseException) -> NoReturn:
+    raise error
 
 
 def _start() -> queue.SimpleQueue[Job | None]:
