@@ -41,7 +41,10 @@ def closed_form(aggregation, constant):
     """Of the token losses -logprob, sample by sample."""
     per_prompt = [[-s.logprobs[s.loss_mask].double() for s in g.samples if s.loss_mask.any()] for g in groups()]
     flat = [x for of_prompt in per_prompt for x in of_prompt]
-    mean = lambda xs: sum(xs) / len(xs)  # noqa: E731
+
+    def mean(values):
+        return sum(values) / len(values)
+
     return float(
         {
             Aggregation.TOKEN_MEAN: lambda: torch.cat(flat).mean(),
