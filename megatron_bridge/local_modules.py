@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import megatron.core.transformer.multi_latent_attention as mla
@@ -50,7 +50,14 @@ class _Group:
     queries: Tensor  # [n, Q] int64: rows of this rank
     keys: Tensor  # [n, K] int64: rows of all context-parallel ranks, laid end to end
     ahead: Tensor | None  # [n] int64: keys before a run's first query; None where there are none, so that Q == K
-    in_order: bool  # queries and keys are the pack itself, without a gap: nothing has to be gathered
+    filled: Tensor  # int64: slots of `queries`, flattened, that a row fills
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    groups: tuple[_Group, ...]
+    inverse: Tensor  # [T / cp] int64: row t of this rank is row inverse[t] of all groups' query slots
+    in_order: bool  # a group's rows follow the one's before it, as in a pack whose samples are sorted by length
 
 
 def _size_class(length: int) -> int:
@@ -68,10 +75,8 @@ def _side_by_side(rows: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.lru_cache(maxsize=64)
-def _groups(
-    cu_seqlens: tuple[int, ...], rank: int, size: int, device: torch.device
-) -> tuple[tuple[_Group, ...], Tensor]:
-    """Groups by length, and the inverse: row t of this rank is row inverse[t] of all groups' query slots.
+def _planned(cu_seqlens: tuple[int, ...], rank: int, size: int, device: torch.device) -> _Plan:
+    """Groups by length.
 
     A rank's queries of a segment are one run (size 1), or two, its zigzag chunks, whose keys reach back to the
     segment's start.
@@ -96,10 +101,9 @@ def _groups(
         base += queries.numel()
         keys, _ = _side_by_side(gathered[ragged_arange(start, end - start)], end - start)
         ahead = (begin - start).to(device) if chunk_number else None
-        every = torch.arange(cu_seqlens[-1])
-        in_order = torch.equal(queries.flatten(), every) and torch.equal(keys.flatten(), every)
-        groups.append(_Group(queries.to(device), keys.to(device), ahead, in_order))
-    return tuple(groups), inverse.to(device)
+        groups.append(_Group(queries.to(device), keys.to(device), ahead, slots.to(device)))
+    in_order = size == 1 and bool((inverse.diff() > 0).all())
+    return _Plan(tuple(groups), inverse.to(device), in_order)
 
 
 @functools.lru_cache(maxsize=16)
@@ -162,20 +166,38 @@ def packed_causal_attention(
     each in zigzag order; cu_seqlens [N+1] int, of the whole pack. Returns [T / size, h, v]. Many short segments share
     one call: a padded key is never attended by a real query, since padding follows and attention is causal.
     """
-    groups, inverse = _groups(tuple(cu_seqlens.tolist()), rank, size, query.device)
-    dtype, outs = value.dtype, []
+    plan = _planned(tuple(cu_seqlens.tolist()), rank, size, query.device)
+    dtype = value.dtype
     if query.device.type == "cpu":
         # The CPU kernel's bf16 backward takes 16 times as long as fp32 on segments of a dozen tokens.
         query, key, value = query.float(), key.float(), value.float()
-    for g in groups:
+    if plan.in_order:
+        return _in_order(plan.groups, query, key, value, scale, attend).to(dtype)
+    outs = []
+    for g in plan.groups:
         q, k, v = (
-            (x if g.in_order else x.index_select(0, rows.flatten())).view(*rows.shape, *x.shape[1:])
+            x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:])
             for x, rows in ((query, g.queries), (key, g.keys), (value, g.keys))
         )  # [n, Q or K, h, d or v]
         outs.append(attend(q, k, v, g.ahead, scale).flatten(0, 1))
-    if groups[0].in_order:
-        return outs[0].to(dtype)
-    return (torch.cat(outs) if len(outs) > 1 else outs[0]).index_select(0, inverse).to(dtype)
+    return torch.cat(outs).index_select(0, plan.inverse).to(dtype)
+
+
+def _in_order(
+    groups: Sequence[_Group], query: Tensor, key: Tensor, value: Tensor, scale: float, attend: Attend
+) -> Tensor:
+    """Each group's rows are cut out whole, so that gradients are laid end to end, where those of a gathering would be
+    added up over the whole pack once for every group; only a group with slots that no row fills has to gather."""
+    counts, outs = [len(g.filled) for g in groups], []
+    for g, *rows in zip(groups, *(x.split(counts) for x in (query, key, value)), strict=True):
+        gaps = g.queries.numel() > len(g.filled)
+        if gaps:
+            slots = (g.queries.flatten() - g.queries[0, 0]).clamp(min=0)
+            rows = [x.index_select(0, slots) for x in rows]
+        q, k, v = (x.view(*g.queries.shape, *x.shape[1:]) for x in rows)
+        out = attend(q, k, v, None, scale).flatten(0, 1)
+        outs.append(out.index_select(0, g.filled) if gaps else out)
+    return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
 class SDPACoreAttention(MegatronModule):

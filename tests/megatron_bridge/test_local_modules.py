@@ -35,8 +35,28 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float
 
 @pytest.mark.parametrize(
     "lengths",
-    [[7], [5, 5, 5], [6] * 4, [3] * 8, [1, 16, 3, 17, 2, 40], [12] * 30 + [100], [1030, 3, 1500, 9], [4, 0, 6]],
-    ids=["one", "equal", "pairs", "fours", "mixed", "many short, one long", "long ones alone", "an empty one"],
+    [
+        [7],
+        [5, 5, 5],
+        [6] * 4,
+        [3] * 8,
+        [1, 16, 3, 17, 2, 40],
+        [40, 33, 17, 17, 16, 9, 9, 3],
+        [12] * 30 + [100],
+        [1030, 3, 1500, 9],
+        [4, 0, 6],
+    ],
+    ids=[
+        "one",
+        "equal",
+        "pairs",
+        "fours",
+        "mixed",
+        "sorted",
+        "many short, one long",
+        "long ones alone",
+        "an empty one",
+    ],
 )
 @pytest.mark.parametrize("v", [8, 12])
 def test_packed_attention_is_attention_of_each_segment(lengths: list[int], v: int) -> None:

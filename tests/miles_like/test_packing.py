@@ -372,3 +372,9 @@ def test_work_in_python_grows_with_samples_alone():
     assert lines_run(numbered(2 * shapes), max_tokens=1024) < 2.1 * few
     longer = [(10 * p, 10 * r) for p, r in shapes]
     assert lines_run(numbered(longer), max_tokens=10240) < 1.1 * few
+
+
+def test_the_longest_sample_of_a_micro_batch_comes_first_and_equals_keep_their_order():
+    batch = packed([5, 9, 5, 2, 9, 7], dp_size=1, max_tokens=64)
+    assert lengths_of(batch) == [[[9, 9, 7, 5, 5, 2]]]
+    assert cells(batch)[0].samples == ("p0/1", "p2/0", "p2/1", "p0/0", "p1/0", "p1/1")
