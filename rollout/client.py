@@ -6,6 +6,7 @@ Letters: G samples a prompt.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import ssl
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
 from rollout import wire
-from rollout.samples import RoutingShape, SampleReader, begun, rows_of, version_number
+from rollout.samples import RoutingShape, SampleReader, all_begun, rows_of, version_number
 from rollout.together import all_or_first_error
 from rollout.wire import GenerateRequest
 from rollout.wire_control import (
@@ -81,6 +82,7 @@ def read_json(response: httpx.Response, *, url: str, endpoint: str, log: Path | 
         raise RolloutError(f"server {url} answered {endpoint} with no JSON ({e}): is it an SGLang server?") from None
 
 
+@functools.cache
 def no_certificates() -> ssl.SSLContext:
     """For httpx, which otherwise reads the system's certificates for 0.1 s; the servers speak plain HTTP."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -140,7 +142,7 @@ class SGLangClient:
             return_routed_experts=self._reader.routing is not None,
             return_routed_weights=self._reader.gates,
         )
-        samples = await self._ask(request, [begun(p, j) for p in prompts for j in range(n)], [()] * (len(prompts) * n))
+        samples = await self._ask(request, [s for p in prompts for s in all_begun(p, n)], [()] * (len(prompts) * n))
         return [SampleGroup(prompt=p, samples=tuple(samples[i * n : (i + 1) * n])) for i, p in enumerate(prompts)]
 
     async def continue_sample(

@@ -58,6 +58,12 @@ def begun(prompt: Prompt, index: int) -> Sample:
     )
 
 
+def all_begun(prompt: Prompt, n: int) -> list[Sample]:
+    """Samples 0 .. n-1 of a prompt before their first replies; they share its tensors."""
+    first = begun(prompt, 0)
+    return [first, *(replace(first, index=j) for j in range(1, n))]
+
+
 def rows_of(sample: Sample) -> int:
     """Routing rows it has: the `routed_experts_start_len` with which it goes on."""
     return 0 if sample.routing is None else len(sample.routing)
@@ -84,8 +90,7 @@ class SampleReader:
         not agree, routes that are missing or wrong, or that other weights computed than sampled the tokens.
         """
         live = [i for i, r in enumerate(replies) if not self._nothing(r)]
-        new = {i: torch.cat([torch.tensor(list(fed[i]), dtype=torch.int64), _ids(replies[i])]) for i in live}
-        tokens = {i: torch.cat([samples[i].token_ids, new[i]]) for i in live}
+        tokens = {i: torch.cat([samples[i].token_ids, *_new_ids(fed[i], replies[i])]) for i in live}
         for i in live:
             want, s = len(tokens[i]) - len(replies[i].output_ids), samples[i]
             if replies[i].prompt_tokens != want:
@@ -243,5 +248,6 @@ def version_span(span: WireSpan) -> VersionSpan:
     return VersionSpan(version_number(span.version), span.start, span.end)
 
 
-def _ids(reply: GenerateReply) -> Tensor:
-    return torch.from_numpy(np.asarray(reply.output_ids, np.int64))
+def _new_ids(fed: Sequence[int], reply: GenerateReply) -> list[Tensor]:
+    sampled = torch.from_numpy(np.asarray(reply.output_ids, np.int64))
+    return [torch.tensor(list(fed), dtype=torch.int64), sampled] if len(fed) else [sampled]

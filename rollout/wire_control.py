@@ -5,7 +5,6 @@ Defaults are SGLang's own. `load_format` SAFETENSORS is read by the embedded eng
 
 from __future__ import annotations
 
-import base64
 import binascii
 import io
 import json
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import pybase64
 import safetensors
 import safetensors.torch
 import torch
@@ -240,13 +240,13 @@ def encode_safetensors(tensors: Iterable[NamedTensor]) -> str:
         )
         for name, t in named.items()
     }
-    return binascii.b2a_base64(safetensors.serialize(flat), newline=False).decode("ascii")
+    return pybase64.b64encode_as_string(safetensors.serialize(flat))
 
 
 def decode_safetensors(payload: str) -> list[NamedTensor]:
     """The inverse of `encode_safetensors`, sorted by name. Raises ValueError when the payload is damaged."""
     try:
-        named = safetensors.torch.load(binascii.a2b_base64(payload, strict_mode=True))
+        named = safetensors.torch.load(pybase64.b64decode(payload, validate=True))
     except binascii.Error as e:
         raise ValueError(f"weights are not base64: {e}") from None
     except SafetensorError as e:
@@ -270,7 +270,7 @@ def encode_sglang_pickle(tensors: Iterable[NamedTensor], tp_size: int) -> tuple[
         out.append(b"ccollections\nOrderedDict\n)R" + f"c{str(t.dtype).replace('.', chr(10))}\n".encode())
         out.append(b"tR\x86")  # call with all since the mark; pair the result with the name
     out.append(b"e.")  # append all since the first mark; stop
-    return (base64.b64encode(b"".join(out)).decode("ascii"),) * tp_size
+    return (pybase64.b64encode_as_string(b"".join(out)),) * tp_size
 
 
 def _opcodes(value: object) -> bytes:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import binascii
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import pybase64
 from numpy.typing import NDArray
 
 from rollout.embedded.kv_cache import KVCache
@@ -95,4 +95,4 @@ class RouteCapture:
 
 
 def _base64(rows: NDArray[np.int32] | NDArray[np.float32]) -> str:
-    return binascii.b2a_base64(rows, newline=False).decode("ascii")
+    return pybase64.b64encode_as_string(rows)
