@@ -40,6 +40,15 @@ def one_sentence(logs: Path | None = None) -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+def check_writable(path: Path) -> None:
+    """Before an hour's work, not after it. Raises OSError; leaves no file behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    there = path.exists()
+    path.touch()
+    if not there:
+        path.unlink()
+
+
 def sentence(error: Exception) -> str:
     """What an exception says, on one line; of the system's errors the words and the file, not the number."""
     text = str(error)
@@ -309,9 +318,8 @@ def evaluate(
             if server is not None and value is not None:
                 raise ValueError(f"{option} {value} does nothing with --server, which runs already: remove one of them")
         for path in (json, answers):
-            if path is not None:  # before an hour's work, not after it
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.touch()
+            if path is not None:
+                check_writable(path)
         how = {"config": config, "overrides": [*overrides, *short], "data": data or (), "server": server}
         found = assemble.evaluate(hf_dir, run_dir, console, **how)
         console.print(found.table())

@@ -117,10 +117,12 @@ def test_what_is_wrong_is_said_in_a_sentence(
             shutil.copy(file, tmp_path / name)
     (tmp_path / "other" / "config.json").write_text('{"architectures": ["Qwen3MoeForCausalLM"]}')
     words = {"hf": str(hf), "bare": "bare", "other": "other", "url": url, "port": url.rpartition(":")[2]}
-    result = asked(*(a.format(**words) for a in arguments))
+    (tmp_path / "kept.jsonl").write_text("of an eval before")
+    result = asked(*(a.format(**words) for a in arguments), "--json", "new/f.json", "--answers", "kept.jsonl")
     assert result.exit_code == 2, result.output
     error = " ".join(result.stderr.split())
     assert said in error and "Traceback" not in error
+    assert not Path("new/f.json").exists() and Path("kept.jsonl").read_text() == "of an eval before"
 
 
 @pytest.mark.parametrize("fails", [False, True])
