@@ -14,7 +14,7 @@ _WIDTH = list(Unit)  # from what sees least at once to what sees most
 
 class Weighted:
     """rewards: (reward, weight) by the name of the part. A sample that one of them cannot score is unscored: a sum
-    without it would be another reward."""
+    without it would be another reward. Not so with weight 0: what is only logged is then not logged of that sample."""
 
     def __init__(self, rewards: Mapping[str, tuple[RewardFn, float]]) -> None:
         self._rewards = dict(rewards)
@@ -34,6 +34,8 @@ class Weighted:
         parts: dict[str, float] = {}
         for (name, (_, weight)), outcome in zip(self._rewards.items(), outcomes, strict=True):
             if isinstance(outcome, Unscored):
+                if not weight:
+                    continue
                 return Unscored(reason=f"{name}: {outcome.reason}")
             terms.append(weight * outcome.value)
             parts |= {name: outcome.value, **{f"{name}/{k}": v for k, v in outcome.parts.items()}}

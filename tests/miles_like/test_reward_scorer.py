@@ -282,6 +282,17 @@ def test_parts_are_weighted_and_each_is_logged() -> None:
     ]
 
 
+def test_a_part_that_is_only_logged_costs_no_sample() -> None:
+    def seen(prompt, sample):
+        return None if sample.index else 0.5
+
+    parts = {"right": (patient(lambda prompt, sample: 1.0), 1.0), "seen": (patient(seen, retries=0), 0.0)}
+    assert asked(Weighted(parts), n=2) == [
+        Score(value=1.0, parts={"right": 1.0, "seen": 0.5}),
+        Score(value=1.0, parts={"right": 1.0}),
+    ]
+
+
 def test_parts_are_asked_at_the_same_time_and_the_first_error_ends_all() -> None:
     """Each waits for the other to begin."""
     began = [asyncio.Event(), asyncio.Event()]
