@@ -141,7 +141,7 @@ def _at(node: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
-_DEATH_IS_KNOWN_S = 5.0  # Ray tells of a dead process within a second on an idle machine
+_DEATH_IS_KNOWN_S = 10.0  # Ray tells of a dead process within a second, on an idle machine
 _SHARE_OF_GPU = {"trainer": 0.6, "rollout": 0.4, "critic": 0.0}  # for Ray, which then puts one of each on a GPU
 
 
