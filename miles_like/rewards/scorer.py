@@ -69,11 +69,16 @@ class Scorer:
                 async with asyncio.timeout(self.timeout_s) as limit:
                     returned = await self.ask(prompts, samples)
             except (Exception, SystemExit) as e:  # the user's code: whatever it raises, say what it was given
-                if isinstance(e, TimeoutError) and limit.expired():
-                    return [Unscored(reason=f"no reward within {self.timeout_s:g} s") for _ in samples]
-                raise RuntimeError(
-                    f"reward of {_named(prompts, samples)} failed: {type(e).__name__}: {e}; {_given(prompts, samples)}"
-                ) from e
+                if not limit.expired():
+                    raise RuntimeError(
+                        f"reward of {_named(prompts, samples)} failed: {type(e).__name__}: {e}; "
+                        f"{_given(prompts, samples)}"
+                    ) from e
+        # a function with a bare `except` takes the limit, or the end of the run, for an error of its own
+        if limit.expired():
+            return [Unscored(reason=f"no reward within {self.timeout_s:g} s") for _ in samples]
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise asyncio.CancelledError
         try:
             results = [returned] if self.unit is Unit.SAMPLE else each(returned, len(samples))
             return [outcome_of(r) for r in results]

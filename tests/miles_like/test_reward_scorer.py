@@ -121,9 +121,9 @@ def test_a_group_is_asked_again_whole_and_keeps_what_it_had() -> None:
     assert attempts == [3, 3]
 
 
-@pytest.mark.parametrize("sync", [True, False])
-def test_what_is_stuck_is_given_up(sync: bool) -> None:
-    """Also the second time."""
+@pytest.mark.parametrize("how", ["sync", "async", "scores what it was interrupted in", "raises where it was"])
+def test_what_is_stuck_is_given_up(how: str) -> None:
+    """Also the second time, and whatever the function makes of the interruption."""
     never = threading.Event()
 
     def stuck(prompt, sample):
@@ -132,9 +132,46 @@ def test_what_is_stuck_is_given_up(sync: bool) -> None:
     async def waits(prompt, sample):
         return await asyncio.Event().wait()
 
-    found = asked(patient(stuck if sync else waits, timeout_s=0.1, retries=1), n=1)
+    async def scores(prompt, sample):
+        try:
+            return await asyncio.Event().wait()
+        except:  # noqa: E722  as people write it
+            return 0.0
+
+    async def raises(prompt, sample):
+        try:
+            return await asyncio.Event().wait()
+        finally:
+            raise KeyError("answer")
+
+    functions = {"sync": stuck, "async": waits, "scores what it was interrupted in": scores}
+    found = asked(patient(functions.get(how, raises), timeout_s=0.1, retries=1), n=1)
     assert found == [Unscored(reason="no reward within 0.1 s")]
     never.set()
+
+
+def test_the_end_of_a_run_is_not_taken_for_a_sample_that_cannot_be_scored() -> None:
+    """A function that swallows its cancellation would be asked again, once for every further attempt."""
+    calls = 0
+
+    async def nothing(prompt, sample):
+        nonlocal calls
+        calls += 1
+        try:
+            await asyncio.Event().wait()
+        except:  # noqa: E722  as people write it
+            return
+
+    async def run() -> None:
+        call = asyncio.ensure_future(patient(nothing, retries=3)([make_prompt("p")], [sample("p", 0)]))
+        while not calls:
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(run())
+    assert calls == 1
 
 
 def test_a_sync_function_does_not_stop_the_loop() -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 
 import pytest
 
+from miles_like import stopping
 from miles_like.stopping import run_to_end
 
 SEEN: list[str] = []
@@ -60,6 +62,28 @@ def test_a_second_sigterm_does_not_cut_the_cleaning_up_short() -> None:
     with pytest.raises(SystemExit):
         run_to_end(closed_slowly())
     assert SEEN == ["closed"]
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_what_blocks_the_loop_is_interrupted_by_a_second_one_and_after_a_while_by_itself(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "PATIENCE_S", 60.0 if again else 0.1)
+
+    async def blocked() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            if again:
+                os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(30)
+            SEEN.append("not interrupted")
+        finally:
+            SEEN.append("closed")
+
+    SEEN.clear()
+    with pytest.raises(SystemExit) as end:
+        run_to_end(blocked())
+    assert end.value.code == 143 and SEEN == ["closed"]
 
 
 def test_without_sigterm_it_is_asyncio_run() -> None:
