@@ -33,7 +33,7 @@ def read_tree(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any
     """`path`, if there is one, what it extends, and the overrides, not yet checked."""
     tree = {} if path is None else _read(path, seen=())
     for text in overrides:
-        _merge(tree, parse_override(text))
+        _merge(tree, _spelt_out(parse_override(text)))
     return tree
 
 
@@ -81,7 +81,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ValueError(f"{path} is not TOML: {e}") from None
     base = tree.pop("extends", None)
-    tree = {k: _rooted(v, path.parent) for k, v in tree.items()}
+    tree = _spelt_out({k: _rooted(v, path.parent) for k, v in tree.items()})
     if base is None:
         return tree
     if not isinstance(base, str):
@@ -89,6 +89,12 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     merged = _read(path.parent / base, (*seen, path))
     _merge(merged, tree)
     return merged
+
+
+def _spelt_out(tree: dict[str, Any]) -> dict[str, Any]:
+    """`algorithm = "dapo"` is short for `algorithm.name`, and leaves what is set beside it."""
+    name = tree.get("algorithm")
+    return tree | {"algorithm": {"name": name}} if isinstance(name, str) else tree
 
 
 def _rooted(value: Any, root: Path) -> Any:

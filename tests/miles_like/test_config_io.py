@@ -84,6 +84,17 @@ def test_extends_merges_by_section_and_paths_are_relative_to_their_own_file(tmp_
     assert (config.train.steps, config.train.groups_per_step) == (7, 64)
 
 
+def test_an_algorithm_is_named_in_short_beside_keys_that_are_set_elsewhere(tmp_path: Path) -> None:
+    base, run = tmp_path / "base.toml", tmp_path / "run.toml"
+    base.write_text(f'extends = "{TINY}"\n[algorithm]\nname = "gspo"\nclip_high = 0.3\n')
+    run.write_text('extends = "base.toml"\nalgorithm = "dapo"\n')
+    found = load_config(run).algorithm
+    assert (found.name, found.filter, found.clip_high) == ("dapo", "nonzero_std", 0.3)
+    assert load_config(base, ["algorithm=grpo", "algorithm.clip_low=0.1"]).algorithm.clip_low == 0.1
+    with pytest.raises(ValueError, match="did you mean 'dapo'"):
+        load_config(TINY, ["algorithm=dap"])
+
+
 def test_a_circle_of_extends_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('extends = "b.toml"\n')
     (tmp_path / "b.toml").write_text('extends = "a.toml"\n')
