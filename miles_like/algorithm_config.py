@@ -23,7 +23,7 @@ ADVANTAGE_KEYS: dict[str, dict[str, Any]] = {
     "maxrl": {},
 }
 OF_TOKENS = ("reinforce_pp", "ppo")  # the others give a number for a whole sample
-OF_GROUPS = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline")  # 0 for a sample that is alone in its group
+OF_GROUPS = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline")  # nothing where every sample is alone
 LOSS_KEYS: dict[str, dict[str, Any]] = {
     "clipped": {"clip_low": 0.2, "clip_high": 0.28, "clip_dual": None},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "clip_dual": None},  # arXiv:2507.18071, 5.1
@@ -50,8 +50,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 _PARTS = {"advantage": "grpo", "loss": "clipped", "aggregation": "token_mean"}
 _PENALTY = {
-    "loss": {"kl_in": "loss", "kl_estimator": "k3", "kl_unbiased": False, "reference_every": 0},
-    "reward": {"kl_in": "reward", "kl_estimator": "k1", "reference_every": 0},
+    "loss": {"kl_in": "loss", "kl_estimator": "k3", "kl_unbiased": False},
+    "reward": {"kl_in": "reward", "kl_estimator": "k1"},
 }
 
 
@@ -79,7 +79,7 @@ class AlgorithmConfig(Section):
     kl_in: Literal["loss", "reward"] | None = None
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     kl_unbiased: bool | None = None  # times p_train / p_rollout
-    reference_every: int | None = Field(None, ge=0)  # rollouts after which the reference is renewed; 0: never
+    reference_every: int = Field(0, ge=0)  # rollouts after which the reference is renewed; 0: never
     entropy_coefficient: float = Field(0.0, ge=0)
     off_policy_delta: float | None = Field(None, ge=0)  # nats/token; None: no sample is masked
     filter: str = "off"  # of groups: "nonzero_std", or pkg.module:name of one's own (GroupFilter)
@@ -182,10 +182,23 @@ class AlgorithmConfig(Section):
         """What aggregation "constant" divides by, in tokens; None with another."""
         return (self.aggregation_constant or longest_answer) if self.aggregation == "constant" else None
 
-    def check_run(self, *, longest_answer: int, group: int | None, correction: str, on_breach: str) -> None:
+    def check_run(
+        self, *, longest_answer: int, group: int | None, taught: bool, correction: str, on_breach: str
+    ) -> None:
         """What other sections say of it: the token limit, the samples of a prompt (None: nobody asks for advantages
-        of rewards), `correction.kind` and `mismatch.on_breach`. Raises ValueError for what would silently do nothing.
+        of rewards), whether a teacher is the reference, `correction.kind` and `mismatch.on_breach`. Raises ValueError
+        for what would silently do nothing.
         """
+        if self.reference_every and not (self.keeps_reference or taught):
+            raise ValueError(
+                f"algorithm.reference_every = {self.reference_every} does nothing without a reference: set "
+                "algorithm.kl_coefficient, or take a teacher of kind 'self' with weights = 'reference'"
+            )
+        if group == 1 and self.filter == "nonzero_std":
+            raise ValueError(
+                "train.samples_per_group = 1 with algorithm.filter = 'nonzero_std', which leaves out every group of "
+                "one: raise it, or set the filter to 'off'"
+            )
         if group == 1 and self.advantage in OF_GROUPS:
             raise ValueError(
                 f"train.samples_per_group = 1 with algorithm.advantage = {self.advantage!r}, which is 0 for a sample "
@@ -230,6 +243,7 @@ _ALWAYS = (
     "name",
     *_PARTS,
     "kl_coefficient",
+    "reference_every",
     "entropy_coefficient",
     "off_policy_delta",
     "filter",

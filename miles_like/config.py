@@ -282,6 +282,7 @@ class RunConfig(Section):
         self.algorithm.check_run(
             longest_answer=self.rollout.longest_answer,
             group=None if self.distillation.mode == "alone" else self.train.samples_per_group,
+            taught=self.distillation.reference,
             correction=self.correction.kind,
             on_breach=self.mismatch.on_breach,
         )
@@ -360,7 +361,7 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         mtp_coefficient=run.train.mtp_coefficient,
         reference=run.algorithm.keeps_reference or run.distillation.reference,
         reference_told=run.algorithm.keeps_reference,
-        reference_every=run.algorithm.reference_every or 0,
+        reference_every=run.algorithm.reference_every,
         head="scalar" if run.algorithm.name == "reward_model" else "lm",
         on_nonfinite=run.train.on_nonfinite,
         deterministic=run.alignment.deterministic,

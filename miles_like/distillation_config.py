@@ -227,6 +227,7 @@ class DistillationConfig(Section):
             "algorithm.advantage": algorithm.advantage if own else None,
             "algorithm.kl_in": algorithm.kl_in if algorithm.reference_stream else None,
             "algorithm.overlong_penalty": algorithm.overlong_penalty or None,
+            "algorithm.filter": algorithm.filter if algorithm.filter == "nonzero_std" else None,
             **{f"algorithm.{key}": v for key, at in usual.items() if (v := getattr(algorithm, key)) != at},
         }
         if self.top_k:

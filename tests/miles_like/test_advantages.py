@@ -85,8 +85,11 @@ def test_maxrl_is_the_likelihood_s_gradient_of_right_answers(right, n):
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline"])
 @settings(max_examples=20, deadline=None)
 def test_a_group_of_equal_rewards_gives_exact_zeros(name, value, n):
-    """In floats the mean of n equal values may miss them by a bit, which a division would blow up to 1."""
+    """In floats the mean of n equal values may miss them by a bit, which a division would blow up to 1. Also beside
+    another group, but for the one that is then normalized over all."""
     assert made(name).advantages([rewarded([value] * n)]) == [[0.0] * n]
+    if name != "reinforce_pp_baseline":
+        assert made(name).advantages([rewarded([0.0, 3.0, 1.0]), rewarded([value] * n)])[1] == [0.0] * n
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_KEYS)

@@ -87,7 +87,6 @@ def test_the_constant_and_what_it_defaults_to():
         ({"tau_pos": 1.0}, r"tau_pos = 1\.0 does nothing with algorithm\.loss = 'clipped'"),
         ({"gamma": 0.9}, r"gamma = 0\.9 does nothing with algorithm\.advantage = 'grpo'"),
         ({"kl_estimator": "k1"}, r"kl_estimator = 'k1' does nothing with algorithm\.kl_coefficient = 0"),
-        ({"reference_every": 4}, r"reference_every = 4 does nothing with algorithm\.kl_coefficient = 0"),
         (
             {"kl_coefficient": 0.1, "kl_in": "reward", "kl_unbiased": True},
             r"kl_unbiased = True does nothing with algorithm\.kl_in = 'reward'",
@@ -117,7 +116,17 @@ def test_what_makes_no_sense_is_refused(given, said):
     [
         ({"name": "dapo", "overlong_buffer": 9}, {}, r"overlong_buffer = 9 tokens below a limit of 8"),
         ({"loss": "decoupled"}, {"correction": "tis"}, r"correction\.kind = 'tis' does nothing with .* 'decoupled'"),
-        ({"name": "dapo"}, {"group": 1}, r"train\.samples_per_group = 1 with algorithm\.advantage = 'grpo'"),
+        ({"reference_every": 4}, {}, r"reference_every = 4 does nothing without a reference"),
+        (
+            {"name": "dapo", "advantage": "ppo"},
+            {"group": 1},
+            r"samples_per_group = 1 with algorithm\.filter = 'nonzero",
+        ),
+        (
+            {"name": "dapo", "filter": "off"},
+            {"group": 1},
+            r"train\.samples_per_group = 1 with algorithm\.advantage = 'grpo'",
+        ),
         ({"loss": OWN}, {"correction": "mis"}, r"correction\.kind = 'mis' does nothing .* a loss of your own"),
         ({"loss": OWN}, {"on_breach": "down_weight"}, r"'down_weight' does nothing with a loss of your own"),
     ],
@@ -125,7 +134,7 @@ def test_what_makes_no_sense_is_refused(given, said):
 def test_what_does_not_fit_the_run_is_refused(given, run, said):
     with pytest.raises(ValueError, match=said):
         AlgorithmConfig(**given).check_run(
-            **{"longest_answer": 8, "group": 2, "correction": "off", "on_breach": "warn"} | run
+            **{"longest_answer": 8, "group": 2, "taught": False, "correction": "off", "on_breach": "warn"} | run
         )
 
 

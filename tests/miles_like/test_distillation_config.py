@@ -89,6 +89,8 @@ def test_what_cannot_work_or_does_nothing_is_refused(given: dict[str, Any], said
         (["algorithm.name=ppo"], "algorithm.advantage = 'ppo' does nothing"),
         (["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"], "algorithm.kl_in = 'reward' does nothing"),
         (["algorithm.overlong_penalty=0.5"], "overlong_penalty = 0.5 does nothing"),
+        (["algorithm.filter=nonzero_std"], "filter = 'nonzero_std' does nothing"),
+        (["algorithm.reference_every=5"], "reference_every = 5 does nothing without a reference"),
         (["correction.kind=tis"], "correction = 'a kind' does nothing with .* and top_k = 16"),
         (
             ["distillation.teachers.clean.ulr=3"],
@@ -100,6 +102,13 @@ def test_what_cannot_work_or_does_nothing_is_refused(given: dict[str, Any], said
 def test_other_sections_have_their_say(settings: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         load_config(CONFIGS / "tiny_opd.toml", settings)
+
+
+def test_a_reference_that_teaches_may_move() -> None:
+    teacher = '{ kind = "self", prompt = "{answer}. {prompt}", weights = "reference" }'
+    how = [f"distillation.teachers.me={teacher}", "distillation.mode=alone", "algorithm.reference_every=5"]
+    run = load_config(CONFIGS / "tiny.toml", how)
+    assert run.distillation.reference and run.algorithm.reference_every == 5
 
 
 def test_the_page_s_configurations_are_complete(tmp_path: Path) -> None:
