@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
 from miles_like.types import (
@@ -151,7 +152,8 @@ class Algorithm(Protocol):
 
 
 class RewardFn(Protocol):
-    """What samples are worth. miles_like/rewards makes one of any function that a user has (docs/rewards.md)."""
+    """What samples are worth, as the loop asks it. miles_like/rewards makes one of any function that a user has: of a
+    SampleReward, a GroupReward, a BatchReward, or one with another framework's signature (docs/rewards.md)."""
 
     @property
     def unit(self) -> Unit:
@@ -168,6 +170,36 @@ class RewardFn(Protocol):
         """
 
     async def close(self) -> None: ...
+
+
+# What one sample is worth. A mapping: its "score", else its "reward", else the sum of its numbers; the other numbers
+# are logged as parts, text is not. None: nobody can say, and the sample is asked about again, then given up.
+RewardNumber: TypeAlias = float | Tensor | np.generic  # of one element, and finite
+RewardResult: TypeAlias = RewardNumber | Mapping[str, RewardNumber | str | None] | Score | Unscored | None
+RewardResults: TypeAlias = Sequence[RewardResult] | Tensor | np.ndarray  # one for each sample, in order
+
+
+class SampleReward(Protocol):
+    """A reward of one's own, of one sample. By the names of the parameters it is known how it is called."""
+
+    def __call__(self, prompt: Prompt, sample: Sample) -> RewardResult | Awaitable[RewardResult]:
+        """May be async, and must be where it waits for something. An exception ends the run."""
+
+
+class GroupReward(Protocol):
+    """A reward of one's own, of all samples of a prompt, which it may compare."""
+
+    def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> RewardResults | Awaitable[RewardResults]:
+        """As `SampleReward`."""
+
+
+class BatchReward(Protocol):
+    """A reward of one's own, of all samples of several prompts, for what is cheaper in one call."""
+
+    def __call__(
+        self, prompts: Sequence[Prompt], samples: Sequence[Sample]
+    ) -> RewardResults | Awaitable[RewardResults]:
+        """As `SampleReward`; `prompts` has the prompt of each sample."""
 
 
 class Environment(Protocol):

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from miles_like.by_import_path import load
-from miles_like.protocols import RewardFn
+from miles_like.protocols import RewardFn, SampleReward
 from miles_like.reward_config import BUILT_IN, LOCAL_BUT_SLOW, REMOTE, RewardConfig
 from miles_like.rewards.answers import Exact, MultipleChoice, Regex, exact_number, gsm8k
 from miles_like.rewards.function import calling, is_async
@@ -30,7 +30,7 @@ REMOTE_RETRIES, CALLS, WAIT_S, CLOSE_S = 2, 64, 1.0, 10.0
 T = TypeVar("T")
 Function = Callable[..., object]
 # (configuration, time limit) -> the function; the configuration has its options, as RewardConfig sees to
-REWARDS: dict[str, Callable[[RewardConfig, float], Function]] = {
+REWARDS: dict[str, Callable[[RewardConfig, float], SampleReward]] = {
     "exact_number": lambda c, limit_s: exact_number,
     "exact": lambda c, limit_s: Exact(_given(c.exact)),
     "gsm8k": lambda c, limit_s: gsm8k,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from miles_like.protocols import RewardResult
 from miles_like.reward_config import RemoteConfig
 from miles_like.rewards.http import Endpoint
 from miles_like.types import Prompt, Sample
@@ -18,7 +19,7 @@ class Remote:
         self._server = Endpoint(config)
         self.close = self._server.close
 
-    async def __call__(self, prompt: Prompt, sample: Sample) -> object:
+    async def __call__(self, prompt: Prompt, sample: Sample) -> RewardResult:
         body = {
             "prompt": prompt.text,
             "response": sample.text,
@@ -29,4 +30,5 @@ class Remote:
             "finish": sample.finish.value,
             "metadata": dict(prompt.meta),
         }
-        return await self._server.post("", body)
+        said: RewardResult = await self._server.post("", body)
+        return said

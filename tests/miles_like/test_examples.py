@@ -8,18 +8,22 @@ reads docs/examples.
 from __future__ import annotations
 
 import asyncio
+import re
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from miles_like import protocols
 from miles_like.algorithms.filters import make_filter
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.config import RunConfig
 from miles_like.config_io import load_config
 from miles_like.rewards.load import make_reward
-from miles_like.types import Score, Unscored
+from miles_like.rewards.styles import recognised
+from miles_like.types import Score, Unit, Unscored
 from rollout.environment import Episodes
 from rollout.own_generate import OwnGenerate
 from rollout.plays import make_play
@@ -46,6 +50,27 @@ def test_every_example_is_named_where_users_look() -> None:
     page = (ROOT / "docs" / "extending.md").read_text()
     assert [f.stem for f in EXAMPLES] == ["advantage", "environment", "generate", "group_filter", "loss", "reward"]
     assert all(f"(examples/{f.name})" in page for f in EXAMPLES)
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda f: f.stem)
+def test_every_example_is_held_to_a_protocol_that_the_page_names(file: Path) -> None:
+    """By its last line, an assignment that mypy checks; the row of the page says the same Protocol."""
+    last = re.fullmatch(r"_: (\w+) = .*  # mypy holds it to its Protocol here", file.read_text().splitlines()[-1])
+    assert last, "the last line is to be `_: PROTOCOL = ...`"
+    (row,) = [r for r in (ROOT / "docs" / "extending.md").read_text().splitlines() if f"(examples/{file.name})" in r]
+    assert hasattr(protocols, last[1]) and f"`{last[1]}`" in row
+
+
+@pytest.mark.parametrize(
+    ("protocol", "unit"),
+    [
+        (protocols.SampleReward, Unit.SAMPLE),
+        (protocols.GroupReward, Unit.GROUP),
+        (protocols.BatchReward, Unit.BATCH),
+    ],
+)
+def test_what_fits_a_protocol_of_rewards_is_called_that_way(protocol: Any, unit: Unit) -> None:
+    assert recognised(partial(protocol.__call__, None)) == ("own", unit)
 
 
 def test_reward(tmp_path: Path) -> None:
