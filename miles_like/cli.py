@@ -16,6 +16,7 @@ from miles_like import assemble
 from miles_like.config import RunConfig
 from miles_like.config_io import dump_config, load_config
 from miles_like.pipeline import STAGES, Stage, parse_stages, plan_stages, run_stages
+from miles_like.server_url import server_url
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 convert = typer.Typer(no_args_is_help=True, help="Checkpoints from one form to another.")
@@ -257,6 +258,8 @@ def verify(
     console = Console()
     with one_sentence(run_dir / "logs"):
         loaded = load_config(config, overrides)
+        for url in server or ():
+            server_url(url)
         try:
             how = {"rollouts": rollouts, "checkpoint": checkpoint, "attached": server or (), "prompts": prompts}
             found, pictures = assemble.verify(loaded, run_dir, console, ray_address, **how)
@@ -314,6 +317,8 @@ def evaluate(
     short = [f"{key}={str(v).lower() if v is True or v is False else v}" for key, v in given.items() if v is not None]
     console = Console()
     with one_sentence(run_dir / "logs"):
+        if server is not None:
+            server_url(server)
         for option, value in (("--threads", threads), ("--port", port)):
             if server is not None and value is not None:
                 raise ValueError(f"{option} {value} does nothing with --server, which runs already: remove one of them")

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from megatron_bridge.config import Section
 from miles_like.algorithm_config import ADVANTAGE_KEYS, AlgorithmConfig
 from miles_like.make_config import MakeConfig
+from miles_like.server_url import ServerUrl
 
 Kind = Literal["server", "weights", "self"]
 
@@ -26,7 +27,7 @@ class TeacherConfig(Section):
     """
 
     kind: Kind = "server"
-    url: str | None = None
+    url: ServerUrl | None = None
     path: str | None = None
     make: MakeConfig | None = None
     prompt: str | None = None  # template of {prompt}, {answer} and the prompt's other columns

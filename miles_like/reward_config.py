@@ -8,6 +8,7 @@ import regex
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from megatron_bridge.config import Section
+from miles_like.server_url import ServerUrl
 
 
 class ExactConfig(Section):
@@ -55,7 +56,7 @@ class LengthConfig(Section):
 
 
 class EndpointConfig(Section):
-    url: str = Field(pattern="^https?://")
+    url: ServerUrl
     key_file: str | None = None  # its text is sent as a bearer token; the token itself has no place in a configuration
 
 

@@ -6,9 +6,7 @@ Letters: G samples a prompt.
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
-import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ import httpx
 import orjson
 from torch import Tensor
 
+from miles_like.server_url import tls
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
 from rollout import wire
 from rollout.samples import RoutingShape, SampleReader, all_begun, rows_of, version_number
@@ -58,6 +57,11 @@ def seed_of(seed: int, prompt_id: str, index: int | None = None) -> int:
 def failure(error: httpx.HTTPError, *, url: str, endpoint: str, timeout_s: float, log: Path | None) -> RolloutError:
     """Say what an exception of httpx means to the user. `log`: of the server, when this run started it."""
     look = f"see the end of {log}" if log else "see its log"
+    if isinstance(error, httpx.ConnectError) and "[SSL" in str(error):
+        return RolloutError(
+            f"server {url} gives no TLS connection for {endpoint} ({error}): a certificate of your own needs its "
+            "authority's file in SSL_CERT_FILE, a server without TLS an http:// URL"
+        )
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return RolloutError(f"server {url} cannot be reached for {endpoint}: it is not running or has died; {look}")
     if isinstance(error, httpx.TimeoutException):
@@ -80,12 +84,6 @@ def read_json(response: httpx.Response, *, url: str, endpoint: str, log: Path | 
         return orjson.loads(response.content) if response.content else None
     except ValueError as e:
         raise RolloutError(f"server {url} answered {endpoint} with no JSON ({e}): is it an SGLang server?") from None
-
-
-@functools.cache
-def no_certificates() -> ssl.SSLContext:
-    """For httpx, which otherwise reads the system's certificates for 0.1 s; the servers speak plain HTTP."""
-    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 class SGLangClient:
@@ -120,7 +118,7 @@ class SGLangClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=KEEPALIVE_S)
         timeout = httpx.Timeout(request_timeout_s, connect=min(10.0, request_timeout_s))
         self._http = httpx.AsyncClient(
-            base_url=self.url, limits=limits, timeout=timeout, trust_env=False, verify=no_certificates()
+            base_url=self.url, limits=limits, timeout=timeout, trust_env=False, verify=tls(self.url)
         )
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:

@@ -16,12 +16,13 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 import httpx
 import orjson
 
+from miles_like.server_url import tls
 from miles_like.types import NamedTensor, PublishReport
 from quant.spec import QuantSpec
 from quant.stream import quantize_stream
 from rollout import wire
 from rollout.checksum import tensor_checksum
-from rollout.client import KEEPALIVE_S, RolloutError, failure, no_certificates, read_json
+from rollout.client import KEEPALIVE_S, RolloutError, failure, read_json
 from rollout.config import PublishConfig
 from rollout.wire_control import (
     SAFETENSORS,
@@ -56,7 +57,7 @@ class ServerSet:
             limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
             timeout=timeout,
             trust_env=False,
-            verify=no_certificates(),
+            verify=tls(*self.urls),
         )
         self._threads = ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="publish")
 

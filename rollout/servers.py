@@ -14,7 +14,8 @@ from types import TracebackType
 
 import httpx
 
-from rollout.client import RolloutError, no_certificates
+from miles_like.server_url import tls
+from rollout.client import RolloutError
 from rollout.config import RolloutConfig
 from rollout.served import check_directory
 from rollout.wire import HEALTH
@@ -52,7 +53,7 @@ class ServerHandle:
     def await_ready(self, timeout_s: float) -> None:
         """Wait until /health answers 200. Raises RolloutError with the end of the log when it does not come up."""
         deadline = time.monotonic() + timeout_s
-        with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False, verify=no_certificates()) as http:
+        with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False, verify=tls(self.url)) as http:
             while time.monotonic() < deadline:
                 self.check_alive()
                 try:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import pickle
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -115,11 +116,17 @@ class FakeServer:
 
     fault (endpoint -> kind, or a function of the body that tells it) makes an endpoint misbehave:
     "hang", "reset", "http_400", "http_500", "refuse", "html".
+    certificate: a PEM file of key and certificate, for https.
     forget: keys left out of a /generate reply's meta_info. calls: (endpoint, body) of every request, in order.
     """
 
     def __init__(
-        self, *, version: str = "0", weights: dict[str, torch.Tensor] | None = None, busy: bool = False
+        self,
+        *,
+        version: str = "0",
+        weights: dict[str, torch.Tensor] | None = None,
+        busy: bool = False,
+        certificate: Path | None = None,
     ) -> None:
         self.version = version
         self.weights = dict(weights or {})
@@ -151,6 +158,11 @@ class FakeServer:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_port}"
+        if certificate is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(certificate)
+            self._http.socket = context.wrap_socket(self._http.socket, server_side=True)
+            self.url = self.url.replace("http", "https")
 
     def __enter__(self) -> FakeServer:
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ssl
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from miles_like.reward_config import EndpointConfig
+from miles_like.server_url import tls
 from miles_like.types import Unscored
 
 _AGAIN = (408, 429)  # of the client's errors, those that are no mistake of the request
@@ -34,10 +34,8 @@ class Endpoint:
         """
         if self._http is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            # plain HTTP needs no certificates, which take 0.1 s to read
-            verify = self.url.startswith("https") or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             self._http = httpx.AsyncClient(
-                timeout=None, limits=limits, trust_env=False, headers=self._headers, verify=verify
+                timeout=None, limits=limits, trust_env=False, headers=self._headers, verify=tls(self.url)
             )
         where = self.url + path
         try:

@@ -51,6 +51,10 @@ def test_who_scores_and_what_the_trainer_keeps() -> None:
         ({"teachers": {}}, "without a teacher: add a section"),
         ({"beta": 0.5}, "beta = 0.5 does nothing with distillation.top_k = 0"),
         ({"teachers": {"t": {}}}, "neither url nor path nor make"),
+        ({"teachers": {"t": {"url": "10.0.0.7:30000"}}}, "is no URL of a server: write 'http://10.0.0.7:30000' or"),
+        ({"teachers": {"t": {"url": "ftp://h:1"}}}, "is no URL of a server: write http://HOST:PORT or https://"),
+        ({"teachers": {"t": {"url": "http://h:port"}}}, "is no URL of a server"),
+        ({"teachers": {"t": {"url": "https://:3"}}}, "is no URL of a server"),
         ({"teachers": {"t": URL | {"path": "p"}}}, "has path and url: give"),
         ({"teachers": {"t": {"make": MAKE, "path": "p"}}}, "has make and path: give"),
         (

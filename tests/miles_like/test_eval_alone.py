@@ -100,6 +100,10 @@ def test_a_run_s_configuration_says_how(hf: Path, url: str, tmp_path: Path) -> N
         (["{hf}", "--data", HELD, "--set", "rollout.treads=1"], "unknown key 'rollout.treads'"),
         (["{hf}", "--data", HELD, "--set", "algorithm.name=grpo"], "has no 'algorithm', it reads seed, data, reward,"),
         (["{hf}", "--data", HELD, "--server", "{url}", "--port", "{port}"], "does nothing with --server"),
+        (
+            ["nowhere", "--data", HELD, "--server", "127.0.0.1:3000"],
+            "URL of a server: write 'http://127.0.0.1:3000' or",
+        ),
         (["nowhere", "--data", HELD], "nowhere has no config.json: give the directory of a Hugging Face model"),
         (["{bare}", "--data", HELD], "has no tokenizer files"),
         (["{hf}", "--data", HELD, "--port", "{port}"], "on 127.0.0.1 cannot be used (Address already in use)"),

@@ -72,7 +72,7 @@ def test_a_configuration_with_parts_comes_back_as_it_was(tmp_path: Path) -> None
         ),
         ({"name": "math_verify", "concurrency": 2}, "reward.concurrency does nothing with reward math_verify"),
         ({"name": "length", "length": {"target": 5, "limit": 5}}, "limit = 5 is not above target = 5"),
-        ({"name": "remote", "remote": {"url": "x.org"}}, "should match pattern"),
+        ({"name": "remote", "remote": {"url": "x.org"}}, "'x.org' is no URL of a server: write 'http://x.org' or"),
         ({"name": "judge", "judge": {"url": "http://x", "template": "{prompt}"}}, r"has no \{response\}"),
         ({"name": "judge", "judge": {"url": "http://x", "pattern": "[0-9]"}}, "has no group"),
         ({"name": "judge", "judge": {"url": "http://x", "low": 1, "high": 1}}, "low = 1.0 is not below high = 1.0"),

@@ -1,7 +1,8 @@
 """Rewards that a server computes: what is sent, what is read, and what becomes of a sample when the server fails.
 
 Against servers on loopback. The forms are those of SGLang 0.5.23 (entrypoints/http_server.py: /classify;
-entrypoints/openai/serving_classify.py and serving_chat.py). Not covered: a real reward model, TLS.
+entrypoints/openai/serving_classify.py and serving_chat.py). Not covered: a real reward model; TLS,
+which is in test_server_url.py.
 """
 
 from __future__ import annotations

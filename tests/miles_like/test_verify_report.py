@@ -89,6 +89,15 @@ def test_the_status_is_the_verdict(
     assert asked == [{"rollouts": Path("x.jsonl"), "checkpoint": None, "attached": (), "prompts": None}]
 
 
+def test_a_server_without_a_scheme_is_refused_before_the_checkpoint_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("miles_like.assemble.verify", lambda *_, **how: pytest.fail("the job was begun"))
+    command = ["verify", "--config", str(TINY), "--run-dir", str(tmp_path)]
+    done = CliRunner().invoke(app, [*command, "--server", "http://a:1", "--server", "10.0.0.7:30000"])
+    assert done.exit_code == 2 and "write 'http://10.0.0.7:30000' or" in " ".join(done.stderr.split())
+
+
 def test_json_has_no_nan(tmp_path: Path) -> None:
     report(delta=math.nan).write_json(tmp_path / "a.json")
     figures = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
