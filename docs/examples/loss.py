@@ -47,7 +47,7 @@ class Truncated:
         return loss, {
             "train/pg_loss": Stat(loss.detach().sum(), tokens),
             "train/is_weight/trunc_frac": Stat(cut, tokens),
-            "train/is_weight/max": Stat(weight.max(), tokens, Reduce.MAX),
+            "train/is_weight/max": Stat(torch.where(loss_mask, weight, 0.0).max(), tokens, Reduce.MAX),
         }
 
 

@@ -20,8 +20,8 @@ TOO_LONG = 64  # response tokens that cost a whole point
 
 
 def short_and_right(prompt: Prompt, sample: Sample) -> Mapping[str, float] | None:
-    """Protocol: SampleReward. A number, or a mapping whose "score" is trained on and whose other entries are logged as
-    rollout/reward/NAME.
+    """Protocol: SampleReward. A number, or a mapping whose "score" is trained on and whose other entries are logged, as
+    rollout/reward/NAME/mean.
 
     None: nobody can say. The sample is asked about again and then given up, never counted as 0.
     """

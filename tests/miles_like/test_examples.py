@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from miles_like import protocols
 from miles_like.algorithms.filters import make_filter
@@ -95,7 +96,22 @@ def test_advantage_and_loss(tmp_path: Path) -> None:
     got = algorithm.advantages([rewarded([0, 5, 1, 5]), rewarded([1, 1])])
     assert [list(g) for g in got] == [[-1.0, pytest.approx(2 / 3), pytest.approx(-1 / 3), pytest.approx(2 / 3)], [0, 0]]
     c = configured("loss", tmp_path)
-    assert make_algorithm(c.algorithm, c.correction, c.mismatch).loss.limit == 2.0  # type: ignore[attr-defined]
+    loss: Any = make_algorithm(c.algorithm, c.correction, c.mismatch).loss
+    assert loss.limit == 2.0
+    for ratio, largest in {0.25: 0.5, 3.0: 2.0}.items():  # of the second token; it is 0.5 of the first, 1 of no token
+        _, stats = loss(
+            logprobs=torch.tensor([0.5, ratio, 1.0]).log(),
+            entropy=torch.zeros(3),
+            rollout_logprobs=torch.zeros(3),
+            advantages=torch.ones(3),
+            loss_mask=torch.tensor([True, True, False]),
+            cu_seqlens=torch.tensor([0, 3]),
+            ref_logprobs=None,
+            old_logprobs=None,
+            streams={},
+            candidate_logprobs=None,
+        )
+        assert float(stats["train/is_weight/max"].total) == pytest.approx(largest)
 
 
 def test_group_filter(tmp_path: Path) -> None:
