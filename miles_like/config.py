@@ -191,6 +191,17 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def something_says_what_is_learnt(self) -> RunConfig:
+        if self.reward.name == "none" and not (
+            self.distillation.on or self.rollout.environment or self.rollout.generate
+        ):
+            raise ValueError(
+                "reward.name = 'none' is 0 for every response, and nothing else says what is learnt: name another "
+                "reward, or set distillation.mode, rollout.environment or rollout.generate"
+            )
+        return self
+
+    @model_validator(mode="after")
     def ranks_fit_the_cluster(self) -> RunConfig:
         c, world = self.cluster, self.parallel.world_size
         gpus = c.nodes * c.gpus_per_node

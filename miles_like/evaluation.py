@@ -59,14 +59,12 @@ def held_out(
     sets: Sequence[EvalSet], data: DataConfig, tokenizer: Tokenizer, reward: Callable[[str | None], RewardFn]
 ) -> list[HeldOut]:
     """The sets' prompts. `reward`: by name; None is the run's own. Raises ValueError naming file and row, or reward."""
-    return [
-        HeldOut(
-            config=s,
-            prompts=PromptSource(data, tokenizer, s.path).all()[: s.max_prompts],
-            reward=reward(s.reward),
-        )
-        for s in sets
-    ]
+    out = []
+    for s in sets:
+        worth = reward(s.reward)
+        prompts = PromptSource(data, tokenizer, s.path, compared_by=worth.compares).all()[: s.max_prompts]
+        out.append(HeldOut(config=s, prompts=prompts, reward=worth))
+    return out
 
 
 def _as_they_are(engine: RolloutEngine) -> RolloutEngine:

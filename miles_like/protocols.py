@@ -163,6 +163,10 @@ class RewardFn(Protocol):
     def slow(self) -> bool:
         """Whether it is worth asking while other prompts are still sampled, each in a request of its own."""
 
+    @property
+    def compares(self) -> str | None:
+        """Which reward compares with the prompt's answer, so that every prompt must have one; None: none does."""
+
     async def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Sequence[Score | Unscored]:
         """Of each sample, in order; `prompts` has the prompt of each, and a prompt's samples stand together.
 

@@ -141,7 +141,9 @@ BUILT_IN: dict[str, type[Section] | None] = {
     "remote": RemoteConfig,
     "reward_model": RewardModelConfig,
     "judge": JudgeConfig,
+    "none": None,
 }
+COMPARE = ("exact_number", "exact", "gsm8k", "math_verify", "multiple_choice")  # with the prompt's answer, always
 LOCAL_BUT_SLOW = ("math_verify", "regex", "format")  # they can take for ever; asked again they would again
 REMOTE = ("remote", "reward_model", "judge")
 DEFAULT = "exact_number"
@@ -171,6 +173,15 @@ class RewardConfig(Section):
     def weights(self) -> dict[str, float]:
         """Every reward there is, with its weight."""
         return dict(self.parts) if self.parts else {self.name or DEFAULT: 1.0}
+
+    def compares(self, name: str) -> bool:
+        """Whether a reward of these options reads the prompt's answer, and cannot do without. Of a function nobody
+        knows: it is given ""."""
+        if name == "regex" and self.regex is not None:
+            return "answer" in regex.compile(self.regex.pattern).groupindex
+        if name == "judge" and self.judge is not None:
+            return "{answer}" in self.judge.template
+        return name in COMPARE
 
     def named(self, name: str) -> RewardConfig:
         """Another reward, with the options that it has here, and the patience; how it is called, where it is one of
@@ -208,6 +219,8 @@ class RewardConfig(Section):
                 f"reward.name = {self.name!r} and reward.parts: give one; of parts, {self.name!r} can be one "
                 '(reward.name = "" takes back a name that this configuration extends)'
             )
+        if "none" in self.parts:
+            raise ValueError("reward.parts has 'none', which adds 0 to every sum: remove it")
         names = ", ".join(self.weights)
         for option in (name for name, section in BUILT_IN.items() if section is not None):
             if getattr(self, option) is not None and option not in self.weights:

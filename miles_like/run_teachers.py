@@ -213,6 +213,8 @@ def privileged(name: str, template: str, tokenizer: Any, prompt: Prompt) -> Sequ
     """Tokens of a template of {prompt}, {answer} and the prompt's other columns. Raises ValueError naming a field that
     the prompt has not."""
     known = {**prompt.meta, "source": prompt.source, "answer": prompt.answer, "prompt": prompt.text}
+    if not prompt.answer:
+        del known["answer"]  # a teacher that is told nothing would tell the student what it says itself
     for _, field, _, _ in string.Formatter().parse(template):
         if field is not None and field not in known:
             raise ValueError(

@@ -54,9 +54,10 @@ class TrainStage(RunParts):
     def run(self, resume: bool) -> None:
         (self.run_dir / "config.toml").write_text(dump_config(self.config), encoding="utf-8")
         check_nodes(self.plan)
-        source = PromptSource(self.config.data, self.tokenizer, self.config.data.train, seed=self.config.seed)
-        rewards = Rewards(self.config.reward)
-        held = held_out(self.config.eval_sets, self.config.data, self.tokenizer, rewards)
+        rewards, data = Rewards(self.config.reward), self.config.data
+        compared_by = rewards(None).compares
+        source = PromptSource(data, self.tokenizer, data.train, seed=self.config.seed, compared_by=compared_by)
+        held = held_out(self.config.eval_sets, data, self.tokenizer, rewards)
         began = run_state.load_latest(self.checkpoints) if resume else None
         run_state.clear_unfinished(self.checkpoints)
         teachers = RunTeachers(

@@ -54,7 +54,7 @@ class Prompt:
 
     id: str  # stable over runs
     token_ids: tuple[int, ...]
-    answer: str
+    answer: str  # "" where its row has none
     text: str = ""
     source: str = ""
     messages: tuple[Mapping[str, str], ...] = ()  # role and content of each, where a chat template made `text` of them

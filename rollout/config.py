@@ -126,7 +126,8 @@ class DataConfig(Section):
     train: str
     eval: str | None = None
     prompt_key: str = "prompt"
-    answer_key: str = "answer"  # with dots what is in a column: verl's "reward_model.ground_truth"
+    # with dots what is in a column: verl's "reward_model.ground_truth"; the default may be missing (docs/rewards.md)
+    answer_key: str = "answer"
     id_key: str = "id"
     template: Literal["plain", "chat"] = "plain"
     instruction: str = ""  # put after each prompt

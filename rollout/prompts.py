@@ -31,13 +31,20 @@ class PromptSource:
     """All prompts of one file, in memory, in an order that depends on (seed, epoch) only.
 
     path: a file (.json, .jsonl, .parquet) or a hub name, optionally NAME:SPLIT (split "train" when left out).
+    compared_by: the reward that compares with the answers; None: a prompt may be without one, and its answer is "".
     Raises ValueError saying which file, row and column is at fault: a missing file or column, no rows, a prompt without
-    an answer or without text, the same id twice, a prompt of more than max_prompt_tokens.
+    text or without the answer that it needs, the same id twice, a prompt of more than max_prompt_tokens.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, path: str, *, seed: int = 0) -> None:
+    def __init__(
+        self, config: DataConfig, tokenizer: Tokenizer, path: str, *, seed: int = 0, compared_by: str | None = None
+    ) -> None:
         rows = read_rows(path)
-        self._prompts = [_prompt(config, tokenizer, row, i, path) for i, row in enumerate(rows)]
+        answers = _answers(config, rows, path, compared_by)
+        self._prompts = [
+            _prompt(config, tokenizer, row, answer, f"{path}, row {i}", path)
+            for i, (row, answer) in enumerate(zip(rows, answers, strict=True))
+        ]
         _check_ids(self._prompts, path)
         self._order = Order(len(self._prompts), seed=seed)
 
@@ -91,19 +98,41 @@ def _load(path: str, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         raise ValueError(f"{path} cannot be read as prompts: {str(reason).strip().splitlines()[0]}") from e
 
 
-def _prompt(config: DataConfig, tokenizer: Tokenizer, row: Mapping[str, Any], i: int, path: str) -> Prompt:
-    where = f"{path}, row {i}"
-    question, answer = (_column(row, key, path) for key in (config.prompt_key, config.answer_key))
+def _answers(config: DataConfig, rows: Sequence[Mapping[str, Any]], path: str, compared_by: str | None) -> list[str]:
+    """Of each row; "" where it has none."""
+    key, out, missing = config.answer_key, list[str](), list[_NoColumn]()
+    for row in rows:
+        answer = None
+        try:
+            answer = _column(row, key, path)
+        except _NoColumn as e:
+            missing.append(e)
+        out.append(str(answer) if answer is not None and str(answer).strip() else "")
+    if len(missing) == len(rows):
+        if compared_by is not None:
+            raise ValueError(
+                f"{missing[0]}, or name another reward than {compared_by!r}, which compares with the answer "
+                "(docs/rewards.md)"
+            )
+        if key != DataConfig.model_fields["answer_key"].default:
+            raise missing[0]
+    if compared_by is not None and "" in out:
+        raise ValueError(
+            f"{path}, row {out.index('')}: the prompt has no answer ({key}), and reward {compared_by!r} compares with "
+            "it: add it, take the row out, or name a reward that needs none (docs/rewards.md)"
+        )
+    return out
+
+
+def _prompt(
+    config: DataConfig, tokenizer: Tokenizer, row: Mapping[str, Any], answer: str, where: str, path: str
+) -> Prompt:
+    question = _column(row, config.prompt_key, path)
     messages = as_messages(question)
     if not messages or (config.template == "plain" and not isinstance(question, str)):
         want = 'text, or with data.template = "chat" a list of messages'
         raise ValueError(f"{where}: the prompt ({config.prompt_key}) is {question!r}, want {want}")
-    question = messages[-1]["content"]
-    if answer is None or not str(answer).strip():
-        raise ValueError(
-            f"{where}: the prompt {question[:60]!r} has no answer ({config.answer_key}): it cannot be scored"
-        )
-    asked = question + config.instruction
+    asked = messages[-1]["content"] + config.instruction
     text = asked
     if config.template == "plain":
         messages = []
@@ -122,12 +151,16 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, row: Mapping[str, Any], i:
     return Prompt(
         id=name,
         token_ids=ids,
-        answer=str(answer),
+        answer=answer,
         text=text,
         source=str(row.get("source") or ""),
         messages=tuple(messages),
         meta={k: _plain(v) for k, v in row.items() if k not in used and v is not None},
     )
+
+
+class _NoColumn(ValueError):
+    pass
 
 
 def _column(row: Mapping[str, Any], key: str, path: str) -> Any:
@@ -138,7 +171,7 @@ def _column(row: Mapping[str, Any], key: str, path: str) -> Any:
     for part in key.split("."):
         if not isinstance(found, Mapping) or part not in found:
             have = ", ".join(sorted(found if isinstance(found, Mapping) else row))
-            raise ValueError(f"{path} has no column {key!r}; it has {have}: set data.prompt_key and data.answer_key")
+            raise _NoColumn(f"{path} has no column {key!r}; it has {have}: set data.prompt_key and data.answer_key")
         found = found[part]
     return found
 

@@ -40,7 +40,11 @@ async def gsm8k(prompt: Prompt, sample: Sample) -> float:
 
 def gold(prompt: Prompt) -> str:
     """The answer, or what is after GSM8K's mark in it. Raises ValueError when there is none."""
-    answer = prompt.answer.rsplit(_GSM8K_MARK, 1)[-1].strip()
+    return _present(prompt, prompt.answer.rsplit(_GSM8K_MARK, 1)[-1])
+
+
+def _present(prompt: Prompt, answer: str) -> str:
+    answer = answer.strip()
     if not answer:
         raise ValueError(f"prompt {prompt.id!r} has no answer to compare with: set data.answer_key to its column")
     return answer
@@ -60,7 +64,7 @@ class Exact:
         self._ignore_case = config.ignore_case
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        said, answer = sample.text.strip(), prompt.answer.strip()
+        said, answer = sample.text.strip(), _present(prompt, prompt.answer)
         if self._ignore_case:
             said, answer = said.casefold(), answer.casefold()
         return float(sample.finish is Finish.STOP and said == answer)
@@ -111,10 +115,12 @@ class Regex:
         self._limit_s = limit_s
 
     def __call__(self, prompt: Prompt, sample: Sample) -> float | Unscored:
+        compares = "answer" in self._pattern.groupindex
+        answer = _present(prompt, prompt.answer) if compares else ""
         try:
             found = [m.groupdict() for m in self._pattern.finditer(sample.text, timeout=self._limit_s, concurrent=True)]
         except TimeoutError:
             return Unscored(reason=f"no match within {self._limit_s:g} s")
-        if not found or "answer" not in self._pattern.groupindex:
+        if not found or not compares:
             return float(bool(found))
-        return float((found[-1]["answer"] or "").strip() == prompt.answer.strip())
+        return float((found[-1]["answer"] or "").strip() == answer)

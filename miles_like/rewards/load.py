@@ -19,7 +19,7 @@ from miles_like.rewards.math_verify import MathVerify
 from miles_like.rewards.remote import Remote
 from miles_like.rewards.reward_model import RewardModel
 from miles_like.rewards.scorer import Scorer
-from miles_like.rewards.shape import Format, Length
+from miles_like.rewards.shape import Format, Length, none
 from miles_like.rewards.threads import DaemonThreads
 from miles_like.rewards.weighted import Weighted
 from miles_like.types import Unit
@@ -42,6 +42,7 @@ REWARDS: dict[str, Callable[[RewardConfig, float], SampleReward]] = {
     "remote": lambda c, limit_s: Remote(_given(c.remote)),
     "reward_model": lambda c, limit_s: RewardModel(_given(c.reward_model)),
     "judge": lambda c, limit_s: Judge(_given(c.judge)),
+    "none": lambda c, limit_s: none,
 }
 assert REWARDS.keys() == BUILT_IN.keys()
 
@@ -100,11 +101,12 @@ def _one(name: str, config: RewardConfig) -> Scorer:
     threads = DaemonThreads()
     ask, unit = calling(function, said=name, style="own", unit=Unit.SAMPLE, threads=threads)
     end = partial(_ended, function, threads)
+    made = partial(Scorer, ask=ask, unit=unit, compares=name if config.compares(name) else None, end=end)
     if name in REMOTE:
-        return Scorer(ask=ask, unit=unit, slow=True, end=end, **_patience(config, REMOTE_S, REMOTE_RETRIES))
+        return made(slow=True, **_patience(config, REMOTE_S, REMOTE_RETRIES))
     if name in LOCAL_BUT_SLOW:  # they keep the limit themselves
-        return Scorer(ask=ask, unit=unit, end=end, **_patience(config, None, 0) | {"timeout_s": None})
-    return Scorer(ask=ask, unit=unit, end=end)
+        return made(**_patience(config, None, 0) | {"timeout_s": None})
+    return made()
 
 
 def _patience(c: RewardConfig, limit_s: float | None, retries: int) -> dict[str, Any]:

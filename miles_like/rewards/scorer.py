@@ -32,6 +32,7 @@ class Scorer:
     ask: Ask
     unit: Unit = Unit.SAMPLE
     slow: bool = False
+    compares: str | None = None
     timeout_s: float | None = None  # of one attempt
     retries: int = 0  # further attempts for a sample without a score
     retry_wait_s: float = 0.0  # before the first of them, then twice as long each time

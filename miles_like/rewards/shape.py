@@ -1,4 +1,4 @@
-"""What a response looks like, whatever it says: its form and its length."""
+"""What a response looks like, whatever it says: its form and its length; or nothing of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import regex
 
 from miles_like.reward_config import FormatConfig, LengthConfig
 from miles_like.types import Prompt, Sample, Score, Unscored
+
+
+async def none(prompt: Prompt, sample: Sample) -> float:
+    """0: something else says what the policy learns."""
+    return 0.0
 
 
 class Format:

@@ -174,7 +174,7 @@ def _trl(prompts: Sequence[Prompt], samples: Sequence[Sample], *, unit: Unit, ar
     columns: dict[str, list[Any]] = {
         key: [p.meta.get(key) for p in prompts] for key in dict.fromkeys(k for p in prompts for k in p.meta)
     }
-    columns.setdefault("answer", [p.answer for p in prompts])
+    columns["answer"] = [p.meta.get("answer", p.answer) for p in prompts]
     columns.setdefault("source", [p.source for p in prompts])
     return (), {
         **{k: v for k, v in columns.items() if k not in ("prompt", "completion", "completion_ids")},

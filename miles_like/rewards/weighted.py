@@ -20,6 +20,7 @@ class Weighted:
         self._rewards = dict(rewards)
         self.unit = max((r.unit for r, _ in self._rewards.values()), key=_WIDTH.index)
         self.slow = any(r.slow for r, _ in self._rewards.values())
+        self.compares = next((r.compares for r, _ in self._rewards.values() if r.compares is not None), None)
 
     async def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Sequence[Outcome]:
         found = await together(_of(r, prompts, samples) for r, _ in self._rewards.values())

@@ -89,12 +89,30 @@ def test_a_run_s_configuration_says_how(hf: Path, url: str, tmp_path: Path) -> N
     assert {"eval/heldout/avg@1", "eval/quick/avg@3"} <= json.loads((tmp_path / "f.json").read_text()).keys()
 
 
+def test_prompts_without_answers_are_scored_by_what_needs_none(hf: Path, url: str, tmp_path: Path) -> None:
+    """A function is given "" for the answer that is not there; a set may have a reward of its own."""
+    (tmp_path / "own.py").write_text("def known(prompt, sample):\n    return float(prompt.answer == '2')\n")
+    (tmp_path / "mixed.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2="}\n')
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "1+1="}\n')
+    text = '[reward]\nname = "format"\n[eval.sets.mixed]\npath = "mixed.jsonl"\nreward = "./own.py:known"\n'
+    (tmp_path / "run.toml").write_text(f'extends = "{TINY.parent}/tiny.toml"\n[data]\neval = "./bare.jsonl"\n{text}')
+    result = asked(hf, "--server", url, "--config", "run.toml", "--json", "f.json")
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert figures["eval/bare/avg@1"] == 0.0 and figures["eval/mixed/avg@1"] == 0.5
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["{hf}"], "there is nothing to ask: give --data FILE"),
         (["{hf}", "--data", "none.jsonl"], "none.jsonl: no such file"),
         (["{hf}", "--data", "empty.jsonl"], "empty.jsonl is empty: it has no prompts"),
+        (["{hf}", "--data", "bare.jsonl"], "bare.jsonl has no column 'answer'"),
+        (
+            ["{hf}", "--data", "mixed.jsonl", "--reward", "exact"],
+            "mixed.jsonl, row 1: the prompt has no answer (answer), and reward 'exact' compares with it",
+        ),
         (["{hf}", "--data", HELD, "--data", f"heldout={HELD}"], "already: give one another name, NAME=FILE"),
         (["{hf}", "--data", HELD, "--reward", "exat_number"], "'exat_number': did you mean 'exact_number'?"),
         (["{hf}", "--data", HELD, "--set", "rollout.treads=1"], "unknown key 'rollout.treads'"),
@@ -115,6 +133,8 @@ def test_what_is_wrong_is_said_in_a_sentence(
     hf: Path, url: str, tmp_path: Path, arguments: list[str], said: str
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "mixed.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2="}\n')
     for name, keep in (("bare", "[cm]*"), ("other", "[ct]*")):
         (tmp_path / name).mkdir()
         for file in hf.glob(keep):

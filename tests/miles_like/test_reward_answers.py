@@ -151,6 +151,12 @@ def test_an_answer_that_is_no_number_is_an_error_not_a_zero():
         score(exact_number, "24", "x")
     with pytest.raises(ValueError, match="prompt 'p' has no answer"):
         score(gsm8k, "24", "#### ")
+    boxed = Regex(RegexConfig(pattern="(?P<answer>x*)"), limit_s=5)
+    with pytest.raises(ValueError, match="prompt 'p' has no answer"):  # an empty response would equal it
+        score(Exact(ExactConfig()), "", " ")
+    with pytest.raises(ValueError, match="prompt 'p' has no answer"):
+        boxed(group([sample()], answer="").prompt, sample())
+    assert Regex(RegexConfig(pattern="a"), limit_s=5)(group([sample()], answer="").prompt, sample(text="a")) == 1
 
 
 def test_math_verify_reads_gsm8k_and_latex_and_survives_a_bomb():

@@ -35,6 +35,33 @@ def test_every_built_in_can_be_made_by_name(name: str) -> None:
     assert reward.slow == (name in ("remote", "reward_model", "judge"))
 
 
+@pytest.mark.parametrize(
+    ("given", "compares"),
+    [
+        *(({"name": n}, n) for n in ("exact_number", "exact", "gsm8k", "math_verify", "multiple_choice")),
+        *(({"name": n, n: NEEDED.get(n, {})}, None) for n in ("format", "length", "remote", "reward_model")),
+        ({"name": "none"}, None),
+        ({"name": "regex", "regex": {"pattern": "x"}}, None),
+        ({"name": "regex", "regex": {"pattern": "(?P<answer>x)"}}, "regex"),
+        ({"name": "judge", "judge": {"url": "http://x"}}, "judge"),
+        ({"name": "judge", "judge": {"url": "http://x", "template": "{prompt} {response}"}}, None),
+        ({"name": f"{TINY.parents[1]}/docs/examples/reward.py:short_and_right"}, None),
+        ({"parts": {"format": 1, "gsm8k": 0}}, "gsm8k"),
+    ],
+)
+def test_a_reward_says_whether_prompts_need_an_answer(given: dict[str, Any], compares: str | None) -> None:
+    """A part that is only logged would end the run just so."""
+    assert make_reward(of(**given)).compares == compares
+
+
+def test_no_reward_needs_something_else_to_learn_from() -> None:
+    with pytest.raises(ValueError, match=r"reward.name = 'none' is 0 for every response, and nothing else says what"):
+        load_config(TINY, ["reward.name=none"])
+    asked = ["environment=m:f", "max_turns=2", "max_episode_tokens=8"]
+    assert load_config(TINY, ["reward.name=none", *(f"rollout.{a}" for a in asked)]).reward.name == "none"
+    assert load_config(TINY.with_name("tiny_opd.toml"), ["reward.name=none"]).distillation.on
+
+
 def test_a_configuration_with_parts_comes_back_as_it_was(tmp_path: Path) -> None:
     """Resolved options are shown; a name that is extended can be taken back; a part may be a function."""
     path = tmp_path / "parts.toml"
@@ -85,6 +112,7 @@ def test_a_configuration_with_parts_comes_back_as_it_was(tmp_path: Path) -> None
             "model = 'm' does nothing with api = 'classify'",
         ),
         ({"parts": {"exact": float("nan")}}, "finite"),
+        ({"parts": {"exact": 1, "none": 1}}, "reward.parts has 'none', which adds 0"),
         ({"nmae": "exact"}, "nmae"),
     ],
 )

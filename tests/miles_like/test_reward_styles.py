@@ -248,6 +248,20 @@ def test_a_function_of_trls_gets_the_same_arguments(chat: bool) -> None:
     assert seen[0].keys() == seen[1].keys() - {"trainer_state"} | {"source"}
 
 
+def test_a_missing_answer_is_empty_for_trls_functions_too() -> None:
+    """Beside prompts that have one, as in a file where only some rows do; a column that is there stays itself."""
+    seen: list[list[str]] = []
+
+    def note(completions, answer, **columns):
+        seen.append(answer)
+        return [0.0 for _ in answer]
+
+    one, other = prompts(answer=["5", "6"])
+    bare = dataclasses.replace(other, answer="", meta={k: v for k, v in other.meta.items() if k != "answer"})
+    asked(note, [one, bare], unit="batch", style="trl")
+    assert seen == [["5", "5", "", ""]]
+
+
 def test_what_a_function_of_trls_logs_is_a_part() -> None:
     """Numbers of a column are each sample's, a metric is that of all samples of the call; text is not logged."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ def test_a_privileged_prompt_holds_what_its_template_names() -> None:
     assert tokenizer.decode(ids) == "3gsm8k: 24, 48/2="
     with pytest.raises(ValueError, match=r"teachers.t.prompt has the field 'hint', which prompt 'a' has not .*level"):
         privileged("t", "{prompt}{hint}", tokenizer, ASKED)
+    with pytest.raises(ValueError, match=r"has the field 'answer', which prompt 'a' has not"):
+        privileged("t", "{prompt}{answer}", tokenizer, replace(ASKED, answer=""))
 
 
 def test_weights_of_another_architecture_are_refused_by_their_first_tensor() -> None:

@@ -73,6 +73,13 @@ def test_teachers_are_stopped_where_the_run_s_own_servers_cannot_be_started(
     with pytest.raises(RuntimeError, match="no port is free"):
         made.run(resume=False)
     assert happened == ["prepare", "launch", "stop"]
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "1+1="}\n')
+    bare = {"train": str(tmp_path / "bare.jsonl")}
+    made.config = made.config.model_copy(update={"data": made.config.data.model_copy(update=bare)})
+    happened.clear()
+    with pytest.raises(ValueError, match=r"no column 'answer'.* than 'exact_number'"):
+        made.run(resume=False)
+    assert not happened  # there is nothing to stop yet
 
 
 def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(

@@ -25,8 +25,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def source(path: str, *, seed: int = 0, **data: Any) -> PromptSource:
-    return PromptSource(DataConfig(train=path, **data), TOKENIZER, path, seed=seed)
+def source(path: str, *, seed: int = 0, compared_by: str | None = None, **data: Any) -> PromptSource:
+    return PromptSource(DataConfig(train=path, **data), TOKENIZER, path, seed=seed, compared_by=compared_by)
 
 
 @pytest.fixture
@@ -146,16 +146,42 @@ def test_a_cursor_of_another_file_is_refused(file: str) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "1+1=", "answer": None}, r"row 10: .*'1\+1=' has no answer"),
-        ({"prompt": "1+1=", "answer": " "}, "has no answer"),
         ({"prompt": "", "answer": "2"}, r"row 10: the prompt \(prompt\) is ''"),
         ({"prompt": "9" * 600, "answer": "2"}, "row 10: the prompt has 600 tokens, data.max_prompt_tokens = 512"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:
-    """The user must find the row; a prompt without an answer could only ever be scored 0."""
+    """The user must find the row."""
     with pytest.raises(ValueError, match=said):
         source(write(tmp_path / "bad.jsonl", [*ROWS, row]))
+
+
+MIXED: list[dict[str, Any]] = [
+    {"prompt": "0+0=", "answer": "0"},
+    {"prompt": "1+1=", "answer": None},
+    {"prompt": "2+2=", "answer": " "},
+    {"prompt": "3+3="},
+]
+
+
+def test_an_answer_is_needed_only_where_it_is_compared_with(tmp_path: Path) -> None:
+    """Many rewards need none. Where one does, its absence would be a 0 that teaches, or the end of a run in its middle;
+    a column that was named and is not there is a slip of the pen, whatever the reward."""
+    mixed = write(tmp_path / "mixed.jsonl", MIXED)
+    assert [p.answer for p in source(mixed).all()] == ["0", "", "", ""]
+    with pytest.raises(ValueError, match=r"mixed.jsonl, row 1: .* has no answer .*'exact' compares .* needs none"):
+        source(mixed, compared_by="exact")
+    bare = write(tmp_path / "bare.jsonl", [{"prompt": r["prompt"]} for r in MIXED])
+    prompts = source(bare).all()
+    assert {p.answer for p in prompts} == {""} and len({p.id for p in prompts}) == 4
+    with pytest.raises(ValueError, match=r"bare.jsonl has no column 'answer'; .* name another reward than 'gsm8k'"):
+        source(bare, compared_by="gsm8k")
+    with pytest.raises(ValueError, match=r"bare.jsonl has no column 'label'; it has prompt: set"):
+        source(bare, answer_key="label")
+    within = write(tmp_path / "within.jsonl", [{"prompt": "1+1=", "to": {"be": "2"}}, {"prompt": "2+2=", "to": None}])
+    assert [p.answer for p in source(within, answer_key="to.be").all()] == ["2", ""]
+    with pytest.raises(ValueError, match=r"within.jsonl, row 1: the prompt has no answer \(to.be\)"):
+        source(within, answer_key="to.be", compared_by="exact")
 
 
 def test_a_missing_column_names_those_there_are(file: str) -> None:
