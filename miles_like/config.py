@@ -21,7 +21,7 @@ from megatron_bridge.config import (
 from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.alignment import AlignmentConfig, check_sides, with_deterministic_servers
 from miles_like.distillation_config import DistillationConfig
-from miles_like.eval_config import EvalConfig, EvalSet, SetConfig
+from miles_like.eval_config import EvalConfig, EvalSet, SetConfig, check_measured
 from miles_like.make_config import MakeConfig
 from miles_like.reward_config import RewardConfig
 from miles_like.supervised_config import PAIRS, SUPERVISED, SupervisedConfig, check_keys, check_unused, without_replay
@@ -160,8 +160,17 @@ class RunConfig(Section):
         return self.eval.all_sets(self.data.eval)
 
     @model_validator(mode="after")
+    def something_says_what_is_learnt(self) -> RunConfig:
+        if self.reward.name == "none" and not (self.distillation.on or self.rollout.played):
+            raise ValueError(
+                "reward.name = 'none' is 0 for every response, and nothing else says what is learnt: name another "
+                "reward, or set distillation.mode, rollout.environment or rollout.generate"
+            )
+        return self
+
+    @model_validator(mode="after")
     def eval_sets_make_sense(self) -> RunConfig:
-        self.eval.all_sets(self.data.eval)
+        check_measured(self.eval_sets, self.reward.name, played=self.rollout.played)
         return self
 
     @property
@@ -188,17 +197,6 @@ class RunConfig(Section):
             sections[f"eval.sets.{n}"] = (one, SetConfig(path=one.path), {"path", "max_prompts"})
         unused = ("correction", "distillation", "mismatch", "reward", "buffer", "rollout", "publish", "alignment")
         check_unused(name, sections | {s: (getattr(self, s), type(getattr(self, s))(), set()) for s in unused})
-        return self
-
-    @model_validator(mode="after")
-    def something_says_what_is_learnt(self) -> RunConfig:
-        if self.reward.name == "none" and not (
-            self.distillation.on or self.rollout.environment or self.rollout.generate
-        ):
-            raise ValueError(
-                "reward.name = 'none' is 0 for every response, and nothing else says what is learnt: name another "
-                "reward, or set distillation.mode, rollout.environment or rollout.generate"
-            )
         return self
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from miles_like.config_io import checked, parse_override, read_tree
-from miles_like.eval_config import NAME, EvalConfig
+from miles_like.eval_config import NAME, EvalConfig, check_measured
 from miles_like.evaluation import Answers, HeldOut, answers, held_out
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.metrics import readable
@@ -58,8 +58,9 @@ def read_config(path: Path | None, overrides: Sequence[str], data: Sequence[str]
         tree["data"].pop("eval", None)
         tree["eval"] = {**tree.get("eval", {}), "sets": _sets(data)}
     config = checked(AloneConfig, tree, "--set" if path is None else str(path))
-    if not config.eval.all_sets(config.data.eval):
+    if not (sets := config.eval.all_sets(config.data.eval)):
         raise ValueError("there is nothing to ask: give --data FILE, or a --config with data.eval or eval.sets")
+    check_measured(sets, config.reward.name, played=config.rollout.played)
     return config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import Field, model_validator
@@ -85,6 +86,17 @@ class EvalConfig(Section):
                 "prompt: raise samples, set greedy = false, or remove it"
             )
         return out
+
+
+def check_measured(sets: Iterable[EvalSet], reward: str | None, *, played: bool) -> None:
+    """reward: reward.name; played: whether an environment or a generate function may score. Raises ValueError for a set
+    whose figures could only be 0."""
+    for s in sets:
+        if not played and (s.reward or reward) == "none":
+            raise ValueError(
+                f"reward.name = 'none' is 0 for every answer, so the eval set {s.name!r} would measure nothing: name "
+                "another reward, or give the set its own as reward in [eval.sets.NAME] in place of data.eval"
+            )
 
 
 _SHARED = ("samples", "greedy", "temperature", "max_prompts")

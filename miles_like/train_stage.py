@@ -242,7 +242,7 @@ class TrainStage(RunParts):
 
     def _describe(self, step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
         metrics = rollout_metrics(groups, version=step)
-        if self.config.rollout.environment or self.config.rollout.generate:
+        if self.config.rollout.played:
             metrics |= turn_metrics(groups)
         self.tokens_total += sum(s.response_len for g in groups for s in g.samples)
         return metrics | {"tokens_total": float(self.tokens_total)}

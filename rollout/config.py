@@ -89,6 +89,11 @@ class RolloutConfig(Section):
     sglang: SGLangFlags = SGLangFlags()
 
     @property
+    def played(self) -> bool:
+        """Whether something around the engine makes the samples, and may say what they are worth."""
+        return bool(self.environment or self.generate)
+
+    @property
     def longest_answer(self) -> int:
         """Tokens that can follow a prompt."""
         return self.max_episode_tokens or self.max_new_tokens

@@ -108,7 +108,7 @@ def taught(run: Run, demo: tuple[Path, str], home: Path) -> dict[str, float]:
     teachers: dict[str, dict[str, Any]] = {
         "served": {"make": made.model_dump(mode="json", exclude_none=True)},  # whole already: the student's own
         "swapped": {"kind": "weights", "path": str(checkpoint)},
-        "hinted": {"kind": "self", "prompt": "{answer}. {prompt}"},
+        "hinted": {"kind": "self", "prompt": "{prompt}{answer}"},  # after an answer even a beginner says something else
     }
     settings = {
         "extends": str(ROOT / "configs" / "tiny.toml"),
@@ -129,7 +129,7 @@ def test_every_kind_of_teacher_speaks_of_the_tokens_that_it_was_asked_about(taug
     own = 0.01
     assert abs(taught["distill/reverse_kl/served"]) < 1e-3
     assert abs(taught["distill/reverse_kl/swapped"]) < own
-    assert taught["distill/reverse_kl/hinted"] > own
+    assert taught["distill/reverse_kl/hinted"] > 10 * own
     tokens = [taught[f"distill/tokens/{name}"] for name in ("served", "swapped", "hinted")]
     assert all(tokens) and sum(tokens) == taught["distill/tokens"] == taught["rollout/tokens"]
     assert taught["train/grad_norm"] > 0

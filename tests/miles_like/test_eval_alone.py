@@ -115,6 +115,7 @@ def test_prompts_without_answers_are_scored_by_what_needs_none(hf: Path, url: st
         ),
         (["{hf}", "--data", HELD, "--data", f"heldout={HELD}"], "already: give one another name, NAME=FILE"),
         (["{hf}", "--data", HELD, "--reward", "exat_number"], "'exat_number': did you mean 'exact_number'?"),
+        (["{hf}", "--data", HELD, "--reward", "none"], "so the eval set 'heldout' would measure nothing"),
         (["{hf}", "--data", HELD, "--set", "rollout.treads=1"], "unknown key 'rollout.treads'"),
         (["{hf}", "--data", HELD, "--set", "algorithm.name=grpo"], "has no 'algorithm', it reads seed, data, reward,"),
         (["{hf}", "--data", HELD, "--server", "{url}", "--port", "{port}"], "does nothing with --server"),

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from miles_like.config_io import dump_config, load_config
+from miles_like.config import RunConfig
+from miles_like.config_io import checked, dump_config, load_config, read_tree
 from miles_like.reward_config import BUILT_IN, RewardConfig
 from miles_like.rewards.load import Rewards, make_reward
 from miles_like.types import Unit
@@ -59,7 +60,11 @@ def test_no_reward_needs_something_else_to_learn_from() -> None:
         load_config(TINY, ["reward.name=none"])
     asked = ["environment=m:f", "max_turns=2", "max_episode_tokens=8"]
     assert load_config(TINY, ["reward.name=none", *(f"rollout.{a}" for a in asked)]).reward.name == "none"
-    assert load_config(TINY.with_name("tiny_opd.toml"), ["reward.name=none"]).distillation.on
+    with pytest.raises(ValueError, match=r"the eval set 'heldout' would measure nothing"):
+        load_config(TINY.with_name("tiny_opd.toml"), ["reward.name=none"])
+    tree = read_tree(TINY.with_name("tiny_opd.toml"), ["reward.name=none"])
+    tree["eval"] |= {"sets": {"mine": {"path": tree["data"].pop("eval"), "reward": "exact_number"}}}
+    assert checked(RunConfig, tree, "").distillation.on
 
 
 def test_a_configuration_with_parts_comes_back_as_it_was(tmp_path: Path) -> None:
