@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer in a process of its own, one iteration at a time: the other side of vs_trl.py.
 
-What is left at its default and what is not: `_trainer` below. Its generation, loss and optimizer are untouched.
+What is left at its default and what is not: `_config` below. Its generation, loss and optimizer are untouched.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _trainer(work: TrlWork, pipe: Any) -> Any:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     lengths: list[int] = []
 
@@ -94,8 +94,21 @@ def _trainer(work: TrlWork, pipe: Any) -> Any:
             pipe.send(list(lengths))
             control.should_training_stop = pipe.recv() == "stop"
 
+    return GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(work.model, dtype=getattr(torch, work.dtype)),
+        reward_funcs=reward,
+        args=_config(work),
+        train_dataset=Dataset.from_dict({"prompt": list(work.prompts)}),
+        processing_class=AutoTokenizer.from_pretrained(work.model),
+        callbacks=[Turns()],
+    )
+
+
+def _config(work: TrlWork) -> Any:
+    from trl import GRPOConfig
+
     o = work.optimizer
-    config = GRPOConfig(
+    return GRPOConfig(
         output_dir=str(work.scratch),
         use_cpu=True,
         bf16=False,
@@ -124,12 +137,4 @@ def _trainer(work: TrlWork, pipe: Any) -> Any:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-    )
-    return GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(work.model, dtype=getattr(torch, work.dtype)),
-        reward_funcs=reward,
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": list(work.prompts)}),
-        processing_class=AutoTokenizer.from_pretrained(work.model),
-        callbacks=[Turns()],
     )

@@ -62,7 +62,7 @@ class Asks:
 def experience(algorithm: Asks, **more: Any) -> Any:
     how: dict[str, Any] = {"dp_size": 2, "max_tokens": 64}
     return Experience(
-        algorithm=algorithm,  # type: ignore[arg-type]
+        algorithm=algorithm,
         pack=lambda groups, advantages: [pack(groups, advantages, **how)],
         pack_steps=lambda groups, advantages: pack_steps(groups, advantages, steps=2, **how),
         **{"trainer": Ranks(1.0)} | more,
