@@ -22,6 +22,7 @@ from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.alignment import AlignmentConfig, check_sides, with_deterministic_servers
 from miles_like.distillation_config import DistillationConfig
 from miles_like.eval_config import EvalConfig, EvalSet, SetConfig, check_measured
+from miles_like.loop_config import BufferConfig, CheckpointConfig
 from miles_like.make_config import MakeConfig
 from miles_like.reward_config import RewardConfig
 from miles_like.supervised_config import PAIRS, SUPERVISED, SupervisedConfig, check_keys, check_unused, without_replay
@@ -90,16 +91,6 @@ class CriticConfig(Section):
     """The model that estimates what is still to come, of algorithm.advantage = "ppo"."""
 
     lr: float | None = Field(None, gt=0)  # None: optimizer.lr
-
-
-class BufferConfig(Section):
-    max_staleness: int = Field(0, ge=0)
-
-
-class CheckpointConfig(Section):
-    every: int = Field(0, ge=0)  # 0: only after the last step
-    keep: int = Field(2, ge=1)
-    asynchronous: bool = False  # training goes on while a copy of the state is written; costs that copy's host memory
 
 
 class ConvertConfig(Section):
