@@ -53,6 +53,9 @@ class RolloutEngine(Protocol):
         environment's tokens.
         """
 
+    async def abort_all(self) -> None:
+        """All that is under way on the servers, whoever asked for it, comes back aborted with what it has."""
+
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
     async def weight_version(self) -> int: ...

@@ -62,6 +62,9 @@ class EnginePool:
         self._load[e] += cost
         return e
 
+    async def abort_all(self) -> None:
+        await all_or_first_error([e.abort_all() for e in self._engines])
+
     async def pause(self) -> None:
         await all_or_first_error([e.pause() for e in self._engines])
 

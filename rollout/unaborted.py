@@ -28,6 +28,9 @@ class Around:
     ) -> Sample:
         return await self._engine.continue_sample(sample, environment, params=params)
 
+    async def abort_all(self) -> None:
+        await self._engine.abort_all()
+
     async def pause(self) -> None:
         await self._engine.pause()
 

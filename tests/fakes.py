@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from safetensors.torch import load_file
 
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, VersionSpan
 from rollout.checksum import engine_checksum, tensor_checksum
-from rollout.samples import RoutingShape
+from rollout.samples import RoutingShape, begun
 from rollout.wire import GenerateReply, GenerateRequest, WireSpan
 from rollout.wire_control import decode_safetensors
 
@@ -42,6 +43,7 @@ class FakeEngine:
     """A RolloutEngine whose response to a prompt is its own tokens; notes what it was asked for.
 
     aborts: how often each sample comes back aborted, the first time before it said anything, then with a token more.
+    What waits for `delay_s` when `abort_all` comes has said nothing new.
     """
 
     def __init__(self, *, version: int = 0, delay_s: float = 0.0, aborts: int = 0) -> None:
@@ -54,13 +56,19 @@ class FakeEngine:
         self.cancelled = False
         self.paused = False
         self.closed = False
+        self.under_way = 0  # calls
         self._aborted: Counter[str] = Counter()
+        self._all_aborted = asyncio.Event()
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> list[SampleGroup]:
         self.asked += [p.id for p in prompts]
-        await self._take_time()
+        aborted = await self._take_time()
         return [
-            SampleGroup(prompt=p, samples=tuple(self._sample(p.id, i, p.token_ids) for i in range(n))) for p in prompts
+            SampleGroup(
+                prompt=p,
+                samples=tuple(begun(p, i) if aborted else self._sample(p.id, i, p.token_ids) for i in range(n)),
+            )
+            for p in prompts
         ]
 
     async def continue_sample(
@@ -68,17 +76,30 @@ class FakeEngine:
     ) -> Sample:
         assert not environment, "an environment has no place in a response that repeats its prompt"
         self.continued.append((sample.name, len(sample.token_ids), params))
-        await self._take_time()
+        if await self._take_time():
+            return replace(sample, finish=Finish.ABORT)
         return self._sample(sample.prompt_id, sample.index, sample.token_ids[~sample.loss_mask].tolist())
 
-    async def _take_time(self) -> None:
+    async def _take_time(self) -> bool:
+        """Whether it was cut short."""
         if self.error is not None:
             raise self.error
+        self.under_way += 1
         try:
-            await asyncio.sleep(self.delay_s)
+            async with asyncio.timeout(self.delay_s or None):
+                await (self._all_aborted.wait() if self.delay_s else asyncio.sleep(0))
+            return bool(self.delay_s)
+        except TimeoutError:
+            return False
         except asyncio.CancelledError:
             self.cancelled = True
             raise
+        finally:
+            self.under_way -= 1
+
+    async def abort_all(self) -> None:
+        self._all_aborted.set()
+        self._all_aborted = asyncio.Event()
 
     def _sample(self, prompt_id: str, i: int, prompt: Sequence[int]) -> Sample:
         name, k = f"{prompt_id}/{i}", len(prompt)

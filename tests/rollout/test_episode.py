@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from miles_like.reward_config import RewardConfig
 from miles_like.rewards.load import scored_by
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, Unit
-from rollout.episode import run_groups
+from rollout.episode import groups_as_they_end, run_groups
 from tests.fakes import FakeEngine, make_prompt
 
 PARAMS = SamplingParams(max_new_tokens=4)
@@ -171,3 +172,61 @@ def test_a_slow_reward_is_asked_while_others_are_sampled() -> None:
     engine = FakeEngine()
     groups = asyncio.run(run_groups(engine, PROMPTS, scored_by(batch), n=2, params=PARAMS))
     assert [g.rewards for g in groups] == [[0, 1], [10, 11]]
+
+
+class Unequal(FakeEngine):
+    """Prompt a takes for ever, the others no time."""
+
+    async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> list[SampleGroup]:
+        self.delay_s = 60.0 if "a" in [p.id for p in prompts] else 0.0
+        return await super().generate(prompts, n=n, params=params)
+
+
+def test_a_group_that_ends_is_there_at_once_and_who_has_enough_leaves_nothing_behind() -> None:
+    """Over-sampling takes the first that end. The index is of the prompt; a task that went on would hold its request
+    and its reward's processes, for nobody."""
+    engine = Unequal()
+
+    async def first() -> None:
+        mine = asyncio.all_tasks()
+        groups = groups_as_they_end(engine, PROMPTS, scored_by(by_index), n=2, params=PARAMS, apart=True)
+        async with aclosing(groups) as found:
+            async for i, group in found:
+                assert (i, group.prompt.id, group.rewards) == (1, "b", [10, 11])
+                assert engine.under_way == 1
+                break
+        assert asyncio.all_tasks() == mine and engine.under_way == 0
+
+    asyncio.run(first())
+
+
+def test_cancelled_in_the_middle_it_leaves_no_task() -> None:
+    """With the reward of one group under way, the other group still sampled."""
+    engine = Unequal()
+
+    async def never(prompt: Prompt, sample: Sample) -> float:
+        await asyncio.sleep(60)
+        return 0
+
+    async def cut() -> None:
+        mine = asyncio.all_tasks()
+        call = asyncio.create_task(
+            run_groups(engine, PROMPTS, scored_by(never), n=2, params=PARAMS, apart=True)  # both requests at once
+        )
+        while engine.asked != ["a", "b"] or engine.under_way > 1:
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert asyncio.all_tasks() == mine and engine.under_way == 0
+
+    asyncio.run(cut())
+
+
+def test_groups_are_the_same_however_they_are_asked_for() -> None:
+    """One request, or one for each prompt."""
+    apart = asyncio.run(run_groups(FakeEngine(), PROMPTS, scored_by(by_index), n=3, params=PARAMS, apart=True))
+    assert [(g.prompt.id, g.rewards) for g in apart] == [("a", [0, 1, 2]), ("b", [10, 11, 12])]
+    engine = FakeEngine()
+    asyncio.run(run_groups(engine, PROMPTS, scored_by(by_index), n=3, params=PARAMS))
+    assert engine.asked == ["a", "b"] and not engine.continued
