@@ -79,7 +79,7 @@ class SupervisedStage(TrainerParts):
                 pack=self.pack,
                 evaluate=partial(held_out_metrics, trainer, sets),
                 describe=self._describe,
-                save=lambda step: self.save(trainer, step, self.dealt),
+                save=lambda step: self.save(trainer, step, {"prompts": self.dealt}),
                 finish_save=partial(self.finish_save, trainer),
                 phase=lambda step, name: progress.update(task, completed=step, phase=name),
                 sink=sink,
@@ -95,9 +95,9 @@ class SupervisedStage(TrainerParts):
 
     async def _resume(self, trainer: RayTrainer, order: Order, folder: Path, state: RunState) -> int:
         """The first step."""
-        self.tokens_total, self.dealt = state.tokens_total, state.prompt_cursor
+        self.tokens_total, self.dealt = state.tokens_total, run_state.dealt(state)
         await trainer.load(folder / "trainer", version=state.weight_version)
-        order.restore(Cursor(*divmod(state.prompt_cursor, len(order))))
+        order.restore(Cursor(*divmod(self.dealt, len(order))))
         return state.step
 
     def pack(self, groups: Sequence[SampleGroup]) -> TrainBatch:

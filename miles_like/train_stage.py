@@ -111,7 +111,7 @@ class TrainStage(RunParts):
                 teachers if config.distillation.on else None,
                 next_prompts=source.take,
                 rollout=partial(self._rollout, engine, rewards(None)),
-                dealt=0 if began is None else began[1].prompt_cursor,
+                dealt=0 if began is None else run_state.dealt(began[1]),
                 evaluate=partial(self._evaluate, examiner, held),
                 phase=lambda step, name: progress.update(task, completed=step, phase=name),
                 sink=sink,
@@ -170,7 +170,7 @@ class TrainStage(RunParts):
             deal=self._deal,
             describe=self._describe,
             keep=lambda step, groups: write_rollouts(self.run_dir / "rollouts" / f"step_{step}.jsonl", groups),
-            save=partial(self.save, trainer),
+            save=lambda step, dealt: self.save(trainer, step, {"prompts": dealt}),
             finish_save=partial(self.finish_save, trainer),
             max_staleness=c.buffer.max_staleness,
             eval_every=c.eval.every,
@@ -200,7 +200,7 @@ class TrainStage(RunParts):
         for name, ranks in self.trained(trainer).items():
             await ranks.load(folder / name, version=state.weight_version)
         await trainer.publish(version=state.step)
-        source.restore(Cursor(*divmod(state.prompt_cursor, len(source))))
+        source.restore(Cursor(*divmod(run_state.dealt(state), len(source))))
         return state.step
 
     # what the loop calls

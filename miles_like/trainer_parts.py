@@ -5,7 +5,7 @@ Everything is made on demand; nothing runs before it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from miles_like.protocols import LossFn
 from miles_like.run_state import RunState
 from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
 from miles_like.tokenizer import load_tokenizer
-from miles_like.types import SampleGroup
+from miles_like.types import Json, SampleGroup
 from miles_like.workers import RayTrainer
 from quant.hf_config import spec_from_hf
 from quant.spec import QuantSpec
@@ -107,14 +107,22 @@ class TrainerParts:
             peak=tflops and 1e12 * tflops * ranks,
         )
 
-    async def save(self, trainer: RayTrainer, step: int, dealt: int) -> None:
-        """A checkpoint after `step`, when `dealt` rows of data.train were dealt; it may still be under way when this
-        returns."""
+    async def save(
+        self,
+        trainer: RayTrainer,
+        step: int,
+        parts: Mapping[str, Json],
+        groups: Mapping[str, SampleGroup] | None = None,
+    ) -> None:
+        """A checkpoint after `step`, where `parts` stood so and `groups` were not trained yet; it may still be under
+        way when this returns."""
         await self.finish_save(trainer, True)
         folder = run_state.empty_folder(self.checkpoints, step)
         for name, ranks in self.trained(trainer).items():
             await ranks.save(folder / name, asynchronous=self.config.checkpoint.asynchronous)
-        self._saving = RunState(step=step, weight_version=step, prompt_cursor=dealt, tokens_total=self.tokens_total)
+        self._saving = RunState(
+            step=step, weight_version=step, tokens_total=self.tokens_total, parts=parts, groups=groups or {}
+        )
         await self.finish_save(trainer, not self.config.checkpoint.asynchronous)
 
     async def finish_save(self, trainer: RayTrainer, wait: bool) -> None:

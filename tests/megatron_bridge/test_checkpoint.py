@@ -215,7 +215,7 @@ def _killed(rank: int, port: int, hf: str, where: Path, asynchronous: bool, resu
     with toy.trainer(toy.config(hf, **LAYOUT), rank, 2, port) as t:
         for n in (1, 2):
             step(t, n)
-            state = RunState(step=n, weight_version=n, prompt_cursor=n, tokens_total=n)
+            state = RunState(step=n, weight_version=n, tokens_total=n)
 
             def save(n: int = n, state: RunState = state) -> None:
                 t.save(run_state.step_folder(where, n) / "trainer", asynchronous=asynchronous)

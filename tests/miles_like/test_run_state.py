@@ -16,7 +16,7 @@ from miles_like.run_state import RunState, clear_unfinished, empty_folder, load,
 
 
 def state(step: int) -> RunState:
-    return RunState(step=step, weight_version=step, prompt_cursor=64 * step, tokens_total=1000 * step)
+    return RunState(step=step, weight_version=step, tokens_total=1000 * step, parts={"prompts": 64 * step})
 
 
 def test_round_trip_and_keep(tmp_path):
@@ -70,24 +70,21 @@ def test_contents_reach_the_disk_before_the_name(tmp_path, monkeypatch):
     real = run_state.Path.replace
     monkeypatch.setattr(run_state.Path, "replace", lambda s, t: (calls.append(f"rename {t.name}"), real(s, t))[1])
     save(tmp_path, state(1), keep=1)
-    assert calls == ["sync", "rename run_state.json", "sync", "sync", "rename latest", "sync"]
+    # the groups, their folder, the folder's name; then the manifest
+    assert calls == [*["sync"] * 4, "rename run_state.json", "sync", "sync", "rename latest", "sync"]
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('{"format": 1, "st', "is damaged"),
+        ('{"format": 2, "st', "cannot be read"),
         ("[]", "holds list"),
-        (json.dumps({"format": 1, "step": 1}), "want"),
-        (
-            json.dumps({"format": 2, **dict.fromkeys(("step", "weight_version", "prompt_cursor", "tokens_total"), 1)}),
-            "2",
-        ),
-        (json.dumps({"format": 1, "step": 1, "weight_version": -1, "prompt_cursor": 0, "tokens_total": 0}), "-1"),
-        (json.dumps({"format": 1, "step": 9, "weight_version": 9, "prompt_cursor": 0, "tokens_total": 0}), "step_1"),
+        ("{}", r"holds \[\]"),
+        (json.dumps({"format": 2, "step": 1, "sum": "0" * 64}), "was changed"),
+        (json.dumps({"format": 1, "step": 1, "weight_version": 1, "prompt_cursor": 4, "tokens_total": 9}), "format 1"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path, text, why):
+def test_a_manifest_that_is_none_is_named(tmp_path, text, why):
     save(tmp_path, state(1), keep=1)
     path = tmp_path / "step_1" / "run_state.json"
     path.write_text(text)
@@ -95,15 +92,21 @@ def test_a_damaged_file_is_named(tmp_path, text, why):
         load_latest(tmp_path)
 
 
-def test_missing_parts_are_named(tmp_path):
+def test_a_checkpoint_under_another_name_is_named(tmp_path):
     save(tmp_path, state(1), keep=1)
-    (tmp_path / "step_1" / "run_state.json").unlink()
-    with pytest.raises(ValueError, match=r"run_state\.json is missing"):
-        load_latest(tmp_path)
+    (tmp_path / "step_1").rename(tmp_path / "step_9")
+    with pytest.raises(ValueError, match=r"step_9/run_state.json says step 1: the checkpoint was moved"):
+        load(tmp_path / "step_9")
+    with pytest.raises(ValueError, match="weight_version = -1"):
+        RunState(step=1, weight_version=-1, tokens_total=0)
+
+
+def test_missing_parts_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"step_7/run_state\.json is missing"):
         load(tmp_path / "step_7")
+    save(tmp_path, state(1), keep=1)
     (tmp_path / "latest").write_text("../elsewhere")
-    with pytest.raises(ValueError, match=r"latest holds '\.\./elsewhere'"):
+    with pytest.raises(ValueError, match=r"latest is damaged: it holds '\.\./elsewhere'.*--from-step 1$"):
         load_latest(tmp_path)
     with pytest.raises(ValueError, match=r"checkpoint\.keep 0"):
         save(tmp_path, state(2), keep=0)
@@ -133,9 +136,8 @@ def test_a_damaged_latest_checkpoint_is_reported_not_cleared(tmp_path):
 
 def test_a_resumed_run_saves_over_its_leftovers_but_never_over_the_latest(tmp_path):
     """A run that had reached step 30, resumed from 10, comes past 30 again."""
-    save(tmp_path, state(30), keep=5)
-    (tmp_path / "step_30" / "trainer").mkdir()
-    save(tmp_path, state(10), keep=5)
+    for step in (30, 10):
+        save(tmp_path, state(step), keep=5)
     assert empty_folder(tmp_path, 30) == step_folder(tmp_path, 30)
     assert not step_folder(tmp_path, 30).exists()
     with pytest.raises(ValueError, match="step_10 is the latest checkpoint"):

@@ -1,0 +1,125 @@
+"""Sample groups in one safetensors file and back, bit by bit: what a checkpoint holds of the samples.
+
+Everything a group holds is in the file: tokens, masks, log-probs, streams, candidates, routes with their seals and gate
+weights, and the prompt. All tensors of one dtype stand end to end in one tensor of that name; what is no tensor, and
+where each tensor lies, is JSON, in the uint8 tensor "json". (As metadata of safetensors it would be limited to 100 MB,
+which the texts of a long run's samples may pass.) So a file has few tensors however many samples there are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from miles_like.types import Finish, Prompt, Sample, SampleGroup
+from routing_replay.trace import RoutingTrace
+from routing_replay.versions import VersionSpan
+
+JSON = "json"
+
+
+def write_groups(path: Path, groups: Mapping[str, SampleGroup]) -> None:
+    """Raises ValueError, naming the group, where a prompt's columns are not JSON. Nobody's tensors are changed."""
+    pools: dict[str, list[Tensor]] = {}
+    sizes: dict[str, int] = {}
+
+    def stored(value: Any) -> Any:
+        """As JSON; of a tensor [dtype, its first element in the pool, shape]."""
+        if isinstance(value, Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            start = sizes.get(dtype, 0)
+            pools.setdefault(dtype, []).append(value.detach().cpu().reshape(-1))
+            sizes[dtype] = start + value.numel()
+            return [dtype, start, list(value.shape)]
+        if isinstance(value, SampleGroup | Prompt | Sample | RoutingTrace):
+            return {f.name: stored(getattr(value, f.name)) for f in fields(value)}
+        if isinstance(value, Mapping):
+            wrong = next((k for k in value if not isinstance(k, str)), None)
+            if wrong is not None:
+                raise TypeError(f"key {wrong!r} is no text")
+            return {k: stored(v) for k, v in value.items()}
+        if isinstance(value, tuple | list):
+            return [stored(v) for v in value]
+        return value
+
+    rest = {}
+    for key, group in groups.items():
+        try:
+            rest[key] = json.dumps(stored(group))
+        except TypeError as e:
+            raise ValueError(
+                f"group {key} cannot be saved ({e}): every column of prompt {group.prompt.id!r} must be text, numbers, "
+                "lists or objects of these"
+            ) from e
+    text = "{" + ", ".join(f"{json.dumps(key)}: {one}" for key, one in rest.items()) + "}"
+    tensors = {dtype: torch.cat(parts) for dtype, parts in pools.items()}
+    save_file({**tensors, JSON: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}, path)
+
+
+def read_groups(path: Path) -> dict[str, SampleGroup]:
+    """In the order written. Raises ValueError when the file is missing or is none of `write_groups`."""
+    try:
+        pools = load_file(path)
+        rest = json.loads(pools[JSON].numpy().tobytes())
+    except (OSError, SafetensorError, KeyError, ValueError) as e:
+        raise ValueError(f"{path} is damaged or missing ({e})") from e
+
+    def tensor(where: Any) -> Tensor:
+        dtype, start, shape = where
+        n = torch.Size(shape).numel()
+        # a copy of its own: a view would keep all samples in memory until the last of them is trained
+        return pools[dtype][start : start + n].reshape(shape).clone()
+
+    return {key: _group(one, tensor) for key, one in rest.items()}
+
+
+def _group(value: Mapping[str, Any], tensor: Any) -> SampleGroup:
+    prompt = value["prompt"]
+    return SampleGroup(
+        prompt=Prompt(
+            **{**prompt, "token_ids": tuple(prompt["token_ids"]), "messages": tuple(prompt["messages"])},
+        ),
+        samples=tuple(_sample(s, tensor) for s in value["samples"]),
+        discarded=value["discarded"],
+    )
+
+
+def _sample(value: Mapping[str, Any], tensor: Any) -> Sample:
+    whole = {name: tensor(value[name]) for name in ("token_ids", "loss_mask", "logprobs")}
+    candidates = value["candidates"]
+    return Sample(
+        **{
+            **value,
+            **whole,
+            "routing": None if value["routing"] is None else _trace(value["routing"], tensor),
+            "versions": _spans(value["versions"]),
+            "finish": Finish(value["finish"]),
+            "streams": {name: tensor(where) for name, where in value["streams"].items()},
+            "candidates": None if candidates is None else tensor(candidates),
+        }
+    )
+
+
+def _trace(value: Mapping[str, Any], tensor: Any) -> RoutingTrace:
+    parts = ("experts", "seals", "layer_seals", "weights")
+    versions = value["versions"]
+    return RoutingTrace(
+        **{
+            **value,
+            **{name: None if value[name] is None else tensor(value[name]) for name in parts},
+            "layers": tuple(value["layers"]),
+            "versions": None if versions is None else _spans(versions),
+        }
+    )
+
+
+def _spans(value: Any) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(*span) for span in value)
