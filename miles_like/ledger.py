@@ -15,12 +15,12 @@ the totals since the run began (ledger_audit.py reads it alone):
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from miles_like.appended_file import AppendedFile
 from miles_like.ledger_audit import audit
 from miles_like.types import Json, SampleGroup
 
@@ -45,7 +45,7 @@ class Ledger:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._file = None if path is None else path.open("ab")
+        self.file = None if path is None else AppendedFile(path)
         self._next = 0  # ticket
         self._open: dict[int, _Issued] = {}
         self._in_flight = 0  # samples
@@ -143,14 +143,8 @@ class Ledger:
         totals = {"trained": self._trained, "discarded": self._discarded.total(), "in_flight": self._in_flight}
         lines.append({"step": step, "tickets": self._next, "issued": self._issued, **totals})
         self._closed.clear()
-        if self._file is not None:
-            self._file.write(b"".join(json.dumps(row, separators=(",", ":")).encode() + b"\n" for row in lines))
-            self._file.flush()
-
-    def sync(self) -> None:
-        """What was flushed is on disk when this returns."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
+        if self.file is not None:
+            self.file.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in lines))
 
     def state(self) -> Json:
         """As of a step's boundary, when all is flushed."""
@@ -192,8 +186,8 @@ class Ledger:
 
     def close(self) -> str:
         """Checks once more and closes the file; returns `summary()`."""
-        if self._file is not None:
-            self._file.close()
+        if self.file is not None:
+            self.file.close()
         self.check(self._open)
         return self.summary()
 
