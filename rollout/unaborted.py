@@ -10,7 +10,8 @@ from miles_like.protocols import RolloutEngine
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams
 from rollout.together import all_or_first_error
 
-# A sample that is aborted still more often than anybody had a reason to is on a server that ends all it is given.
+# A sample that goes on in vain still more often than anybody had a reason to abort it is on a server that ends all it
+# is given. Aborts after which there are tokens more do not count: there are no more of them than tokens.
 RESUMES = 3
 
 
@@ -52,7 +53,7 @@ class Unaborted(Around):
         self._resumes = resumes
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
-        """As the engine's. Raises RuntimeError naming a sample that was aborted once more than it may be."""
+        """As the engine's. Raises RuntimeError naming a sample that goes on in vain (`ended`)."""
         groups = await self._engine.generate(prompts, n=n, params=params)
         done = iter(await all_or_first_error(self._whole(s, params) for g in groups for s in g.samples))
         return [dataclasses.replace(g, samples=tuple(next(done) for _ in g.samples)) for g in groups]
@@ -60,7 +61,7 @@ class Unaborted(Around):
     async def continue_sample(
         self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
     ) -> Sample:
-        """As the engine's. Raises RuntimeError naming a sample that was aborted once more than it may be."""
+        """As the engine's. Raises RuntimeError naming a sample that goes on in vain (`ended`)."""
         turn = await self._engine.continue_sample(sample, environment, params=params)
         return await self._whole(turn, params, said=sample.response_len, fed=environment)
 
@@ -80,22 +81,21 @@ async def ended(
     """`sample` when the turn that `params` are of has ended by itself.
 
     said: tokens under loss of the turns before. fed: the environment's tokens before this turn; a turn that was aborted
-    before anything was sampled has none of them yet. Raises RuntimeError when the last of `resumes` attempts was
-    aborted too: its tokens are cut off by us, not chosen by the policy, so a reward would teach nonsense.
+    before anything was sampled has none of them yet. Raises RuntimeError when it went on `resumes` times in a row and
+    came back aborted with nothing new: its tokens are cut off by us, not chosen by the policy, so a reward would teach
+    nonsense.
     """
-    for _ in range(resumes):
-        sample = _as_it_ended(sample, params, said)
-        if sample.finish is not Finish.ABORT:
-            return sample
+    in_vain = 0
+    while (sample := _as_it_ended(sample, params, said)).finish is Finish.ABORT:
+        if in_vain == resumes:
+            raise RuntimeError(
+                f"sample {sample.name} went on {resumes} times and came back aborted with nothing new each time: "
+                "something stops it on the server; see its log for who sends it /abort_request"
+            )
         new = sample.response_len - said
         left = dataclasses.replace(params, max_new_tokens=params.max_new_tokens - new)
         sample = await engine.continue_sample(sample, () if new else fed, params=left)
-    sample = _as_it_ended(sample, params, said)
-    if sample.finish is Finish.ABORT:
-        raise RuntimeError(
-            f"sample {sample.name} came back aborted {resumes + 1} times: something stops it on the server; see its "
-            "log for who sends it /abort_request"
-        )
+        in_vain = in_vain + 1 if sample.response_len - said == new else 0
     return sample
 
 
