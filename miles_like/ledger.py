@@ -6,7 +6,7 @@ was: a sample that is trained twice counts double in a gradient, one that is los
 answers that came back, and neither shows in any curve.
 
 `ledger.jsonl` has a line for each ticket that was closed, in the order of tickets, and after those of a step one with
-the totals since the run began:
+the totals since the run began (ledger_audit.py reads it alone):
 
     {"step":2,"ticket":8,"prompt":"p8","trained":[0,1,3],"discarded":{"no reward within 60 s":1}}
     {"step":2,"tickets":12,"issued":48,"trained":31,"discarded":5,"in_flight":12}
@@ -15,12 +15,13 @@ the totals since the run began:
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from miles_like.appended_file import AppendedFile
+from miles_like.ledger_audit import audit
 from miles_like.types import Json, SampleGroup
 
 _NAMED = 8  # tickets that a message lists
@@ -43,7 +44,8 @@ class Ledger:
     """For one event loop. `path`: the file, appended to; None: none is written."""
 
     def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("ab")
+        self._path = path
+        self.file = None if path is None else AppendedFile(path)
         self._next = 0  # ticket
         self._open: dict[int, _Issued] = {}
         self._in_flight = 0  # samples
@@ -141,14 +143,8 @@ class Ledger:
         totals = {"trained": self._trained, "discarded": self._discarded.total(), "in_flight": self._in_flight}
         lines.append({"step": step, "tickets": self._next, "issued": self._issued, **totals})
         self._closed.clear()
-        if self._file is not None:
-            self._file.write(b"".join(json.dumps(row, separators=(",", ":")).encode() + b"\n" for row in lines))
-            self._file.flush()
-
-    def sync(self) -> None:
-        """What was flushed is on disk when this returns."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
+        if self.file is not None:
+            self.file.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in lines))
 
     def state(self) -> Json:
         """As of a step's boundary, when all is flushed."""
@@ -162,7 +158,8 @@ class Ledger:
         }
 
     def restore(self, state: Any) -> None:
-        """Go on from a saved `state()`. Raises ValueError when that is no such state."""
+        """Go on from a saved `state()`, with the file as it was then. Raises ValueError when that is no such state, and
+        when the file is damaged or does not end with the same totals."""
         assert not self._next, f"{self._next} tickets were issued: restore into a new ledger"
         try:
             tickets = {int(t): _Issued(str(prompt), int(n)) for t, prompt, n in state["open"]}
@@ -176,6 +173,8 @@ class Ledger:
             not 0 <= t < self._next for t in tickets
         ):
             raise ValueError(f"the ledger's saved state is damaged: {self._next} tickets, {self.summary()}")
+        if self._path is not None:
+            self._compare(self._path)
 
     def summary(self) -> str:
         """One line: where all samples went."""
@@ -187,10 +186,25 @@ class Ledger:
 
     def close(self) -> str:
         """Checks once more and closes the file; returns `summary()`."""
-        if self._file is not None:
-            self._file.close()
+        if self.file is not None:
+            self.file.close()
         self.check(self._open)
         return self.summary()
+
+    def _compare(self, path: Path) -> None:
+        found = audit(path)
+        remedy = "resume from a checkpoint before it was changed, or use --fresh"
+        if found.wrong is not None:
+            raise ValueError(f"{found.wrong}; {remedy}")
+        last = found.steps[-1] if found.steps else None
+        says = (last.issued, last.trained, last.discarded, last.in_flight) if last else (0, 0, 0, 0)
+        holds = (self._issued, self._trained, self._discarded.total(), self._in_flight)
+        if says != holds or found.unfinished:
+            raise ValueError(
+                f"{path} ends with {says} samples issued, trained, discarded and in flight"
+                f"{f' and {found.unfinished} more lines' if found.unfinished else ''}, the checkpoint's ledger has "
+                f"{holds}: {remedy}"
+            )
 
     def _of(self, ticket: int) -> _Issued:
         issued = self._open.get(ticket)

@@ -6,6 +6,7 @@ One look for all: a title that says what is drawn, its unit below, one x axis in
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 DPI = 150
 INK, FAINT = "#222222", "#767676"
 PHASES = {"rollout": BLUE, "train": ORANGE, "publish": GREEN}  # perf/{phase}_s, bottom to top
+FATES = {"trained": BLUE, "discarded": VERMILION}  # ledger/{fate}, bottom to top
 _NO_SHARES = ("/unscored_frac", "/loss", "/margin")  # of eval/{set}: nobody's share of right answers
 TITLES = {  # file -> what to say of it in the report
     "reward": "Reward",
@@ -31,6 +33,7 @@ TITLES = {  # file -> what to say of it in the report
     "mismatch": "Trainer-rollout mismatch",
     "routing": "Expert routes",
     "time": "Time per step",
+    "ledger": "What became of the samples",
 }
 
 
@@ -43,7 +46,7 @@ def series(rows: Rows, key: str) -> tuple[list[float], list[float]]:
 def write_plots(rows: Rows, folder: Path) -> list[Path]:
     """A PNG for each of TITLES the rows have figures for, in that order. `rows` ascend in `step`."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawers = (_reward, _accuracy, _loss, _entropy, _mismatch, _routing, _time)
+    drawers = (_reward, _accuracy, _loss, _entropy, _mismatch, _routing, _time, _ledger)
     written = []
     for name, draw in zip(TITLES, drawers, strict=True):
         figure = Figure(figsize=(7.2, 3.7), dpi=DPI, layout="constrained")
@@ -245,27 +248,49 @@ def _time(ax: Axes, rows: Rows) -> bool:
     if not timed:
         return False
     steps = [r["step"] for r in timed]
-    floor = [0.0] * len(timed)
     bars: list[tuple[str, str, list[float]]] = [
         (phase, colour, [_seconds(r, f"perf/{phase}_s") for r in timed]) for phase, colour in PHASES.items()
     ]
     # What the phases leave of the step: evaluation, packing, checkpoints. None when phases overlap (asynchronous loop).
     rest = [max(0.0, _seconds(r, "perf/step_s") - sum(_seconds(r, k) for k in keys)) for r in timed]
     bars.append(("other", "#C8C8C8", rest))
-    width = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else 1.0
-    ends = []
-    for name, colour, seconds in bars:
-        if not any(seconds):
-            continue
-        ax.bar(steps, seconds, bottom=floor, width=width, color=colour, linewidth=0)
-        mean = math.fsum(seconds) / len(seconds)
-        middle = floor[-1] + seconds[-1] / 2
-        ends.append((steps[-1] + width / 2, middle, f"{name}  {mean:.2f} s", FAINT if name == "other" else colour))
-        floor = [f + s for f, s in zip(floor, seconds, strict=True)]
+    ends = _stacked(ax, steps, bars, "{:.2f} s")
     _dress(ax, "Time per step", "seconds; the figures are means over the run")
-    ax.margins(x=0.01)
     _name_ends(ax, ends)
     return True
+
+
+def _ledger(ax: Axes, rows: Rows) -> bool:
+    """The row's figures are totals since the run began; a bar is what a step added."""
+    told = [r for r in rows if all(math.isfinite(r.get(f"ledger/{k}", math.nan)) for k in FATES)]
+    if not told:
+        return False
+    bars = []
+    for name, colour in FATES.items():
+        totals = [0.0, *(r[f"ledger/{name}"] for r in told)]
+        bars.append((name, colour, [after - before for before, after in itertools.pairwise(totals)]))
+    ends = _stacked(ax, [r["step"] for r in told], bars, "{:.1f}")
+    _dress(ax, "What became of the samples", "samples a step; the figures are means over the run")
+    _name_ends(ax, ends)
+    return True
+
+
+def _stacked(
+    ax: Axes, steps: Sequence[float], bars: Sequence[tuple[str, str, list[float]]], mean: str
+) -> list[tuple[float, float, str, str]]:
+    """A bar a step, of parts (name, colour, values), bottom to top; the parts' ends, told with their means."""
+    floor = [0.0] * len(steps)
+    width = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else 1.0
+    ends = []
+    for name, colour, values in bars:
+        if not any(values):
+            continue
+        ax.bar(steps, values, bottom=floor, width=width, color=colour, linewidth=0)
+        told = f"{name}  {mean.format(math.fsum(values) / len(values))}"
+        ends.append((steps[-1] + width / 2, floor[-1] + values[-1] / 2, told, FAINT if name == "other" else colour))
+        floor = [f + v for f, v in zip(floor, values, strict=True)]
+    ax.margins(x=0.01)
+    return ends
 
 
 def _seconds(row: Mapping[str, float], key: str) -> float:

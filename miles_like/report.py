@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from miles_like.ledger_audit import audit
 from miles_like.plots import TITLES, write_plots
 from miles_like.sinks import first_last_best, headline_keys
 
@@ -33,8 +34,8 @@ td code { white-space: pre-wrap; overflow-wrap: anywhere; }
 def write_report(run_dir: Path) -> Path:
     """Write `plots/*.png` and `report.html` into a run directory; returns the latter.
 
-    `config.toml` and `rollouts/` are shown when they are there. Raises ValueError when `metrics.jsonl` is missing,
-    empty or damaged.
+    `config.toml`, `ledger.jsonl` and `rollouts/` are shown when they are there. Raises ValueError when `metrics.jsonl`
+    is missing, empty or damaged.
     """
     rows = read_metrics(run_dir / "metrics.jsonl")
     images = write_plots(rows, run_dir / "plots")
@@ -48,6 +49,7 @@ def write_report(run_dir: Path) -> Path:
             "</div>",
             "<h2>Figures</h2>",
             _figures(rows),
+            *_ledger(run_dir / "ledger.jsonl"),
             *_rollouts(run_dir / "rollouts"),
             *_config(run_dir / "config.toml"),
         ]
@@ -106,6 +108,31 @@ def _figures(rows: Sequence[Mapping[str, float]]) -> str:
             cells = "".join(f'<td class="n">{"" if v is None else f"{v:.4g}"}</td>' for v in found)
             out.append(f"<tr><td><code>{html.escape(key)}</code></td>{cells}</tr>")
     return "\n".join([*out, "</table>"])
+
+
+def _ledger(path: Path) -> list[str]:
+    """What became of the samples, by the file alone."""
+    if not path.exists():  # a run without a rollout issues none
+        return []
+    found = audit(path)
+    out = ["<h2>Ledger</h2>"]
+    if found.wrong is not None:
+        out.append(f'<p class="wrong">{html.escape(found.wrong)}. Nothing after it is counted here.</p>')
+    elif found.steps:
+        out.append('<p class="right">Every sample issued was trained once, discarded once, or is in flight.</p>')
+    if found.unfinished:
+        out.append(f"<p>{found.unfinished} lines after the last whole step are of one that was not finished.</p>")
+    if not found.steps:
+        return out
+    last = found.steps[-1]
+    rows = [("issued", last.issued), ("trained", last.trained), ("in flight", last.in_flight)]
+    rows += [(f"discarded: {reason}", n) for reason, n in found.reasons.items()]
+    out.append(f'<table><tr><th>until step {last.step}</th><th class="n">samples</th><th class="n">share</th></tr>')
+    out += [
+        f'<tr><td>{html.escape(name)}</td><td class="n">{n:,}</td><td class="n">{n / max(last.issued, 1):.1%}</td></tr>'
+        for name, n in rows
+    ]
+    return [*out, "</table>"]
 
 
 def _rollouts(folder: Path) -> list[str]:

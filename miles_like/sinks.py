@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
+from miles_like.appended_file import AppendedFile
 from miles_like.metrics import better
 from miles_like.protocols import MetricSink
 
@@ -24,8 +25,7 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self.file = AppendedFile(path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         row: dict[str, float | None] = {"step": step}
@@ -33,11 +33,10 @@ class JsonlSink:
         bad = sum(v is None for v in row.values())
         if bad:
             row[NON_FINITE] = bad
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        self.file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
 
 class TensorboardSink:

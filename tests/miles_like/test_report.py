@@ -13,6 +13,7 @@ import re
 import pytest
 from made_samples import group, sample
 
+from miles_like.ledger import Ledger
 from miles_like.metrics import write_rollouts
 from miles_like.report import read_metrics, write_report
 from miles_like.sinks import JsonlSink
@@ -63,11 +64,43 @@ def test_a_whole_run(tmp_path):
     assert "http" not in page  # nothing is fetched from anywhere
 
 
+def kept_ledger(folder):
+    """A row a step, as the loop writes them."""
+    ledger, rows = Ledger(folder / "ledger.jsonl"), []
+    for ticket in range(6):
+        ledger.issue(ticket, "p", 2)
+    for step in (1, 2):
+        samples = [sample(index=i) for i in range(2)]
+        ledger.train(step, 2 * step, group(samples))
+        ledger.discard(2 * step - 1, "too <old>")
+        ledger.flush(step)
+        rows.append((step, ledger.metrics()))
+    ledger.close()
+    return rows
+
+
+def test_the_ledger_of_a_run(tmp_path):
+    write(tmp_path, kept_ledger(tmp_path))
+    page = write_report(tmp_path).read_text()
+    assert re.findall(r'src="plots/(\w+)\.png"', page) == ["ledger"]
+    assert "Every sample issued was trained once, discarded once, or is in flight." in page
+    cells = re.findall(r'<tr><td>([^<]*)</td><td class="n">(\d+)</td><td class="n">([\d.]+%)', page)
+    names = ("issued", "trained", "in flight", "discarded: too &lt;old&gt;")
+    assert cells == list(zip(names, ["12", "4", "4", "4"], ["100.0%", "33.3%", "33.3%", "33.3%"], strict=True))
+    path = tmp_path / "ledger.jsonl"
+    path.write_text(path.read_text().replace('"ticket":4', '"ticket":2'))
+    page = write_report(tmp_path).read_text()
+    assert "line 5: ticket 2 is closed a second time" in page and "Nothing after it is counted here" in page
+    assert "until step 1" in page
+    path.write_text(path.read_text()[:-9].replace('"ticket":2', '"ticket":4').replace('"ticket":4', '"ticket":2', 1))
+    assert "3 lines after the last whole step are of one that was not finished" in write_report(tmp_path).read_text()
+
+
 def test_missing_keys_are_skipped(tmp_path):
     write(tmp_path, [(1, {"train/entropy": 1.0, "rollout/reward/mean": math.nan}), (2, {"train/entropy": 0.5})])
     page = write_report(tmp_path).read_text()
     assert re.findall(r'src="plots/(\w+)\.png"', page) == ["entropy"]
-    assert "Samples" not in page and "Configuration" not in page
+    assert "Samples" not in page and "Configuration" not in page and "Ledger" not in page
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-9])

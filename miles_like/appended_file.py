@@ -1,0 +1,73 @@
+"""Files of a run that only grow, a line after another, and are cut back where a run resumes.
+
+A checkpoint holds how long each of them was and the SHA-256 of that much, which the writer keeps up to date as it goes:
+who resumes cuts off what came later, so that the resumed run writes the file of a run that was never stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_like.checkpoint_files import DamagedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """A file up to some place."""
+
+    bytes: int
+    sha256: str  # of these bytes
+
+
+class AppendedFile:
+    """Goes on after what is there. Each `write` reaches the file whole, in one call."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        with path.open("rb") as f:
+            self._hash = hashlib.file_digest(f, "sha256")
+        self._bytes = path.stat().st_size
+
+    @property
+    def position(self) -> Position:
+        return Position(bytes=self._bytes, sha256=self._hash.hexdigest())
+
+    def write(self, text: str) -> None:
+        data = text.encode()
+        self._file.write(data)
+        self._file.flush()
+        self._hash.update(data)
+        self._bytes += len(data)
+
+    def sync(self) -> None:
+        """What was written is on disk when this returns."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def cut_back(path: Path, to: Position) -> None:
+    """What came after that position is gone, also from the disk. Raises DamagedError where the file is shorter, or has
+    other bytes before it."""
+    if not to.bytes and not path.exists():
+        return
+    remedy = "resume from a checkpoint before it was changed, or use --fresh"
+    if not path.is_file() or (size := path.stat().st_size) < to.bytes:
+        has = f"has {size} bytes" if path.is_file() else "is missing"
+        raise DamagedError(f"{path} {has}, {to.bytes} were written when the checkpoint was saved: {remedy}")
+    with path.open("r+b") as f:
+        digest = hashlib.sha256()
+        left = to.bytes
+        while left:
+            block = f.read(min(left, 1 << 20))
+            digest.update(block)
+            left -= len(block)
+        if digest.hexdigest() != to.sha256:
+            raise DamagedError(f"{path} has other bytes than when the checkpoint was saved: {remedy}")
+        f.truncate(to.bytes)
+        os.fsync(f.fileno())
