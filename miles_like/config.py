@@ -27,7 +27,8 @@ from miles_like.make_config import MakeConfig
 from miles_like.reward_config import RewardConfig
 from miles_like.supervised_config import PAIRS, SUPERVISED, SupervisedConfig, check_keys, check_unused, without_replay
 from quant.spec import QuantFormat
-from rollout.config import DataConfig, PublishConfig, RolloutConfig
+from rollout.config import PublishConfig, RolloutConfig
+from rollout.data_config import DataConfig
 
 
 class ModelConfig(Section):
@@ -161,7 +162,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def eval_sets_make_sense(self) -> RunConfig:
-        check_measured(self.eval_sets, self.reward.name, played=self.rollout.played)
+        sets, played = self.eval_sets, self.rollout.played
+        check_measured(sets, self.reward.name, played=played)
+        self.data.check_run(examined=bool(sets), rewarded=played or self.reward.name != "none")
         return self
 
     @property
@@ -175,6 +178,8 @@ class RunConfig(Section):
         check_keys(name, self.supervised)
         if self.servers is not None:
             return self
+        if self.data.train is None:
+            raise ValueError(f"[data.sources] does nothing with algorithm.name = {name!r}: give one file, data.train")
         data = {"train", "eval", "prompt_key", "template", "instruction", "max_prompt_tokens"}
         train = set(TrainLoopConfig.model_fields) - {"samples_per_group", "steps_per_rollout"}
         sections: dict[str, tuple[Any, Any, set[str]]] = {

@@ -28,7 +28,8 @@ from miles_like.stopping import run_to_end
 from miles_like.tokenizer import load_tokenizer
 from miles_like.types import Finish, SamplingParams
 from rollout.client import SGLangClient, seed_of
-from rollout.config import DataConfig, RolloutConfig, Section
+from rollout.config import RolloutConfig, Section
+from rollout.data_config import DataConfig
 from rollout.plays import make_play
 from rollout.servers import ServerHandle, launch_embedded, launch_sglang
 
@@ -53,7 +54,8 @@ def read_config(path: Path | None, overrides: Sequence[str], data: Sequence[str]
         if (section := next(iter(parse_override(text)))) not in known:
             raise ValueError(f"--set {text}: an evaluation has no {section!r}, it reads {', '.join(known)}: remove it")
     tree = {k: v for k, v in read_tree(path, overrides).items() if k in known}
-    tree["data"] = {"train": "", **tree.get("data", {})}
+    given = tree.get("data", {})
+    tree["data"] = given if given.get("sources") else {"train": "", **given}
     if data:
         tree["data"].pop("eval", None)
         tree["eval"] = {**tree.get("eval", {}), "sets": _sets(data)}

@@ -14,10 +14,11 @@ from miles_like.eval_config import EvalSet
 from miles_like.metrics import eval_metrics
 from miles_like.protocols import RewardFn, RolloutEngine
 from miles_like.types import Prompt, SampleGroup, SamplingParams
-from rollout.config import DataConfig
+from rollout.data_config import DataConfig
 from rollout.episode import run_groups
 from rollout.pool import EnginePool
-from rollout.prompts import PromptSource, Tokenizer
+from rollout.prompts import PromptSource
+from rollout.source import Tokenizer
 
 
 class Examined(RolloutEngine, Protocol):

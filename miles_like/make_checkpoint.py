@@ -35,7 +35,7 @@ from miles_like.warmup import random_weights, warm_up
 from miles_like.workers import RayTrainer, check_nodes
 from quant.hf_config import quantized_config
 from quant.spec import QuantFormat
-from rollout.config import DataConfig
+from rollout.data_config import DataConfig
 
 _HAS_BIAS = "moe_router_enable_expert_bias"
 _BIAS_RATE = 1e-3  # DeepSeek-V3's (arXiv 2412.19437, section 4.2)

@@ -357,7 +357,7 @@ def _of_training(config: RunConfig) -> dict[str, Any]:
 
 
 def _data(config: RunConfig) -> dict[str, str]:
-    paths = {"train": config.data.train, "eval": config.data.eval}
+    paths = {"eval": config.data.eval} | {name: s.path for name, s in config.data.trained().items()}
     # an absolute path is meant as a file; anything else may be a hub name
     return {k: content(Path(p)) for k, p in paths.items() if p and (Path(p).is_absolute() or Path(p).is_file())}
 

@@ -18,8 +18,10 @@ import torch
 
 from miles_like.supervised_config import PAIRS, SupervisedConfig
 from miles_like.types import Finish, Prompt, Sample, SampleGroup
-from rollout.config import DataConfig
-from rollout.prompts import Tokenizer, as_messages, read_rows
+from rollout.data_config import DataConfig
+from rollout.rows import read_rows
+from rollout.schema import ANSWERS, PROMPTS
+from rollout.source import Tokenizer, as_messages
 
 Messages = list[dict[str, str]]
 
@@ -76,8 +78,8 @@ class ExampleReader:
         column = self.keys.messages_key
         if row.get(column) is None:
             key = "data.prompt_key, data.answer_key or supervised.messages_key"
-            answer = self._messages(row, self.data.answer_key, key, role="assistant")
-            return self._asked(row, key), {self.data.answer_key: answer}
+            said = self.data.answer_key or ANSWERS[0]
+            return self._asked(row, key), {said: self._messages(row, said, key, role="assistant")}
         if self.data.template != "chat":
             raise ValueError(f"column {column!r} holds a conversation: set data.template = 'chat'")
         if self.data.instruction:
@@ -93,7 +95,7 @@ class ExampleReader:
         if bare[0] == bare[1]:
             raise ValueError(f"columns {' and '.join(map(repr, answers))} are the same answer: nothing is preferred")
         talks = all(isinstance(row[column], list) for column in answers)
-        if talks and row.get(self.data.prompt_key) is None:
+        if talks and row.get(self._prompt_key) is None:
             first, second = answers.values()
             same = [a == b for a, b in zip(first, second, strict=False)]
             plain = asked = first[: [*same, False].index(False)]
@@ -102,8 +104,12 @@ class ExampleReader:
         n = len(plain)
         return asked, {c: said[n:] if talks and said[:n] == plain else said for c, said in answers.items()}
 
+    @property
+    def _prompt_key(self) -> str:
+        return self.data.prompt_key or PROMPTS[0]
+
     def _asked(self, row: Mapping[str, Any], key: str, instruction: str | None = None) -> Messages:
-        out = self._messages(row, self.data.prompt_key, key, role="user")
+        out = self._messages(row, self._prompt_key, key, role="user")
         out[-1]["content"] += self.data.instruction if instruction is None else instruction
         return out
 
@@ -123,7 +129,7 @@ class ExampleReader:
     # as tokens
 
     def _sample(self, asked: Messages, said: Messages, column: str, name: str, index: int) -> Sample:
-        ids, mask = self._plain(asked, said) if self.data.template == "plain" else self._chat(asked, said, column)
+        ids, mask = self._chat(asked, said, column) if self.data.template == "chat" else self._plain(asked, said)
         before = mask.index(True)
         if not 0 < before <= self.data.max_prompt_tokens:
             raise ValueError(

@@ -46,6 +46,7 @@ class SupervisedStage(TrainerParts):
             algorithm=c.algorithm.name,
             max_tokens=c.max_pack_tokens,
         )
+        assert c.data.train is not None, "the configuration asks for it"
         examples = reader.read(c.data.train)
         held_out = {s.name: reader.read(s.path)[: s.max_prompts] for s in c.eval_sets}
         began = run_state.load_latest(self.checkpoints) if resume else None

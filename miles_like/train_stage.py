@@ -38,7 +38,6 @@ from miles_like.verify.gate import admit, judge
 from miles_like.workers import RayTrainer, check_nodes
 from rollout.client import SGLangClient, seed_of
 from rollout.episode import run_groups
-from rollout.order import Cursor
 from rollout.pool import EnginePool
 from rollout.prompts import PromptSource
 
@@ -56,7 +55,7 @@ class TrainStage(RunParts):
         check_nodes(self.plan)
         rewards, data = Rewards(self.config.reward), self.config.data
         compared_by = rewards(None).compares
-        source = PromptSource(data, self.tokenizer, data.train, seed=self.config.seed, compared_by=compared_by)
+        source = PromptSource(data, self.tokenizer, seed=self.config.seed, compared_by=compared_by)
         held = held_out(self.config.eval_sets, data, self.tokenizer, rewards)
         began = run_state.load_latest(self.checkpoints) if resume else None
         run_state.clear_unfinished(self.checkpoints)
@@ -200,7 +199,7 @@ class TrainStage(RunParts):
         for name, ranks in self.trained(trainer).items():
             await ranks.load(folder / name, version=state.weight_version)
         await trainer.publish(version=state.step)
-        source.restore(Cursor(*divmod(run_state.dealt(state), len(source))))
+        source.take(run_state.dealt(state))
         return state.step
 
     # what the loop calls

@@ -83,7 +83,7 @@ class VerifyStage:
 
     async def _compare(self, trainer: RayTrainer, urls: Sequence[str], kept: Sequence[SampleGroup] | None) -> Report:
         run, data = self.run, self.config.data
-        prompts = PromptSource(data, run.tokenizer, data.train, seed=self.config.seed).all()
+        prompts = PromptSource(data, run.tokenizer, seed=self.config.seed).all()
         compare = run.comparison(trainer, prompts[: self.prompts])
         if self.checkpoint is not None:
             await trainer.load(self.checkpoint.resolve() / "trainer")

@@ -125,15 +125,3 @@ class PublishConfig(Section):
     pause_mode: Literal["abort", "retract", "in_place"] = "retract"
     bucket_bytes: int = Field(256 << 20, ge=1)  # tensors sent in one request
     verify: bool = True  # ask the servers for checksums after every publication
-
-
-class DataConfig(Section):
-    train: str
-    eval: str | None = None
-    prompt_key: str = "prompt"
-    # with dots what is in a column: verl's "reward_model.ground_truth"; the default may be missing (docs/rewards.md)
-    answer_key: str = "answer"
-    id_key: str = "id"
-    template: Literal["plain", "chat"] = "plain"
-    instruction: str = ""  # put after each prompt
-    max_prompt_tokens: int = Field(512, ge=1)

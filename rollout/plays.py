@@ -9,7 +9,7 @@ from miles_like.protocols import GenerateFn, MakeEnvironment, RolloutEngine
 from rollout.config import RolloutConfig
 from rollout.environment import EpisodeLimits, Episodes
 from rollout.own_generate import OwnGenerate
-from rollout.prompts import Tokenizer
+from rollout.source import Tokenizer
 from rollout.unaborted import RESUMES, Unaborted
 
 

@@ -15,6 +15,7 @@ FLOORS = {  # longest prefix wins
     "quant": 0,
     "routing_replay": 0,
     "rollout.config": 1,
+    "rollout.data_config": 1,
     "megatron_bridge.config": 1,
     "miles_like.supervised_config": 2,
     "miles_like.types": 2,
@@ -60,6 +61,7 @@ FLOORS = {  # longest prefix wins
 LIBRARIES_OF_FLOOR_0 = {"torch", "numpy"}
 TORCH_FREE = (
     "rollout.config",
+    "rollout.data_config",
     "megatron_bridge.config",
     "miles_like.algorithm_config",
     "miles_like.alignment",

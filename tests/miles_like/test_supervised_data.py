@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from miles_like.supervised_config import SupervisedConfig
 from miles_like.supervised_data import ExampleReader
 from miles_like.types import Sample
-from rollout.config import DataConfig
+from rollout.data_config import DataConfig
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny"
 # ends each turn of the assistant with the tokenizer's end token, as most models' templates do

@@ -1,0 +1,110 @@
+"""Which columns of a prompt file hold what, by the names that verl, slime and TRL give them.
+
+    verl    prompt (messages), reward_model.ground_truth, data_source, extra_info.{split,index}
+    slime   prompt, messages or input (text or messages), label, metadata
+    TRL     prompt (text or messages), answer or solution
+    ours    prompt (text or messages), answer, id, source
+
+A key that the configuration names always wins. Columns that are read otherwise by one of these are refused, or said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollout.data_config import DataConfig
+from rollout.rows import Row, first_value
+
+PROMPTS = ("prompt", "messages", "input")  # in the order of preference
+ANSWERS = ("answer", "reward_model.ground_truth", "label", "solution")  # only the first is preferred to others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Of one file."""
+
+    prompt: str
+    answer: str  # may be missing, where nothing compares with it
+    said: tuple[str, ...]  # a sentence for each choice that another reader might have made otherwise
+
+
+def columns(config: DataConfig, rows: Sequence[Row], path: str) -> Columns:
+    """Raises ValueError for a file of pairs or judged answers, and where several columns may be the answer."""
+    said: list[str] = []
+    prompt, answer = config.prompt_key, config.answer_key
+    if prompt is None:
+        _refuse_preferences(rows, path)
+        found = [key for key in PROMPTS if _has(rows, key)]
+        prompt = found[0] if found else PROMPTS[0]
+        if len(found) > 1:
+            said.append(_chosen(path, "prompts", prompt, found[1:], "data.prompt_key"))
+        if prompt == "messages":
+            _refuse_answered(rows, path)
+    if answer is None:
+        found = [key for key in ANSWERS if _has(rows, key) and key != prompt]
+        answer = found[0] if found else ANSWERS[0]
+        if len(found) > 1 and answer != ANSWERS[0]:
+            raise ValueError(
+                f"{path}: columns {' and '.join(map(repr, found))} may each be the answer: set data.answer_key to one"
+            )
+        if len(found) > 1:
+            said.append(_chosen(path, "answers", answer, found[1:], "data.answer_key"))
+    return Columns(prompt=prompt, answer=answer, said=tuple(said))
+
+
+def _chosen(path: str, what: str, key: str, others: Sequence[str], setting: str) -> str:
+    return f"{path}: {what} are read from column {key!r}, not from {' or '.join(map(repr, others))} ({setting})"
+
+
+def _refuse_preferences(rows: Sequence[Row], path: str) -> None:
+    """TRL's preference and unpaired preference files."""
+    if _has(rows, "chosen") and _has(rows, "rejected"):
+        raise ValueError(
+            f"{path} holds pairs of a preferred and another answer (chosen, rejected), not prompts to sample answers "
+            "to: set algorithm.name = 'dpo' or 'reward_model', or name its prompts by data.prompt_key"
+        )
+    if _has(rows, "completion") and isinstance(first_value(rows, "label"), bool):
+        raise ValueError(
+            f"{path} holds answers that are judged good or bad (completion, label), not prompts to sample answers to: "
+            "name its prompts by data.prompt_key and their answers, if it has any, by data.answer_key"
+        )
+
+
+def _refuse_answered(rows: Sequence[Row], path: str) -> None:
+    for i, row in enumerate(rows):
+        messages = row.get("messages")
+        if isinstance(messages, list) and messages and messages[-1].get("role") == "assistant":
+            raise ValueError(
+                f"{path}, row {i}: column 'messages' ends with the assistant's answer, so it is a conversation to "
+                "learn from, not a prompt: set algorithm.name = 'sft', or name another column by data.prompt_key"
+            )
+
+
+def _has(rows: Sequence[Row], key: str) -> bool:
+    return first_value(rows, key) is not None
+
+
+def given_ids(config: DataConfig, rows: Sequence[Row]) -> list[str | None]:
+    """Of each row, what the file calls it: its column `id_key`, or in verl's files data_source, split and index.
+
+    verl's are taken only where they tell all rows apart: DAPO's set repeats its rows.
+    """
+    own = [row.get(config.id_key) for row in rows]
+    if any(name is not None for name in own):
+        return [None if name is None else str(name) for name in own]
+    verl = [_verl_id(row) for row in rows]
+    return verl if None not in verl and len(set(verl)) == len(verl) else [None] * len(rows)
+
+
+def _verl_id(row: Row) -> str | None:
+    extra = row.get("extra_info")
+    if not isinstance(extra, Mapping) or extra.get("index") is None:
+        return None
+    parts = (row.get("data_source"), extra.get("split"), extra["index"])
+    return "/".join(str(part) for part in parts if part is not None)
+
+
+def source_of(row: Row, default: str) -> str:
+    """Where a row is from: its own column, verl's, or what its source is called."""
+    return str(row.get("source") or row.get("data_source") or default)
