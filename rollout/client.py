@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,11 @@ def seed_of(seed: int, prompt_id: str, index: int | None = None) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little") & 0x7FFFFFFF
 
 
+def _rids(count: int) -> tuple[str, ...]:
+    """Names of a request's prompts that no other request has, so that its answers can be told from others'."""
+    return tuple(uuid.uuid4().hex for _ in range(count))
+
+
 def failure(error: httpx.HTTPError, *, url: str, endpoint: str, timeout_s: float, log: Path | None) -> RolloutError:
     """Say what an exception of httpx means to the user. `log`: of the server, when this run started it."""
     look = f"see the end of {log}" if log else "see its log"
@@ -91,7 +97,7 @@ class SGLangClient:
 
     samples_from: "server" sends a prompt once with `n` (one prefill for its G samples; the embedded engine gives each
     its own random stream). "client" sends it G times with a seed each: a stock SGLang server with deterministic
-    inference draws all `n` samples of a request from one seed, so they would be clones.
+    inference draws all `n` samples of a request from one seed, so they would be clones, and gives them ids of its own.
     decode: token ids -> text, for servers that run without a tokenizer; it goes before the server's own text.
     """
 
@@ -136,6 +142,7 @@ class SGLangClient:
                 replace(params, sampling_seed=self._seed(params, p.id, i)) for p in prompts for i in range(copies)
             ),
             n=n // copies,
+            rid=_rids(len(prompts) * copies),
             return_logprob=True,
             return_routed_experts=self._reader.routing is not None,
             return_routed_weights=self._reader.gates,
@@ -158,6 +165,7 @@ class SGLangClient:
             input_ids=((*sample.token_ids.tolist(), *environment),),
             sampling=(replace(params, sampling_seed=self._seed(params, sample.prompt_id, sample.index)),),
             sample_index=0 if by_client else sample.index,
+            rid=_rids(1),
             return_logprob=True,
             return_routed_experts=self._reader.routing is not None,
             return_routed_weights=self._reader.gates,
@@ -176,6 +184,7 @@ class SGLangClient:
     ) -> list[Sample]:
         body = await self._call("POST", wire.GENERATE, request.to_json())
         try:
+            wire.check_ids(body, request.reply_ids)
             replies = wire.replies_from_json(body, want=len(samples), want_logprobs=True)
             return self._reader.extend(samples, fed, replies)
         except ValueError as e:
@@ -187,12 +196,14 @@ class SGLangClient:
         request = GenerateRequest(
             input_ids=tuple(tuple(t.tolist()) for t in sequences),
             sampling=(SamplingParams(max_new_tokens=0),) * len(sequences),
+            rid=_rids(len(sequences)),
             return_logprob=True,
             logprob_start_len=0,
             return_routed_experts=self._reader.routing is not None,
         )
         body = await self._call("POST", wire.GENERATE, request.to_json())
         try:
+            wire.check_ids(body, request.reply_ids)
             return self._reader.scores(sequences, body if isinstance(body, list) else [body])
         except ValueError as e:
             raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
@@ -203,6 +214,7 @@ class SGLangClient:
         request = GenerateRequest(
             input_ids=tuple(tuple(t.tolist()) for t in sequences),
             sampling=(SamplingParams(max_new_tokens=0),) * len(sequences),
+            rid=_rids(len(sequences)),
             return_logprob=True,
             logprob_start_len=start,
             top_logprobs_num=top,
@@ -210,6 +222,7 @@ class SGLangClient:
         body = await self._call("POST", wire.GENERATE, request.to_json())
         replies = body if isinstance(body, list) else [body]
         try:
+            wire.check_ids(body, request.reply_ids)
             if len(replies) != len(sequences):
                 raise ValueError(f"{len(replies)} replies to {len(sequences)} prompts")
             pairs = zip(replies, sequences, strict=True)

@@ -111,6 +111,12 @@ class GenerateRequest:
         for s in self.sampling:
             _check_sampling(s)
 
+    @property
+    def reply_ids(self) -> list[str]:
+        """The ids of its replies, in order; of a request with rids. A stock server has others where n > 1."""
+        assert self.rid is not None, "a request without rids"
+        return [reply_id(rid, i, self.n) for rid in self.rid for i in range(self.n)]
+
     def to_json(self) -> Json:
         params = [_sampling_to_json(s, self.n, self.ignore_eos) for s in self.sampling]
         out: Json = {
@@ -317,6 +323,29 @@ class GenerateReply:
             ),
             abort_message=str(reason.get("message") or ""),
         )
+
+
+def reply_id(rid: str, index: int, n: int) -> str:
+    """`meta_info.id` of sample `index` of the `n` that a request's prompt asks for."""
+    return rid if n == 1 else f"{rid}_{index}"
+
+
+def check_ids(body: object, ids: Sequence[str]) -> None:
+    """Raises ValueError where a reply of a whole reply does not have the id that stands in its place in `ids`: nothing
+    else would tell an answer to another prompt of the same length from its own."""
+    rows = body if isinstance(body, list) else [body]
+    for i, (row, want) in enumerate(zip(rows, ids, strict=False)):  # of another number it is somebody else to speak
+        meta = an_object(need(an_object(row, GENERATE), "meta_info", GENERATE), GENERATE)
+        if (got := need(meta, "id", GENERATE)) != want:
+            what = (
+                f"is the answer to what reply {ids.index(got)} answers"
+                if got in ids
+                else (f"has id {got!r}, which was not asked for now")
+            )
+            raise ValueError(
+                f"{GENERATE}: reply {i} of {len(rows)} {what}: the server, or a proxy before it, answers twice, or "
+                "does not keep the order or the rid of requests"
+            )
 
 
 def replies_from_json(body: object, *, want: int, want_logprobs: bool) -> list[GenerateReply]:

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, VersionSpan
 from rollout.checksum import engine_checksum, tensor_checksum
 from rollout.samples import RoutingShape, begun
-from rollout.wire import GenerateReply, GenerateRequest, WireSpan
+from rollout.wire import GenerateReply, GenerateRequest, WireSpan, reply_id
 from rollout.wire_control import decode_safetensors
 
 ROUTING = RoutingShape(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=16)
@@ -246,14 +246,17 @@ class FakeServer:
             request = GenerateRequest.from_json(body)
         except ValueError as e:
             return 400, {"error": {"message": str(e)}}
+        rids = request.rid or ("r",) * len(request.input_ids)
         out = [
-            self._sample(request, ids, sampling, i)
-            for ids, sampling in zip(request.input_ids, request.sampling, strict=True)
+            self._sample(request, reply_id(rid, i, request.n), ids, sampling, i)
+            for rid, ids, sampling in zip(rids, request.input_ids, request.sampling, strict=True)
             for i in range(request.n)
         ]
         return 200, out[0] if request.single and request.n == 1 else out
 
-    def _sample(self, request: GenerateRequest, ids: tuple[int, ...], sampling: SamplingParams, i: int) -> Any:
+    def _sample(
+        self, request: GenerateRequest, rid: str, ids: tuple[int, ...], sampling: SamplingParams, i: int
+    ) -> Any:
         """Tokens drawn from (seed, i) alone; later samples are longer, so that lengths differ."""
         draw = np.random.default_rng([sampling.sampling_seed or 0, i])
         r = min(2 + i, sampling.max_new_tokens)
@@ -261,7 +264,7 @@ class FakeServer:
         experts = np.zeros((rows, ROUTING.num_layers, ROUTING.top_k), "<i4")
         experts[:, 1:] = np.array([3, 15])
         reply = GenerateReply(
-            rid=f"r{i}",
+            rid=rid,
             output_ids=draw.integers(0, 100, r),
             logprobs=-draw.random(r, dtype=np.float32),
             finish=Finish.ABORT if self.abort else Finish.LENGTH,

@@ -24,7 +24,7 @@ from rollout.embedded.model import Model
 from rollout.embedded.requests import Completed, Entry, Group, Job, PromptSpec
 from rollout.embedded.rows import Rows
 from rollout.embedded.sampler import sample, stream_keys
-from rollout.wire import GenerateReply
+from rollout.wire import GenerateReply, reply_id
 from rollout.wire_control import PauseMode
 from rollout.wire_scores import PromptTop
 
@@ -357,7 +357,7 @@ class Engine:
         if self._capture is not None and routes is not None and self.model.arch.routed:
             told = self._capture.told(routes, spec.routing_start or 0, gates=spec.gates)
         reply = GenerateReply(
-            rid=spec.rid if spec.n == 1 else f"{spec.rid}_{job.index}",
+            rid=reply_id(spec.rid, job.index, spec.n),
             output_ids=ids,
             logprobs=logprobs,
             finish=finish,
