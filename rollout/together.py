@@ -34,8 +34,7 @@ async def as_they_end(calls: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator
 
 
 async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """When all have ended; what they raise then is of no interest."""
-    running = [t for t in tasks if not t.done()]
-    for t in running:
+    """When all have ended; what they raised beside the first error, or raise now, is of no interest to anybody."""
+    for t in tasks:
         t.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)

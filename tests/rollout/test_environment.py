@@ -158,8 +158,14 @@ def test_a_turn_that_was_aborted_is_the_one_that_was_not(aborts: int) -> None:
 
 
 def test_a_turn_that_is_always_aborted_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"sample p/0 came back aborted 4 times"):
-        played(Talker("8+9+1", aborts=9), Echo)
+    """With nothing new each time; one that says a token more each time comes to its end."""
+
+    class Stopped(Talker):
+        async def continue_sample(self, sample: Sample, *_: Any, **__: Any) -> Sample:
+            return replace(sample, finish=Finish.ABORT)
+
+    with pytest.raises(RuntimeError, match=r"sample p/0 went on 3 times and came back aborted with nothing new"):
+        played(Stopped("8+9+1", aborts=1), Echo)
 
 
 def test_an_environment_may_wait_and_give_tokens() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from miles_like.reward_config import RewardConfig
 from miles_like.rewards.load import scored_by
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, Unit
 from rollout.episode import groups_as_they_end, run_groups
+from rollout.together import all_or_first_error, as_they_end
 from tests.fakes import FakeEngine, make_prompt
 
 PARAMS = SamplingParams(max_new_tokens=4)
@@ -221,6 +224,25 @@ def test_cancelled_in_the_middle_it_leaves_no_task() -> None:
         assert asyncio.all_tasks() == mine and engine.under_way == 0
 
     asyncio.run(cut())
+
+
+@pytest.mark.parametrize("together", [all_or_first_error, as_they_end])
+def test_of_several_errors_the_first_is_raised_and_none_is_left_unread(together: Any) -> None:
+    """asyncio tells of those when they are collected, at any moment, in the middle of whatever the run does then."""
+    unread: list[object] = []
+
+    async def broken(name: str) -> None:
+        raise KeyError(name)
+
+    async def all_fail() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unread.append(context))
+        calls = together(broken(name) for name in "ab")
+        with pytest.raises(KeyError, match="a"):
+            await (calls if together is all_or_first_error else anext(calls))
+        gc.collect()
+
+    asyncio.run(all_fail())
+    assert not unread
 
 
 def test_groups_are_the_same_however_they_are_asked_for() -> None:
