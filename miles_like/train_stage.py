@@ -37,6 +37,7 @@ from miles_like.verify.allowance import of_steps
 from miles_like.verify.gate import admit, judge
 from miles_like.workers import RayTrainer, check_nodes
 from rollout.client import SGLangClient, seed_of
+from rollout.contamination import decontaminated
 from rollout.episode import run_groups
 from rollout.pool import EnginePool
 from rollout.prompts import PromptSource
@@ -57,6 +58,9 @@ class TrainStage(RunParts):
         compared_by = rewards(None).compares
         source = PromptSource(data, self.tokenizer, seed=self.config.seed, compared_by=compared_by)
         held = held_out(self.config.eval_sets, data, self.tokenizer, rewards)
+        shared = decontaminated(source, {h.config.name: h.prompts for h in held}, data.decontaminate)
+        for sentence in (*source.said, *shared):
+            self.console.print(f"{'':12}{sentence}", markup=False, soft_wrap=True)
         began = run_state.load_latest(self.checkpoints) if resume else None
         run_state.clear_unfinished(self.checkpoints)
         teachers = RunTeachers(

@@ -128,7 +128,7 @@ def _slime_sample(prompt: Prompt, sample: Sample) -> SlimeSample:
         rollout_log_probs=sample.logprobs[p:].tolist(),
         weight_versions=[str(v.version) for v in sample.versions],
         status=_STATUS[sample.finish],
-        metadata=dict(prompt.meta),
+        metadata=dict(own if isinstance(own := prompt.meta.get("metadata"), Mapping) else prompt.meta),
     )
 
 
