@@ -29,8 +29,15 @@ LOWER_IS_BETTER = (
     *("mismatch/", "perf/", "sync/seconds", "train/skipped"),
     *("rollout/truncated_frac", "rollout/empty_frac", "rollout/zero_std_group_frac"),
 )
+# what two runs of the same bits measure differently
+TIMINGS = ("wall_s", "perf/", "sync/seconds")
 SIGNED = ("mismatch/k1", "mismatch/chi2")  # best at 0, and below it by chance
 SIZES = ("routing/bytes",)  # the smaller the better, though their section's figures are shares
+
+
+def is_timing(key: str) -> bool:
+    """Whether a metric is of the clock, and not of what was computed."""
+    return key.startswith(TIMINGS)
 
 
 def better(key: str) -> int:

@@ -42,7 +42,17 @@ Mode = Literal["auto", "resume", "fresh"]
 STAGES = ("fetch", "dequantize", "convert", "stage", "train")
 SLOW_FACTS = ("logs", "tensorboard", "rollouts", "checkpoints")
 # All that a run writes into its directory: what starting over may remove, and nothing else.
-RUN_FILES = (*SLOW_FACTS, "config.toml", "metrics.jsonl", "report.html", "plots", "published", "verify", MARKER)
+RUN_FILES = (
+    *SLOW_FACTS,
+    "config.toml",
+    "metrics.jsonl",
+    "ledger.jsonl",
+    "report.html",
+    "plots",
+    "published",
+    "verify",
+    MARKER,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,8 @@ class _Rank(_Process, Rank):
 class RayTrainer:
     """All trainer ranks as actors, seen as one `Trainer`."""
 
+    put = staticmethod(ray.put)  # what several ranks are sent
+
     def __init__(self, factory: TrainerFactory, slots: Sequence[Slot], dp_size: int, log_dir: Path) -> None:
         """Starts every rank and waits until all have built their model. Raises RuntimeError when one cannot."""
         self.dp_size = dp_size
@@ -243,7 +245,7 @@ class RayTrainer:
         self, batch: TrainBatch, *, weights: str | None = None, candidates: bool = False
     ) -> list[list[Tensor]]:
         """As `Trainer.logprobs`; the trainer's own routing, so no routes are sent. One rank of each row answers."""
-        rows = [ray.put([replace(m, routing=None) for m in row]) for row in batch.grid]
+        rows = [self.put([replace(m, routing=None) for m in row]) for row in batch.grid]
         places = [row for row, _ in self._places]
         tells = [places.index(row) == i for i, row in enumerate(places)]
         asked = [(rows[row], weights, candidates, t) for row, t in zip(places, tells, strict=True)]
@@ -275,9 +277,9 @@ class RayTrainer:
     def _ship(self, batch: TrainBatch) -> tuple[list[tuple[ray.ObjectRef, ray.ObjectRef]], int]:
         """Rank -> its row of the grid without routes, and the part of the row's routes that it needs; and the bytes of
         all those parts. Each row, and each part of a row's routes, is put once: ranks that need the same share it."""
-        rows = [ray.put([replace(m, routing=None) for m in row]) for row in batch.grid]
+        rows = [self.put([replace(m, routing=None) for m in row]) for row in batch.grid]
         cut = {(dp, part): cut_row(batch.grid[dp], part) for dp, part in dict.fromkeys(self._places)}
-        puts = {place: ray.put(routes) for place, routes in cut.items()}
+        puts = {place: self.put(routes) for place, routes in cut.items()}
         nbytes = sum(r.nbytes for routes in cut.values() for r in routes if r is not None)
         return [(rows[place[0]], puts[place]) for place in self._places], nbytes
 

@@ -1,0 +1,253 @@
+"""A whole training run on plain processes: what tests/e2e starts through Ray in fifteen seconds starts here in one.
+
+The driver, its trainer ranks and its rollout server are forked from a process that has imported everything (`Runs`).
+Only two parts of a run are stand-ins: `LocalTrainer` calls ranks through pipes where RayTrainer calls actors, and
+`LocalServers` holds server processes. What they call is the real thing, and so is all else: the stage, loop, buffer,
+checkpoints, clients, publisher, engine, Megatron.
+
+Kills: `tests/kill_points.py` is told in each process who it is, and ends one of them where it is asked to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import shutil
+import socket
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.forked import USERS_ERRORS, Forked, Gone, Starter, answers, tail
+from tests.spawn import free_port
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "configs" / "tiny.toml"
+SMALL_MODEL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+}
+QUICK = (  # a deterministic run of little work, which still learns something at each step
+    "alignment.deterministic=true",
+    "precision.format=bf16",
+    "precision.qat=false",
+    "parallel.dp=1",
+    "parallel.ep=1",
+    "train.groups_per_step=4",
+    "train.samples_per_group=2",
+    "train.max_tokens_per_rank=1024",
+    "data.max_prompt_tokens=64",
+    "rollout.max_new_tokens=12",
+    "rollout.request_timeout_s=60.0",
+    "eval.max_prompts=4",
+    "eval.every=2",
+    "mismatch.check_prompts=0",
+    "checkpoint.every=1",
+    "publish.bucket_bytes=20000",
+    "reward.name=tests.local_run:low_tokens",
+)
+
+
+def low_tokens(prompt: Any, sample: Any) -> float:
+    """A reward that a random model gets different values of: the share of token ids below 64 in its answer."""
+    answer = sample.token_ids[sample.loss_mask]
+    return float((answer < 64).float().mean()) if len(answer) else 0.0
+
+
+def make_home(where: Path) -> None:
+    """`where`/hf, which servers load, and `where`/megatron, which ranks load: a small model of random weights."""
+    from megatron_bridge.convert.to_megatron import to_megatron
+    from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
+
+    hf = tiny(**SMALL_MODEL)
+    write_checkpoint(where / "hf", hf, random_tensors(hf))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy2(TINY.parent / "tiny" / name, where / "hf" / name)
+    to_megatron(where / "hf", where / "megatron")
+
+
+class _Server:
+    """What a server's process is told: the real command line."""
+
+    def serve(self, arguments: Sequence[str]) -> None:
+        from rollout.embedded import server
+
+        os._exit(server.main(arguments))
+
+
+# ---- the driver
+
+
+class LocalServers:
+    """As RayServers."""
+
+    def __init__(self, processes: Sequence[Forked], arguments: Sequence[Sequence[str]], ports: Sequence[int]) -> None:
+        self._processes, self._ports = processes, ports
+        for process, words in zip(processes, arguments, strict=True):
+            process._line.send_bytes(pickle.dumps(("serve", (words,))))
+
+    def wait(self) -> list[str]:
+        deadline = time.monotonic() + 60
+        for process, port in zip(self._processes, self._ports, strict=True):
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+                    break
+                except ConnectionRefusedError:
+                    if process._line.poll() or time.monotonic() > deadline:
+                        raise RuntimeError(f"{process.who} did not come up: its log says why") from None
+                    time.sleep(0.01)
+        return [f"http://127.0.0.1:{port}" for port in self._ports]
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+def local_parts() -> tuple[type, type]:
+    """(LocalTrainer, LocalStage), made where their parents' modules are imported anyway."""
+    from miles_like import train_stage
+    from miles_like.workers import RayTrainer
+    from rollout.servers import embedded_command
+
+    class LocalTrainer(RayTrainer):
+        """RayTrainer, whose ranks are called through pipes."""
+
+        put = staticmethod(lambda value: value)
+
+        def __init__(self, factory: Any, ranks: Sequence[Forked], dp_size: int) -> None:
+            self.dp_size, self._ranks, self._version = dp_size, ranks, 0
+            self.under_way = "start"
+            port, world = free_port(), len(ranks)
+            started = [(factory, i, world, "127.0.0.1", port) for i in range(world)]
+            self._places = asyncio.run(self._all("start", started))
+
+        def connect(self, factory: Any) -> None:
+            for rank in self._ranks:
+                rank.call("connect", factory)
+
+        def fingerprint(self) -> str | None:
+            return self._ranks[0].call("fingerprint")
+
+        async def close(self) -> None:
+            for rank in self._ranks:
+                rank.kill()
+
+        async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+            asked = zip(self._ranks, arguments, strict=True)
+            self.under_way = method
+            came = await asyncio.gather(
+                *(asyncio.to_thread(rank.call, method, *a) for rank, a in asked), return_exceptions=True
+            )
+            self.under_way = "rollout"
+            errors = [a for a in came if isinstance(a, BaseException)]
+            for e in sorted(errors, key=lambda e: not isinstance(e, Gone)):
+                raise e
+            return came
+
+    class LocalStage(train_stage.TrainStage):
+        """TrainStage, whose processes are already there."""
+
+        processes: Mapping[str, list[Forked]]
+
+        def ranks(self) -> Any:
+            from miles_like.factories import MegatronFactory
+
+            factory = MegatronFactory(self.trainer, self.weights, self.algorithm.loss)
+            self.local = LocalTrainer(factory, self.processes["rank"], self.config.parallel.dp)
+            return self.local
+
+        def critic(self) -> Any:
+            return None
+
+        def servers(self, version: int, *, routing: bool = True) -> Any:
+            ports = [free_port() for _ in self.processes["server"]]
+            commands = [
+                embedded_command(
+                    self.served.resolve(),
+                    self.config.rollout,
+                    port=port,
+                    weight_version=version,
+                    activations=self.config.precision.activations,
+                    exact=self.config.exact_parts,
+                    return_routed_experts=routing and self.routing_shape() is not None,
+                )
+                for port in ports
+            ]
+            words = [command[command.index("rollout.embedded.server") + 1 :] for command in commands]
+            return LocalServers(self.processes["server"], words, ports)
+
+    train_stage.check_nodes = lambda plan: None  # of a Ray cluster
+    train_stage.write_report = lambda run_dir: None  # pictures: two seconds a run
+    return LocalTrainer, LocalStage
+
+
+def drive(run_dir: Path, home: Path, settings: Sequence[str], kill: Any) -> int:
+    """The driver's process: the run from where it stands, to its end; the exit status of the command line."""
+    from rich.console import Console
+
+    from miles_like.config_io import load_config
+    from miles_like.trainer_rank import Rank
+    from tests import kill_points
+
+    config = load_config(TINY, [*QUICK, *settings])
+    kill_points.arm(run_dir, kill)
+    logs = run_dir / "logs"
+    ranks = [
+        Forked(f"trainer rank {i}", answers(lambda: kill_points.watched_rank(Rank)), logs / f"rank_{i}.log")
+        for i in range(config.parallel.world_size)
+    ]
+    servers = [
+        Forked(f"rollout server {i}", answers(lambda: kill_points.watched_server(_Server)), logs / f"server_{i}.log")
+        for i in range(config.rollout.servers)
+    ]
+    kill_points.introduce(driver=os.getpid(), rank=ranks[-1].pid, server=servers[-1].pid)
+    _, stage_class = local_parts()
+    try:
+        stage = stage_class(config, run_dir, home / "hf", home / "megatron", Console(highlight=False, width=200))
+        stage.processes = {"rank": ranks, "server": servers}
+        kill_points.watch_driver(stage)
+        stage.run(resume=True)
+    except USERS_ERRORS as e:
+        traceback.print_exc()
+        print(f"error: {e}", flush=True)
+        return 2
+    finally:
+        for process in (*ranks, *servers):
+            process.kill()
+    return 0
+
+
+# ---- the test's side
+
+
+class Runs(Starter):
+    """Starts runs on the small model of `home`, which it makes."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__("datasets", "miles_like.train_stage", "tests.kill_points")
+        self.home = home
+        assert self.call(home / "home.log", make_home, home) == 0, tail(home / "home.log")
+
+    def run(self, run_dir: Path, settings: Sequence[str] = (), kill: Any = None) -> int:
+        """From where the run stands: its last checkpoint, if it has one."""
+        return self.call(run_dir / "driver.log", drive, run_dir, self.home, settings, kill)
+
+
+# ---- what a run left
+
+
+def untimed(metrics: Path) -> bytes:
+    """metrics.jsonl without its timings."""
+    from miles_like.metrics import is_timing
+
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return "".join(json.dumps({k: v for k, v in row.items() if not is_timing(k)}) + "\n" for row in rows).encode()
