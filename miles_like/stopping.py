@@ -1,8 +1,11 @@
-"""SIGTERM, as batch systems send it, ends a run in order: servers are stopped, files closed, the status is 143.
+"""How a run ends before its last step: asked to by SIGTERM or by its deadline, it saves where it stands and ends.
 
-As with Ctrl-C, nothing is raised inside whatever runs at that moment: a user's reward with a bare `except` would take
-it for an answer that it cannot read, and train on. Only what blocks the loop for `PATIENCE_S`, or until somebody sends
-a second SIGTERM, is interrupted.
+SIGTERM, as batch systems send it, sets a `StopRequest`, which the loop looks at where its state can be saved. If the
+loop has not ended within `grace_s`, or somebody sends a second SIGTERM, it is cancelled: servers are stopped, files
+closed. As with Ctrl-C, nothing is raised inside whatever runs at that moment: a user's reward with a bare `except`
+would take it for an answer that it cannot read, and train on. Only what blocks the event loop for `PATIENCE_S`, or until
+somebody sends one more SIGTERM, is interrupted. The status is 143, saved or not, and 75 (EX_TEMPFAIL of sysexits.h)
+after the deadline.
 """
 
 from __future__ import annotations
@@ -13,13 +16,114 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any, TypeVar
 
+import psutil
+
 T = TypeVar("T")
 STATUS = 128 + signal.SIGTERM
+TRY_AGAIN = os.EX_TEMPFAIL
 PATIENCE_S = 10.0
+
+
+class Stopped(Exception):
+    """A run has ended before its last step, as it was asked to; its text says what was saved and how to go on."""
+
+    def __init__(self, said: str, status: int) -> None:
+        super().__init__(said)
+        self.status = status  # of the command
+
+
+class StopRequest:
+    """That the run is to save and end. Belongs to one event loop, and is asked there."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.reason = ""  # a sentence, once it is asked
+        self.status = STATUS
+
+    @property
+    def asked(self) -> bool:
+        return self._event.is_set()
+
+    def ask(self, reason: str, status: int) -> None:
+        """The first reason stays."""
+        if not self.asked:
+            self.reason, self.status = reason, status
+            self._event.set()
+
+    async def wait(self) -> None:
+        """Until it is asked."""
+        await self._event.wait()
+
+    def stopped(self, saved: int | None) -> Stopped:
+        """What to raise after a stop; `saved`: the step of the last whole checkpoint."""
+        how = "nothing is saved yet" if saved is None else f"step {saved} is saved, --resume goes on from it"
+        return Stopped(f"{self.reason}: {how}", self.status)
+
+
+class Deadline:
+    """Asks for a stop while a further step and a save still fit into `seconds` from `began` on."""
+
+    def __init__(
+        self,
+        stop: StopRequest,
+        seconds: float | None,
+        *,
+        began: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """began: by `clock`. seconds: checkpoint.deadline_s; None: nothing is ever asked."""
+        self._stop, self._seconds, self._clock = stop, seconds, clock
+        self._end = 0.0 if seconds is None else began + seconds
+        self._step_s = 0.0
+        self._save_s: float | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+
+    def note(self, step_s: float = 0.0, save_s: float | None = None) -> None:
+        """A step took `step_s`, from boundary to boundary, and a save `save_s` where there was one. In the loop.
+
+        A step that takes longer than any before it does not come back in time to ask: a timer asks in its place while
+        a save still fits, and what waits for rollouts then saves the boundary before it.
+        """
+        if self._seconds is None:
+            return
+        self._step_s = max(self._step_s, step_s)
+        if save_s is not None:
+            self._save_s = max(self._save_s or 0.0, save_s)
+        left = self._end - self._clock()
+        if left < self._step_s + self._reserve:
+            self._ask(left)
+        elif self._alarm is None or step_s > 0 or save_s is not None:
+            self.close()
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_later(left - self._reserve, lambda: self._ask(self._end - self._clock()))
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    @property
+    def _reserve(self) -> float:
+        """For a save. As long as there was none, one is taken to be as long as a step."""
+        return self._step_s if self._save_s is None else self._save_s
+
+    def _ask(self, left: float) -> None:
+        save = "no save was seen yet and is taken for as much" if self._save_s is None else f"save {self._save_s:.1f} s"
+        total = self._step_s + self._reserve
+        self._stop.ask(
+            f"checkpoint.deadline_s = {self._seconds:g}: {left:.1f} s are left, the longest step took "
+            f"{self._step_s:.1f} s, {save}: {total:.1f} s together",
+            TRY_AGAIN,
+        )
+
+
+def command_began() -> float:
+    """When this process was started, in seconds as `time.time` counts."""
+    return float(psutil.Process().create_time())
 
 
 def end_in_order() -> None:
@@ -28,47 +132,81 @@ def end_in_order() -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(STATUS))
 
 
-def run_to_end(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, where SIGTERM cancels `main` once and then ends in SystemExit, whatever its cleaning up raises."""
+def run_to_end(main: Coroutine[Any, Any, T], stop: StopRequest | None = None, grace_s: float = 0.0) -> T:
+    """`asyncio.run`, where SIGTERM asks `stop`, and `grace_s` later cancels `main` once; without `stop`, or time, it
+    cancels at once. It then ends in SystemExit, whatever its cleaning up raises, unless that is `Stopped`."""
     if threading.current_thread() is not threading.main_thread():
         return asyncio.run(main)
-    told_at: float | None = None
-    heard = False
+    ending = _Ending(stop, grace_s if stop is not None else 0.0)
+    try:
+        return asyncio.run(ending.watched(main))
+    except Stopped:
+        ending.told = False  # it has a status of its own
+        raise
+    finally:
+        if ending.told:
+            raise SystemExit(STATUS)
 
-    async def watched() -> T:
-        nonlocal heard
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+
+class _Ending:
+    """What has been said to the task, and what it has heard: a loop that is blocked hears nothing."""
+
+    def __init__(self, stop: StopRequest | None, grace_s: float) -> None:
+        self._stop, self._grace_s = stop, grace_s
+        self.told = False  # by SIGTERM
+        self._asked = False  # the loop has heard that it is to end
+        self._cancelled_at: float | None = None
+        self._heard = False  # that it is cancelled, or it has ended
+
+    async def watched(self, main: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
         assert task is not None
-
-        def cancel() -> None:
-            nonlocal heard
-            heard = True
-            task.cancel()
-
-        def insist() -> None:
-            if not heard:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        def stop(_signal: int, _frame: FrameType | None) -> None:
-            nonlocal told_at
-            if told_at is None:
-                told_at = time.monotonic()
-                loop.call_soon_threadsafe(cancel)
-                again = threading.Timer(PATIENCE_S, insist)
-                again.daemon = True
-                again.start()
-            elif not heard or time.monotonic() - told_at > PATIENCE_S:  # else it would cut the cleaning up short
-                sys.exit(STATUS)
-
-        before = signal.signal(signal.SIGTERM, stop)
+        self._task, self._loop = task, asyncio.get_running_loop()
+        before = signal.signal(signal.SIGTERM, self._on_signal)
         try:
             return await main
         finally:
-            heard = True
+            self._heard = True
             signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
-    try:
-        return asyncio.run(watched())
-    finally:
-        if told_at is not None:
-            raise SystemExit(STATUS)
+    def _on_signal(self, _signal: int, _frame: FrameType | None) -> None:
+        if not self.told:
+            self.told = True
+            if self._grace_s > 0:
+                self._loop.call_soon_threadsafe(self._ask)
+                self._insist_after(self._grace_s + PATIENCE_S)
+            else:
+                self._order()
+        elif self._cancelled_at is None:
+            if not self._asked:
+                sys.exit(STATUS)
+            self._order()
+        elif not self._heard or time.monotonic() - self._cancelled_at > PATIENCE_S:
+            sys.exit(STATUS)  # earlier it would cut the cleaning up short
+
+    def _ask(self) -> None:
+        self._asked = True
+        if not self._heard:
+            assert self._stop is not None
+            self._stop.ask("SIGTERM", STATUS)
+            self._loop.call_later(self._grace_s, self._order)
+
+    def _order(self) -> None:
+        if self._cancelled_at is None and not self._heard:
+            self._cancelled_at = time.monotonic()
+            self._loop.call_soon_threadsafe(self._cancel)
+            self._insist_after(PATIENCE_S)
+
+    def _cancel(self) -> None:
+        if not self._heard:
+            self._heard = True
+            self._task.cancel()
+
+    def _insist_after(self, seconds: float) -> None:
+        def insist() -> None:
+            if not self._heard:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        again = threading.Timer(seconds, insist)
+        again.daemon = True
+        again.start()

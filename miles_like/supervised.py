@@ -14,6 +14,7 @@ from miles_like.algorithms.dpo import DpoLoss
 from miles_like.algorithms.reward_model import BradleyTerryLoss
 from miles_like.algorithms.sft import NllLoss
 from miles_like.protocols import LossFn, MetricSink, Trainer
+from miles_like.stopping import Deadline, StopRequest
 from miles_like.supervised_config import SUPERVISED, SupervisedConfig
 from miles_like.types import Aggregation, SampleGroup, TrainBatch
 
@@ -68,11 +69,14 @@ class SupervisedLoop:
     finish_save: Callable[[bool], Awaitable[None]]  # complete it if it is written, or (True) wait until it is
     phase: Callable[[int, str], None]  # what is going on, for a progress bar
     sink: MetricSink
+    stop: StopRequest
+    deadline: Deadline
     eval_every: int  # 0: only before the first and after the last step
     save_every: int  # 0: only after the last step
 
     async def run(self, *, first: int, steps: int) -> None:
-        """Steps first .. steps-1; step s trains on weight version s and ends in version s + 1."""
+        """Steps first .. steps-1; step s trains on weight version s and ends in version s + 1. Asked to stop, it saves
+        the step that it is at and returns."""
         started = time.perf_counter()
         self.sink.write(first, {"weight_version": float(first), **await self._evaluate(first)})
         for step in range(first, steps):
@@ -89,10 +93,15 @@ class SupervisedLoop:
             now = time.perf_counter()
             metrics |= {"perf/step_s": now - began, "wall_s": now - started}
             self.sink.write(done, {"weight_version": float(done), **metrics})
-            if last or (self.save_every and done % self.save_every == 0):
+            self.deadline.note(time.perf_counter() - began)
+            if last or self.stop.asked or (self.save_every and done % self.save_every == 0):
                 self.phase(step, "save")
+                saving = time.perf_counter()
                 await self.save(done)
-            await self.finish_save(last)
+                self.deadline.note(save_s=time.perf_counter() - saving)
+            await self.finish_save(last or self.stop.asked)
+            if self.stop.asked:
+                return
 
     async def _evaluate(self, version: int) -> Mapping[str, float]:
         self.phase(version, "evaluate")
