@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from miles_like.checkpoint_files import DamagedError
+from miles_like.types import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,22 +55,44 @@ class AppendedFile:
 
 
 def cut_back(path: Path, to: Position) -> None:
-    """What came after that position is gone, also from the disk. Raises DamagedError where the file is shorter, or has
-    other bytes before it."""
+    """What came after that position is gone, also from the disk. Raises as `check_beginning`."""
+    check_beginning(path, to)
+    if path.exists():
+        with path.open("r+b") as f:
+            f.truncate(to.bytes)
+            os.fsync(f.fileno())
+
+
+def check_beginning(path: Path, to: Position) -> None:
+    """Raises DamagedError where the file is shorter than that position, or has other bytes before it."""
     if not to.bytes and not path.exists():
         return
     remedy = "resume from a checkpoint before it was changed, or use --fresh"
     if not path.is_file() or (size := path.stat().st_size) < to.bytes:
         has = f"has {size} bytes" if path.is_file() else "is missing"
         raise DamagedError(f"{path} {has}, {to.bytes} were written when the checkpoint was saved: {remedy}")
-    with path.open("r+b") as f:
-        digest = hashlib.sha256()
-        left = to.bytes
+    digest, left = hashlib.sha256(), to.bytes
+    with path.open("rb") as f:
         while left:
             block = f.read(min(left, 1 << 20))
             digest.update(block)
             left -= len(block)
-        if digest.hexdigest() != to.sha256:
-            raise DamagedError(f"{path} has other bytes than when the checkpoint was saved: {remedy}")
-        f.truncate(to.bytes)
-        os.fsync(f.fileno())
+    if digest.hexdigest() != to.sha256:
+        raise DamagedError(f"{path} has other bytes than when the checkpoint was saved: {remedy}")
+
+
+def positions(files: Mapping[str, AppendedFile]) -> Json:
+    """{name: {bytes, sha256}} of each file by its name in the run directory. What was written is on disk."""
+    for file in files.values():
+        file.sync()
+    return {name: asdict(file.position) for name, file in files.items()}
+
+
+def cut_all_back(run_dir: Path, saved: Json) -> None:
+    """Each file of `positions` as it was then, or, where one is damaged, all as they are. Raises as `cut_back`."""
+    assert isinstance(saved, Mapping)
+    found = {run_dir / name: Position(**cast("Mapping[str, Any]", one)) for name, one in saved.items()}
+    for path, position in found.items():
+        check_beginning(path, position)
+    for path, position in found.items():
+        cut_back(path, position)

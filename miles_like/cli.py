@@ -15,8 +15,9 @@ from rich.console import Console
 from miles_like import assemble
 from miles_like.config import RunConfig
 from miles_like.config_io import dump_config, load_config
-from miles_like.pipeline import STAGES, Stage, parse_stages, plan_stages, run_stages
+from miles_like.pipeline import STAGES, Mode, Stage, parse_stages, plan_stages, run_stages
 from miles_like.server_url import server_url
+from miles_like.stopping import Stopped
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 convert = typer.Typer(no_args_is_help=True, help="Checkpoints from one form to another.")
@@ -24,6 +25,10 @@ app.add_typer(convert, name="convert")
 
 FORMATS = "fp8, fp8-ue8m0, int4, mxfp8, mxfp4 or nvfp4"
 SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override section.key of the config")]
+
+FromStepOption = Annotated[
+    int | None, typer.Option("--from-step", metavar="N", help="go on from the checkpoint of step N, not the last")
+]
 
 
 @contextlib.contextmanager
@@ -66,6 +71,7 @@ def pipeline(
     overrides: list[str],
     fuse: bool = False,
     resume: bool = False,
+    from_step: int | None = None,
     fresh: bool = False,
     dry_run: bool = False,
     ray_address: str | None = None,
@@ -73,17 +79,23 @@ def pipeline(
     """Run (or with `dry_run` only print) the selected stages of a configuration."""
     console = Console()
     with one_sentence(run_dir / "logs"):
+        resume = resume or from_step is not None
         if resume and fresh:
-            raise ValueError("--resume continues a run and --fresh throws it away: give one of the two")
+            told = "--resume" if from_step is None else "--from-step"
+            raise ValueError(f"{told} continues a run and --fresh throws it away: give one of the two")
         config = load_config(config_path, [*overrides, *(["convert.fuse=true"] if fuse else [])])
         parts = assemble.pipeline_parts(config, console, ray_address)
-        planned = plan_stages(config, run_dir, parts, mode="resume" if resume else "fresh" if fresh else "auto")
+        mode: Mode = "resume" if resume else "fresh" if fresh else "auto"
+        planned = plan_stages(config, run_dir, parts, mode=mode, from_step=from_step)
         selected = parse_stages(stages)
         if dry_run:
             print_plan(console, config, planned, selected, run_dir)
             return
         try:
             run_stages(planned, selected, console, fresh=fresh)
+        except Stopped as e:
+            console.print(f"stopped: {e}", markup=False, soft_wrap=True)
+            raise typer.Exit(e.status) from None
         finally:
             assemble.shut_down()
 
@@ -111,13 +123,14 @@ def train(
     overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
     fuse: Annotated[bool, typer.Option("--fuse", help="decode while converting: no BF16 directory")] = False,
     resume: bool = False,
+    from_step: FromStepOption = None,
     fresh: bool = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")] = False,
     ray_address: Annotated[str | None, typer.Option("--ray-address")] = None,
 ) -> None:
     """All five stages of a configuration, ending in a trained model."""
     how = {"fuse": fuse, "resume": resume, "fresh": fresh, "dry_run": dry_run}
-    pipeline(config, run_dir, overrides=overrides, ray_address=ray_address, **how)
+    pipeline(config, run_dir, overrides=overrides, from_step=from_step, ray_address=ray_address, **how)
 
 
 @app.command()

@@ -33,6 +33,7 @@ from miles_like.config import ModelConfig, RunConfig
 from miles_like.dequantize import dequantize_checkpoint, is_plain
 from miles_like.fetch import content, describe, fetch, not_hidden, source_inputs
 from miles_like.hf_checkpoint import HFCheckpoint
+from miles_like.run_state import go_back
 from miles_like.served import store_served
 from miles_like.staging import Copy, StageFiles
 from miles_like.supervised_config import PAIRS
@@ -83,9 +84,10 @@ class Stage:
     run: Run
     listed: Callable[[Path], list[Path]] = field(default=files_under)
     hashed: Hashes = field(default=_no_hashes)
+    again: str | None = None  # why it is run though it is whole
 
     def why_not_done(self) -> str | None:
-        return why_incomplete(self.directory, self.key)
+        return why_incomplete(self.directory, self.key) or self.again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +110,12 @@ class Parts:
     sizes: Callable[[Path], Sizes]  # config.json -> bytes of the checkpoint; raises ValueError where it cannot be run
 
 
-def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = "auto") -> list[Stage]:
-    """All five stages with their keys and directories. Reads configuration files only; writes nothing."""
+def plan_stages(
+    config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = "auto", from_step: int | None = None
+) -> list[Stage]:
+    """All five stages with their keys and directories. Reads configuration files only; writes nothing. from_step: the
+    checkpoint to resume from, if not the latest."""
+    assert from_step is None or mode == "resume", mode
     cache = run_dir.parent / "cache"
     known = known_config(config.model)
     size = parts.sizes(known) if known is not None else None
@@ -163,10 +169,12 @@ def plan_stages(config: RunConfig, run_dir: Path, parts: Parts, *, mode: Mode = 
         stage_dir=config.cluster.stage_dir,
         served=precision.model_dump(mode="json", include={"format", "scope", "block", "convention"}),
     )
-    return [*stages, _plan_training(config, run_dir, parts, mode, after=stages[-1].key)]
+    return [*stages, _plan_training(config, run_dir, parts, mode, from_step, after=stages[-1].key)]
 
 
-def _plan_training(config: RunConfig, run_dir: Path, parts: Parts, mode: Mode, *, after: str) -> Stage:
+def _plan_training(
+    config: RunConfig, run_dir: Path, parts: Parts, mode: Mode, from_step: int | None, *, after: str
+) -> Stage:
     train = config.train
     each = f", {train.steps_per_rollout} optimizer steps each" if train.steps_per_rollout > 1 else ""
     return Stage(
@@ -175,8 +183,9 @@ def _plan_training(config: RunConfig, run_dir: Path, parts: Parts, mode: Mode, *
         key=input_key("train", {"after": after, "config": _of_training(config), "data": _data(config)}),
         directory=run_dir,
         size=None,
-        run=lambda out, done: _train(config, out, done, parts, mode),
+        run=lambda out, done: _train(config, out, done, parts, mode, from_step),
         listed=_small_facts,
+        again=None if from_step is None else f"from step {from_step}",
     )
 
 
@@ -319,11 +328,15 @@ def _served(config: RunConfig, fetched: Output, out: Path) -> Output:
     return Output(out, facts)
 
 
-def _train(config: RunConfig, run_dir: Path, done: Mapping[str, Output], parts: Parts, mode: Mode) -> Path:
+def _train(
+    config: RunConfig, run_dir: Path, done: Mapping[str, Output], parts: Parts, mode: Mode, from_step: int | None
+) -> Path:
     if mode == "auto":
         _refuse_to_lose(run_dir)
     if mode != "resume":
         _empty(run_dir)
+    if from_step is not None:
+        go_back(run_dir / "checkpoints", from_step)
     (run_dir / MARKER).unlink(missing_ok=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     parts.train(config, run_dir, done["stage"].root / "hf", done["stage"].root / "megatron", mode == "resume")

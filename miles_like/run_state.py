@@ -110,27 +110,27 @@ def save(checkpoints: Path, state: RunState, *, keep: int, every: int | None = N
     return folder
 
 
-def load_latest(checkpoints: Path, from_step: int | None = None) -> tuple[Path, RunState] | None:
-    """The folder `latest` names, or that of `from_step`, and its state; None without any checkpoint.
-
-    With `from_step`, `latest` names that folder from now on, and those of later steps are leftovers. Raises ValueError
-    naming a damaged file and the newest whole checkpoint before it, or a step that is not there.
-    """
-    there = kept_steps(checkpoints)
-    if from_step is None:
-        folder = _latest(checkpoints, there)
-        if folder is None:
-            return None
-    elif from_step not in there:
-        told = f"there are {', '.join(map(str, there))}" if there else f"there is none in {checkpoints}"
-        raise ValueError(f"--from-step {from_step}: no checkpoint of that step is kept, {told}")
-    else:
-        folder = step_folder(checkpoints, from_step)
+def load_latest(checkpoints: Path) -> tuple[Path, RunState] | None:
+    """The folder `latest` names and its state; None without any checkpoint. Raises ValueError naming a damaged file and
+    the newest whole checkpoint before it."""
+    folder = _latest(checkpoints, kept_steps(checkpoints))
+    if folder is None:
+        return None
     with or_an_earlier_one(folder):
         state = load(folder)
-    if folder.name != _latest_name(checkpoints):
-        _point(checkpoints, folder)
     return folder, state
+
+
+def go_back(checkpoints: Path, step: int) -> None:
+    """`latest` names the checkpoint of `step` from now on; those of later steps are leftovers. Raises ValueError for a
+    step that is not there, and as `load_latest`; nothing is changed then."""
+    there = kept_steps(checkpoints)
+    if step not in there:
+        told = f"there are {', '.join(map(str, there))}" if there else f"there is none in {checkpoints}"
+        raise ValueError(f"--from-step {step}: no checkpoint of that step is kept, {told}")
+    with or_an_earlier_one(step_folder(checkpoints, step)):
+        load(step_folder(checkpoints, step))
+    _point(checkpoints, step_folder(checkpoints, step))
 
 
 def load(folder: Path) -> RunState:

@@ -74,11 +74,13 @@ class SupervisedLoop:
     eval_every: int  # 0: only before the first and after the last step
     save_every: int  # 0: only after the last step
 
-    async def run(self, *, first: int, steps: int) -> None:
+    async def run(self, *, first: int, steps: int) -> int:
         """Steps first .. steps-1; step s trains on weight version s and ends in version s + 1. Asked to stop, it saves
-        the step that it is at and returns."""
+        the step that it is at. Returns the steps done."""
         started = time.perf_counter()
-        self.sink.write(first, {"weight_version": float(first), **await self._evaluate(first)})
+        self.deadline.note()
+        if not first:  # of a resumed run it is there
+            self.sink.write(0, {"weight_version": 0.0, **await self._evaluate(0)})
         for step in range(first, steps):
             began = time.perf_counter()
             self.phase(step, "train")
@@ -94,14 +96,16 @@ class SupervisedLoop:
             metrics |= {"perf/step_s": now - began, "wall_s": now - started}
             self.sink.write(done, {"weight_version": float(done), **metrics})
             self.deadline.note(time.perf_counter() - began)
-            if last or self.stop.asked or (self.save_every and done % self.save_every == 0):
+            ends = last or self.stop.asked  # looked at once: what is asked from here on is for the next step
+            if ends or (self.save_every and done % self.save_every == 0):
                 self.phase(step, "save")
                 saving = time.perf_counter()
                 await self.save(done)
                 self.deadline.note(save_s=time.perf_counter() - saving)
-            await self.finish_save(last or self.stop.asked)
-            if self.stop.asked:
-                return
+            await self.finish_save(ends)
+            if ends:
+                return done
+        return steps
 
     async def _evaluate(self, version: int) -> Mapping[str, float]:
         self.phase(version, "evaluate")

@@ -49,15 +49,14 @@ class SupervisedStage(TrainerParts):
         assert c.data.train is not None, "the configuration asks for it"
         examples = reader.read(c.data.train)
         held_out = {s.name: reader.read(s.path)[: s.max_prompts] for s in c.eval_sets}
-        began = run_state.load_latest(self.checkpoints) if resume else None
-        run_state.clear_unfinished(self.checkpoints)
+        began = self.resumed() if resume else None
         started = time.perf_counter()
         trainer = self.started(self.objective.loss)
         self.console.print(
             f"{'':12}{len(self.plan.of('trainer'))} trainer ranks up after {time.perf_counter() - started:.0f} s; "
             f"{len(examples)} examples, held out: {', '.join(f'{n} {len(x)}' for n, x in held_out.items()) or 'none'}"
         )
-        run_to_end(self._loop(trainer, examples, held_out, began))
+        run_to_end(self._loop(trainer, examples, held_out, began), self.stop, c.checkpoint.grace_s)
         write_report(self.run_dir)
         self.console.print(f"{'':12}report: {self.run_dir / 'report.html'}")
 
@@ -72,7 +71,7 @@ class SupervisedStage(TrainerParts):
         order = Order(len(examples), seed=c.seed)
         first = 0 if began is None else await self._resume(trainer, order, *began)
         sets = {name: self.pack(groups) for name, groups in held_out.items()}
-        sink = self.sink()
+        sink = self.sink(first)
         with PhaseBar(c.train.steps, self.console) as (progress, task):
             loop = SupervisedLoop(
                 trainer=trainer,
@@ -84,20 +83,25 @@ class SupervisedStage(TrainerParts):
                 finish_save=partial(self.finish_save, trainer),
                 phase=lambda step, name: progress.update(task, completed=step, phase=name),
                 sink=sink,
+                stop=self.stop,
+                deadline=self.deadline,
                 eval_every=c.eval.every,
                 save_every=c.checkpoint.every,
             )
             settle()
             try:
-                await loop.run(first=first, steps=c.train.steps)
+                done = await loop.run(first=first, steps=c.train.steps)
             finally:
+                self.deadline.close()
                 sink.close()
                 await trainer.close()
+        if done < c.train.steps:
+            raise self.stop.stopped(self.saved)
 
     async def _resume(self, trainer: RayTrainer, order: Order, folder: Path, state: RunState) -> int:
         """The first step."""
         self.tokens_total, self.dealt = state.tokens_total, run_state.dealt(state)
-        await trainer.load(folder / "trainer", version=state.weight_version)
+        await self.load(trainer, folder, state)
         order.restore(Cursor(*divmod(self.dealt, len(order))))
         return state.step
 

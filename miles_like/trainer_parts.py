@@ -18,19 +18,32 @@ from megatron_bridge.layout import check_layout
 from megatron_bridge.precision import served_spec
 from megatron_bridge.resolve import resolve
 from miles_like import run_state
+from miles_like.appended_file import AppendedFile, cut_all_back, positions
 from miles_like.config import RunConfig, trainer_config
+from miles_like.driver_random import random_state, set_random_state
 from miles_like.factories import MegatronFactory
 from miles_like.hf_checkpoint import HFCheckpoint
+from miles_like.keep_policy import KeptBest
 from miles_like.metrics import speed_metrics
 from miles_like.placement import plan_placement
 from miles_like.protocols import LossFn
+from miles_like.resume_differences import resume_differences
 from miles_like.run_state import RunState
 from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
+from miles_like.stopping import Deadline, StopRequest, command_began
 from miles_like.tokenizer import load_tokenizer
 from miles_like.types import Json, SampleGroup
 from miles_like.workers import RayTrainer
 from quant.hf_config import spec_from_hf
 from quant.spec import QuantSpec
+
+METRICS = "metrics.jsonl"
+KEPT, CONFIG, FILES, RANDOM = (
+    "keep_best",
+    "config",
+    "files",
+    "random",
+)  # parts of a run's state that are of every training run
 
 
 class TrainerParts:
@@ -53,7 +66,12 @@ class TrainerParts:
         self.tokenizer = load_tokenizer(served)
         self.plan = plan_placement(config.cluster, config.parallel, config.servers)
         self.tokens_total = 0
+        self.stop = StopRequest()
+        self.deadline = Deadline(self.stop, config.checkpoint.deadline_s, began=command_began())
+        self.kept_best = KeptBest(config.checkpoint.keep_best)
+        self.saved: int | None = None  # step of the last whole checkpoint
         self._saving: RunState | None = None  # of a checkpoint that is not whole yet
+        self.files: dict[str, AppendedFile] = {}  # of the run directory, by name: cut back where a run resumes
 
     def _spec(self) -> QuantSpec | None:
         """How the weights that are served are stored. Raises ValueError when the run's configuration disagrees."""
@@ -85,11 +103,15 @@ class TrainerParts:
         """What a sample's length weighs when rows are balanced."""
         return (lambda n: forward_flops(self.hf.config, [n])) if self.config.train.balance == "flops" else None
 
-    def sink(self) -> MultiSink:
+    def sink(self, first: int = 0) -> MultiSink:
+        """Of a run that begins at step `first`."""
+        rows = JsonlSink(self.run_dir / METRICS)
+        self.files[METRICS] = rows.file
         return MultiSink(
             [
-                JsonlSink(self.run_dir / "metrics.jsonl"),
-                TensorboardSink(self.run_dir / "tensorboard"),
+                rows,
+                TensorboardSink(self.run_dir / "tensorboard", first=first),
+                self.kept_best,
                 ConsoleSink(steps=self.config.train.steps, console=self.console),
             ]
         )
@@ -120,8 +142,17 @@ class TrainerParts:
         folder = run_state.empty_folder(self.checkpoints, step)
         for name, ranks in self.trained(trainer).items():
             await ranks.save(folder / name, asynchronous=self.config.checkpoint.asynchronous)
+        best = self.kept_best.decide(step)
+        if best is not None:
+            self.console.print(best, markup=False, soft_wrap=True)
+        ours: dict[str, Json] = {
+            KEPT: self.kept_best.state(),
+            CONFIG: self.config.model_dump(mode="json"),
+            FILES: positions(self.files),
+            RANDOM: random_state(),
+        }
         self._saving = RunState(
-            step=step, weight_version=step, tokens_total=self.tokens_total, parts=parts, groups=groups or {}
+            step=step, weight_version=step, tokens_total=self.tokens_total, parts={**parts, **ours}, groups=groups or {}
         )
         await self.finish_save(trainer, not self.config.checkpoint.asynchronous)
 
@@ -130,5 +161,32 @@ class TrainerParts:
         if self._saving is None:
             return
         if all([await ranks.finish_save(wait=wait) for ranks in self.trained(trainer).values()]):
-            run_state.save(self.checkpoints, self._saving, keep=self.config.checkpoint.keep)
-            self._saving = None
+            c = self.config.checkpoint
+            run_state.save(self.checkpoints, self._saving, keep=c.keep, every=c.keep_every, best=self.kept_best.step)
+            self.saved, self._saving = self._saving.step, None
+
+    def resumed(self) -> tuple[Path, RunState] | None:
+        """The latest checkpoint, where this configuration may go on from it. Half-written ones are removed, and what
+        was appended to the run's files since it was saved.
+
+        Says in a line what makes the run another one than it was. Raises ValueError as `load_latest` does, and for a
+        configuration that cannot go on from it.
+        """
+        began = run_state.load_latest(self.checkpoints)
+        run_state.clear_unfinished(self.checkpoints)
+        if began is None:
+            return None
+        state = began[1]
+        for line in resume_differences(state.parts[CONFIG], self.config.model_dump(mode="json")):
+            self.console.print(line, markup=False, soft_wrap=True)
+        self.tokens_total, self.saved = state.tokens_total, state.step
+        self.kept_best.restore(state.parts[KEPT])
+        cut_all_back(self.run_dir, state.parts[FILES])
+        return began
+
+    async def load(self, trainer: RayTrainer, folder: Path, state: RunState) -> None:
+        """All that is trained, as it was. Raises ValueError naming what is damaged and the checkpoint before it."""
+        for name, ranks in self.trained(trainer).items():
+            with run_state.or_an_earlier_one(folder):
+                await ranks.load(folder / name, version=state.weight_version)
+        set_random_state(state.parts[RANDOM])

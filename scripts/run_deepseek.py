@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from miles_like.cli import SetOption, pipeline
+from miles_like.cli import FromStepOption, SetOption, pipeline
 from miles_like.pipeline import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +23,7 @@ def main(
     stages: Annotated[str, typer.Option(help="any subset, by comma")] = ",".join(STAGES),
     overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
     resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint")] = False,
+    from_step: FromStepOption = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="redo what is complete")] = False,
     fuse: Annotated[bool, typer.Option("--fuse", help="decode FP8 while converting: no BF16 directory")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")] = False,
@@ -36,6 +37,7 @@ def main(
         overrides=overrides,
         fuse=fuse,
         resume=resume,
+        from_step=from_step,
         fresh=fresh,
         dry_run=dry_run,
         ray_address=ray_address,

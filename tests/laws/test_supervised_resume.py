@@ -109,7 +109,8 @@ def _runs(rank: int, world: int, port: int, where: Path) -> dict[str, Any]:
             json.loads((d / "checkpoints" / f"step_{STEPS}" / "run_state.json").read_text()) for d in (whole, cut)
         ]
         for state in states:
-            del state["files"], state["sum"]  # torch's archives are not the same bytes twice
+            # torch's archives and times are not the same bytes twice; the configurations differ in where they are saved
+            del state["files"], state["sum"], state["parts"]["files"], state["parts"]["config"]
         out[name] = {"weights": same, "states": states, "rows": [_rows(d) for d in (whole, cut)]}
     return out
 
@@ -126,14 +127,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_is_the_one_that_never_stopped(found: dict[str, Any], name: str) -> None:
-    """Weights, the run's state and every figure of every step but its times. Where it stopped it is evaluated anew,
-    before the first step that follows."""
+    """Weights, the run's state with the driver's generators, and every figure of every step but its times."""
     got = found[name]
     whole, cut = got["rows"]
     assert got["weights"] and got["states"][0] == got["states"][1]
-    assert [row["step"] for row in cut] == [0, 1, 2, 2, 3, 4]
-    assert cut[:3] + cut[4:] == whole
-    assert cut[3].items() <= cut[2].items()
+    assert [row["step"] for row in cut] == [0, 1, 2, 3, 4]
+    assert cut == whole
 
 
 @pytest.mark.parametrize("name", NAMES)
