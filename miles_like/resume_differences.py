@@ -50,8 +50,8 @@ REFUSED = (
 def resume_differences(saved: Json, now: Json) -> list[str]:
     """One sentence for each key whose change makes the run another one than it was begun as.
 
-    saved, now: a run's whole configuration as `model_dump(mode="json")` gives it. Raises ValueError naming the first key that may
-    not change, with both values.
+    saved, now: a run's whole configuration as `model_dump(mode="json")` gives it. Raises ValueError naming the
+    first key that may not change, with both values.
     """
     assert isinstance(saved, Mapping) and isinstance(now, Mapping)
     was, to = dict(_flat(saved)), dict(_flat(now))

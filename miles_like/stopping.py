@@ -4,8 +4,8 @@ SIGTERM, as batch systems send it, sets a `StopRequest`, which the loop looks at
 loop has not ended within `grace_s`, or somebody sends a second SIGTERM, it is cancelled: servers are stopped, files
 closed. As with Ctrl-C, nothing is raised inside whatever runs at that moment: a user's reward with a bare `except`
 would take it for an answer that it cannot read, and train on. Only what blocks the event loop for `PATIENCE_S`, or
-until somebody sends one more SIGTERM, is interrupted. The status is 143, saved or not, and 75 (EX_TEMPFAIL of sysexits.h)
-after the deadline.
+until somebody sends one more SIGTERM, is interrupted. The status is 143, saved or not, and 75
+(EX_TEMPFAIL of sysexits.h) after the deadline.
 """
 
 from __future__ import annotations
