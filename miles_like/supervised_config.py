@@ -77,7 +77,7 @@ def _changes(given: BaseModel, default: BaseModel, used: Collection[str] = ()) -
     for key in type(given).model_fields:
         value, usual = getattr(given, key), getattr(default, key)
         if key not in used and value != usual:
-            if isinstance(value, BaseModel):
+            if isinstance(value, BaseModel) and isinstance(usual, BaseModel):
                 yield from ((f"{key}.{inner}", *rest) for inner, *rest in _changes(value, usual))
             else:
                 yield key, value, usual

@@ -74,6 +74,20 @@ def test_slimes_and_trls_rows(tmp_path: Path, row: dict[str, Any], answer: str) 
     assert (p.answer, p.text) == (answer, "user: 1+1=\nassistant: " if talk else "1+1=") and not found.said
 
 
+def test_a_hub_name_and_its_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no file is asked of the hub, by name and split. Not covered: what the hub answers."""
+    asked: list[tuple[str, str]] = []
+
+    def load_dataset(name: str, *, split: str) -> datasets.Dataset:
+        asked.append((name, split))
+        return datasets.Dataset.from_list([verl_row(len(asked))])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    config = DataConfig.model_validate({"sources": {"a": {"path": "org/a"}, "b": {"path": "org/b:test"}}})
+    assert [p.answer for p in PromptSource(config, TOKENIZER).all()] == ["2", "3"]
+    assert asked == [("org/a", "train"), ("org/b", "test")]
+
+
 def test_a_named_key_wins(tmp_path: Path) -> None:
     """Over every name that would be recognised."""
     row = {"prompt": "1+1=", "answer": "2", "messages": ASKED, "label": "two", "chosen": "2", "rejected": "3"}
