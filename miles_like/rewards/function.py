@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from miles_like.rewards.outcome import each, outcome_of
 from miles_like.rewards.scorer import Ask
 from miles_like.rewards.styles import STYLES, Logged, recognised
-from miles_like.rewards.threads import DaemonThreads
+from miles_like.rewards.threads import DaemonThreads, keep_to_the_end
 from miles_like.types import Json, Prompt, Sample, Score, Unit
+
+PATIENCE_S = 5.0  # of a call that is cancelled
 
 
 def calling(
@@ -48,9 +51,37 @@ async def run(
 ) -> object:
     """Its result, whether it is async, sync, or sync and gives something to await."""
     if is_async(function):
-        return await function(*positional, **keywords)
+        return await or_left(function(*positional, **keywords))
     returned = await threads.run(lambda: function(*positional, **keywords))
-    return await returned if inspect.isawaitable(returned) else returned
+    return await or_left(returned) if inspect.isawaitable(returned) else returned
+
+
+async def or_left(awaited: Awaitable[object]) -> object:
+    """Its result. Cancelled, it is given PATIENCE_S to end and is then left alone: a function with a bare `except` in
+    a loop never ends, and whoever awaits it, as `asyncio.run` does of all that it can see, would not either."""
+
+    async def ended() -> tuple[object, SystemExit | None]:
+        try:
+            return await awaited, None
+        except SystemExit as e:  # a task would end the loop with it
+            return None, e
+
+    task = asyncio.ensure_future(ended())
+    try:
+        returned, left = await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=PATIENCE_S)
+        raise
+    finally:
+        if not task.done():
+            asyncio._unregister_task(task)  # documented, for who makes tasks that asyncio is to see or not to see
+            keep_to_the_end(task)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # of no interest any more
+    if left is not None:
+        raise left
+    return returned
 
 
 def is_async(function: Callable[..., Any]) -> bool:

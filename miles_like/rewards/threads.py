@@ -68,6 +68,20 @@ class DaemonThreads:
         self._idle.clear()
 
 
+_KEPT: list[object] = []
+
+
+def keep_to_the_end(thing: object) -> None:
+    """It is not destroyed, not even when the interpreter ends: a coroutine that never ends would not let itself be."""
+    if not _KEPT:  # what the frame of such a thread holds is not taken apart
+        threading.Thread(target=_hold, args=(_KEPT,), name="kept", daemon=True).start()
+    _KEPT.append(thing)
+
+
+def _hold(things: list[object]) -> None:
+    threading.Event().wait()
+
+
 def _given(value: T) -> T:
     return value
 

@@ -150,6 +150,48 @@ def test_what_is_stuck_is_given_up(how: str) -> None:
     never.set()
 
 
+@pytest.mark.parametrize("unit", [Unit.SAMPLE, Unit.GROUP, Unit.BATCH])
+@pytest.mark.parametrize("how", ["sync", "async", "gives something to await", "takes no end"])
+def test_what_never_returns_costs_its_samples_and_nothing_else(
+    how: str, unit: Unit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every kind of function. What was asked apart from it keeps its score, and nothing of it is waited for."""
+    monkeypatch.setattr("miles_like.rewards.function.PATIENCE_S", 0.01)
+    never, left = threading.Event(), 0
+
+    def told(prompts: Any, samples: Any) -> Any:
+        """1 each, or None where the second sample of the first prompt is among them."""
+        ids = [(samples.prompt_id, samples.index)] if unit is Unit.SAMPLE else [(s.prompt_id, s.index) for s in samples]
+        return None if ("p", 1) in ids else 1.0 if unit is Unit.SAMPLE else [1.0] * len(ids)
+
+    def sync(a, b):
+        found = told(a, b)
+        return never.wait(60) if found is None else found
+
+    async def waits(a, b):
+        found = told(a, b)
+        return await asyncio.Event().wait() if found is None else found
+
+    async def stubborn(a, b):
+        nonlocal left
+        while (found := told(a, b)) is None:
+            left += 1
+            try:
+                await asyncio.sleep(0.001)
+            except:  # noqa: E722  as people write it
+                continue
+        return found
+
+    functions = {"sync": sync, "async": waits, "takes no end": stubborn}
+    function = functions.get(how, lambda a, b: waits(a, b))
+    reward = patient(function, unit=unit.value, style="own", timeout_s=0.05, retries=0)
+    gone, score = Unscored(reason="no reward within 0.05 s"), Score(value=1.0)
+    lost = {Unit.SAMPLE: [score, gone, score, score], Unit.GROUP: [gone, gone, score, score], Unit.BATCH: [gone] * 4}
+    assert asked(reward, prompts=("p", "q")) == lost[unit]
+    assert (left > 0) == (how == "takes no end")
+    never.set()
+
+
 def test_the_end_of_a_run_is_not_taken_for_a_sample_that_cannot_be_scored() -> None:
     """A function that swallows its cancellation would be asked again, once for every further attempt."""
     calls = 0
@@ -269,19 +311,30 @@ def test_a_call_that_never_returns_does_not_keep_the_process() -> None:
     """The loop ends while the call is under way, and so does the interpreter."""
     code = """
 import asyncio, threading
+from miles_like.rewards import function
 from miles_like.rewards.threads import DaemonThreads
 
+async def stubborn():
+    while True:
+        try:
+            await asyncio.sleep(0.001)
+        except:
+            pass
+
 async def run():
-    try:
-        async with asyncio.timeout(0.1):
-            await DaemonThreads().run(threading.Event().wait)
-    except TimeoutError:
-        print("given up")
+    function.PATIENCE_S = 0.01
+    for call in (DaemonThreads().run(threading.Event().wait), function.or_left(stubborn())):
+        try:
+            async with asyncio.timeout(0.1):
+                await call
+        except TimeoutError:
+            print("given up")
 
 asyncio.run(run())
+print("ended")
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "given up\n", "")
+    assert (done.returncode, done.stdout) == (0, "given up\ngiven up\nended\n"), done.stderr
 
 
 def test_a_close_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
