@@ -26,6 +26,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_bridge import scalar_head
+from megatron_bridge.checkpoint_sums import verify_sums
 from megatron_bridge.checkpoint_writer import CheckpointSave, first_line
 from megatron_bridge.families.base import SCORE
 from megatron_bridge.lora import ADAPTERS, check_adapters, reset_adapters
@@ -177,6 +178,7 @@ def load_checkpoint(
     Raises ValueError when the directory is missing, incomplete, of another model, or of the other kind of optimizer.
     """
     _check(path)
+    verify_sums(path)
     written = _common(path)
     if (had := written.get("distributed_optimizer")) is not (have := _is_distributed(optimizer)):
         raise ValueError(

@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 from megatron_bridge.agree import gather
+from megatron_bridge.checkpoint_sums import checksum, write_sums
 
 BACKEND, VERSION = "torch_dist", 1
 FILES_PER_RANK = 2
@@ -52,6 +53,7 @@ class CheckpointSave:
         self.partial = path.with_name(path.name + ".partial")
         self._first = dist.get_rank() == 0
         self._results: list[Any] = []
+        self._sums: dict[str, str] = {}  # of this rank's files
         self._problem: str | None = None
         with self._whole_or_removed():
             self._together(self._prepare)
@@ -78,7 +80,8 @@ class CheckpointSave:
             self._agree(self._problem)
             results = [None] * dist.get_world_size() if self._first else None
             dist.gather_object(self._results, results, dst=0)
-            self._together(lambda: self._complete(results))
+            sums = gather(self._sums)
+            self._together(lambda: self._complete(results, sums))
         return True
 
     def _prepare(self) -> None:
@@ -122,11 +125,16 @@ class CheckpointSave:
                 self._problem = first_line(written)
                 return
             self._results += written
+        try:
+            self._sums = {Path(file).name: checksum(Path(file)) for file, *_ in buckets}
+        except OSError as e:
+            self._problem = first_line(e)
 
-    def _complete(self, results: list[Any] | None) -> None:
+    def _complete(self, results: list[Any] | None, sums: list[dict[str, str]]) -> None:
         if self._first:
             self._writer.finish(self._metadata, results)
             save_config(CheckpointingConfig(BACKEND, VERSION), str(self.partial))
+            write_sums(self.partial, sums)
             self.partial.rename(self.path)
 
     def _together(self, work: Callable[[], None]) -> None:

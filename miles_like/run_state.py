@@ -100,7 +100,7 @@ def save(checkpoints: Path, state: RunState, *, keep: int, every: int | None = N
         "parts": dict(state.parts),
         "files": facts_of(folder, but=STATE_FILE),
     }
-    write_text(folder / STATE_FILE, json.dumps({**content, "sum": sum_of(content)}, indent=1) + "\n")
+    write_text(folder / STATE_FILE, json.dumps({**content, "sum": sum_of(content)}) + "\n")
     _point(checkpoints, folder)
     # Folders of later steps are leftovers of a run that was resumed from an earlier one.
     done = sorted(n for n in _steps(checkpoints) if n <= state.step)

@@ -11,13 +11,17 @@ import io
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from rich.console import Console
 
+from megatron_bridge.checkpoint_sums import DamagedError, verify_sums
+from miles_like import run_state
+from miles_like.checkpoint_files import SMALL as SMALL_FILE
 from miles_like.types import StepReport, TrainBatch
 from tests.spawn import free_port, run_ranks
 
@@ -111,6 +115,7 @@ def _runs(rank: int, world: int, port: int, where: Path) -> dict[str, Any]:
         for state in states:
             # torch's archives and times are not the same bytes twice; the configurations differ in where they are saved
             del state["files"], state["sum"], state["parts"]["files"], state["parts"]["config"]
+        out["where"] = where
         out[name] = {"weights": same, "states": states, "rows": [_rows(d) for d in (whole, cut)]}
     return out
 
@@ -149,3 +154,56 @@ def test_held_out_examples_are_measured_at_start_on_the_interval_and_at_the_end(
     if name == "dpo":
         assert [rows[0][f"{key}/loss"], rows[1]["train/loss"]] == pytest.approx([math.log(2)] * 2, abs=1e-5)
         assert rows[-1]["preference/margin"] != 0
+
+
+def _damages(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    yield "is missing", path.unlink
+    yield "bytes", lambda: path.write_bytes(whole[:middle])
+    yield "", lambda: path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+
+
+def test_any_damage_to_any_file_is_named_and_the_checkpoint_before_is_offered(found: dict[str, Any]) -> None:
+    """Removed, cut, one bit flipped: each file of a checkpoint of a real run, by the driver before anything is started;
+    of the ranks' files, the bytes by the ranks, who have to read them anyway."""
+    checkpoints = found["where"] / "sft-cut" / "checkpoints"
+    folder = checkpoints / "step_4"
+    names = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    assert {"run_state.json", "groups.safetensors", "checksums.json", "common.pt", "__0_0.distcp"} <= {
+        p.name for p in names
+    }
+    for path in names:
+        whole = path.read_bytes()
+        for what, damage in _damages(path):
+            if not what and len(whole) > SMALL_FILE and path.parent != folder:
+                continue  # see the test below
+            damage()
+            with pytest.raises(ValueError, match=r"damaged.* step 2: resume from it with --from-step 2") as told:
+                run_state.load_latest(checkpoints)
+            assert str(path) in str(told.value), told.value
+            assert what in str(told.value) or path.name == "run_state.json"  # cut, it is no JSON
+            path.write_bytes(whole)
+    (checkpoints / "latest").unlink()
+    with pytest.raises(ValueError, match=r"latest is missing, checkpoints of steps 2, 4 are there.*--from-step 4"):
+        run_state.load_latest(checkpoints)
+    with pytest.raises(ValueError, match=r"--from-step 3: no checkpoint of that step is kept, there are 2, 4"):
+        run_state.go_back(checkpoints, 3)
+    run_state.go_back(checkpoints, 4)
+    assert (checkpoints / "latest").read_text() == "step_4\n"
+
+
+def test_ranks_refuse_what_the_driver_does_not_read(found: dict[str, Any]) -> None:
+    trainer = found["where"] / "sft-cut" / "checkpoints" / "step_4" / "trainer"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        verify_sums(trainer)
+        for path in sorted(trainer.iterdir()):
+            whole = path.read_bytes()
+            for _, damage in _damages(path) if path.name != "checksums.json" else ():
+                damage()
+                with pytest.raises(DamagedError, match=rf"step_4 is damaged: .*{path.name} (is missing|has other)"):
+                    verify_sums(trainer)
+                path.write_bytes(whole)
+    finally:
+        dist.destroy_process_group()
