@@ -21,8 +21,8 @@ SUMS = "checksums.json"
 BLOCK = 1 << 22
 
 
-class DamagedError(ValueError):
-    """A checkpoint is not what was written."""
+class DamagedFileError(ValueError):
+    """A file of a rank is not what it wrote."""
 
 
 def checksum(path: Path) -> str:
@@ -43,7 +43,7 @@ def write_sums(directory: Path, sums: Sequence[Mapping[str, str]]) -> None:
 
 
 def verify_sums(directory: Path) -> None:
-    """Raises DamagedError on every rank, naming the first file that is missing or has other bytes. Collective.
+    """Raises DamagedFileError on every rank, naming the first file that is missing or has other bytes. Collective.
 
     A directory without checksums, as an older run wrote it, is taken as it is.
     """
@@ -61,4 +61,4 @@ def verify_sums(directory: Path) -> None:
                 problem = f"{directory / name} has other bytes than were written"
     said = next((s for s in gather(problem) if s is not None), None)
     if said is not None:
-        raise DamagedError(f"checkpoint {directory.parent.name} is damaged: {said}")
+        raise DamagedFileError(f"checkpoint {directory.parent.name} is damaged: {said}")

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_bridge.checkpoint_sums import DamagedError as DamagedError
-
 SMALL = 1 << 20  # bytes: a rank's file up to this size costs nothing to read once more
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not what was written."""
 
 
 def facts_of(folder: Path, *, but: str) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_bridge.checkpoint_sums import DamagedFileError
 from megatron_bridge.families.base import Family
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.flops import forward_flops, train_flops
@@ -19,6 +20,7 @@ from megatron_bridge.precision import served_spec
 from megatron_bridge.resolve import resolve
 from miles_like import run_state
 from miles_like.appended_file import AppendedFile, cut_all_back, positions
+from miles_like.checkpoint_files import DamagedError
 from miles_like.config import RunConfig, trainer_config
 from miles_like.driver_random import random_state, set_random_state
 from miles_like.factories import MegatronFactory
@@ -188,5 +190,8 @@ class TrainerParts:
         """All that is trained, as it was. Raises ValueError naming what is damaged and the checkpoint before it."""
         for name, ranks in self.trained(trainer).items():
             with run_state.or_an_earlier_one(folder):
-                await ranks.load(folder / name, version=state.weight_version)
+                try:
+                    await ranks.load(folder / name, version=state.weight_version)
+                except DamagedFileError as e:
+                    raise DamagedError(str(e)) from e
         set_random_state(state.parts[RANDOM])

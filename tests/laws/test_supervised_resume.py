@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
-from megatron_bridge.checkpoint_sums import DamagedError, verify_sums
+from megatron_bridge.checkpoint_sums import DamagedFileError, verify_sums
 from miles_like import run_state
 from miles_like.checkpoint_files import SMALL as SMALL_FILE
 from miles_like.types import StepReport, TrainBatch
@@ -202,7 +202,7 @@ def test_ranks_refuse_what_the_driver_does_not_read(found: dict[str, Any]) -> No
             whole = path.read_bytes()
             for _, damage in _damages(path) if path.name != "checksums.json" else ():
                 damage()
-                with pytest.raises(DamagedError, match=rf"step_4 is damaged: .*{path.name} (is missing|has other)"):
+                with pytest.raises(DamagedFileError, match=rf"step_4 is damaged: .*{path.name} (is missing|has other)"):
                     verify_sums(trainer)
                 path.write_bytes(whole)
     finally:
