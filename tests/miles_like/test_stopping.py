@@ -129,13 +129,18 @@ def test_sigterm_asks_first_and_the_loop_ends_where_it_can_save() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_loop_that_does_not_end_in_time_is_cancelled_and_by_a_second_one_at_once(times: int) -> None:
+def test_a_loop_that_does_not_end_in_time_is_cancelled_and_by_a_second_one_at_once(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "PATIENCE_S", 60.0)  # nothing else ends it
+
     async def loop(stop: StopRequest) -> None:
         try:
             term()
             await stop.wait()
             term(times - 1)
-            await asyncio.sleep(30)
+            await asyncio.sleep(3)
+            SEEN.append("not cancelled")
         finally:
             SEEN.append("closed")
 
