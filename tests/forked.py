@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from tests.spawn import warm_context
 
 USERS_ERRORS = (ValueError, RuntimeError, OSError)  # one sentence each, as the command line says them
@@ -39,6 +41,12 @@ def _output_to(path: Path) -> None:
     os.close(fd)
 
 
+def _settle_torch() -> None:
+    """First, in a forked process: torch makes its thread pool anew when it is first asked for after a fork, and two
+    threads that asked at once would be told that there is none."""
+    torch.set_num_threads(1)
+
+
 class Forked:
     """A process, forked from this one before it has threads, that answers calls through a pipe until it ends."""
 
@@ -51,6 +59,7 @@ class Forked:
             _prctl(_PDEATHSIG, signal.SIGKILL)
             self._line.close()
             _output_to(log)
+            _settle_torch()
             code = 1
             try:
                 serve(theirs)
@@ -119,6 +128,7 @@ def _fork_server(line: Connection, modules: tuple[str, ...]) -> None:
             line.close()
             os.setsid()
             _output_to(log)
+            _settle_torch()
             code = 1
             try:
                 code = fn(*arguments) or 0

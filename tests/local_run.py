@@ -51,6 +51,7 @@ QUICK = (  # a deterministic run of little work, which still learns something at
     "eval.every=2",
     "mismatch.check_prompts=0",
     "checkpoint.every=1",
+    "checkpoint.keep=3",
     "publish.bucket_bytes=20000",
     "reward.name=tests.local_run:low_tokens",
 )
