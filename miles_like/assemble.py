@@ -27,13 +27,14 @@ from megatron_bridge.layout import check_layout
 from megatron_bridge.precision import served_spec
 from megatron_bridge.resolve import Resolved, resolve
 from miles_like.completion import read_marker
-from miles_like.config import ModelConfig, RunConfig, critic_config, trainer_config
+from miles_like.config import ModelConfig, RunConfig
 from miles_like.dequantize import dequantize_checkpoint
 from miles_like.engine_fit import check_engine
 from miles_like.pipeline import Parts, Sizes, known_config, plan_stages, run_stages
 from miles_like.placement import plan_placement
 from miles_like.quant_report import QuantReport
 from miles_like.quantize import quantize_checkpoint, spec_of
+from miles_like.rank_configs import critic_config, trainer_config
 from miles_like.served import served_config
 from miles_like.stopping import run_to_end
 from miles_like.verify.findings import Report as AlignmentReport

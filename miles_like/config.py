@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -16,7 +15,6 @@ from megatron_bridge.config import (
     RecomputeConfig,
     ReplayConfig,
     Section,
-    TrainerConfig,
 )
 from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.alignment import AlignmentConfig, check_sides, with_deterministic_servers
@@ -26,7 +24,6 @@ from miles_like.loop_config import BufferConfig, CheckpointConfig
 from miles_like.make_config import MakeConfig
 from miles_like.reward_config import RewardConfig
 from miles_like.supervised_config import PAIRS, SUPERVISED, SupervisedConfig, check_keys, check_unused, without_replay
-from quant.spec import QuantFormat
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.data_config import DataConfig
 
@@ -239,10 +236,29 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def buffer_makes_sense(self) -> RunConfig:
+        self.buffer.check(deterministic=self.alignment.deterministic)
+        return self
+
+    @property
+    def in_lockstep(self) -> bool:
+        return self.buffer.in_lockstep(deterministic=self.alignment.deterministic)
+
+    @property
+    def under_way_at_publication(self) -> bool:
+        """Whether there are samples whose first tokens are of other weights than the next ones."""
+        return self.buffer.freely(deterministic=self.alignment.deterministic)
+
+    @property
+    def groups_end_by_themselves(self) -> bool:
+        """Whether anybody wants a group before those that were asked for with it."""
+        return self.under_way_at_publication or (bool(self.buffer.over_sampling) and not self.in_lockstep)
+
     @property
     def routes_belong_to_their_log_probs(self) -> bool:
         """The embedded engine keeps a retracted request's routes; a stock server computes them anew."""
-        retracts = self.buffer.max_staleness > 0 and self.publish.pause_mode == "retract"
+        retracts = self.under_way_at_publication and self.publish.pause_mode == "retract"
         return self.rollout.engine == "embedded" or not retracts
 
     @model_validator(mode="after")
@@ -327,7 +343,7 @@ class RunConfig(Section):
     @property
     def exact_steps(self) -> bool:
         """Whether no step's samples are of other weights either."""
-        return self.bit_exact and not self.buffer.max_staleness
+        return self.bit_exact and not self.buffer.slack
 
     @property
     def exact_parts(self) -> tuple[int, int] | None:
@@ -345,51 +361,3 @@ class RunConfig(Section):
         if self.alignment.deterministic:
             check_sides(self.rollout, self.precision, self.cluster.gpus_per_node)
         return self
-
-
-def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
-    """What each trainer rank is told; `hf_dir` holds the model's config.json."""
-    return TrainerConfig(
-        hf_config=str(hf_dir.resolve()),
-        parallel=run.parallel,
-        precision=run.precision,
-        optimizer=run.optimizer.over(run.train.optimizer_steps),
-        replay=run.replay,
-        kernels=run.kernels,
-        lora=run.lora,
-        seed=run.seed,
-        temperature=run.rollout.temperature,
-        router_bias_update_rate=run.train.router_bias_update_rate,
-        router_aux_loss=run.train.router_aux_loss,
-        recompute=run.train.recompute,
-        recompute_modules=run.train.recompute_modules,
-        mtp_coefficient=run.train.mtp_coefficient,
-        reference=run.algorithm.keeps_reference or run.distillation.reference,
-        reference_told=run.algorithm.keeps_reference,
-        reference_every=run.algorithm.reference_every,
-        head="scalar" if run.algorithm.name == "reward_model" else "lm",
-        on_nonfinite=run.train.on_nonfinite,
-        deterministic=run.alignment.deterministic,
-    )
-
-
-def critic_config(run: RunConfig, trainer: TrainerConfig) -> TrainerConfig | None:
-    """What each rank of the critic is told, beside a trainer rank that is told `trainer`; None: there is no critic.
-
-    Nobody serves it, so it is trained as it is, and whole: no format to round to, no routes to replay, no adapters, no
-    draft layers.
-    """
-    if not run.algorithm.has_critic:
-        return None
-    lr = trainer.optimizer.lr if run.critic.lr is None else run.critic.lr
-    own = {
-        "head": "scalar",
-        "optimizer": trainer.optimizer.model_copy(update={"lr": lr}),
-        "precision": PrecisionConfig(format=QuantFormat.BF16),
-        "replay": ReplayConfig(mode="off"),
-        "lora": LoraConfig(),
-        "reference": False,
-        "reference_every": 0,
-        "mtp_coefficient": 0.0,
-    }
-    return trainer.model_copy(update=own)

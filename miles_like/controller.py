@@ -1,9 +1,12 @@
 """The loop, on one page.
 
-Two tasks meet at the buffer. `produce` waits for a permit and puts one step's worth of groups, sampled and scored, into
-the buffer (rounds.py). `run` takes the oldest groups, trains on them, publishes the new weights, and only then
-gives the permit back. With 1 + max_staleness permits, a group is never trained more than max_staleness versions after
-its first token was sampled; with max_staleness = 0 there is one permit, and the loop is the synchronous one.
+Two tasks meet at the buffer. `Producer.run` keeps groups under way, sampled and scored (producer.py). `Controller.run`
+takes the oldest, trains on them, publishes the new weights, and only then makes room for others. With max_staleness = 0
+the next prompts wait for the new weights, and the loop is the synchronous one.
+
+Between two steps, at their boundary, everything that the run needs to go on is known without asking anybody: that is
+what is saved. Told to stop while it waits for samples, the loop saves the last boundary, for the trainer has not moved
+since; told in the middle of a step, it ends the step.
 """
 
 from __future__ import annotations
@@ -12,18 +15,21 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from miles_like.algorithms.mismatch import finish
-from miles_like.buffer import DataBuffer
+from miles_like.buffer import DataBuffer, Taken
+from miles_like.ledger import Ledger
+from miles_like.loop_state import Snapshot
 from miles_like.metrics import speed_metrics
+from miles_like.producer import Producer
 from miles_like.protocols import Algorithm, MetricSink, Trainer
-from miles_like.rounds import Produced, Rounds
+from miles_like.stopping import Deadline, StopRequest
+from miles_like.tally import Rewards, total
 from miles_like.types import SampleGroup, TrainBatch
 
 T = TypeVar("T")
@@ -40,6 +46,20 @@ async def _no_critic(step: int, groups: Sequence[SampleGroup]) -> Mapping[str, f
     return {}
 
 
+NO_MORE = "the prompts ended"
+
+
+class _Boundary(NamedTuple):
+    """Between two steps."""
+
+    step: int  # steps done
+    state: Snapshot | None
+
+
+def _not_observed(rewards: Sequence[Rewards]) -> None:
+    """Prompts are dealt as if nothing were known of them."""
+
+
 def _admit(step: int, metrics: Mapping[str, float]) -> None:
     """Any step will do."""
 
@@ -51,62 +71,109 @@ class Controller:
     trainer: Trainer
     algorithm: Algorithm
     buffer: DataBuffer
-    rounds: Rounds
+    producer: Producer
+    ledger: Ledger
     pack: Callable[[Sequence[SampleGroup], Sequence[Sequence[float]]], Sequence[TrainBatch]]  # one an optimizer step
     deal: Callable[[int, Advantages], Advantages]  # (step, advantages) -> advantages; a control shuffles
     evaluate: Callable[[int], Awaitable[Mapping[str, float]]]  # at a weight version
     describe: Callable[[int, Sequence[SampleGroup]], Mapping[str, float]]  # the rollout's own metrics
     keep: Callable[[int, Sequence[SampleGroup]], None]  # readable samples to disk
-    # checkpoint after a step, whose prompts end with so many dealt; it may still be under way when this returns
-    save: Callable[[int, int], Awaitable[None]]
+    # the ledger is checked and written, and the loop's own state known; (True) with what is in flight at the servers
+    snapshot: Callable[[int, bool], Awaitable[Snapshot]]
+    save: Callable[[int, Snapshot], Awaitable[None]]  # checkpoint after a step; may still be under way when it returns
     finish_save: Callable[[bool], Awaitable[None]]  # complete it if it is written, or (True) wait until it is
     phase: Callable[[int, str], None]  # what is going on, for a progress bar
     sink: MetricSink
-    max_staleness: int
     eval_every: int  # 0: only before the first and after the last step
     save_every: int  # 0: only after the last step
+    stop: StopRequest
+    deadline: Deadline
     speed: Callable[..., Mapping[str, float]] = speed_metrics  # (groups, rollout_s=, train_s=)
     judge: Callable[[int, Mapping[str, float]], None] = _admit  # of a step not yet published; RuntimeError ends the run
     experience: Callable[[Sequence[SampleGroup]], Awaitable[Sequence[SampleGroup]]] = _as_they_are  # others' words
+    observe: Callable[[Sequence[Rewards]], None] = _not_observed  # of the groups that a step trained or left out
     learn: Callable[[int, Sequence[SampleGroup]], Awaitable[Mapping[str, float]]] = _no_critic  # beside the trainer
 
-    async def run(self, *, first: int, steps: int) -> None:
-        """Steps first .. steps-1; step s trains on weight version s and ends in version s + 1."""
+    async def run(self, *, first: int, steps: int, resumed: bool = False) -> None:
+        """Steps first .. steps-1; step s trains on weight version s and ends in version s + 1. Fewer where the prompts
+        end. Raises Stopped where the run was asked to stop, once its state is saved."""
         started = time.perf_counter()
-        permits = asyncio.Semaphore(1 + self.max_staleness)
-        took: asyncio.Queue[tuple[Produced, float]] = asyncio.Queue()  # with the seconds of each rollout, in order
-        self.sink.write(first, {"weight_version": float(first), **await self._evaluate(first)})
-        async with _background(self._produce(first, permits, took)) as producer:
+        if not resumed:
+            self.sink.write(first, {"weight_version": float(first), **await self._evaluate(first)})
+        boundary = saved = _Boundary(first, None)  # there is nothing to save yet
+        async with _background(self.producer.run()) as producer:
             for step in range(first, steps):
                 began = time.perf_counter()
-                self.phase(step, "rollout")
-                made, rollout_s = await _unless_dead(took.get(), producer)
-                groups = await self.buffer.take(made.groups, version=step)
-                metrics = {**made.metrics, **await self._train(step, groups)}
-                metrics |= {"perf/rollout_s": rollout_s, "perf/step_s": time.perf_counter() - began}
-                metrics |= self.speed(groups, rollout_s=rollout_s, train_s=metrics["perf/train_s"])
-                metrics |= {"async/dropped": float(sum(self.buffer.dropped.values()))}
+                if (taken := await self._take(step, producer)) is None:
+                    break
+                metrics = await self._step(step, taken, producer)
                 done, last = step + 1, step + 1 == steps
+                metrics |= self._speed(taken, metrics, time.perf_counter() - began)
                 if last or (self.eval_every and done % self.eval_every == 0):
                     metrics |= await self._evaluate(done)
+                self._account(done, taken)
                 wall = {"wall_s": time.perf_counter() - started}
-                self.sink.write(done, {"weight_version": float(done), **wall, **metrics})
-                if last or (self.save_every and done % self.save_every == 0):
-                    self.phase(step, "save")
-                    await self.save(done, made.dealt)
-                await self.finish_save(last)
-                permits.release()  # the next prompts see the weights just published
+                self.sink.write(done, {"weight_version": float(done), **wall, **metrics, **self.ledger.metrics()})
+                due = last or self.stop.asked or (self.save_every and done % self.save_every == 0)
+                boundary = _Boundary(done, await self.snapshot(done, bool(due)))
+                saved = await self._save(boundary) if due else saved
+                await self.finish_save(last or self.stop.asked)
+                self.deadline.note(step_s=time.perf_counter() - began)
+                self.producer.published(done)  # the next prompts see the weights just published
+        if boundary.step < steps and not self.stop.asked:
+            boundary = await self._end(boundary, time.perf_counter() - started)
+        if saved.step != boundary.step:  # a step was waited for that did not come
+            await self._save(boundary)
+        await self.finish_save(True)
+        if self.stop.asked and boundary.step < steps:
+            raise self.stop.stopped(boundary.step or None)
 
-    async def _produce(
-        self, first: int, permits: asyncio.Semaphore, took: asyncio.Queue[tuple[Produced, float]]
-    ) -> None:
-        for step in itertools.count(first):
-            await permits.acquire()
-            began = time.perf_counter()
-            made = await self.rounds.produce(step)
-            await took.put((made, time.perf_counter() - began))
+    async def _take(self, step: int, producer: asyncio.Task[None]) -> list[Taken] | None:
+        """The groups of a step; None: the run was asked to stop, or the prompts have ended."""
+        if self.stop.asked:
+            return None
+        self.phase(step, "rollout")
+        taking = asyncio.create_task(self.buffer.take(self.producer.groups, version=step))
+        stopping = asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait({taking, stopping, producer}, return_when=asyncio.FIRST_COMPLETED)
+            if producer.done():
+                producer.result()
+                await asyncio.wait({taking, stopping}, timeout=0.1)  # what is ready is all that there will be
+            return taking.result() if taking.done() else None
+        finally:
+            taking.cancel()
+            stopping.cancel()
 
-    async def _train(self, step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
+    async def _end(self, boundary: _Boundary, wall_s: float) -> _Boundary:
+        """There are not prompts enough for a further step: what is left over is discarded, what is there evaluated."""
+        await self.buffer.discard_all(NO_MORE)
+        measured = {"wall_s": wall_s, **await self._evaluate(boundary.step)}
+        self.sink.write(boundary.step, {"weight_version": float(boundary.step), **measured, **self.ledger.metrics()})
+        return _Boundary(boundary.step, await self.snapshot(boundary.step, True))
+
+    async def _save(self, boundary: _Boundary) -> _Boundary:
+        began = time.perf_counter()
+        self.phase(boundary.step, "save")
+        assert boundary.state is not None, "a step was done"
+        await self.save(boundary.step, boundary.state)
+        self.deadline.note(save_s=time.perf_counter() - began)
+        return boundary
+
+    def _account(self, done: int, taken: Sequence[Taken]) -> None:
+        for t in taken:
+            self.ledger.train(done, t.ticket, t.group)
+        self.observe([r for t in taken for r in t.tally.rewards])
+
+    def _speed(self, taken: Sequence[Taken], metrics: Mapping[str, float], step_s: float) -> dict[str, float]:
+        tally = total(t.tally for t in taken)
+        rollout_s = tally.seconds or step_s  # where prompts are admitted freely there are always some under way
+        times = {"perf/rollout_s": rollout_s, "perf/step_s": step_s}
+        speed = self.speed([t.group for t in taken], rollout_s=rollout_s, train_s=metrics["perf/train_s"])
+        return {**tally.metrics(), **times, **speed, "async/dropped": float(sum(self.buffer.dropped.values()))}
+
+    async def _step(self, step: int, taken: Sequence[Taken], producer: asyncio.Task[None]) -> dict[str, float]:
+        groups = [t.group for t in taken]
         asked, described = time.perf_counter(), self.describe(step, groups)
         told = await self.experience(groups)
         advantages = self.deal(step, [list(a) for a in self.algorithm.advantages(told)])
@@ -117,6 +184,9 @@ class Controller:
         trained = time.perf_counter()
         self.keep(step + 1, groups)  # as sampled, and first: who stops the run over them wants to see them
         self.judge(step + 1, metrics)
+        if self.producer.lockstep:
+            await _unless_dead(self.producer.settle(), producer)
+        settled = time.perf_counter()
         self.phase(step, "publish")
         published = await self.trainer.publish(version=step + 1)
         return {
@@ -124,7 +194,7 @@ class Controller:
             **metrics,
             "perf/experience_s": began - asked,
             "perf/train_s": trained - began,
-            "perf/publish_s": time.perf_counter() - trained,
+            "perf/publish_s": time.perf_counter() - settled,
             "perf/pause_s": published.pause_seconds,
             "sync/bytes": float(published.bytes),
             "sync/seconds": published.seconds,
@@ -146,10 +216,10 @@ async def _background(work: Coroutine[object, object, None]) -> AsyncIterator[as
 
 
 async def _unless_dead(wanted: Coroutine[object, object, T], producer: asyncio.Task[None]) -> T:
-    """`wanted`; when the producer ends first, its exception."""
+    """`wanted`; when the producer fails first, its exception."""
     task = asyncio.create_task(wanted)
     await asyncio.wait({task, producer}, return_when=asyncio.FIRST_COMPLETED)
-    if not task.done():
+    if producer.done() and producer.exception() is not None:
         task.cancel()
         producer.result()
     return await task

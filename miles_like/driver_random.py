@@ -15,6 +15,8 @@ import torch
 
 from miles_like.types import Json
 
+RANDOM = "random"  # its part of a run's state
+
 
 def random_state() -> Json:
     """Of `random`, numpy's legacy generator and torch's CPU generator."""

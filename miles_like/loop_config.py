@@ -22,6 +22,39 @@ class BufferConfig(Section):
     # a group with tokens older than max_staleness: leave it out, or train it without them
     old_tokens: Literal["drop", "mask"] = "drop"
 
+    @property
+    def slack(self) -> int:
+        """Publications that a group may live through before it is trained, whatever is left of it to train."""
+        return self.max_staleness + (self.old_tokens == "mask")
+
+    def freely(self, *, deterministic: bool) -> bool:
+        """Whether samples are under way while weights are published."""
+        return self.slack > 0 and not self.in_lockstep(deterministic=deterministic)
+
+    def in_lockstep(self, *, deterministic: bool) -> bool:
+        return deterministic if self.lockstep is None else self.lockstep
+
+    def check(self, *, deterministic: bool) -> None:
+        """Raises ValueError for keys that do not fit each other."""
+        k, share, lockstep = self.max_staleness, self.over_sampling, self.in_lockstep(deterministic=deterministic)
+        if lockstep and k and share is not None:
+            raise ValueError(
+                f"buffer.over_sampling = {share} does nothing in lockstep with buffer.max_staleness = {k}, where whole "
+                "steps are sampled ahead: remove it, or set buffer.lockstep = false"
+            )
+        if self.old_tokens == "mask" and (lockstep or share is None or share <= k):
+            raise ValueError(
+                f"buffer.old_tokens = 'mask' with buffer.over_sampling = {share}, buffer.max_staleness = {k} and "
+                f"buffer.lockstep = {str(lockstep).lower()}: no group ever gets older than the bound, so nothing would "
+                f"be masked: set buffer.over_sampling above {k} and buffer.lockstep = false, or remove it"
+            )
+        if self.slack and share is not None and share > self.slack:
+            raise ValueError(
+                f"buffer.over_sampling = {share}: of so many groups some would be too old before they are trained; "
+                f"with buffer.max_staleness = {k} and buffer.old_tokens = {self.old_tokens!r} at most {self.slack} of "
+                "a step's groups can be under way beyond it: lower it, or raise buffer.max_staleness"
+            )
+
 
 class CheckpointConfig(Section):
     every: int = Field(0, ge=0)  # 0: only after the last step

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from miles_like.algorithms.distillation import distilled
 from miles_like.algorithms.registry import make_algorithm, make_bounds, make_critic_loss
-from miles_like.config import RunConfig, critic_config
+from miles_like.config import RunConfig
 from miles_like.engine_fit import check_engine
 from miles_like.factories import MegatronFactory, PublisherRecipe, ServerRecipe
 from miles_like.packing import pack
+from miles_like.rank_configs import critic_config
 from miles_like.same_bits import check_same_bits
 from miles_like.trainer_parts import TrainerParts
 from miles_like.types import Prompt, SamplingParams
@@ -42,7 +43,7 @@ class RunParts(TrainerParts):
             beta = 1.0 if d.beta is None else d.beta
             self.algorithm = distilled(self.algorithm, mode=d.mode, coefficient=d.coefficient, top_k=d.top_k, beta=beta)
         # so many publications may abort a sample, one after the other, before it is trained
-        self.resumes = config.buffer.max_staleness + RESUMES
+        self.resumes = config.buffer.slack + RESUMES
         self.play = make_play(config.rollout, self.tokenizer, resumes=self.resumes)
 
     def ranks(self) -> RayTrainer:
@@ -126,17 +127,16 @@ class RunParts(TrainerParts):
             copy_from=self.served.resolve(),
         )
 
-    def sampling(self, step: int, number: int = 0) -> SamplingParams:
-        """`number` of the step's rounds: a prompt that comes again in a later one is answered anew."""
+    def sampling(self, wave: int) -> SamplingParams:
+        """Of prompts that are sampled together: one that comes again in a later wave is answered anew."""
         c = self.config.rollout
-        key = f"step {step} round {number}" if number else f"step {step}"
         return SamplingParams(
             max_new_tokens=c.max_new_tokens,
             temperature=c.temperature,
             top_p=c.top_p,
             top_k=c.top_k,
             stop_token_ids=(int(self.tokenizer.eos_token_id),),
-            sampling_seed=seed_of(self.config.seed, key),
+            sampling_seed=seed_of(self.config.seed, f"step {wave}"),
         )
 
     def comparison(self, trainer: RayTrainer, prompts: Sequence[Prompt]) -> Comparison:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from miles_like import run_state
 from miles_like.algorithms.advantages.shuffle import shuffle_over_batch
 from miles_like.algorithms.filters import make_filter
 from miles_like.algorithms.registry import make_bounds
@@ -21,24 +21,29 @@ from miles_like.controller import Controller, settle
 from miles_like.distillation import Teachers
 from miles_like.evaluation import HeldOut, evaluate, held_out
 from miles_like.experience import Experience
-from miles_like.metrics import discards, rollout_metrics, turn_metrics, write_rollouts
+from miles_like.ledger import Ledger
+from miles_like.loop_state import LoopState
+from miles_like.metrics import rollout_metrics, turn_metrics, write_rollouts
 from miles_like.packing import pack, pack_steps
+from miles_like.producer import Producer, Rollout
 from miles_like.progress import PhaseBar
 from miles_like.protocols import RewardFn, RolloutEngine
 from miles_like.report import write_report
 from miles_like.rewards.load import Rewards
-from miles_like.rounds import Rounds
 from miles_like.run_parts import RunParts
 from miles_like.run_state import RunState
 from miles_like.run_teachers import RunTeachers
+from miles_like.stale_tokens import mask_old
 from miles_like.stopping import run_to_end
+from miles_like.trainer_parts import LEDGER
 from miles_like.types import Prompt, SampleGroup, TrainBatch
 from miles_like.verify.allowance import of_steps
 from miles_like.verify.gate import admit, judge
 from miles_like.workers import RayTrainer, check_nodes
 from rollout.client import SGLangClient, seed_of
 from rollout.contamination import decontaminated
-from rollout.episode import run_groups
+from rollout.episode import groups_as_they_end
+from rollout.kept import Kept
 from rollout.pool import EnginePool
 from rollout.prompts import PromptSource
 
@@ -61,8 +66,7 @@ class TrainStage(RunParts):
         shared = decontaminated(source, {h.config.name: h.prompts for h in held}, data.decontaminate)
         for sentence in (*source.said, *shared):
             self.console.print(f"{'':12}{sentence}", markup=False, soft_wrap=True)
-        began = run_state.load_latest(self.checkpoints) if resume else None
-        run_state.clear_unfinished(self.checkpoints)
+        began = self.resumed() if resume else None
         teachers = RunTeachers(
             self.config, self.run_dir, student=self.hf.config, tokenizer=self.tokenizer, console=self.console
         )
@@ -81,7 +85,8 @@ class TrainStage(RunParts):
                 f"{'':12}{len(self.plan.of('trainer'))} trainer ranks{critics}, {len(urls)} rollout servers up "
                 f"after {time.perf_counter() - started:.0f} s{self.payload()}"
             )
-            run_to_end(self._loop(trainer, urls, source, rewards, held, began, teachers))
+            loop = self._loop(trainer, urls, source, rewards, held, began, teachers)
+            run_to_end(loop, self.stop, self.config.checkpoint.grace_s)
         write_report(self.run_dir)
         self.console.print(f"{'':12}report: {self.run_dir / 'report.html'}")
 
@@ -99,22 +104,25 @@ class TrainStage(RunParts):
         bounds = of_steps(make_bounds(config.mismatch), exact=config.exact_steps)
         clients = [self.client(url) for url in urls]
         await self.check_bits(trainer, clients)
-        engine = self.play(EnginePool(clients))
+        # episodes and a user's own generate function have states that are theirs: they begin anew after a resume
+        self.kept = Kept(EnginePool(clients), remembers=not config.rollout.played)
+        engine = self.play(self.kept)
         examiner = [self.client(url, routing=False) for url in urls]  # nobody trains on its answers
         trainer.connect(self.publisher(urls))
-        first = await self._begin(trainer, source, began)
+        first = await self._begin(trainer, began)
         await self._verify(trainer, clients, source)
         rows = partial(pack, **self.rows(trainer.dp_size), replayed=False, cost=self.cost)
         teachers = teaching.teachers(trainer, examiner, rows, source.all())
         await teachers.start()
-        sink = self.sink()
+        sink = self.sink(first)
         with PhaseBar(config.train.steps, self.console) as (progress, task):
             controller = self._controller(
                 trainer,
                 teachers if config.distillation.on else None,
-                next_prompts=source.take,
+                source,
+                began,
                 rollout=partial(self._rollout, engine, rewards(None)),
-                dealt=0 if began is None else run_state.dealt(began[1]),
+                abort=engine.abort_all,
                 evaluate=partial(self._evaluate, examiner, held),
                 phase=lambda step, name: progress.update(task, completed=step, phase=name),
                 sink=sink,
@@ -122,8 +130,12 @@ class TrainStage(RunParts):
             )
             settle()
             try:
-                await controller.run(first=first, steps=config.train.steps)
+                await controller.run(first=first, steps=config.train.steps, resumed=began is not None)
+                if controller.producer.ended:
+                    self.console.print(f"{'':12}the prompts have ended: data.epochs = {config.data.epochs}")
             finally:
+                self.deadline.close()
+                self.console.print(f"{'':12}{controller.ledger.close()}", markup=False, soft_wrap=True)
                 sink.close()
                 await rewards.close()
                 await engine.close()
@@ -136,25 +148,14 @@ class TrainStage(RunParts):
         self,
         trainer: RayTrainer,
         teachers: Teachers | None,
-        *,
-        next_prompts: Any,
-        rollout: Any,
-        dealt: int,
+        source: PromptSource,
+        began: tuple[Path, RunState] | None,
         **more: Any,
     ) -> Controller:
         c = self.config
-        buffer = DataBuffer(max_staleness=c.buffer.max_staleness)
-        overlong = make_overlong(c.algorithm, c.rollout.longest_answer)
-        rounds = Rounds(
-            groups=c.train.groups_per_step,
-            buffer=buffer,
-            next_prompts=next_prompts,
-            rollout=rollout,
-            refuse=make_filter(c.algorithm.filter),
-            shape=(lambda group: group) if overlong is None else (lambda group: overlong([group])[0]),
-            max_rounds=c.rollout.max_rounds,
-            dealt=dealt,
-        )
+        loop = self._loop_parts(source, rollout=more.pop("rollout"), abort=more.pop("abort"))
+        if began is not None:
+            loop.restore(began[1])
         experience = Experience(
             algorithm=self.algorithm,
             pack=lambda groups, advantages: [pack(groups, advantages, **self.rows(trainer.dp_size))],
@@ -167,22 +168,53 @@ class TrainStage(RunParts):
         return Controller(
             trainer=trainer,
             algorithm=self.algorithm,
-            buffer=buffer,
-            rounds=rounds,
+            buffer=loop.buffer,
+            producer=loop.producer,
+            ledger=loop.ledger,
+            snapshot=loop.snapshot,
+            observe=source.observe,
             pack=partial(self._pack, trainer.dp_size),
             deal=self._deal,
             describe=self._describe,
             keep=lambda step, groups: write_rollouts(self.run_dir / "rollouts" / f"step_{step}.jsonl", groups),
-            save=lambda step, dealt: self.save(trainer, step, {"prompts": dealt}),
+            save=lambda step, state: self.save(trainer, step, state.parts, state.groups),
             finish_save=partial(self.finish_save, trainer),
-            max_staleness=c.buffer.max_staleness,
             eval_every=c.eval.every,
             save_every=c.checkpoint.every,
+            stop=self.stop,
+            deadline=self.deadline,
             speed=self.speed,
             experience=experience,
             learn=experience.learn,
             **more,
         )
+
+    def _loop_parts(self, source: PromptSource, *, rollout: Rollout, abort: Callable[[], Awaitable[None]]) -> LoopState:
+        c = self.config
+        ledger = Ledger(self.run_dir / LEDGER)
+        assert ledger.file is not None
+        self.files[LEDGER] = ledger.file
+        buffer = DataBuffer(
+            max_staleness=c.buffer.max_staleness,
+            samples=c.train.samples_per_group,
+            ledger=ledger,
+            backfill=c.under_way_at_publication,
+            old_tokens=mask_old if c.buffer.old_tokens == "mask" else None,
+        )
+        overlong = make_overlong(c.algorithm, c.rollout.longest_answer)
+        producer = Producer(
+            groups=c.train.groups_per_step,
+            buffer=buffer,
+            next_prompts=source.take,
+            rollout=rollout,
+            abort=abort,
+            lockstep=c.in_lockstep,
+            over_sampling=c.buffer.over_sampling,
+            refuse=make_filter(c.algorithm.filter),
+            shape=(lambda group: group) if overlong is None else (lambda group: overlong([group])[0]),
+            max_rounds=c.rollout.max_rounds,
+        )
+        return LoopState(source=source, buffer=buffer, producer=producer, ledger=ledger, kept=self.kept)
 
     async def _verify(self, trainer: RayTrainer, clients: Sequence[SGLangClient], source: PromptSource) -> None:
         """Raises ValueError where both sides differ by more than the precision explains, naming the cause."""
@@ -191,7 +223,7 @@ class TrainStage(RunParts):
             report = await self.comparison(trainer, source.all()[:n]).short(clients)
             admit(report, self.console, time.perf_counter() - began)
 
-    async def _begin(self, trainer: RayTrainer, source: PromptSource, began: tuple[Path, RunState] | None) -> int:
+    async def _begin(self, trainer: RayTrainer, began: tuple[Path, RunState] | None) -> int:
         """The first step; the servers then hold what the trainer computes with."""
         if began is None:
             if self.config.precision.qat:
@@ -199,29 +231,38 @@ class TrainStage(RunParts):
                 await trainer.publish(version=0)
             return 0
         folder, state = began
-        self.tokens_total = state.tokens_total
-        for name, ranks in self.trained(trainer).items():
-            await ranks.load(folder / name, version=state.weight_version)
+        await self.load(trainer, folder, state)
         await trainer.publish(version=state.step)
-        source.take(run_state.dealt(state))
         return state.step
 
     # what the loop calls
 
     async def _rollout(
-        self, engine: RolloutEngine, reward: RewardFn, step: int, number: int, prompts: Sequence[Prompt]
-    ) -> Sequence[SampleGroup]:
-        groups = await run_groups(
+        self, engine: RolloutEngine, reward: RewardFn, wave: int, prompts: Sequence[Prompt]
+    ) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        params = self.sampling(wave)
+        assert params.sampling_seed is not None
+        groups = groups_as_they_end(
             engine,
             prompts,
             reward,
             n=self.config.train.samples_per_group,
-            params=self.sampling(step, number),
+            params=params,
             resumes=self.resumes,
+            apart=self.config.groups_end_by_themselves,
         )
-        for reason, n in discards(groups).most_common():
-            self.console.print(f"step {step}: {n} samples given up: {reason}", markup=False, soft_wrap=True)
-        return groups
+        given_up = Counter[str]()
+        try:
+            async with contextlib.aclosing(groups):
+                async for place, group in groups:
+                    given_up += Counter(group.discarded)
+                    yield place, group
+                    self.kept.forget(params.sampling_seed, group.prompt.id)
+        finally:
+            for p in prompts:
+                self.kept.forget(params.sampling_seed, p.id)
+            for reason, n in given_up.most_common():
+                self.console.print(f"wave {wave}: {n} samples given up: {reason}", markup=False, soft_wrap=True)
 
     def _pack(
         self, dp_size: int, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]
@@ -255,5 +296,5 @@ class TrainStage(RunParts):
     ) -> dict[str, float]:
         c = self.config
         params = replace(self.sampling(version), sampling_seed=seed_of(c.seed, f"eval {version}"))
-        how = {"version": version, "alone": c.buffer.max_staleness == 0, "play": self.play}
+        how = {"version": version, "alone": not c.under_way_at_publication, "play": self.play}
         return await evaluate(clients, held, params=params, **how)

@@ -21,14 +21,15 @@ from megatron_bridge.resolve import resolve
 from miles_like import run_state
 from miles_like.appended_file import AppendedFile, cut_all_back, positions
 from miles_like.checkpoint_files import DamagedError
-from miles_like.config import RunConfig, trainer_config
-from miles_like.driver_random import random_state, set_random_state
+from miles_like.config import RunConfig
+from miles_like.driver_random import RANDOM, random_state, set_random_state
 from miles_like.factories import MegatronFactory
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.keep_policy import KeptBest
 from miles_like.metrics import speed_metrics
 from miles_like.placement import plan_placement
 from miles_like.protocols import LossFn
+from miles_like.rank_configs import trainer_config
 from miles_like.resume_differences import resume_differences
 from miles_like.run_state import RunState
 from miles_like.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
@@ -40,12 +41,8 @@ from quant.hf_config import spec_from_hf
 from quant.spec import QuantSpec
 
 METRICS = "metrics.jsonl"
-KEPT, CONFIG, FILES, RANDOM = (
-    "keep_best",
-    "config",
-    "files",
-    "random",
-)  # parts of a run's state that are of every training run
+LEDGER = "ledger.jsonl"
+KEPT, CONFIG, FILES = "keep_best", "config", "files"  # parts of a run's state that are of every training run
 
 
 class TrainerParts:
@@ -154,7 +151,7 @@ class TrainerParts:
             RANDOM: random_state(),
         }
         self._saving = RunState(
-            step=step, weight_version=step, tokens_total=self.tokens_total, parts={**parts, **ours}, groups=groups or {}
+            step=step, weight_version=step, tokens_total=self.tokens_total, parts={**ours, **parts}, groups=groups or {}
         )
         await self.finish_save(trainer, not self.config.checkpoint.asynchronous)
 
@@ -176,7 +173,9 @@ class TrainerParts:
         """
         began = run_state.load_latest(self.checkpoints)
         run_state.clear_unfinished(self.checkpoints)
-        if began is None:
+        if began is None:  # stopped before its first checkpoint: it begins anew
+            for name in (METRICS, LEDGER):
+                (self.run_dir / name).unlink(missing_ok=True)
             return None
         state = began[1]
         for line in resume_differences(state.parts[CONFIG], self.config.model_dump(mode="json")):

@@ -11,9 +11,9 @@ from megatron_bridge.config import TrainerConfig
 from megatron_bridge.layout import check_layout
 from megatron_bridge.precision import served_spec
 from miles_like.assemble import describe_processes
-from miles_like.config import critic_config, trainer_config
 from miles_like.config_io import dump_config, load_config
 from miles_like.engine_fit import check_engine
+from miles_like.rank_configs import critic_config, trainer_config
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 

@@ -15,8 +15,9 @@ Letters: P prompt tokens, S tokens of a sample.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,9 +30,12 @@ from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.buffer import DataBuffer
 from miles_like.controller import Controller
+from miles_like.ledger import Ledger
+from miles_like.loop_state import Snapshot
 from miles_like.packing import pack, pack_steps
+from miles_like.producer import Producer
 from miles_like.rewards.load import scored_by
-from miles_like.rounds import Rounds
+from miles_like.stopping import Deadline, StopRequest
 from miles_like.types import (
     Finish,
     Prompt,
@@ -111,6 +115,7 @@ class World:
     publisher: TensorPublisher
     found: Found
     dp_size: int = 1
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run_groups(self, step: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
         return await run_groups(self.pool, prompts, scored_by(_reward), n=G, params=_params(step))
@@ -127,11 +132,16 @@ class World:
         self.found.aborted = await under_way
         self.found.cuts, self.pool.continued = self.pool.continued, []
 
-    async def rollout(self, step: int, number: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
-        """Each but the first is in the middle when a publication comes."""
-        if step:
-            self.held.until = self.held.engine.generated + 20
-        return await self.run_groups(step, prompts)
+    async def rollout(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        """One step's prompts after the other; each but the first is in the middle when a publication comes."""
+        for at in range(0, len(prompts), 3):
+            step = int(prompts[at].id.split(".")[0])
+            async with self.turn:
+                if step:
+                    self.held.until = self.held.engine.generated + 20
+                groups = await self.run_groups(step, prompts[at : at + 3])
+            for i, group in enumerate(groups):
+                yield at + i, group
 
     async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
         return self.trainer.train([b.grid[0] for b in batches], [b.loss_tokens for b in batches], 0)  # type: ignore[no-any-return]
@@ -148,17 +158,26 @@ class World:
         async def nothing(*_: Any) -> dict[str, float]:
             return {}
 
-        steps, buffer = iter(range(STEPS + 2)), DataBuffer(max_staleness=1)
+        async def snapshot(step: int, whole: bool) -> Snapshot:
+            return Snapshot({}, {})
+
+        ledger, stop = Ledger(None), StopRequest()
+        buffer = DataBuffer(max_staleness=1, samples=G, ledger=ledger)
+        dealt = (p for step in range(STEPS + 2) for p in _prompts(step))
         controller = Controller(
             trainer=self,  # type: ignore[arg-type]
             algorithm=make_algorithm(AlgorithmConfig(), CorrectionConfig()),
             buffer=buffer,
-            rounds=Rounds(
+            producer=Producer(
                 groups=len(_prompts(0)),
                 buffer=buffer,
-                next_prompts=lambda n: _prompts(next(steps)),
+                next_prompts=lambda n: list(itertools.islice(dealt, n)),
                 rollout=self.rollout,
             ),
+            ledger=ledger,
+            snapshot=snapshot,
+            stop=stop,
+            deadline=Deadline(stop, None, began=0.0),
             pack=partial(pack_steps, steps=1, **HOW),
             deal=lambda step, advantages: advantages,
             evaluate=nothing,
@@ -168,7 +187,6 @@ class World:
             finish_save=nothing,  # type: ignore[arg-type]
             phase=lambda step, name: None,
             sink=self,  # type: ignore[arg-type]
-            max_staleness=1,
             eval_every=0,
             save_every=0,
         )

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from made_samples import packed, sample
 
-from miles_like.config import trainer_config
 from miles_like.config_io import dump_config, load_config, parse_override
 from miles_like.placement import plan_placement
+from miles_like.rank_configs import trainer_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = CONFIGS / "tiny.toml"

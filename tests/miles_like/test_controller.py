@@ -4,7 +4,7 @@ Not covered here: real trainers and servers (tests/e2e).
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,8 +15,11 @@ import torch
 
 from miles_like.buffer import DataBuffer
 from miles_like.controller import Controller
+from miles_like.ledger import Ledger
+from miles_like.loop_state import Snapshot
 from miles_like.packing import pack_steps
-from miles_like.rounds import Rounds
+from miles_like.producer import Producer
+from miles_like.stopping import Deadline, Stopped, StopRequest
 from miles_like.types import Finish, Prompt, PublishReport, Sample, SampleGroup, StepReport, TrainBatch, VersionSpan
 
 
@@ -43,10 +46,19 @@ class World:
     name = "fake"
     loss = None
 
-    def __init__(self, *, rollout_s: float = 0.0, train_s: float = 0.0, fail_at: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        rollout_s: float = 0.0,
+        train_s: float = 0.0,
+        fail_at: int | None = None,
+        stop_at: int | None = None,
+        prompts: int = 10**6,
+    ) -> None:
         self.version, self.dealt = 0, 0
         self.unfinished: int | None = None
         self.rollout_s, self.train_s, self.fail_at = rollout_s, train_s, fail_at
+        self.stop_at, self.prompts = stop_at, prompts
         self.log: list[str] = []
         self.rows: list[tuple[int, Mapping[str, float]]] = []
         self.staleness: list[int] = []
@@ -55,16 +67,20 @@ class World:
         self.kept: list[tuple[int, int]] = []  # (step, groups) whose samples were written
 
     def next_prompts(self, n: int) -> list[Prompt]:
-        self.dealt += n
-        return [Prompt(id=str(i), token_ids=(1,), answer="") for i in range(self.dealt - n, self.dealt)]
+        first, self.dealt = self.dealt, min(self.dealt + n, self.prompts)
+        return [Prompt(id=str(i), token_ids=(1,), answer="") for i in range(first, self.dealt)]
 
-    async def rollout(self, step: int, number: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
-        if step == self.fail_at:
+    async def rollout(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        if wave == self.fail_at:
             raise RuntimeError("server http://x cannot be reached")
         version = self.version
-        self.log.append(f"rollout {step} with {version}")
+        self.log.append(f"rollout {wave} with {version}")
         await asyncio.sleep(self.rollout_s)
-        return [group(p, version) for p in prompts]
+        if wave == self.stop_at:
+            self.stop.ask("enough", 9)
+            await asyncio.sleep(60)
+        for i, p in enumerate(prompts):
+            yield i, group(p, version)
 
     def advantages(self, groups: Sequence[SampleGroup]) -> list[list[float]]:
         return [[0.0 for _ in g.samples] for g in groups]
@@ -89,8 +105,14 @@ class World:
         self.log.append(f"eval {version}")
         return {"eval/x/avg@1": 0.5}
 
-    async def save(self, step: int, dealt: int) -> None:
+    async def snapshot(self, step: int, whole: bool) -> Snapshot:
+        self.ledger.check(self.buffer.tickets)
+        self.ledger.flush(step)
+        return Snapshot({"step": step, "whole": whole}, {})
+
+    async def save(self, step: int, state: Snapshot) -> None:
         await self.finish_save(True)
+        assert state.parts["step"] == step
         self.log.append(f"save {step}")
         self.unfinished = step
 
@@ -115,16 +137,24 @@ class World:
         max_staleness: int = 0,
         eval_every: int = 0,
         save_every: int = 0,
-        rounds: Mapping[str, Any] = MappingProxyType({}),
+        producer: Mapping[str, Any] = MappingProxyType({}),
         **more: Any,
     ) -> None:
         self.version = first
-        buffer = DataBuffer(max_staleness=max_staleness)
+        self.stop, self.ledger = StopRequest(), Ledger(None)
+        backfill = bool(max_staleness) and not producer.get("lockstep")
+        self.buffer = DataBuffer(max_staleness=max_staleness, ledger=self.ledger, backfill=backfill)
+        made = Producer(groups=2, buffer=self.buffer, next_prompts=self.next_prompts, rollout=self.rollout, **producer)
+        made.version = made._step = first
         controller = Controller(
             trainer=self,
             algorithm=self,
-            buffer=buffer,
-            rounds=Rounds(groups=2, buffer=buffer, next_prompts=self.next_prompts, rollout=self.rollout, **rounds),
+            buffer=self.buffer,
+            producer=made,
+            ledger=self.ledger,
+            snapshot=self.snapshot,
+            stop=self.stop,
+            deadline=Deadline(self.stop, None, began=0.0),
             pack=self.pack,
             deal=lambda step, advantages: advantages,
             evaluate=self.evaluate,
@@ -134,12 +164,11 @@ class World:
             finish_save=self.finish_save,
             phase=lambda step, name: None,
             sink=self,
-            max_staleness=max_staleness,
             eval_every=eval_every,
             save_every=save_every,
             **more,
         )
-        asyncio.run(asyncio.wait_for(controller.run(first=first, steps=steps), 20))
+        asyncio.run(asyncio.wait_for(controller.run(first=first, steps=steps, resumed=first > 0), 20))
 
 
 def test_the_synchronous_loop_samples_from_the_weights_it_just_published() -> None:
@@ -180,8 +209,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_run_ends_when_th
 def test_a_resumed_loop_begins_at_its_step() -> None:
     world = World()
     world.run(5, first=3)
-    assert [step for step, _ in world.rows] == [3, 4, 5]
-    assert "rollout 3 with 3" in world.log
+    assert [step for step, _ in world.rows] == [4, 5], "the row of step 3 was written before"
+    assert world.log == ["rollout 0 with 3", "train 3", "rollout 1 with 4", "train 4", "eval 5", "save 5", "saved 5"]
 
 
 def test_a_step_that_is_judged_too_bad_leaves_its_samples_and_no_weights() -> None:
@@ -215,6 +244,66 @@ def test_samples_are_kept_as_they_were_sampled() -> None:
     assert world.kept == [(1, 2)]
 
 
+def test_asked_to_stop_while_it_waits_the_loop_saves_the_last_boundary() -> None:
+    """Nobody waits for the rollout; the weights have not moved since."""
+    world = World(stop_at=3)
+    with pytest.raises(Stopped, match="enough: step 3 is saved"):
+        world.run(9, save_every=2)
+    assert world.log[-3:] == ["rollout 3 with 3", "save 3", "saved 3"]
+    assert [step for step, _ in world.rows] == [0, 1, 2, 3]
+
+
+def test_asked_to_stop_in_a_step_the_loop_ends_it_and_saves() -> None:
+    world = World()
+
+    def judge(step: int, metrics: Mapping[str, float]) -> None:
+        if step == 2:
+            world.stop.ask("enough", 9)
+
+    with pytest.raises(Stopped, match="enough: step 2 is saved") as stopped:
+        world.run(9, judge=judge)
+    assert stopped.value.status == 9 and world.log[-3:] == ["train 1", "save 2", "saved 2"]
+
+
+def test_asked_to_stop_before_anything_is_done_nothing_is_saved() -> None:
+    world = World(stop_at=0)
+    with pytest.raises(Stopped, match="nothing is saved yet"):
+        world.run(9, save_every=1)
+    assert not [e for e in world.log if e.startswith("save")]
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_a_run_whose_prompts_end_ends_with_its_last_whole_step(k: int) -> None:
+    """It is evaluated and saved, and what is left over is discarded with that reason."""
+    world = World(prompts=5)
+    world.run(9, max_staleness=k, producer={"lockstep": True})
+    assert [step for step, _ in world.rows] == [0, 1, 2, 2] and world.trained == ["0", "1", "2", "3"]
+    assert world.log[-3:] == ["eval 2", "save 2", "saved 2"] and "eval/x/avg@1" in world.rows[-1][1]
+    assert world.ledger.metrics() == {
+        "ledger/issued": 5.0,
+        "ledger/trained": 4.0,
+        "ledger/discarded": 1.0,
+        "ledger/in_flight": 0.0,
+    }
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_in_lockstep_versions_follow_from_the_order_of_admission(k: int) -> None:
+    """Whoever is slower: the trainer or the rollout. Everything sampled under old weights ends before new ones come."""
+    logs = []
+    for slow in ({"rollout_s": 0.003}, {"train_s": 0.003}):
+        world = World(**slow)
+        world.run(6, max_staleness=k, producer={"lockstep": True})
+        assert [f"rollout {s} with {max(0, s - k)}" for s in range(6)] == [
+            e for e in world.log if e.startswith("rollout") and int(e.split()[1]) < 6
+        ]
+        assert world.staleness == [min(s, k) for s in range(6) for _ in range(2)]
+        logs.append(world.rows)
+    drop = ("perf/", "wall_s")
+    plain = [[(s, {n: v for n, v in m.items() if not n.startswith(drop)}) for s, m in rows] for rows in logs]
+    assert plain[0] == plain[1]
+
+
 def test_a_rollout_that_dies_ends_the_run_with_its_own_sentence() -> None:
     """Not a hang: the loop waits for groups and for the producer's death alike."""
     world = World(fail_at=2)
@@ -230,8 +319,9 @@ class Unusable(World):
         super().__init__()
         self.empty, self.max_tokens, self.advantage = empty, max_tokens, advantage
 
-    async def rollout(self, step: int, number: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
-        return [group(p, self.version, empty=self.empty) for p in prompts]
+    async def rollout(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        for i, p in enumerate(prompts):
+            yield i, group(p, self.version, empty=self.empty)
 
     def advantages(self, groups: Sequence[SampleGroup]) -> list[list[float]]:
         return [[self.advantage for _ in g.samples] for g in groups]

@@ -129,7 +129,7 @@ def test_the_page_s_configurations_are_complete(tmp_path: Path) -> None:
 
 
 def test_the_trainer_scores_at_any_temperature_and_keeps_a_reference_for_it(tmp_path: Path) -> None:
-    from miles_like.config import trainer_config
+    from miles_like.rank_configs import trainer_config
 
     file = tmp_path / "self.toml"
     file.write_text(

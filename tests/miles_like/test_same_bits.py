@@ -10,8 +10,8 @@ import pytest
 
 from miles_like.algorithms.bounds import Bounds
 from miles_like.assemble import describe_processes
-from miles_like.config import trainer_config
 from miles_like.config_io import dump_config, load_config
+from miles_like.rank_configs import trainer_config
 from miles_like.same_bits import check_same_bits
 from miles_like.verify.allowance import allowance
 from quant.exact.selftest import fingerprint

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from miles_like.assemble import describe_processes
-from miles_like.config import trainer_config
 from miles_like.config_io import load_config
 from miles_like.placement import plan_placement
+from miles_like.rank_configs import trainer_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
