@@ -36,6 +36,9 @@ def one_sentence(logs: Path | None = None) -> Iterator[None]:
     """A user's mistake or a dead part as one sentence and a non-zero exit; the traceback goes into `logs`, if there."""
     try:
         yield
+    except Stopped as e:
+        Console().print(f"stopped: {e}", markup=False, soft_wrap=True)
+        raise typer.Exit(e.status) from None
     except (ValueError, RuntimeError, OSError) as e:
         if logs is not None and logs.is_dir():
             with (logs / "driver.log").open("a", encoding="utf-8") as log:
@@ -93,9 +96,6 @@ def pipeline(
             return
         try:
             run_stages(planned, selected, console, fresh=fresh)
-        except Stopped as e:
-            console.print(f"stopped: {e}", markup=False, soft_wrap=True)
-            raise typer.Exit(e.status) from None
         finally:
             assemble.shut_down()
 

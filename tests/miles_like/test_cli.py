@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from miles_like.cli import app, one_sentence, parse_bytes, pipeline, sentence
 from miles_like.hf_checkpoint import HFCheckpoint, write_hf
+from miles_like.stopping import Stopped
 from tests.megatron_bridge import tiny_models
 
 
@@ -85,6 +86,18 @@ def test_the_traceback_is_kept_where_the_run_keeps_its_logs(tmp_path: Path) -> N
     with pytest.raises(typer.Exit), one_sentence(tmp_path):
         raise ValueError("no such thing")
     assert "ValueError: no such thing" in (tmp_path / "driver.log").read_text()
+
+
+def test_a_run_that_was_told_to_stop_ends_with_the_status_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To whoever started it, a mistake (2) and a stop with everything saved are not the same."""
+
+    def stopped(*_: Any, **__: Any) -> None:
+        raise Stopped("SIGTERM: step 6 is saved, --resume goes on from it", 143)
+
+    monkeypatch.setattr("miles_like.cli.run_stages", stopped)
+    result = CliRunner().invoke(app, ["train", "configs/tiny.toml", "--run-dir", "nowhere"])
+    assert result.exit_code == 143, result.output
+    assert "stopped: SIGTERM: step 6 is saved" in result.output and "error" not in result.output
 
 
 def test_what_is_quantized_is_not_quantized_again(tmp_path: Path) -> None:
