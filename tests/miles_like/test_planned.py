@@ -123,7 +123,6 @@ def test_servers_begin_with_what_the_trainer_rounds_to(qat: bool, tmp_path: Path
 
     stage = TrainStage.__new__(TrainStage)
     stage.config = load_config(TINY, [f"precision.qat={str(qat).lower()}"])
-    source: Any = None
     trainer: Any = Trainer()
-    assert asyncio.run(stage._begin(trainer, source, None)) == 0
+    assert asyncio.run(stage._begin(trainer, None)) == 0
     assert published == ([0] if qat else [])
