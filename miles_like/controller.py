@@ -184,7 +184,7 @@ class Controller:
         trained = time.perf_counter()
         self.keep(step + 1, groups)  # as sampled, and first: who stops the run over them wants to see them
         self.judge(step + 1, metrics)
-        if self.producer.lockstep:
+        if self.producer.in_steps:  # what a full step gave up has ended too, and no abort comes into an evaluation
             await _unless_dead(self.producer.settle(), producer)
         settled = time.perf_counter()
         self.phase(step, "publish")

@@ -53,6 +53,7 @@ class Ledger:
         self._trained = 0
         self._discarded: Counter[str] = Counter()
         self._closed: list[_Closed] = []  # since the last flush
+        self._flushed: int | None = None  # step
 
     def issue(self, ticket: int, prompt_id: str, samples: int) -> None:
         """Samples 0 .. samples-1 of a prompt are asked for. RuntimeError when it is not the next ticket's turn."""
@@ -128,8 +129,12 @@ class Ledger:
         }
 
     def flush(self, step: int) -> None:
-        """At a step's boundary: what was closed since the last one, and the totals, in one write to the file."""
+        """At a step's boundary: what was closed since the last one, and the totals, in one write to the file. Once more
+        after it where the prompts have ended: what was left over, if anything was."""
         assert all(c.step in (None, step) for c in self._closed), f"a ticket of another step than {step}"
+        again, self._flushed = step == self._flushed, step
+        if again and not self._closed:
+            return
         lines: list[Mapping[str, Json]] = [
             {
                 "step": step,
@@ -197,6 +202,7 @@ class Ledger:
         if found.wrong is not None:
             raise ValueError(f"{found.wrong}; {remedy}")
         last = found.steps[-1] if found.steps else None
+        self._flushed = None if last is None else last.step
         says = (last.issued, last.trained, last.discarded, last.in_flight) if last else (0, 0, 0, 0)
         holds = (self._issued, self._trained, self._discarded.total(), self._in_flight)
         if says != holds or found.unfinished:

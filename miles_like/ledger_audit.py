@@ -97,7 +97,8 @@ class _Book:
             raise ValueError(f"ticket {ticket} has {samples} samples, of which {trained} were trained: some are lost")
         if ticket in self.closed:
             raise ValueError(f"ticket {ticket} is closed a second time: its samples were trained or discarded before")
-        if step <= last or (self.since and step != self.since[-1]["step"]):
+        # where the prompts have ended, what is left over is discarded after the last step
+        if step < last or (step == last and trained) or (self.since and step != self.since[-1]["step"]):
             raise ValueError(f"ticket {ticket} is of step {step}, after lines of step {_last(self.since, last)}")
         if self.since and ticket < self.since[-1]["ticket"]:
             raise ValueError(f"ticket {ticket} comes after ticket {self.since[-1]['ticket']} of the same step")
@@ -109,7 +110,8 @@ class _Book:
     def _totals(self, row: Totals) -> None:
         before = self.steps[-1] if self.steps else Totals(**dict.fromkeys(("step", *_TOTALS), 0))
         here = _last(self.since, row.step)
-        if row.step != here or (self.steps and row.step <= before.step):
+        again = row.step == before.step and bool(self.since)  # of what was left over
+        if row.step != here or (self.steps and row.step <= before.step and not again):
             raise ValueError(f"totals of step {row.step} after lines of step {_last(self.since, before.step)}")
         counted = {"trained": self.trained, "discarded": self.reasons.total()}
         for name, count in counted.items():

@@ -166,18 +166,26 @@ class Producer:
         return min(math.ceil(missing * self._tried / max(self._kept, 1)), self.groups)  # if they are like those sampled
 
     async def _sampled(self, wave: _Wave) -> None:
-        began, tickets = time.perf_counter(), list(wave.tickets)
+        since, tickets = time.perf_counter(), list(wave.tickets)
+
+        def timed() -> None:
+            nonlocal since
+            since, began = time.perf_counter(), since
+            if self.in_steps:
+                self._tally.seconds += since - began
+
         done: dict[int, SampleGroup] = {}
         async with contextlib.aclosing(self.rollout(wave.number, list(wave.tickets.values()))) as groups:
             async for place, group in groups:
                 if self.in_steps and not self.early_abort:
                     done[tickets[place]] = group
                     continue
+                timed()  # it is of the step that the group may fill
                 await self._decide(wave, {tickets[place]: group})
                 if self.early_abort and self._kept == self.groups:
                     break
-        if self.in_steps:
-            self._tally.seconds += time.perf_counter() - began
+        if not self.early_abort:
+            timed()
         await self._decide(wave, dict(sorted(done.items())))
         if wave.tickets:
             await self.abort()

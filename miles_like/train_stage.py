@@ -256,8 +256,8 @@ class TrainStage(RunParts):
             async with contextlib.aclosing(groups):
                 async for place, group in groups:
                     given_up += Counter(group.discarded)
+                    self.kept.forget(params.sampling_seed, group.prompt.id)  # no checkpoint is to hold it twice
                     yield place, group
-                    self.kept.forget(params.sampling_seed, group.prompt.id)
         finally:
             for p in prompts:
                 self.kept.forget(params.sampling_seed, p.id)

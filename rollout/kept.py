@@ -55,6 +55,7 @@ class Kept(Around):
         found = {i: self._restored.pop(k) for i, k in enumerate(keys) if k is not None and k in self._restored}
         for i, group in found.items():
             _check(group, prompts[i], n)
+        self._groups |= {k: found[i] for i, k in enumerate(keys) if k is not None and i in found}
         rest = [i for i in range(len(prompts)) if i not in found]
         if rest:
             async with self._call():

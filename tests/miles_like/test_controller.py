@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from miles_like.buffer import DataBuffer
-from miles_like.controller import Controller
+from miles_like.controller import NO_MORE, Controller
 from miles_like.ledger import Ledger
+from miles_like.ledger_audit import audit
 from miles_like.loop_state import Snapshot
 from miles_like.packing import pack_steps
 from miles_like.producer import Producer
@@ -138,10 +139,11 @@ class World:
         eval_every: int = 0,
         save_every: int = 0,
         producer: Mapping[str, Any] = MappingProxyType({}),
+        ledger: Path | None = None,
         **more: Any,
     ) -> None:
         self.version = first
-        self.stop, self.ledger = StopRequest(), Ledger(None)
+        self.stop, self.ledger = StopRequest(), Ledger(ledger)
         backfill = bool(max_staleness) and not producer.get("lockstep")
         self.buffer = DataBuffer(max_staleness=max_staleness, ledger=self.ledger, backfill=backfill)
         made = Producer(groups=2, buffer=self.buffer, next_prompts=self.next_prompts, rollout=self.rollout, **producer)
@@ -273,10 +275,14 @@ def test_asked_to_stop_before_anything_is_done_nothing_is_saved() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 1])
-def test_a_run_whose_prompts_end_ends_with_its_last_whole_step(k: int) -> None:
-    """It is evaluated and saved, and what is left over is discarded with that reason."""
+def test_a_run_whose_prompts_end_ends_with_its_last_whole_step(k: int, tmp_path: Path) -> None:
+    """It is evaluated and saved, and what is left over is discarded with that reason, in a ledger that is sound."""
     world = World(prompts=5)
-    world.run(9, max_staleness=k, producer={"lockstep": True})
+    world.run(9, max_staleness=k, producer={"lockstep": True}, ledger=tmp_path / "ledger.jsonl")
+    found = audit(tmp_path / "ledger.jsonl")
+    assert found.wrong is None and found.reasons == {NO_MORE: 1}
+    World(prompts=4).run(9, max_staleness=k, producer={"lockstep": True}, ledger=tmp_path / "none_left.jsonl")
+    assert audit(tmp_path / "none_left.jsonl").wrong is None
     assert [step for step, _ in world.rows] == [0, 1, 2, 2] and world.trained == ["0", "1", "2", "3"]
     assert world.log[-3:] == ["eval 2", "save 2", "saved 2"] and "eval/x/avg@1" in world.rows[-1][1]
     assert world.ledger.metrics() == {
@@ -302,6 +308,21 @@ def test_in_lockstep_versions_follow_from_the_order_of_admission(k: int) -> None
     drop = ("perf/", "wall_s")
     plain = [[(s, {n: v for n, v in m.items() if not n.startswith(drop)}) for s, m in rows] for rows in logs]
     assert plain[0] == plain[1]
+
+
+def test_what_a_full_step_gave_up_is_aborted_before_anybody_is_examined() -> None:
+    """To abort is to abort all that a server has: it would cut answers of an evaluation that has begun."""
+    world = World()
+
+    async def abort() -> None:
+        await asyncio.sleep(0.01)
+        world.log.append("aborted")
+
+    world.run(2, eval_every=1, producer={"over_sampling": 0.5, "abort": abort})
+    assert [e.split()[0] for e in world.log if e[:4] not in ("roll", "save")] == [
+        "eval",
+        *("train", "aborted", "eval") * 2,
+    ]
 
 
 def test_a_rollout_that_dies_ends_the_run_with_its_own_sentence() -> None:

@@ -142,6 +142,18 @@ def test_the_rest_is_aborted_and_discarded_when_a_step_is_full() -> None:
     assert source.buffer.dropped == {SURPLUS: 2} and not source.buffer.tickets
 
 
+def test_the_time_of_a_step_that_was_full_early_is_its_own() -> None:
+    """Not that of the step after it."""
+    source = Source(lambda i: [0.0, 1.0], groups=2, over_sampling=0.5)
+    source.late = {"1", "2"}
+
+    async def body(source: Source) -> float:
+        asyncio.get_running_loop().call_later(0.05, source.held.set)
+        return total(t.tally for t in await source.step()).seconds
+
+    assert source.run(body) >= 0.04
+
+
 def test_in_lockstep_the_first_admitted_are_kept_whoever_is_late() -> None:
     source = Source(lambda i: [0.0, 1.0], groups=4, over_sampling=0.5, lockstep=True)
     source.late = {"0", "3"}
