@@ -8,14 +8,15 @@ Each chain is one run that is killed again and again, at named points and at ran
 kill has a witness: what the process at the point saw there, on disk before the signal was sent. The runs are small and
 on plain processes (tests/local_run.py), all else is real.
 
-Not covered: asynchronous runs, metrics.jsonl, Ray's actors, GPUs, a machine that loses what it had not yet written to
-disk.
+Not covered: Ray's actors, GPUs, a machine that loses what it had not yet written to disk.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import signal
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +26,15 @@ import pytest
 import torch
 
 from megatron_bridge.convert.torch_dist import TorchDist
+from miles_like.ledger_audit import audit
+from miles_like.run_state import load
 from tests.forked import tail
 from tests.kill_points import VICTIMS, Kill, witnesses
-from tests.local_run import Runs
+from tests.local_run import Runs, untimed
 
 STEPS = 6
+POINTS = ("generation", "step", "publish", "save")
+AT_LEAST = 30
 
 
 def kill(victim: str, point: str, step: int, where: Any) -> Kill:
@@ -68,9 +73,21 @@ class Chain:
     kills: tuple[Kill, ...]
 
 
-EVERY_SECOND = "checkpoint.every=2"
 CHAINS = {
-    "synchronous": Chain((EVERY_SECOND,), EVERYWHERE + at_random("synchronous", [4, 4, 5])),
+    "synchronous": Chain(("checkpoint.every=2",), EVERYWHERE + at_random("synchronous", [4, 4, 5])),
+    "two behind": Chain(
+        ("checkpoint.every=2", "buffer.max_staleness=2", "checkpoint.asynchronous=true"),
+        EVERYWHERE + at_random("two behind", [4, 4, 5]),
+    ),
+    "one behind, two ranks, a filter": Chain(
+        ("parallel.dp=2", "parallel.ep=2", "buffer.max_staleness=1", "algorithm.filter=nonzero_std"),
+        (
+            kill("rank", "step", 1, "half"),
+            kill("driver", "generation", 2, 10),
+            kill("rank", "save", 3, "shards"),
+            *at_random("one behind", [3, 4, 5]),
+        ),
+    ),
 }
 
 
@@ -131,6 +148,8 @@ def same(run_dir: Path, whole: Path) -> None:
     assert found.keys() == want.keys() and len(found) > 20
     for name, x in found.items():
         assert x.view(torch.uint8).equal(want[name].view(torch.uint8)), name
+    assert (run_dir / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()
+    assert untimed(run_dir / "metrics.jsonl") == untimed(whole / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -142,3 +161,35 @@ def test_a_run_killed_and_resumed_is_the_run_that_was_never_killed(runs: Runs, n
         killed(runs, where / "killed", settings, blow)
     assert runs.run(where / "killed", settings) == 0, tail(where / "killed" / "driver.log")
     same(where / "killed", where / "whole")
+    waiting = load(where / "whole" / "checkpoints" / "step_4").groups
+    assert bool(waiting) == any("max_staleness" in words for words in settings)  # what waits is saved, and is resumed
+    assert audit(where / "whole" / "ledger.jsonl").wrong is None
+
+
+def test_a_free_run_killed_and_resumed_loses_nothing_and_trains_nothing_twice(runs: Runs) -> None:
+    """Which weights sample a group there follows from the clock, so no two such runs are the same."""
+    free = ("checkpoint.every=2", "buffer.max_staleness=2", "buffer.lockstep=false", f"train.steps={STEPS}")
+    where = runs.home / "free" / "killed"
+    for blow in (
+        kill("server", "generation", 2, 5),
+        kill("driver", "step", 3, "half"),
+        kill("driver", "save", 4, "latest"),
+        kill("rank", "publish", 5, 1),
+    ):
+        killed(runs, where, free, blow)
+    assert runs.run(where, free) == 0, tail(where / "driver.log")
+    found = audit(where / "ledger.jsonl")
+    assert found.wrong is None and found.unfinished == 0
+    assert [totals.step for totals in found.steps] == list(range(1, STEPS + 1))
+    assert found.steps[-1].trained == STEPS * 8
+    rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert max(row.get("async/staleness/max", 0.0) for row in rows) <= 2
+
+
+def test_every_process_is_killed_at_every_point_and_at_random_ones_thirty_times_in_all(runs: Runs) -> None:
+    """By the witnesses of the runs above, not by what was planned."""
+    found = [w for where in sorted(runs.home.glob("*/killed")) for w in witnesses(where)]
+    assert len(found) >= AT_LEAST
+    counts = Counter((w["victim"], w["point"]) for w in found)
+    assert all(counts[victim, point] for victim in VICTIMS for point in (*POINTS, "random")), counts
