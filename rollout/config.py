@@ -73,7 +73,7 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = -1
-    # of sampling in one step: each replaces the groups that were left out so far, by a filter or for want of a reward
+    # prompts sampled for one step at most, in groups_per_step: a filter, or want of a reward, leaves groups out
     max_rounds: int = Field(10, ge=1)
     prompts_per_request: int = Field(16, ge=1)  # prompts in one HTTP request
     start_timeout_s: float = Field(120.0, gt=0)
