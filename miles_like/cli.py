@@ -16,6 +16,7 @@ from miles_like import assemble
 from miles_like.config import RunConfig
 from miles_like.config_io import dump_config, load_config
 from miles_like.pipeline import STAGES, Mode, Stage, parse_stages, plan_stages, run_stages
+from miles_like.run_state import check_kept
 from miles_like.server_url import server_url
 from miles_like.stopping import Stopped
 
@@ -86,6 +87,8 @@ def pipeline(
         if resume and fresh:
             told = "--resume" if from_step is None else "--from-step"
             raise ValueError(f"{told} continues a run and --fresh throws it away: give one of the two")
+        if from_step is not None:
+            check_kept(run_dir / "checkpoints", from_step)
         config = load_config(config_path, [*overrides, *(["convert.fuse=true"] if fuse else [])])
         parts = assemble.pipeline_parts(config, console, ray_address)
         mode: Mode = "resume" if resume else "fresh" if fresh else "auto"

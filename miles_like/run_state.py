@@ -124,13 +124,18 @@ def load_latest(checkpoints: Path) -> tuple[Path, RunState] | None:
 def go_back(checkpoints: Path, step: int) -> None:
     """`latest` names the checkpoint of `step` from now on; those of later steps are leftovers. Raises ValueError for a
     step that is not there, and as `load_latest`; nothing is changed then."""
+    check_kept(checkpoints, step)
+    with or_an_earlier_one(step_folder(checkpoints, step)):
+        load(step_folder(checkpoints, step))
+    _point(checkpoints, step_folder(checkpoints, step))
+
+
+def check_kept(checkpoints: Path, step: int) -> None:
+    """Raises ValueError, listing those that are there, when there is no checkpoint of `step`."""
     there = kept_steps(checkpoints)
     if step not in there:
         told = f"there are {', '.join(map(str, there))}" if there else f"there is none in {checkpoints}"
         raise ValueError(f"--from-step {step}: no checkpoint of that step is kept, {told}")
-    with or_an_earlier_one(step_folder(checkpoints, step)):
-        load(step_folder(checkpoints, step))
-    _point(checkpoints, step_folder(checkpoints, step))
 
 
 def load(folder: Path) -> RunState:

@@ -40,10 +40,11 @@ class JsonlSink:
 
 
 class TensorboardSink:
-    """Event files under `folder`; of a run resumed after step `first`, later points of earlier files are void."""
+    """Event files under `folder`; of a run resumed after step `first`, later points of earlier files are void, and all
+    of them where it begins anew."""
 
     def __init__(self, folder: Path, *, first: int = 0) -> None:
-        self._writer = SummaryWriter(str(folder), purge_step=first + 1 if first else None)
+        self._writer = SummaryWriter(str(folder), purge_step=first + 1 if first else 0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():

@@ -37,7 +37,6 @@ class SupervisedStage(TrainerParts):
 
     def run(self, resume: bool) -> None:
         c = self.config
-        (self.run_dir / "config.toml").write_text(dump_config(c), encoding="utf-8")
         check_nodes(self.plan)
         reader = ExampleReader(
             tokenizer=self.tokenizer,
@@ -50,6 +49,7 @@ class SupervisedStage(TrainerParts):
         examples = reader.read(c.data.train)
         held_out = {s.name: reader.read(s.path)[: s.max_prompts] for s in c.eval_sets}
         began = self.resumed() if resume else None
+        (self.run_dir / "config.toml").write_text(dump_config(c), encoding="utf-8")
         started = time.perf_counter()
         trainer = self.started(self.objective.loss)
         self.console.print(

@@ -57,7 +57,6 @@ class TrainStage(RunParts):
         return {"trainer": trainer} | ({} if self.critic_ranks is None else {"critic": self.critic_ranks})
 
     def run(self, resume: bool) -> None:
-        (self.run_dir / "config.toml").write_text(dump_config(self.config), encoding="utf-8")
         check_nodes(self.plan)
         rewards, data = Rewards(self.config.reward), self.config.data
         compared_by = rewards(None).compares
@@ -67,6 +66,7 @@ class TrainStage(RunParts):
         for sentence in (*source.said, *shared):
             self.console.print(f"{'':12}{sentence}", markup=False, soft_wrap=True)
         began = self.resumed() if resume else None
+        (self.run_dir / "config.toml").write_text(dump_config(self.config), encoding="utf-8")
         teachers = RunTeachers(
             self.config, self.run_dir, student=self.hf.config, tokenizer=self.tokenizer, console=self.console
         )

@@ -6,6 +6,7 @@ in place; a run is started again, with --resume when it has a checkpoint.
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
@@ -157,16 +158,25 @@ def test_a_trainer_rank_is_killed_while_a_checkpoint_is_written(home: Path) -> N
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_the_driver_is_told_to_stop(home: Path, how: signal.Signals) -> None:
-    """A batch system's SIGTERM and a person's Ctrl-C: no server, rank or Ray process stays behind."""
+    """A batch system's SIGTERM and a person's Ctrl-C: no server, rank or Ray process stays behind. Before SIGTERM's end
+    the run saves the step that it is at, whole: --resume would go on from there."""
     run_dir = home / f"stop-{how.name}"
     with started(run_dir) as process:
         in_mid_run(process, run_dir)
         family = descendants(process)
         process.send_signal(how)
-        _, said = process.communicate(timeout=90)
+        told, said = process.communicate(timeout=90)
         _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive, [p.cmdline() for p in alive]
     assert process.returncode == 128 + how, said[-3000:]
+    latest = load_latest(run_dir / "checkpoints")
+    if how == signal.SIGTERM:
+        assert latest is not None
+        rows = (run_dir / "metrics.jsonl").read_text().splitlines()
+        assert latest[1].step == json.loads(rows[-1])["step"] >= 2
+        assert f"stopped: SIGTERM: step {latest[1].step} is saved, --resume goes on from it" in told
+    else:
+        assert latest is None
     assert not (run_dir / ".complete.json").exists()
 
 

@@ -27,6 +27,8 @@ def test_a_position_is_of_all_that_is_there_and_what_comes_later_can_be_cut_off(
     cut_back(path, whole)
     second = AppendedFile(path)
     assert second.position == whole
+    second.write("four\n")
+    assert second.position.sha256 == hashlib.sha256("ä\ntwo\nfour\n".encode()).hexdigest()
     second.close()
     cut_back(path, early)
     assert path.read_text() == "ä\n"

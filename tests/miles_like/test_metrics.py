@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,6 +181,18 @@ def test_tensorboard_reads_back_what_was_written(tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("rollout/reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_tensorboard_shows_no_point_of_a_resumed_run_twice(tmp_path: Path) -> None:
+    """Killed before its first checkpoint it begins anew; killed after step 3, it goes on from the checkpoint of 1."""
+    for run, (first, steps) in enumerate(((0, (0, 1, 2)), (0, (0, 1, 2, 3)), (1, (2, 3, 4)))):
+        sink = TensorboardSink(tmp_path, first=first)
+        for step in steps:
+            sink.write(step, {"train/loss": float(run)})
+        sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2)]
 
 
 def test_console_writes_one_plain_line_a_step_and_a_table():

@@ -5,22 +5,28 @@ Not covered: what the stages do (tests/e2e), downloads, staging over several nod
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import io
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner, Result
 
-from miles_like import completion
+from miles_like import assemble, completion, run_state
+from miles_like.cli import app
 from miles_like.completion import file_sha256
 from miles_like.config import RunConfig
+from miles_like.config_io import dump_config
 from miles_like.hf_checkpoint import write_hf
 from miles_like.pipeline import STAGES, Mode, Output, Parts, Sizes, _as_left, plan_stages, run_stages
+from miles_like.stopping import StopRequest
 
 
 class Cluster:
@@ -197,3 +203,78 @@ def test_a_run_directory_in_use_is_refused(config: RunConfig, tmp_path: Path) ->
         with pytest.raises(ValueError, match=r"another command is running in .*/a: choose another --run-dir"):
             go(Cluster(), config, runs / "a")
     go(Cluster(), config, runs / "a")
+
+
+class Saving(Cluster):
+    """Training is a checkpoint a step, up to `steps`; then it is asked to stop, if it is to be `stopped`."""
+
+    steps, stopped = 3, False
+
+    def parts(self) -> Parts:
+        def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
+            checkpoints = run_dir / "checkpoints"
+            began = run_state.load_latest(checkpoints) if resume else None
+            first = began[1].step if began else 0
+            self.ran.append(f"train from {first}")
+            for n in range(first + 1, self.steps + 1):
+                run_state.empty_folder(checkpoints, n)
+                run_state.save(checkpoints, run_state.RunState(step=n, weight_version=n, tokens_total=n), keep=3)
+            if self.stopped:
+                stop = StopRequest()
+                stop.ask("SIGTERM", 143)
+                raise stop.stopped(self.steps)
+
+        return dataclasses.replace(super().parts(), train=train)
+
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def saving(monkeypatch: pytest.MonkeyPatch) -> Saving:
+    cluster = Saving()
+    monkeypatch.setattr(assemble, "pipeline_parts", lambda *_: cluster.parts())
+    return cluster
+
+
+@pytest.fixture
+def command(config: RunConfig, tmp_path: Path) -> Command:
+    """The command line, on the run directory `runs/a`."""
+    (tmp_path / "run.toml").write_text(dump_config(config))
+    how = ["train", str(tmp_path / "run.toml"), "--run-dir", str(tmp_path / "runs" / "a")]
+    return lambda *more: CliRunner().invoke(app, [*how, *more], env={"COLUMNS": "500"})
+
+
+def test_a_finished_run_goes_on_from_any_kept_step_and_from_no_other(
+    saving: Saving, command: Command, tmp_path: Path
+) -> None:
+    """A step that is not there is refused before anything is done, also by a dry run, with those that are."""
+    assert command().exit_code == 0
+    marker, latest = (tmp_path / "runs" / "a" / name for name in (".complete.json", "checkpoints/latest"))
+    for more in ((), ("--dry-run",)):
+        refused = command("--from-step", "9", *more)
+        assert refused.exit_code == 2
+        assert "--from-step 9: no checkpoint of that step is kept, there are 1, 2, 3" in refused.stderr
+    assert marker.exists() and latest.read_text() == "step_3\n"
+    assert command("--from-step", "1", "--fresh").exit_code == 2
+    assert command("--from-step", "1").exit_code == 0
+    assert marker.exists() and latest.read_text() == "step_3\n"
+    assert saving.ran == ["convert", "train from 0", "train from 1"]
+
+
+def test_the_option_that_a_damaged_checkpoint_is_told_with_works(
+    saving: Saving, command: Command, tmp_path: Path
+) -> None:
+    saving.stopped = True
+    ended = command()
+    assert ended.exit_code == 143, ended.output
+    assert "stopped: SIGTERM: step 3 is saved, --resume goes on from it" in ended.stdout and not ended.stderr
+    damaged = tmp_path / "runs" / "a" / "checkpoints" / "step_3" / "groups.safetensors"
+    damaged.unlink()
+    refused = command("--resume")
+    assert refused.exit_code == 2 and f"{damaged} is missing" in refused.stderr
+    option = refused.stderr.strip().rsplit("resume from it with ", 1)[1]
+    assert option == "--from-step 2"
+    saving.stopped = False
+    assert command(*option.split()).exit_code == 0
+    assert saving.ran == ["convert", "train from 0", "train from 2"]

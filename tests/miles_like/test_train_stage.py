@@ -19,12 +19,16 @@ from rich.console import Console
 from megatron_bridge.families.registry import family_of
 from miles_like.algorithms.bounds import Bounds
 from miles_like.algorithms.registry import make_algorithm
+from miles_like.appended_file import AppendedFile, positions
 from miles_like.config_io import load_config
+from miles_like.keep_policy import KeptBest
 from miles_like.placement import plan_placement
 from miles_like.reward_config import RewardConfig
 from miles_like.rewards.load import Rewards
+from miles_like.run_state import RunState, save
 from miles_like.tokenizer import load_tokenizer
 from miles_like.train_stage import TrainStage
+from miles_like.trainer_parts import LEDGER, METRICS
 from miles_like.types import VersionSpan
 from miles_like.verify.findings import Cause, Finding, Profile, Report, gap_of
 from miles_like.verify_live import Comparison
@@ -115,6 +119,47 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
     unchecked = stage("mismatch.check_prompts=0")
     asyncio.run(unchecked._verify(trainer, [], source))
     assert asked == [8]
+
+
+FILES = {METRICS: '{"step": %d}\n', LEDGER: '{"step":%d,"tickets":0}\n'}
+DAMAGES = {
+    "has 10 bytes": lambda path: path.write_bytes(path.read_bytes()[:10]),
+    "has other bytes": lambda path: path.write_text(path.read_text().replace("1", "7", 1)),
+    "is missing": lambda path: path.unlink(),
+}
+
+
+def left_at_step_1(run_dir: Path) -> TrainStage:
+    """A stage whose run was killed in step 3, with a checkpoint of step 1."""
+    made = stage()
+    made.run_dir, made.checkpoints = run_dir, run_dir / "checkpoints"
+    made.console, made.kept_best = Console(quiet=True), KeptBest(None)
+    files = {name: AppendedFile(run_dir / name) for name in FILES}
+    for step in (1, 2):
+        for name, file in files.items():
+            file.write(FILES[name] % step)
+        if step == 1:
+            config = made.config.model_dump(mode="json")
+            parts = {"config": config, "keep_best": made.kept_best.state(), "files": positions(files)}
+            save(made.checkpoints, RunState(step=1, weight_version=1, tokens_total=9, parts=parts), keep=1)
+    for file in files.values():
+        file.close()
+    return made
+
+
+@pytest.mark.parametrize("said", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_not_the_run_s_are_named_and_all_stays_as_it_is(tmp_path: Path, name: str, said: str) -> None:
+    """Cut back unseen, they would be the beginning of a file that no run ever wrote."""
+    made = left_at_step_1(tmp_path)
+    damaged = left_at_step_1(tmp_path / "damaged")
+    DAMAGES[said](damaged.run_dir / name)
+    before = {p: p.read_bytes() for p in damaged.run_dir.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError, match=rf"{name} {said}.*: resume from a checkpoint before it was changed, or use"):
+        damaged.resumed()
+    assert before == {p: p.read_bytes() for p in damaged.run_dir.rglob("*") if p.is_file()}
+    assert made.resumed() is not None
+    assert {name: (tmp_path / name).read_text() for name in FILES} == {name: row % 1 for name, row in FILES.items()}
 
 
 def test_routes_of_other_weights_are_refused_where_they_are_replayed_alone() -> None:
