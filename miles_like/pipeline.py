@@ -33,7 +33,7 @@ from miles_like.config import ModelConfig, RunConfig
 from miles_like.dequantize import dequantize_checkpoint, is_plain
 from miles_like.fetch import content, describe, fetch, not_hidden, source_inputs
 from miles_like.hf_checkpoint import HFCheckpoint
-from miles_like.run_state import go_back
+from miles_like.run_state import go_back, kept_steps
 from miles_like.served import store_served
 from miles_like.staging import Copy, StageFiles
 from miles_like.supervised_config import PAIRS
@@ -350,7 +350,8 @@ def _refuse_to_lose(run_dir: Path) -> None:
             f"{run_dir} holds a finished run of other inputs, or changed since: choose another --run-dir, "
             "--resume to train it on, or --fresh to replace it"
         )
-    if (run_dir / "checkpoints" / "latest").exists():
+    checkpoints = run_dir / "checkpoints"
+    if (checkpoints / "latest").exists() or kept_steps(checkpoints):  # the first may not have been named any more
         raise ValueError(
             f"{run_dir} holds an unfinished run with a checkpoint: --resume goes on from it, --fresh starts over"
         )

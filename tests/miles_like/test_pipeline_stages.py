@@ -111,14 +111,16 @@ def test_fresh_removes_the_run_that_was_there(config: RunConfig, tmp_path: Path)
     assert cluster.ran == ["convert", "train"] * 2 and not (run_dir / "rollouts").exists()
 
 
-def test_a_checkpoint_is_not_overwritten_unasked(config: RunConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", ["latest", "step_1/run_state.json"])
+def test_a_checkpoint_is_not_overwritten_unasked(config: RunConfig, tmp_path: Path, left: str) -> None:
+    """A run that was killed before it named its first checkpoint has one all the same."""
     run_dir, cluster = tmp_path / "runs" / "a", Cluster()
-    (run_dir / "checkpoints").mkdir(parents=True)
-    (run_dir / "checkpoints" / "latest").write_text("step_1\n")
+    (run_dir / "checkpoints" / "step_1").mkdir(parents=True)
+    (run_dir / "checkpoints" / left).write_text("step_1\n")
     with pytest.raises(ValueError, match="--resume goes on from it"):
         go(cluster, config, run_dir)
     go(cluster, config, run_dir, mode="resume")
-    assert cluster.ran == ["convert", "resume"] and (run_dir / "checkpoints" / "latest").exists()
+    assert cluster.ran == ["convert", "resume"] and (run_dir / "checkpoints" / left).exists()
 
 
 def test_a_subset_runs_alone_or_says_what_it_needs(config: RunConfig, tmp_path: Path) -> None:
