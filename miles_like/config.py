@@ -241,6 +241,11 @@ class RunConfig(Section):
         self.buffer.check(deterministic=self.alignment.deterministic)
         return self
 
+    @model_validator(mode="after")
+    def the_best_can_be_found(self) -> RunConfig:
+        self.checkpoint.check(sets=[s.name for s in self.eval_sets], eval_every=self.eval.every)
+        return self
+
     @property
     def in_lockstep(self) -> bool:
         return self.buffer.in_lockstep(deterministic=self.alignment.deterministic)

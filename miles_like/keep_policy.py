@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from miles_like.metrics import better
+from miles_like.metric_direction import better
 from miles_like.types import Json
 
 
@@ -13,12 +13,8 @@ class KeptBest:
     """A sink of the run's rows that compares those of steps that are saved."""
 
     def __init__(self, metric: str | None) -> None:
-        """Raises ValueError for a metric of which neither more nor less is better."""
-        if metric is not None and not better(metric):
-            raise ValueError(
-                f"checkpoint.keep_best = {metric!r}: of it neither larger nor smaller is better; name another of "
-                "docs/metrics.md, such as eval/heldout/avg@1, or remove it"
-            )
+        """metric: checkpoint.keep_best."""
+        assert metric is None or better(metric), "the configuration was checked"
         self._metric = metric
         self._row: tuple[int, Mapping[str, float]] = (-1, {})
         self._told = False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import Field
 
 from megatron_bridge.config import Section
+from miles_like.metric_direction import better
 
 
 class BufferConfig(Section):
@@ -65,3 +67,24 @@ class CheckpointConfig(Section):
     # after SIGTERM the run saves where it stands, if it comes to such a place in time, and ends; 0: it ends at once
     grace_s: float = Field(20.0, ge=0)
     deadline_s: float | None = Field(None, gt=0)  # from the start of the command: by then the run has saved and ended
+
+    def check(self, *, sets: Collection[str], eval_every: int) -> None:
+        """sets: the run's eval sets by name. Raises ValueError for a `keep_best` that would keep nothing."""
+        best, name = self.keep_best, (self.keep_best or "").removeprefix("eval/").partition("/")[0]
+        if best is None:
+            return
+        evaluated = best.startswith("eval/")
+        if evaluated and name not in sets:
+            there = f"the run's are {', '.join(sets)}" if sets else "the run has none: give data.eval"
+            raise ValueError(f"checkpoint.keep_best = {best!r}: there is no eval set {name!r}, {there}")
+        if not better(best):
+            raise ValueError(
+                f"checkpoint.keep_best = {best!r}: of it neither larger nor smaller is better; name another of "
+                "docs/metrics.md, such as eval/heldout/avg@1, or remove it"
+            )
+        for key, value in (("checkpoint.every", self.every), ("eval.every", eval_every if evaluated else None)):
+            if value == 0:
+                raise ValueError(
+                    f"checkpoint.keep_best = {best!r} does nothing with {key} = 0, which leaves the last step to "
+                    f"choose from: set {key}, or remove it"
+                )

@@ -14,41 +14,13 @@ from pathlib import Path
 
 from miles_like.types import Finish, Sample, SampleGroup
 
-# A metric's better direction, for "best" in tables; what is not here has none.
-HIGHER_IS_BETTER = (
-    "rollout/reward/mean",
-    "eval/",
-    "preference/accuracy",
-    "preference/margin",
-    "mismatch/ess",
-    "routing/",
-    "perf/tokens_per_s",
-    "perf/mfu",
-)
-LOWER_IS_BETTER = (
-    *("mismatch/", "perf/", "sync/seconds", "train/skipped"),
-    *("rollout/truncated_frac", "rollout/empty_frac", "rollout/zero_std_group_frac"),
-)
 # what two runs of the same bits measure differently
 TIMINGS = ("wall_s", "perf/", "sync/seconds")
-SIGNED = ("mismatch/k1", "mismatch/chi2")  # best at 0, and below it by chance
-SIZES = ("routing/bytes",)  # the smaller the better, though their section's figures are shares
 
 
 def is_timing(key: str) -> bool:
     """Whether a metric is of the clock, and not of what was computed."""
     return key.startswith(TIMINGS)
-
-
-def better(key: str) -> int:
-    """+1 when larger is better, -1 when smaller is, 0 when neither."""
-    if key.startswith(SIGNED):
-        return 0
-    if key.startswith(SIZES) or (key.startswith("eval/") and key.endswith(("/loss", "/unscored_frac"))):
-        return -1
-    if key.startswith(HIGHER_IS_BETTER):
-        return 1
-    return -1 if key.startswith(LOWER_IS_BETTER) else 0
 
 
 def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
 from miles_like.appended_file import AppendedFile
-from miles_like.metrics import better
+from miles_like.metric_direction import better
 from miles_like.protocols import MetricSink
 
 NON_FINITE = "nonfinite_count"

@@ -4,14 +4,17 @@ Whole runs: tests/laws/test_supervised_resume.py."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from miles_like.config_io import load_config
 from miles_like.driver_random import random_state, set_random_state
 from miles_like.keep_policy import KeptBest
 from miles_like.resume_differences import resume_differences
@@ -42,13 +45,31 @@ def test_the_best_follows_the_metrics_direction_and_is_known_after_a_resume(metr
     assert other.step is None
 
 
-def test_a_metric_that_is_not_there_is_said_once_and_one_without_direction_refused() -> None:
+def test_a_metric_that_is_not_there_is_said_once() -> None:
     best = KeptBest("eval/typo/avg@1")
     best.write(1, {"train/loss": 1.0})
     assert "the row of step 1 has no eval/typo/avg@1" in str(best.decide(1))
     assert best.decide(1) is None and best.step is None
-    with pytest.raises(ValueError, match="keep_best = 'wall_s'"):
-        KeptBest("wall_s")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["checkpoint.keep_best=wall_s"], "keep_best = 'wall_s': of it neither larger nor smaller is better"),
+        (["checkpoint.keep_best=eval/typo/avg@1"], "there is no eval set 'typo', the run's are heldout"),
+        (["checkpoint.keep_best=eval/"], "there is no eval set ''"),
+        (["checkpoint.keep_best=rollout/reward/mean", "checkpoint.every=0"], "does nothing with checkpoint.every = 0"),
+        (["checkpoint.keep_best=eval/heldout/avg@1", "eval.every=0"], "does nothing with eval.every = 0"),
+        (["checkpoint.keep_best=eval/heldout/avg@1"], None),
+        (["checkpoint.keep_best=rollout/reward/mean", "eval.every=0"], None),
+    ],
+)
+def test_a_best_that_cannot_be_found_is_refused_when_the_configuration_is_read(
+    settings: list[str], said: str | None
+) -> None:
+    tiny = Path(__file__).parents[2] / "configs" / "tiny.toml"
+    with contextlib.nullcontext() if said is None else pytest.raises(ValueError, match=said):
+        load_config(tiny, ["checkpoint.every=5", *settings])
 
 
 def config(**more: Any) -> dict[str, Any]:

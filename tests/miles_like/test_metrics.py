@@ -21,8 +21,8 @@ from made_samples import group, rewarded, sample
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from miles_like.metric_direction import better
 from miles_like.metrics import (
-    better,
     discards,
     eval_metrics,
     pass_at_k,
