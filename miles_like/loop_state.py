@@ -70,7 +70,7 @@ class LoopState:
         self.source.restore(parts["prompts"])
         self.ledger.restore(parts["ledger"])
         self.buffer.restore(parts["buffer"], _under(_READY, state.groups), self.source.find)
-        self.producer.restore(parts["producer"], version=state.weight_version)
+        self.producer.restore(parts["producer"], version=state.weight_version, find=self.source.find)
         self.kept.restore(_under(_PARTIAL, state.groups))
 
 

@@ -350,8 +350,7 @@ def _refuse_to_lose(run_dir: Path) -> None:
             f"{run_dir} holds a finished run of other inputs, or changed since: choose another --run-dir, "
             "--resume to train it on, or --fresh to replace it"
         )
-    checkpoints = run_dir / "checkpoints"
-    if (checkpoints / "latest").exists() or kept_steps(checkpoints):  # the first may not have been named any more
+    if kept_steps(there := run_dir / "checkpoints") or (there / "latest").exists():  # the first may have no name yet
         raise ValueError(
             f"{run_dir} holds an unfinished run with a checkpoint: --resume goes on from it, --fresh starts over"
         )

@@ -71,6 +71,7 @@ class Producer:
     _tried: int = 0  # groups sampled for it
     _left_out: Counter[str] = field(default_factory=Counter)  # of these
     _number: int = 0  # of the next wave
+    _held: list[Prompt] = field(default_factory=list)  # dealt, for the next wave
     _waves: dict[int, _Wave] = field(default_factory=dict)
     _tally: Tally = field(default_factory=Tally)  # since the last group that was kept
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -138,19 +139,37 @@ class Producer:
             await self._decided.wait()
 
     def _admitted(self) -> list[_Wave]:
-        """The next wave, if there is room for one."""
-        if not (n := self._may_admit()):
-            return []
-        prompts = self.next_prompts(n)
-        self.ended = len(prompts) < n
+        """The next waves, as long as there is room for one."""
+        waves = []
+        while (n := self._may_admit()) and (wave := self._admit(n)) is not None:
+            waves.append(wave)
+        return waves
+
+    def _admit(self, n: int) -> _Wave | None:
+        """Up to n prompts; None: there are no more."""
+        prompts = self._dealt(n)
         if not prompts:
             self._decided.set()
-            return []
+            return None
         tickets = {self.buffer.admit(p, version=self.version): p for p in prompts}
         wave = self._waves[self._number] = _Wave(number=self._number, tickets=tickets)
         self._number += 1
         self._tally.waves += 1
-        return [wave]
+        return wave
+
+    def _dealt(self, n: int) -> list[Prompt]:
+        """The next prompts, up to n or to where one comes again: seeds are made of wave and prompt, so in one wave it
+        would be answered twice alike."""
+        there = [*self._held, *self.next_prompts(max(n - len(self._held), 0))]
+        prompts, ids = list[Prompt](), set[str]()
+        for prompt in there[:n]:
+            if prompt.id in ids:
+                break
+            prompts.append(prompt)
+            ids.add(prompt.id)
+        self._held = there[len(prompts) :]
+        self.ended = len(prompts) < n and not self._held
+        return prompts
 
     def _may_admit(self) -> int:
         """Prompts that may be sampled now."""
@@ -240,12 +259,15 @@ class Producer:
             "tried": self._tried,
             "left_out": dict(self._left_out),
             "number": self._number,
+            "held": [p.id for p in self._held],
             "tally": self._tally.state(),
             "waves": [{"number": w.number, "tickets": list(w.tickets)} for w in self._waves.values()],
         }
 
-    def restore(self, state: Any, *, version: int) -> None:
-        """Into a new producer, after its buffer; what was in flight is sampled again, with the seeds that it had."""
+    def restore(self, state: Any, *, version: int, find: Callable[[str], Prompt]) -> None:
+        """Into a new producer, after its buffer; what was in flight is sampled again, with the seeds that it had.
+        find: a prompt by its id."""
+        self._held = [find(i) for i in state["held"]]
         self._step, self._kept, self._tried = state["step"], state["kept"], state["tried"]
         self._left_out, self._number = Counter(state["left_out"]), state["number"]
         self._tally, self.version = Tally.restored(state["tally"]), version

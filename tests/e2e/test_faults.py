@@ -86,7 +86,7 @@ def in_mid_run(process: subprocess.Popen[str], run_dir: Path) -> None:
 
 def ended(process: subprocess.Popen[str], family: list[psutil.Process]) -> str:
     """What it said on stderr; it must have ended by itself with status 2 and taken its processes along."""
-    _, said = process.communicate(timeout=90)
+    _, said = process.communicate(timeout=180)
     assert process.returncode == 2, said[-3000:]
     assert len(said.strip().splitlines()) == 1, said
     _, alive = psutil.wait_procs(family, timeout=20)

@@ -197,7 +197,7 @@ def test_a_producer_goes_on_where_it_was(lockstep: bool) -> None:
     second.next = first.next
     second.ledger.restore(ledger)
     second.buffer.restore(buffer, first.buffer.state()[1], second.prompt)
-    second.producer.restore(producer, version=1)
+    second.producer.restore(producer, version=1, find=second.prompt)
     seen: list[Taken] = []
 
     async def goes_on(source: Source) -> None:
@@ -219,6 +219,43 @@ def test_a_producer_goes_on_where_it_was(lockstep: bool) -> None:
         (w["number"], p) for w, p in zip(producer["waves"], in_flight, strict=True)
     ]
     assert second.asked[len(in_flight)][0] == producer["number"]
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_prompt_that_comes_again_is_of_another_wave(lockstep: bool) -> None:
+    """Three prompts, four groups a step, which two waves fill: in one the seeds of both its groups would be the same,
+    and so would be their samples. A producer that goes on in between has what it held back."""
+
+    class Few(Source):
+        def deal(self, n: int) -> list[Prompt]:
+            self.next += n
+            return [self.prompt(str(i % 3)) for i in range(self.next - n, self.next)]
+
+    async def steps(source: Source) -> list[str]:
+        ids = []
+        for version in range(3):
+            taken = await source.step(version)
+            ids += [t.group.prompt.id for t in taken]
+            if lockstep:
+                await source.producer.settle()
+            source.producer.published(version + 1)
+        return ids
+
+    few = Few(lambda i: [0.0, 1.0], groups=4, k=1, lockstep=lockstep)
+    assert few.run(steps) == [str(i % 3) for i in range(12)]
+    assert all(len(ids) == len(set(ids)) for _, ids in few.asked) and [w for w, _ in few.asked] == list(
+        range(len(few.asked))
+    )
+    assert [i for _, ids in few.asked for i in ids][:12] == [str(i % 3) for i in range(12)]
+    cut = Few(lambda i: [0.0, 1.0], groups=4, lockstep=lockstep)
+    (wave,) = cut.producer._admitted()
+    state = json.loads(json.dumps(cut.producer.state()))
+    assert list(wave.tickets.values()) == [cut.prompt(i) for i in "012"] and state["held"] == ["0"]
+    later = Few(lambda i: [0.0, 1.0], groups=4, lockstep=lockstep)
+    later.next = cut.next
+    later.producer.restore(state | {"waves": []}, version=0, find=later.prompt)
+    (wave,) = later.producer._admitted()
+    assert [p.id for p in wave.tickets.values()] == ["0", "1", "2"]
 
 
 def test_a_tally_is_saved_whole() -> None:
