@@ -44,12 +44,10 @@ GOALS = {"ended_early_max": 0}
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    preset: str
-    seed: int
+    """One run."""
 
-    @property
-    def name(self) -> str:
-        return f"{self.preset}-{self.seed}"
+    name: str
+    settings: tuple[str, ...]  # over those of configs/tiny.toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +57,9 @@ class Study:
     more: tuple[str, ...] = ()  # settings, of the checkpoint too
 
     def configured(self, task: Task) -> RunConfig:
-        own = (f"algorithm.name={task.preset}", f"seed={task.seed}", f"train.steps={self.steps}")
         every = f"eval.every={max(1, self.steps // EVALUATIONS)}"
-        return load_config(ROOT / "configs" / "tiny.toml", [*SETTINGS, *own, every, *self.more])
+        settings = [*task.settings, f"train.steps={self.steps}", every, *self.more]
+        return load_config(ROOT / "configs" / "tiny.toml", settings)
 
     def run(self, task: Task) -> dict[str, Any]:
         """The task's figures; `ended` is None, or the sentence with which it ended early."""
@@ -110,7 +108,10 @@ def figures(path: Path) -> dict[str, Any]:
         "tokens": tokens,
         "grad_norm_median": statistics.median(norms) if norms else None,
         "grad_norm_max": max(norms, default=None),
-        "kl_max": max(_of(rows, "mismatch/kl"), default=None),
+        "kl_max": max(kls := _of(rows, "mismatch/kl"), default=None),
+        "kl_mean": statistics.fmean(kls) if kls else None,
+        "staleness_mean": statistics.fmean(_of(rows, "async/staleness/mean") or [0.0]),
+        "staleness_max": max(_of(rows, "async/staleness/max"), default=0.0),
         "clip_frac": statistics.fmean(clipped) if clipped else None,
         "skipped": sum(_of(rows, "train/skipped")),
         "reward_last": (_of(rows, "rollout/reward/mean") or [None])[-1],
@@ -214,9 +215,13 @@ def main() -> None:
         out.unlink(missing_ok=True)
         study = Study(home=out.parent / "quick", steps=2, more=("model.make.max_steps=0",))
     out.parent.mkdir(parents=True, exist_ok=True)
-    tasks = [Task(preset, seed) for seed in range(seeds) for preset in presets]
+    tasks = [
+        Task(f"{preset}-{seed}", (*SETTINGS, f"algorithm.name={preset}", f"seed={seed}"))
+        for seed in range(seeds)
+        for preset in presets
+    ]
     done = run_all(study, tasks, out, sorted(os.sched_getaffinity(0)))
-    found = {preset: [done[Task(preset, seed).name] for seed in range(seeds)] for preset in presets}
+    found = {preset: [done[f"{preset}-{seed}"] for seed in range(seeds)] for preset in presets}
     told = write_study(found, out, ROOT / "docs" if given.docs else None)
     early = sum(run["ended"] is not None for runs in found.values() for run in runs)
     told["ended_early"] = early

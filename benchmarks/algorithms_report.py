@@ -53,17 +53,21 @@ def write_study(found: Mapping[str, Runs], out: Path, docs: Path | None) -> dict
     if docs is not None:
         _into(docs / "images", found)
         _tell(docs / "algorithms.md", table)
-    return {f"accuracy_{preset}": _mean([_last(run) for run in runs]) for preset, runs in found.items()}
+    return {f"accuracy_{preset}": mean([last(run) for run in runs]) for preset, runs in found.items()}
 
 
 def _tell(page: Path, table: str) -> None:
-    """Puts table and pictures into the page's study, which it is given where it has none."""
-    text = page.read_text()
-    if BEGIN not in text:
-        text = text.rstrip("\n") + "\n" + SECTION
     images = "\n\n".join(f"![{what}](images/algorithms_{name}.png)" for name, what in IMAGES.items())
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    page.write_text(f"{before}\n\n{table}\n\n{images}\n\n{after}")
+    put_into(page, SECTION, BEGIN, END, f"{table}\n\n{images}")
+
+
+def put_into(page: Path, section: str, begin: str, end: str, text: str) -> None:
+    """Replaces what stands between two lines of a page's section, which it is given where it has none."""
+    now = page.read_text()
+    if begin not in now:
+        now = now.rstrip("\n") + "\n" + section
+    before, after = now[: now.index(begin) + len(begin)], now[now.index(end) :]
+    page.write_text(f"{before}\n\n{text}\n\n{after}")
 
 
 def _sentences(found: Mapping[str, Runs]) -> dict[str, str]:
@@ -75,16 +79,16 @@ def _sentences(found: Mapping[str, Runs]) -> dict[str, str]:
     return {p: row.group(1) for p, row in rows.items() if row is not None}
 
 
-def _last(run: Mapping[str, Any]) -> float | None:
+def last(run: Mapping[str, Any]) -> float | None:
     return run["accuracy"][-1][2] if run["accuracy"] else None
 
 
-def _mean(values: Sequence[float | None]) -> float:
+def mean(values: Sequence[float | None]) -> float:
     there = [v for v in values if v is not None]
     return statistics.fmean(there) if there else float("nan")
 
 
-def _spread(values: Sequence[float | None], form: str) -> str:
+def spread(values: Sequence[float | None], form: str) -> str:
     """Mean +- standard deviation over seeds."""
     there = [v for v in values if v is not None]
     if not there:
@@ -102,13 +106,13 @@ def _row(preset: str, sentence: str, runs: Runs) -> list[str]:
     return [
         f"`{preset}`",
         sentence,
-        _spread([r["accuracy"][0][2] if r["accuracy"] else None for r in runs[:1]], ".3f"),
-        _spread([_last(r) for r in runs], ".3f") + (f" ({early} of {len(runs)} ended early)" if early else ""),
-        f"{_mean([r['tokens'] for r in runs]) / 1000:,.0f} k",
+        spread([r["accuracy"][0][2] if r["accuracy"] else None for r in runs[:1]], ".3f"),
+        spread([last(r) for r in runs], ".3f") + (f" ({early} of {len(runs)} ended early)" if early else ""),
+        f"{mean([r['tokens'] for r in runs]) / 1000:,.0f} k",
         f"{max(norms, default=float('nan')):.1f}",
-        _spread([r["entropy"][-1][2] if r["entropy"] else None for r in runs], ".2f"),
+        spread([r["entropy"][-1][2] if r["entropy"] else None for r in runs], ".2f"),
         largest("kl_max", ".1e"),
-        f"{_mean([r['clip_frac'] for r in runs]):.1%}" if any(r["clip_frac"] is not None for r in runs) else "",
+        f"{mean([r['clip_frac'] for r in runs]):.1%}" if any(r["clip_frac"] is not None for r in runs) else "",
         f"{sum(r['skipped'] for r in runs):.0f}",
     ]
 
@@ -152,4 +156,4 @@ def _small_multiples(found: Mapping[str, Runs], key: str, title: str, path: Path
 def _mean_curve(runs: Runs, key: str) -> tuple[list[float], list[float]]:
     """Over the points that every run has."""
     points = list(zip(*(run[key] for run in runs), strict=False))
-    return [_mean([p[1] / 1000 for p in at]) for at in points], [_mean([p[2] for p in at]) for at in points]
+    return [mean([p[1] / 1000 for p in at]) for at in points], [mean([p[2] for p in at]) for at in points]
