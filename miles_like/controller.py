@@ -153,11 +153,9 @@ class Controller:
         return _Boundary(boundary.step, await self.snapshot(boundary.step, True))
 
     async def _save(self, boundary: _Boundary) -> _Boundary:
-        began = time.perf_counter()
         self.phase(boundary.step, "save")
         assert boundary.state is not None, "a step was done"
         await self.save(boundary.step, boundary.state)
-        self.deadline.note(save_s=time.perf_counter() - began)
         return boundary
 
     def _account(self, done: int, taken: Sequence[Taken]) -> None:

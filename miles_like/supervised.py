@@ -99,9 +99,7 @@ class SupervisedLoop:
             ends = last or self.stop.asked  # looked at once: what is asked from here on is for the next step
             if ends or (self.save_every and done % self.save_every == 0):
                 self.phase(step, "save")
-                saving = time.perf_counter()
                 await self.save(done)
-                self.deadline.note(save_s=time.perf_counter() - saving)
             await self.finish_save(ends)
             if ends:
                 return done

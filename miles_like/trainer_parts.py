@@ -5,6 +5,7 @@ Everything is made on demand; nothing runs before it is asked for.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ class TrainerParts:
         self.kept_best = KeptBest(config.checkpoint.keep_best)
         self.saved: int | None = None  # step of the last whole checkpoint
         self._saving: RunState | None = None  # of a checkpoint that is not whole yet
+        self._saving_since = 0.0  # by time.perf_counter
         self.files: dict[str, AppendedFile] = {}  # of the run directory, by name: cut back where a run resumes
 
     def _spec(self) -> QuantSpec | None:
@@ -138,6 +140,7 @@ class TrainerParts:
         """A checkpoint after `step`, where `parts` stood so and `groups` were not trained yet; it may still be under
         way when this returns."""
         await self.finish_save(trainer, True)
+        self._saving_since = time.perf_counter()
         folder = run_state.empty_folder(self.checkpoints, step)
         for name, ranks in self.trained(trainer).items():
             await ranks.save(folder / name, asynchronous=self.config.checkpoint.asynchronous)
@@ -156,13 +159,15 @@ class TrainerParts:
         await self.finish_save(trainer, not self.config.checkpoint.asynchronous)
 
     async def finish_save(self, trainer: RayTrainer, wait: bool) -> None:
-        """`latest` moves on when every rank has written; the state is the one of the step that was saved."""
+        """`latest` moves on when every rank has written; the state is the one of the step that was saved. The deadline
+        is told how long it took, from its beginning to here."""
         if self._saving is None:
             return
         if all([await ranks.finish_save(wait=wait) for ranks in self.trained(trainer).values()]):
             c = self.config.checkpoint
             run_state.save(self.checkpoints, self._saving, keep=c.keep, every=c.keep_every, best=self.kept_best.step)
             self.saved, self._saving = self._saving.step, None
+            self.deadline.note(save_s=time.perf_counter() - self._saving_since)
 
     def resumed(self) -> tuple[Path, RunState] | None:
         """The latest checkpoint, where this configuration may go on from it. Half-written ones are removed, and what

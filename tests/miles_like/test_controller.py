@@ -255,6 +255,14 @@ def test_asked_to_stop_while_it_waits_the_loop_saves_the_last_boundary() -> None
     assert [step for step, _ in world.rows] == [0, 1, 2, 3]
 
 
+def test_asked_to_stop_while_a_checkpoint_is_written_the_loop_waits_for_it() -> None:
+    """It is the one that the sentence names."""
+    world = World(stop_at=2)
+    with pytest.raises(Stopped, match="enough: step 2 is saved"):
+        world.run(9, save_every=2)
+    assert world.log[-3:] == ["save 2", "rollout 2 with 2", "saved 2"]
+
+
 def test_asked_to_stop_in_a_step_the_loop_ends_it_and_saves() -> None:
     world = World()
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -160,6 +160,38 @@ def test_files_that_are_not_the_run_s_are_named_and_all_stays_as_it_is(tmp_path:
     assert before == {p: p.read_bytes() for p in damaged.run_dir.rglob("*") if p.is_file()}
     assert made.resumed() is not None
     assert {name: (tmp_path / name).read_text() for name in FILES} == {name: row % 1 for name, row in FILES.items()}
+
+
+def test_the_deadline_knows_how_long_an_asynchronous_save_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its beginning until `latest` names it: to begin it costs next to nothing."""
+    made = left_at_step_1(tmp_path)
+    made.config = load_config(TINY, ["checkpoint.asynchronous=true", "checkpoint.deadline_s=100"])
+    made.files, made.tokens_total, made._saving, noted = {}, 9, None, list[float]()
+    clock, written = [10.0], [False]
+    monkeypatch.setattr("miles_like.trainer_parts.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    async def save(folder: Path, *, asynchronous: bool) -> None:
+        assert asynchronous
+        folder.mkdir(parents=True)
+        clock[0] += 1.0
+
+    async def finish_save(*, wait: bool) -> bool:
+        return written[0] or wait
+
+    trainer: Any = SimpleNamespace(save=save, finish_save=finish_save)
+    made.deadline = cast(Any, SimpleNamespace(note=lambda save_s: noted.append(save_s)))
+
+    async def saves() -> None:
+        await made.save(trainer, 2, {})
+        clock[0] += 20.0
+        await made.finish_save(trainer, False)
+        assert not noted and (tmp_path / "checkpoints" / "latest").read_text() == "step_1\n"
+        clock[0] += 20.0
+        written[0] = True
+        await made.finish_save(trainer, False)
+        assert noted == [41.0] and (tmp_path / "checkpoints" / "latest").read_text() == "step_2\n"
+
+    asyncio.run(saves())
 
 
 def test_routes_of_other_weights_are_refused_where_they_are_replayed_alone() -> None:
