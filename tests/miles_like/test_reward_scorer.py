@@ -184,8 +184,8 @@ def test_what_never_returns_costs_its_samples_and_nothing_else(
 
     functions = {"sync": sync, "async": waits, "takes no end": stubborn}
     function = functions.get(how, lambda a, b: waits(a, b))
-    reward = patient(function, unit=unit.value, style="own", timeout_s=0.05, retries=0)
-    gone, score = Unscored(reason="no reward within 0.05 s"), Score(value=1.0)
+    reward = patient(function, unit=unit.value, style="own", timeout_s=0.3, retries=0)
+    gone, score = Unscored(reason="no reward within 0.3 s"), Score(value=1.0)
     lost = {Unit.SAMPLE: [score, gone, score, score], Unit.GROUP: [gone, gone, score, score], Unit.BATCH: [gone] * 4}
     assert asked(reward, prompts=("p", "q")) == lost[unit]
     assert (left > 0) == (how == "takes no end")
