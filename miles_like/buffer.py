@@ -150,6 +150,11 @@ class DataBuffer:
                     return [self._leave(ticket) for ticket in chosen]
                 await self._changed.wait()
 
+    def enough(self, n: int, *, version: int) -> bool:
+        """Whether `take` need not wait."""
+        self._age(version)
+        return self._choice(n, version) is not None
+
     def trained(self) -> None:
         """The step of the groups that were taken is over, and its weights are published."""
         self._training = 0

@@ -139,7 +139,8 @@ class Controller:
             await asyncio.wait({taking, stopping, producer}, return_when=asyncio.FIRST_COMPLETED)
             if producer.done():
                 producer.result()
-                await asyncio.wait({taking, stopping}, timeout=0.1)  # what is ready is all that there will be
+                if not taking.done() and self.buffer.enough(self.producer.groups, version=step):
+                    await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)  # it is being given out
             return taking.result() if taking.done() else None
         finally:
             taking.cancel()

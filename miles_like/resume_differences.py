@@ -33,7 +33,7 @@ SILENT = (
     "rollout.embedded.max_total_tokens",
     "rollout.sglang.*",
 )
-# what is saved is of these: another prompt order, other weights, groups of another size
+# what is saved is of these: another prompt order, other weights, groups of another size or under another bound
 REFUSED = (
     "seed",
     "model.*",
@@ -44,6 +44,9 @@ REFUSED = (
     "train.groups_per_step",
     "train.samples_per_group",
     "train.steps_per_rollout",
+    "buffer.max_staleness",
+    "buffer.lockstep",
+    "buffer.old_tokens",
 )
 
 

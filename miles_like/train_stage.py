@@ -36,7 +36,7 @@ from miles_like.run_teachers import RunTeachers
 from miles_like.stale_tokens import mask_old
 from miles_like.stopping import run_to_end
 from miles_like.trainer_parts import LEDGER
-from miles_like.types import Prompt, SampleGroup, TrainBatch
+from miles_like.types import Prompt, SampleGroup, TrainBatch, Unit
 from miles_like.verify.allowance import of_steps
 from miles_like.verify.gate import admit, judge
 from miles_like.workers import RayTrainer, check_nodes
@@ -59,6 +59,7 @@ class TrainStage(RunParts):
     def run(self, resume: bool) -> None:
         check_nodes(self.plan)
         rewards, data = Rewards(self.config.reward), self.config.data
+        self.over_sampling_ends_early(rewards(None))
         compared_by = rewards(None).compares
         source = PromptSource(data, self.tokenizer, seed=self.config.seed, compared_by=compared_by)
         held = held_out(self.config.eval_sets, data, self.tokenizer, rewards)
@@ -131,7 +132,7 @@ class TrainStage(RunParts):
             settle()
             try:
                 await controller.run(first=first, steps=config.train.steps, resumed=began is not None)
-                if controller.producer.ended:
+                if controller.producer.ended and (self.saved or 0) < config.train.steps:
                     self.console.print(f"{'':12}the prompts have ended: data.epochs = {config.data.epochs}")
             finally:
                 self.deadline.close()
@@ -215,6 +216,16 @@ class TrainStage(RunParts):
             max_rounds=c.rollout.max_rounds,
         )
         return LoopState(source=source, buffer=buffer, producer=producer, ledger=ledger, kept=self.kept)
+
+    def over_sampling_ends_early(self, reward: RewardFn) -> None:
+        """Raises ValueError where it was to, and no group ends before the last."""
+        c = self.config
+        if reward.unit is Unit.BATCH and c.groups_end_by_themselves and not c.under_way_at_publication:
+            raise ValueError(
+                f"buffer.over_sampling = {c.buffer.over_sampling:g} is to end a step before its slowest prompts, but "
+                "the reward is given all samples at once and waits for them: remove it, set buffer.lockstep = true, or "
+                "set reward.unit to less"
+            )
 
     async def _verify(self, trainer: RayTrainer, clients: Sequence[SGLangClient], source: PromptSource) -> None:
         """Raises ValueError where both sides differ by more than the precision explains, naming the cause."""

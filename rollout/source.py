@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -97,8 +98,8 @@ class Source:
         if (state["rows"], state["sha256"]) != (here["rows"], here["sha256"]):
             raise ValueError(
                 f"{self.path} gives {here['rows']} prompts now and gave {state['rows']} when the checkpoint was made, "
-                "and they are not the same in id, tokens and answer: give the run the file, columns, template and "
-                "tokenizer that it had, or start a new one"
+                "and they are not the same in id, tokens, answer, source and other columns: give the run the file, "
+                "columns, template and tokenizer that it had, or start a new one"
             )
         if not (state["epoch"] >= 0 and 0 <= state["position"] < state["rows"] and state["dealt"] >= 0):
             raise ValueError(f"{self.path}: its saved position is damaged: {dict(state)!r}")
@@ -110,10 +111,10 @@ class Source:
 
     @functools.cached_property
     def _sha256(self) -> str:
-        """Of every prompt's id, answer and token ids, in the order of the file."""
+        """Of all that a prompt is, in the order of the file: rewards read its other columns too."""
         out = hashlib.sha256()
         for p in self.prompts:
-            out.update(repr((p.id, p.answer, p.token_ids)).encode())
+            out.update(repr((p.id, p.answer, p.token_ids, p.source, json.dumps(p.meta, sort_keys=True))).encode())
         return out.hexdigest()
 
 

@@ -327,10 +327,8 @@ def test_what_a_full_step_gave_up_is_aborted_before_anybody_is_examined() -> Non
         world.log.append("aborted")
 
     world.run(2, eval_every=1, producer={"over_sampling": 0.5, "abort": abort})
-    assert [e.split()[0] for e in world.log if e[:4] not in ("roll", "save")] == [
-        "eval",
-        *("train", "aborted", "eval") * 2,
-    ]
+    seen = [e.split()[0] for e in world.log if e.startswith(("eval", "aborted"))]
+    assert seen == ["eval", *("aborted", "eval") * 2]
 
 
 def test_a_rollout_that_dies_ends_the_run_with_its_own_sentence() -> None:

@@ -88,6 +88,9 @@ def test_what_may_change_on_resume() -> None:
         resume_differences(config(), config(train={"steps": 4, "groups_per_step": 4}))
     with pytest.raises(ValueError, match=r"seed was 1 when the checkpoint was saved and is 2 now"):
         resume_differences(config(), config(seed=2, optimizer={"lr": 9}))
+    before, after = config(buffer={"max_staleness": 2}), config(buffer={"max_staleness": 0})
+    with pytest.raises(ValueError, match=r"buffer.max_staleness was 2 .* is 0 now"):  # who is under way would be stale
+        resume_differences(before, after)
 
 
 def test_the_drivers_generators_come_back_through_json() -> None:

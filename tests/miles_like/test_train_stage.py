@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,14 +25,16 @@ from miles_like.config_io import load_config
 from miles_like.keep_policy import KeptBest
 from miles_like.placement import plan_placement
 from miles_like.reward_config import RewardConfig
-from miles_like.rewards.load import Rewards
+from miles_like.rewards.load import Rewards, scored_by
 from miles_like.run_state import RunState, save
 from miles_like.tokenizer import load_tokenizer
 from miles_like.train_stage import TrainStage
 from miles_like.trainer_parts import LEDGER, METRICS
-from miles_like.types import VersionSpan
+from miles_like.types import Prompt, SampleGroup, SamplingParams, Unit, VersionSpan
 from miles_like.verify.findings import Cause, Finding, Profile, Report, gap_of
 from miles_like.verify_live import Comparison
+from rollout.kept import Kept
+from rollout.unaborted import Around
 from tests.miles_like.made_samples import group, sample
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.toml"
@@ -218,3 +221,32 @@ def test_routes_are_asked_for_where_servers_keep_them_and_by_nobody_who_trains_o
     assert [recipe.routed_experts for _, recipe in launched] == [kept] * len(launched) and launched
     for routing in (True, False):
         assert (made.client("http://x", routing=routing)._reader.routing is not None) == (kept and routing)
+
+
+def test_a_group_that_is_handed_on_is_not_held_for_a_checkpoint_any_more() -> None:
+    """It would be in it twice, and a run that resumes would keep the one that nobody asks for."""
+
+    class Engine(Around):
+        async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
+            return [replace(group([sample(p.id, i) for i in range(n)]), prompt=p) for p in prompts]
+
+    made = stage("train.samples_per_group=2")
+    made.tokenizer = load_tokenizer(TINY.with_name("tiny"))
+    made.resumes = 3
+    made.kept = Kept(Engine.__new__(Engine))
+    prompts = [Prompt(id=name, token_ids=(1,), answer="1") for name in "pqr"]
+
+    async def held() -> list[int]:
+        groups = made._rollout(made.kept, scored_by(lambda prompt, sample: 0.0), 0, prompts)
+        return [len(made.kept.state()) async for _ in groups]
+
+    assert asyncio.run(held()) == [2, 1, 0]
+
+
+def test_groups_that_end_together_are_not_over_sampled_to_end_early() -> None:
+    """All would be waited for all the same."""
+    made = stage("buffer.over_sampling=0.5", "alignment.deterministic=false")
+    reward = scored_by(lambda prompt, sample: 0.0)
+    made.over_sampling_ends_early(reward)
+    with pytest.raises(ValueError, match=r"buffer.over_sampling = 0.5 .* all samples at once"):
+        made.over_sampling_ends_early(replace(reward, unit=Unit.BATCH))

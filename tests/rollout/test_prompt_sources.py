@@ -178,6 +178,7 @@ def test_a_file_that_changed_since_the_checkpoint_is_named(folder: Path, tmp_pat
         ([*rows, {"id": "r4", "prompt": "4+1=", "answer": "5"}], 5),
         ([{**rows[0], "prompt": "0+2="}, *rows[1:]], 4),
         ([{**rows[0], "answer": "7"}, *rows[1:]], 4),
+        ([{**rows[0], "tests": "what a reward reads"}, *rows[1:]], 4),
         (rows[::-1], 4),
     ):
         write(tmp_path / "rows.jsonl", changed)
