@@ -1,5 +1,8 @@
 """A run on given answers that is stopped and resumed is the run that never stopped, bit for bit.
 
+One ends with its steps and gets more of them; the others are told to stop by SIGTERM, in the middle of a step after
+which nothing would have been saved.
+
 Where dealing stands, the optimizer, the reference of DPO and what was counted must all come back, or a resumed run
 trains on other examples, or measures from other weights, and nobody sees it. The stage itself runs here, on one rank in
 its process. Not covered: Ray and several ranks (tests/e2e), a kill in the middle of a save (test_faults).
@@ -7,10 +10,13 @@ its process. Not covered: Ray and several ranks (tests/e2e), a kill in the middl
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
+import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +28,7 @@ from rich.console import Console
 from megatron_bridge.checkpoint_sums import DamagedFileError, verify_sums
 from miles_like import run_state
 from miles_like.checkpoint_files import SMALL as SMALL_FILE
+from miles_like.stopping import Stopped
 from miles_like.types import StepReport, TrainBatch
 from tests.spawn import free_port, run_ranks
 
@@ -38,11 +45,14 @@ TIMES = ("perf/", "wall_s")
 class Alone:
     """A `Trainer` of one rank in this process."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.rank, self.version = trainer, 0
+    def __init__(self, trainer: Any, sigterm_in: int | None) -> None:
+        self.rank, self.version, self.sigterm_in = trainer, 0, sigterm_in
 
     async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
         self.version += 1
+        if self.version == self.sigterm_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.01)  # as long as ranks that are other processes take at least
         return self.rank.train([b.grid[0] for b in batches], [b.loss_tokens for b in batches], self.version)
 
     async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
@@ -78,7 +88,9 @@ def _checkpoint(where: Path) -> None:
     to_megatron(where / "hf", where / "megatron")
 
 
-def _stage(name: str, where: Path, run_dir: Path, *settings: str, resume: bool = False) -> dict[str, Any]:
+def _stage(
+    name: str, where: Path, run_dir: Path, *settings: str, resume: bool = False, sigterm_in: int | None = None
+) -> dict[str, Any]:
     """One run of the stage: the weights it ends with."""
     from miles_like import supervised_stage
     from miles_like.config_io import load_config
@@ -91,7 +103,7 @@ def _stage(name: str, where: Path, run_dir: Path, *settings: str, resume: bool =
     class OneRank(supervised_stage.SupervisedStage):
         def started(self, loss: Any) -> Any:
             factory = MegatronFactory(self.trainer, self.weights, loss)
-            made.append(Alone(factory(0, 1, "127.0.0.1", free_port())))
+            made.append(Alone(factory(0, 1, "127.0.0.1", free_port()), sigterm_in))
             return made[0]
 
     supervised_stage.check_nodes = lambda plan: None
@@ -106,7 +118,14 @@ def _runs(rank: int, world: int, port: int, where: Path) -> dict[str, Any]:
     for name in NAMES:
         whole, cut = where / f"{name}-whole", where / f"{name}-cut"
         want = _stage(name, where, whole, f"train.steps={STEPS}")
-        _stage(name, where, cut, "train.steps=2")
+        stopped = None
+        if name == "sft":
+            _stage(name, where, cut, "train.steps=2")
+        else:
+            try:
+                _stage(name, where, cut, f"train.steps={STEPS}", sigterm_in=3)
+            except Stopped as e:
+                stopped = (e.status, str(e))
         got = _stage(name, where, cut, f"train.steps={STEPS}", resume=True)
         same = got.keys() == want.keys() and all(bool((got[k] == want[k]).all()) for k in want)
         states = [
@@ -116,7 +135,7 @@ def _runs(rank: int, world: int, port: int, where: Path) -> dict[str, Any]:
             # torch's archives and times are not the same bytes twice; the configurations differ in where they are saved
             del state["files"], state["sum"], state["parts"]["files"], state["parts"]["config"]
         out["where"] = where
-        out[name] = {"weights": same, "states": states, "rows": [_rows(d) for d in (whole, cut)]}
+        out[name] = {"stopped": stopped, "weights": same, "states": states, "rows": [_rows(d) for d in (whole, cut)]}
     return out
 
 
@@ -135,6 +154,8 @@ def test_a_resumed_run_is_the_one_that_never_stopped(found: dict[str, Any], name
     """Weights, the run's state with the driver's generators, and every figure of every step but its times."""
     got = found[name]
     whole, cut = got["rows"]
+    said = (143, "SIGTERM: step 3 is saved, --resume goes on from it")
+    assert got["stopped"] == (None if name == "sft" else said)
     assert got["weights"] and got["states"][0] == got["states"][1]
     assert [row["step"] for row in cut] == [0, 1, 2, 3, 4]
     assert cut == whole
