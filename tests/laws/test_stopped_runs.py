@@ -1,0 +1,93 @@
+"""Law: a run that SIGTERM or its deadline has ended, and that is resumed, is the run that was never stopped, byte for
+byte.
+
+Whoever shares a machine is stopped often. A run saves where it stands: the boundary before the step that waits for its
+samples, or the one after the step that is trained or published. Neither may lose or repeat anything, in lockstep as in
+a synchronous run; the status says which of the two ended it.
+
+The real loop, server and Megatron rank on plain processes (tests/local_run.py); SIGTERM is sent by the run to itself,
+as it comes to the place. Not covered: free runs (test_free_runs.py), what does not end within
+grace_s (tests/miles_like/test_stopping.py), Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forked import tail
+from tests.local_run import Runs, drive, untimed
+
+SETTINGS = ("train.steps=6", "checkpoint.every=0", "eval.every=0")
+# phase, the step it is of, the steps one of which is then saved: samples may come before the signal does
+PLACES = (("rollout", 1, (1, 2)), ("train", 3, (4,)), ("publish", 4, (5,)))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with Runs(tmp_path_factory.mktemp("stopped")) as started:
+        yield started
+
+
+def stopped(run_dir: Path, home: Path, settings: Sequence[str], phase: str, step: int) -> int:
+    """A driver that gets SIGTERM when it comes to the phase, in the middle of what is awaited there."""
+    from miles_like import train_stage
+
+    class Watched(train_stage.Controller):
+        async def run(self, **how: Any) -> None:
+            told = self.phase
+
+            def watched(at: int, name: str) -> None:
+                told(at, name)
+                if (name, at) == (phase, step):
+                    asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), signal.SIGTERM)
+
+            self.phase = watched
+            await super().run(**how)
+
+    train_stage.Controller = Watched  # type: ignore[misc]
+    return status(run_dir, home, settings)
+
+
+def late(run_dir: Path, home: Path, settings: Sequence[str], seconds: float) -> int:
+    """A driver whose deadline is in so many seconds: it was forked from a process that began long before."""
+    from miles_like.stopping import command_began
+
+    return status(run_dir, home, [*settings, f"checkpoint.deadline_s={time.time() - command_began() + seconds}"])
+
+
+def status(run_dir: Path, home: Path, settings: Sequence[str]) -> int:
+    from miles_like.stopping import Stopped
+
+    try:
+        return drive(run_dir, home, settings, None)
+    except Stopped as e:
+        print(e, flush=True)
+        return e.status
+
+
+def latest(run_dir: Path) -> int:
+    return int((run_dir / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(runs: Runs, staleness: int) -> None:
+    where, settings = runs.home / str(staleness), (*SETTINGS, f"buffer.max_staleness={staleness}")
+    whole, cut, log = where / "whole", where / "cut", where / "cut" / "driver.log"
+    assert runs.run(whole, settings) == 0, tail(whole / "driver.log")
+    for phase, step, saved in PLACES:
+        assert runs.call(log, stopped, cut, runs.home, settings, phase, step) == 128 + signal.SIGTERM, tail(log)
+        assert (before := latest(cut)) in saved, phase
+        if phase == "rollout":  # the deadline is there when the next step is done
+            assert runs.call(log, late, cut, runs.home, settings, 0.0) == os.EX_TEMPFAIL, tail(log)
+            assert latest(cut) == before + 1
+    assert runs.run(cut, settings) == 0, tail(log)
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        assert untimed(cut / name) == untimed(whole / name), name
