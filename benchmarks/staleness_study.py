@@ -30,8 +30,16 @@ SETTINGS = (
 )
 LOSSES = {"plain": "grpo", "decoupled": "decoupled_ppo"}  # presets that differ in their loss alone
 HEAD = (
-    *("staleness", "loss", "accuracy before", "after", "staleness seen, mean / largest", "largest KL to the rollout"),
-    *("mean KL", "clipped", "gradient norm, largest / median", "skipped"),
+    *(
+        "staleness",
+        "loss",
+        "seeds",
+        "accuracy before",
+        "after",
+        "staleness seen, mean / largest",
+        "largest KL to the rollout",
+    ),
+    *("largest KL to the rollout", "mean KL", "clipped", "gradient norm, largest / median", "skipped"),
 )
 BEGIN, END = "<!-- written by benchmarks/staleness_study.py --docs -->", "<!-- end of what it wrote -->"
 SECTION = f"""
@@ -59,6 +67,7 @@ def row(loss: str, staleness: int, runs: Sequence[Mapping[str, Any]]) -> list[st
     return [
         str(staleness),
         loss,
+        str(len(runs)),
         spread([r["accuracy"][0][2] if r["accuracy"] else None for r in runs[:1]], ".3f"),
         spread([last(r) for r in runs], ".3f") + (f" ({early} of {len(runs)} ended early)" if early else ""),
         f"{mean([r['staleness_mean'] for r in runs]):.2f} / {max(r['staleness_max'] for r in runs):.0f}",
