@@ -120,13 +120,14 @@ class Controller:
                 await self.finish_save(last or self.stop.asked)
                 self.deadline.note(step_s=time.perf_counter() - began)
                 self.producer.published(done)  # the next prompts see the weights just published
-        if boundary.step < steps and not self.stop.asked:
-            boundary = await self._end(boundary, time.perf_counter() - started)
         if saved.step != boundary.step:  # a step was waited for that did not come
             await self._save(boundary)
         await self.finish_save(True)
-        if self.stop.asked and boundary.step < steps:
+        if boundary.step == steps:
+            return
+        if self.stop.asked:
             raise self.stop.stopped(boundary.step or None)
+        await self._end(boundary.step, time.perf_counter() - started)
 
     async def _take(self, step: int, producer: asyncio.Task[None]) -> list[Taken] | None:
         """The groups of a step; None: the run was asked to stop, or the prompts have ended."""
@@ -146,12 +147,15 @@ class Controller:
             taking.cancel()
             stopping.cancel()
 
-    async def _end(self, boundary: _Boundary, wall_s: float) -> _Boundary:
-        """There are not prompts enough for a further step: what is left over is discarded, what is there evaluated."""
+    async def _end(self, done: int, wall_s: float) -> None:
+        """There are not prompts enough for a further step: what is left over is discarded, what is there evaluated.
+
+        After the last save: a run that is resumed from there comes to its end again, and writes the same.
+        """
         await self.buffer.discard_all(NO_MORE)
-        measured = {"wall_s": wall_s, **await self._evaluate(boundary.step)}
-        self.sink.write(boundary.step, {"weight_version": float(boundary.step), **measured, **self.ledger.metrics()})
-        return _Boundary(boundary.step, await self.snapshot(boundary.step, True))
+        measured = {"wall_s": wall_s, **await self._evaluate(done)}
+        self.sink.write(done, {"weight_version": float(done), **measured, **self.ledger.metrics()})
+        await self.snapshot(done, False)
 
     async def _save(self, boundary: _Boundary) -> _Boundary:
         self.phase(boundary.step, "save")

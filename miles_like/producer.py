@@ -62,6 +62,7 @@ class Producer:
     refuse: Callable[[SampleGroup], str | None] = lambda group: None  # the reason to leave a group out
     shape: Callable[[SampleGroup], SampleGroup] = lambda group: group  # other rewards for what was not left out
     abort: Callable[[], Awaitable[None]] = _nothing
+    steps: int = 1 << 62  # of the run: nothing is sampled that no step would train
     max_rounds: int = 1  # prompts sampled for one step, as a multiple of `groups`
     version: int = 0  # published last
     ended: bool = False  # the source has no more prompts
@@ -176,8 +177,9 @@ class Producer:
         if self.ended:
             return 0
         if not self.in_steps:
-            return max(self.room - self.buffer.under_way, 0)
-        if self._waves or self._step > self.version + self.buffer.max_staleness:
+            left = (self.steps - self.version) * self.groups
+            return max(min(self.room, left) - self.buffer.under_way, 0)
+        if self._waves or self._step >= min(self.version + self.buffer.max_staleness + 1, self.steps):
             return 0
         if not self._tried:
             return math.ceil(self.groups * (1 + (self.over_sampling or 0)))

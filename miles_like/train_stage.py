@@ -205,6 +205,7 @@ class TrainStage(RunParts):
         overlong = make_overlong(c.algorithm, c.rollout.longest_answer)
         producer = Producer(
             groups=c.train.groups_per_step,
+            steps=c.train.steps,
             buffer=buffer,
             next_prompts=source.take,
             rollout=rollout,

@@ -2,11 +2,13 @@
 
 The guard leads a process group of its own and asks twice a second whether its parent is still the one that started it;
 when not, it ends the group. Linux's PR_SET_PDEATHSIG would do it without a process, but fires when the *thread* that
-started the child ends, and an actor's method may run in any thread.
+started the child ends, and an actor's method may run in any thread. Between the guard, which has one thread, and its
+server it does no harm, and is needed: Ray kills the children of a worker whose driver is gone, the guard before others.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -15,13 +17,20 @@ import time
 
 _POLL_S = 0.5
 _GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def _die_with_parent() -> None:
+    """Of the server, before it is one. Elsewhere than on Linux it outlives a guard that is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> int:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     # A stop is sent to the whole group: the guard outlasts it, to report how the server ended.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
     while os.getppid() == parent:
         try:
             code = child.wait(_POLL_S)

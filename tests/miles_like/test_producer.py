@@ -174,6 +174,24 @@ def test_a_source_that_ends_ends_the_producer_and_not_in_the_middle_of_a_step() 
     source.run(body)
 
 
+@pytest.mark.parametrize("how", [{}, {"k": 2}, {"k": 2, "lockstep": True}])
+def test_nothing_is_sampled_that_no_step_would_train(how: dict[str, Any]) -> None:
+    """Not even what a run that goes on would have sampled ahead; of what a filter leaves out there are others."""
+    source = Source(lambda i: [0.0, float(i % 3 != 0)], groups=2, steps=3, refuse=equal, max_rounds=9, **how)
+
+    async def body(source: Source) -> None:
+        for version in range(3):
+            await source.step(version)
+            await asyncio.sleep(0.01)
+            source.producer.published(version + 1)
+        await asyncio.sleep(0.01)
+
+    source.run(body)
+    assert not source.buffer.tickets and source.buffer.dropped.keys() <= {"equal rewards", SURPLUS}
+    if how.get("k") and "lockstep" not in how:
+        assert SURPLUS not in source.buffer.dropped and source.next == 9
+
+
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_a_producer_goes_on_where_it_was(lockstep: bool) -> None:
     """What was in flight is sampled again, in waves of the same numbers: its seeds are made of them."""
