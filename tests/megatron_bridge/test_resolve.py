@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig  #
 
 from megatron_bridge.deterministic import environment  # noqa: E402
 from megatron_bridge.resolve import Resolved, resolve  # noqa: E402
-from miles_like.config import trainer_config  # noqa: E402
 from miles_like.config_io import load_config  # noqa: E402
+from miles_like.rank_configs import trainer_config  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WIDE = tiny(  # every linear's inputs are multiples of 128, as blockwise FP8 wants
