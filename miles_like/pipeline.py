@@ -143,13 +143,8 @@ def plan_stages(
 
     nodes, precision = config.cluster.nodes, config.precision
     if config.convert.fuse:
-        then(
-            "dequantize",
-            "nothing: quantized weights are decoded while they are converted",
-            0,
-            _leave_to_convert,
-            fuse=True,
-        )
+        what = "nothing: quantized weights are decoded while they are converted"
+        then("dequantize", what, 0, _leave_to_convert, fuse=True)
     else:
         then("dequantize", "quantized weights -> BF16 safetensors, tensor by tensor", bf16, _dequantize)
     then(

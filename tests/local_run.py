@@ -2,28 +2,23 @@
 
 The driver, its trainer ranks and its rollout server are forked from a process that has imported everything (`Runs`).
 Only two parts of a run are stand-ins: `LocalTrainer` calls ranks through pipes where RayTrainer calls actors, and
-`LocalServers` holds server processes. What they call is the real thing, and so is all else: the stage, loop, buffer,
-checkpoints, clients, publisher, engine, Megatron.
+`LocalServers` holds server processes (local_parts.py). What they call is the real thing, and so is all else: the stage,
+loop, buffer, checkpoints, clients, publisher, engine, Megatron.
 
 Kills: `tests/kill_points.py` is told in each process who it is, and ends one of them where it is asked to.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import pickle
 import shutil
-import socket
-import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.forked import USERS_ERRORS, Forked, Gone, Starter, answers, tail
-from tests.spawn import free_port
+from tests.forked import USERS_ERRORS, Forked, Starter, answers, tail
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "configs" / "tiny.toml"
@@ -87,118 +82,20 @@ class _Server:
 # ---- the driver
 
 
-class LocalServers:
-    """As RayServers."""
-
-    def __init__(self, processes: Sequence[Forked], arguments: Sequence[Sequence[str]], ports: Sequence[int]) -> None:
-        self._processes, self._ports = processes, ports
-        for process, words in zip(processes, arguments, strict=True):
-            process._line.send_bytes(pickle.dumps(("serve", (words,))))
-
-    def wait(self) -> list[str]:
-        deadline = time.monotonic() + 60
-        for process, port in zip(self._processes, self._ports, strict=True):
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), timeout=5).close()
-                    break
-                except ConnectionRefusedError:
-                    if process._line.poll() or time.monotonic() > deadline:
-                        raise RuntimeError(f"{process.who} did not come up: its log says why") from None
-                    time.sleep(0.01)
-        return [f"http://127.0.0.1:{port}" for port in self._ports]
-
-    def stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-
-
-def local_parts() -> tuple[type, type]:
-    """(LocalTrainer, LocalStage), made where their parents' modules are imported anyway."""
-    from miles_like import train_stage
-    from miles_like.workers import RayTrainer
-    from rollout.servers import embedded_command
-
-    class LocalTrainer(RayTrainer):
-        """RayTrainer, whose ranks are called through pipes."""
-
-        put = staticmethod(lambda value: value)
-
-        def __init__(self, factory: Any, ranks: Sequence[Forked], dp_size: int) -> None:
-            self.dp_size, self._ranks, self._version = dp_size, ranks, 0
-            self.under_way = "start"
-            port, world = free_port(), len(ranks)
-            started = [(factory, i, world, "127.0.0.1", port) for i in range(world)]
-            self._places = asyncio.run(self._all("start", started))
-
-        def connect(self, factory: Any) -> None:
-            for rank in self._ranks:
-                rank.call("connect", factory)
-
-        def fingerprint(self) -> str | None:
-            return self._ranks[0].call("fingerprint")
-
-        async def close(self) -> None:
-            for rank in self._ranks:
-                rank.kill()
-
-        async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-            asked = zip(self._ranks, arguments, strict=True)
-            self.under_way = method
-            came = await asyncio.gather(
-                *(asyncio.to_thread(rank.call, method, *a) for rank, a in asked), return_exceptions=True
-            )
-            self.under_way = "rollout"
-            errors = [a for a in came if isinstance(a, BaseException)]
-            for e in sorted(errors, key=lambda e: not isinstance(e, Gone)):
-                raise e
-            return came
-
-    class LocalStage(train_stage.TrainStage):
-        """TrainStage, whose processes are already there."""
-
-        processes: Mapping[str, list[Forked]]
-
-        def ranks(self) -> Any:
-            from miles_like.factories import MegatronFactory
-
-            factory = MegatronFactory(self.trainer, self.weights, self.algorithm.loss)
-            self.local = LocalTrainer(factory, self.processes["rank"], self.config.parallel.dp)
-            return self.local
-
-        def critic(self) -> Any:
-            return None
-
-        def servers(self, version: int, *, routing: bool = True) -> Any:
-            ports = [free_port() for _ in self.processes["server"]]
-            commands = [
-                embedded_command(
-                    self.served.resolve(),
-                    self.config.rollout,
-                    port=port,
-                    weight_version=version,
-                    activations=self.config.precision.activations,
-                    exact=self.config.exact_parts,
-                    return_routed_experts=routing and self.routing_shape() is not None,
-                )
-                for port in ports
-            ]
-            words = [command[command.index("rollout.embedded.server") + 1 :] for command in commands]
-            return LocalServers(self.processes["server"], words, ports)
-
-    train_stage.check_nodes = lambda plan: None  # of a Ray cluster
-    train_stage.write_report = lambda run_dir: None  # pictures: two seconds a run
-    return LocalTrainer, LocalStage
-
-
 def drive(run_dir: Path, home: Path, settings: Sequence[str], kill: Any) -> int:
     """The driver's process: the run from where it stands, to its end; the exit status of the command line."""
     from rich.console import Console
 
+    from miles_like import train_stage
     from miles_like.config_io import load_config
     from miles_like.trainer_rank import Rank
     from tests import kill_points
+    from tests.local_parts import LocalStage
 
+    vars(train_stage).update(
+        check_nodes=lambda plan: None,  # of a Ray cluster
+        write_report=lambda run_dir: None,  # pictures: two seconds a run
+    )
     config = load_config(TINY, [*QUICK, *settings])
     kill_points.arm(run_dir, kill)
     logs = run_dir / "logs"
@@ -211,9 +108,8 @@ def drive(run_dir: Path, home: Path, settings: Sequence[str], kill: Any) -> int:
         for i in range(config.rollout.servers)
     ]
     kill_points.introduce(driver=os.getpid(), rank=ranks[-1].pid, server=servers[-1].pid)
-    _, stage_class = local_parts()
     try:
-        stage = stage_class(config, run_dir, home / "hf", home / "megatron", Console(highlight=False, width=200))
+        stage = LocalStage(config, run_dir, home / "hf", home / "megatron", Console(highlight=False, width=200))
         stage.processes = {"rank": ranks, "server": servers}
         kill_points.watch_driver(stage)
         stage.run(resume=True)
@@ -234,7 +130,7 @@ class Runs(Starter):
     """Starts runs on the small model of `home`, which it makes."""
 
     def __init__(self, home: Path) -> None:
-        super().__init__("datasets", "miles_like.train_stage", "tests.kill_points")
+        super().__init__("datasets", "tests.local_parts", "tests.kill_points")
         self.home = home
         assert self.call(home / "home.log", make_home, home) == 0, tail(home / "home.log")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -167,10 +168,10 @@ def test_any_sequence_of_events_against_a_model(tmp_path_factory, events):
         if kind == "issue":
             legal = how[0] == len(prompts) and how[2] > 0
             changes = {(how[0], i): None for i in range(how[2])}
-            call = lambda: ledger.issue(*how)  # noqa: E731, B023
+            call = partial(ledger.issue, *how)
         elif kind == "discard":
             legal, changes = bool(of_ticket), dict.fromkeys(of_ticket, "discarded")
-            call = lambda: ledger.discard(how[0], "stale")  # noqa: E731, B023
+            call = partial(ledger.discard, how[0], "stale")
         elif kind == "train":
             ticket, prompt, indices, given_up = how
             named = {(ticket, i) for i in indices}
@@ -178,13 +179,13 @@ def test_any_sequence_of_events_against_a_model(tmp_path_factory, events):
             legal = legal and named <= set(of_ticket) and len(indices) + given_up == len(of_ticket)
             changes = {s: "trained" if s in named else "discarded" for s in of_ticket}
             group_ = of(prompt, indices, **({"cut": given_up} if given_up else {}))
-            call = lambda: ledger.train(step, ticket, group_)  # noqa: E731, B023
+            call = partial(ledger.train, step, ticket, group_)
         else:
             legal, changes = True, {}
             saved = ledger.state()
             ledger.close()
             ledger = Ledger(path)
-            call = lambda: ledger.restore(saved)  # noqa: E731, B023
+            call = partial(ledger.restore, saved)
         before = ledger.state()
         if legal:
             call()

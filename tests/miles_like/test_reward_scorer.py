@@ -11,7 +11,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,6 @@ from miles_like.rewards import threads as threads_module
 from miles_like.rewards.load import scored_by
 from miles_like.rewards.scorer import Scorer
 from miles_like.rewards.threads import DaemonThreads
-from miles_like.rewards.weighted import Weighted
 from miles_like.types import Score, Unit, Unscored
 from tests.fakes import make_prompt
 
@@ -352,53 +350,3 @@ def test_a_close_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyP
     function = Open()
     asyncio.run(asyncio.wait_for(scored_by(function).close(), 5))
     assert function.closing
-
-
-def test_parts_are_weighted_and_each_is_logged() -> None:
-    """One part that has no score leaves the sample without one: the sum of the rest would be another reward."""
-
-    def right(prompt, sample):
-        return None if sample.index == 2 else float(sample.index)
-
-    def form(prompt, samples):
-        return [{"score": 0.5, "tags": 1} for _ in samples]
-
-    reward = Weighted({"right": (patient(right, retries=0), 1.0), "form": (patient(form), 0.2)})
-    assert reward.unit is Unit.GROUP and not reward.slow
-    assert asked(reward, n=3) == [
-        Score(value=0.1, parts={"right": 0.0, "form": 0.5, "form/tags": 1.0}),
-        Score(value=1.1, parts={"right": 1.0, "form": 0.5, "form/tags": 1.0}),
-        Unscored(reason="right: the reward function returned None"),
-    ]
-
-
-def test_a_part_that_is_only_logged_costs_no_sample() -> None:
-    def seen(prompt, sample):
-        return None if sample.index else 0.5
-
-    parts = {"right": (patient(lambda prompt, sample: 1.0), 1.0), "seen": (patient(seen, retries=0), 0.0)}
-    assert asked(Weighted(parts), n=2) == [
-        Score(value=1.0, parts={"right": 1.0, "seen": 0.5}),
-        Score(value=1.0, parts={"right": 1.0}),
-    ]
-
-
-def test_parts_are_asked_at_the_same_time_and_the_first_error_ends_all() -> None:
-    """Each waits for the other to begin."""
-    began = [asyncio.Event(), asyncio.Event()]
-
-    def meets(i: int) -> Callable[..., Any]:
-        async def function(prompt, sample):
-            began[i].set()
-            await began[1 - i].wait()
-            if i:
-                raise KeyError("second")
-            await asyncio.Event().wait()
-
-        return function
-
-    reward = Weighted({str(i): (patient(meets(i), timeout_s=20), 1.0) for i in range(2)})
-    started = time.monotonic()
-    with pytest.raises(RuntimeError, match="KeyError: 'second'"):
-        asked(reward, n=1)
-    assert time.monotonic() - started < 10
