@@ -112,17 +112,6 @@ def test_a_rollout_server_dies_or_hangs(home: Path, how: signal.Signals, sentenc
     assert not (run_dir / ".complete.json").exists()
 
 
-def test_a_trainer_rank_is_killed(home: Path) -> None:
-    run_dir = home / "fault-rank"
-    with started(run_dir) as process:
-        in_mid_run(process, run_dir)
-        family = descendants(process)
-        named(process, "ray::_Rank")[0].kill()
-        said = ended(process, family)
-    assert "a worker process died" in said
-    assert not (run_dir / ".complete.json").exists()
-
-
 def stopped_in_mid_save(rank: psutil.Process, checkpoints: Path) -> int:
     """The step whose checkpoint, not the first, is under way; the rank is held (SIGSTOP), so it stays under way."""
     deadline = time.monotonic() + 120
