@@ -28,6 +28,10 @@ STALE = "stale"
 OldTokens = Callable[..., SampleGroup | None]  # (group, version=, max_staleness=) -> what is left to train
 
 
+def _unheard() -> None:
+    """Nobody admits."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
     """A group that is about to be trained."""
@@ -73,6 +77,7 @@ class DataBuffer:
         self._waiting: dict[int, _Entry] = {}  # by ticket, ascending
         self._training = 0  # groups taken, of the step that is not over
         self._changed = asyncio.Condition()
+        self.made_room: Callable[[], None] = _unheard  # called when a group was left out
         self._dropped: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -193,6 +198,7 @@ class DataBuffer:
     def _drop(self, ticket: int, reason: str, group: SampleGroup | None) -> None:
         """`group`: where it has ended; some of its samples were given up before, for reasons of their own."""
         del self._waiting[ticket]
+        self.made_room()
         self._dropped[reason] += 1
         self._ledger.discard(ticket, reason, given_up=None if group is None else group.discarded)
 

@@ -78,6 +78,9 @@ class Producer:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _decided: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def __post_init__(self) -> None:
+        self.buffer.made_room = self._changed.set
+
     @property
     def in_steps(self) -> bool:
         return self.lockstep or self.buffer.slack == 0
@@ -96,11 +99,6 @@ class Producer:
     def settled(self) -> bool:
         """Nothing is in flight, and nothing will be before the next publication."""
         return not self._waves and (self.ended or not self._may_admit())
-
-    @property
-    def exhausted(self) -> bool:
-        """The source has ended and what is under way cannot fill another step."""
-        return self.ended and len(self.buffer.tickets) < self.groups
 
     async def run(self) -> None:
         """Until the source ends. Raises RuntimeError when prompts for a step come to an end without filling it: to
@@ -237,7 +235,6 @@ class Producer:
             del wave.tickets[ticket]
         if not self.in_steps:
             self._next_step()
-            self._changed.set()  # who was left out makes room
 
     def _next_step(self) -> None:
         if self._kept >= self.groups:
@@ -245,7 +242,7 @@ class Producer:
             self._kept -= self.groups
             self._tried = 0
             self._left_out.clear()
-        elif self._tried >= self.max_rounds * self.groups:
+        elif self._tried >= self.max_rounds * self.groups and not self.ended:  # else it is the prompts' end
             why = ", ".join(f"{n} {reason}" for reason, n in self._left_out.most_common())
             raise RuntimeError(
                 f"step {self._step}: {self._kept} of {self.groups} groups of {self._tried} prompts, "

@@ -26,7 +26,7 @@ Body = Callable[["Source"], Awaitable[Any]]
 class Source:
     """Prompt i is answered with two samples of reward `rewards(i)`, when `ready(i)` returns."""
 
-    def __init__(self, rewards: Any, *, k: int = 0, prompts: int = 10**6, **how: Any) -> None:
+    def __init__(self, rewards: Any, *, k: int = 0, prompts: int = 10**6, old_tokens: Any = None, **how: Any) -> None:
         self.next, self.last, self.rewards = 0, prompts, rewards
         self.asked = list[tuple[int, list[str]]]()
         self.aborts = 0
@@ -34,7 +34,8 @@ class Source:
         self.late: set[str] = set()
         self.ledger = Ledger(None)
         backfill = k > 0 and not how.get("lockstep")
-        self.buffer = DataBuffer(max_staleness=k, samples=2, ledger=self.ledger, backfill=backfill)
+        more = {"ledger": self.ledger, "backfill": backfill, "old_tokens": old_tokens}
+        self.buffer = DataBuffer(max_staleness=k, samples=2, **more)
         parts = {"buffer": self.buffer, "next_prompts": self.deal, "rollout": self.rollout, "abort": self.abort}
         self.producer = Producer(**parts, **how)
 
@@ -132,6 +133,17 @@ def test_a_step_that_stays_too_small_ends_the_run_with_the_numbers() -> None:
     assert source.next == 6
 
 
+def test_where_the_prompts_end_it_is_not_for_want_of_rounds() -> None:
+    """Another remedy would be told."""
+    source = Source(lambda i: [1.0, 1.0], groups=3, refuse=equal, prompts=5, over_sampling=1.0)
+
+    async def body(source: Source) -> None:
+        await source.running
+        assert source.producer.ended and source.buffer.dropped == {"equal rewards": 5}
+
+    source.run(body)
+
+
 def test_the_rest_is_aborted_and_discarded_when_a_step_is_full() -> None:
     """Half as many again are sampled; those that are late are not waited for."""
     source = Source(lambda i: [0.0, 1.0], groups=4, over_sampling=0.5)
@@ -169,7 +181,7 @@ def test_a_source_that_ends_ends_the_producer_and_not_in_the_middle_of_a_step() 
         assert len(await source.step()) == 4 and not source.producer.ended
         source.producer.published(1)
         await source.running
-        assert source.producer.exhausted and len(source.buffer) == 2
+        assert source.producer.ended and len(source.buffer) == 2
 
     source.run(body)
 
@@ -190,6 +202,18 @@ def test_nothing_is_sampled_that_no_step_would_train(how: dict[str, Any]) -> Non
     assert not source.buffer.tickets and source.buffer.dropped.keys() <= {"equal rewards", SURPLUS}
     if how.get("k") and "lockstep" not in how:
         assert SURPLUS not in source.buffer.dropped and source.next == 9
+
+
+def test_what_is_left_out_for_its_age_is_replaced_though_nothing_is_in_flight() -> None:
+    """The second step finds as many groups as it needs, all of them too old; nobody ends who would make room."""
+    source = Source(lambda i: [0.0, 1.0], groups=4, steps=2, over_sampling=1.0, old_tokens=lambda *_, **__: None)
+
+    async def body(source: Source) -> list[str]:
+        await source.step(0)
+        source.producer.published(1)
+        return [t.group.prompt.id for t in await source.step(1)]
+
+    assert source.run(body) == ["8", "9", "10", "11"] and source.buffer.dropped == {"stale": 4}
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
