@@ -30,15 +30,7 @@ SETTINGS = (
 )
 LOSSES = {"plain": "grpo", "decoupled": "decoupled_ppo"}  # presets that differ in their loss alone
 HEAD = (
-    *(
-        "staleness",
-        "loss",
-        "seeds",
-        "accuracy before",
-        "after",
-        "staleness seen, mean / largest",
-        "largest KL to the rollout",
-    ),
+    *("staleness", "loss", "seeds", "accuracy before", "after", "staleness seen, mean / largest"),
     *("largest KL to the rollout", "mean KL", "clipped", "gradient norm, largest / median", "skipped"),
 )
 BEGIN, END = "<!-- written by benchmarks/staleness_study.py --docs -->", "<!-- end of what it wrote -->"
