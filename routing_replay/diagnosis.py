@@ -17,6 +17,8 @@ from torch import Tensor
 
 from routing_replay.seals import expert_part, gate_part, layer_numbers, layer_sums, route_part, token_part
 
+_ALIKE = 8  # rows like the first that are tried as the place where all were shifted from
+
 
 class Finding(NamedTuple):
     """What is wrong with the routes of `layers`."""
@@ -116,6 +118,9 @@ def _moved(now: Tensor, was: Tensor) -> str:
     for d in (1, -1, 2, -2, 3, -3):  # asked first: rows that are alike have several places they may come from
         if rows > 2 * abs(d) and torch.equal(now, was.roll(-d)):
             return f"all rows are shifted by {-d}"
+    for p in (was == now[0]).nonzero()[:_ALIKE, 0].tolist():
+        if p and torch.equal(now, was.roll(-p)):
+            return f"all rows are shifted by {rows - p}"
     source = _lookup(now[bad], was)
     if bool((source < 0).any()):
         return ""
