@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from miles_like.completion import file_sha256
+from miles_like.hf_checkpoint import sync_path
+
 SMALL = 1 << 20  # bytes: a rank's file up to this size costs nothing to read once more
 
 
@@ -28,7 +31,7 @@ def facts_of(folder: Path, *, but: str) -> dict[str, dict[str, Any]]:
         name, size = path.relative_to(folder).as_posix(), path.stat().st_size
         if name != but and not name.endswith(".tmp"):  # of a writer that was killed
             ours = path.parent == folder or size <= SMALL
-            out[name] = {"bytes": size, "sha256": _sha256(path) if ours else None}
+            out[name] = {"bytes": size, "sha256": file_sha256(path) if ours else None}
     return out
 
 
@@ -45,7 +48,7 @@ def check_files(folder: Path, facts: Mapping[str, Mapping[str, Any]]) -> None:
         if (size := path.stat().st_size) != fact["bytes"]:
             raise DamagedError(f"{broken}{path} has {size} bytes, {fact['bytes']} were written")
     for name, fact in facts.items():
-        if fact["sha256"] is not None and _sha256(folder / name) != fact["sha256"]:
+        if fact["sha256"] is not None and file_sha256(folder / name) != fact["sha256"]:
             raise DamagedError(f"{broken}{folder / name} has other bytes than were written")
 
 
@@ -57,18 +60,9 @@ def sum_of(content: Mapping[str, Any]) -> str:
 def sync_tree(folder: Path) -> None:
     """Every file and folder below and including `folder`, and its own name, to disk."""
     for path in sorted(folder.rglob("*")):
-        sync_folder(path)
-    sync_folder(folder)
-    sync_folder(folder.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """A folder's names, or a file's bytes, to disk."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+        sync_path(path)
+    sync_path(folder)
+    sync_path(folder.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -79,9 +73,4 @@ def write_text(path: Path, text: str) -> None:
         out.flush()
         os.fsync(out.fileno())
     temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+    sync_path(path.parent)

@@ -270,10 +270,10 @@ def write_hf(
         if beside is not None:
             beside(partial)
         for file in partial.rglob("*"):
-            _fsync(file)
-        _fsync(partial)
+            sync_path(file)
+        sync_path(partial)
         partial.replace(path)
-        _fsync(path.parent)
+        sync_path(path.parent)
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -391,8 +391,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _fsync(path: Path) -> None:
-    """Of a file or a directory."""
+def sync_path(path: Path) -> None:
+    """A file's bytes, or a directory's names, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

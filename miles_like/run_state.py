@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_like.checkpoint_files import DamagedError, check_files, facts_of, sum_of, sync_folder, sync_tree, write_text
+from miles_like.checkpoint_files import DamagedError, check_files, facts_of, sum_of, sync_tree, write_text
+from miles_like.hf_checkpoint import sync_path
 from miles_like.saved_groups import read_groups, write_groups
 from miles_like.types import Json, SampleGroup
 
@@ -240,7 +241,7 @@ def _remove(folder: Path) -> None:
     if gone.exists():
         shutil.rmtree(gone)
     folder.rename(gone)
-    sync_folder(folder.parent)
+    sync_path(folder.parent)
     shutil.rmtree(gone)
 
 

@@ -65,7 +65,7 @@ def everything() -> dict[str, SampleGroup]:
         candidates=torch.randint(0, 99, (7, 4)),
     )
     big = replace(plain[2], routing=routes(plain[2].token_ids, EXPERTS[1], gates=False))
-    unsealed = replace(big, routing=replace(big.routing, seals=None, layer_seals=None, versions=None))  # type: ignore[type-var]
+    unsealed = replace(big, routing=replace(big.routing, seals=None, layer_seals=None, versions=None))
     empty = SampleGroup(
         prompt=Prompt(id="none", token_ids=(1,), answer=""), samples=(), discarded={"the server was gone": 2}
     )
@@ -129,6 +129,6 @@ def test_no_group_is_a_file_too(tmp_path: Path) -> None:
 def test_columns_that_are_no_json_are_named(tmp_path: Path) -> None:
     group = everything()["empty"]
     for meta in ({"when": object()}, {"map": {1: "one"}}):
-        wrong = replace(group, prompt=replace(group.prompt, meta=meta))  # type: ignore[arg-type]
+        wrong = replace(group, prompt=replace(group.prompt, meta=meta))
         with pytest.raises(ValueError, match=r"group ticket 9 cannot be saved .* prompt 'none' must be text"):
             write_groups(tmp_path / "groups", {"ticket 9": wrong})

@@ -52,7 +52,7 @@ def stopped(run_dir: Path, home: Path, settings: Sequence[str], phase: str, step
             self.phase = watched
             await super().run(**how)
 
-    train_stage.Controller = Watched  # type: ignore[misc]
+    train_stage.Controller = Watched
     return status(run_dir, home, settings)
 
 

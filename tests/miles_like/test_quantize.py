@@ -226,7 +226,7 @@ def test_few_tensors_are_held_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     experts = [f"{AT}.0.mlp.experts.{e}." for e in range(20)]
     write_hf(tmp_path / "in", ((e + p, weight) for p in (GATE, UP) for e in experts), CONFIG)
     monkeypatch.setattr(HFCheckpoint, "read", counted)
-    monkeypatch.setattr("miles_like.hf_checkpoint._fsync", lambda _: None)
+    monkeypatch.setattr("miles_like.hf_checkpoint.sync_path", lambda _: None)
     spec = QuantSpec.of(QuantFormat.NVFP4)
     quantize_checkpoint(tmp_path / "in", tmp_path / "out", spec, report=QuantReport(spec))
     assert (16 << 20) <= most <= (16 << 20) + 3 * size

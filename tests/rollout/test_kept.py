@@ -194,7 +194,7 @@ def test_an_episode_is_suspended_in_its_turn_and_not_kept() -> None:
             return answer
 
         limits = EpisodeLimits(max_turns=5, max_tokens=50)
-        episodes = Episodes(Unaborted(kept, 1), make, limits, encode=list, decode=lambda ids: "")  # type: ignore
+        episodes = Episodes(Unaborted(kept, 1), make, limits, encode=list, decode=lambda ids: "")
         call = asyncio.create_task(episodes.generate([A], n=1, params=PARAMS))
         while not engine.continued:
             await asyncio.sleep(0)
