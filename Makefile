@@ -8,7 +8,7 @@ SGLANG := .venv-sglang
 RUN := runs/demo
 JOBS ?= 2
 
-.PHONY: demo test test-sglang lint benchmarks clean
+.PHONY: demo test test-sglang fuzz lint benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/python scripts/run_deepseek.py --config configs/tiny.toml --run-dir $(RUN)
@@ -21,6 +21,11 @@ test: $(STAMP)
 # stock SGLang on CPU, in an environment of its own: its pins are not ours
 test-sglang: $(STAMP) $(SGLANG)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sglang_cpu
+
+# the long tier of tests/fuzz: make fuzz SEED=7; the last result of each target is in tests/fuzz/RESULTS.md
+SEED ?= 0
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.fuzz --seed $(SEED)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from figures import END as FIGURES_END
+from figures import begin, provenance
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -26,7 +28,7 @@ HEAD = (
     "clipped",
     "skipped",
 )
-BEGIN, END = "<!-- written by benchmarks/algorithms.py --docs -->", "<!-- end of what it wrote -->"
+BEGIN, END = begin("benchmarks/algorithms.py"), FIGURES_END
 SECTION = f"""
 ## Study
 
@@ -67,7 +69,7 @@ def put_into(page: Path, section: str, begin: str, end: str, text: str) -> None:
     if begin not in now:
         now = now.rstrip("\n") + "\n" + section
     before, after = now[: now.index(begin) + len(begin)], now[now.index(end) :]
-    page.write_text(f"{before}\n\n{text}\n\n{after}")
+    page.write_text(f"{before}\n\n{text}\n\n{provenance()}\n\n{after}")
 
 
 def _sentences(found: Mapping[str, Runs]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from figures import write_block
 from rich.console import Console
 from rich.table import Table
 
@@ -152,6 +153,7 @@ class Study:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one model, BF16 and FP8, after fewer steps")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/alignment.md")
     parser.add_argument("--sglang", type=Path, metavar="VENV", help="stock SGLang as a third side")
     given = parser.parse_args()
     console = Console(width=200)
@@ -162,16 +164,19 @@ def main() -> None:
                 study.of(shape, (QuantFormat.FP8,) if given.quick else ROUNDED, given.sglang)
         finally:
             assemble.shut_down()
-    report(study.cells, console)
+    report(study.cells, console, write=given.write)
 
 
-def report(cells: Sequence[Cell], console: Console) -> None:
+def report(cells: Sequence[Cell], console: Console, *, write: bool) -> None:
     table = Table(*HEAD, "verify", title="trainer against rollout")
     for c in cells:
         table.add_row(*c.row())
     console.print(table)
-    lines = [[*HEAD, "verify"], ["---"] * (len(HEAD) + 1), *(c.row() for c in cells)]
-    console.print("\n".join(f"| {' | '.join(line)} |" for line in lines), markup=False, soft_wrap=True)
+    cells_of = [[*HEAD, "verify"], ["---"] * (len(HEAD) + 1), *(c.row() for c in cells)]
+    lines = [f"| {' | '.join(line)} |" for line in cells_of]
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    if write:
+        write_block(ROOT / "docs" / "alignment.md", "benchmarks/alignment.py", lines)
     exact = [c.figures for c in cells if c.sides == "deterministic"]
     plain = [c.figures for c in cells if c.sides in ("plain", "stock SGLang")]
     figures = {

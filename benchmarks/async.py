@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from figures import add_write, finish
 from long_tail import ROOT, crafted_config, warmed_up_config
 from rich.console import Console
 from rich.table import Table
@@ -148,6 +149,7 @@ def figures_of(runs: Mapping[str, Sequence[Run]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write(parser)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
@@ -172,7 +174,7 @@ def main() -> None:
     Console().print(table)
     goals = {k: v for k, v in GOALS.items() if k.rpartition("_")[0] in figures}
     holds = figures["gain"] >= GOALS["gain_min"] and figures.get("accuracy_apart", 0.0) <= GOALS["accuracy_apart_max"]
-    print(json.dumps({"name": "async", "figures": figures, "goals": goals, "holds": holds}))
+    finish("async", figures, goals, holds)
 
 
 if __name__ == "__main__":

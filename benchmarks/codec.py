@@ -14,7 +14,6 @@ small experts and of a ragged shape show what a call costs.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from figures import add_write, finish
 from torch import Tensor
 
 from quant.codec import Codec
@@ -44,6 +44,16 @@ GOALS = {
     "int4_encode_of_compressed_tensors_min": 3.0,
     "fp8_encode_threads_min": 1.6,  # two threads over one, with two idle cores
     "int4_encode_threads_min": 1.6,
+}
+COLUMNS = {  # of the table in docs/benchmarks.md
+    "encode_gb_per_s": "encode, GB/s",
+    "fake_gb_per_s": "fake",
+    "decode_gb_per_s": "decode",
+    "copy_gb_per_s": "copy",
+    "encode_of_plain": "encode / plain",
+    "square_encode_of_plain": "the same, 2048 x 2048",
+    "encode_of_compressed_tensors": "encode / compressed-tensors",
+    "encode_threads": "encode, two threads / one",
 }
 CONVENTION = {QuantFormat.NVFP4: "modelopt"}  # the formula of `plain_nvfp4`
 EXPERT = (2048, 7168)  # of DeepSeek-V3: 28 MiB of bf16
@@ -205,9 +215,19 @@ def by_turns(work: dict[str, Callable[[], object]], turns: int, clock: Callable[
     return seconds
 
 
+def matrix(figures: dict[str, float]) -> list[str]:
+    """Markdown: a row for each format."""
+    goal = {key.partition("_")[2].removesuffix("_min"): f">= {least:g} for FP8, INT4" for key, least in GOALS.items()}
+    formats = dict.fromkeys(key.partition("_")[0] for key in figures)
+    rows = [["format", *COLUMNS.values()], ["---"] * (len(COLUMNS) + 1), ["goal", *(goal.get(c, "") for c in COLUMNS)]]
+    rows += [[f, *(str(figures.get(f"{f}_{c}", "")) for c in COLUMNS)] for f in formats]
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
 def main() -> int:
     """0 when the goals hold."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write(p)
     p.add_argument("--quick", action="store_true", help="5 turns instead of 25")
     p.add_argument("--threads", type=int, default=2, help="how many to compare with one")
     args = p.parse_args()
@@ -218,7 +238,7 @@ def main() -> int:
         print(f"{name:48}{value:10.2f}")
     holds = all(figures[goal.removesuffix("_min")] >= least for goal, least in GOALS.items())
     rounded = {name: round(value, 3) for name, value in figures.items()}
-    print(json.dumps({"name": "codec", "figures": rounded, "goals": GOALS, "holds": holds}))
+    finish("codec", rounded, GOALS, holds, lines=matrix(rounded))
     return 0 if holds else 1
 
 

@@ -14,7 +14,6 @@ The time for 671 B parameters on one node is extrapolated from bytes alone; noth
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from figures import add_write, finish
 
 from megatron_bridge.convert.to_hf import to_hf
 from megatron_bridge.convert.to_megatron import to_megatron
@@ -132,6 +132,7 @@ def seconds_of(work: Callable[[], object], base: Path, nbytes: int) -> float:
 def main() -> int:
     """0 when the goals hold."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write(p)
     p.add_argument("--quick", action="store_true", help="one layer: 2.5 GB")
     p.add_argument("--workers", type=int, default=1, help="processes")
     p.add_argument("--directory", type=Path, help="for some 20 GB; a temporary one else")
@@ -147,7 +148,7 @@ def main() -> int:
     print(f"extrapolated, not run: 671 B parameters in BF16 to Megatron on one such node in {hours:.2f} h")
     figures |= {"peak_gib": round(peak / (1 << 30), 3), "extrapolated_671b_hours": round(hours, 3)}
     holds = peak <= LIMIT and all(figures[goal.removesuffix("_min")] >= least for goal, least in GOALS.items())
-    print(json.dumps({"name": "convert", "figures": figures, "goals": GOALS, "holds": holds}))
+    finish("convert", figures, GOALS, holds)
     return 0 if holds else 1
 
 

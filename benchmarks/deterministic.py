@@ -12,11 +12,11 @@ Goal: an iteration <= 1.5 times the plain one, at either length.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
 
+from figures import add_write, finish
 from iteration import PHASES, ROOT, by_turns, medians
 from rich.console import Console
 from rich.table import Table
@@ -50,6 +50,7 @@ def ratios(settings: list[str], iterations: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write(parser)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     figures: dict[str, float] = {}
@@ -61,7 +62,7 @@ def main() -> None:
         table.add_row(name, f"{value:.3f}")
     Console().print(table)
     holds = max(figures["ratio"], figures.get(f"ratio_of_{LONGER}", 0.0)) <= GOALS["ratio_max"]
-    print(json.dumps({"name": "deterministic", "figures": figures, "goals": GOALS, "holds": holds}))
+    finish("deterministic", figures, GOALS, holds)
 
 
 if __name__ == "__main__":

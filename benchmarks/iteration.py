@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import statistics
 import tempfile
 import time
@@ -23,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
+from figures import add_write, finish
 from rich.console import Console
 from rich.table import Table
 
@@ -60,6 +60,7 @@ class Side:
         self.trainer.connect(stage.publisher([url]))
         self.reward = make_reward(self.config.reward)
         self.compared = 0.0  # seconds, before the first iteration
+        self.compared_again = 0.0  # seconds, after the last
         self.processes: Sequence[psutil.Process] = ()  # whose time counts
         self.seconds: dict[str, list[float]] = {name: [] for name in (*PHASES, "iteration", "cpu")}
 
@@ -91,7 +92,7 @@ class Side:
 
 
 async def compare(side: Side, source: PromptSource) -> float:
-    """Seconds of the short form of `verify`, on ranks and a server that have just started."""
+    """Seconds of the short form of `verify`."""
     n = side.config.mismatch.check_prompts
     began = time.perf_counter()
     report = await side.stage.comparison(side.trainer, source.all()[:n]).short([side.engine])
@@ -125,6 +126,7 @@ async def measure(sides: Sequence[Side], source: PromptSource, iterations: int, 
             for side in sides:
                 side.processes = started()
                 side.seconds = {name: [] for name in side.seconds}
+    sides[0].compared_again = await compare(sides[0], source)
     for side in sides:
         await side.engine.close()
         await side.trainer.close()
@@ -182,6 +184,7 @@ def run(config: RunConfig, home: Path, iterations: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    add_write(parser)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     config = load_config(ROOT / "configs" / "tiny.toml", ["model.make.max_steps=0"])
@@ -195,7 +198,7 @@ def main() -> None:
         table.add_row(name, f"{value:.3f}")
     Console().print(table)
     holds = all(figures[name.removesuffix("_max")] <= goal for name, goal in GOALS.items())
-    print(json.dumps({"name": "iteration", "figures": figures, "goals": GOALS, "holds": holds}))
+    finish("iteration", figures, GOALS, holds)
 
 
 if __name__ == "__main__":

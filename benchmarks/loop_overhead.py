@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import itertools
-import json
 import statistics
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from figures import add_write, finish
 from iteration import ROOT
 from rich.console import Console
 from rich.table import Table
@@ -194,6 +194,7 @@ def measure(clock: Clock, home: Path, staleness: int, steps: int, every: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write(parser)
     parser.add_argument("--quick", action="store_true")
     steps, every = (13, 4) if parser.parse_args().quick else (60, CHECKPOINT_EVERY)
     clock = Clock()
@@ -211,7 +212,7 @@ def main() -> None:
     Console().print(table)
     figures = {f"{name}_of_{k}": value for k, of in found.items() for name, value in of.items()}
     holds = max(of["share"] for of in found.values()) <= GOALS["share_max"]
-    print(json.dumps({"name": "loop_overhead", "figures": figures, "goals": GOALS, "holds": holds}))
+    finish("loop_overhead", figures, GOALS, holds)
 
 
 if __name__ == "__main__":

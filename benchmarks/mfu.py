@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from figures import add_write, finish
 from transformers_step import LOSS, OPTIMIZER, seconds_of
 
 from megatron_bridge.config import KernelsConfig, ParallelConfig, PrecisionConfig, ReplayConfig, TrainerConfig
@@ -109,6 +110,7 @@ def main() -> int:
     p.add_argument("--peak-tflops", type=float, help="of the device in BF16, dense: 989 for an H100 or H200 SXM")
     p.add_argument("--spec", choices=("local", "te"), default="local", help="modules")
     p.add_argument("--micro-batches", type=int, default=4, help="of 4 samples of 2,048 tokens each")
+    add_write(p)
     p.add_argument("--quick", action="store_true", help="one micro-batch")
     p.add_argument("--tiny", action="store_true", help="a tiny model and short samples, on any device")
     args = p.parse_args()
@@ -136,7 +138,7 @@ def main() -> int:
     }
     for name, value in figures.items():
         print(f"{name:16}{value!s:>24}")
-    print(json.dumps({"name": "mfu", "figures": figures, "goals": {}, "holds": True}))
+    finish("mfu", figures, {}, True)
     return 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import tempfile
 import time
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from figures import add_write, finish
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -163,6 +163,7 @@ def measure(turns: int, folder: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write(parser)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
@@ -173,7 +174,7 @@ def main() -> None:
         table.add_row(preset, f"{figures[f'share_{preset}']:.2%}")
     Console().print(table)
     holds = figures["share"] <= GOALS["share_max"]
-    print(json.dumps({"name": "objectives", "figures": figures, "goals": GOALS, "holds": holds}))
+    finish("objectives", figures, GOALS, holds)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from figures import add_write, finish
 from train_step import WIDE, Work, fill, long_tailed, model_config
 from transformers_step import LOSS, OPTIMIZER, Plain
 
@@ -112,6 +113,7 @@ def overheads(
 def main() -> int:
     """0 when the goals hold."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write(p)
     p.add_argument("--quick", action="store_true", help="the tiny model alone")
     p.add_argument("--threads", type=int, default=1, help="of each trainer")
     p.add_argument("--rounds", type=int, default=9)
@@ -133,7 +135,7 @@ def main() -> int:
     for name in ("fp8", "int4"):
         figures[f"overhead_{name}_max"] = max(figures[f"overhead_{model}_{name}"] for model in works)
     holds = all(figures[name] <= goal for name, goal in GOALS.items())
-    print(json.dumps({"name": "qat_step", "figures": figures, "goals": GOALS, "holds": holds}))
+    finish("qat_step", figures, GOALS, holds)
     return 0 if holds else 1
 
 

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from figures import add_write, finish
 from rollout_throughput import SAMPLES, equal_work, make_model, time_engine
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
@@ -89,13 +90,14 @@ def report(services: dict[Key, Service], ratios: dict[int, dict[Key, float]], th
             worst["seconds_over_bf16"] = max(worst["seconds_over_bf16"], round(slowest, 3))
     figures |= worst
     holds = all(worst[k] <= goal for k, goal in GOALS.items())
-    print(json.dumps({"name": "quantized_rollout", "figures": figures, "goals": GOALS, "holds": holds}))
+    finish("quantized_rollout", figures, GOALS, holds)
     return holds
 
 
 def main() -> int:
     """0 when the goals hold."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write(p)
     p.add_argument("--quick", action="store_true", help="the formats of the goals, within a minute")
     p.add_argument("--threads", type=int, default=1, help="of each engine")
     args = p.parse_args()

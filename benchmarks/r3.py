@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import pickle
 import statistics
 import tempfile
@@ -26,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from figures import add_write, finish
 from iteration import ROOT, run
 from rich.console import Console
 from rich.table import Table
@@ -109,6 +109,7 @@ def iterations(settings: list[str], turns: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write(parser)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
@@ -125,7 +126,7 @@ def main() -> None:
         figures["r3_share"] <= GOALS["r3_share_max"]
         and figures["int32_bytes_of_shipped"] >= GOALS["int32_bytes_of_shipped_min"]
     )
-    print(json.dumps({"name": "r3", "figures": figures, "goals": GOALS, "holds": holds}))
+    finish("r3", figures, GOALS, holds)
 
 
 if __name__ == "__main__":

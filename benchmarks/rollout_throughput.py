@@ -28,6 +28,7 @@ from pathlib import Path
 
 import httpx
 import torch
+from figures import add_write, finish
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -232,13 +233,14 @@ def report(works: dict[str, Work], seconds: dict[str, dict[str, list[float]]], t
     holds = figures["http_cost"] <= GOALS["http_cost"] and all(
         figures[k] >= v for k, v in GOALS.items() if k != "http_cost"
     )
-    print(json.dumps({"name": "rollout_throughput", "figures": figures, "goals": GOALS, "holds": holds}))
+    finish("rollout_throughput", figures, GOALS, holds)
     return holds
 
 
 def main() -> int:
     """0 when the goals hold."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write(p)
     p.add_argument("--quick", action="store_true", help="within a minute")
     p.add_argument("--threads", type=int, default=1, help="of each way")
     args = p.parse_args()

@@ -23,6 +23,8 @@ from typing import Any
 
 from algorithms import ROOT, Study, Task, run_all
 from algorithms_report import last, mean, put_into, spread
+from figures import END as FIGURES_END
+from figures import begin
 
 SETTINGS = (
     *("parallel.dp=1", "parallel.ep=1", "train.groups_per_step=32", "train.samples_per_group=8"),
@@ -33,7 +35,7 @@ HEAD = (
     *("staleness", "loss", "seeds", "accuracy before", "after", "staleness seen, mean / largest"),
     *("largest KL to the rollout", "mean KL", "clipped", "gradient norm, largest / median", "skipped"),
 )
-BEGIN, END = "<!-- written by benchmarks/staleness_study.py --docs -->", "<!-- end of what it wrote -->"
+BEGIN, END = begin("benchmarks/staleness_study.py"), FIGURES_END
 SECTION = f"""
 ## What staleness does to learning
 

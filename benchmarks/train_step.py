@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from figures import add_write, finish
 from torch import Tensor
 from transformers_step import LOSS, MAX_TOKENS, OPTIMIZER, Plain, seconds_of
 
@@ -295,6 +296,7 @@ def over_layouts(work: Work, rounds: int, folder: Path) -> dict[str, float]:
 def main() -> int:
     """0 when the goals hold."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write(p)
     p.add_argument("--quick", action="store_true", help="fewer tokens, within a minute or so")
     p.add_argument("--threads", type=int, default=1, help="of each way")
     args = p.parse_args()
@@ -325,7 +327,7 @@ def main() -> int:
         figures["layout_" + name.replace(", ", "_").replace(" ", "_")] = round(ratio, 3)
         print(f"{name:28}{ratio:13.2f}x")
     holds = figures["ratio_min"] >= GOALS["ratio_min"] and share <= GOALS["logprob_memory_share_max"]
-    print(json.dumps({"name": "train_step", "figures": figures, "goals": GOALS, "holds": holds}))
+    finish("train_step", figures, GOALS, holds)
     return 0 if holds else 1
 
 

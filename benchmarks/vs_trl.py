@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from figures import add_write, finish
 from iteration import PHASES, ROOT, Side, cpu_seconds, started
 from rich.console import Console
 from rich.table import Table
@@ -247,6 +248,7 @@ def figures_of(found: Mapping[str, Taken], side: Side) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_write(parser)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--work", choices=tuple(WORKS), action="append", help="only this one")
     given = parser.parse_args()
@@ -270,7 +272,7 @@ def report(figures: Mapping[str, float], works: Sequence[str]) -> None:
     Console().print(table)
     goals = {k: v for k, v in GOALS.items() if k.removeprefix("ratio_").removesuffix("_min") in works}
     holds = all(figures[k.removesuffix("_min")] >= goal for k, goal in goals.items())
-    print(json.dumps({"name": "vs_trl", "figures": figures, "goals": goals, "holds": holds}))
+    finish("vs_trl", figures, goals, holds)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ anew from (seed, step, the rank's place).
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException, check_is_distributed_checkpoint
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -28,6 +30,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_bridge import scalar_head
 from megatron_bridge.checkpoint_sums import verify_sums
 from megatron_bridge.checkpoint_writer import CheckpointSave, first_line
+from megatron_bridge.convert.torch_archive import reason
 from megatron_bridge.families.base import SCORE
 from megatron_bridge.lora import ADAPTERS, check_adapters, reset_adapters
 from megatron_bridge.model import PolicyModel
@@ -37,7 +40,9 @@ from megatron_bridge.rng import KEY as RNG
 from megatron_bridge.rng import derive_rng_state, rng_state, set_rng_state
 from megatron_bridge.te_names import checkpoint_state, is_extra
 from megatron_bridge.verified_load import load_verified, open_verified
+from miles_like.regular_files import check_inside, open_regular, read_json
 
+_CONFIG_BYTES = 1 << 20  # of metadata.json, the most that is read
 # fully_reshardable: the optimizer's state is stored by parameter, so that another tp, pp, ep or dp can read it.
 _METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -128,7 +133,9 @@ def read_copied(path: Path, name: str, models: Sequence[PolicyModel], parallel: 
     """Read what `copied` gave into `models`. Collective. Raises ValueError when the directory is missing or incomplete,
     or has nothing of that name."""
     _check(path)
-    if not any(key.startswith(f"{name}.") for key in dist_checkpointing.load_tensors_metadata(str(path))):
+    _common(path)
+    source = open_verified(path)
+    if not any(key.startswith(f"{name}.") for key in source.names()):
         raise ValueError(
             f"checkpoint {path} holds no {name}, as one of a run does whose reference moves: resume with "
             "reference_every = 0, or from a checkpoint of such a run"
@@ -136,15 +143,24 @@ def read_copied(path: Path, name: str, models: Sequence[PolicyModel], parallel: 
     wanted = _model_state(models, parallel, loading=True)
     add_prefix_for_sharding(wanted, f"{name}.")
     with _fits(path):
-        state = dist_checkpointing.load({name: wanted}, str(path))
+        state = load_verified({name: wanted}, source)
     _set_models(models, state[name])
 
 
 def _check(path: Path) -> None:
-    if not path.is_dir() or not check_is_distributed_checkpoint(str(path)):
+    """Raises ValueError where the small files that stock loading opens by itself are not there, are no regular files of
+    the directory, or metadata.json is not what a save writes."""
+    if not os.path.lexists(path / CONFIG_FNAME):
         raise ValueError(
             f"{path} is not a complete torch_dist checkpoint: it has no metadata.json; give another directory"
         )
+    try:
+        for name in (CONFIG_FNAME, COMMON_STATE_FNAME):
+            check_inside(path / name, path)
+        os.close(open_regular(path / COMMON_STATE_FNAME))
+        CheckpointingConfig(**read_json(path / CONFIG_FNAME, _CONFIG_BYTES))
+    except (ValueError, TypeError, OSError) as e:
+        raise ValueError(f"checkpoint {path}: {reason(e)}: copy or convert it again") from None
 
 
 def _common(path: Path) -> dict[str, Any]:
@@ -154,7 +170,7 @@ def _common(path: Path) -> dict[str, Any]:
     # what torch and megatron make of a file that is empty, cut, something else, or missing
     except (EOFError, RuntimeError, KeyError, AttributeError, CheckpointingException, pickle.UnpicklingError) as e:
         raise ValueError(
-            f"checkpoint {path}: common.pt cannot be read ({first_line(e)}): resume from an earlier checkpoint"
+            f"checkpoint {path}: common.pt cannot be read ({reason(e)}): resume from an earlier checkpoint"
         ) from None
 
 
@@ -180,19 +196,20 @@ def load_checkpoint(
     _check(path)
     verify_sums(path)
     written = _common(path)
+    source = open_verified(path)
     if (had := written.get("distributed_optimizer")) is not (have := _is_distributed(optimizer)):
         raise ValueError(
             f"checkpoint {path} was written with distributed_optimizer = {had}, this run has {have}: "
             "resume with the same, or load its weights only"
         )
-    check_adapters(path, models)
+    check_adapters(source, models)
     prime_state(optimizer)
     wanted = _full_state(models, optimizer, parallel, 0, loading=True)
     same_layout = written.get("layout") == parallel.config.model_dump()
     if same_layout:
         wanted[RNG] = rng_state(parallel.rank, parallel.world_size)
     with _fits(path):
-        state = dist_checkpointing.load(wanted, str(path))
+        state = load_verified(wanted, source)
     _set_models(models, state)
     optimizer.load_state_dict(state["optimizer"])
     step = int(state["step"])
@@ -213,9 +230,10 @@ def read_weights(path: Path, models: Sequence[PolicyModel], parallel: ParallelCo
     """
     source = open_verified(path)
     _check(path)
+    _common(path)
     wanted = _model_state(models, parallel, loading=True)
-    adapted = check_adapters(path, models)
-    new_head = models[0].scalar and SCORE not in dist_checkpointing.load_tensors_metadata(str(path))
+    adapted = check_adapters(source, models)
+    new_head = models[0].scalar and SCORE not in source
     lacks = (() if adapted else ADAPTERS) + ((scalar_head.NAME,) if new_head else ())
     wanted = {chunk: {k: v for k, v in state.items() if not k.endswith(lacks)} for chunk, state in wanted.items()}
     with _fits(path):

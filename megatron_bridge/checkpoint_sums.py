@@ -9,6 +9,7 @@ faster than memory is read; it is against damage and not against malice.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,8 +17,10 @@ import torch.distributed as dist
 import xxhash
 
 from megatron_bridge.agree import gather
+from miles_like.regular_files import check_inside, is_inner_name, read_json
 
 SUMS = "checksums.json"
+SUMS_BYTES = 256 << 20  # the most that is read
 BLOCK = 1 << 22
 
 
@@ -42,6 +45,14 @@ def write_sums(directory: Path, sums: Sequence[Mapping[str, str]]) -> None:
     (directory / SUMS).write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
 
 
+def _sums(found: object) -> list[tuple[str, str]]:
+    if not isinstance(found, dict) or not all(isinstance(digest, str) for digest in found.values()):
+        raise ValueError("no object of names and checksums")
+    if wrong := [name for name in found if not is_inner_name(name)]:
+        raise ValueError(f"{wrong[0][:80]!r} names no file below it")
+    return sorted(found.items())
+
+
 def verify_sums(directory: Path) -> None:
     """Raises DamagedFileError on every rank, naming the first file that is missing or has other bytes. Collective.
 
@@ -49,12 +60,18 @@ def verify_sums(directory: Path) -> None:
     """
     path = directory / SUMS
     problem = None
-    if path.exists():
+    if os.path.lexists(path):
         try:
-            names = sorted(json.loads(path.read_text(encoding="utf-8")).items())
+            check_inside(path, directory)
+            names = _sums(read_json(path, SUMS_BYTES))
         except ValueError as e:
             names, problem = [], f"{path} cannot be read ({e})"
         for name, digest in names[dist.get_rank() :: dist.get_world_size()]:
+            try:
+                check_inside(directory / name, directory)
+            except ValueError as e:
+                problem = str(e)
+                continue
             if not (directory / name).is_file():
                 problem = f"{directory / name} is missing"
             elif checksum(directory / name) != digest:

@@ -182,6 +182,16 @@ class ReplayConfig(Section):
         return self
 
 
+class AgreementConfig(Section):
+    """Least shares of the experts replayed from the rollout that the trainer's own routers must choose too, in every
+    step with `replay.mode = "r3"`, before its optimizer moves (agreement.py)."""
+
+    overall: float = Field(0.0, ge=0, le=1)  # over all layers; 0: not checked
+    layer: float | None = Field(0.0, ge=0, le=1)  # of each layer; 0: not checked; None: derived from `explained`
+    # least agreement that the precision of both sides explains, as Cohen's kappa: from chance, 0, to equality, 1
+    explained: float = Field(1.0, ge=0, le=1)
+
+
 class KernelsConfig(Section):
     """Modules, precision of the linears, and what runs at the same time as what. Defaults work on any device."""
 
@@ -232,6 +242,7 @@ class TrainerConfig(RecomputeConfig):
     precision: PrecisionConfig
     optimizer: OptimizerConfig
     replay: ReplayConfig
+    agreement: AgreementConfig = AgreementConfig()
     kernels: KernelsConfig = KernelsConfig()
     lora: LoraConfig = LoraConfig()
     seed: int = 0

@@ -110,6 +110,11 @@ class ExportPlan:
             bucket for _, group in groupby(slots, key=exporter.key) for bucket in exporter.buckets(group, bucket_bytes)
         ]
 
+    def names(self) -> Iterator[str]:
+        """Of the stream's tensors, in its order; nothing is moved."""
+        for bucket in self._buckets:
+            yield from self._exporter.names(bucket)
+
     def export(self, *, computed: bool = False) -> Iterator[NamedTensor]:
         """The stream, from the parameters' values now; `computed`: of what the model computes with, rounded where it
         is trained so. Draining it is collective."""
@@ -205,17 +210,23 @@ class _Exporter:
         whole = self._gather(bucket, value) if owner == self.stage else None
         parts = self._broadcast(bucket, whole, owner)
         for slot in bucket:
-            for name in self._names(slot):
+            for name, *copies in self._names(slot):
                 part = next(parts)
                 yield NamedTensor(name, part)
-                yield from (NamedTensor(copy, part) for copy in self.tensors.copies_of(self.entry(slot)))
+                yield from (NamedTensor(copy, part) for copy in copies)
 
-    def _names(self, slot: _Slot) -> Iterator[str]:
+    def names(self, bucket: Sequence[_Slot]) -> Iterator[str]:
+        """What `export` yields, by name."""
+        yield from (name for slot in bucket for names in self._names(slot) for name in names)
+
+    def _names(self, slot: _Slot) -> Iterator[tuple[str, ...]]:
+        """Of each tensor of a slot, its name and the names of its copies."""
         entry = self.entry(slot)
         local = self.tensors.experts_of(entry) // self.copies(slot)
         for rank in range(self.copies(slot)):
             expert = None if slot.local_expert is None else rank * local + slot.local_expert
-            yield from (pattern.format(i=slot.layer, e=expert) for pattern in entry.hf)
+            for pattern in entry.hf:
+                yield pattern.format(i=slot.layer, e=expert), *self.tensors.copies_of(entry)
 
     def _gather(self, bucket: Sequence[_Slot], value: _Value) -> list[Tensor]:
         """Whole tensors of a bucket of this rank's stage, in the order of the names."""

@@ -17,11 +17,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
@@ -31,6 +29,7 @@ from torch.nn import Parameter
 
 from megatron_bridge.agree import gather
 from megatron_bridge.config import LoraConfig
+from megatron_bridge.convert.torch_dist import TorchDist
 from megatron_bridge.effective import use_effective_weight
 from megatron_bridge.local_modules import DuplicatedLinear
 from megatron_bridge.optimizer import keep_graph
@@ -170,12 +169,12 @@ def _shard(linear: Any, adapter: str, axis: int, *, gated: bool) -> None:
     linear.sharded_state_dict = sharded_state_dict
 
 
-def check_adapters(path: Path, models: Sequence[Any]) -> bool:
-    """Whether the checkpoint at `path` holds adapters. Raises ValueError when it does and the model has none."""
-    stored = any(key.endswith(ADAPTERS) for key in dist_checkpointing.load_tensors_metadata(str(path)))
+def check_adapters(source: TorchDist, models: Sequence[Any]) -> bool:
+    """Whether the checkpoint `source` holds adapters. Raises ValueError when it does and the model has none."""
+    stored = any(key.endswith(ADAPTERS) for key in source.names())
     if stored and not any(name.endswith(ADAPTERS) for model in models for name, _ in model.named_parameters()):
         raise ValueError(
-            f"checkpoint {path} holds LoRA adapters, but lora.rank = 0: set the lora.rank it was made with"
+            f"checkpoint {source.path} holds LoRA adapters, but lora.rank = 0: set the lora.rank it was made with"
         )
     return stored
 

@@ -5,6 +5,7 @@ The only file that calls megatron's parallel_state.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -55,6 +56,24 @@ class ParallelContext:
         return self.pp_rank == self.config.pp - 1
 
 
+def rank_store(host: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store by which the ranks find each other; rank 0 serves it on `host` alone.
+
+    A store that torch is only given a host and port for listens on every interface of the machine, whatever the host;
+    here rank 0 binds the socket. `host` is rank 0's address in the cluster, loopback on a single machine. The store has
+    no authentication, in any version of torch: every process that reaches that address can write to it.
+    """
+    listener: dict[str, int] = {}
+    if rank == 0:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            s.bind(address)
+            s.listen(world_size + 128)
+            listener = {"master_listen_fd": s.detach()}
+    return dist.TCPStore(host, port, world_size=world_size, is_master=rank == 0, timeout=timeout, **listener)
+
+
 def init_parallel(
     config: ParallelConfig,
     *,
@@ -71,13 +90,9 @@ def init_parallel(
     Raises ValueError when world_size is not what the layout needs.
     """
     check_world(config, world_size)
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{master_addr}:{master_port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    timeout = timedelta(seconds=timeout_s)
+    store = rank_store(master_addr, master_port, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mpu.initialize_model_parallel(
         config.tp,
         config.pp,

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_bridge.config import ReplayConfig
 from megatron_bridge.model import every_router, routers
 from megatron_bridge.shard import Shard
-from routing_replay.agreement import topk_agreement
+from routing_replay.agreement import count_routes
 from routing_replay.tape import OwnRoutes, ReplayTape, RouteRecorder
 from routing_replay.trace import RoutingTrace
 
@@ -60,7 +60,8 @@ class RoutingReplay:
     mode "r3": the router takes the rollout's ids and its own fresh scores of them. "r2": the ids that a pass with
     source "record" took down. "off": it chooses by itself. With `gates` the recorded weights of the experts' outputs
     take the place of those fresh scores, and the router gets no gradient through them. Whichever it is, agreement is
-    counted: rows whose own choice is the set that is replayed, or, where nothing is, the rollout's set if there is one.
+    counted, layer by layer: of each row's own choice with the experts that are replayed, or, where nothing is, with the
+    rollout's if there are any.
     """
 
     def __init__(self, chunks: list[Any], config: ReplayConfig, *, recompute: bool) -> None:
@@ -82,8 +83,7 @@ class RoutingReplay:
         self._shards = dict(enumerate(shards))
         self._micro, self._in_backward = -1, False
         # counted on the device: to read them in each layer would wait for it each time
-        self.agreed: Tensor | int = 0
-        self.compared: Tensor | int = 0
+        self.counts: dict[int, Tensor] = {}  # layer -> what `count_routes` says of all micro-batches together
         self.replayed: Tensor | int = 0
         self.routed: Tensor | int = 0
 
@@ -198,8 +198,8 @@ class RoutingReplay:
         if replayed is None and shard.routing is not None:
             replayed = shard.routing.experts[:, shard.routing.layers.index(layer)]
         if replayed is not None:
-            self.agreed = self.agreed + (topk_agreement(chosen, replayed) & shard.real).sum()
-            self.compared = self.compared + rows
+            found = count_routes(chosen, replayed, shard.real, self._experts)
+            self.counts[layer] = found if layer not in self.counts else self.counts[layer] + found
 
 
 def _of_this(micro: int, shard: Shard, own: OwnRoutes) -> RoutingTrace:

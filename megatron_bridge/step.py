@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from megatron_bridge.agree import check_equal, raise_together
+from megatron_bridge.agreement import COVERAGE, agreement_stats
 from megatron_bridge.model import unwrap
 from megatron_bridge.mtp import mtp_loss
 from megatron_bridge.overlap import leave_no_sync
@@ -29,6 +30,7 @@ from megatron_bridge.shard import Shard, shard, whole
 from megatron_bridge.stats import Stats, gather, values
 from miles_like.protocols import LossFn
 from miles_like.types import MicroBatch, Scored, Stat
+from routing_replay.agreement import RouteCounts
 from routing_replay.align import RankPart
 from routing_replay.tape import OwnRoutes
 
@@ -42,7 +44,7 @@ class OldPolicy:
 
     logprobs: Sequence[Tensor]  # [T] fp32 of each micro-batch: of labels with loss, 0 elsewhere
     routes: Sequence[OwnRoutes] | None  # of each micro-batch, this rank's rows and layers: what r2 replays
-    agreement: Mapping[str, Stat]  # "routing/agreement", over all ranks
+    agreement: Mapping[str, Stat]  # of the routers' own choice with the rollout's, over all ranks: agreement.py
 
 
 class Step:
@@ -132,7 +134,7 @@ class Step:
         record, row = self.replay.mode == "r2", _labels_alone(row)
         logprobs = self._logprobs(self._shards(row, forward_only=True, source="record" if record else "mode"))
         routes = self.replay.recorded() if record else None
-        own = {k: stat for k, stat in self._routing(updated=False).items() if k == "routing/agreement"}
+        own = {k: stat for k, stat in self._routing(updated=False).items() if k != COVERAGE}
         return OldPolicy(logprobs=logprobs, routes=routes, agreement=own)
 
     def _logprobs(self, shards: list[Shard]) -> list[Tensor]:
@@ -255,11 +257,19 @@ class Step:
         """Over all ranks: each counted its own rows of its own layers. `updated`: after an old-log-prob pass, so that
         agreement may be of weights that have moved since."""
         r = self.replay
-        counts = torch.tensor([r.agreed, r.compared, r.replayed, r.routed], dtype=torch.float64, device=self.device)
+        # a row for each layer of the whole model, then one for what all layers have in common
+        counts = torch.zeros(
+            self.config.num_layers + 1, len(RouteCounts._fields), dtype=torch.float64, device=self.device
+        )
+        if r.counts:
+            layers = torch.tensor(list(r.counts), device=self.device)
+            counts[layers] = torch.stack(list(r.counts.values())).double()
+        counts[-1, 0] += r.replayed
+        counts[-1, 1] += r.routed
         dist.all_reduce(counts)
-        agreed, compared, replayed, routed = counts
-        name = "routing/update_agreement" if updated else "routing/agreement"
-        return {"routing/replay_coverage": Stat(replayed, routed), name: Stat(agreed, compared)}
+        of_layers = {i: RouteCounts(*row) for i, row in enumerate(counts[:-1].tolist()) if row[0]}
+        coverage = {COVERAGE: Stat(counts[-1, 0], counts[-1, 1])}
+        return coverage | agreement_stats(of_layers, self.config.moe_router_topk, updated=updated)
 
 
 def _labels_alone(row: Sequence[MicroBatch]) -> list[MicroBatch]:

@@ -6,7 +6,6 @@ All ranks make the same calls in the same order; each is collective.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from megatron_bridge.device import init_device, set_environment
 _ENV = init_device()  # before anything below imports megatron
 
 from megatron_bridge.agree import gather  # noqa: E402
+from megatron_bridge.agreement import RoutingBreach, check_routes  # noqa: E402
 from megatron_bridge.checkpoint import begin_save, copied, load_checkpoint, load_weights, read_copied  # noqa: E402
 from megatron_bridge.checkpoint_writer import CheckpointSave  # noqa: E402
 from megatron_bridge.config import TrainerConfig  # noqa: E402
@@ -46,6 +46,7 @@ from megatron_bridge.schedule import learning_rate  # noqa: E402
 from megatron_bridge.stats import Stats, combine, values  # noqa: E402
 from megatron_bridge.step import OldPolicy, Step  # noqa: E402
 from megatron_bridge.weight_copies import WeightCopies  # noqa: E402
+from miles_like.hf_checkpoint import read_config  # noqa: E402
 from miles_like.protocols import LossFn  # noqa: E402
 from miles_like.types import REFERENCE, MicroBatch, NamedTensor, Scored, Stat, StepReport  # noqa: E402
 from quant.exact.selftest import fingerprint  # noqa: E402
@@ -56,26 +57,25 @@ _log = logging.getLogger(__name__)
 
 def read_hf_config(directory: Path) -> dict[str, object]:
     """A model directory's config.json. Raises ValueError when it is missing or not a JSON object."""
-    path = directory / "config.json"
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist: give a Hugging Face model directory") from None
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{path} is not JSON: {e}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return value
+    return read_config(directory)
 
 
 class MegatronTrainer:
-    """A rank. `rank` and `world_size` count trainer ranks only; each owns its process.
+    """A rank. `rank` and `world_size` count trainer ranks only; each owns its process. timeout_s: of a collective.
 
     Raises ValueError when the layout does not fit the model or the number of ranks.
     """
 
     def __init__(
-        self, config: TrainerConfig, *, rank: int, world_size: int, master_addr: str, master_port: int, loss: LossFn
+        self,
+        config: TrainerConfig,
+        *,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int,
+        loss: LossFn,
+        timeout_s: float = 600.0,
     ) -> None:
         self.config, self.hf = config, _with_head(config, read_hf_config(Path(config.hf_config)))
         self.family = family_of(self.hf)
@@ -94,6 +94,7 @@ class MegatronTrainer:
             master_port=master_port,
             backend=_ENV.backend,
             seed=config.seed,
+            timeout_s=timeout_s,
         )
         self.chunks = build_model(config, self.hf, resolved, self.parallel, _ENV)
         self.models = [unwrap(chunk) for chunk in self.chunks]
@@ -152,6 +153,9 @@ class MegatronTrainer:
 
         Raises ValueError with `config.reference` when `load_weights` was never called, and what Step.stats refuses.
 
+        Raises RoutingBreach on every rank, before the rollout's first optimizer step, when mode "r3" replays routes
+        that are below the bounds of `config.agreement`; weights, optimizer state and routing biases stay as they were.
+
         When the loss or the gradient norm is not finite the weights, the optimizer's state and the routing biases stay
         as they were before that optimizer step, bit for bit. With on_nonfinite "stop", RuntimeError on every rank, one
         sentence naming where it began; with "skip", that sentence is logged by rank 0, the metrics say train/skipped,
@@ -161,6 +165,7 @@ class MegatronTrainer:
         assert len(rows) == len(loss_tokens) >= 1, "a number of loss tokens for each of one or more rows"
         refs, olds = self._refs(rows), self._olds(rows)
         found: list[Stats] = []
+        self._check_routes(combine([old.agreement for old in olds if old is not None]), f"step {version}")
         for i, (row, n, ref, old) in enumerate(zip(rows, loss_tokens, refs, olds, strict=True)):
             where = f"step {version}" + (f" (optimizer step {i + 1} of {len(rows)})" if len(rows) > 1 else "")
             lr = learning_rate(self.config.optimizer, self.steps_done)
@@ -176,8 +181,9 @@ class MegatronTrainer:
         self._bias.keep()
         try:
             stats = run()
-        except ValueError:
-            self._bias.restore()  # a wrong loss_tokens shows after backward
+            self._check_routes(stats, where)
+        except (ValueError, RoutingBreach):
+            self._bias.restore()  # a wrong loss_tokens shows after backward, as do wrong routes
             raise
         may_skip = self.config.on_nonfinite == "skip"
         try:
@@ -195,6 +201,10 @@ class MegatronTrainer:
         self.weights_changed()
         self.steps_done += 1
         return stats | {"train/grad_norm": _of_step(norm)} | ({"train/skipped": _of_step(0.0)} if may_skip else {})
+
+    def _check_routes(self, stats: Stats, where: str) -> None:
+        if self.config.replay.mode == "r3":
+            check_routes(values(stats), self.config.agreement, where)
 
     def evaluate(self, row: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]:
         """The loss function's statistics and train/loss, forward only; nothing changes."""

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megatron_bridge.agree import gather
+from megatron_bridge.convert.torch_archive import encoded_again
 from megatron_bridge.convert.torch_dist import TorchDist
 
 
@@ -140,7 +141,7 @@ class _Reader(StorageReader):
         _agree(problem)
         for item, value in staged:
             if isinstance(value, bytes):
-                planner.load_bytes(item, io.BytesIO(value))
+                planner.load_bytes(item, io.BytesIO(value))  # of the planner's unrestricted torch.load
                 continue
             target = planner.resolve_tensor(item).detach()
             target.copy_(value)
@@ -157,7 +158,7 @@ class _Reader(StorageReader):
     def _read(self, item: ReadItem) -> torch.Tensor | bytes:
         index = item.storage_index
         if item.type is LoadItemType.BYTE_IO:
-            return self._source.read_object(index.fqn)
+            return encoded_again(self._source.read_object(index.fqn), f"{self._source.path}: {index.fqn}")
         assert index.offset is not None
         offset = [a + b for a, b in zip(index.offset, item.storage_offsets, strict=True)]
         return self._source.read(index.fqn, offset, tuple(item.lengths))

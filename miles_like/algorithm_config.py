@@ -79,6 +79,9 @@ class AlgorithmConfig(Section):
     kl_in: Literal["loss", "reward"] | None = None
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     kl_unbiased: bool | None = None  # times p_train / p_rollout
+    # Bounds in nats of log(p_train / p_old) and of k3's log-ratio, and of k3's value; None: none. verl has 20 and 10.
+    log_ratio_clamp: float | None = Field(None, gt=0)
+    k3_clamp: float | None = Field(None, gt=0)
     reference_every: int = Field(0, ge=0)  # rollouts after which the reference is renewed; 0: never
     entropy_coefficient: float = Field(0.0, ge=0)
     off_policy_delta: float | None = Field(None, ge=0)  # nats/token; None: no sample is masked
@@ -95,6 +98,8 @@ class AlgorithmConfig(Section):
             return given
         given = {k: v for k, v in given.items() if v is not None}
         name = given.get("name", "grpo")
+        if not isinstance(name, str):
+            return given
         if name in SUPERVISED:
             return given
         if name not in PRESETS:
@@ -143,7 +148,9 @@ class AlgorithmConfig(Section):
     def _why_unused(self, key: str) -> str:
         if self.supervised:
             return f"algorithm.name = {self.name!r}"
-        if key in _PENALTY["loss"]:
+        if key == "k3_clamp" and self.kl_coefficient:
+            return f"algorithm.kl_estimator = {self.kl_estimator!r}"
+        if key in _PENALTY["loss"] or key == "k3_clamp":
             return "algorithm.kl_in = 'reward'" if self.kl_coefficient else "algorithm.kl_coefficient = 0"
         if key == "overlong_buffer":
             return "algorithm.overlong_penalty = 0"
@@ -225,8 +232,13 @@ class AlgorithmConfig(Section):
 def _used(asked: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that the parts in `asked` use, and their defaults."""
     out = dict(ADVANTAGE_KEYS.get(asked["advantage"], {})) | LOSS_KEYS.get(asked["loss"], {})
+    if asked["loss"] in LOSS_KEYS and asked["loss"] != "reinforce":
+        out["log_ratio_clamp"] = None
     if asked.get("kl_coefficient"):
-        out |= _PENALTY["reward" if asked.get("kl_in") == "reward" else "loss"]
+        penalty = _PENALTY["reward" if asked.get("kl_in") == "reward" else "loss"]
+        out |= penalty
+        if (asked.get("kl_estimator") or penalty["kl_estimator"]) == "k3":
+            out |= {"log_ratio_clamp": None, "k3_clamp": None}
     if asked["aggregation"] == "constant":
         out["aggregation_constant"] = None
     if asked.get("overlong_penalty"):

@@ -30,6 +30,7 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _check_own(path)
         self._file = path.open("ab")
         with path.open("rb") as f:
             self._hash = hashlib.file_digest(f, "sha256")
@@ -65,6 +66,7 @@ def cut_back(path: Path, to: Position) -> None:
 
 def check_beginning(path: Path, to: Position) -> None:
     """Raises DamagedError where the file is shorter than that position, or has other bytes before it."""
+    _check_own(path)
     if not to.bytes and not path.exists():
         return
     remedy = "resume from a checkpoint before it was changed, or use --fresh"
@@ -81,6 +83,12 @@ def check_beginning(path: Path, to: Position) -> None:
         raise DamagedError(f"{path} has other bytes than when the checkpoint was saved: {remedy}")
 
 
+def _check_own(path: Path) -> None:
+    """Raises DamagedError where writing to `path` would write to another file, or to none."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise DamagedError(f"{path} is a link, a device or a directory, not a file that the run wrote: remove it")
+
+
 def positions(files: Mapping[str, AppendedFile]) -> Json:
     """{name: {bytes, sha256}} of each file by its name in the run directory. What was written is on disk."""
     for file in files.values():
@@ -91,6 +99,8 @@ def positions(files: Mapping[str, AppendedFile]) -> Json:
 def cut_all_back(run_dir: Path, saved: Json) -> None:
     """Each file of `positions` as it was then, or, where one is damaged, all as they are. Raises as `cut_back`."""
     assert isinstance(saved, Mapping)
+    if wrong := [name for name in saved if Path(name).name != name]:
+        raise DamagedError(f"the checkpoint names {wrong[0]!r}, which is no file of the run directory: nothing is cut")
     found = {run_dir / name: Position(**cast("Mapping[str, Any]", one)) for name, one in saved.items()}
     for path, position in found.items():
         check_beginning(path, position)

@@ -6,7 +6,6 @@ so that a dry run, a finished stage or a mistyped key does not wait for them.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -26,15 +25,17 @@ from megatron_bridge.kernels import describe_kernels
 from megatron_bridge.layout import check_layout
 from megatron_bridge.precision import served_spec
 from megatron_bridge.resolve import Resolved, resolve
-from miles_like.completion import read_marker
+from miles_like.completion import marker_root, read_marker
 from miles_like.config import ModelConfig, RunConfig
 from miles_like.dequantize import dequantize_checkpoint
 from miles_like.engine_fit import check_engine
-from miles_like.pipeline import Parts, Sizes, known_config, plan_stages, run_stages
+from miles_like.hf_checkpoint import check_counts
+from miles_like.pipeline import Parts, Preflight, Sizes, Stage, cache_of, known_config, plan_stages, run_stages
 from miles_like.placement import plan_placement
 from miles_like.quant_report import QuantReport
 from miles_like.quantize import quantize_checkpoint, spec_of
 from miles_like.rank_configs import critic_config, trainer_config
+from miles_like.regular_files import read_json
 from miles_like.served import served_config
 from miles_like.stopping import run_to_end
 from miles_like.verify.findings import Report as AlignmentReport
@@ -55,10 +56,11 @@ def pipeline_parts(config: RunConfig, console: Console, ray_address: str | None)
         make_checkpoint(config, out, console)
 
     def stage(work: Any) -> Sequence[Mapping[str, Any]]:
-        from miles_like.workers import on_every_node, start_ray
+        from miles_like.node_work import on_every_node
+        from miles_like.workers import start_ray
 
         start_ray(ray_address)
-        return on_every_node(work)
+        return on_every_node(work, timeout_s=config.cluster.timeout_s)
 
     def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
         from miles_like.workers import start_ray
@@ -85,10 +87,15 @@ def pipeline_parts(config: RunConfig, console: Console, ray_address: str | None)
     def convert(hf_dir: Path, out: Path) -> None:
         c, p = config.convert, config.parallel
         cluster = ray_address if config.cluster.nodes > 1 else None
-        work = ConvertWork(int(c.memory_limit_gib * (1 << 30)), c.workers, cluster)
+        work = ConvertWork(int(c.memory_limit_gib * (1 << 30)), c.workers, cluster, config.cluster.timeout_s)
         to_megatron(hf_dir, out, work, tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp)
 
-    return Parts(make=make, convert=convert, on_every_node=stage, train=train, sizes=sizes)
+    def preflight(stages: Sequence[Stage], to_do: Sequence[str], online: bool) -> Preflight:
+        from miles_like.preflight import Preflight
+
+        return Preflight(config, stages, to_do, ray_address, online=online)
+
+    return Parts(make=make, convert=convert, on_every_node=stage, train=train, sizes=sizes, preflight=preflight)
 
 
 def shut_down() -> None:
@@ -98,15 +105,19 @@ def shut_down() -> None:
         workers.stop_ray()
 
 
+CONFIG_BYTES = 4 << 20  # of config.json, the most that is read
+
+
 def _read_config(config_json: Path) -> dict[str, Any]:
     try:
-        hf: dict[str, Any] = json.loads(config_json.read_text(encoding="utf-8"))
+        hf: dict[str, Any] = read_json(config_json, CONFIG_BYTES)
     except OSError as e:
         raise ValueError(f"{config_json}: {e.strerror}") from None
     except ValueError as e:
         raise ValueError(f"{config_json} is not JSON: {e}") from None
     if not isinstance(hf, dict):
         raise ValueError(f"{config_json} is not a JSON object: fetch the model's again")
+    check_counts(hf, config_json)  # before a table of tensors is made of them
     return hf
 
 
@@ -128,13 +139,13 @@ def shapes_bytes(config_json: Path, spec: QuantSpec | None = None) -> tuple[int,
 def _bytes(hf: Mapping[str, Any], spec: QuantSpec | None) -> tuple[int, int]:
     tensors, codec = family_of(hf).bind(hf), codec_or_none(spec)
     stored = bf16 = 0
-    for place in tensors.places():
+    for place, count in tensors.kinds(each_expert=spec is not None and spec.may_split_experts):
         size = math.prod(place.shape)
-        plain = size * tensors.dtype(place.entry).itemsize
+        plain = count * size * tensors.dtype(place.entry).itemsize
         bf16 += plain
         if codec is not None and spec is not None and spec.covers(place.hf_name, place.shape):
             parts = codec.layout(place.shape, place.hf_name).values()
-            stored += sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts)
+            stored += count * sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts)
         else:
             stored += plain
     return stored, bf16
@@ -185,7 +196,7 @@ def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
             trainer += ", a rank of the critic beside each"
         lines.append(f"node {node}: {trainer}; rollout server {', '.join(servers) or 'none'}")
     stage = config.cluster.stage_dir
-    model = (Path(stage) / "stage-..." if stage else run_dir.parent / "cache" / "stage-..." / "data") / "hf"
+    model = (Path(stage) / "stage-..." if stage else cache_of(config, run_dir) / "stage-..." / "data") / "hf"
     for s in plan.of("rollout"):
         port = (config.rollout.port or 30000) + s.index
         if config.rollout.engine == "embedded":
@@ -195,6 +206,7 @@ def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
                 port=port,
                 activations=config.precision.activations,
                 exact=config.exact_parts,
+                bucket_bytes=config.publish.bucket_bytes,
                 return_routed_experts=_has_experts(config),
             )
         else:
@@ -247,14 +259,16 @@ class ConvertWork:
     memory_limit: int  # bytes, of all processes of one machine
     workers: int  # processes on each machine
     ray_address: str | None  # a cluster whose nodes share the work; None: this machine alone
+    timeout_s: float = 1800.0  # after which a process of a cluster's nodes that has finished nothing is given up
 
     def spread(self) -> Spread | None:
         if self.ray_address is None:
             return None
-        from miles_like.workers import over_nodes, start_ray
+        from miles_like.node_work import over_nodes
+        from miles_like.workers import start_ray
 
         start_ray(self.ray_address)
-        return partial(over_nodes, each=self.workers)
+        return partial(over_nodes, each=self.workers, timeout_s=self.timeout_s)
 
 
 def to_megatron(
@@ -315,12 +329,16 @@ def check(directory: Path, *, memory_limit: int, workers: int) -> str:
     return f"{directory} is whole: {report.tensors:,} tensors, {report.files:,} files, {report.bytes:,} bytes"
 
 
-def serve(hf_dir: Path, *, host: str, port: int, threads: int) -> None:
+def serve(
+    hf_dir: Path, *, host: str, port: int, threads: int, key_file: Path | None, routed_experts: bool = True
+) -> None:
     """Blocks until the server is told to stop. Raises ValueError when it cannot start."""
     from rollout.embedded import server
+    from rollout.server_key import given_key
 
     arguments = ["--model-path", str(hf_dir), "--host", host, "--port", str(port), "--threads", str(threads)]
-    server.serve(server.parse(arguments))
+    arguments += ["--enable-return-routed-experts"] if routed_experts else []
+    server.serve(server.parse(arguments), given_key(key_file))
 
 
 def report(run_dir: Path) -> Path:
@@ -337,14 +355,24 @@ def staged(config: RunConfig, run_dir: Path, console: Console, ray_address: str 
     run_stages(before, [s.name for s in before], console, fresh=False)
     marker = read_marker(before[-1].directory)
     assert marker is not None, "staged just now"
-    return Path(marker["root"])
+    return marker_root(before[-1].directory, marker)
 
 
 def verify(
-    config: RunConfig, run_dir: Path, console: Console, ray_address: str | None, **how: Any
+    config: RunConfig,
+    run_dir: Path,
+    console: Console,
+    ray_address: str | None,
+    *,
+    key_file: Path | None = None,
+    **how: Any,
 ) -> tuple[AlignmentReport, list[Path]]:
     """Start both sides on the job's checkpoint, made if it is not there, and compare them; the pictures go into
-    `run_dir`/verify. `how`: the words of `VerifyStage`. Raises ValueError or RuntimeError."""
+    `run_dir`/verify. key_file: of attached servers. `how`: the words of `VerifyStage`. Raises ValueError or
+    RuntimeError."""
+    from rollout.server_key import given_key
+
+    key = given_key(key_file)
     root = staged(config, run_dir, console, ray_address)
     from miles_like.run_parts import RunParts
     from miles_like.verify.pictures import write_pictures
@@ -352,7 +380,7 @@ def verify(
     from miles_like.workers import start_ray
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    stage = VerifyStage(RunParts(config, run_dir, root / "hf", root / "megatron", console), **how)
+    stage = VerifyStage(RunParts(config, run_dir, root / "hf", root / "megatron", console), key=key, **how)
     run_to_end(stage.meet())
     start_ray(ray_address)
     found = stage.report()
@@ -368,8 +396,11 @@ def evaluate(
     overrides: Sequence[str],
     data: Sequence[str],
     server: str | None,
+    key_file: Path | None = None,
 ) -> Any:
     """`eval_alone.Found` of a Hugging Face directory. Raises ValueError or RuntimeError."""
     from miles_like.eval_alone import EvalAlone, read_config
+    from rollout.server_key import given_key
 
-    return EvalAlone(hf_dir, read_config(config, overrides, data), run_dir, console, server).run()
+    key = given_key(key_file)
+    return EvalAlone(hf_dir, read_config(config, overrides, data), run_dir, console, server, key).run()

@@ -227,6 +227,12 @@ class DataBuffer:
             raise ValueError(
                 f"cannot restore into a buffer that has admitted {self._next_ticket} prompts: make a new one"
             )
+        tickets = [t["ticket"] for t in state["tickets"]]
+        if len(set(tickets)) != len(tickets) or any(not 0 <= t < state["next_ticket"] for t in tickets):
+            raise ValueError(
+                f"the buffer's saved state is damaged: tickets {tickets[:8]} of {state['next_ticket']}, each once: "
+                "resume from an earlier checkpoint"
+            )
         for t in state["tickets"]:
             group = groups.get(str(t["ticket"]))
             prompt = find(t["prompt"]) if group is None else group.prompt

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from miles_like.user_errors import raised
+
 FORMS = "package.module:name or path/to/file.py:name"
 
 
@@ -77,7 +79,7 @@ def _fitting(found: Any, protocols: tuple[type, ...], *, said: str) -> Any:
         try:
             found = found()
         except Exception as e:  # as in _module
-            raise ValueError(f"{said}: making one raised {type(e).__name__}: {e}") from e
+            raise ValueError(f"{said}: making one raised {raised(e)}") from e
     if not callable(found):
         raise ValueError(f"{said} is {found!r}, which cannot be called: name a function, or a class with __call__")
     wrong = [misfit(found, p) for p in protocols]
@@ -91,12 +93,16 @@ def _module(where: str, *, said: str) -> ModuleType:
         return _of_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
     except FileNotFoundError as e:
         raise ValueError(f"{said}: there is no file {e.filename}; a path starting with ./ is the config's") from e
-    except (ImportError, SyntaxError) as e:
+    except SyntaxError as e:
+        raise ValueError(f"{said}: {e.msg} ({e.filename}, line {e.lineno})") from e
+    except ImportError as e:
+        if where.endswith(".py"):
+            raise ValueError(f"{said}: {e}") from e
         raise ValueError(
             f"{said}: {e}; check that it can be imported from here, or name its file: path/to/file.py:name"
         ) from e
-    except Exception as e:  # the user's code: whatever it raises, say which it was
-        raise ValueError(f"{said}: importing {where} raised {type(e).__name__}: {e}") from e
+    except (Exception, SystemExit) as e:  # the user's code: whatever it raises, say which it was
+        raise ValueError(f"{said}: importing {where} raised {raised(e)}") from e
 
 
 @functools.cache

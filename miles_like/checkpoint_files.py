@@ -16,6 +16,7 @@ from typing import Any
 
 from miles_like.completion import file_sha256
 from miles_like.hf_checkpoint import sync_path
+from miles_like.regular_files import check_inside, is_inner_name
 
 SMALL = 1 << 20  # bytes: a rank's file up to this size costs nothing to read once more
 
@@ -42,7 +43,13 @@ def check_files(folder: Path, facts: Mapping[str, Mapping[str, Any]]) -> None:
     """
     broken = f"checkpoint {folder.name} is damaged: "
     for name, fact in facts.items():
+        if not is_inner_name(name):
+            raise DamagedError(f"{broken}it names {name!r}, which is no file below it")
         path = folder / name
+        try:
+            check_inside(path, folder)
+        except ValueError as e:
+            raise DamagedError(f"{broken}{e}") from None
         if not path.is_file():
             raise DamagedError(f"{broken}{path} is missing")
         if (size := path.stat().st_size) != fact["bytes"]:

@@ -2,52 +2,54 @@
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import gc
+import os
 import re
-import traceback
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import tomli_w
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from miles_like import assemble
+from miles_like.checks import Check, not_checked, refuse_wrong
+from miles_like.command_errors import one_sentence
 from miles_like.config import RunConfig
 from miles_like.config_io import dump_config, load_config
-from miles_like.pipeline import STAGES, Mode, Stage, parse_stages, plan_stages, run_stages
+from miles_like.pipeline import (
+    STAGES,
+    Stage,
+    describe_cache,
+    parse_stages,
+    plan_stages,
+    run_stages,
+    stages_to_do,
+)
+from miles_like.run_directory import Mode, check_run_dir
 from miles_like.run_state import check_kept
 from miles_like.server_url import server_url
-from miles_like.stopping import Stopped
+
+# the interpreter's last collection would walk a million imported objects: 0.3 s of every command
+atexit.register(gc.freeze)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 convert = typer.Typer(no_args_is_help=True, help="Checkpoints from one form to another.")
 app.add_typer(convert, name="convert")
 
 FORMATS = "fp8, fp8-ue8m0, int4, mxfp8, mxfp4 or nvfp4"
+CacheOption = Annotated[
+    Path | None,
+    typer.Option("--cache-dir", help="outputs of the stages before training; default: cache beside the run directory"),
+]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override section.key of the config")]
 
 FromStepOption = Annotated[
     int | None, typer.Option("--from-step", metavar="N", help="go on from the checkpoint of step N, not the last")
 ]
-
-
-@contextlib.contextmanager
-def one_sentence(logs: Path | None = None) -> Iterator[None]:
-    """A user's mistake or a dead part as one sentence and a non-zero exit; the traceback goes into `logs`, if there."""
-    try:
-        yield
-    except Stopped as e:
-        Console().print(f"stopped: {e}", markup=False, soft_wrap=True)
-        raise typer.Exit(e.status) from None
-    except (ValueError, RuntimeError, OSError) as e:
-        if logs is not None and logs.is_dir():
-            with (logs / "driver.log").open("a", encoding="utf-8") as log:
-                traceback.print_exc(file=log)
-        console = Console(stderr=True, soft_wrap=True)
-        console.print("[bold red]error:[/]", end=" ")
-        console.print(sentence(e), markup=False, highlight=False)  # it may quote [brackets]
-        raise typer.Exit(2) from None
 
 
 def check_writable(path: Path) -> None:
@@ -57,14 +59,6 @@ def check_writable(path: Path) -> None:
     path.touch()
     if not there:
         path.unlink()
-
-
-def sentence(error: Exception) -> str:
-    """What an exception says, on one line; of the system's errors the words and the file, not the number."""
-    text = str(error)
-    if isinstance(error, OSError) and error.strerror:
-        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return " ".join(text.split())
 
 
 def pipeline(
@@ -79,32 +73,44 @@ def pipeline(
     fresh: bool = False,
     dry_run: bool = False,
     ray_address: str | None = None,
+    cache_dir: Path | None = None,
 ) -> None:
     """Run (or with `dry_run` only print) the selected stages of a configuration."""
     console = Console()
     with one_sentence(run_dir / "logs"):
         resume = resume or from_step is not None
         if resume and fresh:
-            told = "--resume" if from_step is None else "--from-step"
-            raise ValueError(f"{told} continues a run and --fresh throws it away: give one of the two")
+            option = "--resume" if from_step is None else "--from-step"
+            raise ValueError(f"{option} continues a run and --fresh throws it away: give one of the two")
         if from_step is not None:
             check_kept(run_dir / "checkpoints", from_step)
-        config = load_config(config_path, [*overrides, *(["convert.fuse=true"] if fuse else [])])
-        parts = assemble.pipeline_parts(config, console, ray_address)
+        given = ["convert.fuse=true"] if fuse else []
+        given += [] if cache_dir is None else [tomli_w.dumps({"cache_dir": str(cache_dir.resolve())}).strip()]
+        config = load_config(config_path, [*overrides, *given])
+        parts = assemble.pipeline_parts(config, console, ray_address or os.environ.get("RAY_ADDRESS") or None)
         mode: Mode = "resume" if resume else "fresh" if fresh else "auto"
         planned = plan_stages(config, run_dir, parts, mode=mode, from_step=from_step)
         selected = parse_stages(stages)
+        if "train" in (to_do := stages_to_do(planned, selected, fresh=fresh)):
+            check_run_dir(run_dir, mode)
         if dry_run:
+            checks = parts.preflight(planned, to_do, False).run()
+            refuse_wrong(checks)
             print_plan(console, config, planned, selected, run_dir)
+            print_not_checked(console, checks)
             return
+        console.print(f"[bold]{'cache':>10}[/]  {escape(describe_cache(config, run_dir))}", soft_wrap=True)
         try:
-            run_stages(planned, selected, console, fresh=fresh)
+            run_stages(
+                planned, selected, console, fresh=fresh, preflight=lambda names: parts.preflight(planned, names, True)
+            )
         finally:
             assemble.shut_down()
 
 
 def print_plan(console: Console, config: RunConfig, planned: list[Stage], selected: list[str], run_dir: Path) -> None:
     """What each stage would do: state, directory, bytes; processes and commands; the resolved configuration."""
+    console.print(f"[bold]{'cache':>10}[/]  {escape(describe_cache(config, run_dir))}", soft_wrap=True)
     for stage in planned:
         state = "not selected" if stage.name not in selected else stage.why_not_done()
         unknown = "grows with the steps" if stage.name == "train" else "size known once fetched"
@@ -119,6 +125,15 @@ def print_plan(console: Console, config: RunConfig, planned: list[Stage], select
     console.print(dump_config(config), markup=False, soft_wrap=True)
 
 
+def print_not_checked(console: Console, checks: Sequence[Check]) -> None:
+    """The end of a dry run: what the run will check, before its first stage, that could not be checked from here."""
+    lines = not_checked(checks)
+    if lines:
+        console.print("[bold]not checked from here[/], but by the run before its first stage:")
+    for line in lines:
+        console.print(f"{'':12}{line}", markup=False, soft_wrap=True)
+
+
 @app.command()
 def train(
     config: Path,
@@ -130,9 +145,10 @@ def train(
     fresh: bool = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")] = False,
     ray_address: Annotated[str | None, typer.Option("--ray-address")] = None,
+    cache_dir: CacheOption = None,
 ) -> None:
     """All five stages of a configuration, ending in a trained model."""
-    how = {"fuse": fuse, "resume": resume, "fresh": fresh, "dry_run": dry_run}
+    how = {"fuse": fuse, "resume": resume, "fresh": fresh, "dry_run": dry_run, "cache_dir": cache_dir}
     pipeline(config, run_dir, overrides=overrides, from_step=from_step, ray_address=ray_address, **how)
 
 
@@ -235,19 +251,36 @@ def parse_bytes(text: str) -> int:
     if found is None:
         raise ValueError(f"{text!r} is no amount of memory: write it as 4GiB or 512MiB")
     unit = (found[2] or "B").upper()[0]
-    return int(float(found[1]) * 1024 ** "BKMGT".index(unit))
+    amount = float(found[1]) * 1024 ** "BKMGT".index(unit)
+    if amount >= 2**63:
+        raise ValueError(f"{text[:40]!r} is more memory than any machine addresses: write it as 4GiB or 512MiB")
+    return int(amount)
+
+
+KeyFileOption = Annotated[
+    Path | None, typer.Option("--key-file", help="of mode 0600, with the server's key; else MILES_LIKE_SERVER_KEY")
+]
 
 
 @app.command()
 def serve(
     hf_dir: Path,
-    port: Annotated[int, typer.Option("--port")],
-    host: str = "127.0.0.1",
-    threads: int = 2,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535)],
+    host: Annotated[str, typer.Option("--host", help="beyond loopback only with a key")] = "127.0.0.1",
+    threads: Annotated[int, typer.Option("--threads", min=1, max=1024)] = 2,
+    key_file: KeyFileOption = None,
+    routed_experts: Annotated[
+        bool,
+        typer.Option(
+            "--enable-return-routed-experts/--no-return-routed-experts",
+            help="return the experts of each token to requests that ask for them",
+        ),
+    ] = True,
 ) -> None:
     """The embedded engine behind SGLang's HTTP surface."""
     with one_sentence():
-        assemble.serve(hf_dir, host=host, port=port, threads=threads)
+        how = {"host": host, "port": port, "threads": threads, "key_file": key_file}
+        assemble.serve(hf_dir, **how, routed_experts=routed_experts)
 
 
 @app.command()
@@ -264,6 +297,11 @@ def verify(
     server: Annotated[
         list[str] | None, typer.Option("--server", metavar="URL", help="a running server, in place of starting one")
     ] = None,
+    key_file: KeyFileOption = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="publish the trainer's weights to the servers named by --server, once hashed"),
+    ] = False,
     prompts: Annotated[
         int | None, typer.Option("--prompts", min=1, help="how many are sampled, in place of 32")
     ] = None,
@@ -277,7 +315,8 @@ def verify(
         for url in server or ():
             server_url(url)
         try:
-            how = {"rollouts": rollouts, "checkpoint": checkpoint, "attached": server or (), "prompts": prompts}
+            servers = {"attached": server or (), "key_file": key_file, "overwrite": overwrite}
+            how = {"rollouts": rollouts, "checkpoint": checkpoint, "prompts": prompts, **servers}
             found, pictures = assemble.verify(loaded, run_dir, console, ray_address, **how)
         finally:
             assemble.shut_down()
@@ -286,8 +325,13 @@ def verify(
             console.print(f"-> {path}", soft_wrap=True)
         if json is not None:
             found.write_json(json)
+        if server and found.differing:
+            done = "published the trainer's weights to" if overwrite else "did not change"
+            rest = "" if overwrite else "; --overwrite publishes the trainer's weights to them"
+            console.print(f"This command {done} {', '.join(server)}{rest}.", markup=False, soft_wrap=True)
+    out = Console(stderr=not found.ok, soft_wrap=True)
+    out.print(found.conclusion(), markup=False, highlight=False)
     if not found.ok:
-        Console(stderr=True, soft_wrap=True).print(found.sentence(), markup=False, highlight=False)
         raise typer.Exit(1)
 
 
@@ -308,11 +352,14 @@ def evaluate(
     max_prompts: Annotated[int | None, typer.Option("--max-prompts", min=1, help="the first of each set")] = None,
     reward: Annotated[str | None, typer.Option("--reward", help="a name or an import path")] = None,
     seed: Annotated[int | None, typer.Option("--seed")] = None,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="of the embedded server")] = None,
-    port: Annotated[int | None, typer.Option("--port", help="of the server; any free one when left out")] = None,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, max=1024, help="of the embedded server")] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="of the server; any free one when left out")
+    ] = None,
     server: Annotated[
         str | None, typer.Option("--server", metavar="URL", help="a running server, in place of starting one")
     ] = None,
+    key_file: KeyFileOption = None,
     json: Annotated[Path | None, typer.Option("--json", help="the figures")] = None,
     answers: Annotated[Path | None, typer.Option("--answers", help="every answer, a JSON object a line")] = None,
     run_dir: Annotated[Path, typer.Option("--run-dir", help="the server's log")] = Path("runs/eval"),
@@ -342,6 +389,7 @@ def evaluate(
             if path is not None:
                 check_writable(path)
         how = {"config": config, "overrides": [*overrides, *short], "data": data or (), "server": server}
+        how["key_file"] = key_file
         found = assemble.evaluate(hf_dir, run_dir, console, **how)
         console.print(found.table())
         if json is not None:

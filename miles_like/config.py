@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -29,10 +30,28 @@ from rollout.data_config import DataConfig
 
 
 class ModelConfig(Section):
-    path: str  # hub name, local directory, or a name for the model that `make` makes
+    path: str  # hub name, local directory, or, with `make`, a plain name for the model that it makes
     revision: str | None = None  # of a hub name; a commit hash pins it
     config: str | None = None  # a config.json to plan with before anything is fetched
     make: MakeConfig | None = None
+
+    @model_validator(mode="after")
+    def one_model_is_named(self) -> ModelConfig:
+        """Where `make` makes the model, keys of one that is loaded would be ignored."""
+        is_loaded = "/" in self.path or Path(self.path).is_dir()
+        loads = {"path": self.path if is_loaded else None, "revision": self.revision, "config": self.config}
+        for key, value in loads.items():
+            if self.make is not None and value is not None:
+                raise ValueError(
+                    f"model.{key} = {value!r} is of a model that is loaded, and [model.make] makes one of "
+                    f"{self.make.config}: remove [model.make] (model.make = false drops an inherited one), or "
+                    + (
+                        "give model.path a name that is no directory and has no '/'"
+                        if key == "path"
+                        else f"remove model.{key}"
+                    )
+                )
+        return self
 
 
 class TrainLoopConfig(RecomputeConfig):
@@ -69,7 +88,14 @@ class MismatchConfig(Section):
     logprob_abs_diff_max: float | None = Field(None, ge=0)  # of mismatch/logprob_abs_diff_max
     extreme_frac_max: float | None = Field(None, ge=0, le=1)  # of mismatch/extreme_frac
     on_breach: Literal["warn", "down_weight", "stop"] = "warn"  # in a step
-    check_prompts: int = Field(8, ge=0)  # compared on both sides before the first step; 0: not checked
+    # with replay.mode = "r3": least share of the recorded experts that the trainer's routers choose too, over all
+    # layers and of each; None: what the precision explains; 0: not checked. A step below ends the run before it trains
+    expert_agreement_min: float | None = Field(None, ge=0, le=1)
+    layer_agreement_min: float | None = Field(None, ge=0, le=1)
+    check_prompts: int = Field(8, ge=0)  # compared on both sides before the first step of a process; 0: never compared
+    check_every: int = Field(50, ge=0)  # and after every so many steps; 0: before the first step only
+    # every so many steps, before it trains: the servers' checksums with those of the last publication; 0: never
+    checksums_every: int = Field(10, ge=0)
 
     @property
     def bounds(self) -> dict[str, float | None]:
@@ -104,8 +130,10 @@ class ClusterConfig(Section):
 
     nodes: int = Field(1, ge=1)
     gpus_per_node: int = Field(0, ge=0)  # 0: CPU ranks
+    # a call to trainer or critic ranks may take so long, or ten times the longest of its kind so far; then the run ends
+    timeout_s: float = Field(1800.0, gt=0)
     peak_tflops: float | None = Field(None, gt=0)  # of one rank's device in the training dtype; reported as perf/mfu
-    colocate: bool = True  # trainer and rollout share the GPUs, in turns
+    colocate: bool = True  # trainer and rollout on the same GPUs; neither releases its memory for the other
     stage_dir: str | None = None  # node-local directory; None: inside the run directory
 
 
@@ -113,6 +141,7 @@ class RunConfig(Section):
     """The resolved configuration of one run."""
 
     seed: int = 0
+    cache_dir: str | None = None  # outputs of the stages before training; None: `cache` beside the run directory
     model: ModelConfig
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -274,6 +303,17 @@ class RunConfig(Section):
                 "server computes routes of what it retracts anew under the new weights, which cannot be replayed with "
                 "the old log-probs: set publish.pause_mode = 'in_place' or 'abort', or buffer.max_staleness = 0 (or "
                 "replay.mode = 'off')"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def replayed_routes_are_there_to_be_bounded(self) -> RunConfig:
+        given = {k: v for k in ("expert_agreement_min", "layer_agreement_min") if (v := getattr(self.mismatch, k))}
+        if given and self.replay.mode != "r3":
+            key, value = next(iter(given.items()))
+            raise ValueError(
+                f"mismatch.{key} = {value:g} does nothing with replay.mode = {self.replay.mode!r}, which replays no "
+                "route of the rollout: remove it, or set replay.mode = 'r3'"
             )
         return self
 

@@ -30,7 +30,7 @@ from miles_like.producer import Producer
 from miles_like.protocols import Algorithm, MetricSink, Trainer
 from miles_like.stopping import Deadline, StopRequest
 from miles_like.tally import Rewards, total
-from miles_like.types import SampleGroup, TrainBatch
+from miles_like.types import PublishReport, SampleGroup, TrainBatch
 
 T = TypeVar("T")
 Advantages = list[list[float | Tensor]]  # of each group's samples: a number, or one for each token
@@ -54,6 +54,14 @@ class _Boundary(NamedTuple):
 
     step: int  # steps done
     state: Snapshot | None
+
+
+async def _not_compared(step: int, report: PublishReport) -> None:
+    """The servers are taken to agree with the trainer."""
+
+
+async def _not_inspected(step: int) -> None:
+    """The servers are taken to hold what was published to them."""
 
 
 def _not_observed(rewards: Sequence[Rewards]) -> None:
@@ -93,6 +101,9 @@ class Controller:
     experience: Callable[[Sequence[SampleGroup]], Awaitable[Sequence[SampleGroup]]] = _as_they_are  # others' words
     observe: Callable[[Sequence[Rewards]], None] = _not_observed  # of the groups that a step trained or left out
     learn: Callable[[int, Sequence[SampleGroup]], Awaitable[Mapping[str, float]]] = _no_critic  # beside the trainer
+    # of the servers: (steps trained) before the next one trains, and after a publication; RuntimeError ends the run
+    inspect: Callable[[int], Awaitable[None]] = _not_inspected
+    compare: Callable[[int, PublishReport], Awaitable[None]] = _not_compared
 
     async def run(self, *, first: int, steps: int, resumed: bool = False) -> None:
         """Steps first .. steps-1; step s trains on weight version s and ends in version s + 1. Fewer where the prompts
@@ -177,6 +188,8 @@ class Controller:
 
     async def _step(self, step: int, taken: Sequence[Taken], producer: asyncio.Task[None]) -> dict[str, float]:
         groups = [t.group for t in taken]
+        inspected = time.perf_counter()
+        await self.inspect(step)
         asked, described = time.perf_counter(), self.describe(step, groups)
         told = await self.experience(groups)
         advantages = self.deal(step, [list(a) for a in self.algorithm.advantages(told)])
@@ -192,12 +205,15 @@ class Controller:
         settled = time.perf_counter()
         self.phase(step, "publish")
         published = await self.trainer.publish(version=step + 1)
+        compared = time.perf_counter()
+        await self.compare(step + 1, published)
         return {
             **described,
             **metrics,
             "perf/experience_s": began - asked,
             "perf/train_s": trained - began,
-            "perf/publish_s": time.perf_counter() - settled,
+            "perf/publish_s": compared - settled,
+            "perf/checks_s": asked - inspected + time.perf_counter() - compared,
             "perf/pause_s": published.pause_seconds,
             "sync/bytes": float(published.bytes),
             "sync/seconds": published.seconds,

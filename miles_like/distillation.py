@@ -34,6 +34,7 @@ from rollout.together import all_or_first_error
 from rollout.wire_scores import PromptScores
 
 PromptOf = Callable[[Prompt], Sequence[int]]  # the tokens that a teacher is asked with
+_CANDIDATES = 128  # of a token; above them fewer sequences go into a request: servers bound what a reply holds
 
 
 def as_it_is(prompt: Prompt) -> Sequence[int]:
@@ -89,7 +90,8 @@ class ServerTeacher:
     async def score(self, groups: Sequence[SampleGroup]) -> list[list[Said]]:
         """Raises RolloutError naming teacher and server."""
         asked = [(list(self.prompt_of(g.prompt)), _response(g.prompt, s)) for g in groups for s in g.samples]
-        shares = [range(i, min(i + self.at_once, len(asked))) for i in range(0, len(asked), self.at_once)]
+        step = max(1, self.at_once * _CANDIDATES // max(_CANDIDATES, 1 + self.top_k))
+        shares = [range(i, min(i + step, len(asked))) for i in range(0, len(asked), step)]
         try:
             done = await all_or_first_error(
                 self._share(self.clients[i % len(self.clients)], [asked[j] for j in share])

@@ -28,6 +28,7 @@ class TeacherConfig(Section):
 
     kind: Kind = "server"
     url: ServerUrl | None = None
+    key_file: str | None = None  # of the server at `url`: a file of mode 0600 with its key (docs/security.md)
     path: str | None = None
     make: MakeConfig | None = None
     prompt: str | None = None  # template of {prompt}, {answer} and the prompt's other columns
@@ -42,6 +43,10 @@ class TeacherConfig(Section):
             raise ValueError(
                 f"{wrong[0]} does nothing for a teacher of kind {self.kind!r}, which reads "
                 f"{', '.join(sorted(_USED[self.kind]))}: remove it or set another kind"
+            )
+        if self.key_file is not None and self.url is None:
+            raise ValueError(
+                f"key_file = {self.key_file!r} does nothing without url: remove it, or give the server's url"
             )
         if self.kind == "server" and len(given) != 1:
             raise ValueError(

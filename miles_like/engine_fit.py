@@ -56,7 +56,8 @@ def check_shapes(hf: Mapping[str, Any], spec: QuantSpec | None) -> None:
     codec = codec_or_none(spec)
     if codec is None or spec is None:
         return
-    covered = {p.hf_name: p.shape for p in family_of(hf).bind(hf).places() if spec.covers(p.hf_name, p.shape)}
+    kinds = family_of(hf).bind(hf).kinds(each_expert=spec.may_split_experts)
+    covered = {p.hf_name: p.shape for p, _ in kinds if spec.covers(p.hf_name, p.shape)}
     for name, shape in covered.items():
         codec.layout(shape, name)
         if not covered.keys() >= set(codec.bundle_of(name)):
@@ -69,11 +70,16 @@ def check_engine_shards(flags: SGLangFlags, hf: Mapping[str, Any], spec: QuantSp
 
     Raises ValueError, of a division with both numbers: SGLang and vLLM fail on it only while they load.
     """
+    for key, part in (("ep_size", flags.ep_size), ("dp_size", flags.dp_size if flags.enable_dp_attention else 1)):
+        if flags.tp_size % part:
+            raise ValueError(
+                f"rollout.sglang.tp_size = {flags.tp_size} ranks are not divided by {key} = {part}: give a divisor"
+            )
     codec = codec_or_none(spec)
     if spec is None or codec is None:
         return
     tensors, seen = family_of(hf).bind(hf), set[tuple[int, int]]()
-    for place in tensors.places():
+    for place, _ in tensors.kinds(each_expert=spec.may_split_experts):
         entry, name, shape = place.entry, place.hf_name, place.shape
         if (id(entry), place.part) in seen or not spec.covers(name, shape):
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,8 @@ from rich.table import Table
 from miles_like.config_io import checked, parse_override, read_tree
 from miles_like.eval_config import NAME, EvalConfig, check_measured
 from miles_like.evaluation import Answers, HeldOut, answers, held_out
-from miles_like.hf_checkpoint import HFCheckpoint
+from miles_like.hf_checkpoint import HFCheckpoint, generation_eos
+from miles_like.hf_checkpoint import read_config as read_hf_config
 from miles_like.metrics import readable
 from miles_like.reward_config import RewardConfig
 from miles_like.rewards.load import Rewards
@@ -31,6 +32,7 @@ from rollout.client import SGLangClient, seed_of
 from rollout.config import RolloutConfig, Section
 from rollout.data_config import DataConfig
 from rollout.plays import make_play
+from rollout.server_key import ServerKey
 from rollout.servers import ServerHandle, launch_embedded, launch_sglang
 
 
@@ -132,17 +134,24 @@ class EvalAlone:
     """Raises ValueError before anything is started: a directory without config, weights or tokenizer, a reward that is
     not known, prompts that cannot be read.
 
-    attached: the URL of a running server of this model, in place of one that is started here.
+    attached: the URL of a running server of this model, in place of one that is started here. key: which it asks for.
     """
 
     def __init__(
-        self, hf_dir: Path, config: AloneConfig, run_dir: Path, console: Console, attached: str | None
+        self,
+        hf_dir: Path,
+        config: AloneConfig,
+        run_dir: Path,
+        console: Console,
+        attached: str | None,
+        key: ServerKey | None = None,
     ) -> None:
         if not (hf_dir / "config.json").is_file():
             raise ValueError(f"{hf_dir} has no config.json: give the directory of a Hugging Face model")
         self.hf_dir, self.config, self.logs, self.console = hf_dir, config, run_dir / "logs", console
         self.hf = HFCheckpoint(hf_dir) if attached is None else None  # with a server the weights may be elsewhere
         self.attached = attached
+        self.key = key if attached is not None else ServerKey.new()
         self.tokenizer = load_tokenizer(hf_dir)
         self.rewards = Rewards(config.reward)
         sets = config.eval.all_sets(config.data.eval)
@@ -165,6 +174,7 @@ class EvalAlone:
             return
         c = self._rollout()
         how: dict[str, Any] = {"port": c.port, "log_dir": self.logs.resolve(), "return_routed_experts": False}
+        how["key"] = self.key
         launch = launch_embedded if c.engine == "embedded" else launch_sglang
         handle: ServerHandle = launch(self.hf_dir.resolve(), c, **how)
         with handle:
@@ -192,6 +202,7 @@ class EvalAlone:
             samples_from="server" if await self._is_embedded(url) else "client",
             decode=lambda ids: str(self.tokenizer.decode(ids, skip_special_tokens=True)),
             log=None if self.attached else self.logs,
+            key=self.key,
         )
         try:
             version = await client.weight_version()
@@ -213,10 +224,10 @@ class EvalAlone:
 
     async def _is_embedded(self, url: str) -> bool:
         """Raises ValueError for a server of another model. One that nobody gave a weight version is given 0."""
-        client = SGLangClient(url, routing=None, request_timeout_s=self.config.rollout.request_timeout_s)
+        client = SGLangClient(url, routing=None, request_timeout_s=self.config.rollout.request_timeout_s, key=self.key)
         try:
             info, server = await client.model_info(), await client.server_info()
-            wanted = tuple(_json(self.hf_dir / "config.json").get("architectures") or ())
+            wanted = tuple(read_hf_config(self.hf_dir).get("architectures") or ())
             if info.architectures and wanted and info.architectures != wanted:
                 raise ValueError(
                     f"server {url} serves {', '.join(info.architectures)} ({info.model_path}), {self.hf_dir} is "
@@ -231,15 +242,4 @@ class EvalAlone:
 
 def stop_tokens(hf_dir: Path, of_tokenizer: int | None) -> tuple[int, ...]:
     """The tokenizer's end of text, and those that generation_config.json names: chat models end a turn by another."""
-    file = hf_dir / "generation_config.json"
-    given = _json(file).get("eos_token_id") if file.is_file() else None
-    more = given if isinstance(given, list) else [given]
-    return tuple(sorted({int(t) for t in (of_tokenizer, *more) if t is not None}))
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise ValueError(f"{path} is no JSON: {e}") from None
-    return found
+    return tuple(sorted({*(generation_eos(hf_dir) or ()), *(() if of_tokenizer is None else (of_tokenizer,))}))

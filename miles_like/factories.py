@@ -16,6 +16,7 @@ from quant.stream import quantize_stream
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.disk_publisher import DiskPublisher
 from rollout.publisher import TensorPublisher
+from rollout.server_key import ServerKey
 from rollout.servers import ServerHandle, launch_embedded, launch_sglang
 
 
@@ -26,13 +27,21 @@ class MegatronFactory:
     config: TrainerConfig
     weights: Path
     loss: LossFn
+    # of a collective: longer than the driver waits for ranks, so that their stacks show where they hang
+    collective_timeout_s: float = 3600.0
 
     def __call__(self, rank: int, world: int, host: str, port: int) -> RankTrainer:
         # megatron is imported where it runs: its CPU shims have no place in the driver
         from megatron_bridge.trainer import MegatronTrainer
 
         trainer = MegatronTrainer(
-            self.config, rank=rank, world_size=world, master_addr=host, master_port=port, loss=self.loss
+            self.config,
+            rank=rank,
+            world_size=world,
+            master_addr=host,
+            master_port=port,
+            loss=self.loss,
+            timeout_s=self.collective_timeout_s,
         )
         trainer.load_weights(self.weights.resolve())
         return trainer
@@ -46,14 +55,16 @@ class PublisherRecipe:
     kind: Literal["embedded", "sglang"]
     spec: QuantSpec | None
     config: PublishConfig
+    fused: tuple[tuple[str, ...], ...]  # tensors that one request holds together, of the model's family
     tp_size: int
     timeout_s: float
     directory: Path  # of the disk path
     hf_config: dict[str, Any]
     copy_from: Path
+    key: ServerKey | None = None
 
     def __call__(self, send: bool) -> WeightPublisher:
-        if self.config.path == "disk":
+        if self.config.path == "disk":  # servers load a directory in one call, so nothing is divided
             return DiskPublisher(
                 self.urls,
                 directory=self.directory,
@@ -63,6 +74,7 @@ class PublisherRecipe:
                 config=self.config,
                 send=send,
                 timeout_s=self.timeout_s,
+                key=self.key,
             )
         return TensorPublisher(
             self.urls,
@@ -70,8 +82,10 @@ class PublisherRecipe:
             spec=self.spec,
             config=self.config,
             send=send,
+            fused=self.fused,
             tp_size=self.tp_size,
             timeout_s=self.timeout_s,
+            key=self.key,
         )
 
 
@@ -121,6 +135,8 @@ class ServerRecipe:
     nnodes: int = 1
     activations: str = "none"  # "fp8": the embedded engine rounds the inputs of quantized linears, as the trainer does
     exact: tuple[int, int] | None = None  # tensor- and expert-tensor-parallel ranks of a deterministic trainer
+    key: ServerKey | None = None  # which it asks for
+    bucket_bytes: int = PublishConfig().bucket_bytes  # of tensors that the run publishes in one request
     routed_experts: bool = True  # a model without experts has none to return, and stock SGLang then dies of the flag
 
     def __call__(self, host: str, dist_init_addr: str | None) -> ServerHandle:
@@ -135,6 +151,8 @@ class ServerRecipe:
                 activations=self.activations,
                 exact=self.exact,
                 return_routed_experts=self.routed_experts,
+                bucket_bytes=self.bucket_bytes,
+                key=self.key,
             )
         return launch_sglang(
             self.model_path,
@@ -147,4 +165,5 @@ class ServerRecipe:
             return_routed_experts=self.routed_experts,
             dist_init_addr=dist_init_addr,
             weight_version=self.weight_version,
+            key=self.key,
         )

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from miles_like.regular_files import MIB, check_inside, open_regular, parse_json, read_json, read_regular
 from miles_like.types import NamedTensor
 from quant.hf_config import MODELOPT_FILE, modelopt_file
 
@@ -40,6 +41,33 @@ _COPIED_SUFFIXES = frozenset((".json", ".jinja", ".model", ".tiktoken", ".txt", 
 _OF_WEIGHTS = frozenset(("config.json", "manifest.json", MODELOPT_FILE, "quant_report.json"))
 _TEMPLATES = "additional_chat_templates"  # the folder of those beside the first, as transformers calls it
 _REFETCH = "fetch the checkpoint again"
+_CONFIG_BYTES, _INDEX_BYTES, _COMPANION_BYTES = 4 * MIB, 256 * MIB, 256 * MIB
+_SIZES = (1, 1 << 24)
+COUNTS: dict[str, tuple[int, int]] = {  # of config.json: the least and the most, before tables are made of them
+    "num_hidden_layers": (1, 1024),
+    "num_nextn_predict_layers": (0, 64),
+    "first_k_dense_replace": (0, 1024),
+    "n_routed_experts": (0, 1 << 16),
+    "num_experts": (0, 1 << 16),
+    "num_local_experts": (0, 1 << 16),
+    "n_shared_experts": (0, 1 << 16),
+    "num_experts_per_tok": (0, 1 << 16),
+    "n_group": (0, 1 << 16),
+    "topk_group": (0, 1 << 16),
+    "vocab_size": (1, 1 << 31),
+    "max_position_embeddings": (1, 1 << 31),
+    "num_attention_heads": (1, 1 << 16),
+    "num_key_value_heads": (1, 1 << 16),
+    "hidden_size": _SIZES,
+    "intermediate_size": _SIZES,
+    "moe_intermediate_size": _SIZES,
+    "head_dim": _SIZES,
+    "kv_lora_rank": _SIZES,
+    "q_lora_rank": _SIZES,
+    "qk_nope_head_dim": (0, 1 << 24),
+    "qk_rope_head_dim": (0, 1 << 24),
+    "v_head_dim": _SIZES,
+}
 
 
 class TensorInfo(NamedTuple):
@@ -61,10 +89,11 @@ class HFCheckpoint:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.config: dict[str, Any] = _read_json(self.path / "config.json")
+        self.config: dict[str, Any] = read_config(self.path)
         self._info: dict[str, TensorInfo] = {}
         weight_map = self._weight_map()
         for file in sorted(set(weight_map.values())) if weight_map else [_SINGLE]:
+            check_inside(self.path / file, self.path)
             for name, info in _read_header(self.path / file).items():
                 if name in self._info:
                     raise ValueError(f"{name} is in two files, {self._info[name].file} and {info.file}: {_REFETCH}")
@@ -84,7 +113,7 @@ class HFCheckpoint:
                     f"{self.path} has neither {_SINGLE} nor {_INDEX}: not a safetensors checkpoint, or not whole"
                 )
             return None
-        weight_map = _read_json(self.path / _INDEX, once=True).get("weight_map")
+        weight_map = _read_json(self.path / _INDEX, _INDEX_BYTES, once=True).get("weight_map")
         if (
             not weight_map
             or not isinstance(weight_map, dict)
@@ -92,7 +121,7 @@ class HFCheckpoint:
         ):
             raise ValueError(f"{self.path / _INDEX} has no weight_map of names to files: {_REFETCH}")
         for file in sorted(set(weight_map.values())):
-            if Path(file).name != file or not (self.path / file).exists():
+            if Path(file).name != file or "\0" in file or not (self.path / file).exists():
                 raise ValueError(f"{self.path / file} is missing, {_INDEX} lists it: {_REFETCH}")
         if (self.path / _SINGLE).exists() and _SINGLE not in weight_map.values():  # transformers would read this one
             raise ValueError(f"{self.path / _SINGLE} is another checkpoint than {_INDEX} lists: remove one of the two")
@@ -137,10 +166,49 @@ class HFCheckpoint:
             yield NamedTensor(name, self.read(name))
 
 
-def _read_json(path: Path, *, once: bool = False) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face directory. Raises ValueError when it is missing, no JSON object, leads out of the
+    directory, or has a count or size (`COUNTS`) that no model has."""
+    path = directory / "config.json"
+    config = _read_json(path, _CONFIG_BYTES)
+    check_counts(config, path)
+    return config
+
+
+def check_counts(config: Mapping[str, Any], path: Path) -> None:
+    """Raises ValueError for a count or size of a config.json, read from `path`, that is not within `COUNTS`."""
+    for name, (least, most) in COUNTS.items():
+        value = config.get(name)
+        if value is not None and (type(value) is not int or not least <= value <= most):
+            raise ValueError(f"{path}: {name} is {_short(value)}: want a whole number from {least:,} to {most:,}")
+
+
+def generation_eos(directory: Path) -> tuple[int, ...] | None:
+    """End tokens in generation_config.json of a Hugging Face directory; None: no such file, or none in it. Raises
+    ValueError when it cannot be read, leads out of the directory, or names what is no token."""
+    path = directory / "generation_config.json"
+    if not os.path.lexists(path):
+        return None
+    found = _read_json(path, _CONFIG_BYTES).get("eos_token_id")
+    tokens = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(t) is int and 0 <= t <= COUNTS["vocab_size"][1] for t in tokens):
+        raise ValueError(f"{path}: eos_token_id is {_short(found)}: want a token or a list of tokens")
+    return None if found is None else tuple(tokens)
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _read_json(path: Path, limit: int, *, once: bool = False) -> dict[str, Any]:
     """`once`: a key that occurs twice is an error."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once if once else None)
+        check_inside(path, path.parent)
+        value = read_json(path, limit, _once if once else None)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: is this a Hugging Face model directory?") from None
     except ValueError as e:
@@ -159,15 +227,20 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _two(offsets: Any) -> tuple[int, int]:
-    begin, end = offsets
-    return int(begin), int(end)
+def _entry(name: str, entry: Mapping[str, Any]) -> tuple[str, str, tuple[int, ...], int, int]:
+    """(name, dtype, shape, begin, end) of a header's entry. Raises ValueError for a number that is not whole or below
+    0, TypeError and KeyError for an entry of another form."""
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    for number in (*shape, begin, end):
+        if type(number) is not int or not 0 <= number < 1 << 63:
+            raise ValueError(f"{name} has {_short(number)} in its shape or offsets, which are whole numbers from 0")
+    return name, str(entry["dtype"]), shape, begin, end
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     """Name -> place, in the order of the data. Raises ValueError when header and file length do not fit."""
-    size = path.stat().st_size
-    with path.open("rb") as f:
+    with os.fdopen(open_regular(path), "rb") as f:
+        size = os.fstat(f.fileno()).st_size
         length = int.from_bytes(f.read(8), "little")
         if size < 8 + length and length < 100_000_000:
             raise ValueError(f"{path} is truncated: {size} bytes, the header alone needs {8 + length}: {_REFETCH}")
@@ -175,15 +248,9 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             raise ValueError(f"{path} is not a safetensors file ({size} bytes): {_REFETCH}")
         raw = f.read(length)
     try:
-        header = json.loads(raw, object_pairs_hook=_once)
-        entries = sorted(
-            (
-                (name, str(e["dtype"]), tuple(map(int, e["shape"])), *_two(e["data_offsets"]))
-                for name, e in header.items()
-                if name != "__metadata__"
-            ),
-            key=lambda entry: (entry[3], entry[4]),
-        )
+        header = parse_json(raw, _once)
+        found = (_entry(name, entry) for name, entry in header.items() if name != "__metadata__")
+        entries = sorted(found, key=lambda entry: (entry[3], entry[4]))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as e:
         raise ValueError(f"{path} has no valid safetensors header ({e}): {_REFETCH}") from None
     out: dict[str, TensorInfo] = {}
@@ -212,7 +279,7 @@ def _pread(info: TensorInfo, skip: int, nbytes: int, buffer: memoryview | None =
     else:
         flat = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes)
     view = flat.numpy().data
-    fd = os.open(info.file, os.O_RDONLY)
+    fd = open_regular(info.file)
     try:
         done = 0
         while done < nbytes:
@@ -263,7 +330,7 @@ def write_hf(
             for file in companions(Path(copy_from)):
                 target = partial / file.relative_to(copy_from)
                 target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, target)
+                target.write_bytes(read_regular(file, _COMPANION_BYTES))
         _write_json(partial / "config.json", config)
         if (again := modelopt_file(config)) is not None:
             _write_json(partial / MODELOPT_FILE, again)
@@ -377,14 +444,21 @@ class _ShardWriter:
 
 def companions(directory: Path) -> list[Path]:
     """Tokenizer, chat templates, generation config, model code, licence: all small files of these kinds but config.json
-    and what tells of the weights (index, manifest), in name order; templates may lie in their folder."""
-    return [
+    and what tells of the weights (index, manifest), in name order; templates may lie in their folder.
+
+    Raises ValueError for one that is no regular file, or a link that leads out of the directory.
+    """
+    found = [
         file
         for file in sorted((*directory.iterdir(), *(directory / _TEMPLATES).glob("*.jinja")))
-        if (file.suffix in _COPIED_SUFFIXES or file.name.startswith("LICENSE")) and file.is_file()
+        if (file.suffix in _COPIED_SUFFIXES or file.name.startswith("LICENSE")) and not file.is_dir()
         if file.name not in _OF_WEIGHTS and not file.name.startswith(".")
         if not file.name.endswith((".index.json", ".safetensors.json"))
     ]
+    for file in found:
+        check_inside(file, directory)
+        os.close(open_regular(file))
+    return found
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -5,13 +5,15 @@ Nothing is taken on trust: each line is held to all that came before, and the to
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from miles_like.regular_files import parse_json, read_regular
+
+LEDGER_BYTES = 1 << 32  # the most that is read
 _TICKET = {"step", "ticket", "prompt", "trained", "discarded"}
 _TOTALS = ("tickets", "issued", "trained", "discarded", "in_flight")
 
@@ -41,7 +43,7 @@ def audit(path: Path) -> Audit:
     is no fault; a resumed run cuts it away. Raises OSError where there is no such file."""
     book = _Book()
     wrong = None
-    lines = path.read_bytes().split(b"\n")
+    lines = read_regular(path, LEDGER_BYTES).split(b"\n")
     cut_off = bool(lines.pop())  # a whole line ends in a newline
     for number, line in enumerate(lines, 1):
         try:
@@ -69,7 +71,7 @@ class _Book:
     def read(self, line: bytes) -> None:
         """Raises ValueError where the line does not fit, and is then as it was."""
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as e:
             raise ValueError(f"it is damaged ({e})") from None
         if not isinstance(row, dict):

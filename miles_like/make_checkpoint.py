@@ -78,6 +78,7 @@ def _warm_up_and_write(
         plan.of("trainer"),
         dp_size=config.parallel.dp,
         log_dir=out.parent / "logs",
+        timeout_s=config.cluster.timeout_s,
     )
 
     async def run() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from megatron_bridge.config import Section
@@ -15,7 +17,7 @@ class MakeConfig(Section):
     tokenizer: str  # directory with tokenizer.json and tokenizer_config.json
     # jsonl of problems, or several, which are put together; none of them in data.eval, and for a model that is to learn
     # by reward none in data.train
-    corpus: str | tuple[str, ...]
+    corpus: str | Annotated[tuple[str, ...], Field(min_length=1)]
     answer_key: str = "sloppy"  # column of the corpus that is learnt
     validation: str  # jsonl of problems of the corpus' kind; the warm-up stops on them
     seed: int = 0

@@ -8,23 +8,28 @@ whose marker fits is skipped, a changed input makes a new directory, and a half-
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
 from rich.console import Console
 
 from megatron_bridge.convert.manifest import Manifest
 from megatron_bridge.precision import served_spec
+from miles_like.checks import Check, Outcome, not_checked, refuse_wrong
 from miles_like.completion import (
     MARKER,
     cleared,
     file_sha256,
     files_under,
     input_key,
+    marker_root,
+    note_times,
     read_marker,
     why_incomplete,
     write_marker,
@@ -33,27 +38,15 @@ from miles_like.config import ModelConfig, RunConfig
 from miles_like.dequantize import dequantize_checkpoint, is_plain
 from miles_like.fetch import content, describe, fetch, not_hidden, source_inputs
 from miles_like.hf_checkpoint import HFCheckpoint
-from miles_like.run_state import go_back, kept_steps
+from miles_like.run_directory import Mode, empty, refuse_to_lose, small_facts
+from miles_like.run_state import go_back
 from miles_like.served import store_served
 from miles_like.staging import Copy, StageFiles
 from miles_like.supervised_config import PAIRS
 from quant.hf_config import spec_from_hf
 
-Mode = Literal["auto", "resume", "fresh"]
 STAGES = ("fetch", "dequantize", "convert", "stage", "train")
-SLOW_FACTS = ("logs", "tensorboard", "rollouts", "checkpoints")
-# All that a run writes into its directory: what starting over may remove, and nothing else.
-RUN_FILES = (
-    *SLOW_FACTS,
-    "config.toml",
-    "metrics.jsonl",
-    "ledger.jsonl",
-    "report.html",
-    "plots",
-    "published",
-    "verify",
-    MARKER,
-)
+USUAL_CACHE = Path("runs/cache")  # of a working directory whose runs are in runs/
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +92,26 @@ class Sizes:
     served: int  # in the rollout's format
 
 
+class Preflight(Protocol):
+    """The checks of a run before its stages."""
+
+    def run(self) -> Sequence[Check]:
+        """Before the first stage. Raises nothing."""
+
+    def fetched(self, root: Path) -> Sequence[Check]:
+        """After the fetch stage, of what needed its output."""
+
+
+class NoChecks:
+    """For stages that are run by themselves."""
+
+    def run(self) -> Sequence[Check]:
+        return ()
+
+    def fetched(self, root: Path) -> Sequence[Check]:
+        return ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What the stages need from above: everything that names a concrete trainer, server or cluster."""
@@ -108,6 +121,25 @@ class Parts:
     on_every_node: Callable[[StageFiles], Sequence[Mapping[str, Any]]]
     train: Callable[[RunConfig, Path, Path, Path, bool], None]  # (config, run_dir, served HF, weights, resume)
     sizes: Callable[[Path], Sizes]  # config.json -> bytes of the checkpoint; raises ValueError where it cannot be run
+    # (all stages, names of those that will run, whether network and cluster may be asked) -> what can be told before
+    preflight: Callable[[Sequence[Stage], Sequence[str], bool], Preflight] = field(default=lambda *_: NoChecks())
+
+
+def cache_of(config: RunConfig, run_dir: Path) -> Path:
+    """Where stages before training keep their outputs: `cache_dir`, else beside the run directory."""
+    return Path(config.cache_dir) if config.cache_dir is not None else run_dir.parent / "cache"
+
+
+def describe_cache(config: RunConfig, run_dir: Path) -> str:
+    """One line: which cache is used and why, and which one it is not that a reader may expect."""
+    cache = cache_of(config, run_dir).resolve()
+    if config.cache_dir is not None:
+        return f"{cache} (cache_dir)"
+    usual = USUAL_CACHE.resolve()
+    line = f"{cache} (beside the run directory)"
+    if cache == usual or not any(usual.glob(f"*/{MARKER}")):
+        return line
+    return f"{line}, not {usual}, which has outputs too: --cache-dir {USUAL_CACHE} uses it"
 
 
 def plan_stages(
@@ -116,7 +148,7 @@ def plan_stages(
     """All five stages with their keys and directories. Reads configuration files only; writes nothing. from_step: the
     checkpoint to resume from, if not the latest."""
     assert from_step is None or mode == "resume", mode
-    cache = run_dir.parent / "cache"
+    cache = cache_of(config, run_dir)
     known = known_config(config.model)
     size = parts.sizes(known) if known is not None else None
     bf16 = None if size is None else size.bf16
@@ -179,7 +211,7 @@ def _plan_training(
         directory=run_dir,
         size=None,
         run=lambda out, done: _train(config, out, done, parts, mode, from_step),
-        listed=_small_facts,
+        listed=small_facts,
         again=None if from_step is None else f"from step {from_step}",
     )
 
@@ -200,14 +232,28 @@ def parse_stages(text: str) -> list[str]:
     return selected
 
 
+def stages_to_do(stages: Sequence[Stage], selected: Sequence[str], *, fresh: bool) -> list[str]:
+    """Names of the selected stages that will run."""
+    return [s.name for s in stages if s.name in selected and (fresh or s.why_not_done() is not None)]
+
+
 def run_stages(
-    stages: Sequence[Stage], selected: Sequence[str], console: Console, *, fresh: bool
+    stages: Sequence[Stage],
+    selected: Sequence[str],
+    console: Console,
+    *,
+    fresh: bool,
+    preflight: Callable[[Sequence[str]], Preflight] = lambda _: NoChecks(),
 ) -> Mapping[str, Output]:
     """Run the selected stages in order; a stage that is whole is skipped unless `fresh`. Returns what is whole by name.
 
-    Raises ValueError when a stage needs the output of one that is neither selected nor whole.
+    preflight: names of the stages that will run -> their checks. Raises ValueError where a check finds something wrong,
+    before any stage has run, and when a stage needs the output of one that is neither selected nor whole.
     """
     done: dict[str, Output] = {}
+    to_do = stages_to_do(stages, selected, fresh=fresh)
+    checks = preflight(to_do)
+    _heed(checks.run() if to_do else (), console)
     for stage in stages:
         why = stage.why_not_done()
         if stage.name not in selected:
@@ -215,21 +261,64 @@ def run_stages(
                 done[stage.name] = _output(stage)
             continue
         if why is None and not fresh:
+            note_times(stage.directory)
             done[stage.name] = _output(stage)
             console.print(f"[bold]{stage.name:>10}[/]  complete, skipped: {done[stage.name].root}", soft_wrap=True)
-            continue
-        missing = [s.name for s in stages[: stages.index(stage)] if s.name not in done]
-        if missing:
-            raise ValueError(f"stage {stage.name} needs {', '.join(missing)}: add to --stages {','.join(missing)}")
-        console.print(f"[bold]{stage.name:>10}[/]  {stage.what} ({'--fresh' if why is None else why})", soft_wrap=True)
-        with _alone(stage, console):
-            if fresh or stage.why_not_done() is not None:  # another command may just have made it
-                root = stage.run(stage.directory, done)
-                known = {**_as_left(root, done), **stage.hashed(root)}
-                files = stage.listed(root)
-                write_marker(stage.directory, stage=stage.name, key=stage.key, root=root, files=files, known=known)
-        done[stage.name] = _output(stage)
+        else:
+            missing = [s.name for s in stages[: stages.index(stage)] if s.name not in done]
+            if missing:
+                raise ValueError(f"stage {stage.name} needs {', '.join(missing)}: add to --stages {','.join(missing)}")
+            why = "--fresh" if why is None else why
+            console.print(f"[bold]{stage.name:>10}[/]  {stage.what} ({why})", soft_wrap=True)
+            with _alone(stage, console), _disk_in_words(stage):
+                if fresh or stage.why_not_done() is not None:  # another command may just have made it
+                    _run(stage, done)
+            done[stage.name] = _output(stage)
+        if stage.name == "fetch":
+            _heed(checks.fetched(done[stage.name].root) if to_do else (), console)
     return done
+
+
+def _run(stage: Stage, done: Mapping[str, Output]) -> None:
+    root = stage.run(stage.directory, done)
+    known = {**_as_left(root, done), **stage.hashed(root)}
+    write_marker(stage.directory, stage=stage.name, key=stage.key, root=root, files=stage.listed(root), known=known)
+
+
+def _heed(checks: Sequence[Check], console: Console) -> None:
+    """Say what was not checked; raise ValueError for what is wrong."""
+    refuse_wrong(checks)
+    passed = sum(c.outcome is Outcome.OK for c in checks)
+    if checks:
+        console.print(f"[bold]{'checks':>10}[/]  {passed} passed", soft_wrap=True)
+    for line in not_checked(checks):
+        console.print(f"{'':12}not checked: {line}", markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _disk_in_words(stage: Stage) -> Iterator[None]:
+    """A full disk is a ValueError with free and needed bytes, whichever call found it."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as e:
+        if not _is_disk_full(e):
+            raise
+        free = shutil.disk_usage(stage.directory.parent).free
+        needs = f", the stage writes {stage.size:,}" if stage.size else ""
+        raise ValueError(
+            f"stage {stage.name}: {' '.join(str(e).split())}; the file system of {stage.directory} has {free:,} bytes "
+            f"free{needs}: free some, or give a directory on a larger one"
+        ) from e
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    """An error of another process keeps its words, not its number."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError) and found.errno == errno.ENOSPC:
+            return True
+        found = found.__cause__ or found.__context__
+    return os.strerror(errno.ENOSPC).lower() in str(error).lower()
 
 
 @contextlib.contextmanager
@@ -271,7 +360,7 @@ def _as_left(root: Path, done: Mapping[str, Output]) -> dict[str, tuple[int, str
 def _output(stage: Stage) -> Output:
     marker = read_marker(stage.directory)
     assert marker is not None, stage.directory
-    return Output(Path(marker["root"]), marker["files"])
+    return Output(marker_root(stage.directory, marker), marker["files"])
 
 
 # dequantize, convert, stage, train
@@ -327,9 +416,9 @@ def _train(
     config: RunConfig, run_dir: Path, done: Mapping[str, Output], parts: Parts, mode: Mode, from_step: int | None
 ) -> Path:
     if mode == "auto":
-        _refuse_to_lose(run_dir)
+        refuse_to_lose(run_dir)
     if mode != "resume":
-        _empty(run_dir)
+        empty(run_dir)
     if from_step is not None:
         go_back(run_dir / "checkpoints", from_step)
     (run_dir / MARKER).unlink(missing_ok=True)
@@ -338,40 +427,9 @@ def _train(
     return run_dir
 
 
-def _refuse_to_lose(run_dir: Path) -> None:
-    """A finished run of other inputs, or an unfinished one with a checkpoint, is worth a question."""
-    if (run_dir / MARKER).exists():
-        raise ValueError(
-            f"{run_dir} holds a finished run of other inputs, or changed since: choose another --run-dir, "
-            "--resume to train it on, or --fresh to replace it"
-        )
-    if kept_steps(there := run_dir / "checkpoints") or (there / "latest").exists():  # the first may have no name yet
-        raise ValueError(
-            f"{run_dir} holds an unfinished run with a checkpoint: --resume goes on from it, --fresh starts over"
-        )
-
-
-def _empty(run_dir: Path) -> None:
-    """Remove what an earlier run left. Raises ValueError, and removes nothing, when there is anything else."""
-    found = sorted(run_dir.iterdir()) if run_dir.is_dir() else []
-    foreign = [p.name for p in found if p.name not in RUN_FILES and not p.name.endswith(".partial")]
-    if foreign:
-        raise ValueError(
-            f"{run_dir} holds {foreign[0]}, which no run writes ({len(foreign)} such in all): "
-            "choose another --run-dir, or move it away; nothing was removed"
-        )
-    for p in found:
-        shutil.rmtree(p) if p.is_dir() else p.unlink()
-
-
-def _small_facts(run_dir: Path) -> list[Path]:
-    """The files that tell a finished run; logs and checkpoints are left out (large, or still growing)."""
-    return [p for p in files_under(run_dir) if p.relative_to(run_dir).parts[0] not in SLOW_FACTS]
-
-
 def _of_training(config: RunConfig) -> dict[str, Any]:
-    """What decides how a run goes: not how its checkpoint was converted."""
-    return config.model_dump(mode="json", exclude={"convert"})
+    """What decides how a run goes: not how its checkpoint was converted, nor where it was kept."""
+    return config.model_dump(mode="json", exclude={"convert", "cache_dir"})
 
 
 def _data(config: RunConfig) -> dict[str, str]:

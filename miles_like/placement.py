@@ -1,8 +1,8 @@
 """Which process sits on which node and GPU: arithmetic only, no Ray.
 
 Trainer ranks fill nodes in order, so that tensor-parallel neighbours share a node. Rollout servers fill the same nodes
-when colocated (the two sides take turns), the nodes after the trainer's otherwise; a server wider than a node takes
-whole nodes in a row.
+when colocated (on the same GPUs; neither side releases its memory), the nodes after the trainer's otherwise; a server
+wider than a node takes whole nodes in a row.
 """
 
 from __future__ import annotations

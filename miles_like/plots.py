@@ -6,6 +6,7 @@ One look for all: a title that says what is drawn, its unit below, one x axis in
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from miles_like.regular_files import replace_bytes
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -52,8 +55,9 @@ def write_plots(rows: Rows, folder: Path) -> list[Path]:
         figure = Figure(figsize=(7.2, 3.7), dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
         if draw(figure.add_subplot(), rows):
-            path = folder / f"{name}.png"
-            figure.savefig(path)
+            path, image = folder / f"{name}.png", io.BytesIO()
+            figure.savefig(image, format="png")
+            replace_bytes(path, image.getvalue())
             written.append(path)
     return written
 
@@ -142,7 +146,7 @@ def _held_out(ax: Axes, rows: Rows, keys: Sequence[str], unit: str) -> list[tupl
         steps, values = series(rows, key)
         if steps:
             ax.plot(steps, values, color=colour, linewidth=2, marker="o", markersize=5)
-            ends.append((steps[-1], values[-1], f"{key.removeprefix('eval/')}  {values[-1]:{unit}}", colour))
+            ends.append((steps[-1], values[-1], f"{_label(key.removeprefix('eval/'))}  {values[-1]:{unit}}", colour))
             if len(steps) > 1 and len(keys) == 1:
                 ax.annotate(
                     f"{values[0]:{unit}}",
@@ -291,6 +295,12 @@ def _stacked(
         floor = [f + v for f, v in zip(floor, values, strict=True)]
     ax.margins(x=0.01)
     return ends
+
+
+def _label(name: str) -> str:
+    """A user's name as matplotlib draws it: not as a formula, and of characters that can be printed."""
+    shown = "".join(c if c.isprintable() else "?" for c in name)
+    return (shown if len(shown) <= 40 else f"{shown[:39]}…").replace("$", r"\$")
 
 
 def _seconds(row: Mapping[str, float], key: str) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -11,9 +10,13 @@ from pathlib import Path
 
 from miles_like.ledger_audit import audit
 from miles_like.plots import TITLES, write_plots
+from miles_like.regular_files import MIB, check_inside, parse_json, read_own, replace_bytes
 from miles_like.sinks import first_last_best, headline_keys
 
 SHOWN_SAMPLES = 8
+METRICS_BYTES, ROLLOUTS_BYTES, CONFIG_BYTES = 512 * MIB, 1024 * MIB, 16 * MIB  # the most that is read of each
+LARGEST = 1e100  # of a metric: far above any, and plots can be scaled to it
+_SHOWN = ("index", "prompt", "response", "answer", "reward", "finish")
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1080px; margin: 2em auto;
@@ -38,6 +41,7 @@ def write_report(run_dir: Path) -> Path:
     is missing, empty or damaged.
     """
     rows = read_metrics(run_dir / "metrics.jsonl")
+    check_inside(run_dir / "plots", run_dir)
     images = write_plots(rows, run_dir / "plots")
     name = html.escape(run_dir.resolve().name)
     body = "\n".join(
@@ -55,12 +59,12 @@ def write_report(run_dir: Path) -> Path:
         ]
     )
     path = run_dir / "report.html"
-    path.write_text(
+    page = (
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width">\n<title>{name}</title>\n'
-        f"<style>{_STYLE}</style>\n<body>\n{body}\n</body>\n</html>\n",
-        encoding="utf-8",
+        f"<style>{_STYLE}</style>\n<body>\n{body}\n</body>\n</html>\n"
     )
+    replace_bytes(path, page.encode("utf-8", "backslashreplace"))  # a file's name or text may hold half a surrogate
     return path
 
 
@@ -68,26 +72,47 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """Rows of a metrics file, one a step, ascending; null is nan.
 
     A step written twice (once more after a resume) takes the later value of each key. A last line cut short by a kill
-    is left out. Raises ValueError for a missing or empty file, or another line that is no JSON object with a step.
+    is left out. Raises ValueError for a missing or empty file, one that is no regular file of the directory, or a line
+    that is no JSON object of numbers with a step.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist: name the run directory of a run that has trained")
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = _text(path, path.parent, METRICS_BYTES).splitlines(keepends=True)
     rows: dict[float, dict[str, float]] = {}
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as e:
+            row = parse_json(line)
+        except ValueError as e:
             if number == len(lines) and not line.endswith("\n"):
                 break
             raise ValueError(f"{path} line {number} is damaged ({e}): remove that line") from e
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 1 << 53:
             raise ValueError(f"{path} line {number} is no object with a step: remove that line")
+        if wrong := [k for k, v in row.items() if not _is_figure(v)]:
+            value = repr(row[wrong[0]])[:40]
+            raise ValueError(
+                f"{path} line {number}: {wrong[0][:80]} is {value}, want a number within {LARGEST:g}: remove that line"
+            )
         values = {k: math.nan if v is None else float(v) for k, v in row.items()}
         rows.setdefault(values["step"], {}).update(values)
     if not rows:
         raise ValueError(f"{path} has no step yet: wait for the run's first, or name another run directory")
     return [rows[s] for s in sorted(rows)]
+
+
+def _is_figure(value: object) -> bool:
+    """Whether a metric may be so: a number that can be drawn, null, or not finite, which is left out of plots."""
+    if value is None or isinstance(value, bool):
+        return True
+    return isinstance(value, int | float) and (value != value or abs(value) in (math.inf,) or abs(value) <= LARGEST)
+
+
+def _text(path: Path, directory: Path, limit: int) -> str:
+    """A text file of the run directory."""
+    try:
+        return read_own(path, directory, limit).decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is damaged, it is not UTF-8 ({e}): remove it") from None
 
 
 def _subtitle(rows: Sequence[Mapping[str, float]]) -> str:
@@ -114,6 +139,7 @@ def _ledger(path: Path) -> list[str]:
     """What became of the samples, by the file alone."""
     if not path.exists():  # a run without a rollout issues none
         return []
+    check_inside(path, path.parent)
     found = audit(path)
     out = ["<h2>Ledger</h2>"]
     if found.wrong is not None:
@@ -140,8 +166,7 @@ def _rollouts(folder: Path) -> list[str]:
     files = {int(m[1]): p for p in folder.glob("step_*.jsonl") if (m := re.fullmatch(r"step_(\d+)\.jsonl", p.name))}
     out: list[str] = []
     for step in sorted({min(files), max(files)} if files else ()):
-        samples = [json.loads(line) for line in files[step].read_text(encoding="utf-8").splitlines()]
-        firsts = [s for s in samples if s["index"] == 0][:SHOWN_SAMPLES]
+        firsts = _first_samples(files[step], folder.parent)
         out.append(f"<h2>Samples at step {step}</h2>")
         out.append(
             '<table><tr><th>prompt</th><th>response</th><th>answer</th><th class="n">reward</th><th>end</th></tr>'
@@ -151,8 +176,24 @@ def _rollouts(folder: Path) -> list[str]:
     return out
 
 
+def _first_samples(path: Path, run_dir: Path) -> list[Mapping[str, object]]:
+    """Raises ValueError naming the line that is no sample."""
+    firsts: list[Mapping[str, object]] = []
+    for number, line in enumerate(_text(path, run_dir, ROLLOUTS_BYTES).splitlines(), 1):
+        try:
+            sample = parse_json(line)
+        except ValueError as e:
+            raise ValueError(f"{path} line {number} is damaged ({e}): remove that line") from None
+        missing = [k for k in _SHOWN if not isinstance(sample, dict) or k not in sample]
+        if missing:
+            raise ValueError(f"{path} line {number} is no sample, it has no {missing[0]!r}: remove that line")
+        if sample["index"] == 0 and len(firsts) < SHOWN_SAMPLES:
+            firsts.append(sample)
+    return firsts
+
+
 def _sample_row(sample: Mapping[str, object]) -> str:
-    reward = sample["reward"]
+    reward = sample["reward"] if _is_figure(sample["reward"]) else None
     positive = isinstance(reward, int | float) and reward > 0
     texts = "".join(f"<td><code>{html.escape(str(sample[k]))}</code></td>" for k in ("prompt", "response", "answer"))
     shown = f"{reward:g}" if isinstance(reward, int | float) else ""
@@ -165,4 +206,4 @@ def _sample_row(sample: Mapping[str, object]) -> str:
 def _config(path: Path) -> list[str]:
     if not path.exists():
         return []
-    return ["<h2>Configuration</h2>", f"<pre>{html.escape(path.read_text(encoding='utf-8'))}</pre>"]
+    return ["<h2>Configuration</h2>", f"<pre>{html.escape(_text(path, path.parent, CONFIG_BYTES))}</pre>"]

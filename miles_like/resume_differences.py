@@ -13,6 +13,7 @@ from miles_like.types import Json
 
 # how long it goes on, what is kept and measured, and where it runs: no step is another one for it
 SILENT = (
+    "cache_dir",
     "train.steps",
     "checkpoint.*",
     "eval.*",

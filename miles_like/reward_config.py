@@ -8,7 +8,7 @@ import regex
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from megatron_bridge.config import Section
-from miles_like.server_url import ServerUrl
+from miles_like.server_url import ServerUrl, on_loopback
 
 
 class ExactConfig(Section):
@@ -58,6 +58,19 @@ class LengthConfig(Section):
 class EndpointConfig(Section):
     url: ServerUrl
     key_file: str | None = None  # its text is sent as a bearer token; the token itself has no place in a configuration
+    key_over_http: bool = False  # send it without encryption to another machine, over a network that is trusted
+
+    @model_validator(mode="after")
+    def a_key_is_not_sent_in_the_open(self) -> EndpointConfig:
+        exposed = self.key_file is not None and self.url.startswith("http://") and not on_loopback(self.url)
+        if exposed and not self.key_over_http:
+            raise ValueError(
+                f"key_file with url = {self.url!r} would send the key unencrypted to another machine: use https://, or "
+                "set key_over_http = true where the network between is trusted"
+            )
+        if self.key_over_http and not exposed:
+            raise ValueError("key_over_http does nothing without a key_file and an http:// url of another machine")
+        return self
 
 
 class RemoteConfig(EndpointConfig):

@@ -5,6 +5,7 @@ Everything is made on demand; nothing runs before it is asked for.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_bridge.config import AgreementConfig
 from miles_like.algorithms.distillation import distilled
 from miles_like.algorithms.registry import make_algorithm, make_bounds, make_critic_loss
 from miles_like.config import RunConfig
@@ -22,12 +24,13 @@ from miles_like.rank_configs import critic_config
 from miles_like.same_bits import check_same_bits
 from miles_like.trainer_parts import TrainerParts
 from miles_like.types import Prompt, SamplingParams
-from miles_like.verify.allowance import allowance
+from miles_like.verify.allowance import agreement_bounds, allowance
 from miles_like.verify_live import Comparison, LiveTrainer
 from miles_like.workers import RayServers, RayTrainer
 from rollout.client import SGLangClient, seed_of
 from rollout.plays import make_play
 from rollout.samples import RoutingShape
+from rollout.server_key import ServerKey
 from rollout.unaborted import RESUMES
 from rollout.wire_control import PauseMode
 
@@ -38,6 +41,8 @@ class RunParts(TrainerParts):
     def __init__(self, config: RunConfig, run_dir: Path, served: Path, weights: Path, console: Console) -> None:
         super().__init__(config, run_dir, served, weights, console)
         check_engine(config.rollout, config.precision, self.hf.config)
+        if (bounds := self._agreement_bounds()) is not None:
+            self.trainer = self.trainer.model_copy(update={"agreement": bounds})
         self.algorithm = make_algorithm(config.algorithm, config.correction, config.mismatch)
         if (d := config.distillation).mode != "off":
             beta = 1.0 if d.beta is None else d.beta
@@ -45,6 +50,28 @@ class RunParts(TrainerParts):
         # so many publications may abort a sample, one after the other, before it is trained
         self.resumes = config.buffer.slack + RESUMES
         self.play = make_play(config.rollout, self.tokenizer, resumes=self.resumes)
+
+    @functools.cached_property
+    def key(self) -> ServerKey:
+        """Of every server that this run starts."""
+        return ServerKey.new()
+
+    def _agreement_bounds(self) -> AgreementConfig | None:
+        """None where no route of the rollout is replayed. Raises as `agreement_bounds`."""
+        c, hf = self.config, self.hf.config
+        if c.replay.mode != "r3" or not self.family.moe_layers(hf):
+            return None
+        return agreement_bounds(
+            c.mismatch.expert_agreement_min,
+            c.mismatch.layer_agreement_min,
+            c.precision,
+            engine=c.rollout.engine,
+            exact=c.exact_steps,
+            more=c.one_side_rounds,
+            stale=c.buffer.slack > 0,
+            top_k=self.family.top_k(hf),
+            num_experts=self.family.num_experts(hf),
+        )
 
     def ranks(self) -> RayTrainer:
         """Started, on the weights that the run begins with."""
@@ -55,9 +82,10 @@ class RunParts(TrainerParts):
         config, loss = critic_config(self.config, self.trainer), make_critic_loss(self.config.algorithm)
         if config is None or loss is None:
             return None
-        factory = MegatronFactory(config, self.weights, loss)
+        factory = MegatronFactory(config, self.weights, loss, 2 * self.config.cluster.timeout_s)
         slots, logs = self.plan.critics(), self.run_dir / "logs"
-        return RayTrainer(factory, slots, dp_size=self.config.parallel.dp, log_dir=logs)
+        timeout_s = self.config.cluster.timeout_s
+        return RayTrainer(factory, slots, dp_size=self.config.parallel.dp, log_dir=logs, timeout_s=timeout_s)
 
     def servers(self, version: int, *, routing: bool = True) -> RayServers:
         c = self.config.rollout
@@ -73,14 +101,16 @@ class RunParts(TrainerParts):
                     weight_version=version,
                     activations=self.config.precision.activations,
                     exact=self.config.exact_parts,
+                    bucket_bytes=self.config.publish.bucket_bytes,
                     node_rank=slot.node_rank,
                     nnodes=slot.nnodes,
                     routed_experts=routing and self.routing_shape() is not None,
+                    key=self.key,
                 ),
             )
             for slot in self.plan.of("rollout")
         ]
-        return RayServers(launches, self.run_dir / "logs")
+        return RayServers(launches, self.run_dir / "logs", c.start_timeout_s)
 
     def routing_shape(self) -> RoutingShape | None:
         """None for a model without experts, and where the servers would send routes of other weights."""
@@ -99,11 +129,14 @@ class RunParts(TrainerParts):
     def payload(self) -> str:
         return f"; {shape.payload}" if (shape := self.routing_shape()) else ""
 
-    def client(self, url: str, *, routing: bool = True, ours: bool = True) -> SGLangClient:
-        """ours: this run started the server and has its log."""
+    def client(
+        self, url: str, *, routing: bool = True, ours: bool = True, key: ServerKey | None = None
+    ) -> SGLangClient:
+        """ours: this run started the server, and has its log and key; `key` is that of one it did not start."""
         c = self.config.rollout
         return SGLangClient(
             url,
+            vocabulary=int(self.hf.config["vocab_size"]),
             routing=self.routing_shape() if routing else None,
             prompts_per_request=c.prompts_per_request,
             request_timeout_s=c.request_timeout_s,
@@ -111,20 +144,24 @@ class RunParts(TrainerParts):
             samples_from="server" if c.engine == "embedded" else "client",
             decode=lambda ids: str(self.tokenizer.decode(ids, skip_special_tokens=True)),
             log=self.run_dir / "logs" if ours else None,
+            key=self.key if ours else key,
         )
 
-    def publisher(self, urls: Sequence[str]) -> PublisherRecipe:
+    def publisher(self, urls: Sequence[str], *, ours: bool = True, key: ServerKey | None = None) -> PublisherRecipe:
+        """ours, key: as of `client`."""
         c = self.config
         return PublisherRecipe(
             urls=tuple(urls),
             kind=c.rollout.engine,
             spec=self.spec,
             config=c.publish,
+            fused=self.family.bind(self.hf.config, mtp=True).fused(),
             tp_size=c.rollout.sglang.tp_size,
             timeout_s=c.rollout.request_timeout_s,
             directory=(self.run_dir / "published").resolve(),
             hf_config=self.hf.config,
             copy_from=self.served.resolve(),
+            key=self.key if ours else key,
         )
 
     def sampling(self, wave: int) -> SamplingParams:

@@ -23,6 +23,8 @@ from typing import Any
 
 from miles_like.checkpoint_files import DamagedError, check_files, facts_of, sum_of, sync_tree, write_text
 from miles_like.hf_checkpoint import sync_path
+from miles_like.regular_files import MIB, read_json, read_regular
+from miles_like.run_state_schema import check_state
 from miles_like.saved_groups import read_groups, write_groups
 from miles_like.types import Json, SampleGroup
 
@@ -30,6 +32,7 @@ STATE_FILE = "run_state.json"
 GROUPS_FILE = "groups.safetensors"
 LATEST = "latest"
 FORMAT = 2
+STATE_BYTES, LATEST_BYTES = 256 * MIB, 4096  # the most that is read
 REMOVED = ".removed"  # of a folder that is being deleted: it has no step's name any more
 
 
@@ -151,9 +154,16 @@ def load(folder: Path) -> RunState:
 
 def dealt(state: RunState) -> int:
     """Rows of data.train that were taken, where parts["prompts"] is that number."""
-    rows = state.parts["prompts"]
-    assert isinstance(rows, int)
+    rows = state.parts.get("prompts")
+    if type(rows) is not int:
+        raise DamagedError(f"the checkpoint of step {state.step} is damaged: it has no count of rows in parts.prompts")
     return rows
+
+
+def require_parts(state: RunState, *names: str) -> None:
+    """Raises DamagedError where the state has no part of one of these names."""
+    if missing := [name for name in names if name not in state.parts]:
+        raise DamagedError(f"the checkpoint of step {state.step} is damaged: it has no {', '.join(missing)}")
 
 
 @contextmanager
@@ -188,10 +198,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / STATE_FILE
     broken = f"checkpoint {folder.name} is damaged: {path}"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, STATE_BYTES)
     except FileNotFoundError:
         raise DamagedError(f"{broken} is missing") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except ValueError as e:
         raise DamagedError(f"{broken} cannot be read ({e})") from e
     if not isinstance(found, dict) or "format" not in found:
         raise DamagedError(f"{broken} holds {sorted(found) if isinstance(found, dict) else type(found).__name__}")
@@ -203,6 +213,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is of format {version}, this program reads {FORMAT}: resume with the one that wrote it"
         )
+    try:
+        check_state(found)
+    except ValueError as e:
+        raise DamagedError(f"{broken} holds what no run writes: {e}") from None
     if folder.name != f"step_{found['step']}":
         raise DamagedError(f"{broken} says step {found['step']}: the checkpoint was moved or mixed")
     return found
@@ -228,7 +242,9 @@ def _latest(checkpoints: Path, there: list[int]) -> Path | None:
 
 def _latest_name(checkpoints: Path) -> str | None:
     pointer = checkpoints / LATEST
-    return pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.exists() else None
+    if not pointer.exists():
+        return None
+    return read_regular(pointer, LATEST_BYTES).decode("utf-8", "replace").strip()
 
 
 def _point(checkpoints: Path, folder: Path) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
 
 from megatron_bridge.convert.manifest import Manifest
 from megatron_bridge.convert.to_megatron import to_megatron
@@ -22,14 +20,18 @@ from miles_like.distillation_config import TeacherConfig
 from miles_like.factories import ServerRecipe
 from miles_like.fetch import describe, fetch, not_hidden, source_inputs
 from miles_like.hf_checkpoint import HFCheckpoint
-from miles_like.make_checkpoint import make_checkpoint
-from miles_like.pipeline import Stage, run_stages
+from miles_like.pipeline import Stage, cache_of, run_stages
 from miles_like.placement import Slot
 from miles_like.protocols import Trainer
+from miles_like.teacher_prompt import privileged
 from miles_like.tokenizer import load_tokenizer
 from miles_like.types import REFERENCE, Prompt
 from miles_like.workers import RayServers
 from rollout.client import SGLangClient
+from rollout.server_key import ServerKey, read_key
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class RunTeachers:
@@ -43,7 +45,9 @@ class RunTeachers:
         student: Mapping[str, Any],  # its config.json
         tokenizer: PreTrainedTokenizerBase,
         console: Console,
+        key: ServerKey,  # of the servers that it starts
     ) -> None:
+        self.key = key
         self.config, self.section = config, config.distillation
         self.run_dir, self.student, self.tokenizer, self.console = run_dir, student, tokenizer, console
         self._paths: dict[str, Path] = {}  # of teachers of weights: a converted directory; of servers: Hugging Face's
@@ -79,10 +83,11 @@ class RunTeachers:
                 log_dir=logs,
                 weight_version=0,
                 routed_experts=False,
+                key=self.key,
             )
             launches.append((Slot(role="rollout", index=i, node=0, gpus=()), recipe))
         if launches:
-            self._servers = RayServers(launches, logs)
+            self._servers = RayServers(launches, logs, self.config.rollout.start_timeout_s)
             self._urls = dict.fromkeys(served, "")
 
     def wait(self) -> None:
@@ -136,6 +141,7 @@ class RunTeachers:
             routing=None,
             request_timeout_s=self.section.request_timeout_s,
             log=self.run_dir / "logs" / "teachers" if ours else None,
+            key=self.key if ours else None if config.key_file is None else read_key(Path(config.key_file)),
         )
         return replace(teacher, clients=(client,), other_tokenizer=self._other_tokenizer, own=True)
 
@@ -153,7 +159,9 @@ class RunTeachers:
         return f"{len(other)} tokens and {len(own)}" + (f", {differ[0]!r} is not the same" if differ else "")
 
     def _fetched(self, name: str, teacher: TeacherConfig) -> Path:
-        model = ModelConfig(path=teacher.path or name, make=teacher.make)
+        from miles_like.make_checkpoint import make_checkpoint
+
+        model = ModelConfig(path=teacher.path or name.replace("/", "-"), make=teacher.make)
         config = self.config.model_copy(update={"model": model})
         source = source_inputs(model)
         return self._staged(
@@ -185,7 +193,7 @@ class RunTeachers:
         listed: Callable[[Path], list[Path]] = files_under,
     ) -> Path:
         key = input_key(stage, inputs)
-        directory = self.run_dir.parent / "cache" / f"{stage}-{key}"
+        directory = cache_of(self.config, self.run_dir) / f"{stage}-{key}"
         one = Stage(
             name=stage, what=what, key=key, directory=directory, size=None, run=lambda out, _: run(out), listed=listed
         )
@@ -207,19 +215,3 @@ def check_same_shapes(name: str, teacher: Mapping[str, Any], student: Mapping[st
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else str(list(shape))
-
-
-def privileged(name: str, template: str, tokenizer: Any, prompt: Prompt) -> Sequence[int]:
-    """Tokens of a template of {prompt}, {answer} and the prompt's other columns. Raises ValueError naming a field that
-    the prompt has not."""
-    known = {**prompt.meta, "source": prompt.source, "answer": prompt.answer, "prompt": prompt.text}
-    if not prompt.answer:
-        del known["answer"]  # a teacher that is told nothing would tell the student what it says itself
-    for _, field, _, _ in string.Formatter().parse(template):
-        if field is not None and field not in known:
-            raise ValueError(
-                f"distillation.teachers.{name}.prompt has the field {field!r}, which prompt {prompt.id!r} has not (it "
-                f"has {', '.join(sorted(known))}): name one of these, or add the column to data.train"
-            )
-    ids: list[int] = tokenizer.encode(template.format_map(known), add_special_tokens=False)
-    return ids

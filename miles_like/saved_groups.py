@@ -69,7 +69,7 @@ def read_groups(path: Path) -> dict[str, SampleGroup]:
     try:
         pools = load_file(path)
         rest = json.loads(pools[JSON].numpy().tobytes())
-    except (OSError, SafetensorError, KeyError, ValueError) as e:
+    except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as e:
         raise ValueError(f"{path} is damaged or missing ({e})") from e
 
     def tensor(where: Any) -> Tensor:
@@ -78,7 +78,10 @@ def read_groups(path: Path) -> dict[str, SampleGroup]:
         # a copy of its own: a view would keep all samples in memory until the last of them is trained
         return pools[dtype][start : start + n].reshape(shape).clone()
 
-    return {key: _group(one, tensor) for key, one in rest.items()}
+    try:
+        return {key: _group(one, tensor) for key, one in rest.items()}
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, OverflowError) as e:
+        raise ValueError(f"{path} is damaged: it holds a group that no run writes ({type(e).__name__}: {e})") from e
 
 
 def _group(value: Mapping[str, Any], tensor: Any) -> SampleGroup:

@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,30 +29,37 @@ class StageFiles:
 
     copies: tuple[Copy, ...]
 
-    def __call__(self) -> dict[str, Any]:
-        """Copy what is missing or differs. Raises ValueError on a checksum that does not match or a full disk."""
+    def __call__(self, alive: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Copy what is missing or differs. Raises ValueError on a checksum that does not match or a full disk.
+
+        alive: called with every block that is read.
+        """
         copied = skipped = 0
         for c in self.copies:
             for name, fact in c.files.items():
-                if _is_there(c.target / name, fact):
+                if _is_there(c.target / name, fact, alive):
                     skipped += int(fact["size"])
                 else:
-                    _copy(c.source / name, c.target / name, fact)
+                    _copy(c.source / name, c.target / name, fact, alive)
                     copied += int(fact["size"])
         return {"node": socket.gethostname(), "copied_bytes": copied, "skipped_bytes": skipped}
 
 
-def _is_there(path: Path, fact: Mapping[str, Any]) -> bool:
+def _is_there(path: Path, fact: Mapping[str, Any], alive: Callable[[], None]) -> bool:
     try:
         if path.stat().st_size != fact["size"]:
             return False
+        digest = hashlib.sha256()
         with path.open("rb") as f:
-            return hashlib.file_digest(f, "sha256").hexdigest() == fact["sha256"]
+            while block := f.read(_BLOCK):
+                digest.update(block)
+                alive()
+        return digest.hexdigest() == fact["sha256"]
     except OSError:
         return False
 
 
-def _copy(source: Path, target: Path, fact: Mapping[str, Any]) -> None:
+def _copy(source: Path, target: Path, fact: Mapping[str, Any], alive: Callable[[], None]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # of this process: nodes may share the disk, and each copies what it does not find
     partial = target.with_name(f"{target.name}.{socket.gethostname()}-{os.getpid()}.partial")
@@ -62,6 +69,7 @@ def _copy(source: Path, target: Path, fact: Mapping[str, Any]) -> None:
             while block := read.read(_BLOCK):
                 digest.update(block)
                 write.write(block)
+                alive()
             write.flush()
             os.fsync(write.fileno())
     except OSError as e:

@@ -22,6 +22,7 @@ from rollout.data_config import DataConfig
 from rollout.rows import read_rows
 from rollout.schema import ANSWERS, PROMPTS
 from rollout.source import Tokenizer, as_messages
+from rollout.written import text_of
 
 Messages = list[dict[str, str]]
 
@@ -43,19 +44,19 @@ class ExampleReader:
     algorithm: str  # "sft", "dpo" or "reward_model"
     max_tokens: int  # inputs of a micro-batch: an answer, or both of a pair, must fit with what was asked
 
-    def read(self, path: str) -> list[SampleGroup]:
-        """All rows of a file or of a hub name, in its order.
+    def read(self, path: str, limit: int | None = None) -> list[SampleGroup]:
+        """All rows of a file or of a hub name, or its first `limit`, in its order.
 
         Raises ValueError naming file, row and column: what `read_rows` refuses, a column that is missing, an empty
         answer, two equal ones, an example that is too long, a conversation that the chat template rewrites.
         """
-        rows, name = read_rows(path), Path(path).stem
+        rows, name = read_rows(path, limit), Path(path).stem
         out = []
         for i, row in enumerate(rows):
             try:
                 out.append(self._group(row, f"{name}:{i}"))
             except ValueError as e:
-                raise ValueError(f"{path}, row {i}: {e}") from None
+                raise ValueError(f"{rows.where(i)}: {e}") from None
         return out
 
     def _group(self, row: Mapping[str, Any], name: str) -> SampleGroup:
@@ -119,11 +120,14 @@ class ExampleReader:
         if given is None:
             have = ", ".join(sorted(k for k, v in row.items() if v is not None))
             raise ValueError(f"no column {column!r}; it has {have}: set {key}")
-        text = given if isinstance(given, list) or not role else str(given)
+        try:
+            text = given if isinstance(given, list) or not role else text_of(given)
+        except ValueError as e:
+            raise ValueError(f"column {column!r} {e}") from None
         out = as_messages(text, role=role or "user")
         if not out or (isinstance(given, list) and self.data.template != "chat"):
             want = 'text, or with data.template = "chat" a list of messages'
-            raise ValueError(f"column {column!r} is {given!r}, want {want}")
+            raise ValueError(f"column {column!r} is {given!r:.200}, want {want}")
         return out
 
     # as tokens

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from miles_like import run_state
 from miles_like.config import RunConfig
-from miles_like.config_io import dump_config
+from miles_like.config_io import store_config
 from miles_like.controller import settle
 from miles_like.packing import pack_examples
 from miles_like.progress import PhaseBar
@@ -49,7 +49,7 @@ class SupervisedStage(TrainerParts):
         examples = reader.read(c.data.train)
         held_out = {s.name: reader.read(s.path)[: s.max_prompts] for s in c.eval_sets}
         began = self.resumed() if resume else None
-        (self.run_dir / "config.toml").write_text(dump_config(c), encoding="utf-8")
+        store_config(c, self.run_dir / "config.toml")
         started = time.perf_counter()
         trainer = self.started(self.objective.loss)
         self.console.print(

@@ -2,14 +2,104 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from miles_like.regular_files import check_inside, open_regular
+from miles_like.template_limits import check_template_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_MORE = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja")
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes that are tokenizer.json and nothing else
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Raises ValueError for a directory without one: a server would start, and answer nothing that can be read."""
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        raise ValueError(f"{directory} has no tokenizer files: put the model's tokenizer.json beside its weights")
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+    """Raises ValueError for a directory without one, since a server would start and answer nothing that can be read,
+    and for a chat template that does not end within the limits of template_worker.py."""
+    from transformers import AutoTokenizer
+
+    _check_files(directory)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+    except Exception as e:  # the parsers below raise exceptions of many kinds, Exception itself among them
+        said = " ".join(str(e).split())[:300]
+        raise ValueError(
+            f"{directory}: its tokenizer cannot be read ({type(e).__name__}: {said}): fetch the model's tokenizer again"
+        ) from None
+    check_template_of(tokenizer, str(directory))
     return tokenizer
+
+
+def _check_files(directory: Path) -> None:
+    if not any((directory / name).exists() for name in _FILES):
+        raise ValueError(f"{directory} has no tokenizer files: put the model's tokenizer.json beside its weights")
+    for name in (*_FILES, *_MORE):
+        if os.path.lexists(directory / name):
+            check_inside(directory / name, directory)
+            os.close(open_regular(directory / name))
+
+
+class LazyTokenizer:
+    """The tokenizer of a directory for a few rows: without the second that importing transformers takes, where a
+    tokenizer.json says all and no chat template is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ValueError for a directory without a tokenizer."""
+        _check_files(directory)
+        self._directory = directory
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if self._own is None:
+            ids: list[int] = self._whole.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            ids = self._own.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        of = self._whole if self._own is None else self._own
+        return str(of.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **how: Any) -> Any:
+        return self._whole.apply_chat_template(conversation, **how)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        token = self._config.get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if self._own is None or not isinstance(token, str):
+            whole: int | None = self._whole.eos_token_id
+            return whole
+        found: int | None = self._own.token_to_id(token)
+        return found
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        try:
+            found = json.loads((self._directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def _own(self) -> Any:
+        """By the library `tokenizers` alone; None: transformers has a class of its own for this one."""
+        file = self._directory / "tokenizer.json"
+        if self._config.get("tokenizer_class") not in _PLAIN or not file.is_file():
+            return None
+        from tokenizers import Tokenizer
+
+        try:
+            return Tokenizer.from_file(str(file))
+        except Exception as e:  # the library raises no other class
+            raise ValueError(f"{file} is no tokenizer: {e}") from e
+
+    @cached_property
+    def _whole(self) -> Any:
+        return load_tokenizer(self._directory)

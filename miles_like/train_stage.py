@@ -16,7 +16,7 @@ from miles_like.algorithms.filters import make_filter
 from miles_like.algorithms.registry import make_bounds
 from miles_like.algorithms.truncation import make_overlong, mask_truncated
 from miles_like.buffer import DataBuffer
-from miles_like.config_io import dump_config
+from miles_like.config_io import store_config
 from miles_like.controller import Controller, settle
 from miles_like.distillation import Teachers
 from miles_like.evaluation import HeldOut, evaluate, held_out
@@ -25,20 +25,22 @@ from miles_like.ledger import Ledger
 from miles_like.loop_state import LoopState
 from miles_like.metrics import rollout_metrics, turn_metrics, write_rollouts
 from miles_like.packing import pack, pack_steps
+from miles_like.preflight import check_over_sampling
 from miles_like.producer import Producer, Rollout
 from miles_like.progress import PhaseBar
 from miles_like.protocols import RewardFn, RolloutEngine
 from miles_like.report import write_report
 from miles_like.rewards.load import Rewards
+from miles_like.run_checks import RunChecks
 from miles_like.run_parts import RunParts
 from miles_like.run_state import RunState
 from miles_like.run_teachers import RunTeachers
 from miles_like.stale_tokens import mask_old
 from miles_like.stopping import run_to_end
 from miles_like.trainer_parts import LEDGER
-from miles_like.types import Prompt, SampleGroup, TrainBatch, Unit
+from miles_like.types import Prompt, PublishReport, SampleGroup, TrainBatch
 from miles_like.verify.allowance import of_steps
-from miles_like.verify.gate import admit, judge
+from miles_like.verify.gate import judge
 from miles_like.workers import RayTrainer, check_nodes
 from rollout.client import SGLangClient, seed_of
 from rollout.contamination import decontaminated
@@ -59,7 +61,7 @@ class TrainStage(RunParts):
     def run(self, resume: bool) -> None:
         check_nodes(self.plan)
         rewards, data = Rewards(self.config.reward), self.config.data
-        self.over_sampling_ends_early(rewards(None))
+        check_over_sampling(self.config, rewards(None))
         compared_by = rewards(None).compares
         source = PromptSource(data, self.tokenizer, seed=self.config.seed, compared_by=compared_by)
         held = held_out(self.config.eval_sets, data, self.tokenizer, rewards)
@@ -67,9 +69,14 @@ class TrainStage(RunParts):
         for sentence in (*source.said, *shared):
             self.console.print(f"{'':12}{sentence}", markup=False, soft_wrap=True)
         began = self.resumed() if resume else None
-        (self.run_dir / "config.toml").write_text(dump_config(self.config), encoding="utf-8")
+        store_config(self.config, self.run_dir / "config.toml")
         teachers = RunTeachers(
-            self.config, self.run_dir, student=self.hf.config, tokenizer=self.tokenizer, console=self.console
+            self.config,
+            self.run_dir,
+            student=self.hf.config,
+            tokenizer=self.tokenizer,
+            console=self.console,
+            key=self.key,
         )
         teachers.prepare()
         started = time.perf_counter()
@@ -110,8 +117,9 @@ class TrainStage(RunParts):
         engine = self.play(self.kept)
         examiner = [self.client(url, routing=False) for url in urls]  # nobody trains on its answers
         trainer.connect(self.publisher(urls))
-        first = await self._begin(trainer, began)
-        await self._verify(trainer, clients, source)
+        first, report = await self._begin(trainer, began)
+        checks = self._checks(trainer, clients, source)
+        await checks.at_start(first, report)
         rows = partial(pack, **self.rows(trainer.dp_size), replayed=False, cost=self.cost)
         teachers = teaching.teachers(trainer, examiner, rows, source.all())
         await teachers.start()
@@ -128,6 +136,8 @@ class TrainStage(RunParts):
                 phase=lambda step, name: progress.update(task, completed=step, phase=name),
                 sink=sink,
                 judge=partial(judge, bounds, config.mismatch.on_breach, self.console),
+                inspect=checks.before_training,
+                compare=checks.published,
             )
             settle()
             try:
@@ -218,34 +228,30 @@ class TrainStage(RunParts):
         )
         return LoopState(source=source, buffer=buffer, producer=producer, ledger=ledger, kept=self.kept)
 
-    def over_sampling_ends_early(self, reward: RewardFn) -> None:
-        """Raises ValueError where it was to, and no group ends before the last."""
+    def _checks(self, trainer: RayTrainer, clients: Sequence[SGLangClient], source: PromptSource) -> RunChecks:
         c = self.config
-        if reward.unit is Unit.BATCH and c.groups_end_by_themselves and not c.under_way_at_publication:
-            raise ValueError(
-                f"buffer.over_sampling = {c.buffer.over_sampling:g} is to end a step before its slowest prompts, but "
-                "the reward is given all samples at once and waits for them: remove it, set buffer.lockstep = true, or "
-                "set reward.unit to less"
-            )
+        return RunChecks(
+            clients=clients,
+            comparison=self.comparison(trainer, ()),
+            prompts=source.all(),
+            check_prompts=c.mismatch.check_prompts,
+            check_every=c.mismatch.check_every,
+            checksums_every=c.mismatch.checksums_every,
+            seed=c.seed,
+            idle=not c.under_way_at_publication,
+            console=self.console,
+        )
 
-    async def _verify(self, trainer: RayTrainer, clients: Sequence[SGLangClient], source: PromptSource) -> None:
-        """Raises ValueError where both sides differ by more than the precision explains, naming the cause."""
-        if n := self.config.mismatch.check_prompts:
-            began = time.perf_counter()
-            report = await self.comparison(trainer, source.all()[:n]).short(clients)
-            admit(report, self.console, time.perf_counter() - began)
-
-    async def _begin(self, trainer: RayTrainer, began: tuple[Path, RunState] | None) -> int:
-        """The first step; the servers then hold what the trainer computes with."""
+    async def _begin(
+        self, trainer: RayTrainer, began: tuple[Path, RunState] | None
+    ) -> tuple[int, PublishReport | None]:
+        """The first step, and what was published; the servers then hold what the trainer computes with."""
         if began is None:
-            if self.config.precision.qat:
-                # codes that another quantizer wrote are not those that this one makes of their values
-                await trainer.publish(version=0)
-            return 0
+            # codes that another quantizer wrote are not those that this one makes of their values
+            return 0, await trainer.publish(version=0) if self.config.precision.qat else None
         folder, state = began
         await self.load(trainer, folder, state)
-        await trainer.publish(version=state.step)
-        return state.step
+        return state.step, await trainer.publish(version=state.step)
 
     # what the loop calls
 

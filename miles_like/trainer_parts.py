@@ -87,9 +87,11 @@ class TrainerParts:
 
     def started(self, loss: LossFn) -> RayTrainer:
         """The ranks, on the weights that the run begins with."""
-        factory = MegatronFactory(self.trainer, self.weights, loss)
+        factory = MegatronFactory(self.trainer, self.weights, loss, 2 * self.config.cluster.timeout_s)
         slots, logs = self.plan.of("trainer"), self.run_dir / "logs"
-        return RayTrainer(factory, slots, dp_size=self.config.parallel.dp, log_dir=logs)
+        return RayTrainer(
+            factory, slots, dp_size=self.config.parallel.dp, log_dir=logs, timeout_s=self.config.cluster.timeout_s
+        )
 
     def trained(self, trainer: RayTrainer) -> dict[str, RayTrainer]:
         """Every model that is trained, by its folder in a checkpoint."""
@@ -183,6 +185,8 @@ class TrainerParts:
                 (self.run_dir / name).unlink(missing_ok=True)
             return None
         state = began[1]
+        with run_state.or_an_earlier_one(began[0]):
+            run_state.require_parts(state, CONFIG, KEPT, FILES, RANDOM)
         for line in resume_differences(state.parts[CONFIG], self.config.model_dump(mode="json")):
             self.console.print(line, markup=False, soft_wrap=True)
         self.tokens_total, self.saved = state.tokens_total, state.step

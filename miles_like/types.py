@@ -282,12 +282,13 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to draw a response; the field names are SGLang's."""
+    """How to draw a response; names and meaning are SGLang's (docs/sampling.md)."""
 
     max_new_tokens: int
-    temperature: float = 1.0
+    temperature: float = 1.0  # below 1e-6: greedy
     top_p: float = 1.0
-    top_k: int = -1  # -1: the whole vocabulary
+    top_k: int = -1  # -1: the whole vocabulary; 1: greedy
+    min_p: float = 0.0  # of the largest probability
     stop_token_ids: tuple[int, ...] = ()
     sampling_seed: int | None = None  # sample i of a prompt draws from a stream keyed by (sampling_seed, i)
 
@@ -297,6 +298,8 @@ class PublishReport:
     """One weight publication."""
 
     version: int
-    bytes: int  # sent to each server
+    bytes: int  # of the tensors sent to each server; as base64, and for SGLang once a rank, it is more
     seconds: float  # whole publication
     pause_seconds: float  # of it, the servers generated nothing
+    # of each rank of a server, tensor name -> hash of what it holds now, the same on all servers; (): not asked
+    checksums: tuple[Mapping[str, str], ...] = ()

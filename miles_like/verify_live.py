@@ -32,13 +32,15 @@ from miles_like.verify.findings import Report
 from miles_like.verify.sides import Evidence, Fed, RolloutSide, Sampled, Scores
 from miles_like.verify.weights import WeightEvidence
 from miles_like.workers import RayTrainer
+from quant.codec import QuantTensor
 from quant.registry import codec_or_none
 from quant.spec import QuantSpec
-from quant.stream import part_of, quantize_stream
+from quant.stream import pair_stream, part_of, quantize_stream, stored_name
 from rollout.checksum import tensor_checksum
 from rollout.client import SGLangClient
 from rollout.pool import EnginePool
 from rollout.samples import RoutingShape
+from rollout.stock_hashes import made_of, stock_checksum
 from routing_replay.tape import OwnRoutes
 from routing_replay.trace import RoutingTrace
 
@@ -140,7 +142,7 @@ class LiveRollout:
     """The first server; the others hold the same weights, which publication checks."""
 
     client: SGLangClient
-    publish: Callable[[], Awaitable[object]]  # the trainer's weights, to every server
+    publish: Callable[[], Awaitable[object]] | None  # the trainer's weights, to every server; None: it must not
     sample: Callable[[], Awaitable[Sequence[SampleGroup]]]
     prompts_per_request: int
 
@@ -155,6 +157,8 @@ class LiveRollout:
         )
 
     async def mend(self) -> Sampled | None:
+        if self.publish is None:
+            return None
         await self.publish()
         return sampled(await self.sample())
 
@@ -166,8 +170,27 @@ class Published:
         self._wholes, self.spec = HFCheckpoint(wholes), spec
         self._codec = codec_or_none(spec)
 
-    def hashes(self) -> dict[str, str]:
-        return {n: tensor_checksum(n, t) for n, t in quantize_stream(self._wholes.stream(), self.spec)}
+    def hashes(self, same_as: HFCheckpoint | None = None) -> dict[str, str]:
+        """Stored name -> hash of what the trainer publishes. same_as: a checkpoint whose codes are taken instead where
+        they decode to exactly the trainer's weight; another quantizer may have chosen them."""
+        out = {n: tensor_checksum(n, t) for n, t in quantize_stream(self._wholes.stream(), self.spec)}
+        if same_as is None or self._codec is None:
+            return out
+
+        def stored(name: str) -> Tensor | None:
+            return same_as.read(name) if name in same_as else None
+
+        for name, value in pair_stream(same_as.stream(), self.spec, lookup=stored):
+            if isinstance(value, QuantTensor) and name in self._wholes:
+                whole = self.whole(name)
+                if torch.equal(self._codec.decode(value, whole.dtype), whole):
+                    parts = ((stored_name(name, leaf), part) for leaf, part in value.parts.items())
+                    out |= {n: tensor_checksum(n, part) for n, part in parts if n in out}
+        return out
+
+    def names(self) -> list[str]:
+        """Of the whole weights."""
+        return self._wholes.names()
 
     def whole(self, name: str) -> Tensor:
         return self._wholes.read(name)
@@ -186,14 +209,17 @@ class Published:
 _STORED = (torch.float8_e4m3fn, torch.uint8, torch.int32)
 
 
-def weight_evidence(published: Published, served: Mapping[str, str], earlier: HFCheckpoint) -> WeightEvidence:
-    """served: a server's own hashes of what it holds; earlier: the checkpoint that it was started with."""
+def weight_evidence(
+    published: Published, expected: Mapping[str, str], served: Mapping[str, str], earlier: HFCheckpoint
+) -> WeightEvidence:
+    """expected: `published.hashes()`; served: a server's own hashes of what it holds; earlier: the checkpoint that the
+    job begins with."""
 
     def before(name: str) -> Tensor | None:
         return earlier.read(name) if name in earlier else None
 
     return WeightEvidence(
-        published=published.hashes(),
+        published=expected,
         served=served,
         hash=tensor_checksum,
         tensor=published.tensor,
@@ -206,7 +232,32 @@ def weight_evidence(published: Published, served: Mapping[str, str], earlier: HF
 def opaque_evidence(after: Mapping[str, str], before: Mapping[str, str], published: Published) -> WeightEvidence:
     """Of a server whose hashes are of its own tensors, before and after the trainer published to it."""
     return WeightEvidence(
-        published=after, served=before, hash=tensor_checksum, tensor=None, whole=published.whole, spec=published.spec
+        published=after,
+        served=before,
+        hash=tensor_checksum,
+        tensor=None,
+        whole=published.whole,
+        spec=published.spec,
+        difference="changed when the trainer published its weights",
+    )
+
+
+def stacked_evidence(served: Mapping[str, str], published: Published) -> WeightEvidence | None:
+    """Of a stock server on a CPU that stacks BF16 tensors, with nothing sent to it. None where no hash is as expected:
+    then the server does not make or hash its tensors in the known way."""
+    stored = set(published.names())
+    parts = {name: found for name in served if (found := made_of(name, stored))}
+    expected = {name: stock_checksum(found, published.whole) for name, found in parts.items()}
+    if not any(served[name] == hashed for name, hashed in expected.items()):
+        return None
+    return WeightEvidence(
+        published=expected,
+        served={name: served[name] for name in expected},
+        hash=tensor_checksum,
+        tensor=None,
+        whole=published.whole,
+        spec=None,
+        unknown=tuple(sorted(served.keys() - expected.keys())),
     )
 
 
@@ -240,12 +291,14 @@ class Comparison:
     bounds: Bounds
     allowed: Bounds  # what the precision may leave
 
-    async def short(self, clients: Sequence[SGLangClient]) -> Report:
-        """Of new samples of at most 256 tokens, without looking at weights. The servers are left as they were found."""
+    async def short(self, clients: Sequence[SGLangClient], *, flush: bool = True) -> Report:
+        """Of new samples of at most 256 tokens, without looking at weights. flush: leave the servers' caches empty,
+        which they refuse while other requests are under way."""
         params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, _SHORT))
         report = await self.of(await EnginePool(clients).generate(self.prompts, n=1, params=params))
-        for client in clients:
-            await client.flush_cache()
+        if flush:
+            for client in clients:
+                await client.flush_cache()
         return report
 
     async def sample(self, clients: Sequence[SGLangClient]) -> Sequence[SampleGroup]:
@@ -256,16 +309,18 @@ class Comparison:
         groups: Sequence[SampleGroup],
         *,
         prompts: Sequence[Sequence[int]] | None = None,
-        weights: WeightEvidence | None = None,
+        weights: WeightEvidence | str = "not part of this check",
         rollout: RolloutSide | None = None,
     ) -> Report:
-        """prompts: of each group, as tokenizer and template make it now."""
+        """prompts: of each group, as tokenizer and template make it now. weights: a string is the reason why they are
+        not compared."""
         shape = self.trainer.shape
         evidence = Evidence(
             sampled=sampled(groups, prompts),
             layers=() if shape is None else shape.moe_layers,
             temperature=self.params.temperature,
             top_p=self.params.top_p,
+            top_k=self.params.top_k,
             trainer=self.trainer,
             replay=self.replay,
             weights=weights,

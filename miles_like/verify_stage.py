@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,16 +14,18 @@ import torch
 
 from miles_like import run_state
 from miles_like.factories import CheckpointWriter
+from miles_like.regular_files import parse_json, read_text
 from miles_like.run_parts import RunParts
 from miles_like.stopping import run_to_end
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, VersionSpan
 from miles_like.verify.findings import Report
 from miles_like.verify.weights import WeightEvidence
-from miles_like.verify_live import LiveRollout, Published, opaque_evidence, weight_evidence
+from miles_like.verify_live import LiveRollout, Published, opaque_evidence, stacked_evidence, weight_evidence
 from miles_like.workers import RayTrainer, check_nodes
 from quant.hf_config import quantized_config
 from rollout.client import SGLangClient
 from rollout.prompts import PromptSource
+from rollout.server_key import ServerKey
 from rollout.wire_control import ModelInfo
 
 PROMPTS = 32
@@ -32,7 +33,9 @@ PROMPTS = 32
 
 class VerifyStage:
     """rollouts: a file of samples that a run kept, which are compared in place of new ones; no server is started.
-    attached: running servers, which are asked in place of ones that are started here. prompts: how many are sampled."""
+    attached: running servers, which are asked in place of ones that are started here; key: what they ask for.
+    overwrite: whether the trainer's weights may be published to them, after theirs were hashed. prompts: how many are
+    sampled."""
 
     def __init__(
         self,
@@ -41,15 +44,23 @@ class VerifyStage:
         rollouts: Path | None = None,
         checkpoint: Path | None = None,
         attached: Sequence[str] = (),
+        key: ServerKey | None = None,
+        overwrite: bool = False,
         prompts: int | None = None,
     ) -> None:
         """checkpoint: a step_N folder of a run, whose weights are compared in place of those it began with. Raises
         ValueError for one that is not whole, and for samples that are both kept and to be made."""
         if attached and rollouts is not None:
             raise ValueError(f"--rollouts {rollouts} asks no server, --server {attached[0]} does: give one of the two")
+        if overwrite and not attached:
+            raise ValueError(
+                "--overwrite replaces the weights of running servers: name them with --server, or remove it"
+            )
         self.run, self.config, self.rollouts, self.checkpoint = run, run.config, rollouts, checkpoint
+        self.may_publish = overwrite or not attached
         if prompts is not None and rollouts is not None:
             raise ValueError(f"--rollouts {rollouts} samples nothing, --prompts {prompts} do: give one of the two")
+        self.key = key
         self.attached, self.prompts = tuple(attached), PROMPTS if prompts is None else prompts
         self.version = 0 if checkpoint is None else run_state.load(checkpoint).weight_version
         self.weights = run.run_dir / "verify" / "weights"  # while they are compared
@@ -72,7 +83,7 @@ class VerifyStage:
         """Ask attached servers what they are, before ranks are started. Raises RuntimeError or ValueError for one that
         is not there, or is not what the job needs."""
         for url in self.attached:
-            client = self.run.client(url, ours=False)
+            client = self.run.client(url, ours=False, key=self.key)
             try:
                 info = await client.model_info()
                 check_attached(client.url, info, await client.server_info(), self.run)
@@ -87,23 +98,26 @@ class VerifyStage:
         compare = run.comparison(trainer, prompts[: self.prompts])
         if self.checkpoint is not None:
             await trainer.load(self.checkpoint.resolve() / "trainer")
-        clients = [run.client(url, ours=not self.attached) for url in urls]
+        clients = [run.client(url, ours=not self.attached, key=self.key) for url in urls]
         try:
             if kept is not None:
-                return await compare.of(kept, prompts=_now(kept, prompts))
+                return await compare.of(kept, prompts=_now(kept, prompts), weights="no server is asked")
             await run.check_bits(trainer, clients)
             published = await self._published(trainer)
-            trainer.connect(run.publisher(urls))
-            if self.config.precision.qat or self.checkpoint is not None:
-                await trainer.publish(version=self.version)
-            groups = await compare.sample(clients)
+            if self.may_publish:
+                trainer.connect(run.publisher(urls, ours=not self.attached, key=self.key))
             rollout = LiveRollout(
                 client=clients[0],
-                publish=lambda: trainer.publish(version=self.version),
+                publish=(lambda: trainer.publish(version=self.version)) if self.may_publish else None,
                 sample=lambda: compare.sample(clients),
                 prompts_per_request=self.config.rollout.prompts_per_request,
             )
-            weights = await self._hashes(clients, published, rollout)
+            if not self.attached and (self.config.precision.qat or self.checkpoint is not None):
+                await trainer.publish(version=self.version)  # as a run does before its first step
+            # of what is served before anything is sent to a server that was not started here
+            served = [(await client.checksum()).tensors for client in clients]
+            groups = await compare.sample(clients)
+            weights = await self._weights(clients, served, published, rollout)
             return await compare.of(groups, weights=weights, rollout=rollout)
         finally:
             for client in clients:
@@ -120,22 +134,54 @@ class VerifyStage:
         await trainer.publish(version=0)
         return Published(out, run.spec)
 
-    async def _hashes(
-        self, clients: Sequence[SGLangClient], published: Published, rollout: LiveRollout
-    ) -> WeightEvidence | None:
-        """Of the server that holds most that was not published. None where the servers still hold codes that another
-        quantizer may have made of the values that the trainer has. A stock server, whose hashes are of fused tensors,
-        is published to, and asked again."""
-        if self.run.spec is not None and not self.config.precision.qat and self.checkpoint is None:
-            return None
-        served = [(await client.checksum()).ranks[0] for client in clients]
+    async def _weights(
+        self,
+        clients: Sequence[SGLangClient],
+        served: Sequence[Mapping[str, str]],
+        published: Published,
+        rollout: LiveRollout,
+    ) -> WeightEvidence | str:
+        """Of the server that holds most that the trainer would not publish; a string is the reason for no comparison.
+
+        served: each server's hashes. Those of the embedded engine are of stored tensors and are compared as they are.
+        With a trainer that does not round, and the weights that the job begins with, codes of the job's checkpoint
+        count as published where they decode to the trainer's weights. Stock SGLang hashes the tensors that it made of
+        the stored ones. On a CPU, in BF16 and on one rank these are made of the trainer's weights here; elsewhere it is
+        published to, where that is allowed, and hashed again.
+        """
+        run = self.run
         if self.config.rollout.engine == "embedded":
-            of_each = [weight_evidence(published, hashes, self.run.hf) for hashes in served]
+            begins = not self.config.precision.qat and self.checkpoint is None
+            expected = published.hashes(run.hf if begins else None)
+            of_each = [weight_evidence(published, expected, hashes, run.hf) for hashes in served]
+        elif found := await self._stacked(clients, served, published):
+            of_each = found
+        elif rollout.publish is None:
+            return _OPAQUE
+        elif run.spec is not None and not self.config.precision.qat and self.checkpoint is None:
+            return "the first publication replaces the codes of the checkpoint, which another quantizer may have made"
         else:
             await rollout.publish()
-            after = [(await client.checksum()).ranks[0] for client in clients]
+            after = [(await client.checksum()).tensors for client in clients]
             of_each = [opaque_evidence(a, before, published) for a, before in zip(after, served, strict=True)]
-        return max(of_each, key=lambda e: sum(e.published.get(name) != h for name, h in e.served.items()))
+        return max(of_each, key=lambda e: len(e.differing))
+
+    async def _stacked(
+        self, clients: Sequence[SGLangClient], served: Sequence[Mapping[str, str]], published: Published
+    ) -> list[WeightEvidence]:
+        """Empty where what the servers hash is not known."""
+        if self.run.spec is not None or self.config.rollout.sglang.tp_size > 1:
+            return []
+        devices = [(await client.server_info()).get("device") for client in clients]
+        found = [stacked_evidence(hashes, published) for hashes in served] if set(devices) == {"cpu"} else []
+        known = [evidence for evidence in found if evidence is not None]
+        return known if len(known) == len(served) else []
+
+
+_OPAQUE = (
+    "stock SGLang hashes the fused tensors that it made of the published ones; --overwrite publishes to it, and "
+    "compares its hashes before and after"
+)
 
 
 def check_attached(url: str, info: ModelInfo, server: Mapping[str, Any], run: RunParts) -> None:
@@ -159,7 +205,7 @@ def check_attached(url: str, info: ModelInfo, server: Mapping[str, Any], run: Ru
             f"--set rollout.sglang.tp_size={ranks}"
         )
     if run.routing_shape() is not None and not server.get("enable_return_routed_experts"):
-        raise ValueError(f"server {url} tells no expert routes: start it with --enable-return-routed-experts")
+        raise ValueError(f"server {url} returns no expert routes: start it with --enable-return-routed-experts")
 
 
 _KINDS = {"embedded": "an embedded engine", "sglang": "stock SGLang"}
@@ -176,9 +222,11 @@ def read_rollouts(path: Path, version: int) -> list[SampleGroup]:
     """Samples of a `rollouts/step_N.jsonl`, a group each. Raises ValueError for a file without token ids, as older ones
     are, or of tokens that another weight version than this sampled."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, ROLLOUTS_BYTES).splitlines()
     except OSError as e:
         raise ValueError(f"{path}: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is not a text of UTF-8 ({e}): give a rollouts/step_N.jsonl of a run") from None
     samples = [_sample(line, f"{path}, line {i + 1}") for i, line in enumerate(lines) if line.strip()]
     if not samples:
         raise ValueError(f"{path} holds 0 samples: give a rollouts/step_N.jsonl of a run")
@@ -194,12 +242,13 @@ def read_rollouts(path: Path, version: int) -> list[SampleGroup]:
     ]
 
 
+ROLLOUTS_BYTES = 1 << 30  # the most that is read
 _KEPT = ("token_ids", "loss_mask", "logprobs", "prompt_id", "index", "versions", "finish", "response")
 
 
 def _sample(line: str, where: str) -> Sample:
     try:
-        row: Mapping[str, Any] = json.loads(line)
+        row: Mapping[str, Any] = parse_json(line)
     except ValueError as e:
         raise ValueError(f"{where} is not JSON: {e}") from None
     if not isinstance(row, dict):
@@ -207,6 +256,13 @@ def _sample(line: str, where: str) -> Sample:
     missing = [k for k in _KEPT if k not in row]
     if missing:
         raise ValueError(f"{where} has no {missing[0]!r}: it was kept without; run again to keep samples with tokens")
+    try:
+        return _kept_sample(row, where)
+    except (TypeError, RuntimeError, OverflowError, AttributeError, KeyError) as e:
+        raise ValueError(f"{where} is not as it was kept ({e}); give the file that the run wrote") from None
+
+
+def _kept_sample(row: Mapping[str, Any], where: str) -> Sample:
     mask = torch.tensor(row["loss_mask"], dtype=torch.bool)
     sizes = len(row["token_ids"]), len(mask), len(row["logprobs"])
     if sizes[0] != sizes[1] or sizes[2] != int(mask.sum()):

@@ -1,4 +1,4 @@
-"""Ray: trainer ranks and rollout servers as actors, one task a node for staging. The only file that imports ray.
+"""Ray: starting it, and trainer ranks and rollout servers as actors. `node_work` and `ray_waits` import ray too.
 
 What an actor runs is handed in as a picklable factory, so this file knows no concrete trainer, publisher or server.
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
+import secrets
+import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -18,12 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader, Config
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
 from torch import Tensor
 
+from miles_like.call_deadlines import CallDeadlines, listed
+from miles_like.node_work import DEFAULT_TIMEOUT_S, node_ids
 from miles_like.packing import cut_row
 from miles_like.placement import PlacementPlan, Slot
+from miles_like.ray_waits import answered, cause, get, looked_at, on_node, said, write_stacks
 from miles_like.stopping import end_in_order
 from miles_like.trainer_rank import Place, PublisherFactory, Rank, TrainerFactory
 from miles_like.types import PublishReport, Scored, StepReport, TrainBatch
@@ -31,31 +39,86 @@ from miles_like.types import PublishReport, Scored, StepReport, TrainBatch
 ServerLaunch = Callable[[str, str | None], Any]  # (host to listen on, dist_init_addr) -> a handle with url and stop()
 
 
+_AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+_before_local: dict[str, str | None] = {}  # of _AUTH, from before this process started a local Ray
+
+
 def start_ray(address: str | None) -> None:
     """Join the cluster at `address` (or Ray's own RAY_ADDRESS); without either start a local one for this process.
 
-    Raises ValueError when the cluster does not answer.
+    A local one listens on loopback only and admits only processes that hold its token, which is made here. How a
+    cluster authenticates is its owner's decision: Ray's own environment variables and token file apply unchanged.
+    Raises ValueError when the cluster does not answer or refuses this process, RuntimeError when the local one does
+    not start.
     """
     if ray.is_initialized():
         return
-    # the local cluster serves this process alone, on loopback
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the job, not a guest on the machine
     address = address or os.environ.get("RAY_ADDRESS")
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is None:
-        ray.init(address="local", include_dashboard=False, object_store_memory=512 << 20, **quiet)
+        _start_local(quiet)
         end_in_order()
         return
     _check_answers(address)
     try:
         ray.init(address=address, **quiet)
         end_in_order()
-    except (ConnectionError, RuntimeError) as e:
+    except (AuthenticationError, ConnectionError, RuntimeError) as e:
+        if _refused(e):
+            raise ValueError(
+                f"the Ray cluster at {address} refuses this process's token: give the cluster's own, as "
+                "RAY_AUTH_MODE=token with RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+            ) from e
         raise ValueError(
             f"no Ray cluster answers at {address}: start one with `ray start --head`, or leave it out"
         ) from e
+
+
+def _refused(error: BaseException | None) -> bool:
+    """Ray wraps it, and says it in the words of the innermost."""
+    return error is not None and (
+        isinstance(error, AuthenticationError)
+        or "InvalidAuthToken" in str(error)
+        or _refused(error.__cause__ or error.__context__)
+    )
+
+
+def _start_local(quiet: Mapping[str, Any]) -> None:
+    """Raises RuntimeError, with no process left, when Ray does not start."""
+    _before_local.update({name: os.environ.get(name) for name in _AUTH})
+    _apply_auth(
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    )
+    try:
+        ray.init(address="local", include_dashboard=False, object_store_memory=512 << 20, **quiet)
+    except Exception as e:  # Ray raises a plain Exception for a node that does not start in time
+        stop_ray()
+        reason = " ".join((str(e).splitlines() or [type(e).__name__])[0].split())
+        raise RuntimeError(
+            f"Ray did not start on this machine ({reason}): its logs are in /tmp/ray/session_latest/logs; free memory "
+            "and processors and run again, or join a running cluster with --ray-address"
+        ) from e
+    # Ray has read it and its processes have inherited it: no other child of this process needs it
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+
+
+def _apply_auth(values: Mapping[str, str | None]) -> None:
+    """Set the variables in _AUTH, and have Ray, which read some of them when it was imported, read them again.
+
+    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 makes every process of Ray 2.60 listen on 127.0.0.1, on Linux too
+    (`_node_ip_address="127.0.0.1"` does not: Ray resolves it back to the machine's address).
+    """
+    for name in _AUTH:
+        value = values.get(name)
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    ray_constants.ENABLE_RAY_CLUSTER = values.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0"
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _check_answers(address: str) -> None:
@@ -72,12 +135,17 @@ def _check_answers(address: str) -> None:
 
 
 def stop_ray() -> None:
+    """Leave the cluster, and end a local one; this process's environment is as it was before it."""
     ray.shutdown()
+    if _before_local:
+        _apply_auth(_before_local)
+        _before_local.clear()
 
 
-def node_ids() -> list[str]:
-    """Ids of the cluster's living nodes; node number k of a placement is the k-th of them."""
-    return sorted(n["NodeID"] for n in ray.nodes() if n["Alive"])
+def gpus_of_nodes() -> list[int]:
+    """GPUs that Ray gives out on each living node, in the order of `node_ids`."""
+    alive = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: str(n["NodeID"]))
+    return [int(n["Resources"].get("GPU", 0)) for n in alive]
 
 
 def check_nodes(plan: PlacementPlan) -> None:
@@ -91,57 +159,6 @@ def check_nodes(plan: PlacementPlan) -> None:
             )
 
 
-def on_every_node(work: Callable[[], Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Run `work` once on each node, all at once; their results in node order. The first failure is raised."""
-    task = ray.remote(num_cpus=0)(_call)
-    refs = [task.options(scheduling_strategy=_at(node)).remote(work) for node in node_ids()]
-    return [_get(ref, "staging") for ref in refs]
-
-
-def over_nodes(work: Callable[[int], None], numbers: Sequence[int], *, each: int) -> None:
-    """`work(n)` for every number, in `each` processes on every node; a process takes neighbouring numbers, in order.
-
-    The first failure stops the others and is raised as it was, once none of them writes any more.
-    """
-    nodes = [node for node in node_ids() for _ in range(each)]
-    share = -(-len(numbers) // len(nodes))
-    task = ray.remote(num_cpus=0, max_retries=0)(_do_all)
-    job = ray.put(work)  # once, not with each task: it lists every piece of the checkpoint
-    refs = [
-        task.options(scheduling_strategy=_at(node)).remote(job, list(numbers[i * share : (i + 1) * share]))
-        for i, node in enumerate(nodes)
-        if i * share < len(numbers)
-    ]
-    left = list(refs)
-    try:
-        while left:
-            [done], left = ray.wait(left, num_returns=1)
-            ray.get(done)
-    except RayTaskError as e:
-        raise (e.cause if isinstance(e.cause, ValueError | OSError) else RuntimeError(_said(e))) from None
-    except RayError as e:
-        raise RuntimeError(f"{_said(e)}; what is converted is kept: run again") from None
-    finally:
-        for ref in left:
-            ray.cancel(ref, force=True)
-        if left:
-            ray.wait(left, num_returns=len(left))
-
-
-def _do_all(work: Callable[[int], None], numbers: Sequence[int]) -> None:
-    for number in numbers:
-        work(number)
-
-
-def _call(work: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    return work()
-
-
-def _at(node: str) -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-
-
-_DEATH_IS_KNOWN_S = 10.0  # Ray tells of a dead process within a second, on an idle machine
 _SHARE_OF_GPU = {"trainer": 0.6, "rollout": 0.4, "critic": 0.0}  # for Ray, which then puts one of each on a GPU
 
 
@@ -151,10 +168,13 @@ def _options(slot: Slot) -> dict[str, Any]:
     environment = {"OMP_NUM_THREADS": "1"} if not slot.gpus else {}
     if slot.gpus and slot.role == "critic":  # beside a trainer rank, on a GPU that Ray has given out whole
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slot.gpus))
+    if _before_local:  # Ray of this machine alone: what gloo and NCCL listen on is this machine's business alone too
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     return {
         "num_cpus": 0,
         "num_gpus": len(slot.gpus) * _SHARE_OF_GPU[slot.role],
-        "scheduling_strategy": _at(nodes[slot.node]),
+        "scheduling_strategy": on_node(nodes[slot.node]),
         "runtime_env": {"env_vars": environment},
     }
 
@@ -172,9 +192,11 @@ def _log_to(path: Path) -> None:
 
 def _free_address() -> tuple[str, int]:
     """This node's address in the cluster, and a port that is free on it now."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return ray.util.get_node_ip_address(), int(s.getsockname()[1])
+    host = ray.util.get_node_ip_address()
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as s:
+        s.bind(address)
+        return host, int(s.getsockname()[1])
 
 
 class _Process:
@@ -182,13 +204,22 @@ class _Process:
 
     def __init__(self, log: Path) -> None:
         _log_to(log)
+        # by the kernel's signal and in C: also where this process hangs and holds the interpreter
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+        os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray has read it; servers and what users' code starts do not need it
 
     def address(self) -> tuple[str, int]:
         return _free_address()
 
+    def pid(self) -> int:
+        return os.getpid()
+
 
 class _Rank(_Process, Rank):
     """One trainer rank."""
+
+
+_ACTOR_S = 300.0  # for Ray to start a process
 
 
 class RayTrainer:
@@ -196,28 +227,43 @@ class RayTrainer:
 
     put = staticmethod(ray.put)  # what several ranks are sent
 
-    def __init__(self, factory: TrainerFactory, slots: Sequence[Slot], dp_size: int, log_dir: Path) -> None:
-        """Starts every rank and waits until all have built their model. Raises RuntimeError when one cannot."""
+    def __init__(
+        self,
+        factory: TrainerFactory,
+        slots: Sequence[Slot],
+        dp_size: int,
+        log_dir: Path,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Starts every rank and waits until all have built their model. Raises RuntimeError when one cannot.
+
+        timeout_s: what any call may take at least; after long ones ten times as much as the longest of its name. Ranks
+        that have not answered by then are given up: every rank's stacks are written to its log, RuntimeError names
+        them, and no further call is made.
+        """
         self.dp_size = dp_size
+        self._deadlines = CallDeadlines(timeout_s)
+        self._stuck: str | None = None
         actor = ray.remote(_Rank)
         self._who = slots[0].role
-        logs = [log_dir / f"{s.role}_rank{s.index}.log" for s in slots]
-        self._ranks = [actor.options(**_options(s)).remote(log.resolve()) for s, log in zip(slots, logs, strict=True)]
-        host, port = _get(self._ranks[0].address.remote(), f"{self._who} rank 0")
+        self._slots = tuple(slots)
+        self._logs = [(log_dir / f"{s.role}_rank{s.index}.log").resolve() for s in slots]
+        self._pids: list[int] = []
+        self._ranks = [actor.options(**_options(s)).remote(log) for s, log in zip(slots, self._logs, strict=True)]
         world = len(slots)
-        started = [rank.start.remote(factory, i, world, host, port) for i, rank in enumerate(self._ranks)]
-        self._places: list[Place] = [_get(ref, f"{self._who} rank {i}") for i, ref in enumerate(started)]
+        self._pids = self._each("pid", [()] * world)
+        ((host, port),) = self._each("address", [()])
+        self._places: list[Place] = self._each("start", [(factory, i, world, host, port) for i in range(world)])
         self._version = 0
 
     def connect(self, factory: PublisherFactory) -> None:
         """Give every rank its publisher."""
-        for i, rank in enumerate(self._ranks):
-            _get(rank.connect.remote(factory), f"{self._who} rank {i}")
+        self._each("connect", [(factory,)] * len(self._ranks))
 
     def fingerprint(self) -> str | None:
         """Of the bits that its ranks compute; None unless it is deterministic."""
-        fingerprint: str | None = _get(self._ranks[0].fingerprint.remote(), f"{self._who} rank 0")
-        return fingerprint
+        (fingerprint,) = self._each("fingerprint", [()])
+        return fingerprint if fingerprint is None else str(fingerprint)
 
     async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
         """Adds `routing/bytes` to the ranks' metrics: of routes put into the object store for these steps."""
@@ -284,12 +330,63 @@ class RayTrainer:
         return [(rows[place[0]], puts[place]) for place in self._places], nbytes
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        began, limit = self._begun(method)
         refs = [getattr(r, method).remote(*a) for r, a in zip(self._ranks, arguments, strict=True)]
         answers = [asyncio.ensure_future(ref) for ref in refs]
+        for answer in answers:
+            answer.add_done_callback(looked_at)
         try:
-            return list(await asyncio.gather(*answers))
+            if await answered(answers, limit):
+                late = [i for i, answer in enumerate(answers) if not answer.done()]
+                raise RuntimeError(await asyncio.to_thread(self._give_up, method, late, limit))
+            for answer in answers:
+                if answer.done():
+                    answer.result()  # raises where it failed; the others may not have answered yet
+            self._deadlines.note(method, time.monotonic() - began)
+            return [answer.result() for answer in answers]
         except RayError as e:
-            raise RuntimeError(f"{method}: {_said(await _cause(e, answers))}") from None
+            raise RuntimeError(f"{method}: {said(await cause(e, answers))}") from None
+        finally:
+            for answer in answers:
+                answer.cancel()
+
+    def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """As `_all`, where there is no event loop yet; of the first ranks, as many as there are arguments."""
+        began, limit = self._begun(method)
+        refs = [getattr(r, method).remote(*a) for r, a in zip(self._ranks, arguments, strict=False)]
+        out: list[Any] = []
+        for i, ref in enumerate(refs):
+            try:
+                out.append(ray.get(ref, timeout=max(0.0, began + limit - time.monotonic())))
+            except GetTimeoutError:
+                done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+                late = [j for j, other in enumerate(refs) if other not in done]
+                raise RuntimeError(self._give_up(method, late, limit)) from None
+            except RayError as e:
+                raise RuntimeError(f"{self._who} rank {i}: {said(e)}") from None
+        self._deadlines.note(method, time.monotonic() - began)
+        return out
+
+    def _begun(self, method: str) -> tuple[float, float]:
+        """Now, and the limit, in seconds. Raises RuntimeError where the ranks were given up before."""
+        if self._stuck is not None:
+            raise RuntimeError(self._stuck)
+        return time.monotonic(), self._deadlines.limit(method)
+
+    def _give_up(self, method: str, late: list[int], limit: float) -> str:
+        """Have all ranks write their stacks; the sentence that names the late ones."""
+        nodes = node_ids()
+        states = write_stacks([nodes[slot.node] for slot in self._slots], self._pids, self._logs)
+        stopped = [i for i, state in states.items() if state in "Tt"]
+        which = f"; {listed(stopped)} had been stopped by a signal" if stopped else ""
+        stacks = f"the stacks of all are at the end of {self._logs[0].parent}/{self._who}_rank*.log"
+        if not states:
+            stacks = f"their stacks could not be had, see {self._logs[0].parent}"
+        self._stuck = (
+            f"{method}: {self._who} {listed(late)} of {len(self._ranks)} did not answer within {limit:g} s{which}: "
+            f"{stacks}; raise cluster.timeout_s if the work was only slow, and run again"
+        )
+        return self._stuck
 
 
 class _Server(_Process):
@@ -309,8 +406,10 @@ class _Server(_Process):
 class RayServers:
     """Rollout servers, each a process owned by an actor on its node."""
 
-    def __init__(self, launches: Sequence[tuple[Slot, ServerLaunch]], log_dir: Path) -> None:
-        """Starts all; `wait` returns when they answer.
+    def __init__(
+        self, launches: Sequence[tuple[Slot, ServerLaunch]], log_dir: Path, start_timeout_s: float = 600.0
+    ) -> None:
+        """Starts all; `wait` returns when they answer, or raises when they have not in `start_timeout_s` a try.
 
         On a cluster of several nodes a server listens on its node's address, and one that spans nodes meets at a port
         of its first node.
@@ -322,7 +421,9 @@ class RayServers:
         ]
         self._heads = [s.node_rank == 0 for s, _ in launches]
         self._started = []
-        hosts = [_get(a.address.remote(), "a rollout actor") for a in self._actors]
+        # a launch has a limit of its own, for each of the free ports that it tries; this is for an actor that hangs
+        self._limit = 3 * start_timeout_s + _ACTOR_S
+        hosts = [get(a.address.remote(), "a rollout actor", _ACTOR_S) for a in self._actors]
         meeting: dict[int, str] = {}  # server -> HOST:PORT of its first node
         for (slot, launch), actor_of, (ip, port) in zip(launches, self._actors, hosts, strict=True):
             if slot.node_rank == 0:
@@ -333,7 +434,7 @@ class RayServers:
 
     def wait(self) -> list[str]:
         """URL of every server. Raises RuntimeError when one did not come up."""
-        urls = [_get(ref, f"rollout server {i}") for i, ref in enumerate(self._started)]
+        urls = [get(ref, f"rollout server {i}", self._limit) for i, ref in enumerate(self._started)]
         return [url for url, head in zip(urls, self._heads, strict=True) if head]
 
     def stop(self) -> None:
@@ -342,28 +443,3 @@ class RayServers:
             with contextlib.suppress(RayError):
                 ray.get(a.stop.remote(), timeout=30)
             ray.kill(a)
-
-
-def _get(ref: ray.ObjectRef, who: str) -> Any:
-    try:
-        return ray.get(ref)
-    except RayError as e:
-        raise RuntimeError(f"{who}: {_said(e)}") from None
-
-
-async def _cause(error: RayError, answers: Sequence[asyncio.Future[Any]]) -> RayError:
-    """The death of a worker rather than what the others say of the connection they lost: they may hear of it first."""
-    if not (isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError)):
-        return error
-    done, _ = await asyncio.wait(answers, timeout=_DEATH_IS_KNOWN_S)
-    return next((e for a in done if isinstance(e := a.exception(), RayActorError)), error)
-
-
-def _said(error: RayError) -> str:
-    """The one sentence a user needs of a remote failure; the traceback is in the actor's log."""
-    if isinstance(error, RayTaskError):
-        known = isinstance(error.cause, ValueError | RuntimeError | OSError)
-        return str(error.cause) if known else repr(error.cause)
-    if isinstance(error, RayActorError):
-        return "a worker process died (killed, or out of memory): see logs/ in the run directory, then run again"
-    return str(error)

@@ -6,6 +6,7 @@ or `head` may occur in the name of a module that must be quantized.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,12 @@ class QuantSpec:
         *module, leaf = name.split(".")
         return leaf == "weight" and _is_quantizable(module) and self._ignores(module)
 
+    @property
+    def may_split_experts(self) -> bool:
+        """Whether `ignore` may keep out some experts of a layer and not others. False only where no pattern can: of
+        plain ones, whose only digits and wildcards of single letters stand after "layers"."""
+        return any(_may_split_experts(p) for p in self.ignore)
+
     def _ignores(self, module: list[str]) -> bool:
         return any(_ignored(module, p) for p in self.ignore)
 
@@ -152,6 +159,16 @@ def _ignored(module: list[str], pattern: str) -> bool:
         return False
     starts = range(len(module) - len(want) + 1)
     return any(all(fnmatchcase(m, w) for m, w in zip(module[i:], want, strict=False)) for i in starts)
+
+
+def _may_split_experts(pattern: str) -> bool:
+    if pattern.startswith(("re:", "glob:")):
+        return True
+    before = ["", *_components(pattern)[0]]
+    return any(
+        above != "layers" and any(c.isdecimal() or c in "?[" for c in component)
+        for above, component in itertools.pairwise(before)
+    )
 
 
 @cache

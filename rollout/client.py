@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from miles_like.server_url import tls
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
 from rollout import wire
 from rollout.samples import RoutingShape, SampleReader, all_begun, rows_of, version_number
+from rollout.server_key import VARIABLE, ServerKey
 from rollout.together import all_or_first_error
 from rollout.wire import GenerateRequest
 from rollout.wire_control import (
@@ -39,6 +40,8 @@ _JSON = {"content-type": "application/json"}
 # uvicorn, under SGLang too, closes a connection that was idle for 5 s, and httpx by default forgets it after the same
 # 5 s: a request sent at that moment meets the closing and fails. Trainer steps of 5 s are the rule.
 KEEPALIVE_S = 2.0
+PLAIN = {"accept-encoding": "identity"}
+REPLY_BYTES = 64 << 20  # of an answer, those of /generate excepted
 _FLUSH_S = 5.0
 
 
@@ -84,12 +87,30 @@ def read_json(response: httpx.Response, *, url: str, endpoint: str, log: Path | 
     """The body, or RolloutError for HTTP 4xx and 5xx and for a body that is no JSON."""
     if response.status_code >= 400:
         text = error_message(response.status_code, response.content)
+        if response.status_code in (401, 403):
+            text += "; a server's key is given by --key-file or key_file, or in the variable " + VARIABLE
         look = f"; see the end of {log}" if log else ""
         raise RolloutError(f"server {url} refused {endpoint}: {text}{look}")
     try:
         return orjson.loads(response.content) if response.content else None
     except ValueError as e:
         raise RolloutError(f"server {url} answered {endpoint} with no JSON ({e}): is it an SGLang server?") from None
+
+
+def check_plain(response: httpx.Response, *, url: str, endpoint: str) -> None:
+    """Before the body is read: nothing would bound what a few compressed bytes become. Raises RolloutError."""
+    coded = response.headers.get("content-encoding", "identity")
+    if coded != "identity":
+        raise RolloutError(f"server {url} answered {endpoint} compressed ({coded[:40]}), unasked: is a proxy between?")
+
+
+def check_size(size: int, limit: int, *, url: str, endpoint: str) -> None:
+    """size: bytes of the body so far. Raises RolloutError."""
+    if size > limit:
+        raise RolloutError(
+            f"server {url} answered {endpoint} with more than {limit:,} bytes, the most that such a request is worth: "
+            "is it an SGLang server?"
+        )
 
 
 class SGLangClient:
@@ -99,6 +120,8 @@ class SGLangClient:
     its own random stream). "client" sends it G times with a seed each: a stock SGLang server with deterministic
     inference draws all `n` samples of a request from one seed, so they would be clones, and gives them ids of its own.
     decode: token ids -> text, for servers that run without a tokenizer; it goes before the server's own text.
+    key: of the server; None where it has none.
+    vocabulary: tokens of the model, which every sampled id must be below; None: not checked.
     """
 
     def __init__(
@@ -106,20 +129,24 @@ class SGLangClient:
         url: str,
         *,
         routing: RoutingShape | None,
+        vocabulary: int | None = None,
         prompts_per_request: int = 16,
         request_timeout_s: float = 120.0,
         pause_mode: PauseMode = PauseMode.RETRACT,
         samples_from: Literal["server", "client"] = "server",
         decode: Callable[[Sequence[int]], str] | None = None,
         log: Path | None = None,
+        key: ServerKey | None = None,
     ) -> None:
         self.url = url.rstrip("/")
+        self._vocabulary = vocabulary
         self._prompts_per_request = prompts_per_request
         self._timeout_s = request_timeout_s
         self._pause_mode = pause_mode
         self._samples_from = samples_from
         self._reader = SampleReader(routing=routing, decode=decode)
         self._log = log
+        self._key = key
         # No cap on connections: waiting for a free one would look like a hanging server.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=KEEPALIVE_S)
         timeout = httpx.Timeout(request_timeout_s, connect=min(10.0, request_timeout_s))
@@ -182,10 +209,11 @@ class SGLangClient:
     async def _ask(
         self, request: GenerateRequest, samples: Sequence[Sample], fed: Sequence[Sequence[int]]
     ) -> list[Sample]:
-        body = await self._call("POST", wire.GENERATE, request.to_json())
+        body = await self._generated(request)
         try:
             wire.check_ids(body, request.reply_ids)
             replies = wire.replies_from_json(body, want=len(samples), want_logprobs=True)
+            wire.check_tokens(replies, request, self._vocabulary)
             return self._reader.extend(samples, fed, replies)
         except ValueError as e:
             raise RolloutError(f"server {self.url} sent samples that cannot be used: {e}") from e
@@ -201,7 +229,7 @@ class SGLangClient:
             logprob_start_len=0,
             return_routed_experts=self._reader.routing is not None,
         )
-        body = await self._call("POST", wire.GENERATE, request.to_json())
+        body = await self._generated(request)
         try:
             wire.check_ids(body, request.reply_ids)
             return self._reader.scores(sequences, body if isinstance(body, list) else [body])
@@ -219,7 +247,7 @@ class SGLangClient:
             logprob_start_len=start,
             top_logprobs_num=top,
         )
-        body = await self._call("POST", wire.GENERATE, request.to_json())
+        body = await self._generated(request)
         replies = body if isinstance(body, list) else [body]
         try:
             wire.check_ids(body, request.reply_ids)
@@ -229,6 +257,10 @@ class SGLangClient:
             return [prompt_scores(r, t.numpy(), start=start, top=top) for r, t in pairs]
         except ValueError as e:
             raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
+
+    async def _generated(self, request: GenerateRequest) -> Any:
+        limit = wire.reply_bytes(request, self._reader.routes_per_token)
+        return await self._call("POST", wire.GENERATE, request.to_json(), limit=limit)
 
     async def pause(self, mode: PauseMode | None = None) -> None:
         await self._call("POST", wire.PAUSE, (mode or self._pause_mode).to_json())
@@ -296,16 +328,21 @@ class SGLangClient:
         if not outcome.success:
             raise RolloutError(f"server {self.url} refused {endpoint}: {outcome.message}")
 
-    async def _call(self, method: str, endpoint: str, body: wire.Json | None = None) -> Any:
-        response = await self._send(method, endpoint, body)
+    async def _call(
+        self, method: str, endpoint: str, body: wire.Json | None = None, *, limit: int = REPLY_BYTES
+    ) -> Any:
+        response = await self._send(method, endpoint, body, limit)
         return read_json(response, url=self.url, endpoint=endpoint, log=self._log)
 
-    async def _send(self, method: str, endpoint: str, body: wire.Json | None = None) -> httpx.Response:
+    async def _send(
+        self, method: str, endpoint: str, body: wire.Json | None = None, limit: int = REPLY_BYTES
+    ) -> httpx.Response:
         try:
             # httpx limits each read, not their sum: a server that trickles would never time out.
             async with asyncio.timeout(self._timeout_s):
                 content = None if body is None else orjson.dumps(body)
-                response = await self._http.request(method, endpoint, content=content, headers=_JSON)
+                headers = _JSON if self._key is None else _JSON | self._key.headers(endpoint)
+                response = await self._read(method, endpoint, content, headers | PLAIN, limit)
         except TimeoutError:
             error = httpx.ReadTimeout("too slow")
             raise failure(error, url=self.url, endpoint=endpoint, timeout_s=self._timeout_s, log=self._log) from None
@@ -314,3 +351,16 @@ class SGLangClient:
         if response.status_code >= 400:
             read_json(response, url=self.url, endpoint=endpoint, log=self._log)
         return response
+
+    async def _read(
+        self, method: str, endpoint: str, content: bytes | None, headers: Mapping[str, str], limit: int
+    ) -> httpx.Response:
+        """The whole answer. Raises RolloutError for one of more than `limit` bytes, or a compressed one."""
+        parts, size = [], 0
+        async with self._http.stream(method, endpoint, content=content, headers=headers) as response:
+            check_plain(response, url=self.url, endpoint=endpoint)
+            async for part in response.aiter_raw():
+                parts.append(part)
+                size += len(part)
+                check_size(size, limit, url=self.url, endpoint=endpoint)
+        return httpx.Response(response.status_code, content=b"".join(parts))

@@ -85,6 +85,7 @@ class RolloutConfig(Section):
     generate: str | None = None
     max_turns: int | None = Field(None, ge=1)  # how often the policy speaks in an episode, max_new_tokens each time
     max_episode_tokens: int | None = Field(None, ge=1)  # after the prompt, the environment's too; None: max_new_tokens
+    call_timeout_s: float = Field(1800.0, gt=0)  # of each answer of `environment`, of each prompt of `generate`
     embedded: EmbeddedFlags = EmbeddedFlags()
     sglang: SGLangFlags = SGLangFlags()
 
@@ -97,6 +98,19 @@ class RolloutConfig(Section):
     def longest_answer(self) -> int:
         """Tokens that can follow a prompt."""
         return self.max_episode_tokens or self.max_new_tokens
+
+    @model_validator(mode="after")
+    def log_probs_are_at_the_temperature(self) -> RolloutConfig:
+        """SGLang reports log-probabilities of a greedy request at temperature 1, whatever its own is."""
+        if self.top_k < 1 and self.top_k != -1:
+            raise ValueError(f"rollout.top_k = {self.top_k}: set -1 for the whole vocabulary, or at least 1")
+        if self.temperature < 1e-6 or (self.top_k == 1 and self.temperature != 1):
+            raise ValueError(
+                f"rollout.temperature = {self.temperature:g} with rollout.top_k = {self.top_k} is greedy: the engine "
+                f"then reports log-probabilities at temperature 1, the trainer computes them at {self.temperature:g}; "
+                "set top_k = 1 and temperature = 1 for greedy samples"
+            )
+        return self
 
     @model_validator(mode="after")
     def episodes_have_limits(self) -> RolloutConfig:

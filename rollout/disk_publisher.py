@@ -16,7 +16,8 @@ from quant.stream import quantize_stream
 from rollout import wire
 from rollout.client import RolloutError
 from rollout.config import PublishConfig
-from rollout.publisher import ServerSet, finish, verify
+from rollout.publisher import Ranks, ServerSet, finish, verify
+from rollout.server_key import ServerKey
 from rollout.wire_control import PauseMode, UpdateFromDisk
 
 
@@ -39,6 +40,7 @@ class DiskPublisher:
         config: PublishConfig,
         send: bool,
         timeout_s: float = 600.0,
+        key: ServerKey | None = None,
     ) -> None:
         if not urls:
             raise ValueError("no servers to publish to: rollout.servers must be at least 1")
@@ -52,12 +54,14 @@ class DiskPublisher:
         self._mode = PauseMode(config.pause_mode)
         self._is_sender = send
         self._timeout_s = timeout_s
+        self._key = key
 
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:
         """Collective over the trainer's ranks. Raises ValueError, OSError (disk full) or RuntimeError."""
         began = time.perf_counter()
         stream = iter(weights)
         nbytes, pause_s = 0, 0.0
+        self._held: Ranks = ()
         try:
             if self._is_sender:
                 path = self._directory / f"version_{version}"
@@ -67,7 +71,13 @@ class DiskPublisher:
         finally:
             for _ in stream:  # the other ranks wait in its collectives, even when writing has failed
                 pass
-        return PublishReport(version=version, bytes=nbytes, seconds=time.perf_counter() - began, pause_seconds=pause_s)
+        return PublishReport(
+            version=version,
+            bytes=nbytes,
+            seconds=time.perf_counter() - began,
+            pause_seconds=pause_s,
+            checksums=self._held,
+        )
 
     def _write(self, stream: Iterator[NamedTensor], path: Path) -> int:
         if path.exists():
@@ -75,7 +85,7 @@ class DiskPublisher:
         return write_hf(path, quantize_stream(stream, self._spec), self._hf_config, copy_from=self._copy_from)
 
     def _load(self, path: Path, version: int) -> float:
-        servers = ServerSet(self._urls, self._timeout_s)
+        servers = ServerSet(self._urls, self._timeout_s, self._key)
         began = time.perf_counter()
         try:
             servers.ask(wire.PAUSE, self._mode.to_json())
@@ -85,7 +95,7 @@ class DiskPublisher:
             servers.change(wire.UPDATE_FROM_DISK, request.to_json())
             finish(servers, self._mode)
             if self._config.verify:
-                verify(servers, None)
+                self._held = verify(servers, None)
             servers.ask(wire.CONTINUE, {})
         except RolloutError as e:
             raise RuntimeError(

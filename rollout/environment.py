@@ -9,13 +9,14 @@ Letters: G samples a prompt.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from miles_like.protocols import Environment, MakeEnvironment, RolloutEngine
 from miles_like.types import Finish, Observation, Prompt, Sample, SampleGroup, SamplingParams
+from miles_like.user_errors import raised, shown
 from rollout.client import seed_of
+from rollout.limited import Limited
 from rollout.together import all_or_first_error
 from rollout.unaborted import Around
 
@@ -26,6 +27,7 @@ class EpisodeLimits:
 
     max_turns: int  # how often the policy speaks
     max_tokens: int  # after the prompt: the policy's and the environment's
+    call_s: float = 1800.0  # that the environment may take to begin, and for each answer
 
     def __post_init__(self) -> None:
         assert self.max_turns > 0 and self.max_tokens > 0
@@ -51,6 +53,7 @@ class Episodes(Around):
         super().__init__(engine)
         self._make = make
         self._limits = limits
+        self._limited = Limited(limits.call_s)
         self._encode = encode
         self._decode = decode
 
@@ -63,7 +66,7 @@ class Episodes(Around):
 
     async def _played(self, prompt: Prompt, sample: Sample, params: SamplingParams) -> Sample:
         """From the first turn to the end."""
-        environment = self._begun(prompt, sample.index, params)
+        environment = await self._begun(prompt, sample.index, params)
         before = begin = len(prompt.token_ids)
         for turn in range(self._limits.max_turns):
             if sample.finish is not Finish.STOP:
@@ -83,22 +86,21 @@ class Episodes(Around):
         """What a turn may take after `used` tokens of the episode."""
         return dataclasses.replace(params, max_new_tokens=min(params.max_new_tokens, self._limits.max_tokens - used))
 
-    def _begun(self, prompt: Prompt, index: int, params: SamplingParams) -> Environment:
+    async def _begun(self, prompt: Prompt, index: int, params: SamplingParams) -> Environment:
         seed = seed_of(params.sampling_seed or 0, f"environment {prompt.id}", index)
         try:
-            return self._make(prompt, seed=seed)
+            begun: Environment = await self._limited.call(self._make, prompt, seed=seed)
+            return begun
         except Exception as e:  # the user's code: whatever it raises, say what it was given
-            raise RuntimeError(f"no environment for prompt {prompt.id!r}: {type(e).__name__}: {e}") from e
+            raise RuntimeError(f"no environment for prompt {prompt.id!r}: {raised(e)}") from e
 
     async def _answer(self, environment: Environment, sample: Sample, said: str) -> Observation:
         try:
-            seen = environment(sample, said)
-            if inspect.isawaitable(seen):
-                seen = await seen
+            seen = await self._limited.call(environment, sample, said)
         except Exception as e:  # as above
             raise RuntimeError(
-                f"the environment of sample {sample.name} failed: {type(e).__name__}: {e}; it was told {said[:200]!r}"
+                f"the environment of sample {sample.name} failed: {raised(e)}; it was told {said[:200]!r}"
             ) from e
         if not isinstance(seen, Observation):
-            raise RuntimeError(f"the environment of sample {sample.name} answered {seen!r}: want an Observation")
+            raise RuntimeError(f"the environment of sample {sample.name} answered {shown(seen)}: want an Observation")
         return seen

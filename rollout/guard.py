@@ -4,20 +4,30 @@ The guard leads a process group of its own and asks twice a second whether its p
 when not, it ends the group. Linux's PR_SET_PDEATHSIG would do it without a process, but fires when the *thread* that
 started the child ends, and an actor's method may run in any thread. Between the guard, which has one thread, and its
 server it does no harm, and is needed: Ray kills the children of a worker whose driver is gone, the guard before others.
+
+Where the environment has a server key, the server's output goes through the guard, which strikes the key out: stock
+SGLang logs all its arguments, and logs outlive the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from typing import IO
+
+from rollout.server_key import ServerKey, environment_with, inherited_key
 
 _POLL_S = 0.5
 _GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LINE = 1 << 20  # bytes of a line that are held back for the rest of it
+_DRAIN_S = 2.0  # for what the server wrote last
 
 
 def _die_with_parent() -> None:
@@ -26,14 +36,34 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _copy(output: IO[bytes], key: ServerKey) -> None:
+    """The server's output to this process's, by lines, without the key."""
+    while line := output.readline(_LINE):
+        with contextlib.suppress(OSError):  # a full disk must not fill the pipe, on which the server would then wait
+            os.write(1, key.struck_out(line))
+
+
 def main() -> int:
     parent, command = int(sys.argv[1]), sys.argv[2:]
+    key = inherited_key()
     # A stop is sent to the whole group: the guard outlasts it, to report how the server ended.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=None if key is None else subprocess.PIPE,
+        stderr=None if key is None else subprocess.STDOUT,
+        env=environment_with(key),
+        preexec_fn=_die_with_parent,  # in the thread that starts it, which is this process's first
+    )
+    copying = threading.Thread(target=_copy, args=(child.stdout, key), daemon=True)
+    if key is not None:
+        copying.start()
     while os.getppid() == parent:
         try:
             code = child.wait(_POLL_S)
+            if key is not None:
+                copying.join(_DRAIN_S)
             return code if code >= 0 else 128 - code  # as a shell says that a signal ended it
         except subprocess.TimeoutExpired:
             continue

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from miles_like.protocols import GenerateFn, RolloutEngine
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams
+from miles_like.user_errors import raised, shown
+from rollout.limited import Limited
 from rollout.together import all_or_first_error
 from rollout.unaborted import Around
 
@@ -17,13 +19,15 @@ from rollout.unaborted import Around
 class OwnGenerate(Around):
     """A RolloutEngine that asks `function` for the samples of each prompt, all prompts at the same time.
 
-    engine: one whose samples have ended (`Unaborted`). max_tokens: of a sample, after its prompt.
+    engine: one whose samples have ended (`Unaborted`). max_tokens: of a sample, after its prompt. call_s: seconds that
+    a prompt may take, the engine's work for it included.
     """
 
-    def __init__(self, engine: RolloutEngine, function: GenerateFn, *, max_tokens: int) -> None:
+    def __init__(self, engine: RolloutEngine, function: GenerateFn, *, max_tokens: int, call_s: float = 1800.0) -> None:
         super().__init__(engine)
         self._function = function
         self._max_tokens = max_tokens
+        self._limited = Limited(call_s)
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
         """Raises RuntimeError naming the prompt where the function fails or gives what cannot be trained on."""
@@ -31,11 +35,11 @@ class OwnGenerate(Around):
 
     async def _group(self, prompt: Prompt, n: int, params: SamplingParams) -> SampleGroup:
         try:
-            samples = await self._function(self._engine, prompt, n=n, params=params)
+            samples = await self._limited.call(self._function, self._engine, prompt, n=n, params=params)
         except Exception as e:  # the user's code: whatever it raises, say what it was given
-            raise RuntimeError(f"rollout.generate failed for prompt {prompt.id!r}: {type(e).__name__}: {e}") from e
+            raise RuntimeError(f"rollout.generate failed for prompt {prompt.id!r}: {raised(e)}") from e
         if not (isinstance(samples, Sequence) and all(isinstance(s, Sample) for s in samples)):
-            raise RuntimeError(f"rollout.generate of prompt {prompt.id!r} gave {samples!r:.200}: want {n} samples")
+            raise RuntimeError(f"rollout.generate of prompt {prompt.id!r} gave {shown(samples)}: want {n} samples")
         wrong = self._wrong(prompt, samples, n)
         if wrong:
             raise RuntimeError(f"rollout.generate of prompt {prompt.id!r}: {wrong}")
@@ -45,7 +49,7 @@ class OwnGenerate(Around):
         """Why these are not its samples; None: they are."""
         names = [s.name for s in samples]
         if sorted(names) != sorted(f"{prompt.id}/{i}" for i in range(n)):
-            return f"it gave samples {names}, want one of each index from 0 to {n - 1}"
+            return f"it gave samples {shown(names)}, want one of each index from 0 to {n - 1}"
         begin = list(prompt.token_ids)
         for s in samples:
             more = len(s.token_ids) - len(begin)

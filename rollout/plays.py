@@ -23,7 +23,9 @@ def make_play(
     if config.environment is not None:
         assert config.max_turns is not None and config.max_episode_tokens is not None, "the configuration asks for them"
         make: MakeEnvironment = load(config.environment, MakeEnvironment, key="rollout.environment")
-        limits = EpisodeLimits(max_turns=config.max_turns, max_tokens=config.max_episode_tokens)
+        limits = EpisodeLimits(
+            max_turns=config.max_turns, max_tokens=config.max_episode_tokens, call_s=config.call_timeout_s
+        )
         return lambda engine: Episodes(
             Unaborted(engine, resumes),
             make,
@@ -33,5 +35,6 @@ def make_play(
         )
     if config.generate is not None:
         function: GenerateFn = load(config.generate, GenerateFn, key="rollout.generate")
-        return lambda engine: OwnGenerate(Unaborted(engine, resumes), function, max_tokens=config.longest_answer)
+        how = {"max_tokens": config.longest_answer, "call_s": config.call_timeout_s}
+        return lambda engine: OwnGenerate(Unaborted(engine, resumes), function, **how)
     return lambda engine: engine

@@ -146,12 +146,12 @@ class PromptSource:
 def _by_id(sources: Collection[Source]) -> dict[str, Prompt]:
     """All prompts. Raises ValueError for an id that is there twice, naming both places."""
     out: dict[str, Prompt] = {}
-    places: dict[str, tuple[str, int]] = {}
+    places: dict[str, tuple[str, str]] = {}
     for s in sources:
-        for row, p in zip(s.rows, s.prompts, strict=True):
+        for place, p in zip(s.places, s.prompts, strict=True):
             if p.id in out:
                 path, first = places[p.id]
-                rows = f"rows {first} and {row}" if path == s.path else f"row {first}, and {s.path}, row {row},"
-                raise ValueError(f"{path}: {rows} are the same prompt ({p.id!r}): give each row its own id")
-            out[p.id], places[p.id] = p, (s.path, row)
+                where = f"{first} and {place}" if path == s.path else f"{first}, and {s.path}, {place},"
+                raise ValueError(f"{path}: {where} are the same prompt ({p.id!r}): give each row its own id")
+            out[p.id], places[p.id] = p, (s.path, place)
     return out

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
@@ -21,12 +21,16 @@ from miles_like.types import NamedTensor, PublishReport
 from quant.spec import QuantSpec
 from quant.stream import quantize_stream
 from rollout import wire
+from rollout.buckets import Fused, cut, gathered
 from rollout.checksum import tensor_checksum
-from rollout.client import KEEPALIVE_S, RolloutError, failure, read_json
+from rollout.client import KEEPALIVE_S, PLAIN, REPLY_BYTES, RolloutError, check_plain, check_size, failure, read_json
 from rollout.config import PublishConfig
+from rollout.server_key import ServerKey
 from rollout.wire_control import (
     SAFETENSORS,
+    BeginUpdate,
     ChecksumReply,
+    EndUpdate,
     Outcome,
     PauseMode,
     UpdateFromTensor,
@@ -36,6 +40,7 @@ from rollout.wire_control import (
 
 _JSON = {"content-type": "application/json"}
 
+Ranks = tuple[Mapping[str, str], ...]  # of each rank of a server: tensor name -> hash
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -49,9 +54,10 @@ class _Bucket(NamedTuple):
 class ServerSet:
     """Several servers asked the same thing at the same time, in threads."""
 
-    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, urls: Sequence[str], timeout_s: float, key: ServerKey | None = None) -> None:
         self.urls = tuple(u.rstrip("/") for u in urls)
         self._timeout_s = timeout_s
+        self._key = key
         timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s))
         self._http = httpx.Client(
             limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
@@ -69,10 +75,11 @@ class ServerSet:
         """POST to all; their bodies in order of `urls`. Raises RolloutError with a sentence of each that failed."""
 
         content = orjson.dumps(body)  # once for all servers: weights are most of it
+        headers = _JSON | PLAIN | ({} if self._key is None else self._key.headers(endpoint))
 
         def one(url: str) -> Any:
             try:
-                response = self._http.post(url + endpoint, content=content, headers=_JSON)
+                response = self._read(url, endpoint, content, headers)
             except httpx.HTTPError as e:
                 raise failure(e, url=url, endpoint=endpoint, timeout_s=self._timeout_s, log=None) from e
             if endpoint == wire.FLUSH_CACHE and response.status_code < 400:
@@ -80,6 +87,17 @@ class ServerSet:
             return read_json(response, url=url, endpoint=endpoint, log=None)
 
         return self._all(one)
+
+    def _read(self, url: str, endpoint: str, content: bytes, headers: Mapping[str, str]) -> httpx.Response:
+        """The whole answer. Raises RolloutError for one of more than REPLY_BYTES, or a compressed one."""
+        parts, size = [], 0
+        with self._http.stream("POST", url + endpoint, content=content, headers=headers) as response:
+            check_plain(response, url=url, endpoint=endpoint)
+            for part in response.iter_raw():
+                parts.append(part)
+                size += len(part)
+                check_size(size, REPLY_BYTES, url=url, endpoint=endpoint)
+        return httpx.Response(response.status_code, content=b"".join(parts))
 
     def change(self, endpoint: str, body: wire.Json) -> None:
         """`ask`, of an endpoint that answers with success or a reason."""
@@ -116,9 +134,10 @@ def _parsed(url: str, parse: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 class TensorPublisher:
     """WeightPublisher over /update_weights_from_tensor.
 
-    spec: how the servers' checkpoint is quantized; None: as the stream is. tp_size: of each stock server. send: whether
-    this rank is the one that talks to the servers. After any failure the servers stay paused, so half-updated weights
-    are never sampled from: the RuntimeError names the server and says that they are to be restarted.
+    spec: how the servers' checkpoint is quantized; None: as the stream is. fused: tensors that one request must hold
+    together (`buckets`). tp_size: of each stock server. send: whether this rank is the one that talks to the servers.
+    After any failure the servers stay paused, so half-updated weights are never sampled from: the RuntimeError names
+    the server and says that they are to be restarted.
     """
 
     def __init__(
@@ -129,9 +148,11 @@ class TensorPublisher:
         spec: QuantSpec | None,
         config: PublishConfig,
         send: bool,
+        fused: Fused = (),
         tp_size: int = 1,
         timeout_s: float = 600.0,
         hold_bytes: int = 2 << 30,
+        key: ServerKey | None = None,
     ) -> None:
         if not urls:
             raise ValueError("no servers to publish to: rollout.servers must be at least 1")
@@ -141,9 +162,11 @@ class TensorPublisher:
         self._config = config
         self._mode = PauseMode(config.pause_mode)
         self._is_sender = send
+        self._fused = fused
         self._tp_size = tp_size
         self._timeout_s = timeout_s
         self._hold_bytes = hold_bytes
+        self._key = key
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="checksums")
 
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:
@@ -151,13 +174,20 @@ class TensorPublisher:
         began = time.perf_counter()
         stream = iter(weights)
         nbytes, pause_s = 0, 0.0
+        self._held: Ranks = ()
         try:
             if self._is_sender:
                 nbytes, pause_s = self._send(stream, version)
         finally:
             for _ in stream:  # the other ranks wait in its collectives, even when sending has failed
                 pass
-        return PublishReport(version=version, bytes=nbytes, seconds=time.perf_counter() - began, pause_seconds=pause_s)
+        return PublishReport(
+            version=version,
+            bytes=nbytes,
+            seconds=time.perf_counter() - began,
+            pause_seconds=pause_s,
+            checksums=self._held,
+        )
 
     def _send(self, stream: Iterator[NamedTensor], version: int) -> tuple[int, float]:
         buckets = self._encoded(stream)
@@ -167,7 +197,7 @@ class TensorPublisher:
             size += bucket.nbytes
         if not held:
             raise ValueError("no weights to publish: the stream is empty")
-        servers = ServerSet(self._urls, self._timeout_s)
+        servers = ServerSet(self._urls, self._timeout_s, self._key)
         began = time.perf_counter()
         try:
             servers.ask(wire.PAUSE, self._mode.to_json())
@@ -184,7 +214,8 @@ class TensorPublisher:
 
     def _update(self, servers: ServerSet, buckets: Iterator[_Bucket], version: int) -> int:
         total, hashed = 0, list[Future[dict[str, str]]]()
-        servers.change(wire.BEGIN_UPDATE, {"selector": "all"})
+        named = str(version) if self._kind == "embedded" else None
+        servers.change(wire.BEGIN_UPDATE, BeginUpdate(weight_version=named).to_json())
         for bucket, last in _with_last(buckets):
             request = UpdateFromTensor(
                 tensors=bucket.payload,
@@ -195,16 +226,17 @@ class TensorPublisher:
             servers.change(wire.UPDATE_FROM_TENSOR, request.to_json())
             total += bucket.nbytes
             hashed.append(bucket.checksums)
-        servers.change(wire.END_UPDATE, {})
+        servers.change(wire.END_UPDATE, EndUpdate(weight_version=named).to_json())
         finish(servers, self._mode)
         if self._config.verify:
             sent = {name: h for f in hashed for name, h in f.result().items()}
-            verify(servers, sent if self._kind == "embedded" else None)
+            self._held = verify(servers, sent if self._kind == "embedded" else None)
         return total
 
     def _encoded(self, stream: Iterator[NamedTensor]) -> Iterator[_Bucket]:
         hashed = self._config.verify and self._kind == "embedded"
-        for part in cut(quantize_stream(stream, self._spec), self._config.bucket_bytes):
+        encoded = quantize_stream(gathered(stream, self._fused), self._spec)
+        for part in cut(encoded, self._config.bucket_bytes, self._fused):
             if self._kind == "embedded":
                 payload: tuple[str, ...] = (encode_safetensors(part),)
             else:
@@ -224,8 +256,9 @@ def finish(servers: ServerSet, mode: PauseMode) -> None:
         servers.ask(wire.FLUSH_CACHE, {})
 
 
-def verify(servers: ServerSet, sent: dict[str, str] | None) -> None:
+def verify(servers: ServerSet, sent: dict[str, str] | None) -> Ranks:
     """Demand equal checksums of all servers and, where given, that each is of what was sent. Raises RolloutError.
+    Returns what every server holds.
 
     What was sent may be more: an engine that does not draft skips the multi-token-prediction layers.
     """
@@ -233,39 +266,18 @@ def verify(servers: ServerSet, sent: dict[str, str] | None) -> None:
     first = replies[0]
     for url, reply in zip(servers.urls[1:], replies[1:], strict=True):
         if reply.per_engine != first.per_engine:
-            which = _differing(first.ranks[0], reply.ranks[0])
+            which = _differing(first.tensors, reply.tensors)
             raise RolloutError(f"servers {servers.urls[0]} and {url} hold different weights ({which})")
     held = first.ranks[0]
     if sent is not None and any(sent.get(n) != c for n, c in held.items()):
         which = _differing({n: sent.get(n) for n in held}, held)
         raise RolloutError(f"server {servers.urls[0]} holds other weights than were sent ({which})")
+    return first.ranks
 
 
 def _differing(a: Any, b: Any) -> str:
     names = sorted(n for n in a.keys() | b.keys() if a.get(n) != b.get(n))
     return f"{len(names)} tensors: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-
-
-def cut(stream: Iterable[tuple[str, Any]], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Lists of about `bucket_bytes`, never empty. Raises ValueError when a name comes twice.
-
-    A module's tensors stay together, so that a server never sees codes without their scales; a bucket may therefore
-    exceed its size by one module's.
-    """
-    part: list[NamedTensor] = []
-    size, module, seen = 0, "", set[str]()
-    for name, tensor in stream:
-        if name in seen:
-            raise ValueError(f"tensor {name!r} comes twice in the weights to publish")
-        seen.add(name)
-        before, module = module, name.rpartition(".")[0]
-        if part and size + tensor.nbytes > bucket_bytes and module != before:
-            yield part
-            part, size = [], 0
-        part.append(NamedTensor(name, tensor))
-        size += tensor.nbytes
-    if part:
-        yield part
 
 
 def _emptying(items: list[_Bucket]) -> Iterator[_Bucket]:

@@ -77,6 +77,12 @@ class SampleReader:
     decode: Callable[[Sequence[int]], str] | None = None
 
     @property
+    def routes_per_token(self) -> int:
+        """Numbers of 4 bytes in the wire form of a token's routes and gate weights."""
+        shape = self.routing
+        return 0 if shape is None else shape.num_layers * shape.top_k * (2 if shape.gates else 1)
+
+    @property
     def gates(self) -> bool:
         return self.routing is not None and self.routing.gates
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollout.data_config import DataConfig
-from rollout.rows import Row, first_value
+from rollout.rows import Row, Rows, first_value, text_column
 
 PROMPTS = ("prompt", "messages", "input")  # in the order of preference
 ANSWERS = ("answer", "reward_model.ground_truth", "label", "solution")  # only the first is preferred to others
@@ -29,7 +29,7 @@ class Columns:
     said: tuple[str, ...]  # a sentence for each choice that another reader might have made otherwise
 
 
-def columns(config: DataConfig, rows: Sequence[Row], path: str) -> Columns:
+def columns(config: DataConfig, rows: Rows, path: str) -> Columns:
     """Raises ValueError for a file of pairs or judged answers, and where several columns may be the answer."""
     said: list[str] = []
     prompt, answer = config.prompt_key, config.answer_key
@@ -40,7 +40,7 @@ def columns(config: DataConfig, rows: Sequence[Row], path: str) -> Columns:
         if len(found) > 1:
             said.append(_chosen(path, "prompts", prompt, found[1:], "data.prompt_key"))
         if prompt == "messages":
-            _refuse_answered(rows, path)
+            _refuse_answered(rows)
     if answer is None:
         found = [key for key in ANSWERS if _has(rows, key) and key != prompt]
         answer = found[0] if found else ANSWERS[0]
@@ -71,12 +71,13 @@ def _refuse_preferences(rows: Sequence[Row], path: str) -> None:
         )
 
 
-def _refuse_answered(rows: Sequence[Row], path: str) -> None:
+def _refuse_answered(rows: Rows) -> None:
     for i, row in enumerate(rows):
         messages = row.get("messages")
-        if isinstance(messages, list) and messages and messages[-1].get("role") == "assistant":
+        last = messages[-1] if isinstance(messages, list) and messages else None
+        if isinstance(last, Mapping) and last.get("role") == "assistant":
             raise ValueError(
-                f"{path}, row {i}: column 'messages' ends with the assistant's answer, so it is a conversation to "
+                f"{rows.where(i)}: column 'messages' ends with the assistant's answer, so it is a conversation to "
                 "learn from, not a prompt: set algorithm.name = 'sft', or name another column by data.prompt_key"
             )
 
@@ -85,14 +86,16 @@ def _has(rows: Sequence[Row], key: str) -> bool:
     return first_value(rows, key) is not None
 
 
-def given_ids(config: DataConfig, rows: Sequence[Row]) -> list[str | None]:
+def given_ids(config: DataConfig, rows: Rows) -> list[str | None]:
     """Of each row, what the file calls it: its column `id_key`, or in verl's files data_source, split and index.
 
-    verl's are taken only where they tell all rows apart: DAPO's set repeats its rows.
+    verl's are taken only where they tell all rows apart: DAPO's set repeats its rows. Raises ValueError for an id that
+    is an object or a list.
     """
     own = [row.get(config.id_key) for row in rows]
     if any(name is not None for name in own):
-        return [None if name is None else str(name) for name in own]
+        key = config.id_key
+        return [None if name is None else text_column(name, key, rows.where(i)) for i, name in enumerate(own)]
     verl = [_verl_id(row) for row in rows]
     return verl if None not in verl and len(set(verl)) == len(verl) else [None] * len(rows)
 
@@ -101,10 +104,12 @@ def _verl_id(row: Row) -> str | None:
     extra = row.get("extra_info")
     if not isinstance(extra, Mapping) or extra.get("index") is None:
         return None
-    parts = (row.get("data_source"), extra.get("split"), extra["index"])
-    return "/".join(str(part) for part in parts if part is not None)
+    parts = [part for part in (row.get("data_source"), extra.get("split"), extra["index"]) if part is not None]
+    return "/".join(map(str, parts)) if all(isinstance(part, str | int | float) for part in parts) else None
 
 
-def source_of(row: Row, default: str) -> str:
-    """Where a row is from: its own column, verl's, or what its source is called."""
-    return str(row.get("source") or row.get("data_source") or default)
+def source_of(row: Row, default: str, where: str) -> str:
+    """Where a row is from: its own column, verl's, or what its source is called. Raises ValueError for an object or a
+    list."""
+    key = "source" if row.get("source") else "data_source"
+    return text_column(row.get(key), key, where) or default

@@ -5,10 +5,10 @@ What is said of SGLang was read in its 0.5.23 wheel (srt/layers/quantization), n
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal
 
+from miles_like.hf_checkpoint import read_config
 from quant.hf_config import spec_from_hf
 from quant.registry import codec_or_none
 from quant.spec import QuantFormat, QuantSpec
@@ -33,7 +33,7 @@ def check_directory(engine: Literal["embedded", "sglang"], path: Path, flags: SG
     """`check_served` of a model directory; one without config.json is the server's to refuse."""
     file = path / "config.json"
     if file.exists():
-        check_served(engine, spec_from_hf(json.loads(file.read_text())), flags)
+        check_served(engine, spec_from_hf(read_config(path)), flags)
 
 
 def _sglang(spec: QuantSpec, flags: SGLangFlags) -> str:

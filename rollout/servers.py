@@ -16,22 +16,29 @@ import httpx
 
 from miles_like.server_url import tls
 from rollout.client import RolloutError
-from rollout.config import RolloutConfig
+from rollout.config import PublishConfig, RolloutConfig
 from rollout.served import check_directory
+from rollout.server_key import ServerKey, environment_with, sglang_key_file
 from rollout.wire import HEALTH
+from rollout.wire_bodies import request_bytes
 
 _FREE_PORTS = 3  # that are tried
 _POLL_S = 0.1
 _LOG_LINES = 20
+SERVER_PROMPTS = 64  # of the context length that the embedded server takes in one request by itself
 
 
 class ServerHandle:
-    """A running server process and all that it has started. As a context manager it is stopped at the end."""
+    """A running server process and all that it has started. As a context manager it is stopped at the end.
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    key_file: read by the server when it starts; removed once it answers, or is stopped.
+    """
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path, key_file: Path | None = None) -> None:
         self.url = url
         self.log = log
         self._process = process
+        self._key_file = key_file
 
     @property
     def pid(self) -> int:
@@ -58,6 +65,7 @@ class ServerHandle:
                 self.check_alive()
                 try:
                     if http.get(HEALTH).status_code == 200:
+                        self._forget_key()
                         return
                 except httpx.HTTPError:
                     pass  # not listening yet
@@ -74,8 +82,13 @@ class ServerHandle:
             how = f"exit code {code}" if code <= 128 else f"signal {signal.Signals(code - 128).name}"
             raise RolloutError(f"server {self.url} ended with {how}; {self.log} ends:\n{log_tail(self.log)}")
 
+    def _forget_key(self) -> None:
+        if self._key_file is not None:
+            self._key_file.unlink(missing_ok=True)
+
     def stop(self, grace_s: float = 10.0) -> None:
         """SIGTERM to its process group, SIGKILL after `grace_s`; nothing when it was stopped before."""
+        self._forget_key()
         if self._process.returncode is not None:
             return
         if self.alive():
@@ -125,15 +138,25 @@ def check_port(port: int, host: str = "127.0.0.1") -> None:
             ) from None
 
 
-def start(command: list[str], *, url: str, log: Path) -> ServerHandle:
-    """Start `command` in a process group of its own that ends when this process does; both outputs go to `log`."""
+def start(
+    command: list[str], *, url: str, log: Path, key: ServerKey | None = None, key_file: Path | None = None
+) -> ServerHandle:
+    """Start `command` in a process group of its own that ends when this process does; both outputs go to `log`.
+
+    key: put into the server's environment, and struck out of the log.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     guard = [sys.executable, "-m", "rollout.guard", str(os.getpid()), *command]
     with log.open("ab") as out:
         process = subprocess.Popen(
-            guard, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            guard,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment_with(key),
         )
-    return ServerHandle(url, process, log)
+    return ServerHandle(url, process, log, key_file)
 
 
 def embedded_command(
@@ -146,11 +169,18 @@ def embedded_command(
     activations: str = "none",
     exact: tuple[int, int] | None = None,
     return_routed_experts: bool = True,
+    bucket_bytes: int = PublishConfig().bucket_bytes,
 ) -> list[str]:
     """Command line of the CPU engine. activations: "fp8" rounds the inputs of quantized linears. exact: it computes by
     the operations of a deterministic trainer of that many tensor- and expert-tensor-parallel ranks."""
     e = config.embedded
     uncached = exact is None if e.disable_radix_cache is None else e.disable_radix_cache
+    more: list[str] = []  # where the run sends more than the server expects by itself
+    if config.prompts_per_request > SERVER_PROMPTS:
+        most = request_bytes(prompts=config.prompts_per_request, context_length=e.context_length)
+        more += ["--max-request-bytes", str(most)]
+    if bucket_bytes > PublishConfig().bucket_bytes:
+        more += ["--bucket-bytes", str(bucket_bytes)]
     return [
         *(sys.executable, "-m", "rollout.embedded.server"),
         *("--model-path", str(model_path)),
@@ -168,6 +198,7 @@ def embedded_command(
         *(("--enable-return-routed-weights",) if e.return_gates else ()),
         *(("--disable-radix-cache",) if uncached else ()),
         *(("--exact-parts", *map(str, exact)) if exact is not None else ()),
+        *more,
     ]
 
 
@@ -244,8 +275,10 @@ def launch_embedded(
     activations: str = "none",
     exact: tuple[int, int] | None = None,
     return_routed_experts: bool = True,
+    bucket_bytes: int = PublishConfig().bucket_bytes,
+    key: ServerKey | None = None,
 ) -> ServerHandle:
-    """Start a CPU engine and wait until it answers.
+    """Start a CPU engine and wait until it answers. key: which it then asks for; without one it serves loopback only.
 
     Raises ValueError (port; a format it does not serve) or RolloutError (it did not come up).
     """
@@ -261,8 +294,10 @@ def launch_embedded(
             activations=activations,
             exact=exact,
             return_routed_experts=return_routed_experts,
+            bucket_bytes=bucket_bytes,
         )
-        return started(command, f"http://{host}:{port}", log_dir / f"embedded_{port}.log", config.start_timeout_s)
+        log = log_dir / f"embedded_{port}.log"
+        return started(command, f"http://{host}:{port}", log, config.start_timeout_s, key=key)
 
     return on_a_port(port, host, on)
 
@@ -279,6 +314,7 @@ def launch_sglang(
     dist_init_addr: str | None = None,
     weight_version: int = 0,
     return_routed_experts: bool = True,
+    key: ServerKey | None = None,
 ) -> ServerHandle:
     """Start this node's part of a stock server; on its first node wait until it answers (the others speak no HTTP).
 
@@ -299,9 +335,13 @@ def launch_sglang(
             return_routed_experts=return_routed_experts,
         )
         url, log = f"http://{host}:{port}", log_dir / f"sglang_{port}.{node_rank}.log"
+        key_file = None
+        if key is not None:
+            key_file = sglang_key_file(key)
+            command += ["--config", str(key_file)]
         if node_rank:
-            return start(command, url=url, log=log)
-        return started(command, url, log, config.start_timeout_s)
+            return start(command, url=url, log=log, key=key, key_file=key_file)
+        return started(command, url, log, config.start_timeout_s, key=key, key_file=key_file)
 
     return on_a_port(port, host, on)
 
@@ -321,9 +361,17 @@ def on_a_port(port: int | None, host: str, launch: Callable[[int], ServerHandle]
     return launch(free_port(host))
 
 
-def started(command: list[str], url: str, log: Path, timeout_s: float) -> ServerHandle:
+def started(
+    command: list[str],
+    url: str,
+    log: Path,
+    timeout_s: float,
+    *,
+    key: ServerKey | None = None,
+    key_file: Path | None = None,
+) -> ServerHandle:
     """`start`, and wait until it answers. Raises RolloutError."""
-    handle = start(command, url=url, log=log)
+    handle = start(command, url=url, log=log, key=key, key_file=key_file)
     ready = False
     try:
         handle.await_ready(timeout_s)

@@ -12,8 +12,9 @@ from miles_like.types import Json, Prompt
 from rollout.curriculum import Curriculum
 from rollout.data_config import DataConfig
 from rollout.order import Cursor, Order
-from rollout.rows import NoColumn, Row, column, read_rows
+from rollout.rows import NoColumn, Row, Rows, column, read_rows, text_column
 from rollout.schema import Columns, columns, given_ids, source_of
+from rollout.written import as_json
 
 
 class Tokenizer(Protocol):
@@ -43,19 +44,20 @@ class Source:
         weight: float,
         seed: int | str,
         compared_by: str | None,
+        limit: int | None = None,  # rows that are read, the first ones
     ) -> None:
         self.path, self.weight, self.dealt = path, weight, 0
         self.instruction = config.instruction
-        rows = read_rows(path)
+        rows = read_rows(path, limit)
         found = columns(config, rows, path)
         self.said = found.said
         answers = _answers(config, found.answer, rows, path, compared_by)
         ids = given_ids(config, rows)
         self.prompts = [
-            _prompt(config, tokenizer, row, answer, found, f"{path}, row {i}", path, given=given, source=name)
+            _prompt(config, tokenizer, row, answer, found, rows.where(i), path, given=given, source=name)
             for i, (row, answer, given) in enumerate(zip(rows, answers, ids, strict=True))
         ]
-        self.rows = list(range(len(rows)))  # of the file, of each prompt
+        self.places = list(rows.places)  # of each prompt: "line 3" or "row 3" of the file
         self._seed, self._epochs = seed, config.epochs
         self._order = Order(len(self.prompts), seed=seed, epochs=config.epochs)
 
@@ -75,7 +77,7 @@ class Source:
         kept = [i for i, p in enumerate(self.prompts) if p.id not in ids]
         if not kept:
             raise ValueError(f"{self.path}: none of its {len(self.prompts)} prompts is left: take other prompts")
-        self.prompts, self.rows = [self.prompts[i] for i in kept], [self.rows[i] for i in kept]
+        self.prompts, self.places = [self.prompts[i] for i in kept], [self.places[i] for i in kept]
         self._order = Order(len(kept), seed=self._seed, epochs=self._epochs)
         self.__dict__.pop("_sha256", None)
 
@@ -118,16 +120,19 @@ class Source:
         return out.hexdigest()
 
 
-def _answers(config: DataConfig, key: str, rows: Sequence[Row], path: str, compared_by: str | None) -> list[str]:
-    """Of each row; "" where it has none."""
+def _answers(config: DataConfig, key: str, rows: Rows, path: str, compared_by: str | None) -> list[str]:
+    """Of each row, as it is written in the file; "" where it has none. Raises ValueError for one that is not text, a
+    number, a truth value or a date."""
     out, missing = list[str](), list[NoColumn]()
-    for row in rows:
-        answer = None
+    for i, row in enumerate(rows):
+        answer = ""
         try:
-            answer = column(row, key, path)
+            answer = text_column(column(row, key, path), key, rows.where(i))
         except NoColumn as e:
             missing.append(e)
-        out.append(str(answer) if answer is not None and str(answer).strip() else "")
+        except ValueError as e:
+            raise ValueError(f"{e}: name the answer's column by data.answer_key, or write it as text") from None
+        out.append(answer if answer.strip() else "")
     if len(missing) == len(rows):
         if compared_by is not None:
             raise ValueError(
@@ -138,7 +143,7 @@ def _answers(config: DataConfig, key: str, rows: Sequence[Row], path: str, compa
             raise missing[0]
     if compared_by is not None and "" in out:
         raise ValueError(
-            f"{path}, row {out.index('')}: the prompt has no answer ({key}), and reward {compared_by!r} compares with "
+            f"{rows.where(out.index(''))}: the prompt has no answer ({key}), and reward {compared_by!r} compares with "
             "it: add it, take the row out, or name a reward that needs none (docs/rewards.md)"
         )
     return out
@@ -161,7 +166,7 @@ def _prompt(
     template = config.template or ("plain" if isinstance(question, str) else "chat")
     if not messages or (template == "plain" and not isinstance(question, str)):
         want = 'text, or with data.template = "chat" a list of messages'
-        raise ValueError(f"{where}: the prompt ({found.prompt}) is {question!r}, want {want}")
+        raise ValueError(f"{where}: the prompt ({found.prompt}) is {question!r:.200}, want {want}")
     asked = messages[-1]["content"] + config.instruction
     text = asked
     if template == "plain":
@@ -181,19 +186,17 @@ def _prompt(
         token_ids=ids,
         answer=answer,
         text=text,
-        source=source_of(row, source),
+        source=source_of(row, source, where),
         messages=tuple(messages),
-        meta={k: _plain(v) for k, v in row.items() if k not in used and v is not None},
+        meta={k: _plain(v, k, where) for k, v in row.items() if k not in used and v is not None},
     )
 
 
-def _plain(value: Any) -> Json:
-    """As JSON would have it; what it has no form for, as text."""
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+def _plain(value: Any, key: str, where: str) -> Json:
+    try:
+        return as_json(value)
+    except ValueError as e:
+        raise ValueError(f"{where}: column {key!r} {e}: take the column out, or write it as text") from None
 
 
 def as_messages(given: Any, *, role: str = "user") -> list[dict[str, str]]:

@@ -10,6 +10,7 @@ Letters: P prompts in a request, G samples a prompt, R response tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miles_like.types import Finish, SamplingParams
+from rollout.wire_bodies import NOT_SERVED, GenerateBody, SamplingBody, read
 
 GENERATE = "/generate"
 HEALTH = "/health"
@@ -37,30 +39,12 @@ CHECKSUM = "/weights_checker"
 
 Json = dict[str, Any]
 
+MIN_TEMPERATURE = 1e-6  # below it SGLang draws greedily
+
+_REPLY_BYTES = 32 << 10  # of a reply, its tokens excepted
+_TOKEN_BYTES = 256  # of a token in a reply: id, text, log-prob
 _ROW_VERSIONS = "routed_experts_versions"  # keys of ours: a stock server does not tell
 _ROW_WEIGHTS = "routed_experts_weights"
-
-# Keys of SGLang's sampling_params that change nothing when they hold this value; with another one they are refused.
-_NEUTRAL: dict[str, object] = {
-    "stop": None,
-    "stop_regex": None,
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
-    "structural_tag": None,
-    "logit_bias": None,
-    "custom_params": None,
-    "beam_width": None,
-    "watermark": None,
-    "choice": None,
-}
-_TEXT_ONLY = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"}
-_READ = {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "sampling_seed", "n", "ignore_eos"}
 
 
 class WireSpan(NamedTuple):
@@ -139,63 +123,58 @@ class GenerateRequest:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> GenerateRequest:
-        """Read a request as SGLang does: unknown top-level keys are ignored, unknown sampling keys are a ValueError."""
-        raw = body.get("input_ids")
-        if not isinstance(raw, list) or not raw:
-            raise ValueError(f"{GENERATE}: input_ids is missing or empty: prompts are token ids here, not text")
-        if body.get("stream"):
-            raise ValueError(f"{GENERATE}: stream = true is not served: ask for whole replies")
-        single = isinstance(raw[0], int)
-        rows = [raw] if single else raw
-        if not all(isinstance(r, list) and r and all(type(t) is int and t >= 0 for t in r) for r in rows):
-            raise ValueError(f"{GENERATE}: input_ids must be a list of token ids or a list of such lists, none empty")
-        given = body.get("sampling_params") or {}
-        dicts = given if isinstance(given, list) else [given] * len(rows)
-        read = [_sampling_from_json(d) for d in dicts]
-        extras = {(n, ignore_eos) for _, n, ignore_eos in read}
+        """Read a request as SGLang does: unknown top-level keys are ignored. Raises ValueError, one sentence, for a
+        field of another type, beyond its bound (`rollout/wire_bodies.py`), unknown to `sampling_params`, or a key that
+        would change SGLang's answer and is not served (docs/sampling.md)."""
+        for key in NOT_SERVED:
+            if body.get(key):
+                raise ValueError(f"{GENERATE}: {key} is not served: leave it out")
+        b = read(GenerateBody, body, GENERATE)
+        if b.input_ids is None:
+            raise ValueError(f"{GENERATE}: input_ids is missing: prompts are token ids here, not text")
+        single = not isinstance(b.input_ids[0], list)
+        rows = [b.input_ids] if single else b.input_ids
+        given = b.sampling_params or SamplingBody()
+        bodies = given if isinstance(given, list) else [given]
+        extras = {(s.n or 1, bool(s.ignore_eos)) for s in bodies}
         if len(extras) != 1:
             raise ValueError(f"{GENERATE}: n and ignore_eos must be the same for every prompt of a request")
         n, ignore_eos = extras.pop()
-        rid = body.get("rid")
+        sampling = tuple(map(_sampling_of, bodies))
         return cls(
-            input_ids=tuple(tuple(r) for r in rows),
-            sampling=tuple(s for s, _, _ in read),
+            input_ids=tuple(map(tuple, rows)),
+            sampling=sampling if isinstance(given, list) else sampling * len(rows),
             n=n,
             ignore_eos=ignore_eos,
-            return_logprob=bool(body.get("return_logprob")),
-            logprob_start_len=_integer(body, "logprob_start_len", -1),
-            top_logprobs_num=_integer(body, "top_logprobs_num", 0),
-            return_routed_experts=bool(body.get("return_routed_experts")),
-            routed_experts_start_len=_integer(body, "routed_experts_start_len", 0),
-            return_routed_weights=bool(body.get("return_routed_weights")),
-            sample_index=_integer(body, "sample_index", 0),
-            rid=None if rid is None else (rid,) if isinstance(rid, str) else tuple(rid),
+            return_logprob=bool(b.return_logprob),
+            logprob_start_len=-1 if b.logprob_start_len is None else b.logprob_start_len,
+            top_logprobs_num=b.top_logprobs_num or 0,
+            return_routed_experts=bool(b.return_routed_experts),
+            routed_experts_start_len=b.routed_experts_start_len or 0,
+            return_routed_weights=bool(b.return_routed_weights),
+            sample_index=b.sample_index or 0,
+            rid=None if b.rid is None else (b.rid,) if isinstance(b.rid, str) else tuple(b.rid),
             single=single,
         )
-
-
-def _integer(body: Mapping[str, Any], key: str, default: int) -> int:
-    value = body.get(key)
-    if value is None:
-        return default
-    if type(value) is not int:
-        raise ValueError(f"{key} = {value!r} is not an integer")
-    return value
 
 
 def _check_sampling(s: SamplingParams) -> None:
     if s.max_new_tokens < 0:
         raise ValueError(f"max_new_tokens = {s.max_new_tokens}, want at least 0")
-    if s.temperature < 0:
-        raise ValueError(f"temperature = {s.temperature}, want at least 0 (0 is greedy)")
+    if not (math.isfinite(s.temperature) and s.temperature >= 0):
+        raise ValueError(f"temperature = {s.temperature}, want a finite number of at least 0 (0 is greedy)")
     if not 0 < s.top_p <= 1:
         raise ValueError(f"top_p = {s.top_p}, want 0 < top_p <= 1")
     if s.top_k < 1 and s.top_k != -1:
         raise ValueError(f"top_k = {s.top_k}, want -1 (whole vocabulary) or at least 1")
+    if not 0 <= s.min_p <= 1:
+        raise ValueError(f"min_p = {s.min_p}, want 0 <= min_p <= 1")
 
 
 def _sampling_to_json(s: SamplingParams, n: int, ignore_eos: bool) -> Json:
     out: Json = {"max_new_tokens": s.max_new_tokens, "temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k}
+    if s.min_p:
+        out["min_p"] = s.min_p
     if s.stop_token_ids:
         out["stop_token_ids"] = list(s.stop_token_ids)
     if s.sampling_seed is not None:
@@ -207,28 +186,18 @@ def _sampling_to_json(s: SamplingParams, n: int, ignore_eos: bool) -> Json:
     return out
 
 
-def _sampling_from_json(d: object) -> tuple[SamplingParams, int, bool]:
-    if not isinstance(d, dict):
-        raise ValueError(f"sampling_params is {type(d).__name__}, want an object")
-    for key, value in d.items():
-        if key in _NEUTRAL:
-            if value is not None and value != _NEUTRAL[key] and value != []:
-                raise ValueError(f"sampling_params.{key} = {value!r} is not served: leave it out")
-        elif key not in _READ and key not in _TEXT_ONLY:
-            raise ValueError(f"sampling_params has an unknown key {key!r}; known: {', '.join(sorted(_READ))}")
-    for key in ("temperature", "top_p"):
-        if not isinstance(d.get(key, 1.0), (int, float)):
-            raise ValueError(f"{key} = {d[key]!r} is not a number")
-    seed = d.get("sampling_seed")
-    sampling = SamplingParams(
-        max_new_tokens=_integer(d, "max_new_tokens", 128),
-        temperature=float(d.get("temperature", 1.0)),
-        top_p=float(d.get("top_p", 1.0)),
-        top_k=_integer(d, "top_k", -1),
-        stop_token_ids=tuple(int(t) for t in d.get("stop_token_ids") or ()),
-        sampling_seed=None if seed is None else int(seed),
+def _sampling_of(s: SamplingBody) -> SamplingParams:
+    temperature = 1.0 if s.temperature is None else float(s.temperature)
+    return SamplingParams(
+        max_new_tokens=s.max_new_tokens,
+        # SGLang draws greedily below 1e-6 too, where a division would overflow
+        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
+        top_p=1.0 if s.top_p is None else float(s.top_p),
+        min_p=float(s.min_p or 0.0),
+        top_k=-1 if s.top_k is None else s.top_k,
+        stop_token_ids=tuple(s.stop_token_ids or ()),
+        sampling_seed=s.sampling_seed,
     )
-    return sampling, _integer(d, "n", 1), bool(d.get("ignore_eos"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -354,6 +323,35 @@ def replies_from_json(body: object, *, want: int, want_logprobs: bool) -> list[G
     if len(rows) != want:
         raise ValueError(f"{GENERATE}: {len(rows)} samples came back, {want} were asked for")
     return [GenerateReply.from_json(r, want_logprobs=want_logprobs) for r in rows]
+
+
+def check_tokens(replies: Sequence[GenerateReply], request: GenerateRequest, vocabulary: int | None) -> None:
+    """Raises ValueError for a reply of more tokens than were asked for, or of one that is not in the vocabulary: a
+    tensor-parallel embedding takes a foreign id for zeros, silently."""
+    for i, reply in enumerate(replies):
+        asked, got = request.sampling[i // request.n].max_new_tokens, len(reply.output_ids)
+        if got > asked:
+            raise ValueError(f"{GENERATE}: reply {i} has {got} tokens, {asked} were asked for")
+        if not got:
+            continue
+        low, high = int(reply.output_ids.min()), int(reply.output_ids.max())
+        if low < 0 or (vocabulary is not None and high >= vocabulary):
+            size = "0 and more" if vocabulary is None else f"0 to {vocabulary - 1}"
+            raise ValueError(
+                f"{GENERATE}: reply {i} has token {low if low < 0 else high}, the model's are {size}: does the server "
+                "serve another model?"
+            )
+
+
+def reply_bytes(request: GenerateRequest, routes_per_token: int) -> int:
+    """The most that the reply to a request can reasonably have."""
+    total = 0
+    for ids, sampling in zip(request.input_ids, request.sampling, strict=True):
+        scored = len(ids) * (1 + request.top_logprobs_num) if request.logprob_start_len >= 0 else 0
+        positions = len(ids) + sampling.max_new_tokens
+        one = _REPLY_BYTES + _TOKEN_BYTES * (sampling.max_new_tokens + scored)
+        total += request.n * (one + positions * routes_per_token * 8)  # base64 of 4 bytes, and room
+    return 2 * total
 
 
 def an_object(value: object, endpoint: str) -> Mapping[str, Any]:

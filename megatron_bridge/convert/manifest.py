@@ -17,7 +17,10 @@ from typing import Any, Literal
 
 import xxhash
 
+from miles_like.regular_files import is_inner_name, read_json
+
 MANIFEST = "manifest.json"
+MANIFEST_BYTES = 2 << 30  # the most that is read
 FORMAT = 1
 Kind = Literal["torch_dist", "hf"]
 
@@ -86,7 +89,7 @@ class Manifest:
         """Raises ValueError when it is missing, cut, edited or of another format."""
         path = directory / MANIFEST
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = read_json(path, MANIFEST_BYTES)
         except FileNotFoundError:
             raise ValueError(f"{path} is missing: {directory} is not a converted directory, or not whole") from None
         except ValueError:
@@ -101,15 +104,18 @@ class Manifest:
         stored = value.pop("sum")
         if stored != _sum(value):
             raise ValueError(f"{path} was edited or is damaged, its own checksum does not fit: convert again")
-        return cls(
-            kind=value["kind"],
-            tensors={
-                name: Fact(fact["dtype"], tuple(fact["shape"]), tuple(_piece(p) for p in fact["pieces"]))
-                for name, fact in value["tensors"].items()
-            },
-            files={name: FileFact(**fact) for name, fact in value["files"].items()},
-            skipped=tuple(value["skipped"]),
-        )
+        try:
+            return cls(
+                kind=value["kind"],
+                tensors={
+                    name: Fact(_text(fact["dtype"]), _counts(fact["shape"]), tuple(_piece(p) for p in fact["pieces"]))
+                    for name, fact in value["tensors"].items()
+                },
+                files={_inner(name): _file_fact(**fact) for name, fact in value["files"].items()},
+                skipped=tuple(map(_text, value["skipped"])),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise ValueError(f"{path} holds what no conversion writes ({e}): convert again") from None
 
     def _as_json(self) -> dict[str, Any]:
         return {
@@ -139,4 +145,28 @@ def _sum(rest: Mapping[str, Any]) -> str:
 
 def _piece(stored: list[Any]) -> Piece:
     file, start, size, digest, offset, sizes = stored
-    return Piece(file, start, size, digest, tuple(offset), tuple(sizes))
+    (start, size), offset, sizes = _counts((start, size)), _counts(offset), _counts(sizes)
+    return Piece(_inner(file), start, size, _text(digest), offset, sizes)
+
+
+def _file_fact(size: object, sha256: object) -> FileFact:
+    return FileFact(_counts((size,))[0], _text(sha256))
+
+
+def _counts(found: Any) -> tuple[int, ...]:
+    for number in found:
+        if type(number) is not int or not 0 <= number < 1 << 63:
+            raise ValueError(f"{str(number)[:40]!r} where a whole number from 0 is expected")
+    return tuple(found)
+
+
+def _text(found: object) -> str:
+    if not isinstance(found, str):
+        raise ValueError(f"{type(found).__name__} where text is expected")
+    return found
+
+
+def _inner(name: object) -> str:
+    if not is_inner_name(name):
+        raise ValueError(f"{str(name)[:80]!r} names no file below the directory")
+    return str(name)

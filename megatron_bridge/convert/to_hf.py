@@ -35,7 +35,7 @@ from megatron_bridge.convert.units import (
 )
 from megatron_bridge.families.base import SCORE, TensorMap
 from megatron_bridge.families.registry import with_scalar_head
-from miles_like.hf_checkpoint import companions
+from miles_like.hf_checkpoint import companions, read_config
 from quant.hf_config import MODELOPT_FILE, modelopt_file, quantized_config, spec_from_hf
 from quant.spec import QuantFormat, QuantSpec
 
@@ -79,8 +79,8 @@ def to_hf(
     config_dir = _config_dir(megatron_dir, hf_config)
     if hf_config is None:
         _check_companions(source)
+    config = original = read_config(config_dir)
     raw_config = (config_dir / CONFIG).read_bytes()
-    config = original = _parsed(config_dir, raw_config)
     if SCORE in source:
         config = with_scalar_head(config)
     spec = _spec(format, config)
@@ -168,16 +168,6 @@ def _config_dir(megatron_dir: Path, hf_config: Path | str | None) -> Path:
     if not (directory / CONFIG).is_file():
         raise ValueError(f"{directory / CONFIG} is missing: give the Hugging Face directory of the model")
     return directory
-
-
-def _parsed(directory: Path, raw: bytes) -> dict[str, Any]:
-    try:
-        config = json.loads(raw)
-    except ValueError as e:
-        raise ValueError(f"{directory / CONFIG} is not JSON ({e}): fetch the model's again") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{directory / CONFIG} is not a JSON object: fetch the model's again")
-    return config
 
 
 def _spec(format: str, config: Mapping[str, Any]) -> QuantSpec:

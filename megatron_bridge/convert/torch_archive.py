@@ -11,12 +11,14 @@ import io
 import itertools
 import math
 import pickle
+import re
 import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as _format
 
@@ -34,6 +36,41 @@ UNREADABLE = (
     UnicodeDecodeError,
 )
 """What parsing bytes that are something else may raise."""
+
+
+# of what a checkpoint stores that is no tensor, beside those that torch's weights-only unpickler has: `_extra_state`
+# of megatron's modules is an empty io.BytesIO, random states may hold numpy's arrays
+_OBJECTS: tuple[Any, ...] = (
+    io.BytesIO,
+    np.ndarray,
+    np.dtype,
+    np.empty(0).__reduce__()[0],  # numpy's _reconstruct, which has no public name
+    type(np.dtype(np.uint32)),
+)
+
+
+def encoded_again(raw: bytes, name: str) -> bytes:
+    """An object that torch.save wrote, read without executing what it says and written by torch.save again: what this
+    returns can be given to a reader that would execute it.
+
+    Raises ValueError when `raw` is damaged or holds another class than tensors, Python's own types and `_OBJECTS`.
+    """
+    try:
+        with torch.serialization.safe_globals(list(_OBJECTS)):
+            value = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    except (*UNREADABLE, RuntimeError, ValueError, OverflowError, MemoryError) as e:
+        raise ValueError(f"{name} cannot be read ({reason(e)}): resume from an earlier checkpoint") from None
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+def reason(error: Exception) -> str:
+    """The first line of what torch.load says, without its advice to execute the file."""
+    named = re.search(r"GLOBAL:? `?([\w.]+)", str(error), re.IGNORECASE)
+    if "weights_only" in str(error):
+        return f"it refers to {named[1] if named else 'a class'}, which is no part of a checkpoint"
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def spans(sizes: Sequence[int], inside: Sequence[int], box: Sequence[int]) -> Iterator[tuple[int, int]]:

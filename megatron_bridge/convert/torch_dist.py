@@ -31,8 +31,10 @@ from xxhash import xxh3_128
 
 from megatron_bridge.convert.manifest import Manifest, Piece, checksum
 from megatron_bridge.convert.torch_archive import UNREADABLE, MetadataUnpickler, View, data_start, spans
+from miles_like.regular_files import check_inside, open_regular, read_regular
 
 METADATA = ".metadata"
+METADATA_BYTES = 8 << 30  # the most that is read
 _DAMAGED = "copy or convert the checkpoint again"
 _BLOCK = 8 << 20  # bytes read at once where a chunk is only checked
 
@@ -74,6 +76,8 @@ class TorchDist:
                 f"{self.path} is not a complete torch_dist checkpoint: it has no metadata.json with a {METADATA}; give "
                 "the directory that a conversion or a trainer's save has finished"
             )
+        for name in (METADATA, "metadata.json"):
+            check_inside(self.path / name, self.path)
         converted = Manifest.there(self.path) or (self.path / "hf").is_dir()  # a trainer's save has neither
         self.manifest = Manifest.read(self.path) if converted else None
         self.metadata = _metadata(self.path, self.manifest)
@@ -143,6 +147,8 @@ class TorchDist:
         return self._object[1][where.offset : where.offset + where.length]
 
     def _bytes(self, key: str, chunk: Chunk) -> memoryview:
+        if chunk.start + chunk.size > os.fstat(self._open(chunk.file)).st_size:
+            raise ValueError(f"{self.path / chunk.file} is truncated, {key} lies beyond its end: {_DAMAGED}")
         out = torch.empty(chunk.size, dtype=torch.uint8)
         self._pread(chunk, out, chunk.start, key)
         return out.numpy().data
@@ -275,7 +281,8 @@ class TorchDist:
             if len(self._files) > 64:
                 os.close(self._files.popitem(last=False)[1])
             try:
-                self._files[file] = os.open(self.path / file, os.O_RDONLY)
+                check_inside(self.path / file, self.path)
+                self._files[file] = open_regular(self.path / file)
             except FileNotFoundError:
                 raise ValueError(f"{self.path / file} is missing, {METADATA} lists it: {_DAMAGED}") from None
         return self._files[file]
@@ -304,7 +311,7 @@ class TorchDist:
 
 def _metadata(path: Path, manifest: Manifest | None) -> Any:
     """The unpickled `.metadata`."""
-    raw = (path / METADATA).read_bytes()
+    raw = read_regular(path / METADATA, METADATA_BYTES)
     fact = manifest.files.get(METADATA) if manifest is not None else None
     if manifest is not None and (fact is None or hashlib.sha256(raw).hexdigest() != fact.sha256):
         raise ValueError(f"{path / METADATA} is not the one that its manifest lists: {_DAMAGED}")
@@ -313,10 +320,34 @@ def _metadata(path: Path, manifest: Manifest | None) -> Any:
         tensors, storage = listed.state_dict_metadata, listed.storage_data
         if not isinstance(tensors, dict) or not isinstance(storage, dict):
             raise pickle.UnpicklingError("no tensors in it")
+        _check_listed(tensors, storage)
     except (*UNREADABLE, ValueError) as e:
         raise ValueError(f"{path / METADATA} cannot be read ({e}): {_DAMAGED}") from None
     listed.all_local_plans = None  # every rank's plan, which megatron adds: large, and not needed
     return listed
+
+
+def _check_listed(tensors: Mapping[Any, Any], storage: Mapping[Any, Any]) -> None:
+    """Raises ValueError for what is of torch's classes, and not of the types that they are declared with."""
+
+    def counts(found: Any) -> bool:
+        return all(type(number) is int and 0 <= number < 1 << 63 for number in found)
+
+    for key, value in tensors.items():
+        if not isinstance(key, str):
+            raise ValueError(f"a tensor goes by {type(key).__name__}")
+        if not isinstance(value, _format.TensorStorageMetadata):
+            continue
+        whole = isinstance(value.properties.dtype, torch.dtype) and counts(value.size)
+        if not whole or not all(counts(c.offsets) and counts(c.sizes) for c in value.chunks):
+            raise ValueError(f"{key} has a dtype, shape or chunk that is none")
+        if not all(len(c.offsets) == len(c.sizes) == len(value.size) for c in value.chunks):
+            raise ValueError(f"{key} has a chunk of another number of axes")
+    for where in storage.values():
+        if isinstance(where, _StorageInfo) and not (
+            isinstance(where.relative_path, str) and counts((where.offset, where.length))
+        ):
+            raise ValueError(f"a chunk lies at {where}")
 
 
 def _chunks(path: Path, listed: Any) -> Mapping[str, list[Chunk]]:

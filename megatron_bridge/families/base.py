@@ -71,6 +71,9 @@ class Entry:
     linear: bool = False  # a Megatron parallel linear, which keeps an `_extra_state` object in checkpoints
     stored: str | None = None  # name pattern in checkpoints, where megatron renames the parameter on its way there
     copies: tuple[str, ...] = ()  # names under which each draft layer of a Hugging Face checkpoint holds it again
+    # Entries of one layer with the same key become one parameter of a serving engine that joins them only within one
+    # load request: publication never sends them, or their scales and biases, in different requests.
+    fused: str | None = None
 
     @property
     def per_expert(self) -> bool:
@@ -251,6 +254,29 @@ class TensorMap:
                 for e in range(self.experts_of(entry)):
                     expert = e if entry.per_expert else None
                     yield from (self._place(entry, layer, expert, part) for part in range(len(entry.hf)))
+
+    def fused(self) -> tuple[tuple[str, ...], ...]:
+        """Hugging Face names of the tensors of each `Entry.fused` key and layer, where there are several."""
+        groups: dict[tuple[str, int | None, int | None], list[str]] = {}
+        for entry in self.entries:
+            if entry.fused is not None:
+                for layer in self.layers_of(entry):
+                    for e in range(self.experts_of(entry)):
+                        expert = e if entry.per_expert else None
+                        names = (self._place(entry, layer, expert, part).hf_name for part in range(len(entry.hf)))
+                        groups.setdefault((entry.fused, layer, expert), []).extend(names)
+        return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+    def kinds(self, *, each_expert: bool = False) -> Iterator[tuple[Place, int]]:
+        """A tensor for each of those that differ only in the number of their expert, and how many they are. With
+        each_expert every tensor, as `places`."""
+        if each_expert:
+            yield from ((place, 1) for place in self.places())
+            return
+        for entry in self.entries:
+            first, n = (0 if entry.per_expert else None), self.experts_of(entry)
+            for layer in self.layers_of(entry) if n else ():
+                yield from ((self._place(entry, layer, first, part), n) for part in range(len(entry.hf)))
 
     def is_skipped(self, hf_name: str) -> bool:
         """A known checkpoint tensor that is not trained, or repeats one that is."""

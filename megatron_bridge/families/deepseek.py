@@ -15,6 +15,12 @@ from megatron_bridge.families.base import Entry, Family, HFConfig, Split, Where
 from megatron_bridge.families.entries import bias, linear, norm
 
 NAME = "deepseek"
+# Where there is a q_a_proj, SGLang 0.5.23 concatenates it with kv_a_proj_with_mqa to fused_qkv_a_proj_with_mqa, tensor
+# by tensor (weight, scale, bias), through a dictionary that lives for one load_weights call: of a pair that comes in
+# two calls neither half is loaded, and no error is raised (cached_a_proj in do_load_weights,
+# sglang/srt/models/deepseek_common/deepseek_weight_loader.py). Its other stacked parameters (gate_up_proj, w13_weight)
+# are loaded shard by shard in any number of calls, and w_kc and w_vc are made again in each call that has kv_b_proj.
+_QKV_A = "qkv_a"
 
 
 def _attention(hf: str, megatron: str, where: Where) -> tuple[Entry, ...]:
@@ -25,14 +31,14 @@ def _attention(hf: str, megatron: str, where: Where) -> tuple[Entry, ...]:
     return (
         norm(hf + "input_layernorm", megatron + "input_layernorm", "hidden", where=where),
         linear(theirs + "q_proj", ours + "linear_q_proj", ("q_out", "hidden"), column, unless="q_lora", where=where),
-        linear(*q_down, ("q_lora", "hidden"), down, given="q_lora", where=where),
-        bias(*q_down, "q_lora", given="q_a_bias", where=where),
+        linear(*q_down, ("q_lora", "hidden"), down, given="q_lora", where=where, fused=_QKV_A),
+        bias(*q_down, "q_lora", given="q_a_bias", where=where, fused=_QKV_A),
         norm(theirs + "q_a_layernorm", ours + "q_layernorm", "q_lora", given="q_lora", where=where),
         linear(
             theirs + "q_b_proj", ours + "linear_q_up_proj", ("q_out", "q_lora"), column, given="q_lora", where=where
         ),
-        linear(theirs + "kv_a_proj_with_mqa", kv_down, ("kv_down", "hidden"), down, where=where),
-        bias(theirs + "kv_a_proj_with_mqa", kv_down, "kv_down", given="bias", where=where),
+        linear(theirs + "kv_a_proj_with_mqa", kv_down, ("kv_down", "hidden"), down, where=where, fused=_QKV_A),
+        bias(theirs + "kv_a_proj_with_mqa", kv_down, "kv_down", given="bias", where=where, fused=_QKV_A),
         norm(theirs + "kv_a_layernorm", ours + "kv_layernorm", "kv_lora", where=where),
         linear(theirs + "kv_b_proj", ours + "linear_kv_up_proj", ("kv_out", "kv_lora"), column, where=where),
         linear(theirs + "o_proj", ours + "linear_proj", ("hidden", "o_in"), Split.ROW, where=where),

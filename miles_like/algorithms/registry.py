@@ -26,6 +26,7 @@ from miles_like.algorithms.losses.cispo import CispoLoss
 from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.algorithms.losses.decoupled import decoupled_loss
 from miles_like.algorithms.losses.gspo import GspoLoss
+from miles_like.algorithms.losses.own import OwnLoss
 from miles_like.algorithms.losses.reinforce import ReinforceLoss
 from miles_like.algorithms.losses.sapo import SapoLoss
 from miles_like.algorithms.losses.value import ValueLoss
@@ -86,7 +87,12 @@ def make_algorithm(
     penalty = None
     if config.reference_stream:
         assert config.kl_estimator is not None, "config filled it in"
-        penalty = KlPenalty(coefficient=config.kl_coefficient, estimator=config.kl_estimator)
+        penalty = KlPenalty(
+            coefficient=config.kl_coefficient,
+            estimator=config.kl_estimator,
+            log_ratio_clamp=config.log_ratio_clamp,
+            k3_clamp=config.k3_clamp,
+        )
     build = ADVANTAGES.get(config.advantage)
     if build is None:
         advantage = _of_samples(load(config.advantage, AdvantageFn, key="algorithm.advantage"), penalty)
@@ -123,14 +129,16 @@ def make_bounds(config: MismatchConfig) -> Bounds:
 def _loss(config: AlgorithmConfig, correction: CorrectionConfig, mismatch: MismatchConfig | None) -> LossFn:
     assert config.loss is not None
     if config.own_loss:
-        own: LossFn = load(config.loss, LossFn, key="algorithm.loss")
-        return own
+        return OwnLoss(load(config.loss, LossFn, key="algorithm.loss"))
     shared: dict[str, Any] = {
         "entropy_coefficient": config.entropy_coefficient,
         "off_policy_delta": config.off_policy_delta,
+        "log_ratio_clamp": config.log_ratio_clamp,
     }
     if config.kl_in == "loss":
-        shared |= {name: getattr(config, name) for name in ("kl_coefficient", "kl_estimator", "kl_unbiased")}
+        shared |= {
+            name: getattr(config, name) for name in ("kl_coefficient", "kl_estimator", "kl_unbiased", "k3_clamp")
+        }
     if (weights := make_correction(correction)) is not None:
         shared["correction"] = weights
     if mismatch is not None and mismatch.on_breach == "down_weight":

@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
+from fractions import Fraction
 
 import regex
 
 from miles_like.reward_config import ExactConfig, MultipleChoiceConfig, RegexConfig
+from miles_like.rewards.answer_text import MARK, in_tags, last_number, number_of, whole_answer
 from miles_like.types import Finish, Prompt, Sample, Unscored
-
-_NUMBER = regex.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
-_GROUPED_NUMBER = regex.compile(r"[+-]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
-_GSM8K_MARK = "####"
 
 
 async def exact_number(prompt: Prompt, sample: Sample) -> float:
-    """1 when the whole response, stripped, is a decimal number equal to the answer and the model stopped by itself.
+    """1 when the whole response, stripped, or the <answer> tag at its end, is a decimal number equal to the answer and
+    the model stopped by itself.
 
     `24`, `24.0` and `+24` are equal; `24 apples`, `2.4e1` and a response cut at the token limit score 0.
     """
-    text = sample.text.strip()
-    if sample.finish is not Finish.STOP or not _NUMBER.fullmatch(text):
+    want = _gold_number(prompt)
+    if sample.finish is not Finish.STOP:
         return 0.0
-    return float(Decimal(text) == _gold_number(prompt))
+    return float(number_of(whole_answer(sample.text), decimal_only=True) == want)
 
 
 async def gsm8k(prompt: Prompt, sample: Sample) -> float:
-    """1 when the number after the response's last `####`, or else its last number, equals the answer's.
+    """1 when the number after the response's last `####`, or else its last number, equals the answer's. Where the
+    response has an <answer> tag, only what is in the last one counts.
 
-    Commas within numbers do not matter. The answer may be GSM8K's whole solution, `... #### 72`.
+    Commas within numbers do not matter; alternatives ("5 or 6") must all be equal to the answer. The answer may be
+    GSM8K's whole solution, `... #### 72`.
     """
-    tail = sample.text.rsplit(_GSM8K_MARK, 1)
-    found = _GROUPED_NUMBER.findall(tail[-1])
-    if not found:
-        return 0.0
-    number = found[0] if len(tail) == 2 else found[-1]
-    return float(Decimal(number.replace(",", "")) == _gold_number(prompt))
+    want = _gold_number(prompt)
+    tagged = in_tags(sample.text)
+    _, marked, after = (sample.text if tagged is None else tagged).rpartition(MARK)
+    return float(last_number(after, first=bool(marked)) == {want})
 
 
 def gold(prompt: Prompt) -> str:
     """The answer, or what is after GSM8K's mark in it. Raises ValueError when there is none."""
-    return _present(prompt, prompt.answer.rsplit(_GSM8K_MARK, 1)[-1])
+    return _present(prompt, prompt.answer.rsplit(MARK, 1)[-1])
 
 
 def _present(prompt: Prompt, answer: str) -> str:
@@ -50,28 +48,32 @@ def _present(prompt: Prompt, answer: str) -> str:
     return answer
 
 
-def _gold_number(prompt: Prompt) -> Decimal:
-    text = gold(prompt).replace(",", "")
-    if not _NUMBER.fullmatch(text):
-        raise ValueError(f"prompt {prompt.id!r} has the answer {text!r}, which is no number: use reward math_verify")
-    return Decimal(text)
+def _gold_number(prompt: Prompt) -> Fraction:
+    text = gold(prompt)
+    value = number_of(text)
+    if value is None:
+        raise ValueError(
+            f"prompt {prompt.id!r} has the answer {text[:200]!r}, which is no number: use reward math_verify"
+        )
+    return value
 
 
 class Exact:
-    """1 when the whole response, stripped, is the answer, stripped, and the model stopped by itself."""
+    """1 when the whole response, stripped, or the <answer> tag at its end, is the answer, stripped, and the model
+    stopped by itself."""
 
     def __init__(self, config: ExactConfig) -> None:
         self._ignore_case = config.ignore_case
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        said, answer = sample.text.strip(), _present(prompt, prompt.answer)
+        said, answer = {sample.text.strip(), whole_answer(sample.text)}, _present(prompt, prompt.answer)
         if self._ignore_case:
-            said, answer = said.casefold(), answer.casefold()
-        return float(sample.finish is Finish.STOP and said == answer)
+            said, answer = {text.casefold() for text in said}, answer.casefold()
+        return float(sample.finish is Finish.STOP and answer in said)
 
 
 class MultipleChoice:
-    """1 when the response chooses the answer's letter.
+    """1 when the response, or what its last <answer> tag holds, chooses the answer's letter.
 
     Chosen is the capital letter of the last `\\boxed{B}`, else the last one after "answer is" or "answer:", else the
     response itself where it is a letter alone, of either case, or begins with a capital one and a mark: `(B)`,
@@ -82,8 +84,9 @@ class MultipleChoice:
         self._choices = config.choices
         one = f"([{config.choices}])"
         self._places = (
-            regex.compile(rf"\\boxed\{{\s*(?:\\text\{{)?\(?{one}\)?\s*\}}"),
-            regex.compile(rf"(?i:answer\s*(?:is\s*:?|:)\s*(?:option|choice)?)[\s*(\[{{$]*{one}(?![A-Za-z0-9'])"),
+            # possessive: blanks that two parts could each take would be tried in every division, in quadratic time
+            regex.compile(rf"\\boxed\{{\s*+(?:\\text\{{)?\(?{one}\)?\s*+\}}"),
+            regex.compile(rf"(?i:answer\s*+(?:is\s*+:?|:)\s*+(?:option|choice)?+)[\s*(\[{{$]*+{one}(?![A-Za-z0-9'])"),
             regex.compile(rf"\A\s*[(*\[]*{one}[)\]*.:]"),
         )
 
@@ -97,6 +100,8 @@ class MultipleChoice:
         return float(self._chosen(sample.text) == right)
 
     def _chosen(self, text: str) -> str:
+        tagged = in_tags(text)
+        text = text if tagged is None else tagged
         for place in self._places:
             if found := place.findall(text):
                 return str(found[-1])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from miles_like.regular_files import read_text
 from miles_like.reward_config import EndpointConfig
 from miles_like.server_url import tls
 from miles_like.types import Unscored
 
+KEY_BYTES = 1 << 16  # of a file with a token, the most that is read
+REPLY_BYTES = 1 << 20  # of a reply, decompressed; a reward is a few numbers
 _AGAIN = (408, 429)  # of the client's errors, those that are no mistake of the request
 
 
@@ -19,10 +24,11 @@ class Endpoint:
 
     def __init__(self, config: EndpointConfig) -> None:
         self.url = config.url.rstrip("/")
-        self._headers = {}
+        # compressed replies are not asked for: one of 600 KiB can be 1.4 GiB
+        self._headers = {"Accept-Encoding": "identity"}
         if config.key_file is not None:
             try:
-                self._headers["Authorization"] = f"Bearer {Path(config.key_file).read_text(encoding='utf-8').strip()}"
+                self._headers["Authorization"] = f"Bearer {read_text(Path(config.key_file), KEY_BYTES).strip()}"
             except OSError as e:
                 raise ValueError(f"key_file {config.key_file}: {e.strerror}; it holds the bearer token") from e
         self._http: httpx.AsyncClient | None = None
@@ -30,7 +36,8 @@ class Endpoint:
     async def post(self, path: str, body: object) -> Any | Unscored:
         """The reply's JSON. Unscored where no connection lasts, and for status 5xx, 408 and 429: that may pass.
 
-        Raises ValueError for any other status, and for a reply that is no JSON: the request or the address is wrong.
+        Raises ValueError for any other status, for a reply of more than REPLY_BYTES decompressed, and for one that is
+        not JSON: the request or the address is wrong.
         """
         if self._http is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -39,21 +46,40 @@ class Endpoint:
             )
         where = self.url + path
         try:
-            reply = await self._http.post(where, json=body)
+            async with self._http.stream("POST", where, json=body) as reply:
+                if reply.status_code >= 500 or reply.status_code in _AGAIN:
+                    return Unscored(reason=f"HTTP {reply.status_code} from {self.url}")
+                text = await _bounded(reply, where)
         except httpx.TransportError as e:
             return Unscored(reason=f"no reply from {self.url}: {type(e).__name__}")
-        if reply.status_code >= 500 or reply.status_code in _AGAIN:
-            return Unscored(reason=f"HTTP {reply.status_code} from {self.url}")
+        start = text[:800].decode("utf-8", "replace")[:200]
         if reply.status_code != 200:
-            raise ValueError(
-                f"{where} answered HTTP {reply.status_code}: {reply.text[:200]!r}; check its url and options"
-            )
+            raise ValueError(f"{where} answered HTTP {reply.status_code}: {start!r}; check its url and options")
         try:
-            return reply.json()
-        except ValueError as e:
-            raise ValueError(f"{where} answered {reply.text[:200]!r}, which is no JSON: check its url") from e
+            return json.loads(text)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"{where} answered {start!r}, which is no JSON: check its url") from e
 
     async def close(self) -> None:
         if self._http is not None:
             await self._http.aclose()
             self._http = None
+
+
+async def _bounded(reply: httpx.Response, where: str) -> bytes:
+    """The reply's body, decompressed as far as REPLY_BYTES. Raises ValueError for more, and for other compressions than
+    gzip and deflate, of which the decompressed size can be bounded."""
+    coding = reply.headers.get("Content-Encoding", "identity").strip().lower()
+    if coding not in ("identity", "gzip", "deflate"):
+        raise ValueError(f"{where} answered in Content-Encoding {coding[:40]!r}, which it was not asked for")
+    inflate = None if coding == "identity" else zlib.decompressobj(zlib.MAX_WBITS | 32)
+    out = bytearray()
+    async for chunk in reply.aiter_raw():
+        left = REPLY_BYTES + 1 - len(out)
+        try:
+            out += chunk[:left] if inflate is None else inflate.decompress(chunk, left)
+        except zlib.error as e:
+            raise ValueError(f"{where} answered with damaged {coding}: {e}") from e
+        if len(out) > REPLY_BYTES:
+            raise ValueError(f"{where} answered with more than {REPLY_BYTES:,} bytes: check its url and options")
+    return bytes(out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class MathVerify:
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float | Unscored:
         """1 for an expression equal to the answer, else 0. Raises ValueError when the answer itself is none."""
-        request = json.dumps({"gold": gold(prompt), "answer": sample.text}).encode() + b"\n"
+        request = json.dumps({"gold": gold(prompt), "answer": sample.text, "limit_s": self.limit_s}).encode() + b"\n"
         async with self._lock:
             process = self._process or await self._start()
             # Kept only once it has replied: after a time limit or a cancelled call, a late reply would be taken for
@@ -61,7 +62,9 @@ class MathVerify:
         # -P: the script's own folder stays off the path, where our types.py would hide the standard one.
         worker = Path(__file__).with_name("math_worker.py")
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", str(worker), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            *(sys.executable, "-P", str(worker), str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None
         ready = b""

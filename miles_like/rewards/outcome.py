@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from miles_like.types import Score, Unscored
+from miles_like.user_errors import shown
 
 TOTALS = ("score", "reward")  # under which a dict's total stands; the first there is
 RETURNED_NONE = "the reward function returned None"
 _WHY = "reason"
 _REASON_CHARS = 120  # samples are counted by reason, and a log line holds it
+MOST_PARTS = 64  # each is a metric and a TensorBoard tag for as long as the run is
+_NAME = re.compile(r"[\w./-]{1,64}")
 
 
 def outcome_of(returned: object) -> Score | Unscored:
@@ -24,7 +28,9 @@ def outcome_of(returned: object) -> Score | Unscored:
 
     Raises ValueError for what is none of these, or not finite.
     """
-    if isinstance(returned, Score | Unscored):
+    if isinstance(returned, Unscored):
+        return Unscored(reason=_shortened(returned.reason))
+    if isinstance(returned, Score):
         return returned
     if returned is None:
         return Unscored(reason=RETURNED_NONE)
@@ -35,13 +41,21 @@ def _of_parts(named: Mapping[object, object]) -> Score | Unscored:
     values = {str(k): v for k, v in named.items()}
     total = next((k for k in TOTALS if k in values), None)
     if any(values[k] is None for k in ([total] if total is not None else values.keys() - {_WHY})):
-        return Unscored(reason=str(values.get(_WHY) or RETURNED_NONE).strip()[:_REASON_CHARS])
+        return Unscored(reason=_shortened(str(values.get(_WHY) or RETURNED_NONE)))
     parts = {k: number(v, f"its part {k!r}") for k, v in values.items() if k != total and not isinstance(v, str | None)}
+    if len(parts) > MOST_PARTS:
+        raise ValueError(f"it has {len(parts)} parts, at most {MOST_PARTS} are logged: leave some out")
+    if (wrong := next((k for k in parts if not _NAME.fullmatch(k)), None)) is not None:
+        raise ValueError(f"its part {wrong[:80]!r} has no name for a metric: want 1 to 64 letters, digits, _ . / or -")
     if total is not None:
         return Score(value=number(values[total], f"its {total!r}"), parts=parts)
     if not parts:
-        raise ValueError(f"it is {dict(values)!r}: give the total as {TOTALS[0]!r}, or named numbers to add up")
+        raise ValueError(f"it is {dict(values)!r:.200}: give the total as {TOTALS[0]!r}, or named numbers to add up")
     return Score(value=math.fsum(parts.values()), parts=parts)
+
+
+def _shortened(reason: str) -> str:
+    return " ".join(reason[: 4 * _REASON_CHARS].split())[:_REASON_CHARS]
 
 
 def number(value: object, what: str) -> float:
@@ -49,13 +63,15 @@ def number(value: object, what: str) -> float:
     if isinstance(value, np.generic | np.ndarray | Tensor) and value.shape in ((), (1,)):
         value = value.item()
     if not isinstance(value, int | float):
-        raise ValueError(f"{what} is {value!r}, want a number, a bool, a dict of named numbers, or None")
+        raise ValueError(f"{what} is {value!r:.200}, want a number, a bool, a dict of named numbers, or None")
     try:
         finite = math.isfinite(value)
     except OverflowError:
         finite = False
     if not finite:
-        raise ValueError(f"{what} is {value}, which is not finite: return None for a sample that cannot be scored")
+        raise ValueError(
+            f"{what} is {shown(value)}, which is not finite: return None for a sample that cannot be scored"
+        )
     return float(value)
 
 
@@ -64,7 +80,7 @@ def each(returned: object, n: int) -> list[object]:
     if isinstance(returned, Tensor | np.ndarray):
         returned = returned.reshape(-1).tolist()
     if not isinstance(returned, Sequence) or isinstance(returned, str):
-        raise ValueError(f"it returned {returned!r} for {n} samples, want a list with one result for each")
+        raise ValueError(f"it returned {shown(returned)} for {n} samples, want a list with one result for each")
     if len(returned) != n:
         raise ValueError(f"it returned {len(returned)} results for {n} samples, want one for each, in order")
     return list(returned)

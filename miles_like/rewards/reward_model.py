@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
-
-from transformers import AutoTokenizer
 
 from miles_like.reward_config import RewardModelConfig
 from miles_like.rewards.http import Endpoint
+from miles_like.template_limits import check_template_of
 from miles_like.types import Prompt, Sample, Unscored
 
 
@@ -24,8 +24,18 @@ class RewardModel:
     def __init__(self, config: RewardModelConfig) -> None:
         self._config = config
         self._server = Endpoint(config)
-        self._tokenizer: Any = None if config.tokenizer is None else AutoTokenizer.from_pretrained(config.tokenizer)
         self.close = self._server.close
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """Loaded by the first request: a hub name needs a network, which a dry run does not have."""
+        if self._config.tokenizer is None:
+            return None
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self._config.tokenizer)
+        check_template_of(tokenizer, f"reward.reward_model.tokenizer = {self._config.tokenizer!r}")
+        return tokenizer
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float | Unscored:
         """Raises ValueError for a reply of another form, or of several outputs where none is named."""

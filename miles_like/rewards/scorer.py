@@ -9,16 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import sysconfig
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
-from miles_like.rewards.outcome import each, outcome_of
+from miles_like.rewards.outcome import MOST_PARTS, each, outcome_of
 from miles_like.types import Prompt, Sample, Score, Unit, Unscored
+from miles_like.user_errors import raised, shown
 
 T = TypeVar("T")
 Ask = Callable[[Sequence[Prompt], Sequence[Sample]], Awaitable[object]]  # with `unit` SAMPLE: one, and its result
 Outcome = Score | Unscored
+MOST_REASONS = 64  # that are counted one by one: each stays in the ledger and the metrics to the end of the run
+OTHER_REASONS = "other reasons"
+_NOT_THE_USERS = (str(Path(__file__).parents[1]), *(sysconfig.get_path(k) for k in ("stdlib", "purelib", "platlib")))
 
 
 async def _nothing() -> None:
@@ -39,6 +46,8 @@ class Scorer:
     concurrency: int | None = None  # calls at the same time; None: any number
     end: Callable[[], Awaitable[None]] = _nothing
     _room: contextlib.AbstractAsyncContextManager[object] = field(init=False)
+    _parts: set[str] = field(init=False, default_factory=set)  # names of all results so far
+    _reasons: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         limited = self.concurrency is not None
@@ -72,7 +81,7 @@ class Scorer:
             except (Exception, SystemExit) as e:  # the user's code: whatever it raises, say what it was given
                 if not limit.expired():
                     raise RuntimeError(
-                        f"reward of {_named(prompts, samples)} failed: {type(e).__name__}: {e}; "
+                        f"reward of {_named(prompts, samples)} failed: {raised(e)}{raised_at(e)}; "
                         f"{_given(prompts, samples)}"
                     ) from e
         # a function with a bare `except` takes the limit, or the end of the run, for an error of its own
@@ -82,9 +91,26 @@ class Scorer:
             raise asyncio.CancelledError
         try:
             results = [returned] if self.unit is Unit.SAMPLE else each(returned, len(samples))
-            return [outcome_of(r) for r in results]
+            return [self._known(outcome_of(r)) for r in results]
         except ValueError as e:
             raise RuntimeError(f"reward of {_named(prompts, samples)}: {e}; {_given(prompts, samples)}") from e
+
+    def _known(self, outcome: Outcome) -> Outcome:
+        """Itself. Raises ValueError where the run has seen MOST_PARTS other names of parts; counts a reason beyond
+        MOST_REASONS as OTHER_REASONS."""
+        if isinstance(outcome, Unscored):
+            if outcome.reason not in self._reasons and len(self._reasons) >= MOST_REASONS:
+                return Unscored(reason=OTHER_REASONS)
+            self._reasons.add(outcome.reason)
+            return outcome
+        new = outcome.parts.keys() - self._parts
+        if len(self._parts) + len(new) > MOST_PARTS:
+            raise ValueError(
+                f"it has the part {min(new)!r}, and {len(self._parts)} other names of parts were given in this run, at "
+                f"most {MOST_PARTS}: name the same parts each time"
+            )
+        self._parts |= new
+        return outcome
 
 
 async def together(calls: Iterable[Coroutine[object, object, T]]) -> list[T]:
@@ -110,6 +136,17 @@ def pieces(
     return [([p for p, _ in piece], [s for _, s in piece]) for piece in cut]
 
 
+def raised_at(error: BaseException) -> str:
+    """at FILE:LINE in FUNCTION: SOURCE, of the innermost frame outside this package, the standard library and
+    installed packages, else of none: where a user's function went wrong."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
+    if not own:
+        return ""
+    frame = own[-1]
+    return f" at {Path(frame.filename).name}:{frame.lineno} in {frame.name}: {(frame.line or '')[:120]}"
+
+
 def _named(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> str:
     if len({p.id for p in prompts}) > 1:
         return f"{len(samples)} samples of prompts {prompts[0].id!r} .. {prompts[-1].id!r}"
@@ -119,4 +156,4 @@ def _named(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> str:
 
 def _given(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> str:
     first = "" if len(samples) == 1 else "first "
-    return f"the {first}answer was {prompts[0].answer!r}, the {first}response {samples[0].text[:200]!r}"
+    return f"the {first}answer was {shown(prompts[0].answer)}, the {first}response {samples[0].text[:200]!r}"

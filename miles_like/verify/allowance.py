@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from megatron_bridge.config import PrecisionConfig
+from megatron_bridge.config import AgreementConfig, PrecisionConfig
 from miles_like.algorithms.bounds import Bounds
 from quant.spec import QuantFormat
 
@@ -17,6 +17,13 @@ _OWN_ROUTES = 5e-3  # the same where the rollout tells no routes, whose flipped 
 _EXTREME = 1e-2  # share of tokens; over those formats fewer than one in a thousand
 # A published model in FP8 on one side only: 0.058. Half as much again: this only decides whether a run may start.
 _ROUNDED_ON_ONE_SIDE = 9e-2
+# Least agreement of replayed routes with the trainer's own routers, on the scale of Cohen's kappa: 1 less the share of
+# rows that may hold random experts. A published 30B-A3B chooses another set in one of ten rows (arXiv:2510.11370), most
+# of them other by one expert; small models whose sides round alike were measured at 0.98 and more.
+_AGREE = 0.9
+_AGREE_ROUNDED_ON_ONE_SIDE = 0.75  # 0.9 and more were measured where only the rollout rounds
+_AGREE_STALE = 0.5  # routes of weights that have moved since: 0.6 and more, eight versions later at a high rate
+_ROOM = 0.1  # between the share that random sets reach and what is explained: with less, wrong routes look right
 _WEIGHTS_ONLY = (QuantFormat.INT4, QuantFormat.MXFP4)  # a stock server multiplies bf16 activations with these
 
 
@@ -47,6 +54,52 @@ def allowance(
         kl_max=kl if kl is not None else kernels if alike else _ROUNDED_ON_ONE_SIDE,
         extreme_frac_max=extreme if extreme is not None or not alike else _EXTREME,
     )
+
+
+def agreement_bounds(
+    overall: float | None,
+    layer: float | None,
+    precision: PrecisionConfig,
+    *,
+    engine: Literal["embedded", "sglang"],
+    exact: bool,
+    more: bool,
+    stale: bool,
+    top_k: int,
+    num_experts: int,
+) -> AgreementConfig:
+    """Bounds on the agreement of replayed routes with the trainer's routers, `overall` and of each `layer`.
+
+    A bound that is None is derived. With `exact`, where both sides compute the same bits, every row agrees. Otherwise
+    `overall` is the share that the precision explains, which is less where weights have moved since the rollout
+    (`stale`), and a layer's bound is derived from it and from what its neighbouring rows share in each step
+    (megatron_bridge/agreement.py). Random sets share top_k / num_experts. 0: not checked. exact, more: as in
+    `allowance`.
+
+    Raises ValueError where a given bound is one that random experts reach, or a derived one leaves no room between
+    them and right ones.
+    """
+    alike = _rounded_alike(precision, engine) and not more
+    kappa = _AGREE if alike else _AGREE_ROUNDED_ON_ONE_SIDE
+    if stale:
+        kappa = min(kappa, _AGREE_STALE)
+    if exact:
+        kappa = 1.0
+    chance = top_k / num_experts
+    explained = chance + (1 - chance) * kappa
+    for key, bound in (("expert_agreement_min", overall), ("layer_agreement_min", layer)):
+        if bound is None and explained - chance < _ROOM:
+            raise ValueError(
+                f"mismatch.{key} cannot be derived: routers that choose {top_k} of {num_experts} experts at random "
+                f"agree in {chance:.2f} of them, and the precision explains an agreement of only {explained:.2f}: set "
+                f"it above {chance:.2f}, or to 0 for no check"
+            )
+        if bound is not None and 0 < bound <= chance:
+            raise ValueError(
+                f"mismatch.{key} = {bound:g} is at most what {top_k} of {num_experts} experts chosen at random reach "
+                f"({chance:.2f}): raise it, or set it to 0 for no check"
+            )
+    return AgreementConfig(overall=explained if overall is None else overall, layer=layer, explained=kappa)
 
 
 def _rounded_alike(precision: PrecisionConfig, engine: str) -> bool:

@@ -64,7 +64,10 @@ async def attribute(e: Evidence, bounds: Bounds, allowed: Bounds) -> Report:
     await _routing(e, s, allowed)
     await _sampling(e, s)
     _numerics(s, allowed)
-    return Report(findings=tuple(s.findings), profile=profile, bounds=bounds, extra=extra)
+    differing = () if isinstance(e.weights, str) else tuple(e.weights.differing)
+    return Report(
+        findings=tuple(s.findings), profile=profile, bounds=bounds, extra=extra, allowed=allowed, differing=differing
+    )
 
 
 async def _begin(e: Evidence, sampled: Sampled) -> _State:
@@ -103,10 +106,23 @@ async def _measure(e: Evidence, s: _State) -> None:
     s.gap = gap_of(scores.logprobs, s.logprobs, s.sampled.told.masks)
 
 
-def _note(s: _State, step: str, compared: str, before: Gap, causes: Sequence[Blamed] = (), *, mended: bool) -> None:
-    s.findings.append(
-        Finding(step=step, compared=compared, before=before, after=s.gap if mended else None, causes=tuple(causes))
-    )
+def _note(
+    s: _State,
+    step: str,
+    compared: str,
+    before: Gap,
+    causes: Sequence[Blamed] = (),
+    *,
+    mended: bool,
+    left_out: str = "",
+) -> None:
+    after = s.gap if mended else None
+    found = Finding(step=step, compared=compared, before=before, after=after, causes=tuple(causes), left_out=left_out)
+    s.findings.append(found)
+
+
+def _skip(s: _State, step: str, why: str) -> None:
+    s.findings.append(Finding(step=step, compared=why, before=s.gap, after=s.gap, skipped=True))
 
 
 # ---- weights and quantizer
@@ -115,9 +131,9 @@ def _note(s: _State, step: str, compared: str, before: Gap, causes: Sequence[Bla
 async def _weights(e: Evidence, s: _State) -> _State:
     """Where the rollout takes the trainer's weights, what follows is of samples that it drew with them."""
     before = s.gap
-    if e.weights is None:
-        _note(s, "weights", "not compared", before, mended=True)
-        _note(s, "quantizer", "not compared", before, mended=True)
+    if isinstance(e.weights, str):
+        _skip(s, "weights", e.weights)
+        _skip(s, "quantizer", e.weights)
         return s
     weights, quantizer = judge_weights(e.weights)
     mended = not weights
@@ -127,7 +143,11 @@ async def _weights(e: Evidence, s: _State) -> _State:
         if again is not None:
             s, mended = await _begin(e, again), True
     s.same_weights, s.same_quantizer = mended, not quantizer
-    _note(s, "weights", f"hashes of {len(e.weights.served)} tensors", before, weights, mended=mended)
+    compared, left_out = f"hashes of {len(e.weights.served)} tensors", ""
+    if e.weights.unknown:
+        left_out = f"{len(e.weights.unknown)} tensors ({e.weights.unknown[0]}, ...)"
+        compared += f", not of {left_out}"
+    _note(s, "weights", compared, before, weights, mended=mended, left_out=left_out)
     _note(s, "quantizer", _how(e.weights), s.gap, quantizer, mended=not quantizer)
     return s
 
@@ -164,7 +184,7 @@ async def _tokens(e: Evidence, s: _State) -> None:
 async def _routing(e: Evidence, s: _State, allowed: Bounds) -> None:
     before, told = s.gap, s.sampled.told
     if s.routes is None or s.own.routes is None or not s.same_tokens:
-        _note(s, "routing", "not compared: one side told no routes of these tokens", before, mended=True)
+        _skip(s, "routing", "one side has no routes of these tokens")
         return
     same = s.same_weights and s.same_quantizer
     exact = same and allowed.kl_max == 0
@@ -234,10 +254,11 @@ _OF_ROUTES = {
 async def _sampling(e: Evidence, s: _State) -> None:
     """Unit, part of the vocabulary and temperature of the reported log-probabilities."""
     before, told, causes, mended = s.gap, s.sampled.told, [], True
-    compared = f"temperature {e.temperature:g}" + (f", top_p {e.top_p:g}" if e.top_p < 1 else "")
+    cuts = [f"top_k = {e.top_k}"] * (e.top_k != -1) + [f"top_p = {e.top_p:g}"] * (e.top_p < 1)
+    compared = ", ".join([f"temperature {e.temperature:g}", *cuts])
     if not (s.same_tokens and s.same_weights):
         other = "weights" if s.same_tokens else "tokens"
-        _note(s, "sampling", f"not compared: the sides have other {other}", before, mended=True)
+        _skip(s, "sampling", f"the sides have other {other}")
         return
 
     async def score(temperature: float) -> Sequence[Tensor]:
@@ -251,8 +272,9 @@ async def _sampling(e: Evidence, s: _State) -> None:
     if unit is not None and float(differences(own, changed, told.masks).nanmean()) <= at_t:
         causes.append((Cause.CONVENTION, f"the rollout reports {unit}"))
         s.logprobs = changed
-    elif of_the_cut(own, s.logprobs, told.masks, e.top_p) and at_t > _PART * now:
-        said = f"the rollout's are of the tokens that top_p = {e.top_p:g} leaves, which add up to 1 again"
+    elif cuts and of_the_cut(own, s.logprobs, told.masks, top_p=e.top_p, top_k=e.top_k) and at_t > _PART * now:
+        leave = "leaves" if len(cuts) == 1 else "leave"
+        said = f"the rollout's are of the tokens that {' and '.join(cuts)} {leave}, renormalised to a sum of 1"
         causes.append((Cause.CONVENTION, said))
         mended = False
     elif t != e.temperature:
@@ -269,8 +291,10 @@ async def _sampling(e: Evidence, s: _State) -> None:
 
 def _numerics(s: _State, allowed: Bounds) -> None:
     """What is left is of kernels and of what one side rounds and the other does not."""
-    measured = all(f.after is not None for f in s.findings)
-    broken = _beyond(allowed, s.gap) if measured else []
+    if any(f.after is None for f in s.findings):
+        _skip(s, "numerics", "the gap still holds what was found and cannot be set right from here")
+        return
+    broken = _beyond(allowed, s.gap)
     causes: list[Blamed] = [(Cause.NUMERICS, "; ".join(broken))] if broken else []
     _note(s, "numerics", "what is left", s.gap, causes, mended=True)
 

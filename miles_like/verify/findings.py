@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -46,6 +46,14 @@ class Cause(StrEnum):
     BAD_ROWS = "bad rows of routes"
     ROUTES = "routes of other tokens"
     NUMERICS = "more than the precision explains"
+
+
+class Verdict(StrEnum):
+    """The result of one step."""
+
+    AGREES = "agrees"
+    DIFFERS = "differs"
+    NOT_COMPARED = "not compared"
 
 
 Blamed = tuple[Cause, str]  # with what shows it
@@ -102,14 +110,23 @@ class Finding:
     """One step: what was compared, the gap before and, where that could be measured, with what was found set right."""
 
     step: str
-    compared: str
+    compared: str  # where nothing was, the reason
     before: Gap
     after: Gap | None  # None: it cannot be set right from here
     causes: tuple[Blamed, ...] = ()  # none: nothing is wrong
+    skipped: bool = False  # nothing was compared
+    left_out: str = ""  # what of it was not compared where the rest was
 
     @property
-    def verdict(self) -> str:
-        return "; ".join(f"{cause.value}: {what}" for cause, what in self.causes) or "agrees"
+    def verdict(self) -> Verdict:
+        if self.causes:
+            return Verdict.DIFFERS
+        return Verdict.NOT_COMPARED if self.skipped else Verdict.AGREES
+
+    @property
+    def says(self) -> str:
+        """The verdict with its causes."""
+        return "; ".join(f"{cause.value}: {what}" for cause, what in self.causes) or self.verdict.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,6 +147,8 @@ class Report:
     profile: Profile
     bounds: Bounds
     extra: Mapping[str, float]
+    allowed: Bounds = field(default_factory=Bounds)  # what the remaining gap was compared with
+    differing: tuple[str, ...] = ()  # names of all served tensors that are not what the trainer publishes
 
     @property
     def found(self) -> Gap:
@@ -154,17 +173,35 @@ class Report:
         """All that is wrong, in one."""
         return "; ".join([*(f"{step}: {c.value} ({what})" for step, c, what in self.causes), *self.broken])
 
+    def conclusion(self) -> str:
+        """The result in one plain sentence. Its KL is the remaining one, which `allowed` bounds."""
+        gap, bound = self.findings[-1].before, self.allowed.kl_max
+        figures = f"KL {gap.kl:.1e}, " + ("no bound" if bound is None else f"bound {bound:g}")
+        if self.ok and bound is not None and gap.kl > bound:
+            figures += f" (within two standard errors, {gap.kl_error:.1e} each)"
+        skipped = [f"{f.step} ({f.compared})" for f in self.findings if f.verdict is Verdict.NOT_COMPARED]
+        skipped += [f"{f.left_out} of {f.step}" for f in self.findings if f.left_out]
+        less = f"; not compared: {', '.join(skipped)}" if skipped else ""
+        if self.ok:
+            return f"Trainer and rollout agree: {figures}{less}."
+        return f"Trainer and rollout differ: {self.sentence()}; {figures}{less}."
+
     def to_json(self) -> dict[str, object]:
-        """One flat object of figures, and `verdicts`."""
+        """One flat object: figures, the verdict of each step, `verdicts` of all causes, `bounds_broken`,
+        `differing_tensors`, `ok` and `conclusion`."""
         out: dict[str, object] = dict(self.found.figures) | dict(self.extra)
         out["mismatch/tokens"] = self.found.tokens
         for f in self.findings:
+            out[f"verify/{f.step}/verdict"] = f.verdict.value
+            out[f"verify/{f.step}/compared"] = f.compared
             out[f"verify/{f.step}/kl_before"] = f.before.kl
             if f.after is not None:
                 out[f"verify/{f.step}/kl_after"] = f.after.kl
                 out[f"verify/{f.step}/kl_explained"] = f.before.kl - f.after.kl
         out["verdicts"] = [{"step": s, "cause": c.value, "what": what} for s, c, what in self.causes]
         out["bounds_broken"] = self.broken
+        out["differing_tensors"] = list(self.differing)
+        out["ok"], out["conclusion"] = self.ok, self.conclusion()
         return out
 
     def write_json(self, path: Path) -> None:
@@ -183,7 +220,7 @@ class Report:
             after = "-" if f.after is None else f"{f.after.kl:.2e}"
             table.add_row(
                 *(f.step, escape(f.compared), f"{f.before.kl:.2e}", after),
-                *(f"{f.before.mean:.2e}", f"{f.before.largest:.2e}", escape(f.verdict)),
-                style="bold red" if f.causes else None,
+                *(f"{f.before.mean:.2e}", f"{f.before.largest:.2e}", escape(f.says)),
+                style={Verdict.DIFFERS: "bold red", Verdict.NOT_COMPARED: "yellow"}.get(f.verdict),
             )
         return table

@@ -100,13 +100,19 @@ def unit_of(own: Sequence[Tensor], reported: Sequence[Tensor], masks: Sequence[T
     return None
 
 
-def of_the_cut(own: Sequence[Tensor], reported: Sequence[Tensor], masks: Sequence[Tensor], top_p: float) -> bool:
+def of_the_cut(
+    own: Sequence[Tensor], reported: Sequence[Tensor], masks: Sequence[Tensor], *, top_p: float = 1.0, top_k: int = -1
+) -> bool:
     """Whether they are of the part of the vocabulary that was sampled from, made to add up to 1 again: then they are
-    above the trainer's, by up to -log(top_p)."""
-    above = _under_loss(reported, masks) - _under_loss(own, masks)
-    above = above[torch.isfinite(above)]
+    above the trainer's by -log of that part. `top_p` alone leaves a part of at least top_p. `top_k`, also with `top_p`
+    (docs/sampling.md), may leave any part, and only 0 bounds what is reported."""
+    mine, theirs = _under_loss(own, masks), _under_loss(reported, masks)
+    above = theirs - mine
+    most = torch.full_like(above, -math.log(top_p)) if top_k == -1 else -mine
+    known = torch.isfinite(above) & torch.isfinite(most)
+    above, most = above[known], most[known].clamp(min=0.0)
     higher, lower = int((above > 0).sum()), int((above < 0).sum())
-    outside = float((above - above.clamp(0.0, -math.log(top_p))).abs().sum())
+    outside = float((above - above.clamp(min=0.0).minimum(most)).abs().sum())
     within = outside < _OUTSIDE * float(above.abs().sum())
     return within and higher - lower > _SIGMAS * math.sqrt(higher + lower)
 

@@ -61,13 +61,14 @@ class RolloutSide(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evidence:
-    """All that is compared. What is None cannot be, and its step says so."""
+    """All that is compared. What is None cannot be, and the verdict of its step is "not compared"."""
 
     sampled: Sampled
     layers: tuple[int, ...]  # [L] global numbers
     temperature: float  # at which the run means to sample, and the trainer computes
     top_p: float = 1.0  # the same
+    top_k: int = -1  # the same
     trainer: TrainerSide
     replay: bool = False  # whether the run replays the rollout's routes
-    weights: WeightEvidence | None = None
+    weights: WeightEvidence | str = "no hashes were asked for"  # a string: the reason why they are not compared
     rollout: RolloutSide | None = None

@@ -30,9 +30,9 @@ _TRIED = 9  # coded weights, more than half of which a quantizer must have made 
 class WeightEvidence:
     """Both sides' weights. Tensors are asked for by name and only where a hash differs.
 
-    Without `tensor` the hashes are of what the server made of the stored tensors, as stock SGLang's are of fused ones:
-    `published` are then those that it had after the trainer had published to it, `served` those before, and nothing is
-    known of a difference but where it is.
+    Without `tensor` the hashes are of what the server made of the stored tensors, as stock SGLang's are of fused ones.
+    `published` are then those that such tensors of the trainer's weights have, or those that the server had after the
+    trainer had published to it; nothing is known of a difference but where it is.
     """
 
     published: Mapping[str, str]  # stored name -> hash of what the trainer publishes
@@ -42,14 +42,21 @@ class WeightEvidence:
     whole: Callable[[str], Tensor]  # a weight before it is encoded, bf16
     spec: QuantSpec | None  # how the trainer publishes
     earlier: Callable[[str], Tensor | None] = field(default=lambda _: None)  # what was served at an earlier version
+    difference: str = "has other values"  # what a tensor of another hash is said to be, without `tensor`
+    unknown: tuple[str, ...] = ()  # served tensors of which no published hash is known
+
+    @property
+    def differing(self) -> list[str]:
+        """Names of the served tensors whose hash is not the published one, in order."""
+        return sorted(n for n, h in self.served.items() if self.published.get(n) != h)
 
 
 def judge_weights(e: WeightEvidence) -> tuple[list[Blamed], list[Blamed]]:
     """(what is wrong with weights, what is wrong with the quantizer); each cause once, naming its tensors."""
-    wrong = sorted(n for n, h in e.served.items() if e.published.get(n) != h)
+    wrong = e.differing
     missing = sorted(n for n in e.published.keys() - e.served.keys() if n.endswith(_BIAS))
     if e.tensor is None:
-        said = _listed([f"{name} changed when the trainer published its weights" for name in wrong])
+        said = _listed([f"{name} {e.difference}" for name in wrong])
         return ([(Cause.WEIGHTS, said)] if wrong else []), []
     quantizer, wrong = _quantizer(e, wrong)
     causes: dict[Cause, list[str]] = {}

@@ -115,7 +115,7 @@ class Admission:
         rows = self._rows.take(len(jobs))
         slots = self._cache.slots_of([q for j in jobs for q in j.pages]).view(len(jobs), -1)
         keys = np.array([j.key for j in jobs], np.uint64)
-        stops = spec.sampling.stop_token_ids + (() if spec.ignore_eos else self._eos_ids)
+        stops = () if spec.ignore_eos else spec.sampling.stop_token_ids + self._eos_ids
         self._rows.start(rows, spec, entry.tokens, slots, keys, stops)
         for job, row in zip(jobs, rows.tolist(), strict=True):
             self.jobs[row] = job

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +77,11 @@ class Engine:
 
     def submit(self, spec: PromptSpec, deliver: Callable[[list[Completed]], None]) -> None:
         """Raises ValueError when the request can never run."""
+        self.queue([self.made(spec, deliver)])
+
+    def made(self, spec: PromptSpec, deliver: Callable[[list[Completed]], None]) -> Entry:
+        """Everything of a request that can fail, and nothing of the engine changed. Raises ValueError when the request
+        can never run."""
         self.check(spec)
         group = Group(spec=spec, deliver=deliver, done=[None] * spec.n)
         seed = spec.sampling.sampling_seed
@@ -84,7 +89,11 @@ class Engine:
         jobs = deque(Job(group=group, index=i, key=int(k)) for i, k in enumerate(keys))
         for job in jobs:
             job.note_version(self.version, 0)
-        self._admission.queue.append(self._entry(group, np.array(spec.token_ids, np.int64), jobs))
+        return self._entry(group, np.array(spec.token_ids, np.int64), jobs)
+
+    def queue(self, entries: Sequence[Entry]) -> None:
+        """Requests that were `made` since the last step, in order."""
+        self._admission.queue.extend(entries)
 
     def _entry(self, group: Group, tokens: NDArray[np.int64], jobs: deque[Job]) -> Entry:
         return Entry(group=group, tokens=tokens, jobs=jobs, names=self.cache.prefixes.names(tokens))
@@ -107,9 +116,10 @@ class Engine:
             )
         if spec.top > arch.vocab:
             raise ValueError(f"top_logprobs_num = {spec.top}, the vocabulary has {arch.vocab} tokens: ask for fewer")
-        highest = max(spec.token_ids)
-        if highest >= arch.vocab or min(spec.token_ids) < 0:
-            raise ValueError(f"token id {highest} is outside this model's vocabulary of {arch.vocab}")
+        for what, ids in (("token id", spec.token_ids), ("stop token id", spec.sampling.stop_token_ids)):
+            if ids and not (min(ids) >= 0 and max(ids) < arch.vocab):
+                wrong = min(ids) if min(ids) < 0 else max(ids)
+                raise ValueError(f"{what} {wrong} is outside this model's vocabulary of {arch.vocab}")
         need, have = self._admission.slots_needed(spec), self.cache.pages * self.cache.page
         if need > have:
             raise ValueError(
@@ -138,9 +148,16 @@ class Engine:
 
     def abort(self, rid: str = "", *, everything: bool = False) -> None:
         """Samples end with what they have. Matches rids by prefix, as SGLang's scheduler does; unknown: nothing."""
+        self._abort(lambda group: everything or (rid != "" and group.spec.rid.startswith(rid)))
 
+    def abort_groups(self, groups: Collection[Group]) -> None:
+        """Samples of these groups alone end with what they have, whatever names others have."""
+        wanted = set(map(id, groups))
+        self._abort(lambda group: id(group) in wanted)
+
+    def _abort(self, meant: Callable[[Group], bool]) -> None:
         def hit(job: Job) -> bool:
-            return everything or (rid != "" and job.group.spec.rid.startswith(rid))
+            return meant(job.group)
 
         rows = np.array([r for r in self._active if hit(self._admission.jobs[r])], np.int64)
         self._finish(rows, [Finish.ABORT] * len(rows))

@@ -16,6 +16,7 @@ absorb = True
 wide = False
 parts = 1
 expert_parts = 1
+_ROW_BYTES = 16
 
 
 def linear(x: Tensor, w: Tensor, parts: int = 1) -> Tensor:
@@ -29,8 +30,16 @@ def linear(x: Tensor, w: Tensor, parts: int = 1) -> Tensor:
 def grouped_linear(x: Tensor, w: Tensor, counts: Sequence[int], parts: int = 1) -> Tensor:
     if parts != 1:
         raise ValueError(f"the plain operations sum an expert's product in one part, not {parts}")
+    if not (_aligned(x) and _aligned(w)):
+        each = zip(x.split(list(counts)), w, strict=True)
+        return torch.cat([F.linear(rows, weight) for rows, weight in each])
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return F.grouped_mm(x, w.transpose(1, 2), offs=ends)
+
+
+def _aligned(t: Tensor) -> bool:
+    """Whether torch's grouped product takes it: rows that begin at multiples of 16 bytes."""
+    return t.shape[-1] * t.element_size() % _ROW_BYTES == 0
 
 
 def rmsnorm(x: Tensor, w: Tensor, eps: float) -> Tensor:

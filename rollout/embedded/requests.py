@@ -29,7 +29,7 @@ class PromptSpec:
     sampling: SamplingParams
     n: int = 1
     first_index: int = 0  # of the samples: sample i draws from stream first_index + i
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # stop_token_ids too: the samples end at max_new_tokens only
     logprob_start: int = -1  # first prompt token whose log-prob is wanted; -1: none
     top: int = 0  # likeliest tokens at each place after it whose log-probs are wanted too
     routing_start: int | None = None  # first position whose experts are wanted; None: none

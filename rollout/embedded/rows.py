@@ -13,9 +13,14 @@ from torch import Tensor
 from rollout.embedded.requests import PromptSpec
 from rollout.embedded.sampler import Draw
 
+_WIDTH = 128  # tokens a row can hold at first
+_NARROW = 4  # arrays that are this many times wider than any row needs are cut to what is needed
+
 
 class Rows:
-    def __init__(self, rows: int, *, width: int = 128) -> None:
+    """Arrays grow for the widest row and shrink after it has ended: no request leaves memory or slowness behind."""
+
+    def __init__(self, rows: int, *, width: int = _WIDTH) -> None:
         self.tokens = torch.zeros(rows, width, dtype=torch.int64)  # [R, W]
         self.logprobs = torch.zeros(rows, width, dtype=torch.float32)  # [R, W]
         self.slots = torch.zeros(rows, width, dtype=torch.int64)  # [R, W] cache slot of each position
@@ -26,7 +31,10 @@ class Rows:
         self.temperature = np.zeros(rows, np.float32)
         self.top_p = np.zeros(rows, np.float32)
         self.top_k = np.zeros(rows, np.int64)
+        self.min_p = np.zeros(rows, np.float32)
         self.stop = np.full((rows, 1), -1, np.int64)  # [R, S], -1 where there is none
+        self._stops = np.zeros(rows, np.int64)  # columns of `stop` that each row needs; 0: a free row
+        self._needs = np.zeros(rows, np.int64)  # the same of `tokens`
         self._free = list(range(rows - 1, -1, -1))
 
     @property
@@ -38,6 +46,9 @@ class Rows:
 
     def release(self, rows: list[int]) -> None:
         self._free.extend(rows)
+        self._stops[rows] = self._needs[rows] = 0
+        self.stop[rows] = -1
+        self._narrow(max(_WIDTH, int(self._needs.max())), max(1, int(self._stops.max())))
 
     def start(
         self,
@@ -49,7 +60,9 @@ class Rows:
         stops: tuple[int, ...],
     ) -> None:
         """`rows` begin with the same `tokens` [P]; slots [len(rows), n] of each."""
-        self._widen(max(slots.shape[1], spec.limit), len(stops))
+        width = max(slots.shape[1], spec.limit)
+        self._widen(width, len(stops))
+        self._needs[rows], self._stops[rows] = width, len(stops)
         at = torch.from_numpy(rows)
         self.tokens[at, : len(tokens)] = torch.from_numpy(tokens)
         self.slots[at, : slots.shape[1]] = slots
@@ -60,6 +73,7 @@ class Rows:
         self.temperature[rows] = spec.sampling.temperature
         self.top_p[rows] = spec.sampling.top_p
         self.top_k[rows] = spec.sampling.top_k
+        self.min_p[rows] = spec.sampling.min_p
         self.stop[rows] = -1
         self.stop[rows, : len(stops)] = stops
 
@@ -73,6 +87,14 @@ class Rows:
         if stops > self.stop.shape[1]:
             self.stop = np.pad(self.stop, ((0, 0), (0, stops - self.stop.shape[1])), constant_values=-1)
 
+    def _narrow(self, width: int, stops: int) -> None:
+        if width * _NARROW <= self.tokens.shape[1]:
+            self.tokens, self.logprobs, self.slots = (
+                t[:, :width].clone() for t in (self.tokens, self.logprobs, self.slots)
+            )
+        if stops < self.stop.shape[1]:
+            self.stop = self.stop[:, :stops].copy()
+
     def draw(self, rows: NDArray[np.int64]) -> Draw:
         """How the next token of each of `rows` is drawn."""
         return Draw(
@@ -81,6 +103,7 @@ class Rows:
             temperature=self.temperature[rows],
             top_p=self.top_p[rows],
             top_k=self.top_k[rows],
+            min_p=self.min_p[rows],
         )
 
     def append(self, rows: NDArray[np.int64], tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.bool_], ...]:

@@ -1,4 +1,11 @@
-"""Drawing tokens, the same whatever else is in the batch.
+"""Drawing tokens, the same whatever else is in the batch, from SGLang's distribution.
+
+The rule is that of SGLang 0.5.23's PyTorch sampler, which its deterministic mode uses too, for a request that is alone
+in its batch. `top_k`, `top_p` and `min_p` are applied together, each to the softmax of logits / temperature over the
+whole vocabulary: a token is kept if fewer than `top_k` tokens come before it, if those before it have at most `top_p`
+of the mass, and if its probability is at least `min_p` times the largest. FlashInfer's kernels differ in two ways:
+tokens of equal probability are kept or dropped together, and with min_p > 0 top-p is taken of what top-k left,
+renormalised.
 
 The random number of a token is a function of (sampling seed, sample index, position) alone: a counter run through
 splitmix64's finalizer (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), so there is no
@@ -19,6 +26,7 @@ from torch import Tensor
 from rollout.embedded.operations import Operations
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GREEDY_BELOW = np.float32(1e-6)
 
 
 def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -49,35 +57,52 @@ class Draw:
 
     keys: NDArray[np.uint64]  # [B]
     positions: NDArray[np.int64]  # [B], of the token to draw
-    temperature: NDArray[np.float32]  # [B]; 0 is greedy
+    temperature: NDArray[np.float32]  # [B]; below 1e-6: greedy
     top_p: NDArray[np.float32]  # [B]; 1 is off
-    top_k: NDArray[np.int64]  # [B]; -1 is off
+    top_k: NDArray[np.int64]  # [B]; -1 is off, 1 is greedy
+    min_p: NDArray[np.float32]  # [B]; 0 is off
 
 
 def sample(logits: Tensor, draw: Draw, ops: Operations) -> tuple[Tensor, Tensor]:
     """logits [B, V] -> tokens int64 [B] and their log-probs fp32 [B].
 
-    A log-prob is that of softmax(logits / temperature), before top-k and top-p cut it (SGLang's convention); of the raw
-    logits when greedy.
+    A log-prob is that of softmax(logits / temperature) over the whole vocabulary, before top-k, top-p and min-p; of the
+    raw logits when greedy, whatever the temperature. Both are SGLang's convention.
     """
     x = logits.float()
-    greedy = draw.temperature == 0
-    if not (draw.temperature == 1).all():
-        x = x / torch.from_numpy(np.where(greedy, 1.0, draw.temperature).astype(np.float32))[:, None]
+    greedy = (draw.temperature < _GREEDY_BELOW) | (draw.top_k == 1)
+    temperature = np.where(greedy, np.float32(1), draw.temperature)
+    if not (temperature == 1).all():
+        x = x / torch.from_numpy(temperature)[:, None]
     if greedy.all():
         tokens = x.argmax(-1)
         return tokens, ops.logprob(x, tokens, ops.parts)
     u = torch.from_numpy(uniform(draw.keys, draw.positions))
-    cut = (draw.top_p < 1) | (draw.top_k > 0)
+    cut = ((draw.top_p < 1) | (draw.top_k > 0) | (draw.min_p > 0)) & ~greedy
     tokens = _inverse(x.softmax(-1), u) if not cut.all() else torch.zeros(len(x), dtype=torch.int64)
     if cut.any():
         rows = torch.from_numpy(cut.nonzero()[0])
-        top_p, top_k = torch.from_numpy(draw.top_p)[rows], torch.from_numpy(draw.top_k)[rows]
-        tokens[rows] = _draw_cut(x[rows], u[rows], top_p, top_k)
+        top_p, top_k, min_p = (torch.from_numpy(a)[rows] for a in (draw.top_p, draw.top_k, draw.min_p))
+        weights, ids = kept(x[rows].softmax(-1), top_p=top_p, top_k=top_k, min_p=min_p)
+        tokens[rows] = ids.gather(1, _inverse(weights, u[rows])[:, None])[:, 0]
     if greedy.any():
         rows = torch.from_numpy(greedy.nonzero()[0])
         tokens[rows] = x[rows].argmax(-1)
     return tokens, ops.logprob(x, tokens, ops.parts)
+
+
+def kept(p: Tensor, *, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities p [B, V] and [B] each -> (weights [B, V], likeliest first, 0 where dropped; token ids [B, V]).
+
+    All three rules look at `p` as it is; the likeliest token is always kept. Of equals the lower id comes first. The
+    mass before a token is summed in fp64, where SGLang's fp32 sums may decide otherwise within 1e-6 of `top_p`.
+    """
+    p, ids = p.sort(dim=-1, descending=True, stable=True)
+    limit = torch.where(top_k > 0, top_k, p.shape[1])[:, None]
+    reach = torch.where(top_p < 1, top_p.double(), torch.inf)[:, None]  # the whole sum may round to above 1
+    before = p.cumsum(-1, dtype=torch.float64) - p
+    dropped = (torch.arange(p.shape[1]) >= limit) | (before > reach) | (p < p[:, :1] * min_p[:, None])
+    return p.masked_fill(dropped, 0.0), ids
 
 
 def _inverse(weights: Tensor, u: Tensor) -> Tensor:
@@ -87,15 +112,3 @@ def _inverse(weights: Tensor, u: Tensor) -> Tensor:
     """
     cdf = weights.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True)[:, 0].clamp_(max=weights.shape[1] - 1)
-
-
-def _draw_cut(x: Tensor, u: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Keeps the `top_k` likeliest, then the fewest of all tokens whose probability reaches `top_p`; ties: lower id."""
-    p, ids = x.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(p.shape[1])
-    limit = torch.where(top_k > 0, top_k, p.shape[1])[:, None]
-    p = p.masked_fill(rank >= limit, 0.0)
-    before = p.cumsum(-1, dtype=torch.float64) - p
-    reach = top_p.double()[:, None] * p.sum(-1, keepdim=True, dtype=torch.float64)
-    p = p.masked_fill((before >= reach) & (rank > 0), 0.0)
-    return ids.gather(1, _inverse(p, u)[:, None])[:, 0]

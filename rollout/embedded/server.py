@@ -1,264 +1,72 @@
-"""SGLang's HTTP surface in front of the engine: `python -m rollout.embedded.server --model-path DIR --port P`.
+"""The embedded engine as a server: `python -m rollout.embedded.server --model-path DIR --port P`.
 
-Differences from a stock server are refusals with a sentence, never silent: streaming, stop strings, penalties and
-pickled weights are answered with 400.
+`handlers.py` has its endpoints, `limits.py` the bounds on what reaches them.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import errno
+import functools
 import gc
+import logging
 import socket
 import sys
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
-import orjson
 import torch
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import PlainTextResponse, Response
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 
 from rollout import wire
-from rollout.checksum import engine_checksum
+from rollout.config import PublishConfig
+from rollout.embedded.access import Access, check_address
 from rollout.embedded.engine import EngineLimits
 from rollout.embedded.exact_ops import operations
-from rollout.embedded.requests import Completed, PromptSpec, specs_of
-from rollout.embedded.service import Service
-from rollout.embedded.text import Text
-from rollout.embedded.worker import EngineWorker
-from rollout.wire import GenerateRequest, Json
-from rollout.wire_control import (
-    SAFETENSORS,
-    AbortRequest,
-    ChecksumReply,
-    ModelInfo,
-    Outcome,
-    PauseMode,
-    UpdateFromDisk,
-    UpdateFromTensor,
-    UpdateVersion,
-    decode_safetensors,
+from rollout.embedded.handlers import Handlers, answered, http_error
+from rollout.embedded.limits import (
+    Arrivals,
+    BodyLimits,
+    BoundedProtocol,
+    RequestLimits,
+    affordable_connections,
+    weights_bytes,
 )
-from rollout.wire_scores import prompt_entries
+from rollout.embedded.openapi import HEALTH_GENERATE, OPENAPI
+from rollout.embedded.service import Service
+from rollout.embedded.sparing_log import Sparing
+from rollout.embedded.worker import EngineWorker
+from rollout.server_key import ServerKey, given_key
+from rollout.wire_bodies import request_bytes
 
-HEALTH_GENERATE = "/health_generate"
-_DISCONNECT_POLL_S = 1.0
-T = TypeVar("T")
-
-
-def _json(body: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")
-
-
-def _error(message: str, status: int = 400) -> Response:
-    return _json({"error": {"message": message}}, status)
+_BUCKET_BYTES = PublishConfig().bucket_bytes
+SERVER_PROMPTS = 64  # of the context length in one request
+_CANDIDATES = 128  # of a token, in a reply to so many prompts
 
 
-async def _body(request: Request) -> Json:
-    raw = await request.body()
-    try:
-        body = orjson.loads(raw) if raw else {}
-    except ValueError as e:
-        raise ValueError(f"the request is not JSON: {e}") from None
-    if not isinstance(body, dict):
-        raise ValueError(f"the request is a JSON {type(body).__name__}, want an object")
-    return body
+def limits_of(args: argparse.Namespace, service: Service) -> RequestLimits:
+    """What is not given follows from the model and the context length."""
+    given = vars(args)
+    sizes = service.store.fp32_bytes()
+    context = service.engine.limits.context_length
+    weights = weights_bytes(
+        bucket_bytes=given.get("bucket_bytes") or _BUCKET_BYTES, largest=max(sizes), total=sum(sizes)
+    )
+    return RequestLimits(
+        request_bytes=given.get("max_request_bytes") or request_bytes(prompts=SERVER_PROMPTS, context_length=context),
+        weights_bytes=weights,
+        samples=given.get("max_samples_per_request") or RequestLimits.samples,
+        entries=max(RequestLimits.entries, SERVER_PROMPTS * context * _CANDIDATES),
+        connections=affordable_connections(given.get("max_connections") or RequestLimits.connections),
+        arrival_s=given.get("arrival_timeout") or RequestLimits.arrival_s,
+    )
 
 
-class Handlers:
-    """One method an endpoint. A ValueError is the caller's mistake and becomes a 400."""
-
-    def __init__(self, worker: EngineWorker, args: argparse.Namespace) -> None:
-        self.worker = worker
-        self.service = worker.service
-        self.text = Text.of(Path(args.model_path))
-        self.args = args
-        self.started = time.time()
-
-    async def _call(self, run: Callable[[], T], *, drain: bool = False) -> T:
-        return await asyncio.wrap_future(self.worker.call(run, drain=drain))
-
-    # ---- generation
-
-    async def generate(self, request: Request) -> Response:
-        began = time.time()
-        body = await _body(request)
-        if "text" in body and "input_ids" not in body:
-            body["input_ids"] = self.text.encode(body["text"])
-        asked = GenerateRequest.from_json(body)
-        specs = specs_of(asked)
-        future = self.worker.generate(specs)
-        done = await self._await_or_abort(request, future, specs)
-        replies = self._replies(asked, specs, done, body, time.time() - began)
-        return _json(replies[0] if asked.single and asked.n == 1 else replies)
-
-    async def _await_or_abort(
-        self, request: Request, future: Future[list[Completed]], specs: Sequence[PromptSpec]
-    ) -> list[Completed]:
-        """A client that went away gets no more work done for it."""
-        waiter = asyncio.wrap_future(future)
-
-        def abort() -> None:
-            for s in specs:
-                self.service.engine.abort(s.rid)
-
-        while not (await asyncio.wait({waiter}, timeout=_DISCONNECT_POLL_S))[0]:
-            if await request.is_disconnected():
-                await self._call(abort)
-        return await waiter
-
-    def _replies(
-        self, asked: GenerateRequest, specs: Sequence[PromptSpec], done: Sequence[Completed], body: Json, seconds: float
-    ) -> list[Json]:
-        params = body.get("sampling_params") or {}
-        first = (params[0] if params else {}) if isinstance(params, list) else params
-        texts = self.text.decode(
-            [c.reply.output_ids.tolist() for c in done],
-            trim=[c.reply.matched is not None and not first.get("no_stop_trim") for c in done],
-            skip_special=bool(first.get("skip_special_tokens", True)),
-        )
-        out = []
-        for i, c in enumerate(done):
-            one = c.reply.to_json()
-            meta = one["meta_info"]
-            meta["e2e_latency"] = seconds
-            if not asked.return_logprob:
-                for key in ("input_token_logprobs", "output_token_logprobs", "output_token_logprobs_length"):
-                    meta.pop(key, None)
-            elif asked.logprob_start_len >= 0:
-                ids = specs[i // asked.n].token_ids[asked.logprob_start_len :]
-                meta |= prompt_entries(c.prompt_logprobs[: len(ids) - 1], ids, c.prompt_top)
-            out.append(one if texts is None else {"text": texts[i]} | one)
-        return out
-
-    async def abort(self, request: Request) -> Response:
-        a = AbortRequest.from_json(await _body(request))
-        await self._call(lambda: self.service.engine.abort(a.rid, everything=a.abort_all))
-        return Response()
-
-    async def pause(self, request: Request) -> Response:
-        mode = PauseMode.from_json(await _body(request))
-        await self._call(lambda: self.service.engine.pause(mode))
-        return _json({"message": "Generation paused successfully.", "status": "ok"})
-
-    async def resume(self, request: Request) -> Response:
-        await self._call(self.service.engine.resume)
-        return _json({"message": "Generation continued successfully.", "status": "ok"})
-
-    async def flush_cache(self, request: Request) -> Response:
-        until = time.monotonic() + float(request.query_params.get("timeout", 0))
-        while not (idle := await self._call(self.service.engine.flush)) and time.monotonic() < until:
-            await asyncio.sleep(0.05)
-        if idle:
-            return PlainTextResponse("Cache flushed.\n")
-        return PlainTextResponse("Cache not flushed: requests are running or frozen in place.\n", 400)
-
-    # ---- what it is
-
-    async def health(self, request: Request) -> Response:
-        return Response(status_code=200 if self.worker.alive else 503)
-
-    async def model_info(self, request: Request) -> Response:
-        path = str(self.service.model_path)
-        info = ModelInfo(model_path=path, weight_version=self.service.engine.version).to_json()
-        more = {
-            "served_model_name": path,
-            "tokenizer_path": path if self.text.known else None,
-            "load_format": SAFETENSORS,
-            "has_image_understanding": False,
-            "has_audio_understanding": False,
-            "model_type": self.service.config.get("model_type"),
-            "architectures": self.service.config.get("architectures"),
-        }
-        return _json(info | more)
-
-    async def server_info(self, request: Request) -> Response:
-        engine = self.service.engine
-        state = {
-            "running": engine.running,
-            "waiting": engine.waiting,
-            "paused": engine.paused,
-            "free_slots": engine.cache.free_pages * engine.cache.page,
-            "generated_tokens": engine.generated,
-        }
-        more = {
-            "max_total_num_tokens": engine.cache.pages * engine.cache.page,
-            "started_ts": self.started,
-            "weights_bytes": self.service.weights_bytes,
-            "weight_version": engine.version,  # of now, not of the command line
-            "internal_states": [state],
-            "exact_fingerprint": await self._call(lambda: getattr(engine.model.ops, "fingerprint", None)),
-            "version": "embedded",
-        }
-        return _json(vars(self.args) | more)
-
-    async def checksum(self, request: Request) -> Response:
-        action = (await _body(request)).get("action", "checksum")
-        if action != "checksum":
-            return _json(
-                Outcome(success=False, message=f"action {action!r} is not served: ask for checksum").to_json(), 400
-            )
-        sums = await self._call(lambda: self.service.store.checksums())
-        whole = engine_checksum(sums)
-        return _json(ChecksumReply(per_engine=whole, ranks=(sums,), per_gpu=(whole,)).to_json())
-
-    # ---- weights
-
-    async def begin_update(self, request: Request) -> Response:
-        return await self._outcome(self.service.begin_update)
-
-    async def update_from_tensor(self, request: Request) -> Response:
-        u = UpdateFromTensor.from_json(await _body(request))
-        if u.load_format != SAFETENSORS or len(u.tensors) != 1:
-            message = f'this server reads one safetensors file in base64: send load_format "{SAFETENSORS}" (no pickle)'
-            return _json(Outcome(success=False, message=message).to_json(), 400)
-        tensors = await asyncio.to_thread(decode_safetensors, u.tensors[0])
-        if u.abort_all_requests:
-            await self._call(lambda: self.service.engine.abort(everything=True))
-        return await self._outcome(
-            lambda: self.service.update(tensors, flush_cache=u.flush_cache, version=u.weight_version)
-        )
-
-    async def end_update(self, request: Request) -> Response:
-        return await self._outcome(self.service.end_update, drain=True)
-
-    async def update_from_disk(self, request: Request) -> Response:
-        u = UpdateFromDisk.from_json(await _body(request))
-        if u.abort_all_requests:
-            await self._call(lambda: self.service.engine.abort(everything=True))
-        return await self._outcome(
-            lambda: self.service.update_from_disk(
-                Path(u.model_path), flush_cache=u.flush_cache, version=u.weight_version
-            ),
-            drain=True,
-            more={"num_paused_requests": 0},
-        )
-
-    async def update_version(self, request: Request) -> Response:
-        u = UpdateVersion.from_json(await _body(request))
-
-        def run() -> None:
-            if u.abort_all_requests:
-                self.service.engine.abort(everything=True)
-            self.service.engine.set_version(u.new_version)
-
-        return await self._outcome(run, more={"new_version": u.new_version})
-
-    async def _outcome(self, run: Callable[[], None], *, drain: bool = False, more: Json | None = None) -> Response:
-        try:
-            await self._call(run, drain=drain)
-        except ValueError as e:
-            return _json(Outcome(success=False, message=str(e)).to_json() | (more or {}), 400)
-        return _json(Outcome(success=True, message="Succeeded.").to_json() | (more or {}))
-
-
-def make_app(worker: EngineWorker, args: argparse.Namespace) -> FastAPI:
-    h = Handlers(worker, args)
+def make_app(worker: EngineWorker, args: argparse.Namespace, limits: RequestLimits | None = None) -> FastAPI:
+    """limits: None, those that follow from the arguments."""
+    h = Handlers(worker, args, limits or limits_of(args, worker.service))
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     get, post, both = ["GET"], ["POST"], ["GET", "POST"]
     for path, methods, handler in (
@@ -277,10 +85,10 @@ def make_app(worker: EngineWorker, args: argparse.Namespace) -> FastAPI:
         (wire.END_UPDATE, post, h.end_update),
         (wire.UPDATE_VERSION, post, h.update_version),
         (wire.CHECKSUM, both, h.checksum),
+        (OPENAPI, get, h.openapi),
     ):
-        app.add_route(path, handler, methods=methods)
-    app.add_exception_handler(ValueError, lambda _, e: _error(str(e)))
-    app.add_exception_handler(RuntimeError, lambda _, e: _error(str(e), 500))
+        app.add_route(path, answered(handler), methods=methods)
+    app.add_exception_handler(HTTPException, http_error)
     return app
 
 
@@ -291,6 +99,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--model-path", required=True, help="Hugging Face directory, quantized or not")
     p.add_argument("--port", type=int, required=True)
     p.add_argument("--host", default="127.0.0.1")
+    p.add_argument("--key-file", type=Path, help="what requests must carry, in place of MILES_LIKE_SERVER_KEY")
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of activations")
     p.add_argument("--weights", choices=("decoded", "codes"), default="decoded", help="what is kept of quantized ones")
@@ -301,6 +110,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--max-running-requests", type=int, default=512)
     p.add_argument("--context-length", type=int, default=1024)
     p.add_argument("--weight-version", default="default")
+    for flag, unit in (
+        ("--max-request-bytes", "of a body, weights excepted; 64 prompts of the context length, and 1 MiB at least"),
+        ("--max-samples-per-request", f"in one request; {RequestLimits.samples}"),
+        ("--bucket-bytes", f"of tensors that a publisher sends in one request; {_BUCKET_BYTES}"),
+        ("--max-connections", f"at once; {RequestLimits.connections}"),
+        ("--arrival-timeout", f"seconds for a request to arrive; {RequestLimits.arrival_s:g}"),
+    ):
+        p.add_argument(flag, type=_positive, help=unit)
     for flag, meaning in (
         ("--enable-return-routed-experts", "keep which experts each token was routed to, for requests that ask"),
         ("--enable-return-routed-weights", "keep the gate weights of routed experts, for requests that ask"),
@@ -312,28 +129,46 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 62:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
 def _listener(host: str, port: int) -> socket.socket:
-    """Bound before the model is loaded, so that a port in use costs no wait."""
+    """Bound before the model is loaded, so that a port in use costs no wait. Raises ValueError."""
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"port {port} is no port: give one from 1 to 65535")
     # the protocol is named, or asyncio leaves Nagle's algorithm on: 40 ms for every small answer
     s = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         s.bind((host, port))
-    except OSError as e:
+    except (OSError, TypeError, ValueError) as e:  # a host with NUL, or of a label of 64 letters, is no OSError
         s.close()
-        raise ValueError(
-            f"cannot listen on {host}:{port} ({e.strerror}): stop what uses it or give another port"
-        ) from e
+        raise ValueError(f"cannot listen on {host!r}:{port}: {_why_not(e, port)}") from e
     return s
 
 
-def serve(args: argparse.Namespace) -> None:
-    """Blocks until the server is told to stop. Raises ValueError when it cannot start."""
+def _why_not(e: Exception, port: int) -> str:
+    code = e.errno if isinstance(e, OSError) and not isinstance(e, socket.gaierror) else None
+    if code == errno.EADDRINUSE:
+        return f"{e.strerror}; stop what uses the port or give another port"
+    if code in (errno.EACCES, errno.EPERM):
+        return f"{e.strerror}; port {port} needs rights that this user has not, give one from 1024 on"
+    why = e.strerror if isinstance(e, OSError) else str(e)
+    return f"{why}; give an address of this machine"
+
+
+def serve(args: argparse.Namespace, key: ServerKey | None = None) -> None:
+    """Blocks until the server is told to stop. key: what requests must carry. Raises ValueError when it cannot start,
+    and for an address beyond loopback without a key."""
     with _listener(args.host, args.port) as listener:
-        _serve_on(listener, args)
+        check_address(listener.getsockname()[0], key)
+        _serve_on(listener, args, key)
 
 
-def _serve_on(listener: socket.socket, args: argparse.Namespace) -> None:
+def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey | None) -> None:
     # One here: with a second OpenMP team in the process libgomp stops spinning, and the engine takes twice as long.
     torch.set_num_threads(1)
     limits = EngineLimits(
@@ -355,8 +190,21 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace) -> None:
         ops=operations(args.exact_parts),
     )
     worker = EngineWorker(service, threads=args.threads)
+    bounds = limits_of(args, service)
+    app = BodyLimits(make_app(worker, args, bounds), bounds)
+    config = uvicorn.Config(
+        Access(app, host=args.host, address=listener.getsockname()[0], key=key),
+        http=functools.partial(BoundedProtocol, arrivals=Arrivals(bounds)),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+    )
+    sparing = Sparing()
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(sparing)
     worker.start()
-    config = uvicorn.Config(make_app(worker, args), log_level="warning", access_log=False, timeout_graceful_shutdown=1)
     gc.freeze()  # modules and weights stay: a full collection of garbage need not look at them
     try:
         uvicorn.Server(config).run(sockets=[listener])
@@ -367,7 +215,9 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """0 after an ordered stop; 1, with one sentence on stderr, when it cannot serve."""
     try:
-        serve(parse(argv))
+        args = parse(argv)
+        key = given_key(vars(args).pop("key_file"))
+        serve(args, key)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
+
+from miles_like.regular_files import check_inside, read_regular
+
+_TOKENIZER_BYTES = 256 << 20  # the most that is read
 
 
 class Text:
@@ -16,8 +21,15 @@ class Text:
 
     @classmethod
     def of(cls, directory: Path) -> Text:
+        """Raises ValueError for a tokenizer.json that cannot be read or leads out of the directory."""
         file = directory / "tokenizer.json"
-        return cls(Tokenizer.from_file(str(file)) if file.exists() else None)
+        if not os.path.lexists(file):
+            return cls(None)
+        check_inside(file, directory)
+        try:
+            return cls(Tokenizer.from_buffer(read_regular(file, _TOKENIZER_BYTES)))
+        except Exception as e:  # the library raises no other class
+            raise ValueError(f"{file} is no tokenizer ({e}): fetch it again") from None
 
     @property
     def known(self) -> bool:

@@ -6,7 +6,9 @@ published bytes; `prepared.py` makes what the model multiplies with, and what li
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -38,7 +40,6 @@ class WeightStore:
         self._expected = expected_tensors(arch)
         self._stored: dict[str, Tensor | QuantTensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}  # as they came, of those held in a wider one
-        self._hashes: dict[str, str] = {}  # of stored tensors, made when asked for
 
     @classmethod
     def load(cls, checkpoint: HFCheckpoint, arch: Architecture) -> WeightStore:
@@ -108,13 +109,12 @@ class WeightStore:
 
         return dict(pair_stream(checked(), self.spec))
 
-    def replace(self, new: Mapping[str, Tensor | QuantTensor]) -> None:
-        """Every tensor of `new` has been checked, so nothing here can fail half-way."""
-        self._stored.update(new)
-        for name in new:
-            self._dtypes.pop(name, None)
-            for stored in self._names(name):
-                self._hashes.pop(stored, None)
+    def replaced(self, new: Mapping[str, Tensor | QuantTensor]) -> WeightStore:
+        """A store with `new`, each of which has been checked, in the place of its own; this one stays as it is."""
+        out = WeightStore(self.arch, self.spec)
+        out._stored = self._stored | dict(new)
+        out._dtypes = {n: d for n, d in self._dtypes.items() if n not in new}
+        return out
 
     def check_coverage(self, spec: QuantSpec | None, where: object) -> None:
         """Raises ValueError when weights stored as `spec` says are not stored as these are."""
@@ -180,6 +180,10 @@ class WeightStore:
             self._stored[name] = value
             self._dtypes[name] = came
 
+    def fp32_bytes(self) -> list[int]:
+        """Of each weight, were it fp32."""
+        return [4 * math.prod(shape) for shape in self._expected.values()]
+
     def tensors(self) -> Iterator[Tensor]:
         """All that is held."""
         for value in self._stored.values():
@@ -189,14 +193,15 @@ class WeightStore:
                 yield value
 
     def checksums(self) -> dict[str, str]:
-        """Of every tensor as it came, each part of a coded weight under its stored name."""
+        """Of every tensor as it came, each part of a coded weight under its stored name. Of the bytes that memory holds
+        now: a hash that was kept would not show what has changed since."""
+        out = {}
         for name in self._stored:
             value = self[name]
             parts = value.parts if isinstance(value, QuantTensor) else {"weight": value}
             for stored, part in zip(self._names(name), parts.values(), strict=True):
-                if stored not in self._hashes:
-                    self._hashes[stored] = tensor_checksum(stored, part)
-        return dict(self._hashes)
+                out[stored] = tensor_checksum(stored, part)
+        return out
 
     def _names(self, name: str) -> list[str]:
         """Of what is stored of a weight."""
@@ -219,9 +224,18 @@ class UpdateSession:
     """Tensors between begin and end of an update. Nothing of them is served before `finish`."""
 
     store: WeightStore
+    begun_as: str | None = None  # the version that it was begun with
     version: str | None = None
+    touched: float = field(default_factory=time.monotonic)  # when something was last sent for it
     refused: str = ""  # why: an update with a hole in it must not be finished
     staged: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def idle_s(self) -> float:
+        return time.monotonic() - self.touched
+
+    def touch(self) -> None:
+        self.touched = time.monotonic()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Raises ValueError when the tensor is not one of the model's or came before; the session is then void."""

@@ -23,7 +23,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def environment(**more: str) -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "RAY_AUTH_MODE": "disabled", **more}
+    return os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", **more}
 
 
 def command(*arguments: str) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from miles_like.cli import app
+from miles_like.completion import marker_root
 from miles_like.hf_checkpoint import HFCheckpoint
 from tests.e2e.conftest import ROOT, SMALL, Run, environment
 from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
@@ -43,7 +44,7 @@ def mistaken(*arguments: str) -> str:
 def _outputs(stage: str, home: Path) -> list[Path]:
     """Roots of a stage's outputs, oldest first."""
     markers = sorted(home.glob(f"cache/{stage}-*/.complete.json"), key=lambda p: p.stat().st_mtime)
-    return [Path(json.loads(m.read_text())["root"]) for m in markers]
+    return [marker_root(m.parent, json.loads(m.read_text())) for m in markers]
 
 
 def _tensors(converted: Path) -> Any:
@@ -84,7 +85,7 @@ def test_there_and_back_on_the_command_line(converted: tuple[Path, Path, Path], 
     assert done.returncode == 0, done.stderr[-3000:]
     done = miles_like("convert", "to-hf", str(tmp_path / "again"), str(tmp_path / "fp8"), "--format", "fp8")
     assert done.returncode == 0, done.stderr[-3000:]
-    [fetched] = {Path(json.loads(m.read_text())["root"]) for m in home.glob("cache/fetch-*/.complete.json")}
+    [fetched] = set(_outputs("fetch", home))
     theirs, ours = HFCheckpoint(fetched), HFCheckpoint(tmp_path / "fp8")
     assert set(theirs.names()) == set(ours.names())
     for name in theirs.names():

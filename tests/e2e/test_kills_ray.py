@@ -20,6 +20,8 @@ import psutil
 import pytest
 
 from miles_like.run_state import load_latest
+from rollout.server_key import VARIABLE, ServerKey
+from rollout.wire import SERVER_INFO
 from tests.e2e.conftest import SMALL
 from tests.e2e.test_faults import descendants, ended, named, started
 from tests.local_run import untimed
@@ -40,12 +42,23 @@ RUN = (
 Seen = dict[str, Any]
 
 
-def server_of(run_dir: Path) -> Seen:
+def key_of(driver: Any) -> ServerKey:
+    """The run's key, from the environment of its server: the same user's processes can read it there."""
+    for process in named(driver, "rollout.embedded.server"):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if (text := process.environ().get(VARIABLE)) is not None:
+                return ServerKey.parse(text, "the server's environment")
+    raise AssertionError("no process of the run has the server's key")
+
+
+def server_of(driver: Any, run_dir: Path) -> Seen:
     """What the newest server says of itself."""
     log = max((run_dir / "logs").glob("embedded_*.log"), key=lambda p: p.stat().st_mtime)
-    port = log.stem.removeprefix("embedded_")
-    state = httpx.get(f"http://127.0.0.1:{port}/server_info", timeout=30, trust_env=False).json()["internal_states"]
-    return dict(state[0])
+    url = f"http://127.0.0.1:{log.stem.removeprefix('embedded_')}"
+    headers = key_of(driver).headers(SERVER_INFO)
+    reply = httpx.get(url + SERVER_INFO, headers=headers, timeout=30, trust_env=False)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json()["internal_states"][0])
 
 
 def latest(run_dir: Path) -> int:
@@ -71,7 +84,7 @@ class Standing:
 def in_generation(driver: Any, run_dir: Path) -> Seen | None:
     """Requests are running while the driver stands."""
     with Standing(psutil.Process(driver.pid)) as process:
-        seen = server_of(run_dir)
+        seen = server_of(driver, run_dir)
         if not seen["running"]:
             return None
         process.kill()
@@ -93,7 +106,7 @@ def in_publication(driver: Any, run_dir: Path) -> Seen | None:
     """The server is paused, and a rank that publishes stands."""
     for rank in named(driver, "ray::_Rank.publish"):
         with Standing(rank):
-            seen = server_of(run_dir)
+            seen = server_of(driver, run_dir)
             if "ray::_Rank.publish" in " ".join(rank.cmdline()) and seen["paused"]:
                 module = "rollout.embedded.server"  # its guard has the same words, further on
                 (server,) = [p for p in named(driver, module) if p.cmdline()[2] == module]
@@ -153,7 +166,7 @@ def test_a_run_killed_four_times_is_the_run_that_was_never_killed(whole: Path, r
     said: dict[str, str] = {}
     for at in (in_generation, in_step, in_publication, in_save):
         after = latest(run_dir)
-        with started(run_dir, *RUN, "--resume") as process:
+        with started(run_dir, *RUN, *(["--resume"] if run_dir.exists() else [])) as process:
             seen, family = caught(process, run_dir, at, after)
             if at in (in_step, in_publication):
                 said[at.__name__] = ended(process, family)

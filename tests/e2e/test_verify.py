@@ -9,18 +9,29 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from miles_like import assemble
+from miles_like.config_io import load_config
+from miles_like.hf_checkpoint import HFCheckpoint, write_hf
+from miles_like.types import NamedTensor
+from rollout.checksum import tensor_checksum
+from rollout.publisher import ServerSet
+from rollout.servers import free_port, start
 from tests.e2e.conftest import ROOT, SMALL, Run, environment
 
 REWARD = "tests.e2e.test_families:parity"  # that an untrained model gets half of the time, so that weights change
 TINY = str(ROOT / "configs" / "tiny.toml")
 
 
-def verify(home: Path, name: str, *more: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def verify(
+    home: Path, name: str, *more: str, written: bool = True
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     out = home / f"{name}.json"
     command = [sys.executable, "-m", "miles_like.cli", "verify", "--config", TINY, "--run-dir", str(home / name)]
     done = subprocess.run(
@@ -40,9 +51,66 @@ def test_a_healthy_job_has_nothing_wrong_with_it(home: Path) -> None:
     done, found = verify(home, "verify")
     assert done.returncode == 0 and found["verdicts"] == found["bounds_broken"] == [], done.stdout
     assert 0 < found["mismatch/kl"] < 1e-3 and found["routing/agreement"] > 0.9
+    assert re.fullmatch(
+        r"Trainer and rollout agree: KL \d\.\de-\d\d, bound 0\.001\.", done.stdout.rstrip().splitlines()[-1]
+    )
     pictures = {p.name for p in (home / "verify" / "verify").glob("*.png")}
     assert pictures == {"verify_steps.png", "verify_positions.png", "verify_layers.png"}
     assert not (home / "verify" / "verify" / "weights").exists()
+
+
+@pytest.fixture(scope="module")
+def other(home: Path) -> Iterator[tuple[str, set[str], Path]]:
+    """`miles-like serve` of the job's checkpoint with two weights of other values, in BF16 and in FP8: its URL, the
+    names of the stored tensors that differ, and the job's checkpoint."""
+    try:
+        config = load_config(Path(TINY), [word for word in SMALL if word != "--set"])
+        hf = assemble.staged(config, home / "attached", Console(), None) / "hf"
+    finally:
+        assemble.shut_down()
+    checkpoint = HFCheckpoint(hf)
+    norm, expert = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.experts.3.down_proj.weight"
+    changed = {norm: checkpoint.read(norm) * 2}
+    for part in (expert, f"{expert}_scale_inv"):
+        changed[part] = checkpoint.read(part.replace("experts.3.", "experts.4."))
+    tensors = (NamedTensor(n, changed.get(n, t)) for n, t in checkpoint.stream())
+    write_hf(home / "other", tensors, checkpoint.config, copy_from=hf)
+    port = free_port()
+    command = [sys.executable, "-m", "miles_like.cli", "serve", str(home / "other"), "--port", str(port)]
+    with start(command, url=f"http://127.0.0.1:{port}", log=home / "serve.log") as server:
+        server.await_ready(120)
+        yield server.url, set(changed), hf
+
+
+def checksums(url: str) -> Mapping[str, str]:
+    servers = ServerSet([url], 60)
+    try:
+        return servers.checksums()[0].ranks[0]
+    finally:
+        servers.close()
+
+
+def test_a_running_server_with_other_weights_is_named_and_left_as_it_is(
+    other: tuple[str, set[str], Path], home: Path
+) -> None:
+    """Its weights are hashed before anything is sent; with --overwrite they are named and replaced."""
+    url, changed, hf = other
+    before = checksums(url)
+    done, found = verify(home, "attached", "--server", url)
+    assert done.returncode == 1 and set(found["differing_tensors"]) == changed, done.stdout + done.stderr
+    assert found["verify/weights/verdict"] == "differs" and "verify/weights/kl_after" not in found
+    assert found["verify/numerics/verdict"] == "not compared"
+    assert {v["cause"] for v in found["verdicts"]} == {"other weights", "weights in another's place"}
+    assert f"did not change {url}; --overwrite publishes" in " ".join(done.stdout.split())
+    assert done.stderr.rstrip().splitlines()[-1] == found["conclusion"]
+    assert found["conclusion"].startswith("Trainer and rollout differ: weights: ")
+    assert checksums(url) == before
+    done, found = verify(home, "overwritten", "--server", url, "--overwrite")
+    assert done.returncode == 1 and set(found["differing_tensors"]) == changed, done.stdout + done.stderr
+    assert found["verify/weights/kl_after"] < found["verify/weights/kl_before"] / 4
+    after = checksums(url)
+    assert all(after[n] == tensor_checksum(n, HFCheckpoint(hf).read(n)) for n in changed)
+    assert {n for n in before if before[n] != after[n]} == changed
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +139,8 @@ def test_kept_samples_are_compared_without_a_server(kept: Path, home: Path, tmp_
     """A fault in the file, each log-probability beside its neighbour's token, is what is found."""
     done, found = verify(home, "whole", "--rollouts", str(kept))
     assert done.returncode == 0 and found["mismatch/tokens"] > 24, done.stderr
+    assert found["verify/weights/verdict"] == found["verify/quantizer/verdict"] == "not compared"
+    assert "not compared: weights (no server is asked), quantizer (" in found["conclusion"]
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
     for row in rows:
         row["logprobs"] = row["logprobs"][1:] + row["logprobs"][:1]

@@ -52,6 +52,7 @@ class Ask:
     temperature: float = 1.0  # of the engine
     meant: float | None = None  # of the run; None: the same
     top_p: float = 1.0
+    top_k: int = -1
     replay: bool = False
     allowed: Bounds = KERNELS
     sends: tuple[Sent, ...] = ()
@@ -125,7 +126,7 @@ class Bench:
     def sampled(self, ask: Ask) -> Sampled:
         """What the engine sends, as the run reads it."""
         specs = [
-            replace(s, sampling=replace(s.sampling, max_new_tokens=ask.tokens, top_p=ask.top_p))
+            replace(s, sampling=replace(s.sampling, max_new_tokens=ask.tokens, top_p=ask.top_p, top_k=ask.top_k))
             for s in exactly.prompt_specs(3, n=ask.samples, temperature=ask.temperature)
         ]
         done = exactly.generate(self.engine_of(ask).engine, specs)
@@ -152,9 +153,10 @@ class Bench:
             layers=() if self.shape is None else self.shape.moe_layers,
             temperature=ask.temperature if ask.meant is None else ask.meant,
             top_p=ask.top_p,
+            top_k=ask.top_k,
             trainer=LiveTrainer(trainer=ranks, pack=packed, shape=self.shape),
             replay=ask.replay,
-            weights=self._hashes(self.engine_of(ask)) if weights else None,
+            weights=self._hashes(self.engine_of(ask)) if weights else "not part of this check",
             rollout=_Engine(bench=self, ask=ask) if weights else None,
         )
         report = asyncio.run(attribute(evidence, Bounds(), ask.allowed))

@@ -23,7 +23,7 @@ from rollout.embedded.requests import Completed, PromptSpec
 from rollout.embedded.service import Service
 from tests.megatron_bridge import toy
 from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
-from tests.spawn import run_ranks
+from tests.spawn import free_port, run_ranks
 
 WIDE = tiny(
     torch_dtype="bfloat16",
@@ -64,7 +64,7 @@ def _trained(rank: int, world: int, port: int, where: str) -> dict[str, list[flo
         to_megatron(Path(where) / fmt, shards := Path(where) / f"{fmt}-shards")
         precision = {"format": fmt, "qat": True, "activations": "fp8"}
         cfg = toy.config(str(Path(where) / fmt), mode="off", precision=precision)
-        with toy.trainer(cfg, rank, world, port) as t:
+        with toy.trainer(cfg, rank, world, free_port()) as t:  # the store of the one before may listen still
             t.load_weights(shards)
             out[fmt] = t.logprobs([_text()])[0].tolist()
     return out

@@ -139,7 +139,9 @@ def test_a_rollout_that_goes_on_elsewhere_is_the_one_that_was_not_touched(
             _same(await _cut(w, tmp_path / "groups", apart=apart, tokens=tokens), whole, atol)
         saved = read_groups(tmp_path / "groups")
         said = sum(s.response_len for s in _samples(list(saved.values())))
-        assert {s.response_len for s in _samples(list(saved.values()))} == cuts
+        lengths = {s.response_len for s in _samples(list(saved.values()))}
+        # apart: requests arrive one by one, so that samples may be a token behind others
+        assert {min(lengths), max(lengths)} == cuts and (apart or lengths == cuts)
         async with world(path, OPS[ops]) as w:
             w.kept.restore(saved)
             assert {k: g.prompt for k, g in w.kept.state().items()} == {k: g.prompt for k, g in saved.items()}

@@ -28,7 +28,7 @@ from miles_like.algorithms.bounds import Bounds
 from miles_like.verify.findings import STEPS, Cause
 from miles_like.verify.pictures import write_pictures
 from quant.spec import QuantFormat, QuantSpec
-from rollout.embedded import engine
+from rollout.embedded import engine, sampler
 from tests.laws import exactly
 from tests.laws.doctor import EXACT, ROUNDED, Ask, Bench, logprobs, packs, routes, sharpen
 from tests.megatron_bridge import toy
@@ -63,18 +63,20 @@ def _sampling(b: Bench) -> None:
     b.look("probabilities", replace(FEW, sends=(logprobs(np.exp),)))
     with _of_the_cut():
         b.look("of what top-p leaves", Ask(top_p=0.8))
+        b.look("of what top-k and top-p leave", Ask(top_k=2, top_p=0.95))
     b.look("healthy, top-p", Ask(top_p=0.8, temperature=0.7, meant=0.7))
+    b.look("healthy, top-k and top-p", Ask(top_k=2, top_p=0.95))
 
 
 @contextmanager
 def _of_the_cut() -> Iterator[None]:
-    """An engine that reports log-probabilities of the tokens that its top-p leaves."""
+    """An engine that reports log-probabilities of the tokens that its top-k and top-p leave."""
     plain = engine.sample
 
     def cut(logits: Tensor, draw: Any, ops: Any) -> tuple[Tensor, Tensor]:
         tokens, _ = plain(logits, draw, ops)
-        p, ids = logits.float().softmax(-1).sort(-1, descending=True)
-        p = p.masked_fill(p.cumsum(-1) - p >= torch.from_numpy(draw.top_p)[:, None], 0.0)
+        cuts = {k: torch.from_numpy(getattr(draw, k)) for k in ("top_p", "top_k", "min_p")}
+        p, ids = sampler.kept(logits.float().softmax(-1), **cuts)
         of = torch.zeros_like(p).scatter(1, ids, p / p.sum(-1, keepdim=True))
         return tokens, of.gather(1, tokens[:, None])[:, 0].log()
 
@@ -252,6 +254,7 @@ FAULTS = {
     "base 2": [("sampling", Cause.CONVENTION)],
     "probabilities": [("sampling", Cause.CONVENTION)],
     "of what top-p leaves": [("sampling", Cause.CONVENTION)],
+    "of what top-k and top-p leave": [("sampling", Cause.CONVENTION)],
     "stale": [STALE],
     "bias": [BIASED],
     "gate and up": [("weights", Cause.GATE_UP)],
@@ -294,7 +297,7 @@ def test_each_cause_is_named_and_no_other(found: Found) -> None:
 def test_a_healthy_pair_has_no_cause(found: Found) -> None:
     """Though both sides compute by other kernels, and differ."""
     healthy = [case for case in found if case.startswith("healthy")]
-    assert len(healthy) == 4 + 2 * 15 + 2 * 4 + 1
+    assert len(healthy) == 5 + 2 * 15 + 2 * 4 + 1
     assert not {case: found[case][2] for case in healthy if found[case][0]}
     assert all((found[case][1]["weights"][0] > 0) == (case != "healthy, exact") for case in healthy)
 
@@ -336,7 +339,10 @@ def test_a_fault_that_is_named_fails_however_small_its_gap(found: Found) -> None
 
 def test_the_report_is_flat_and_drawn(found: Found) -> None:
     report = found["json"]
-    assert report.pop("verdicts") == report.pop("bounds_broken") == []
+    assert report.pop("verdicts") == report.pop("bounds_broken") == report.pop("differing_tensors") == []
+    assert report.pop("conclusion").startswith("Trainer and rollout agree: KL ") and report.pop("ok")
+    assert [report.pop(f"verify/{step}/verdict") for step in STEPS] == ["agrees"] * len(STEPS)
+    assert all(report.pop(f"verify/{step}/compared") for step in STEPS)
     assert all(isinstance(v, int | float) for v in report.values())
     assert {"mismatch/kl", "mismatch/logprob_abs_diff_max", "verify/rescored/kl"} <= set(report)
     assert {f"verify/{step}/kl_explained" for step in STEPS} <= set(report)

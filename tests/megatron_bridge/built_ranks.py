@@ -52,12 +52,17 @@ class BuiltRank:
 def _nowhere() -> Iterator[None]:
     from megatron.core.transformer import multi_latent_attention
 
+    from megatron_bridge import parallel
+
     join, group = dist.init_process_group, dist.new_group
 
-    def join_alone(backend: str, *, init_method: str, rank: int, world_size: int, timeout: Any) -> None:
+    def join_alone(backend: str, *, store: Any, rank: int, world_size: int, timeout: Any) -> None:
+        join("fake", store=store, rank=rank, world_size=world_size)
+
+    def fake_store(host: str, port: int, **ranks: Any) -> Any:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        join("fake", store=FakeStore(), rank=rank, world_size=world_size)  # type: ignore[no-untyped-call]
+        return FakeStore()  # type: ignore[no-untyped-call]
 
     def fake_group(ranks: Sequence[int], **kwargs: Any) -> Any:
         if dist.get_rank() not in ranks:  # what the stock function returns, after some time
@@ -66,6 +71,7 @@ def _nowhere() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(dist, "init_process_group", join_alone))
+        stack.enter_context(mock.patch.object(parallel, "rank_store", fake_store))
         stack.enter_context(mock.patch.object(dist, "new_group", fake_group))
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: torch.device("meta")))
         angles = mock.patch.object(multi_latent_attention, "YarnRotaryEmbedding", lambda *args, **kwargs: None)

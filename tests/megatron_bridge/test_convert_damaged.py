@@ -136,7 +136,7 @@ def _fewer_layers(path: Path) -> None:
         (_listed_twice, r"index.json is not JSON that can be read \(.* occurs twice\)"),
         (_two_checkpoints, "model.safetensors is another checkpoint than model.safetensors.index.json lists"),
         (_number_for_names, "config.json: architectures = 5: want a list of names"),
-        (_words_for_numbers, "config.json: num_hidden_layers = 'two': want a whole number"),
+        (_words_for_numbers, "config.json: num_hidden_layers is 'two': want a whole number"),
         (_word_for_a_table, "config.json cannot be read as one of family deepseek"),
         (_twice, "is in two files"),
         (_other_config, r"experts\.0\.gate_proj.*\(64, 128\), config.json wants \(32, 128\)"),

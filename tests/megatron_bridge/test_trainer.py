@@ -150,6 +150,9 @@ def test_it_learns_in_bf16_over_two_expert_ranks(found: Found) -> None:
 def test_a_step_reports_the_promised_metrics(found: Found) -> None:
     """Names that the run directory promises, plus each of the loss function's under its own."""
     want = {"train/loss", "train/grad_norm", "train/lr", "routing/agreement", "routing/replay_coverage"}
+    want |= {"routing/expert_agreement"} | {
+        f"routing/{of}_agreement/{layer}" for of in ("expert", "neighbour") for layer in toy.LAYERS
+    }
     own = {"train/entropy", "train/logprob_min", "mismatch/logprob_abs_diff_sum", "mismatch/logprob_abs_diff_max"}
     assert want | own == set(found["learn"]["metrics"])
     assert found["learn"]["metrics"]["train/lr"] == 1e-2

@@ -48,6 +48,11 @@ class Stand:
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise RuntimeError("Read error: Connection reset by peer")
 
+            def load_copy(self, name: str, path: Any) -> None:
+                """The last rank never ends."""
+                if rank == world - 1:
+                    time.sleep(3600)
+
             def finish_save(self, *, wait: bool) -> Any:
                 return came[0]
 

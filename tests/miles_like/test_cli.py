@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from miles_like.cli import app, one_sentence, parse_bytes, pipeline, sentence
+from miles_like.cli import app, parse_bytes, pipeline
+from miles_like.command_errors import LOG_BYTES, one_sentence, sentence
 from miles_like.hf_checkpoint import HFCheckpoint, write_hf
 from miles_like.stopping import Stopped
 from tests.megatron_bridge import tiny_models
+from tests.spawn import free_port
 
 
 def test_of_a_system_error_the_file_and_the_words_are_said() -> None:
@@ -66,9 +69,14 @@ def test_training_has_a_dry_run_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("model", "flag"), [(tiny_models.tiny_qwen(), True), (tiny_models.tiny_dense(), False)])
 def test_only_a_model_with_experts_is_asked_for_routes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: dict[str, Any], flag: bool
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: dict[str, Any],
+    flag: bool,
 ) -> None:
     """Stock SGLang sizes its buffers by `num_experts_per_tok` when the flag is given, and dies where there is none."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "fake_sglang")  # a dry run looks for one
     (tmp_path / "model.json").write_text(json.dumps(model))
     config = Path(__file__).parents[2] / "configs" / "tiny.toml"
     changes = [f"model.make.config={tmp_path}/model.json", "rollout.engine=sglang", "parallel.ep=1"]
@@ -86,6 +94,75 @@ def test_the_traceback_is_kept_where_the_run_keeps_its_logs(tmp_path: Path) -> N
     with pytest.raises(typer.Exit), one_sentence(tmp_path):
         raise ValueError("no such thing")
     assert "ValueError: no such thing" in (tmp_path / "driver.log").read_text()
+
+
+def test_a_fault_of_the_program_says_so_and_names_the_log_with_its_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever a user does, no traceback is the answer; RecursionError is a RuntimeError without words for a user."""
+    for error in (
+        KeyError("x"),
+        AssertionError(),
+        ZeroDivisionError("by zero"),
+        RecursionError("too deep"),
+        ValueError(),
+    ):
+        with pytest.raises(typer.Exit) as stopped, one_sentence(tmp_path):
+            raise error
+        said = capsys.readouterr().err
+        assert stopped.value.exit_code == 2
+        assert f"a fault of this program ({type(error).__name__}" in said and str(tmp_path / "driver.log") in said
+        assert type(error).__name__ in (tmp_path / "driver.log").read_text().splitlines()[-1]
+        with pytest.raises(typer.Exit), one_sentence():
+            raise error
+        log = Path(re.search(r"; (\S+) has the traceback", capsys.readouterr().err)[1])
+        assert type(error).__name__ in log.read_text()
+        log.unlink()
+
+
+def test_an_interrupt_and_an_exit_are_no_errors(tmp_path: Path) -> None:
+    for end in (KeyboardInterrupt(), typer.Exit(1)):
+        with pytest.raises(type(end)) as stopped, one_sentence(tmp_path):
+            raise end
+        assert stopped.value is end
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_drivers_log_is_bounded_and_no_link_is_written_through(tmp_path: Path) -> None:
+    def fails(logs: Path) -> None:
+        with pytest.raises(typer.Exit), one_sentence(logs):
+            raise ValueError("no such thing")
+
+    log = tmp_path / "driver.log"
+    log.write_bytes(b"x" * (LOG_BYTES + 1))
+    fails(tmp_path)
+    assert log.stat().st_size < 10_000 and (tmp_path / "driver.log.1").stat().st_size == LOG_BYTES + 1
+    other = tmp_path / "other"
+    other.write_text("as it was")
+    log.unlink()
+    log.symlink_to(other)
+    fails(tmp_path)
+    assert other.read_text() == "as it was"
+
+
+EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+@pytest.mark.parametrize("port", ["80000", "-1", "0", "port"])
+def test_a_port_that_is_none_is_refused(port: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", port])
+    assert done.exit_code == 2 and "Invalid value for '--port'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "256.1.1.1", "192.0.2.1", "a" * 64, "no host", "", "a\0b", "fe80::1%x"]
+)
+def test_a_host_that_cannot_be_listened_on_is_one_sentence(host: str, tmp_path: Path) -> None:
+    """Before the model is read, which is not there."""
+    done = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", str(free_port()), "--host", host])
+    assert done.exit_code == 2 and not isinstance(done.exception, ValueError | OSError), done.exception
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert ("without a key" if host in EVERYWHERE else "cannot listen on") in done.stderr
 
 
 def test_a_run_that_was_told_to_stop_ends_with_the_status_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +206,12 @@ def test_serving_on_a_used_port_is_an_error(tmp_path: Path) -> None:
 )
 def test_an_amount_of_memory_is_read_as_it_is_written(text: str, want: int) -> None:
     assert parse_bytes(text) == want
+
+
+def test_more_memory_than_there_can_be_is_refused() -> None:
+    for text in ("9" * 400, "1" + "0" * 20 + "GiB"):
+        with pytest.raises(ValueError, match="more memory than any machine"):
+            parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["", "lots", "-1GiB", "4 GiB each", "GiB"])

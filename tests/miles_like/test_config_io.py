@@ -30,6 +30,9 @@ def test_every_shipped_configuration_loads_places_and_comes_back(path: Path, tmp
         ("train.stps=3", "unknown key 'train.stps'; the nearest known one is 'train.steps'"),
         ("trian.steps=3", "unknown key 'trian'; the nearest known one is 'train'"),
         ("model.make.sed=1", "'model.make.seed'"),
+        ("steps=3", "unknown key 'steps'; the nearest known one is 'train.steps'"),
+        ("temperature=3", "the nearest known ones are 'rollout.temperature', 'eval.temperature',"),
+        ("data=false", "data is missing: set it"),
         ("rollout.embedded.thread=1", "'rollout.embedded.threads'"),
         ("train.steps=-1", "train.steps: Input should be greater than or equal to 0 (got -1)"),
         ("parallel.ep=3", "parallel.ep * parallel.etp = 3 does not divide tp * cp * dp = 2"),
@@ -54,6 +57,49 @@ def test_a_wrong_override_says_what_where_and_the_nearest_key(override: str, sai
         load_config(TINY, [override])
     assert said in str(e.value)
     assert "\n" not in str(e.value)
+
+
+def test_a_path_beside_an_inherited_make_is_refused(tmp_path: Path) -> None:
+    """The run would make and train the inherited model, whatever the path says. A layer that says what is made instead
+    names it as well, and `model.make = false` drops it."""
+    for path in ("nobody/does-not-exist", "gpt2", str(tmp_path)):
+        refused = (
+            r"--set: model.path = .* does not belong to the inherited \[model.make\], which makes 'tiny-deepseek-v3'"
+        )
+        with pytest.raises(ValueError, match=refused + r".*model.make = false to load"):
+            load_config(TINY, [f"model.path={path}"])
+        for order in ([f"model.path={path}", "model.make=false"], ["model.make=false", f"model.path={path}"]):
+            model = load_config(TINY, order).model
+            assert model.path == path and model.make is None
+    child = tmp_path / "child.toml"
+    child.write_text(f'extends = "{TINY}"\n[model]\npath = "Qwen/Qwen3-0.6B"\n')
+    with pytest.raises(ValueError, match=r"child.toml: model.path = 'Qwen/Qwen3-0.6B' does not belong"):
+        load_config(child)
+    child.write_text(f'extends = "{TINY}"\n[model]\npath = "Qwen/Qwen3-0.6B"\nmake = false\n')
+    assert load_config(child).model.make is None
+    make = load_config(TINY, ["model.path=renamed", "model.make.config=other.json"]).model
+    assert make.path == "renamed" and make.make is not None
+    both = tmp_path / "both.toml"
+    both.write_text(dump_config(load_config(TINY)).replace('path = "tiny-deepseek-v3"', 'path = "Qwen/Qwen3-0.6B"'))
+    with pytest.raises(
+        ValueError, match=r"model.path = 'Qwen/Qwen3-0.6B' is of a model that is loaded, and \[model.make\]"
+    ):
+        load_config(both)
+
+
+def test_a_child_drops_what_it_inherits(tmp_path: Path) -> None:
+    """`false` drops a section or an entry of a table of sections; a section that is not there may be dropped too."""
+    base, child = tmp_path / "base.toml", tmp_path / "child.toml"
+    sets = '[eval.sets.a]\npath = "a.jsonl"\n[eval.sets.b]\npath = "b.jsonl"\n'
+    base.write_text(f'extends = "{TINY}"\n{sets}[rollout.sglang]\ntp_size = 2\n')
+    child.write_text(
+        'extends = "base.toml"\n[eval.sets]\na = false\n[rollout]\nsglang = false\n[data]\ncurriculum = false\n'
+    )
+    found = load_config(child)
+    assert list(found.eval.sets) == ["b"] and found.rollout.sglang.tp_size == 1 and found.data.curriculum is None
+    assert list(load_config(base, ["eval.sets.b=false"]).eval.sets) == ["a"]
+    assert not load_config(base, ["eval.sets=false"]).eval.sets
+    assert load_config(base, ["precision.qat=false"]).precision.qat is False
 
 
 def test_the_schedule_ends_with_the_last_optimizer_step() -> None:
@@ -170,3 +216,16 @@ def test_gates_are_returned_where_they_are_replayed() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             load_config(TINY, keys)
+
+
+def test_a_directory_beside_a_section_that_makes_a_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one without '/' in its name, which is otherwise the made model's own."""
+    (tmp_path / "checkpoint").mkdir()
+    monkeypatch.chdir(tmp_path)
+    sets = ["model.path=checkpoint", f"model.make.config={TINY.parent}/tiny/model.json"]
+    with pytest.raises(ValueError, match=r"model.path = 'checkpoint' is of a model that is loaded"):
+        load_config(TINY, sets)
+    (tmp_path / "checkpoint").rmdir()
+    assert load_config(TINY, sets).model.path == "checkpoint"

@@ -121,6 +121,24 @@ def test_a_server_s_words_stand_at_the_student_s_places(model: Any, url: str, at
                 assert stream.shape[0] == len(mask) and not stream[~mask].any()
 
 
+def test_of_many_candidates_fewer_sequences_are_asked_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a reply holds stays the same, and a server's bound on it is not met."""
+    monkeypatch.setattr("miles_like.distillation._CANDIDATES", 3)
+    sizes: list[int] = []
+    score_after = SGLangClient.score_after
+
+    async def counted(self: SGLangClient, texts: Sequence[Tensor], *args: Any, **how: Any) -> Any:
+        sizes.append(len(texts))
+        return await score_after(self, texts, *args, **how)
+
+    monkeypatch.setattr(SGLangClient, "score_after", counted)
+    for top_k, want in ((2, [4]), (5, [2, 2]), (90, [1, 1, 1, 1])):
+        sizes.clear()
+        client = SGLangClient(url, routing=None)
+        asyncio.run(_scored(ServerTeacher(name="t", clients=[client], top_k=top_k, at_once=4), top_k=top_k))
+        assert sizes == want
+
+
 class SpeakingTrainer:
     """log p of a label is minus (the label + its input / 100): neither place nor length enters."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +12,20 @@ import pytest
 import torch
 
 from megatron_bridge.config import PrecisionConfig
+from megatron_bridge.families.registry import family_of
 from megatron_bridge.precision import served_spec
+from miles_like.assemble import _bytes
 from miles_like.engine_fit import check_attention, check_engine, check_engine_shards
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.served import store_served
 from quant.hf_config import spec_from_hf, spec_to_hf
-from quant.spec import QuantFormat, QuantSpec
+from quant.registry import codec_or_none
+from quant.spec import EXPERTS_ONLY, QuantFormat, QuantSpec
 from quant.stream import dequantize_stream, quantize_stream
 from rollout.config import RolloutConfig, SGLangFlags
 from tests.megatron_bridge.tiny_models import random_tensors, tiny, tiny_qwen, write_checkpoint
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 FP8 = QuantSpec(format=QuantFormat.FP8, block=(64, 64))
 
 
@@ -80,6 +86,10 @@ def test_blocks_that_a_servers_ranks_would_cut_are_refused_with_both_numbers() -
     with pytest.raises(ValueError, match=r"layers\.1\..*is 192 rows each"):  # layer 0 is left out
         check_engine_shards(SGLangFlags(tp_size=8), hf, replace(spec, ignore=(*spec.ignore, "layers.0")))
     check_engine_shards(SGLangFlags(tp_size=4), hf, spec)
+    with pytest.raises(ValueError, match="tp_size = 1 ranks are not divided by ep_size = 4611686018427387904"):
+        check_engine_shards(SGLangFlags(ep_size=2**62), hf, spec)
+    with pytest.raises(ValueError, match="tp_size = 4 ranks are not divided by dp_size = 8"):
+        check_engine_shards(SGLangFlags(tp_size=4, dp_size=8, enable_dp_attention=True), hf, spec)
 
 
 def test_attention_that_would_need_one_scale_is_refused_where_engines_fuse_it() -> None:
@@ -114,3 +124,40 @@ def test_flashinfer_is_not_deterministic_for_latent_attention() -> None:
     check_attention(SGLangFlags(attention_backend="flashinfer"), tiny())
     with pytest.raises(ValueError, match="'flashinfer' is not deterministic for latent attention: set it to 'fa3'"):
         check_attention(SGLangFlags(enable_deterministic_inference=True, attention_backend="flashinfer"), tiny())
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "qwen3_30b_a3b"])
+@pytest.mark.parametrize(
+    ("ignore", "splits"),
+    [
+        (EXPERTS_ONLY, False),
+        (("layers.0.self_attn", "layers.1*.mlp.experts", "experts.*.down_proj", "lm_head"), False),
+        (("experts.3.down_proj",), True),
+        (("experts.[0-3].down_proj",), True),
+        (("re:.*experts[.]1[0-9]?[.]up_proj",), True),
+        (("glob:*.experts.?.up_proj",), True),
+    ],
+)
+def test_bytes_of_one_expert_times_their_number_are_those_of_all(
+    name: str, ignore: tuple[str, ...], splits: bool
+) -> None:
+    """A plan goes over kinds of tensors, not over the 70,000 of a large model; over all where a pattern may tell the
+    experts of a layer apart."""
+    hf = json.loads((CONFIGS / name / "config.json").read_text()) | {"num_hidden_layers": 3}
+    hf |= {"n_routed_experts": 16} if name == "kimi_k2" else {"num_experts": 16}
+    spec = QuantSpec(format=QuantFormat.FP8, ignore=ignore)
+    assert spec.may_split_experts == splits
+    tensors = family_of(hf).bind(hf)
+    codec = codec_or_none(spec)
+    assert codec is not None
+    stored = 0
+    for place in tensors.places():
+        size = math.prod(place.shape)
+        covered = spec.covers(place.hf_name, place.shape)
+        parts = (
+            [math.prod(s) * d.itemsize for d, s in codec.layout(place.shape, place.hf_name).values()] if covered else []
+        )
+        stored += sum(parts) if covered else size * tensors.dtype(place.entry).itemsize
+    assert _bytes(hf, spec)[0] == stored
+    kinds = list(tensors.kinds())
+    assert sum(n for _, n in kinds) == len(list(tensors.places())) and len(kinds) < len(list(tensors.places())) / 2

@@ -106,12 +106,12 @@ def test_prompts_without_answers_are_scored_by_what_needs_none(hf: Path, url: st
     ("arguments", "said"),
     [
         (["{hf}"], "there is nothing to ask: give --data FILE"),
-        (["{hf}", "--data", "none.jsonl"], "none.jsonl: no such file"),
+        (["{hf}", "--data", "none.jsonl"], "none.jsonl, no such file"),
         (["{hf}", "--data", "empty.jsonl"], "empty.jsonl is empty: it has no prompts"),
         (["{hf}", "--data", "bare.jsonl"], "bare.jsonl has no column 'answer'"),
         (
             ["{hf}", "--data", "mixed.jsonl", "--reward", "exact"],
-            "mixed.jsonl, row 1: the prompt has no answer (answer), and reward 'exact' compares with it",
+            "mixed.jsonl, line 2: the prompt has no answer (answer), and reward 'exact' compares with it",
         ),
         (["{hf}", "--data", HELD, "--data", f"heldout={HELD}"], "already: give one another name, NAME=FILE"),
         (["{hf}", "--data", HELD, "--reward", "exat_number"], "'exat_number': did you mean 'exact_number'?"),

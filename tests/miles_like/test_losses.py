@@ -7,12 +7,14 @@ Equality with trl: test_trl.py. Not covered: the trainer's sum over micro-batche
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from miles_like.algorithm_config import LOSS_KEYS, AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.kl import kl_estimate
@@ -22,7 +24,9 @@ from miles_like.algorithms.losses.decoupled import decoupled_loss
 from miles_like.algorithms.losses.reinforce import ReinforceLoss
 from miles_like.algorithms.losses.sapo import SapoLoss
 from miles_like.algorithms.losses.value import ValueLoss, critic_metrics
+from miles_like.algorithms.mismatch import finish
 from miles_like.algorithms.registry import make_algorithm
+from miles_like.sinks import ConsoleSink
 from miles_like.types import REFERENCE, RETURNS, VALUES
 
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}
@@ -276,9 +280,23 @@ def test_parts_of_one_s_own():
         CorrectionConfig(),
     )
     assert algorithm.advantages([]) == []
-    assert pickle.loads(pickle.dumps(algorithm.loss)) is algorithm.loss
+    assert pickle.loads(pickle.dumps(algorithm.loss)) == algorithm.loss
     with pytest.raises(ValueError, match=r"algorithm\.loss .*own_advantage.* cannot be called as LossFn"):
         make_algorithm(AlgorithmConfig(loss=f"{__file__}:own_advantage"), CorrectionConfig())
+
+
+def test_a_loss_of_one_s_own_reports_the_mismatch_too():
+    """The figures of a built-in loss of the same batch, on the console as well; the loss stays the user's."""
+    own = make_algorithm(AlgorithmConfig(loss=f"{__file__}:own_loss"), CorrectionConfig()).loss
+    new, rest = batch()
+    builtin = dict(call(made("clipped"), new, **rest)[1])
+    loss, stats = call(own, new, **rest)
+    assert torch.equal(loss, -rest["advantages"] * new)
+    wanted = {k: value(s) for k, s in builtin.items() if k.startswith("mismatch/")}
+    assert len(wanted) > 10 and {k: value(s) for k, s in stats.items()} == wanted
+    console = Console(width=200, record=True, file=io.StringIO())
+    ConsoleSink(steps=1, console=console).write(1, finish({k: value(s) for k, s in stats.items()}))
+    assert f"mismatch kl {wanted['mismatch/kl']:.1e}" in console.export_text()
 
 
 @pytest.mark.parametrize("kind", LOSS_KEYS)

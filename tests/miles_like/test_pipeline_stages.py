@@ -5,10 +5,13 @@ Not covered: what the stages do (tests/e2e), downloads, staging over several nod
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import io
+import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +28,8 @@ from miles_like.completion import file_sha256
 from miles_like.config import RunConfig
 from miles_like.config_io import dump_config
 from miles_like.hf_checkpoint import write_hf
-from miles_like.pipeline import STAGES, Mode, Output, Parts, Sizes, _as_left, plan_stages, run_stages
+from miles_like.pipeline import STAGES, Output, Parts, Sizes, _as_left, plan_stages, run_stages
+from miles_like.run_directory import Mode
 from miles_like.stopping import StopRequest
 
 
@@ -186,27 +190,6 @@ def test_a_stage_with_nothing_to_do_does_not_read_the_checkpoint_again(
     assert not _as_left(root, {"fetch": Output(root, files)})
 
 
-def test_two_commands_do_not_write_one_directory(config: RunConfig, tmp_path: Path) -> None:
-    """Runs side by side share the cache: the second waits for what the first is making, and takes it as it is.
-
-    Seen before there was a lock: "data.partial: Directory not empty". Not covered: file systems without flock.
-    """
-    runs, cluster = tmp_path / "runs", Cluster()
-    with ThreadPoolExecutor(2) as threads:
-        said = list(threads.map(lambda name: go(cluster, config, runs / name), ("a", "b")))
-    assert sorted(cluster.ran) == ["convert", "train", "train"], said
-
-
-def test_a_run_directory_in_use_is_refused(config: RunConfig, tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    with (runs / ".a.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match=r"another command is running in .*/a: choose another --run-dir"):
-            go(Cluster(), config, runs / "a")
-    go(Cluster(), config, runs / "a")
-
-
 class Saving(Cluster):
     """Training is a checkpoint a step, up to `steps`; then it is asked to stop, if it is to be `stopped`."""
 
@@ -245,6 +228,106 @@ def command(config: RunConfig, tmp_path: Path) -> Command:
     (tmp_path / "run.toml").write_text(dump_config(config))
     how = ["train", str(tmp_path / "run.toml"), "--run-dir", str(tmp_path / "runs" / "a")]
     return lambda *more: CliRunner().invoke(app, [*how, *more], env={"COLUMNS": "500"})
+
+
+def as_first_written(cache: Path) -> None:
+    """Markers as they were before their paths were relative."""
+    for path in cache.glob("*/.complete.json"):
+        marker = json.loads(path.read_text())
+        root = str((path.parent / marker["root"]).resolve())
+        path.write_text(json.dumps({k: v for k, v in marker.items() if k != "version"} | {"root": root}))
+
+
+@pytest.fixture
+def coded(config: RunConfig, tmp_path: Path) -> RunConfig:
+    """Of a model that is made, in FP8: every stage has files in the cache."""
+    for name in ("model.json", "tokenizer.json", "corpus"):
+        (tmp_path / name).write_text("{}")
+    make = {"config": str(tmp_path / "model.json"), "tokenizer": str(tmp_path)}
+    files = {"corpus": str(tmp_path / "corpus"), "validation": str(tmp_path / "corpus")}
+    return RunConfig.model_validate(config.model_dump() | {"model": {"path": "made", "make": make | files}})
+
+
+class Making(Cluster):
+    def parts(self) -> Parts:
+        def make(config: RunConfig, out: Path) -> None:
+            self.ran.append("make")
+            write_hf(out, [("a.weight", torch.ones(2, 2, dtype=torch.bfloat16))], {"model_type": "x"})
+
+        return dataclasses.replace(super().parts(), make=make)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_moved_cache_is_complete_and_a_copied_one_has_its_own_files(
+    coded: RunConfig, tmp_path: Path, old: bool
+) -> None:
+    """Markers with absolute paths sent a copy to the original's files, and redid a moved one with a false reason."""
+    before, cluster = tmp_path / "runs", Making()
+    go(cluster, coded, before / "a")
+    if old:
+        as_first_written(before / "cache")
+    shutil.copytree(before, tmp_path / "copy")  # with other times
+    said = go(cluster, coded, tmp_path / "copy" / "b", stages="fetch,dequantize,convert,stage")
+    assert said.count("complete, skipped") == 4 and said.count(f"{tmp_path}/copy/cache/") == 4
+    for shard in before.glob("cache/*/data/**/whole"):
+        shard.write_text("other")
+    assert go(cluster, coded, tmp_path / "copy" / "b").count("complete, skipped") == 4
+    before.rename(tmp_path / "moved")
+    for shard in (tmp_path / "moved").glob("cache/*/data/**/whole"):
+        shard.write_text("whole")
+    said = go(cluster, coded, tmp_path / "moved" / "a")
+    assert said.count("complete, skipped") == 5 and str(before) + "/" not in said, said
+    assert cluster.ran == ["make", "convert", "train", "train"]
+
+
+def test_a_copy_is_hashed_once(coded: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go(Making(), coded, tmp_path / "runs" / "a")
+    shutil.copytree(tmp_path / "runs" / "cache", tmp_path / "copy", copy_function=shutil.copy)
+    hashed: list[Path] = []
+    monkeypatch.setattr(completion, "file_sha256", lambda path: hashed.append(path) or file_sha256(path))
+    elsewhere = coded.model_copy(update={"cache_dir": str(tmp_path / "copy")})
+    for again in (False, True):
+        hashed.clear()
+        go(Making(), elsewhere, tmp_path / "other" / "b", stages="fetch,dequantize,convert,stage")
+        assert bool(hashed) is not again and len(hashed) == len(set(hashed))
+
+
+def test_the_cache_is_named_and_can_be_chosen(saving: Saving, command: Command, tmp_path: Path) -> None:
+    """By an option, by a key, else beside the run directory; a run directory on another disk says which other cache it
+    leaves aside."""
+    dry = command("--dry-run")
+    assert f"cache  {tmp_path}/runs/cache (beside the run directory)\n" in dry.stdout
+    assert command().exit_code == 0
+    for how in (["--cache-dir", str(tmp_path / "runs/cache")], ["--set", f"cache_dir={tmp_path}/runs/cache"]):
+        done = command("--run-dir", str(tmp_path / "disk" / "b"), *how, "--dry-run")
+        assert f"cache  {tmp_path}/runs/cache (cache_dir)" in done.stdout
+        assert done.stdout.count("[complete, would be skipped]") == 4
+    with contextlib.chdir(tmp_path):
+        done = command("--run-dir", str(tmp_path / "disk" / "b"), "--dry-run")
+    line = f"cache  {tmp_path}/disk/cache (beside the run directory), not {tmp_path}/runs/cache, which has outputs too"
+    assert f"{line}: --cache-dir runs/cache uses it" in done.stdout
+    assert command("--cache-dir", str(tmp_path / "runs/cache")).stdout.count("complete, skipped") == 5
+
+
+def test_two_commands_do_not_write_one_directory(config: RunConfig, tmp_path: Path) -> None:
+    """Runs side by side share the cache: the second waits for what the first is making, and takes it as it is.
+
+    Seen before there was a lock: "data.partial: Directory not empty". Not covered: file systems without flock.
+    """
+    runs, cluster = tmp_path / "runs", Cluster()
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(lambda name: go(cluster, config, runs / name), ("a", "b")))
+    assert sorted(cluster.ran) == ["convert", "train", "train"], said
+
+
+def test_a_run_directory_in_use_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    with (runs / ".a.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"another command is running in .*/a: choose another --run-dir"):
+            go(Cluster(), config, runs / "a")
+    go(Cluster(), config, runs / "a")
 
 
 def test_a_finished_run_goes_on_from_any_kept_step_and_from_no_other(

@@ -124,5 +124,5 @@ def test_servers_begin_with_what_the_trainer_rounds_to(qat: bool, tmp_path: Path
     stage = TrainStage.__new__(TrainStage)
     stage.config = load_config(TINY, [f"precision.qat={str(qat).lower()}"])
     trainer: Any = Trainer()
-    assert asyncio.run(stage._begin(trainer, None)) == 0
+    assert asyncio.run(stage._begin(trainer, None)) == (0, None)
     assert published == ([0] if qat else [])

@@ -77,7 +77,15 @@ def test_gsm8k(text, want):
 
 @pytest.mark.parametrize(
     ("text", "want", "folded"),
-    [("Paris", 1, 1), (" Paris\n", 1, 1), ("paris", 0, 1), ("Paris.", 0, 0), ("", 0, 0), ("It is Paris", 0, 0)],
+    [
+        ("Paris", 1, 1),
+        (" Paris\n", 1, 1),
+        ("paris", 0, 1),
+        ("Paris.", 0, 0),
+        ("", 0, 0),
+        ("It is Paris", 0, 0),
+        ("So. <answer>Paris</answer>", 1, 1),
+    ],
 )
 def test_exact(text, want, folded):
     assert score(Exact(ExactConfig()), text, "Paris ") == want
@@ -110,6 +118,9 @@ def test_exact(text, want, folded):
         ("The answer is B'", 0),
         ("Answer: B. But no. Answer: C", 0),
         ("BB", 0),
+        ("<think>A or B?</think> <answer>B</answer>", 1),
+        ("Answer: B <answer>The answer is C</answer>", 0),
+        ("The answer is:   option  B", 1),
     ],
 )
 def test_multiple_choice(text, want):
@@ -123,6 +134,19 @@ def test_multiple_choice_knows_what_can_be_chosen():
     for answer in ("E", "Paris", ""):
         with pytest.raises(ValueError, match=f"prompt 'p' has the answer '{answer}', want one letter of 'ABCD'"):
             score(four, "A", answer)
+
+
+def test_multiple_choice_reads_a_long_response_to_its_end():
+    """A quadratic pattern took a minute in the event loop for 50,000 blanks: for as many as here it takes hours."""
+    reward = MultipleChoice(MultipleChoiceConfig())
+    for text in (
+        "answer is" + " " * 1_000_000,
+        "answer is " * 100_000,
+        "\\boxed{" + " " * 1_000_000,
+        "(" * 1_000_000,
+        "answer:" + "*" * 1_000_000,
+    ):
+        assert score(reward, text, "B") == 0
 
 
 def test_a_pattern_finds_the_answer_or_itself():

@@ -37,7 +37,6 @@ def functions() -> dict[str, Any]:
     ("name", "texts", "want"),
     [
         ("short_and_right", ["7", "8"], [(0.97, {"right": 1, "tokens": 3}), (-0.03, {"right": 0, "tokens": 3})]),
-        ("runs", ["x = 1", "1 / 0", "import os; os.abort()"], [(1, {}), (0, {}), None]),
         ("shortest_right_one_wins", ["7", "8", "7"], [(1.5, {}), (0, {}), (1.5, {})]),
         ("novel", ["7", "8", "7"], [(0.5, {"novelty": 0.5}), (1, {"novelty": 1}), (0.5, {"novelty": 0.5})]),
         ("compute_score", ["it is 7", "8"], [(1, {"acc": 1}), (0, {"acc": 0})]),

@@ -21,10 +21,10 @@ from made_samples import sample
 
 from miles_like.reward_config import RewardConfig
 from miles_like.rewards import threads as threads_module
-from miles_like.rewards.load import scored_by
+from miles_like.rewards.load import make_reward, scored_by
 from miles_like.rewards.scorer import Scorer
 from miles_like.rewards.threads import DaemonThreads
-from miles_like.types import Score, Unit, Unscored
+from miles_like.types import Prompt, Sample, Score, Unit, Unscored
 from tests.fakes import make_prompt
 
 ROOT = Path(__file__).parents[2]
@@ -272,6 +272,19 @@ def test_an_exception_ends_the_run_in_a_sentence(raised: BaseException, said: st
         asked(patient(wrong if sync else wrong_async), n=1)
 
 
+def test_long_words_of_an_exception_and_a_long_result_are_cut() -> None:
+    """They would stand in the console, the log of the driver and every report."""
+    long = "x\n" * 5_000_000
+
+    def wrong(prompt, sample):
+        raise RuntimeError(long)
+
+    for function in (wrong, lambda prompt, samples: {"text": long}, lambda prompt, sample: 10**5000):
+        with pytest.raises(RuntimeError, match=r"^reward of prompt 'p', samples? 0[ :]") as caught:
+            asked(patient(function), n=1)
+        assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
+
+
 def test_a_wrong_result_ends_the_run_naming_who_gave_it() -> None:
     with pytest.raises(
         RuntimeError,
@@ -350,3 +363,52 @@ def test_a_close_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyP
     function = Open()
     asyncio.run(asyncio.wait_for(scored_by(function).close(), 5))
     assert function.closing
+
+
+def test_reasons_are_bounded() -> None:
+    """Each different one stays in ledger, metrics and log to the end of the run."""
+
+    def unscored(prompt: Prompt, sample: Sample) -> Unscored | dict[str, object]:
+        reason = f"no {sample.index}\n" + "x" * 10_000
+        return Unscored(reason=reason) if sample.index % 2 else {"score": None, "reason": reason}
+
+    async def run() -> list[str]:
+        reward = scored_by(unscored, RewardConfig(name="m:f", retries=0))
+        prompt = make_prompt("p", answer="7")
+        try:
+            return [
+                o.reason
+                for i in range(1000)
+                for o in await reward([prompt], [sample(index=i)])
+                if isinstance(o, Unscored)
+            ]
+        finally:
+            await reward.close()
+
+    found = asyncio.run(run())
+    assert len(found) == 1000 and len(set(found)) == 65 and found[-1] == "other reasons"
+    assert all(len(reason) <= 120 and "\n" not in reason for reason in found)
+
+
+def test_what_a_function_raises_names_file_line_and_function(tmp_path: Path) -> None:
+    file = tmp_path / "boom.py"
+    file.write_text("def f(prompt, sample):\n    return 1/0\n")
+
+    async def run() -> None:
+        reward = make_reward(RewardConfig(name=f"{file}:f", retries=0))
+        try:
+            await reward([make_prompt("p", answer="7")], [sample()])
+        finally:
+            await reward.close()
+
+    with pytest.raises(
+        RuntimeError, match=r"ZeroDivisionError: division by zero at boom\.py:2 in f: return 1/0; the answer"
+    ):
+        asyncio.run(run())
+
+
+def test_a_syntax_error_in_a_file_is_not_a_question_of_imports(tmp_path: Path) -> None:
+    file = tmp_path / "syntax.py"
+    file.write_text("def f(prompt, sample)\n    return 1\n")
+    with pytest.raises(ValueError, match=r"syntax\.py:f': expected ':' \(.*syntax\.py, line 1\)$"):
+        make_reward(RewardConfig(name=f"{file}:f"))

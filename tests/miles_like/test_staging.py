@@ -3,7 +3,9 @@
 import json
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,11 @@ def output(tmp_path: Path) -> Path:
     (root / "sub" / "b.bin").write_bytes(b"b" * 10)
     write_marker(root.parent, stage="s", key="k", root=root, files=files_under(root))
     return root
+
+
+def rewrite(root: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    marker = root.parent / MARKER
+    marker.write_text(json.dumps(change(json.loads(marker.read_text()))))
 
 
 def touch_later(path: Path) -> None:
@@ -40,7 +47,12 @@ def test_a_whole_output_is_whole(output: Path) -> None:
         (lambda root: (root / "a.bin").write_bytes(b"a" * 999), "999 bytes, not 1000"),
         (lambda root: ((root / "a.bin").write_bytes(b"a" * 999 + b"x"), touch_later(root / "a.bin")), "was changed"),
         (lambda root: (root.parent / MARKER).unlink(), "half-written"),
-        (lambda root: (root.parent / MARKER).write_text("{"), "half-written"),
+        (lambda root: (root.parent / MARKER).write_text("{"), "its marker .complete.json is damaged"),
+        (lambda root: (root.parent / MARKER).write_text("[" * 100_000), "is damaged"),
+        (lambda root: rewrite(root, lambda m: m | {"files": {"../a.bin": m["files"]["a.bin"]}}), "is damaged"),
+        (lambda root: rewrite(root, lambda m: m | {"files": {"/etc/passwd": m["files"]["a.bin"]}}), "is damaged"),
+        (lambda root: rewrite(root, lambda m: m | {"files": {"a.bin": 5}}), "is damaged"),
+        (lambda root: rewrite(root, lambda m: m | {"root": 5}), "is damaged"),
     ],
 )
 def test_any_harm_makes_it_incomplete_with_the_reason(output: Path, harm, reason: str) -> None:

@@ -104,29 +104,29 @@ PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 @pytest.mark.parametrize(
     ("algorithm", "row", "data", "said"),
     [
-        ("sft", {"prompt": "1+1="}, {}, "row 1: no column 'answer'; it has prompt: set data.prompt_key, data.answer_k"),
-        ("sft", {"prompt": "1+1=", "answer": " "}, {}, "row 1: column 'answer' is ' ', want text"),
-        ("sft", {"prompt": "", "answer": "2"}, {}, "row 1: column 'prompt' is '', want text"),
+        ("sft", {"prompt": "1+1="}, {}, "line 2: no column 'answer'; it has prompt: set data.prompt_key, data.answer"),
+        ("sft", {"prompt": "1+1=", "answer": " "}, {}, "line 2: column 'answer' is ' ', want text"),
+        ("sft", {"prompt": "", "answer": "2"}, {}, "line 2: column 'prompt' is '', want text"),
         (
             "sft",
             {"prompt": "1+1=", "answer": "2" * 64},
             {},
-            "row 1: 'answer' with what is asked are 68 input tokens, a",
+            "line 2: 'answer' with what is asked are 68 input tokens, a",
         ),
-        ("sft", {"prompt": "1+1=", "answer": "2"}, {"max_prompt_tokens": 3}, "row 0: 4 tokens come before the answer"),
-        ("sft", {"messages": [USER, RIGHT]}, {}, "row 1: column 'messages' holds a conversation: set data.template"),
-        ("sft", {"messages": [USER]}, {"template": "chat"}, "row 1: column 'messages' has no message of the assistant"),
-        ("dpo", {"prompt": "1+1=", "chosen": "2"}, {}, "row 1: no column 'rejected'; .* set supervised.rejected_key"),
+        ("sft", {"prompt": "1+1=", "answer": "2"}, {"max_prompt_tokens": 3}, "line 1: 4 tokens come before the answer"),
+        ("sft", {"messages": [USER, RIGHT]}, {}, "line 2: column 'messages' holds a conversation: set data.template"),
+        ("sft", {"messages": [USER]}, {"template": "chat"}, "line 2: column 'messages' has no message of the assist"),
+        ("dpo", {"prompt": "1+1=", "chosen": "2"}, {}, "line 2: no column 'rejected'; .* set supervised.rejected_key"),
         (
             "dpo",
             {"chosen": "2", "rejected": "3"},
             {},
-            "row 1: no column 'prompt'; it has chosen, rejected: set data.pr",
+            "line 2: no column 'prompt'; it has chosen, rejected: set data.pr",
         ),
-        ("dpo", PAIR | {"rejected": "2 "}, {}, "row 1: columns 'chosen' and 'rejected' are the same answer"),
-        ("dpo", PAIR | {"rejected": ""}, {}, "row 1: column 'rejected' is '', want text"),
-        ("dpo", PAIR | {"rejected": "2" * 60}, {}, "row 1: 'chosen' and 'rejected' with what is asked together are 69"),
-        ("dpo", PAIR | {"prompt": "1" * 600}, {}, "row 1: .* a micro-batch holds 64|600 tokens come before"),
+        ("dpo", PAIR | {"rejected": "2 "}, {}, "line 2: columns 'chosen' and 'rejected' are the same answer"),
+        ("dpo", PAIR | {"rejected": ""}, {}, "line 2: column 'rejected' is '', want text"),
+        ("dpo", PAIR | {"rejected": "2" * 60}, {}, "line 2: 'chosen' and 'rejected' with what is asked together are"),
+        ("dpo", PAIR | {"prompt": "1" * 600}, {}, "line 2: .* a micro-batch holds 64|600 tokens come before"),
     ],
 )
 def test_a_wrong_row_is_named(
@@ -142,5 +142,5 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> No
     """As those that drop what a model thought before: the tokens would be some that no server ever sees."""
     forgetful = ENDING.replace("{{ m['content'] }}<|eos|>", "{{ m['content'] if loop.last else '' }}<|eos|>")
     tokenizer = AutoTokenizer.from_pretrained(TINY, chat_template=forgetful)
-    with pytest.raises(ValueError, match="row 0: the chat template writes the first 2 messages otherwise"):
+    with pytest.raises(ValueError, match="line 1: the chat template writes the first 2 messages otherwise"):
         read(tokenizer, tmp_path, {"messages": [USER, RIGHT, USER, RIGHT]}, template="chat")

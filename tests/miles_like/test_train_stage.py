@@ -22,8 +22,10 @@ from miles_like.algorithms.bounds import Bounds
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.appended_file import AppendedFile, positions
 from miles_like.config_io import load_config
+from miles_like.driver_random import RANDOM, random_state
 from miles_like.keep_policy import KeptBest
 from miles_like.placement import plan_placement
+from miles_like.preflight import check_over_sampling
 from miles_like.reward_config import RewardConfig
 from miles_like.rewards.load import Rewards, scored_by
 from miles_like.run_state import RunState, save
@@ -100,7 +102,7 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
     found = Report(findings=(stale,), profile=profile, bounds=Bounds(), extra={})
     asked: list[int] = []
 
-    async def short(self: Comparison, clients: Any) -> Report:
+    async def short(self: Comparison, clients: Any, *, flush: bool) -> Report:
         asked.append(len(self.prompts))
         return found
 
@@ -120,7 +122,8 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
     assert "\n" not in str(refused.value)
     assert asked == [8] and list(tmp_path.iterdir()) == []
     unchecked = stage("mismatch.check_prompts=0")
-    asyncio.run(unchecked._verify(trainer, [], source))
+    unchecked.tokenizer, unchecked.console = made.tokenizer, made.console
+    asyncio.run(unchecked._checks(trainer, [], source).at_start(0, None))
     assert asked == [8]
 
 
@@ -144,6 +147,7 @@ def left_at_step_1(run_dir: Path) -> TrainStage:
         if step == 1:
             config = made.config.model_dump(mode="json")
             parts = {"config": config, "keep_best": made.kept_best.state(), "files": positions(files)}
+            parts[RANDOM] = random_state()
             save(made.checkpoints, RunState(step=1, weight_version=1, tokens_total=9, parts=parts), keep=1)
     for file in files.values():
         file.close()
@@ -215,7 +219,7 @@ def test_routes_are_asked_for_where_servers_keep_them_and_by_nobody_who_trains_o
 ) -> None:
     """Answers to held-out prompts come from the same servers, without routes."""
     launched: list[Any] = []
-    monkeypatch.setattr("miles_like.run_parts.RayServers", lambda launches, _logs: launched.extend(launches))
+    monkeypatch.setattr("miles_like.run_parts.RayServers", lambda launches, _logs, _limit: launched.extend(launches))
     made = stage(*settings)
     made.servers(0)
     assert [recipe.routed_experts for _, recipe in launched] == [kept] * len(launched) and launched
@@ -247,6 +251,6 @@ def test_groups_that_end_together_are_not_over_sampled_to_end_early() -> None:
     """All would be waited for all the same."""
     made = stage("buffer.over_sampling=0.5", "alignment.deterministic=false")
     reward = scored_by(lambda prompt, sample: 0.0)
-    made.over_sampling_ends_early(reward)
+    check_over_sampling(made.config, reward)
     with pytest.raises(ValueError, match=r"buffer.over_sampling = 0.5 .* all samples at once"):
-        made.over_sampling_ends_early(replace(reward, unit=Unit.BATCH))
+        check_over_sampling(made.config, replace(reward, unit=Unit.BATCH))

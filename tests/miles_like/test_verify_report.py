@@ -9,6 +9,7 @@ import asyncio
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +87,46 @@ def test_the_status_is_the_verdict(
     figures = json.loads(out.read_text())
     assert len(figures["verdicts"]) == len(made.causes) and figures["routing/agreement"] == 0.75
     assert ("verify/weights/kl_after" in figures) == (not made.causes)
-    assert asked == [{"rollouts": Path("x.jsonl"), "checkpoint": None, "attached": (), "prompts": None}]
+    assert asked == [
+        {
+            "rollouts": Path("x.jsonl"),
+            "checkpoint": None,
+            "attached": (),
+            "key_file": None,
+            "overwrite": False,
+            "prompts": None,
+        }
+    ]
+    assert (done.stderr if status else done.stdout).endswith(made.conclusion() + "\n")
+    assert (figures["ok"], figures["conclusion"]) == (not status, made.conclusion())
+
+
+def test_the_conclusion_is_one_sentence() -> None:
+    """With the remaining KL and its bound; a step that compared nothing does not count as agreement."""
+    made = replace(report(), allowed=Bounds(kl_max=1e-2))
+    assert made.conclusion() == "Trainer and rollout agree: KL 5.0e-03, bound 0.01."
+    assert report().conclusion() == "Trainer and rollout agree: KL 5.0e-03, no bound."
+    gap = made.findings[0].before
+    skipped = Finding(step="weights", compared="no server is asked", before=gap, after=gap, skipped=True)
+    partly = replace(made, findings=(skipped, made.findings[0]))
+    assert partly.ok and partly.conclusion() == (
+        "Trainer and rollout agree: KL 5.0e-03, bound 0.01; not compared: weights (no server is asked)."
+    )
+    assert partly.to_json()["verify/weights/verdict"] == "not compared"
+    assert partly.to_json()["verify/tokens/verdict"] == "agrees"
+    less = replace(made.findings[1], left_out="2 tensors (a.weight, ...)")
+    assert (
+        replace(made, findings=(made.findings[0], less))
+        .conclusion()
+        .endswith("bound 0.01; not compared: 2 tensors (a.weight, ...) of weights.")
+    )
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(partly.table())
+    row = next(line for line in console.export_text().splitlines() if "weights" in line)
+    assert "not compared" in row and "agrees" not in row
+    wrong = replace(report((Cause.STALE, "a.weight is the one of an earlier version")), allowed=Bounds(kl_max=1e-2))
+    assert wrong.conclusion().startswith("Trainer and rollout differ: weights: stale weights (a.weight")
+    assert wrong.to_json()["verify/weights/verdict"] == "differs"
 
 
 def test_a_server_without_a_scheme_is_refused_before_the_checkpoint_is_made(

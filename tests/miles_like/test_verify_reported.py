@@ -1,12 +1,15 @@
-"""Of which token a reported log-probability is: shifts are found, and what agrees is not called shifted."""
+"""Of which token a reported log-probability is, and of how much of the vocabulary: faults are found,
+and what agrees is not called shifted or renormalised."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from miles_like.verify.reported import shift_of
+from miles_like.verify.reported import of_the_cut, shift_of
 
 Sides = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
@@ -37,3 +40,36 @@ def test_a_shift_is_found_in_them(d: int) -> None:
     for x, m in zip(reported, masks, strict=True):
         x[m] = torch.roll(x[m], d)
     assert shift_of(own, reported, masks) == d
+
+
+def of_a_cut(seed: int, *, top_p: float = 1.0, top_k: int = -1, renormalised: bool = True) -> Sides:
+    """Eight answers of 30 tokens, sampled from what is left of 64 tokens; both sides differ by rounding."""
+    g = torch.Generator().manual_seed(seed)
+    own, reported, masks = [], [], []
+    for _ in range(8):
+        p = (1.5 * torch.randn(32, 64, generator=g)).softmax(-1)
+        order = p.sort(-1, descending=True)
+        left = (order.values.cumsum(-1) - order.values <= top_p) & (torch.arange(64) < (top_k if top_k > 0 else 64))
+        q = torch.where(left, order.values, 0.0)
+        picked = q.multinomial(1, generator=g)
+        mine = order.values.gather(1, picked)[:, 0].log()
+        part = q.sum(-1).log() if renormalised else torch.zeros(32)
+        own.append(mine)
+        reported.append((mine - part) * (1 + 0.002 * torch.randn(32, generator=g)))
+        masks.append(torch.arange(32) >= 2)
+    return own, reported, masks
+
+
+CUTS = [{"top_p": 0.8}, {"top_k": 4}, {"top_k": 4, "top_p": 0.95}, {"top_k": 40, "top_p": 0.8}]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_renormalised_after_a_cut_is_found(cut: dict[str, Any], seed: int) -> None:
+    assert of_the_cut(*of_a_cut(seed, **cut), **cut)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_not_renormalised_is_not_of_the_cut(cut: dict[str, Any], seed: int) -> None:
+    assert not of_the_cut(*of_a_cut(seed, **cut, renormalised=False), **cut)

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from miles_like.verify_live import opaque_evidence
 from miles_like.verify_stage import VerifyStage, check_attached
 from rollout.client import RolloutError, SGLangClient
 from rollout.config import RolloutConfig
 from rollout.servers import free_port
-from rollout.wire_control import ModelInfo
+from rollout.wire_control import ChecksumReply, ModelInfo
 
 URL = "http://10.0.0.7:30000"
 INFO = ModelInfo(model_path="/m", weight_version="0", architectures=("Qwen3MoeForCausalLM",))
@@ -31,7 +32,7 @@ def job(engine: str = "sglang", *, experts: bool = True) -> Any:
         served=Path("/served"),
         run_dir=Path("/run"),
         routing_shape=lambda: object() if experts else None,
-        client=lambda url, ours: SGLangClient(url, routing=None),
+        client=lambda url, ours, key: SGLangClient(url, routing=None, key=key),
     )
 
 
@@ -67,7 +68,26 @@ def test_one_that_is_not_there_is_named() -> None:
         asyncio.run(VerifyStage(job(), attached=[url]).meet())
 
 
+def test_only_named_servers_are_overwritten() -> None:
+    with pytest.raises(
+        ValueError, match="--overwrite replaces the weights of running servers: name them with --server"
+    ):
+        VerifyStage(job(), overwrite=True)
+    assert VerifyStage(job(), attached=[URL], overwrite=True).may_publish and VerifyStage(job()).may_publish
+    assert not VerifyStage(job(), attached=[URL]).may_publish
+
+
 def test_kept_samples_ask_no_server() -> None:
     for more in ({"attached": [URL]}, {"prompts": 8}):
         with pytest.raises(ValueError, match="give one of the two"):
             VerifyStage(job(), rollouts=Path("step_1.jsonl"), **more)
+
+
+def test_every_rank_of_a_server_is_compared() -> None:
+    """Stock SGLang of two ranks, the second of which held other values of one tensor until the publication."""
+    before, after = (
+        ChecksumReply(per_engine="", ranks=({"a": "1", "b": "2"}, {"a": "3", "b": of}), per_gpu=("", ""))
+        for of in ("4", "5")
+    )
+    published: Any = SimpleNamespace(whole=None, spec=None)
+    assert opaque_evidence(after.tensors, before.tensors, published).differing == ["b (rank 1)"]

@@ -6,14 +6,19 @@ Ranks are stand-ins that tell what came to them, and in one test Megatron's. Not
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import RayActorError
 
 from megatron_bridge.convert.to_megatron import to_megatron
+from miles_like.call_deadlines import CallDeadlines, listed
 from miles_like.factories import MegatronFactory
 from miles_like.packing import pack
 from miles_like.placement import Slot
@@ -62,6 +67,69 @@ def test_a_dead_rank_is_named_where_the_others_tell_of_a_lost_connection_first(r
 
     with pytest.raises(RuntimeError, match=r"^save: a worker process died"):
         asyncio.run(save())
+
+
+@pytest.mark.parametrize("how", ["hangs", "is stopped"])
+def test_a_rank_that_does_not_answer_is_named_and_its_stacks_are_kept(ray: Any, tmp_path: Path, how: str) -> None:
+    """Within the deadline, with the place where it hangs; the next call does not wait for it again."""
+
+    async def ask() -> tuple[str, str]:
+        slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(2)]
+        trainer = RayTrainer(Stand("DP2"), slots, 2, tmp_path, timeout_s=60)
+        trainer._deadlines = CallDeadlines(4)
+        if how == "is stopped":
+            os.kill(trainer._pids[1], signal.SIGSTOP)
+        call = trainer.load_copy("copy", tmp_path) if how == "hangs" else trainer.evaluate(batch(dp=2))
+        try:
+            with pytest.raises(RuntimeError) as first:
+                await call
+            trainer._deadlines = CallDeadlines(3600)
+            with pytest.raises(RuntimeError) as second:
+                await trainer.finish_save(wait=True)
+            return str(first.value), str(second.value)
+        finally:
+            await trainer.close()
+
+    first, second = asyncio.run(ask())
+    what = "load_copy" if how == "hangs" else "evaluate"
+    assert first.startswith(f"{what}: trainer rank 1 of 2 did not answer within 4 s")
+    assert ("; rank 1 had been stopped by a signal" in first) == (how == "is stopped")
+    assert "cluster.timeout_s" in first and second == first
+    told = (tmp_path / "trainer_rank1.log").read_text()
+    assert "most recent call first" in told
+    if how == "hangs":
+        assert 'standin_rank.py", line' in told and "in load_copy" in told
+    assert "most recent call first" in (tmp_path / "trainer_rank0.log").read_text()
+
+
+def test_the_failure_of_one_rank_is_raised_while_another_has_not_answered() -> None:
+    """The first rank never answers. Its future has no result yet, and asking for one would be another error."""
+
+    async def ask() -> None:
+        async def fails() -> None:
+            raise RayActorError
+
+        def rank(answer: Callable[[], Any]) -> Any:
+            return SimpleNamespace(save=SimpleNamespace(remote=lambda *_: answer()))
+
+        trainer: Any = object.__new__(RayTrainer)
+        trainer._stuck, trainer._deadlines = None, CallDeadlines(60)
+        trainer._ranks = [rank(asyncio.Event().wait), rank(fails)]
+        await asyncio.wait_for(trainer.save(Path("checkpoint")), 30)
+
+    with pytest.raises(RuntimeError, match=r"^save: a worker process died"):
+        asyncio.run(ask())
+
+
+def test_a_deadline_grows_with_what_calls_have_taken() -> None:
+    deadlines = CallDeadlines(600)
+    assert deadlines.limit("train") == 600
+    deadlines.note("train", 5)
+    assert deadlines.limit("train") == 600
+    deadlines.note("train", 100)
+    deadlines.note("train", 90)
+    assert deadlines.limit("train") == 1000 and deadlines.limit("save") == 600
+    assert listed([3]) == "rank 3" and listed([0, 3, 5]) == "ranks 0, 3 and 5"
 
 
 def batch(*, dp: int, routing: bool = True) -> TrainBatch:
@@ -141,7 +209,9 @@ def test_ranks_that_get_parts_of_the_routes_train_as_one_that_gets_all(ray: Any,
         assert one["routing/replay_coverage"] == many["routing/replay_coverage"] == 1.0
         assert one.keys() == many.keys()
         for name in sorted(one.keys() - {"routing/bytes"}):
-            assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+            # rows that a context-parallel cut parts are no neighbours, so this figure is of slightly other pairs
+            parted = 0.05 if name.startswith("routing/neighbour_agreement") else 1e-5
+            assert many[name] == pytest.approx(one[name], rel=1e-4, abs=parted), name
     assert alone[0]["train/loss"] != pytest.approx(alone[1]["train/loss"], rel=1e-3)
     assert len(first) == 16
     for name in first:

@@ -215,10 +215,14 @@ def test_stop_tokens_end_a_sample_and_eos_can_be_ignored(engine: Engine) -> None
     free = run(engine, spec(A, max_new_tokens=20))[0][0].reply
     third = int(free.output_ids[2])
     assert third not in free.output_ids[:2]
-    stopped = run(engine, spec(A, max_new_tokens=20, stop_token_ids=(90, third)))[0][0].reply
+    stopped = run(engine, spec(A, max_new_tokens=20, stop_token_ids=(90, third), ignore_eos=False))[0][0].reply
     assert stopped.output_ids.tolist() == free.output_ids[:3].tolist()
     assert (stopped.finish, stopped.matched) == (Finish.STOP, third)
     assert (free.finish, free.matched) == (Finish.LENGTH, None)
+    on = run(engine, spec(A, max_new_tokens=20, stop_token_ids=(90, third)))[0][
+        0
+    ].reply  # as SGLang: no stop token holds
+    assert on.output_ids.tolist() == free.output_ids.tolist() and (on.finish, on.matched) == (Finish.LENGTH, None)
     many = [c.reply for c in run(engine, spec(A, n=64, max_new_tokens=60, ignore_eos=False))[0]]
     ended = [r for r in many if r.finish is Finish.STOP]
     assert ended and all(r.output_ids[-1] == 1 == r.matched and 1 not in r.output_ids[:-1] for r in ended)

@@ -208,3 +208,11 @@ def test_an_absent_key_means_what_it_means_to_transformers(base: dict[str, Any])
     kind = {"model_type": base["model_type"]}
     ours = architecture_of(sparse)
     assert ours == replace(architecture_of(theirs | kind), mtp_layers=0), "MTP layers are served by neither"
+
+
+def test_end_tokens_are_those_of_both_files() -> None:
+    """config.json and generation_config.json, as SGLang unites them."""
+    config = oracle().config.to_dict() | {"architectures": ["DeepseekV3ForCausalLM"], "eos_token_id": [7, 2]}
+    assert architecture_of(config).eos_ids == (7, 2)
+    assert architecture_of(config, eos_ids=(2, 9)).eos_ids == (7, 2, 9)
+    assert architecture_of(config | {"eos_token_id": None}, eos_ids=(9,)).eos_ids == (9,)

@@ -151,12 +151,19 @@ def test_text_stops_and_scoring(http: httpx.Client) -> None:
     by_text = http.post("/generate", json={"text": "w5 w9 w33 w2 w71", "sampling_params": params}).json()
     assert by_text["output_ids"] == free["output_ids"]
     second = free["output_ids"][1]
-    stopped = generate(http, A, params | {"stop_token_ids": [second]})
+    assert generate(http, A, params | {"stop_token_ids": [second]})["output_ids"] == free["output_ids"]
+    stopped = generate(http, A, params | {"stop_token_ids": [second], "ignore_eos": False})
     assert stopped["output_ids"][-1] == second
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": second}
     assert len(stopped["text"].split()) == len(stopped["output_ids"]) - 1
     scored = generate(http, A, {"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0)
     assert scored["output_ids"] == [] and len(scored["meta_info"]["input_token_logprobs"]) == 5
+    for start, entries in ((4, [[None, A[4], None]]), (5, [])):  # the prompt's last token, and its length
+        for tokens in (0, 3):
+            after = generate(http, A, params | {"max_new_tokens": tokens}, return_logprob=True, logprob_start_len=start)
+            assert after["meta_info"]["input_token_logprobs"] == entries and len(after["output_ids"]) == tokens
+    nowhere = generate(http, A, {"max_new_tokens": 0}, return_logprob=True, logprob_start_len=5, top_logprobs_num=2)
+    assert nowhere["meta_info"]["input_top_logprobs"] == []
     likeliest = generate(http, A, {"max_new_tokens": 0}, return_logprob=True, logprob_start_len=2, top_logprobs_num=96)
     first, *places = likeliest["meta_info"]["input_top_logprobs"]
     assert first is None and [len(place) for place in places] == [96, 96]
@@ -193,6 +200,11 @@ def test_a_client_scores_what_follows_a_prompt(http: httpx.Client) -> None:
         ({"input_ids": A, "return_routed_experts": True, "routed_experts_start_len": 6}, "6"),
         ({"input_ids": [96]}, "96"),
         ({"input_ids": A, "return_logprob": True, "top_logprobs_num": 2}, "only scored"),
+        (
+            {"input_ids": A * 40, "sampling_params": {"max_new_tokens": 0, "n": 4096}}
+            | {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 90},
+            "fewer prompts, samples or candidates",
+        ),
         ([], "want an object"),
     ],
 )

@@ -6,6 +6,8 @@ Not covered: log-probs and routes of an episode (tests/laws/test_episodes.py).
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -76,12 +78,19 @@ def said(ids: Sequence[int]) -> str:
 
 
 def played(
-    engine: FakeEngine, make: Callable[..., Any], *, turns: int = 4, tokens: int = 60, n: int = 1, **how: Any
+    engine: FakeEngine,
+    make: Callable[..., Any],
+    *,
+    turns: int = 4,
+    tokens: int = 60,
+    n: int = 1,
+    limit: float = 60,
+    **how: Any,
 ) -> list[Sample]:
     episodes = Episodes(
         Unaborted(engine),
         make,
-        EpisodeLimits(max_turns=turns, max_tokens=tokens),
+        EpisodeLimits(max_turns=turns, max_tokens=tokens, call_s=limit),
         encode=lambda text: list(text.encode()),
         decode=said,
     )
@@ -194,6 +203,79 @@ def test_an_environment_that_fails_is_named() -> None:
         played(Talker("8"), lambda prompt, *, seed: 1 / 0)
 
 
+class Wordy(Exception):
+    def __str__(self) -> str:
+        return "no tool\n" + "x" * 10_000_000
+
+
+def test_what_a_function_raises_or_returns_is_cut_in_the_sentence() -> None:
+    """It would stand in the console, the log of the driver and every report."""
+
+    def raises(*_: Any, **__: Any) -> Any:
+        raise Wordy
+
+    long = "y" * 10_000_000
+    for make in (raises, lambda prompt, *, seed: raises, lambda prompt, *, seed: lambda sample, said: long):
+        with pytest.raises(RuntimeError, match=r"Wordy: no tool xxx|answered 'yyy") as caught:
+            played(Talker("7"), make)
+        assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
+    with pytest.raises(RuntimeError, match="failed for prompt 'p': Wordy: no tool xxx") as caught:
+        generated(raises)
+    assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
+
+
+async def _sleeps(sample: Sample, said: str) -> Observation:
+    await asyncio.sleep(3600)
+    return Observation(ends=True)
+
+
+def _blocks(*_: Any, **__: Any) -> Any:
+    threading.Event().wait(3600)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda prompt, *, seed: _sleeps, "the environment of sample p/0 failed: TimeoutError: no answer within 0.3 s"),
+        (lambda prompt, *, seed: _blocks, "the environment of sample p/0 failed: TimeoutError: no answer within 0.3 s"),
+        (_blocks, "no environment for prompt 'p': TimeoutError: no answer within 0.3 s"),
+    ],
+    ids=["a coroutine", "a function that blocks", "one that does not begin"],
+)
+def test_an_environment_that_never_answers_ends_the_episode_with_a_sentence(make: Any, said: str) -> None:
+    """Though it holds its thread for an hour."""
+    with pytest.raises(RuntimeError, match=rf"{said}: raise rollout\.call_timeout_s"):
+        played(Talker("7", "24"), make, limit=0.3)
+
+
+def test_functions_are_called_one_at_a_time_and_beside_the_event_loop() -> None:
+    """As many episodes as there are samples: none sees another in the middle of its call."""
+    inside, most, threads = 0, 0, set()
+
+    def make(prompt: Prompt, *, seed: int) -> Any:
+        def answer(sample: Sample, said: str) -> Observation:
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            threads.add(threading.current_thread() is threading.main_thread())
+            time.sleep(0.01)
+            inside -= 1
+            return Observation(ends=True)
+
+        return answer
+
+    assert len(played(Talker("7", "24"), make, n=4)) == 4
+    assert most == 1 and threads == {False}
+
+
+def test_a_function_s_own_time_out_is_not_the_limit_s() -> None:
+    def make(prompt: Prompt, *, seed: int) -> Any:
+        raise TimeoutError("the game's server is down")
+
+    with pytest.raises(RuntimeError, match=r"TimeoutError: the game's server is down$"):
+        played(Talker("7", "24"), make)
+
+
 @pytest.mark.parametrize(
     "wrong", [{}, {"text": "a", "ends": True}, {"text": "a", "token_ids": (1,)}, {"text": "a", "reward": 1.0}]
 )
@@ -205,8 +287,8 @@ def test_an_observation_says_one_thing(wrong: dict[str, Any]) -> None:
 # ---- generate functions
 
 
-def generated(function: Any, *, max_tokens: int = 60) -> SampleGroup:
-    engine = OwnGenerate(Unaborted(Talker("7", "24", aborts=1)), function, max_tokens=max_tokens)
+def generated(function: Any, *, max_tokens: int = 60, limit: float = 60) -> SampleGroup:
+    engine = OwnGenerate(Unaborted(Talker("7", "24", aborts=1)), function, max_tokens=max_tokens, call_s=limit)
     (group,) = asyncio.run(engine.generate([PROMPT], n=2, params=PARAMS))
     return group
 
@@ -247,3 +329,12 @@ def test_samples_that_cannot_be_trained_on_are_named(change: Callable[[Any], Any
 def test_samples_that_are_too_long_are_named() -> None:
     with pytest.raises(RuntimeError, match=r"p/1 has 6 tokens after its prompt, at most 5 fit: raise rollout\.max"):
         generated(_twice, max_tokens=5)
+
+
+def test_a_generate_function_that_never_ends_is_given_up() -> None:
+    async def never(engine: RolloutEngine, prompt: Prompt, *, n: int, params: SamplingParams) -> Sequence[Sample]:
+        await asyncio.Event().wait()
+        return ()
+
+    with pytest.raises(RuntimeError, match=r"failed for prompt 'p': TimeoutError: no answer within 0\.2 s"):
+        generated(never, limit=0.2)

@@ -113,7 +113,7 @@ def test_another_reading_is_said_or_refused(tmp_path: Path) -> None:
         ({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, "holds pairs of a preferred and another answer"),
         ({"chosen": [*ASKED, SAID], "rejected": ASKED}, "set algorithm.name = 'dpo' or 'reward_model'"),
         ({"prompt": "1+1=", "completion": "2", "label": True}, "holds answers that are judged good or bad"),
-        ({"messages": [*ASKED, SAID]}, "row 0: column 'messages' ends with the assistant's answer"),
+        ({"messages": [*ASKED, SAID]}, "line 1: column 'messages' ends with the assistant's answer"),
         ({"question": "1+1="}, "no column 'prompt'; it has question: set data.prompt_key"),
     ],
 )

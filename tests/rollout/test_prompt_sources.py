@@ -159,7 +159,7 @@ def test_one_id_in_two_sources_is_named_with_both_places(folder: Path, tmp_path:
     """The ledger counts by id: two prompts under one would be trained as one."""
     again = write(tmp_path / "again.jsonl", [{"id": "x", "prompt": "9+9="}, {"id": "b1", "prompt": "8+8="}])
     sources = {"b": {"path": str(folder / "b.jsonl")}, "again": {"path": again}}
-    with pytest.raises(ValueError, match=r"b.jsonl: row 1, and .*again.jsonl, row 1, are the same prompt \('b1'\)"):
+    with pytest.raises(ValueError, match=r"b.jsonl: line 2, and .*again.jsonl, line 2, are the same prompt \('b1'\)"):
         PromptSource(DataConfig.model_validate({"sources": sources}), TOKENIZER)
 
 

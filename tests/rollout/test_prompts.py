@@ -97,7 +97,7 @@ def test_a_prompt_may_be_a_list_of_messages(tmp_path: Path) -> None:
     one, two = source(listed, template="chat", instruction=" ?").all()
     assert one == source(plain, template="chat", instruction=" ?").all()[0]
     assert "Count." in two.text and "1+1= ?" in two.text and one.id != two.id
-    with pytest.raises(ValueError, match=r'row 0: .* want text, or with data.template = "chat" a list of messages'):
+    with pytest.raises(ValueError, match=r'line 1: .* want text, or with data.template = "chat" a list of messages'):
         source(listed, template="plain")
 
 
@@ -109,7 +109,7 @@ def test_ids_are_given_or_of_the_content(tmp_path: Path) -> None:
     assert {p.id: p.text for p in a} == {p.id: p.text for p in b}
     assert a[0].id == "cde480838792d3f0" and len({p.id for p in a}) == 10
     assert dict(a[0].meta) == {"answer": "1", "level": 2}
-    with pytest.raises(ValueError, match="rows 0 and 10 are the same prompt"):
+    with pytest.raises(ValueError, match="line 1 and line 11 are the same prompt"):
         source(write(tmp_path / "c.jsonl", [*bare, bare[0]]))
 
 
@@ -140,8 +140,8 @@ def test_a_restored_cursor_deals_the_same_prompts(file: str, dealt: int) -> None
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "", "answer": "2"}, r"row 10: the prompt \(prompt\) is ''"),
-        ({"prompt": "9" * 600, "answer": "2"}, "row 10: the prompt has 600 tokens, data.max_prompt_tokens = 512"),
+        ({"prompt": "", "answer": "2"}, r"line 11: the prompt \(prompt\) is ''"),
+        ({"prompt": "9" * 600, "answer": "2"}, "line 11: the prompt has 600 tokens, data.max_prompt_tokens = 512"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:
@@ -163,7 +163,7 @@ def test_an_answer_is_needed_only_where_it_is_compared_with(tmp_path: Path) -> N
     a column that was named and is not there is a slip of the pen, whatever the reward."""
     mixed = write(tmp_path / "mixed.jsonl", MIXED)
     assert [p.answer for p in source(mixed).all()] == ["0", "", "", ""]
-    with pytest.raises(ValueError, match=r"mixed.jsonl, row 1: .* has no answer .*'exact' compares .* needs none"):
+    with pytest.raises(ValueError, match=r"mixed.jsonl, line 2: .* has no answer .*'exact' compares .* needs none"):
         source(mixed, compared_by="exact")
     bare = write(tmp_path / "bare.jsonl", [{"prompt": r["prompt"]} for r in MIXED])
     prompts = source(bare).all()
@@ -174,7 +174,7 @@ def test_an_answer_is_needed_only_where_it_is_compared_with(tmp_path: Path) -> N
         source(bare, answer_key="label")
     within = write(tmp_path / "within.jsonl", [{"prompt": "1+1=", "to": {"be": "2"}}, {"prompt": "2+2=", "to": None}])
     assert [p.answer for p in source(within, answer_key="to.be").all()] == ["2", ""]
-    with pytest.raises(ValueError, match=r"within.jsonl, row 1: the prompt has no answer \(to.be\)"):
+    with pytest.raises(ValueError, match=r"within.jsonl, line 2: the prompt has no answer \(to.be\)"):
         source(within, answer_key="to.be", compared_by="exact")
 
 
@@ -204,8 +204,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     cases = {
         "absent.jsonl": (None, "no such file"),
         "empty.jsonl": ("", "is empty"),
-        "blank.json": ("[]", "no data"),
-        "broken.jsonl": ('{"prompt": "1+', "cannot be read as prompts"),
+        "blank.json": ("[]", "has no rows"),
+        "broken.jsonl": ('{"prompt": "1+', "line 1: not valid JSON: "),
         "rows.csv": ("prompt,answer\n", "read from .json, .jsonl, .parquet"),
     }
     for name, (text, said) in cases.items():

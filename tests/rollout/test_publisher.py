@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from quant.stream import quantize_stream
 from rollout import wire
 from rollout.config import PublishConfig
 from rollout.disk_publisher import DiskPublisher
-from rollout.publisher import TensorPublisher, cut
+from rollout.publisher import TensorPublisher
 from tests.fakes import FakeServer
 
 SPEC = QuantSpec(format=QuantFormat.FP8, block=(4, 4))
@@ -126,6 +127,15 @@ def test_a_failure_names_the_server_and_leaves_all_paused(endpoint: str, fault: 
     assert bad.url in str(caught.value) and good.url not in str(caught.value)
 
 
+@pytest.mark.parametrize(("fault", "named"), [("large", "more than 67,108,864 bytes"), ("gzip", "compressed (gzip)")])
+def test_an_answer_without_an_end_or_compressed_is_not_read(fault: str, named: str) -> None:
+    with FakeServer() as bad:
+        bad.fault = {wire.BEGIN_UPDATE: fault}
+        with pytest.raises(RuntimeError, match=re.escape(named)) as caught:
+            publisher([bad], timeout_s=20).publish(iter(weights()), version=2)
+    assert bad.url in str(caught.value)
+
+
 def test_different_or_damaged_weights_are_found() -> None:
     """SGLang ignores unknown names with HTTP 200, so success is believed only after the checksums."""
     with FakeServer() as a, FakeServer() as b:
@@ -173,17 +183,6 @@ def test_weights_that_cannot_be_published() -> None:
             publisher([server], spec=None, hold_bytes=1, bucket_bytes=1).publish(late, version=1)
     with pytest.raises(ValueError, match="no servers"):
         TensorPublisher([], kind="embedded", spec=None, config=PublishConfig(), send=True)
-
-
-def test_buckets_keep_a_modules_tensors_together() -> None:
-    """Codes must not arrive without their scales; apart from that no bucket is larger than asked."""
-    stream = [(f"m{i}.{leaf}", torch.zeros(10, dtype=torch.uint8)) for i in range(5) for leaf in ("weight", "scale")]
-    for size in (25, 15):
-        names = [[t.name for t in p] for p in cut(stream, size)]
-        assert names == [[f"m{i}.weight", f"m{i}.scale"] for i in range(5)]
-    assert [len(p) for p in cut(stream, 40)] == [4, 4, 2]
-    assert [len(p) for p in cut(stream, 1000)] == [10]
-    assert list(cut([], 10)) == []
 
 
 def test_disk_publication(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from miles_like.types import Finish, NamedTensor, SamplingParams
 from rollout import wire
+from rollout.config import RolloutConfig
 from rollout.wire import GenerateReply, GenerateRequest, WireSpan, replies_from_json
 from rollout.wire_control import (
     AbortRequest,
@@ -225,7 +226,22 @@ def test_sglangs_defaults_and_unknown_top_level_keys() -> None:
     ("body", "said"),
     [
         ({"input_ids": [1], "sampling_params": {"max_tokens": 3}}, "unknown key 'max_tokens'"),
-        ({"input_ids": [1], "sampling_params": {"min_p": 0.5}}, "min_p = 0.5 is not served"),
+        ({"input_ids": [1], "sampling_params": {"min_p": 1.5}}, "min_p = 1.5"),
+        ({"input_ids": [1], "sampling_params": {"min_new_tokens": 2}}, "min_new_tokens = 2 is not served"),
+        ({"input_ids": [1], "sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty = 0.5 is not served"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": None}}, "max_new_tokens = None is not an integer"),
+        ({"input_ids": [1], "sampling_params": {"temperature": float("nan")}}, "temperature = nan, want"),
+        ({"input_ids": [1], "sampling_params": {"temperature": float("inf")}}, "temperature = inf, want"),
+        ({"input_ids": [1], "sampling_params": {"temperature": True}}, "True is not a number"),
+        ({"input_ids": [1], "sampling_params": {"top_k": 2**31}}, "top_k = 2147483648"),
+        ({"input_ids": [1], "sampling_params": {"sampling_seed": 2**63}}, "sampling_seed = 9223372036854775808"),
+        ({"input_ids": [1], "sampling_params": {"sampling_seed": "7"}}, "'7' is not an integer"),
+        ({"input_ids": [1], "sampling_params": {"stop_token_ids": ["7"]}}, "'7' is not an integer"),
+        ({"input_ids": [1], "sampling_params": {"ignore_eos": "no"}}, "'no' is not true or false"),
+        ({"input_ids": [1], "token_ids_logprob": [3]}, "token_ids_logprob is not served"),
+        ({"input_ids": [1], "return_sampling_mask": True}, "return_sampling_mask is not served"),
+        ({"input_ids": [[1], [2]], "logprob_start_len": [0, 1]}, "not an integer"),
+        ({"input_ids": [[1], [2]], "return_logprob": [True, False]}, "not true or false"),
         ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "'hot' is not a number"),
         ({"input_ids": [1], "sampling_params": {"top_p": 0.0}}, "top_p = 0.0"),
         ({"input_ids": [1], "sampling_params": {"top_k": 0}}, "top_k = 0"),
@@ -250,6 +266,13 @@ def test_neutral_sampling_keys_of_stock_clients_are_accepted() -> None:
     """Clients send full dictionaries; values that change nothing must not be refused."""
     params = {"min_p": 0.0, "repetition_penalty": 1.0, "stop": [], "skip_special_tokens": False, "regex": None}
     assert GenerateRequest.from_json({"input_ids": [1], "sampling_params": params}).n == 1
+
+
+def test_null_is_the_default() -> None:
+    nulls = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "n", "ignore_eos", "stop_token_ids"))
+    request = GenerateRequest.from_json({"input_ids": [[1], [2]], "sampling_params": nulls})
+    assert request.sampling == (SamplingParams(max_new_tokens=128),) * 2
+    assert (request.n, request.ignore_eos) == (1, False)
 
 
 @pytest.mark.parametrize(
@@ -365,3 +388,17 @@ def test_sglang_pickle_is_one_list_for_each_rank() -> None:
     for (name, t), want in zip(back, items, strict=True):
         assert (name, t.dtype, t.shape, raw(t)) == (want.name, want.tensor.dtype, want.tensor.shape, raw(want.tensor))
     assert back[-1][1].untyped_storage().nbytes() == 8  # a view does not bring its whole storage
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"top_k": 1, "temperature": 0.7}, "at temperature 1, the trainer computes them at 0.7"),
+        ({"temperature": 1e-7}, "rollout.temperature = 1e-07"),
+        ({"top_k": 0}, "rollout.top_k = 0"),
+    ],
+)
+def test_a_run_whose_trainer_would_score_at_another_temperature_is_refused(keys: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RolloutConfig(**keys)
+    assert RolloutConfig(top_k=1).top_k == 1

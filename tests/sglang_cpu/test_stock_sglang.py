@@ -12,27 +12,31 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
+from megatron_bridge.families.registry import family_of
 from miles_like import assemble
 from miles_like.config_io import load_config
 from miles_like.hf_checkpoint import HFCheckpoint
 from miles_like.types import NamedTensor
 from rollout.client import SGLangClient
-from rollout.config import PublishConfig
-from rollout.publisher import TensorPublisher
-from rollout.servers import free_port, start
+from rollout.config import EmbeddedFlags, PublishConfig, RolloutConfig
+from rollout.publisher import ServerSet, TensorPublisher
+from rollout.servers import free_port, launch_embedded, start
 from tests.sglang_cpu.gateway import Change, gateway
 
 ROOT = Path(__file__).parents[2]
@@ -81,21 +85,29 @@ def every_layer_routed(shape: str, home: Path) -> Path:
     return path
 
 
-def verify(job: Job, url: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def verify(job: Job, url: str, *more: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     out = job.home / "found.json"
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "miles_like.cli", "verify", "--config", str(job.config), "--server", url]
-    command += ["--run-dir", str(job.home / "run"), "--json", str(out)]
+    command += ["--run-dir", str(job.home / "run"), "--json", str(out), *more]
     done = subprocess.run(
         [*command, *(word for setting in job.settings for word in ("--set", setting))],
         capture_output=True,
         text=True,
         timeout=VERIFY_S,
         cwd=ROOT,
-        env=os.environ | {"COLUMNS": "200", "RAY_AUTH_MODE": "disabled"},
+        env=os.environ | {"COLUMNS": "200"},
     )
     assert out.exists(), done.stderr[-3000:] + done.stdout[-3000:]
     return done, json.loads(out.read_text())
+
+
+def checksums(url: str) -> Mapping[str, str]:
+    servers = ServerSet([url], 60)
+    try:
+        return servers.checksums()[0].ranks[0]
+    finally:
+        servers.close()
 
 
 def test_a_healthy_server_has_nothing_wrong_with_it(job: Job) -> None:
@@ -104,6 +116,8 @@ def test_a_healthy_server_has_nothing_wrong_with_it(job: Job) -> None:
     assert done.returncode == 0 and found["verdicts"] == found["bounds_broken"] == [], done.stdout + done.stderr
     assert 0 < found["mismatch/kl"] < 1e-3 and found["routing/agreement"] > 0.97
     assert found["mismatch/tokens"] > 100
+    assert found["verify/weights/verdict"] == "agrees" and not found["differing_tensors"]
+    assert found["verify/weights/compared"] == f"hashes of {len(checksums(job.url))} tensors", "all of them"
     for step in ("tokens", "sampling", "weights", "quantizer", "routing", "numerics"):
         assert step in done.stdout
 
@@ -126,21 +140,104 @@ def test_candidates_of_a_scored_text_come_in_the_form_that_is_read(job: Job) -> 
     np.testing.assert_allclose(after.top.logprobs[found], after.logprobs[found.any(1)], atol=1e-2)
 
 
+def test_requests_mean_the_same_to_both_engines(job: Job) -> None:
+    """ignore_eos with stop_token_ids, logprob_start_len to the prompt's length and beyond, max_new_tokens = 0."""
+    config = RolloutConfig(embedded=EmbeddedFlags(threads=1))
+    with launch_embedded(job.served, config, port=None, log_dir=job.home) as embedded:
+        ours = [of_a_request(embedded.url, *case) for case in CASES]
+    theirs = [of_a_request(job.url, *case) for case in CASES]
+    for case, mine, other in zip(CASES, ours, theirs, strict=True):
+        assert mine == other, case
+    assert {status for status, *_ in ours} == {200, 400} and any(o[1:] and o[1] == "stop" for o in ours)
+
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+CASES = list(
+    itertools.product((False, True), (False, True), (0, 4), (-1, 0, len(PROMPT) - 1, len(PROMPT), len(PROMPT) + 1))
+)
+
+
+def of_a_request(url: str, ignore_eos: bool, stops: bool, tokens: int, start: int) -> list[Any]:
+    """HTTP status and the form of the answer, greedy: what ended it, whether it is as long as it should be, entries."""
+    with httpx.Client(base_url=url, timeout=600, trust_env=False) as http:
+
+        def ask(**sampling: Any) -> httpx.Response:
+            params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": ignore_eos} | sampling
+            asked = {"input_ids": PROMPT, "sampling_params": params}
+            return http.post("/generate", json=asked | {"return_logprob": True, "logprob_start_len": start})
+
+        free = http.post(
+            "/generate",
+            json={
+                "input_ids": PROMPT,
+                "sampling_params": {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True},
+            },
+        ).json()["output_ids"]
+        reply = ask(**({"stop_token_ids": [free[1]]} if stops else {}))
+        if reply.status_code != 200:
+            return [reply.status_code]
+        meta = reply.json()["meta_info"]
+        ends = free.index(free[1]) + 1 if stops and not ignore_eos else 4
+        said = meta["finish_reason"]
+        return [
+            200,
+            said["type"],
+            said.get("length"),
+            "matched" in said and said["matched"] == free[1],
+            len(reply.json()["output_ids"]) - min(tokens, ends),
+            [(value is None, token) for value, token, _ in meta["input_token_logprobs"]],
+            len(meta["output_token_logprobs"]) - min(tokens, ends),
+        ]
+
+
 def test_a_stale_tensor_is_named_and_replaced(job: Job) -> None:
-    """One expert's weight of other values, sent over the real wire. Its fused tensor changes when the trainer
-    publishes, and the gap goes with it."""
+    """One expert's weight of other values, sent over the real wire: the tensor in which SGLang stacks it is named
+    before anything is sent. Without --overwrite the server keeps it; with it, it is replaced, and the gap goes."""
     name = next(n for n in HFCheckpoint(job.served).names() if ".experts.3.down_proj.weight" in n)
     stale = NamedTensor(name, HFCheckpoint(job.served).read(name) * 3)
     sender = TensorPublisher([job.url], kind="sglang", spec=None, config=PublishConfig(), send=True)
     sender.publish([stale], version=0)
+    before = checksums(job.url)
     done, found = verify(job, job.url)
+    stacked = f"{name.partition('.mlp.')[0]}.mlp.experts.w2_weight"
+    assert done.returncode == 1 and found["differing_tensors"] == [stacked] and checksums(job.url) == before
+    assert "verify/weights/kl_after" not in found and found["conclusion"] in done.stderr
+    done, found = verify(job, job.url, "--overwrite")
     assert done.returncode == 1
     (verdict,) = found["verdicts"]
     assert (verdict["step"], verdict["cause"]) == ("weights", "other weights"), found
-    layer = name.partition(".mlp.")[0]
-    assert f"{layer}.mlp.experts.w2_weight changed when the trainer published" in verdict["what"]
+    assert verdict["what"] == f"{stacked} has other values" and found["differing_tensors"] == [stacked]
+    assert checksums(job.url) != before
     assert found["verify/weights/kl_after"] < found["verify/weights/kl_before"] / 4
     assert found["verify/weights/kl_after"] < 1e-3
+
+
+def test_requests_of_one_module_serve_all_that_was_published(job: Job) -> None:
+    """Every weight times 1.5, in as many requests as there can be. Each served tensor is the one that a single request
+    gives, and those that SGLang concatenates within one request hash as the published halves do together."""
+    checkpoint = HFCheckpoint(job.served)
+    fused = family_of(checkpoint.config).bind(checkpoint.config).fused()
+    halves = [names for names in fused if ".self_attn." in names[0]]
+    assert len(halves) == (checkpoint.config["num_hidden_layers"] if checkpoint.config.get("q_lora_rank") else 0)
+
+    def published(factor: float, bucket_bytes: int) -> Mapping[str, str]:
+        weights = [NamedTensor(n, (checkpoint.read(n).float() * factor).to(checkpoint.read(n).dtype)) for n in names]
+        config = PublishConfig(bucket_bytes=bucket_bytes)
+        sender = TensorPublisher([job.url], kind="sglang", spec=None, config=config, send=True, fused=fused)
+        sender.publish(weights, version=1)
+        return checksums(job.url)
+
+    names = list(checkpoint.names())
+    before = checksums(job.url)
+    parted = published(1.5, 1)
+    whole = published(1.5, 1 << 30)
+    assert parted == whole, [n for n in whole if parted[n] != whole[n]]
+    assert sum(parted[n] != before[n] for n in before) > 0.9 * len(before)  # a few are constants, as k_scale
+    for q_a, kv_a in halves:
+        both = torch.cat([(checkpoint.read(n).float() * 1.5).to(checkpoint.read(n).dtype) for n in (q_a, kv_a)])
+        digest = hashlib.sha256(both.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        assert parted[q_a.replace("q_a_proj", "fused_qkv_a_proj_with_mqa")] == digest
+    assert published(1.0, 1) == before
 
 
 def sampled_at_another_temperature(request: Any) -> None:

@@ -24,10 +24,14 @@ class KlPenalty:
 
     coefficient: float
     estimator: Estimator
+    log_ratio_clamp: float | None = None
+    k3_clamp: float | None = None
 
     def of_tokens(self, tokens: Tokens) -> Tensor:
         """[R] fp64; raises ValueError for a sample without the stream."""
-        return self.coefficient * kl_estimate(tokens.stream(REFERENCE) - tokens.logprobs(), self.estimator)
+        above = tokens.stream(REFERENCE) - tokens.logprobs()
+        clamps = {"log_ratio_clamp": self.log_ratio_clamp, "k3_clamp": self.k3_clamp}
+        return self.coefficient * kl_estimate(above, self.estimator, **clamps)
 
 
 def token_rewards(tokens: Tokens, penalty: KlPenalty | None) -> Tensor:

@@ -47,6 +47,9 @@ class PolicyLoss(ABC):
     multiplied by p_train / p_rollout, through which the gradient goes (DeepSeek-V3.2 eq. 7): its mean over the
     rollout's samples, and that of its gradient, are those of KL(train || ref), for each estimator that has no bias
     itself (k1, k3). It is neither clipped nor weighted, and H, the entropy of the token's distribution, neither.
+
+    With `log_ratio_clamp` = c, in nats, log r is bounded to +-c before its exponential is taken, and so is the
+    log-ratio in k3; `k3_clamp` bounds the value of k3. A token beyond a clamp has no gradient of that term. None: none.
     """
 
     kl_coefficient: float = 0.0
@@ -56,6 +59,8 @@ class PolicyLoss(ABC):
     off_policy_delta: float | None = None
     correction: Correction | None = None
     bounds: Bounds | None = None
+    log_ratio_clamp: float | None = None
+    k3_clamp: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("kl_coefficient", "entropy_coefficient"):
@@ -100,7 +105,7 @@ class PolicyLoss(ABC):
         delta = torch.where(loss_mask, logprobs - policy, 0.0)  # [T]
         advantages = torch.where(loss_mask, advantages, 0.0)
         surrogate, stats = self._surrogate(
-            delta=delta,
+            delta=self._clamped(delta),
             logprobs=torch.where(loss_mask, logprobs, 0.0),
             advantages=advantages,
             loss_mask=loss_mask,
@@ -126,6 +131,10 @@ class PolicyLoss(ABC):
             loss = loss - self.entropy_coefficient * torch.where(loss_mask, entropy, 0.0)
         return loss, stats
 
+    def _clamped(self, delta: Tensor) -> Tensor:
+        """[T] log r, bounded; a nan stays."""
+        return delta if self.log_ratio_clamp is None else delta.clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
+
     def _weighed(
         self, surrogate: Tensor, logprobs: Tensor, advantages: Tensor, sides: _Sides
     ) -> tuple[Tensor, dict[str, Stat]]:
@@ -142,7 +151,7 @@ class PolicyLoss(ABC):
 
     def _kl(self, above: Tensor, logprobs: Tensor, sides: _Sides) -> Tensor:
         """[T] of [T] log p_ref - log p_train; 0 outside the mask."""
-        kl = kl_estimate(above, self.kl_estimator)
+        kl = kl_estimate(above, self.kl_estimator, log_ratio_clamp=self.log_ratio_clamp, k3_clamp=self.k3_clamp)
         if not self.kl_unbiased:
             return kl
         return torch.where(sides["loss_mask"], logprobs - sides["rollout_logprobs"], 0.0).exp() * kl

@@ -19,8 +19,14 @@ class GspoLoss(ClippedLoss):
     of log p_train - log p_old), and the gradient goes through it (GSPO, arXiv:2507.18071 eq. 5 to 7).
 
     A sample's surrogate stands at each of its tokens: with aggregation "sequence_mean" it counts once, as in the paper.
+    `log_ratio_clamp` bounds the sample's log-ratio from above, as verl does, and not those of its tokens.
     """
+
+    def _clamped(self, delta: Tensor) -> Tensor:
+        return delta
 
     def _ratio(self, delta: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
         of_sample = sequence_means(delta, loss_mask=loss_mask, cu_seqlens=cu_seqlens).to(delta.dtype)
+        if self.log_ratio_clamp is not None:
+            of_sample = of_sample.clamp(max=self.log_ratio_clamp)
         return to_tokens(of_sample, cu_seqlens=cu_seqlens, tokens=len(delta)).exp()

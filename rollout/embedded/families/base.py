@@ -60,7 +60,7 @@ class Family:
             tied=bool(config.get("tie_word_embeddings", False)),
             mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
             max_position=int(config.get("max_position_embeddings", 4096)),
-            eos_ids=eos_ids or _ids(config),
+            eos_ids=tuple(dict.fromkeys(_ids(config) + (eos_ids or ()))),
         )
 
 

@@ -12,15 +12,27 @@ import io
 import json
 import pickle
 import sys
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from rollout import wire
 from rollout.embedded import server
+from rollout.server_key import ServerKey
 from rollout.wire_control import SAFETENSORS, encode_safetensors
 
 
 def flags(argv: list[str]) -> argparse.Namespace:
+    if "--config" in argv:  # as SGLang: what the file says goes before the command line
+        i = argv.index("--config")
+        path = Path(argv[i + 1])
+        assert path.suffix in (".yaml", ".yml") and path.stat().st_mode & 0o777 == 0o600
+        said = yaml.safe_load(path.read_text())
+        argv = [word for key, value in said.items() for word in (f"--{key}", str(value))] + argv[:i] + argv[i + 2 :]
     p = argparse.ArgumentParser()
+    p.add_argument("--api-key")
+    p.add_argument("--admin-api-key")
     p.add_argument("--model-path", required=True)
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--port", type=int, required=True)
@@ -89,9 +101,11 @@ class StockBodies:
 
 def main() -> None:
     args = flags(sys.argv[1:])
+    print(f"server_args={vars(args)}", flush=True)  # SGLang logs its keys too
+    key = ServerKey(args.api_key, args.admin_api_key) if args.api_key else None
     stock = server.make_app
-    server.make_app = lambda worker, a: StockBodies(stock(worker, a), a)  # type: ignore[assignment,return-value]
-    server.serve(args)
+    server.make_app = lambda worker, a, limits: StockBodies(stock(worker, a, limits), a)  # type: ignore[assignment,return-value]
+    server.serve(args, key)
 
 
 if __name__ == "__main__":

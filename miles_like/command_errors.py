@@ -1,0 +1,88 @@
+"""How a command ends: an error that the user can mend is one sentence on stderr, one of this program says so and names
+the log that has its traceback. Both end with status 2."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from miles_like.stopping import Stopped
+
+DRIVER_LOG = "driver.log"
+LOG_BYTES = 4 << 20  # a larger driver.log becomes driver.log.1, in place of an older one
+
+
+@contextlib.contextmanager
+def one_sentence(logs: Path | None = None) -> Iterator[None]:
+    """Turn an error inside into a sentence and `typer.Exit`. Its traceback goes into driver.log of `logs`, if that
+    directory is there, and else, where the error is a fault of this program, into a temporary file.
+
+    ValueError, RuntimeError, OSError and MemoryError are what functions raise for a mistake or a dead part, with words
+    that name it. Any other exception, or one of these without words, was not foreseen.
+    """
+    try:
+        yield
+    except Stopped as e:
+        Console().print(f"stopped: {e}", markup=False, soft_wrap=True)
+        raise typer.Exit(e.status) from None
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
+    except Exception as e:
+        foreseen = is_foreseen(e)
+        log = _write_traceback(logs, anywhere=not foreseen)
+        console = Console(stderr=True, soft_wrap=True)
+        console.print("[bold red]error:[/]", end=" ")
+        # it may quote [brackets]
+        console.print(sentence(e) if foreseen else fault(e, log), markup=False, highlight=False)
+        raise typer.Exit(2) from None
+
+
+def is_foreseen(error: Exception) -> bool:
+    """Whether the words of an error are meant for the user."""
+    # subclasses of ValueError and RuntimeError that the interpreter and libraries raise, in words for programmers
+    if isinstance(error, RecursionError | NotImplementedError | UnicodeError):
+        return False
+    return isinstance(error, ValueError | RuntimeError | OSError | MemoryError) and bool(sentence(error))
+
+
+def sentence(error: Exception) -> str:
+    """What an exception says, on one line; of the system's errors the words and the file, not the number."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return " ".join(text.split())
+
+
+def fault(error: Exception, log: Path | None) -> str:
+    """The sentence of an error that was not foreseen."""
+    words = sentence(error)
+    named = f"{type(error).__name__}: {words[:500]}" if words else type(error).__name__
+    where = f"{log} has the traceback" if log is not None else "its traceback could not be written"
+    return f"this is a fault of this program ({named}); {where}: please report it"
+
+
+def _write_traceback(logs: Path | None, *, anywhere: bool) -> Path | None:
+    """The file that has the traceback of the error being handled; None where no file could be written."""
+    try:
+        if logs is not None and logs.is_dir():
+            path = logs / DRIVER_LOG
+            if path.exists() and path.stat().st_size > LOG_BYTES:
+                path.replace(path.with_name(f"{DRIVER_LOG}.1"))
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        elif anywhere:
+            descriptor, name = tempfile.mkstemp(prefix="miles-like-", suffix=".log")
+            path = Path(name)
+        else:
+            return None
+        with os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace") as log:
+            traceback.print_exc(file=log)
+    except OSError:
+        return None
+    return path

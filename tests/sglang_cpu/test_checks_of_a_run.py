@@ -1,0 +1,76 @@
+"""Law: the checks of a running job hold for stock SGLang as they do for the embedded engine: healthy steps pass them,
+and a run whose server begins to send routes of other tokens ends before it trains on them.
+
+SGLang 0.5.23 as it is released, on CPU (`make test-sglang`), started by `train` itself with its own key. Not covered:
+several servers, or ranks of one; quantized weights; GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sglang_cpu.test_stock_sglang import CONFIGS, MODELS, PYTHON, ROOT, SETTINGS, every_layer_routed
+
+# The command that `train` starts a stock server with, run by the Python of SGLang's own environment
+_LAUNCHER = f"""
+import os, sys
+os.execv({str(PYTHON)!r}, [{str(PYTHON)!r}, {str(ROOT / "tests" / "sglang_cpu" / "serve.py")!r}, *sys.argv[1:]])
+"""
+_SPOILT = (
+    "import sys; from tests.laws import mid_run as m; m.plant_routes(m.shifted, 2, layers={layers}, depth={depth}); "
+    "from miles_like.cli import main; main()"
+)
+CHECKED = (
+    *("mismatch.check_prompts=4", "mismatch.checksums_every=1"),
+    *("train.steps=3", "train.groups_per_step=4", "train.samples_per_group=2", "checkpoint.every=1"),
+    *("eval.every=0", "eval.max_prompts=4", "rollout.start_timeout_s=600", "replay.mode=r3"),
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "check_every", "steps", "said"),
+    [
+        ("deepseek", 0, 2, "step 3: the replayed routes are not those of these tokens and layers"),
+        ("qwen", 1, 1, "after step 2 trainer and rollout differ: routing: routes shifted (all rows are shifted by 1"),
+    ],
+)
+def test_healthy_steps_pass_and_shifted_routes_end_the_run(
+    shape: str, check_every: int, steps: int, said: str, tmp_path: Path
+) -> None:
+    """Routes of version 2 are shifted. Without comparisons in mid-run the step that replays them is refused; with them
+    the comparison after that publication already finds it. Checksums are asked before each step trains."""
+    if not PYTHON.exists():
+        pytest.skip(f"{PYTHON} is not there: make test-sglang")
+    launcher = tmp_path / "launcher" / "sglang" / "launch_server.py"
+    launcher.parent.mkdir(parents=True)
+    launcher.write_text(_LAUNCHER)
+    (launcher.parent / "__init__.py").touch()
+    layers = json.loads((ROOT / "configs" / "tiny" / MODELS[shape]).read_text())["num_hidden_layers"]
+    first = 1 if shape == "deepseek" else 0  # layers before it are dense
+    spoilt = _SPOILT.format(layers=tuple(range(first, layers)), depth=layers)
+    settings = (
+        *SETTINGS,
+        *CHECKED,
+        f"mismatch.check_every={check_every}",
+        f"model.make.config={every_layer_routed(shape, tmp_path)}",
+    )
+    words = ["train", str(ROOT / "configs" / CONFIGS[shape]), "--run-dir", str(tmp_path / "run")]
+    words += [word for setting in settings for word in ("--set", setting)]
+    paths = os.pathsep.join([str(launcher.parents[1]), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"COLUMNS": "200", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", spoilt, *words], capture_output=True, text=True, timeout=1500, cwd=ROOT, env=env
+    )
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert said in done.stderr, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in trained] == list(range(1, steps + 1))
+    assert all(row["routing/expert_agreement"] > 0.97 and row["mismatch/kl"] < 1e-3 for row in trained)
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == f"step_{steps}"

@@ -1,0 +1,117 @@
+"""Law: stock SGLang, started with a run's key, answers the run and nobody else, and the key is in no file and on no
+command line.
+
+SGLang 0.5.23 as it is released, on CPU (`make test-sglang`). Not covered: a server over several nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import psutil
+import pytest
+from rich.console import Console
+
+from miles_like import assemble
+from miles_like.config_io import load_config
+from miles_like.hf_checkpoint import HFCheckpoint
+from miles_like.types import NamedTensor
+from rollout import wire
+from rollout.client import RolloutError, SGLangClient
+from rollout.config import PublishConfig
+from rollout.publisher import ServerSet, TensorPublisher
+from rollout.server_key import ServerKey, sglang_key_file
+from rollout.servers import free_port, start
+from tests.sglang_cpu.test_stock_sglang import CONFIGS, PYTHON, ROOT, SETTINGS, START_S, every_layer_routed
+
+KEY = ServerKey.new()
+
+
+class Served(NamedTuple):
+    url: str
+    directory: Path
+    log: Path
+    key_file: Path
+    commands: list[str]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    if not PYTHON.exists():
+        pytest.skip(f"{PYTHON} is not there: make test-sglang")
+    home = tmp_path_factory.mktemp("keys")
+    try:
+        settings = [*SETTINGS, f"model.make.config={every_layer_routed('qwen', home)}"]
+        root = assemble.staged(load_config(ROOT / "configs" / CONFIGS["qwen"], settings), home / "run", Console(), None)
+    finally:
+        assemble.shut_down()
+    port, key_file = free_port(), sglang_key_file(KEY)
+    command = [str(PYTHON), str(ROOT / "tests" / "sglang_cpu" / "serve.py"), "--model-path", str(root / "hf")]
+    command += ["--port", str(port), "--config", str(key_file)]
+    log = home / "sglang.log"
+    with start(command, url=f"http://127.0.0.1:{port}", log=log, key=KEY, key_file=key_file) as server:
+        server.await_ready(START_S)
+        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        commands = [" ".join(p.cmdline()) for p in processes]
+        yield Served(server.url, root / "hf", log, key_file, commands)
+
+
+CONTROL = {
+    wire.PAUSE,
+    wire.CONTINUE,
+    wire.BEGIN_UPDATE,
+    wire.END_UPDATE,
+    wire.UPDATE_VERSION,
+    wire.CHECKSUM,
+    wire.ABORT,
+}
+
+
+def test_every_path_but_health_is_refused_without_its_key(served: Served) -> None:
+    """The second key, which SGLang calls the admin's, where our table says so: SGLang's own 401 is the judge."""
+    with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as http:
+        assert http.get(wire.HEALTH).status_code == 200
+        for path in (wire.GENERATE, *sorted(CONTROL), wire.UPDATE_FROM_TENSOR, wire.UPDATE_FROM_DISK):
+            assert http.post(path, json={}).status_code == 401, path
+            other = KEY.control if path == wire.GENERATE else KEY.sampling
+            assert http.post(path, json={}, headers={"authorization": f"Bearer {other}"}).status_code == 401, path
+            assert http.post(path, json={}, headers=KEY.headers(path)).status_code != 401, path
+        for path in (wire.MODEL_INFO, wire.SERVER_INFO):
+            assert http.get(path).status_code == 401, path
+            assert http.get(path, headers=KEY.headers(path)).status_code == 200, path
+        http.post(wire.CONTINUE, json={}, headers=KEY.headers(wire.CONTINUE))
+
+
+def test_the_run_publishes_and_asks_with_it(served: Served) -> None:
+    name = next(n for n in HFCheckpoint(served.directory).names() if n.endswith("model.norm.weight"))
+    tensor = NamedTensor(name, HFCheckpoint(served.directory).read(name))
+    sender = TensorPublisher([served.url], kind="sglang", spec=None, config=PublishConfig(), send=True, key=KEY)
+    sender.publish([tensor], version=5)
+
+    async def version(key: ServerKey | None) -> int:
+        client = SGLangClient(served.url, routing=None, request_timeout_s=60, key=key)
+        try:
+            return await client.weight_version()
+        finally:
+            await client.close()
+
+    assert asyncio.run(version(KEY)) == 5
+    with pytest.raises(RolloutError, match="HTTP 401: Unauthorized; a server's key is given by"):
+        asyncio.run(version(None))
+    with pytest.raises(RolloutError, match="HTTP 401"):
+        ServerSet([served.url], 60).checksums()
+
+
+def test_the_key_is_nowhere_to_be_read(served: Served) -> None:
+    """SGLang logs its arguments, and its key file is gone once it answers."""
+    log = served.log.read_text()
+    assert "server_args=" in log and "<server key>" in log
+    assert not served.key_file.exists() and len(served.commands) > 2
+    every = [log, *served.commands, subprocess.run(["ps", "axww"], capture_output=True, text=True).stdout]
+    for secret in (KEY.sampling, KEY.control):
+        assert not [text for text in every if secret in text]
