@@ -117,6 +117,7 @@ class Admission:
         keys = np.array([j.key for j in jobs], np.uint64)
         stops = () if spec.ignore_eos else spec.sampling.stop_token_ids + self._eos_ids
         self._rows.start(rows, spec, entry.tokens, slots, keys, stops)
+        self._rows.request[rows], self._rows.asked[rows] = entry.group.request, entry.group.asked
         for job, row in zip(jobs, rows.tolist(), strict=True):
             self.jobs[row] = job
             if len(job.kept_ids):

@@ -16,14 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_like.types import Finish
-from rollout.embedded.admission import Admission
+from rollout.embedded.admission import Admission, Admitted
+from rollout.embedded.batch import ForwardBatch
 from rollout.embedded.capture import RouteCapture, RoutingRows
 from rollout.embedded.kv_cache import KVCache
-from rollout.embedded.layout import SequenceRows, lay_out, lay_out_decode
+from rollout.embedded.layout import SequenceRows, joined, lay_out, lay_out_decode
 from rollout.embedded.model import Model
 from rollout.embedded.requests import Completed, Entry, Group, Job, PromptSpec
 from rollout.embedded.rows import Rows
 from rollout.embedded.sampler import sample, stream_keys
+from rollout.embedded.turns import in_turn
 from rollout.wire import GenerateReply, reply_id
 from rollout.wire_control import PauseMode
 from rollout.wire_scores import PromptTop
@@ -64,6 +66,7 @@ class Engine:
         self.paused = False
         self.hold = False  # start nothing new, so that the running ones drain
         self.generated = 0  # tokens, ever
+        self._requests = 0  # ever
         self._rows = Rows(limits.max_running)
         self._admission = Admission(
             self.cache, self._rows, prefill_tokens=limits.prefill_tokens, eos_ids=model.arch.eos_ids
@@ -92,7 +95,11 @@ class Engine:
         return self._entry(group, np.array(spec.token_ids, np.int64), jobs)
 
     def queue(self, entries: Sequence[Entry]) -> None:
-        """Requests that were `made` since the last step, in order."""
+        """The prompts of one request, `made` since the last step, in order."""
+        self._requests += 1
+        asked = sum(len(e.jobs) for e in entries)
+        for entry in entries:
+            entry.group.request, entry.group.asked = self._requests, asked
         self._admission.queue.extend(entries)
 
     def _entry(self, group: Group, tokens: NDArray[np.int64], jobs: deque[Job]) -> Entry:
@@ -230,18 +237,33 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Starts what fits, then decodes one token of every running sample. False: there was nothing to do."""
+        """Feeds the prompts that there is room for, and decodes one token of every running sample whose turn it is, in
+        one forward pass. False: there was nothing to do."""
         if self.paused:
             return False
-        started = not self.hold and self._start()
-        if not len(self._active):
-            return started
-        rows = torch.from_numpy(self._active)
-        pos = self._rows.length[self._active] - 1
-        tokens = self._rows.tokens[rows, torch.from_numpy(pos)]
-        batch = lay_out_decode(tokens, pos, self._rows.slots, rows, **self._gather)
-        self._commit(self._active, self.model.logits(self.model.forward(batch, self.cache)))
+        admitted = Admitted() if self.hold else self._admission.admit()
+        turn = self._turn()
+        if not (len(turn) or admitted.fresh or admitted.started):
+            return False
+        behind = len(turn) < len(self._active)
+        self._feed(admitted.fresh, turn)
+        if admitted.copies:
+            self.cache.copy([s for s, _ in admitted.copies], [t for _, t in admitted.copies])
+        started = [r for _, r in admitted.started]
+        if started or behind:
+            self._active = self._shortest_first(np.concatenate([self._active, *started]))
+        if started:
+            logits = torch.stack([e.logits for e, r in admitted.started for _ in r if e.logits is not None])
+            self._commit(np.concatenate(started), logits)
         return True
+
+    def _turn(self) -> NDArray[np.int64]:
+        """The running samples that this step decodes, shortest first."""
+        rows, active = self._rows, self._active
+        return active[in_turn(rows.request[active], rows.asked[active], rows.length[active] - rows.prompt[active])]
+
+    def _shortest_first(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return rows[np.argsort(self._rows.length[rows], kind="stable")]
 
     def _commit(self, rows: NDArray[np.int64], logits: Tensor) -> None:
         """Draws the next token of each row and ends the rows that it ends."""
@@ -253,40 +275,44 @@ class Engine:
             reasons = [Finish.STOP if s else Finish.LENGTH for s in stopped[over]]
             self._finish(rows[over], reasons)
 
-    def _start(self) -> bool:
-        """Prefills waiting prompts and draws the first token of every sample that got a row and pages."""
-        admitted = self._admission.admit()
-        if admitted.fresh:
-            self._prefill(admitted.fresh)
-        if admitted.copies:
-            self.cache.copy([s for s, _ in admitted.copies], [t for _, t in admitted.copies])
-        if admitted.started:
-            rows = np.concatenate([r for _, r in admitted.started])
-            logits = torch.stack([e.logits for e, r in admitted.started for _ in r if e.logits is not None])
-            active = np.concatenate([self._active, rows])
-            self._active = active[np.argsort(self._rows.length[active], kind="stable")]
-            self._commit(rows, logits)
-        return bool(admitted.fresh or admitted.started)
-
-    def _prefill(self, entries: list[Entry]) -> None:
+    def _feed(self, entries: list[Entry], turn: NDArray[np.int64]) -> None:
         """Feeds those of the entries' tokens that are not cached, in pieces when they are many, and keeps the logits
-        after the last one."""
-        found: dict[int, list[tuple[Tensor, PromptTop | None]]] = {i: [] for i in range(len(entries))}
-        for piece in range(0, max(len(e.tokens) - e.cached for e in entries), _PIECE):
+        after the last one. The rows `turn` get a token with the first piece."""
+        found: list[list[tuple[Tensor, PromptTop | None]]] = [[] for _ in entries]
+        for piece in range(0, max((len(e.tokens) - e.cached for e in entries), default=min(1, len(turn))), _PIECE):
             mine = [(i, e) for i, e in enumerate(entries) if len(e.tokens) - e.cached > piece]
-            rows = []
-            for _, e in mine:
-                assert e.slots is not None
-                start = e.cached + piece
-                tokens = torch.from_numpy(e.tokens[start : start + _PIECE])
-                rows.append(SequenceRows(tokens=tokens, start=start, slots=e.slots))
-            x = self.model.forward(lay_out(rows, **self._gather), self.cache)
-            ends = np.cumsum([len(r.tokens) for r in rows])
-            last = self.model.logits(x[torch.from_numpy(ends - 1)])
-            for (i, e), row, end, logits in zip(mine, rows, ends.tolist(), last, strict=True):
+            fed = [self._piece(e, e.cached + piece) for _, e in mine]
+            ends = np.cumsum([len(r.tokens) for r in fed], dtype=np.int64)
+            batches = [lay_out(fed, **self._gather)] if fed else []
+            if len(turn):
+                batches.append(self._decoded(turn))
+            x = self.model.forward(joined(batches), self.cache)
+            prompts = int(ends[-1]) if fed else 0
+            last = self.model.logits(torch.cat([x[torch.from_numpy(ends - 1)], x[prompts:]]))
+            for (i, e), row, end, logits in zip(mine, fed, ends.tolist(), last, strict=False):
                 if row.start + len(row.tokens) == len(e.tokens):
                     e.logits = logits
                 found[i].append(self._prompt_scores(e, x[end - len(row.tokens) : end], row.start))
+            if len(turn):
+                self._commit(turn, last[len(fed) :])
+                turn = turn[:0]
+        self._fed(entries, found)
+
+    def _piece(self, entry: Entry, start: int) -> SequenceRows:
+        assert entry.slots is not None
+        return SequenceRows(
+            tokens=torch.from_numpy(entry.tokens[start : start + _PIECE]), start=start, slots=entry.slots
+        )
+
+    def _decoded(self, turn: NDArray[np.int64]) -> ForwardBatch:
+        """The last token of each row, which has not been fed yet."""
+        rows, pos = torch.from_numpy(turn), self._rows.length[turn] - 1
+        return lay_out_decode(
+            self._rows.tokens[rows, torch.from_numpy(pos)], pos, self._rows.slots, rows, **self._gather
+        )
+
+    def _fed(self, entries: list[Entry], found: list[list[tuple[Tensor, PromptTop | None]]]) -> None:
+        """Prompts whose tokens are all in the cache; `found` for each piece of each of them."""
         for i, entry in enumerate(entries):
             assert entry.slots is not None
             self.cache.keep(self.cache.pages_of(entry.slots), entry.names)

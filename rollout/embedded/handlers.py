@@ -46,7 +46,6 @@ from rollout.wire_control import (
 )
 from rollout.wire_scores import prompt_entries
 
-_DISCONNECT_POLL_S = 1.0
 _INLINE = 32 << 10  # bytes of a request, or tokens of a reply, that are worked on in the event loop
 _MAX_FLUSH_S = 600.0
 _GONE = 499  # as nginx has it: the client closed the connection
@@ -112,6 +111,12 @@ async def http_error(request: Request, e: Exception) -> Response:
     )
 
 
+async def _gone(request: Request) -> None:
+    """Returns when the client has closed the connection. The body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 class Handlers:
     """One method an endpoint. A ValueError is the caller's mistake and becomes a 400."""
 
@@ -173,11 +178,14 @@ class Handlers:
 
     async def _await_or_abort(self, request: Request, under_way: Generation) -> list[Completed]:
         """A client that went away gets no more work done for it; requests of others go on, whatever their names."""
-        waiter = asyncio.wrap_future(under_way.done)
-        while not (await asyncio.wait({waiter}, timeout=_DISCONNECT_POLL_S))[0]:
-            if await request.is_disconnected():
+        waiter, gone = asyncio.wrap_future(under_way.done), asyncio.ensure_future(_gone(request))
+        try:
+            await asyncio.wait({waiter, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiter.done():
                 await asyncio.wrap_future(self.worker.abort(under_way))
-        return await waiter
+            return await waiter
+        finally:
+            gone.cancel()
 
     def _replies(
         self, asked: GenerateRequest, specs: Sequence[PromptSpec], done: Sequence[Completed], body: Json, seconds: float

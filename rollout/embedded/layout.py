@@ -6,7 +6,7 @@ Letters: T packed tokens, B sequences of a chunk, Q query rows a sequence, L key
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -83,6 +83,24 @@ def lay_out_decode(
         keys = table.narrow(1, 0, length).index_select(0, rows[part])
         chunks.append(Chunk(rows=part, key_slots=keys, q_start=pos[part], pad=None, unpad=None))
     return ForwardBatch(tokens=tokens, positions=pos, slots=table[rows, pos], chunks=chunks)
+
+
+def joined(batches: Sequence[ForwardBatch]) -> ForwardBatch:
+    """One forward pass of them all, in order."""
+    if len(batches) == 1:
+        return batches[0]
+    first = np.cumsum([0, *(len(b.tokens) for b in batches)]).tolist()
+    chunks = [
+        replace(c, rows=slice(start + c.rows.start, start + c.rows.stop))
+        for start, b in zip(first, batches, strict=False)
+        for c in b.chunks
+    ]
+    return ForwardBatch(
+        tokens=torch.cat([b.tokens for b in batches]),
+        positions=torch.cat([b.positions for b in batches]),
+        slots=torch.cat([b.slots for b in batches]),
+        chunks=chunks,
+    )
 
 
 def _decode_cuts(lengths: NDArray[np.int64], budget: int) -> list[slice]:

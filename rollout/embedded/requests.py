@@ -57,6 +57,8 @@ class Group:
     spec: PromptSpec
     deliver: Callable[[list[Completed]], None]
     done: list[Completed | None]
+    request: int = 0  # of the engine's requests, the one that the group belongs to
+    asked: int = 1  # samples of that request in all
     prompt_logprobs: tuple[float, ...] | None = None  # None: not prefilled yet
     prompt_top: PromptTop | None = None  # None: not wanted, or not prefilled yet
 

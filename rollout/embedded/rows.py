@@ -27,6 +27,8 @@ class Rows:
         self.length = np.zeros(rows, np.int64)  # tokens known, the last sampled one included
         self.prompt = np.zeros(rows, np.int64)
         self.limit = np.zeros(rows, np.int64)
+        self.request = np.zeros(rows, np.int64)  # which request the sample belongs to
+        self.asked = np.zeros(rows, np.int64)  # samples of that request in all
         self.key = np.zeros(rows, np.uint64)
         self.temperature = np.zeros(rows, np.float32)
         self.top_p = np.zeros(rows, np.float32)

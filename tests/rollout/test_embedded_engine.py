@@ -148,7 +148,7 @@ def test_an_aborted_sample_that_goes_on_is_not_fed_again(engine: Engine) -> None
     (want,) = run(engine, spec(B, max_new_tokens=20))[0]
     engine.flush()
     out = submit(engine, spec(B, max_new_tokens=20))
-    for _ in range(12):
+    for _ in range(13):
         engine.step()
     engine.pause(PauseMode.ABORT)
     engine.resume()
@@ -274,7 +274,7 @@ def test_retracting_half_started_groups_leaks_nothing(path: Path) -> None:
 
 def test_in_place_keeps_the_cache_and_versions_are_spans(engine: Engine) -> None:
     out = submit(engine, spec(A, max_new_tokens=10))
-    for _ in range(4):
+    for _ in range(5):
         engine.step()
     engine.pause(PauseMode.IN_PLACE)
     assert not engine.step() and not engine.flush() and engine.running == 1
@@ -294,7 +294,7 @@ def test_in_place_keeps_the_cache_and_versions_are_spans(engine: Engine) -> None
 def test_abort_gives_what_there_is(path: Path) -> None:
     engine = service(path, max_running=4).engine
     out = submit(engine, spec(A, rid="a1", n=3), spec(B, rid="a2", n=2), spec(C, rid="b"))
-    for _ in range(3):
+    for _ in range(4):
         engine.step()
     engine.abort("nobody")
     engine.abort("")

@@ -194,8 +194,8 @@ def finished(engine: Engine) -> None:
         pass
 
 
-def paused(path: Path, mode: PauseMode, at: tuple[int, ...] = (7,), **changes: Any) -> list[Completed]:
-    """Steps until each of `at`, pauses, changes the weights to version 1, 2, ..., goes on."""
+def paused(path: Path, mode: PauseMode, at: tuple[int, ...] = (8,), **changes: Any) -> list[Completed]:
+    """Steps until each of `at`, which is a token each, pauses, changes the weights to version 1, 2, ..., goes on."""
     s = service(path)
     s.engine.set_version("0")
     out = submit(s.engine, spec(list(A.token_ids), max_new_tokens=20, **changes))
@@ -220,17 +220,12 @@ def test_rows_stay_those_that_gave_the_log_probs(path: Path, mode: PauseMode) ->
     old = submit(engine, spec(list(A.token_ids), max_new_tokens=20))[0]
     finished(engine)
     untouched = read(A, old[0])
-    (done,) = paused(path, mode, (7, 12))
+    (done,) = paused(path, mode, (8, 13))
     sample = read(A, done)
     assert done.reply.num_retractions == (2 if mode is PauseMode.RETRACT else 0)
-    second = 13 if mode is PauseMode.IN_PLACE else 14  # the step that feeds it again draws twice
-    assert sample.versions == (VersionSpan(0, 0, 8), VersionSpan(1, 8, second), VersionSpan(2, second, 20))
+    assert sample.versions == (VersionSpan(0, 0, 8), VersionSpan(1, 8, 13), VersionSpan(2, 13, 20))
     assert sample.routing is not None and untouched.routing is not None
-    assert sample.routing.versions == (
-        VersionSpan(0, 0, 12),
-        VersionSpan(1, 12, 4 + second),
-        VersionSpan(2, 4 + second, 24),
-    )
+    assert sample.routing.versions == (VersionSpan(0, 0, 12), VersionSpan(1, 12, 17), VersionSpan(2, 17, 24))
     assert torch.equal(sample.routing.experts[:12], untouched.routing.experts[:12])
     assert torch.equal(sample.logprobs[:13], untouched.logprobs[:13])
 
@@ -292,7 +287,7 @@ def test_aborted_while_it_waits_after_a_retraction(path: Path) -> None:
     engine = service(path).engine
     engine.set_version("0")
     out = submit(engine, spec(list(A.token_ids), max_new_tokens=20))
-    for _ in range(4):
+    for _ in range(5):
         engine.step()
     engine.pause(PauseMode.RETRACT)
     engine.abort(everything=True)
