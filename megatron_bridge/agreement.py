@@ -17,7 +17,7 @@ right routes, which raises the bound. Where nearly all rows are alike nothing te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -31,6 +31,12 @@ EXPERTS = "routing/expert_agreement"  # of all layers; EXPERTS/{layer} of one
 NEIGHBOURS = "routing/neighbour_agreement"  # NEIGHBOURS/{layer}
 _SHOWN = 4  # layers that a message lists
 _SURE = 0.95  # share that is enough for a layer, whatever its neighbouring rows share
+
+_UNCHANGED = (
+    "The weights are unchanged and nothing of this step is published: --resume goes on from the last checkpoint, "
+    "`miles-like verify` looks for the cause; mismatch.expert_agreement_min and mismatch.layer_agreement_min set the "
+    "bounds"
+)
 
 
 class RoutingBreach(RuntimeError):
@@ -57,12 +63,21 @@ def _stat(total: float, count: float) -> Stat:
     return Stat(torch.tensor(total, dtype=torch.float64), torch.tensor(count, dtype=torch.float64))
 
 
-def check_routes(metrics: Mapping[str, float], bounds: AgreementConfig, where: str) -> None:
-    """Raises RoutingBreach naming `where` (the step) and the layers. metrics: of `agreement_stats`, reduced; those of a
-    step that compared no routes pass. The same on every rank, since the metrics are."""
-    overall = metrics.get(EXPERTS)
-    if overall is None:
+def check_routes(metrics: Mapping[str, float], bounds: AgreementConfig, layers: Iterable[int], where: str) -> None:
+    """Raises RoutingBreach naming `where` (the step) and the layers. metrics: of `agreement_stats`, reduced; `layers`:
+    those that replay routes, each of which must have a figure, unless both bounds are 0. The same on every rank, since
+    the metrics are."""
+    if bounds.overall == 0 and bounds.layer == 0:
         return
+    unmeasured = sorted(i for i in layers if f"{EXPERTS}/{i}" not in metrics)
+    if unmeasured or EXPERTS not in metrics:
+        which = ", ".join(f"layer {i}" for i in unmeasured[:_SHOWN]) or "all layers together"
+        more = f" and {len(unmeasured) - _SHOWN} more" if len(unmeasured) > _SHOWN else ""
+        raise RoutingBreach(
+            f"{where}: no agreement of the replayed routes with the trainer's own was measured for {which}{more}, so "
+            f"nobody knows whether they are those of these tokens and layers. {_UNCHANGED}"
+        )
+    overall = metrics[EXPERTS]
     shares = {int(k.rpartition("/")[2]): v for k, v in metrics.items() if k.startswith(f"{EXPERTS}/")}
     limits = {i: layer_bound(bounds, metrics.get(f"{NEIGHBOURS}/{i}", 0.0)) for i in shares}
     low = sorted((i for i in shares if not shares[i] >= limits[i]), key=lambda i: shares[i] - limits[i])
@@ -74,10 +89,7 @@ def check_routes(metrics: Mapping[str, float], bounds: AgreementConfig, where: s
     raise RoutingBreach(
         f"{where}: the replayed routes are not those of these tokens and layers: of the experts that the rollout "
         f"recorded, the trainer's routers choose {overall:.6g} over all layers (bound {bounds.overall:.6g}); "
-        f"{named}{more}. "
-        "The weights are unchanged and nothing of this step is published: --resume goes on from the last checkpoint, "
-        "`miles-like verify` looks for the cause; mismatch.expert_agreement_min and mismatch.layer_agreement_min set "
-        "the bounds"
+        f"{named}{more}. {_UNCHANGED}"
     )
 
 

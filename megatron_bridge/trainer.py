@@ -165,23 +165,27 @@ class MegatronTrainer:
         assert len(rows) == len(loss_tokens) >= 1, "a number of loss tokens for each of one or more rows"
         refs, olds = self._refs(rows), self._olds(rows)
         found: list[Stats] = []
-        self._check_routes(combine([old.agreement for old in olds if old is not None]), f"step {version}")
+        judged = [old.agreement for old in olds if old is not None]
+        if judged:
+            self._check_routes(combine(judged), f"step {version}")
         for i, (row, n, ref, old) in enumerate(zip(rows, loss_tokens, refs, olds, strict=True)):
             where = f"step {version}" + (f" (optimizer step {i + 1} of {len(rows)})" if len(rows) > 1 else "")
             lr = learning_rate(self.config.optimizer, self.steps_done)
-            found.append(self._update(partial(self._step.stats, row, n, refs=ref, old=old), lr, where))
-        found += [old.agreement for old in olds if old is not None]
+            found.append(self._update(partial(self._step.stats, row, n, refs=ref, old=old), lr, where, not judged))
+        found += judged
         if (every := self.config.reference_every) and version % every == 0:
             self.copies.keep(REFERENCE)
         return StepReport(version=version, metrics=values(combine(found)) | {"train/lr": lr})
 
-    def _update(self, run: Callable[[], Stats], lr: float, where: str) -> Stats:
-        """One optimizer step on the gradients that `run` leaves behind; its statistics and the step's own."""
+    def _update(self, run: Callable[[], Stats], lr: float, where: str, judge: bool) -> Stats:
+        """One optimizer step on the gradients that `run` leaves behind; its statistics and the step's own. judge: the
+        routes that it replays have not been checked yet."""
         self.optimizer.zero_grad()  # without a distributed optimizer, .grad is the buffer that gradients are added to
         self._bias.keep()
         try:
             stats = run()
-            self._check_routes(stats, where)
+            if judge:
+                self._check_routes(stats, where)
         except (ValueError, RoutingBreach):
             self._bias.restore()  # a wrong loss_tokens shows after backward, as do wrong routes
             raise
@@ -204,7 +208,7 @@ class MegatronTrainer:
 
     def _check_routes(self, stats: Stats, where: str) -> None:
         if self.config.replay.mode == "r3":
-            check_routes(values(stats), self.config.agreement, where)
+            check_routes(values(stats), self.config.agreement, self.family.moe_layers(self.hf), where)
 
     def evaluate(self, row: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]:
         """The loss function's statistics and train/loss, forward only; nothing changes."""

@@ -91,29 +91,43 @@ def figures(overall: float, *layers: float, neighbours: float = 0.25) -> dict[st
 
 def test_a_breach_names_the_layers_and_both_figures() -> None:
     bounds = derived()
-    check_routes(figures(0.95, 0.98, 0.59, 0.99), bounds, "step 7")
+    check_routes(figures(0.95, 0.98, 0.59, 0.99), bounds, range(3, 6), "step 7")
     with pytest.raises(
         RoutingBreach,
         match=r"^step 7: .* 0\.95 over all layers \(bound 0\.925\); layer 4 0\.56 \(bound 0\.5875\)\. The",
     ):
-        check_routes(figures(0.95, 0.98, 0.56, 0.99), bounds, "step 7")
+        check_routes(figures(0.95, 0.98, 0.56, 0.99), bounds, range(3, 6), "step 7")
     with pytest.raises(RoutingBreach, match=r"0\.89 over all layers .*; layer 5 0\.8 "):
-        check_routes(figures(0.89, 0.98, 0.9, 0.8), bounds, "step 7")
+        check_routes(figures(0.89, 0.98, 0.9, 0.8), bounds, range(3, 6), "step 7")
     with pytest.raises(RoutingBreach, match=r"layer 3 .*layer 6 .* and 2 more"):
-        check_routes(figures(0.3, *[0.3] * 6), bounds, "step 7")
+        check_routes(figures(0.3, *[0.3] * 6), bounds, range(3, 9), "step 7")
     with pytest.raises(RoutingBreach):
-        check_routes(figures(0.95, 0.98, float("nan")), bounds, "step 7")
+        check_routes(figures(0.95, 0.98, float("nan")), bounds, [3, 4], "step 7")
 
 
-def test_a_step_without_routes_and_a_bound_of_0_pass() -> None:
-    check_routes({"train/loss": 1.0}, derived(), "step 1")
-    check_routes(figures(0.1, 0.1), AgreementConfig(), "step 1")
+def test_a_layer_of_which_nothing_was_measured_is_a_breach() -> None:
+    """A figure that is missing is no figure that is good."""
+    bounds = derived()
+    with pytest.raises(RoutingBreach, match=r"^step 1: no agreement .* was measured for layer 3, layer 4, so"):
+        check_routes({"train/loss": 1.0}, bounds, [4, 3], "step 1")
+    with pytest.raises(RoutingBreach, match=r"measured for layer 5, so"):
+        check_routes(figures(0.99, 0.99, 0.99), bounds, [3, 4, 5], "step 1")
+    with pytest.raises(RoutingBreach, match=r"for layer 1, layer 2, layer 3, layer 4 and 3 more, so"):
+        check_routes({}, bounds, range(1, 8), "step 1")
+    without = {k: v for k, v in figures(0.99, 0.99).items() if k != "routing/expert_agreement"}
+    with pytest.raises(RoutingBreach, match="for all layers together"):
+        check_routes(without, bounds, [3], "step 1")
+
+
+def test_a_bound_of_0_is_not_checked() -> None:
+    check_routes(figures(0.1, 0.1), AgreementConfig(), [3], "step 1")
+    check_routes({}, AgreementConfig(), [3], "step 1")
 
 
 def test_one_row_that_differs_breaks_a_bit_exact_run() -> None:
     with pytest.raises(RoutingBreach, match=r"0\.9999 over all layers \(bound 1\); layer 4 0\.9998 "):
-        check_routes(figures(0.9999, 1.0, 0.9998), derived(exact=True), "step 1")
-    check_routes(figures(1.0, 1.0, 1.0, neighbours=0.9), derived(exact=True), "step 1")
+        check_routes(figures(0.9999, 1.0, 0.9998), derived(exact=True), [3, 4], "step 1")
+    check_routes(figures(1.0, 1.0, 1.0, neighbours=0.9), derived(exact=True), [3, 4], "step 1")
 
 
 def test_keys_that_do_nothing_are_refused() -> None:
