@@ -150,7 +150,7 @@ def _exact_sums(
 ) -> tuple[Tensor, Tensor]:
     """The same by the operations that the embedded engine computes by: blocks have a fixed size and their order, so
     rows are what `memory` divides."""
-    at_once = max(products.ROWS, memory // (_BYTES * min(logprobs.COLUMNS, len(weight))))
+    at_once = max(products.FULL, memory // (_BYTES * min(logprobs.COLUMNS, len(weight))))
     found = []
     for rows, own in zip(hidden.split(at_once), labels.split(at_once), strict=True):
 

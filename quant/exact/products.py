@@ -1,11 +1,12 @@
 """Matrix products whose rows are the same bits whoever shares the call.
 
 All are computed in fp32, whatever their inputs are in, and rounded once. A kernel for one row, or for a few, may sum in
-another order than one for many, so rows are filled up with zeros to a multiple of `ROWS`. Of many columns MKL sums runs
-whose length depends on the numbers of rows, outputs and threads (seen from 1024 columns on), so sums are cut into runs
-of `COLUMNS` here and added in their order. Beyond that, the library sums every row alike. That is an assumption about
-the machine, which `selftest` measures; with it, everything else here is exact by construction. Forward only is
-specified: backward may use any arithmetic.
+another order than one for many, so rows are filled up with zeros to a multiple of `FULL`; so are outputs, of which
+threads share a number that is no such multiple unequally (seen on Zen 4, from three threads on). Of many columns MKL
+sums runs whose length depends on the numbers of rows, outputs and threads (seen from 1024 columns on), so sums are cut
+into runs of `COLUMNS` here and added in their order. Beyond that, the library sums every row alike. That is an
+assumption about the machine, which `selftest` measures; with it, everything else here is exact by construction. Forward
+only is specified: backward may use any arithmetic.
 
 Letters: T rows, K columns that are summed over, N outputs, E experts, P parts of K.
 """
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 16
+FULL = 16  # rows, and outputs
 COLUMNS = 256
 
 
@@ -47,8 +48,9 @@ def linear(x: Tensor, w: Tensor, parts: int = 1) -> Tensor:
 
 def partial(x: Tensor, w: Tensor) -> Tensor:
     """One part of a product, [T, N] fp32: the share of one tensor-parallel rank."""
-    runs = zip(torch.split(filled_up(x.float(), ROWS), COLUMNS, -1), torch.split(w.float(), COLUMNS, -1), strict=True)
-    return in_rank_order([F.linear(a, b) for a, b in runs])[: len(x)]
+    full = (filled_up(a.float(), FULL) for a in (x, w))
+    runs = zip(*(torch.split(a, COLUMNS, -1) for a in full), strict=True)
+    return in_rank_order([F.linear(a, b) for a, b in runs])[: len(x), : len(w)].contiguous()
 
 
 def in_rank_order(shares: Sequence[Tensor]) -> Tensor:

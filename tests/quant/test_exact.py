@@ -5,8 +5,6 @@ Letters: T rows.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,20 +130,16 @@ def test_log_probabilities_are_torchs_row_by_row(vocabulary: int, parts: int, dt
 
 
 def test_any_number_of_threads_has_one_fingerprint() -> None:
-    """No sum may depend on how rows or columns are shared out. Of more threads than processors MKL may share a narrow
-    product by its outputs (seen on Zen 4, not on Zen 5): then the number of threads is refused."""
+    """More than there are processors too: no sum may depend on how rows or columns are shared out."""
     before = torch.get_num_threads()
-    found: dict[int, str] = {}
     try:
+        found = set()
         for threads in (1, 2, 3, 4, 8):
             torch.set_num_threads(threads)
-            try:
-                found[threads] = selftest.fingerprint()
-            except ValueError as e:
-                assert threads > len(os.sched_getaffinity(0)) and "other bits in other company" in str(e)
+            found.add(selftest.fingerprint())
     finally:
         torch.set_num_threads(before)
-    assert 1 in found and len(set(found.values())) == 1
+    assert len(found) == 1
 
 
 def test_the_fingerprint_sees_other_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
