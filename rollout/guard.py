@@ -12,28 +12,22 @@ SGLang logs all its arguments, and logs outlive the run.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from typing import IO
 
+from miles_like.child_limits import end_with
 from rollout.server_key import ServerKey, environment_with, inherited_key
 
 _POLL_S = 0.5
 _GRACE_S = 5.0
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LINE = 1 << 20  # bytes of a line that are held back for the rest of it
 _DRAIN_S = 2.0  # for what the server wrote last
-
-
-def _die_with_parent() -> None:
-    """Of the server, before it is one. Elsewhere than on Linux it outlives a guard that is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _copy(output: IO[bytes], key: ServerKey) -> None:
@@ -54,7 +48,7 @@ def main() -> int:
         stdout=None if key is None else subprocess.PIPE,
         stderr=None if key is None else subprocess.STDOUT,
         env=environment_with(key),
-        preexec_fn=_die_with_parent,  # in the thread that starts it, which is this process's first
+        preexec_fn=partial(end_with, os.getpid()),  # in the thread that starts it, which is this process's first
     )
     copying = threading.Thread(target=_copy, args=(child.stdout, key), daemon=True)
     if key is not None:

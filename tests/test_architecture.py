@@ -29,6 +29,7 @@ FLOORS = {  # longest prefix wins
     "miles_like.make_config": 2,
     "miles_like.metric_direction": 2,
     "miles_like.rank_configs": 2,
+    "miles_like.child_limits": 1,
     "miles_like.regular_files": 1,
     "miles_like.reward_config": 2,
     "miles_like.server_url": 2,

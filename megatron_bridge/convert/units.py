@@ -10,7 +10,6 @@ Units do not depend on each other: they are done here, by processes of this mach
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import functools
@@ -36,12 +35,12 @@ from typing import Any, Protocol
 import xxhash
 
 from megatron_bridge.convert.manifest import FileFact
+from miles_like.child_limits import end_with
 
 Spread = Callable[[Callable[[int], None], Sequence[int]], None]
 """(work on one unit, picklable; numbers of the units to do): returns when all are done."""
 
 _BUFFERED = 1 << 20  # smaller writes are gathered
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class HashedFile:
@@ -334,9 +333,7 @@ def _answer(end: Connection, process: BaseProcess) -> BaseException | None:
 
 def _serve(work: Callable[[int], None], end: Connection, parent: int) -> None:
     """A worker process. It dies with its parent, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before it could be bound to
-        sys.exit(1)
+    end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
     if torch := sys.modules.get("torch"):  # where the job uses it
         torch.set_num_threads(1)

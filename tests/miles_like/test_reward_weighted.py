@@ -6,7 +6,6 @@ Not covered: how a configuration names them (test_reward_config.py).
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -60,8 +59,6 @@ def test_parts_are_asked_at_the_same_time_and_the_first_error_ends_all() -> None
 
         return function
 
-    reward = Weighted({str(i): (patient(meets(i), timeout_s=20), 1.0) for i in range(2)})
-    started = time.monotonic()
+    reward = Weighted({str(i): (patient(meets(i), timeout_s=3600), 1.0) for i in range(2)})
     with pytest.raises(RuntimeError, match="KeyError: 'second'"):
         asked(reward, n=1)
-    assert time.monotonic() - started < 10

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -167,21 +166,20 @@ def test_a_server_that_is_not_there() -> None:
 
 
 def test_one_failing_request_ends_the_call_at_once() -> None:
-    """The requests that still run are cancelled, not waited for: the hanging one would take its 20 s."""
+    """The requests that still run are cancelled, not waited for: the hanging one would take its hour."""
 
     async def run(url: str) -> None:
-        client = SGLangClient(url, routing=None, prompts_per_request=1, request_timeout_s=15)
-        with pytest.raises(RolloutError, match="broke"):
-            await client.generate(PROMPTS, n=1, params=PARAMS)
+        client = SGLangClient(url, routing=None, prompts_per_request=1, request_timeout_s=3600)
+        async with asyncio.timeout(120):
+            with pytest.raises(RolloutError, match="broke"):
+                await client.generate(PROMPTS, n=1, params=PARAMS)
         await asyncio.sleep(0.1)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         await client.close()
 
     with FakeServer() as server:
         server.fault = {wire.GENERATE: lambda body: "http_500" if body["input_ids"] == [[1]] else "hang"}
-        began = time.monotonic()
         asyncio.run(run(server.url))
-        assert time.monotonic() - began < 15  # what a request that is waited for takes
 
 
 def test_control_calls() -> None:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -138,10 +137,9 @@ def test_a_port_in_use_is_said_before_starting(tmp_path: Path) -> None:
 
 def test_a_failed_launch_leaves_no_process(tmp_path: Path) -> None:
     """The embedded engine with a model that is not there: RolloutError, and nothing runs on."""
-    began, before = time.monotonic(), set(children(os.getpid()))
+    before = set(children(os.getpid()))
     with pytest.raises(RolloutError, match=r"ended with exit code .*embedded_\d+\.log ends"):
         servers.launch_embedded(tmp_path / "no_model", RolloutConfig(), port=None, log_dir=tmp_path)
-    assert time.monotonic() - began < 60
     assert not [c for c in set(children(os.getpid())) - before if not gone(c)]
 
 
