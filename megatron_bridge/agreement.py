@@ -67,9 +67,10 @@ def check_routes(metrics: Mapping[str, float], bounds: AgreementConfig, layers: 
     """Raises RoutingBreach naming `where` (the step) and the layers. metrics: of `agreement_stats`, reduced; `layers`:
     those that replay routes, each of which must have a figure, unless both bounds are 0. The same on every rank, since
     the metrics are."""
-    if bounds.overall == 0 and bounds.layer == 0:
+    replaying = sorted(layers)
+    if not replaying or (bounds.overall == 0 and bounds.layer == 0):
         return
-    unmeasured = sorted(i for i in layers if f"{EXPERTS}/{i}" not in metrics)
+    unmeasured = [i for i in replaying if f"{EXPERTS}/{i}" not in metrics]
     if unmeasured or EXPERTS not in metrics:
         which = ", ".join(f"layer {i}" for i in unmeasured[:_SHOWN]) or "all layers together"
         more = f" and {len(unmeasured) - _SHOWN} more" if len(unmeasured) > _SHOWN else ""

@@ -97,7 +97,7 @@ class Engine:
     def queue(self, entries: Sequence[Entry]) -> None:
         """The prompts of one request, `made` since the last step, in order."""
         self._requests += 1
-        asked = sum(len(e.jobs) for e in entries)
+        asked = sum(len(e.jobs) for e in entries if e.spec.sampling.max_new_tokens)
         for entry in entries:
             entry.group.request, entry.group.asked = self._requests, asked
         self._admission.queue.extend(entries)
@@ -279,24 +279,32 @@ class Engine:
         """Feeds those of the entries' tokens that are not cached, in pieces when they are many, and keeps the logits
         after the last one. The rows `turn` get a token with the first piece."""
         found: list[list[tuple[Tensor, PromptTop | None]]] = [[] for _ in entries]
-        for piece in range(0, max((len(e.tokens) - e.cached for e in entries), default=min(1, len(turn))), _PIECE):
+        longest = max((len(e.tokens) - e.cached for e in entries), default=0)
+        if not entries and len(turn):
+            self._commit(turn, self._logits([], turn)[1])
+        for piece in range(0, longest, _PIECE):
             mine = [(i, e) for i, e in enumerate(entries) if len(e.tokens) - e.cached > piece]
             fed = [self._piece(e, e.cached + piece) for _, e in mine]
-            ends = np.cumsum([len(r.tokens) for r in fed], dtype=np.int64)
-            batches = [lay_out(fed, **self._gather)] if fed else []
-            if len(turn):
-                batches.append(self._decoded(turn))
-            x = self.model.forward(joined(batches), self.cache)
-            prompts = int(ends[-1]) if fed else 0
-            last = self.model.logits(torch.cat([x[torch.from_numpy(ends - 1)], x[prompts:]]))
-            for (i, e), row, end, logits in zip(mine, fed, ends.tolist(), last, strict=False):
+            decoded = turn if piece == 0 else turn[:0]
+            x, last = self._logits(fed, decoded)
+            ends = np.cumsum([len(r.tokens) for r in fed]).tolist()
+            for (i, e), row, end, logits in zip(mine, fed, ends, last[: len(fed)], strict=True):
                 if row.start + len(row.tokens) == len(e.tokens):
-                    e.logits = logits
+                    e.logits = logits.clone()  # a view would keep all of them while samples wait to start
                 found[i].append(self._prompt_scores(e, x[end - len(row.tokens) : end], row.start))
-            if len(turn):
-                self._commit(turn, last[len(fed) :])
-                turn = turn[:0]
+            if len(decoded):
+                self._commit(decoded, last[len(fed) :])
         self._fed(entries, found)
+
+    def _logits(self, fed: list[SequenceRows], decoded: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """One forward pass -> what came of all tokens [T, D], and the logits after the last token of each of `fed` and
+        after each of the rows `decoded` [len(fed) + len(decoded), V]."""
+        batches = [lay_out(fed, **self._gather)] if fed else []
+        if len(decoded):
+            batches.append(self._decoded(decoded))
+        x = self.model.forward(joined(batches), self.cache)
+        ends = np.cumsum([len(r.tokens) for r in fed] + [1] * len(decoded)) - 1
+        return x, self.model.logits(x[torch.from_numpy(ends)] if fed else x)
 
     def _piece(self, entry: Entry, start: int) -> SequenceRows:
         assert entry.slots is not None

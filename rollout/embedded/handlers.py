@@ -186,6 +186,7 @@ class Handlers:
             return await waiter
         finally:
             gone.cancel()
+            waiter.cancel()  # an abort that found the engine stopped leaves it behind
 
     def _replies(
         self, asked: GenerateRequest, specs: Sequence[PromptSpec], done: Sequence[Completed], body: Json, seconds: float

@@ -89,10 +89,10 @@ def joined(batches: Sequence[ForwardBatch]) -> ForwardBatch:
     """One forward pass of them all, in order."""
     if len(batches) == 1:
         return batches[0]
-    first = np.cumsum([0, *(len(b.tokens) for b in batches)]).tolist()
+    sizes = [len(b.tokens) for b in batches]
     chunks = [
         replace(c, rows=slice(start + c.rows.start, start + c.rows.stop))
-        for start, b in zip(first, batches, strict=False)
+        for start, b in zip(np.cumsum([0, *sizes[:-1]]).tolist(), batches, strict=True)
         for c in b.chunks
     ]
     return ForwardBatch(

@@ -188,6 +188,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._fields = 0  # bytes of the header's fields that are complete
         self._received = 0  # bytes of the request so far
         self._refusal: tuple[HTTPStatus, str] | None = None
+        self._more = False  # another request came before the answer to one
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -202,7 +203,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
-        super().data_received(data)
+        if not self._more:
+            super().data_received(data)
         if self._in_header:
             self._header += len(data)
             if self._header > self._limits.header_bytes:
@@ -211,6 +213,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def on_message_begin(self) -> None:
+        """A request before the answer to the last is not served: uvicorn would stop reading, and never see the client
+        leave. As RFC 9112 (9.3.2) has it, the connection is closed after the answer and the client asks again."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._more, self.cycle.keep_alive = True, False
+            super().on_message_begin()
+            return
         self._in_header, self._header, self._fields = True, 0, 0
         if self not in self._arrivals.arriving:
             self._begin()
@@ -225,9 +233,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_header = False
-        super().on_headers_complete()
+        if not self._more:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._more:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._more:
+            return
         self._arrivals.arriving.pop(self, None)
         self._received = 0
         super().on_message_complete()
@@ -247,7 +262,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def check_arrival(self, seconds: float) -> None:
         """Closes a connection on which a request has been arriving for so long, unless enough of it has come."""
-        if seconds > self._limits.arrival_s + self._received / _SLOWEST and not self.pipeline:
+        if seconds > self._limits.arrival_s + self._received / _SLOWEST:
             what = f"the request did not arrive within {seconds:.0f} s"
             self._close(HTTPStatus.REQUEST_TIMEOUT, what)
 

@@ -58,7 +58,7 @@ class Group:
     deliver: Callable[[list[Completed]], None]
     done: list[Completed | None]
     request: int = 0  # of the engine's requests, the one that the group belongs to
-    asked: int = 1  # samples of that request in all
+    asked: int = 1  # samples of that request in all; those of no tokens are not counted
     prompt_logprobs: tuple[float, ...] | None = None  # None: not prefilled yet
     prompt_top: PromptTop | None = None  # None: not wanted, or not prefilled yet
 

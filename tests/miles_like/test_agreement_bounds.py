@@ -119,9 +119,10 @@ def test_a_layer_of_which_nothing_was_measured_is_a_breach() -> None:
         check_routes(without, bounds, [3], "step 1")
 
 
-def test_a_bound_of_0_is_not_checked() -> None:
+def test_a_bound_of_0_and_a_dense_model_are_not_checked() -> None:
     check_routes(figures(0.1, 0.1), AgreementConfig(), [3], "step 1")
     check_routes({}, AgreementConfig(), [3], "step 1")
+    check_routes({"train/loss": 1.0}, derived(), [], "step 1")
 
 
 def test_one_row_that_differs_breaks_a_bit_exact_run() -> None:

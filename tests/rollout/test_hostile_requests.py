@@ -134,14 +134,12 @@ def test_a_client_that_leaves_ends_its_own_samples_alone(server: Served, client:
         try:
             with pytest.raises(httpx.ReadTimeout):
                 http.post("/generate", content=body("sample-1"), timeout=0.2)
+            _until_waiting(http, 0)  # those of who left are gone
             others = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(3)]
             for i, s in enumerate(others):
                 content = body(f"sample-1{i}")
                 s.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
-            until = time.monotonic() + 120  # a hang, on the slowest machine
-            while _waiting(http) != 12 and time.monotonic() < until:
-                time.sleep(0.05)
-            assert _waiting(http) == 12  # those of who left are gone
+            _until_waiting(http, 12)
         finally:
             http.post("/continue_generation", json={})
         for s in others:
@@ -154,6 +152,47 @@ def test_a_client_that_leaves_ends_its_own_samples_alone(server: Served, client:
                 (110, "length")
             ] * 4
             s.close()
+
+
+@pytest.mark.parametrize("second", [b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", POST], ids=["whole", "half"])
+def test_a_client_that_leaves_is_noticed_with_another_request_on_its_way(server: Served, second: bytes) -> None:
+    content = json.dumps({"input_ids": [5, 9], "sampling_params": {"max_new_tokens": 9, "n": 4}}).encode()
+    first = POST + b"Content-Length: %d\r\n\r\n" % len(content) + content
+    with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
+        http.post("/pause_generation", json={"mode": "retract"})
+        try:
+            for parts in ((first + second,), (first, second)):
+                with socket.create_connection(("127.0.0.1", server.port), 10) as s:
+                    for part in parts:
+                        s.sendall(part)
+                        _until_waiting(http, 4)
+                _until_waiting(http, 0)
+        finally:
+            http.post("/continue_generation", json={})
+
+
+def test_of_requests_without_a_wait_for_the_answer_the_first_is_answered(server: Served) -> None:
+    """And the connection closed, so that the client asks for the others again."""
+    ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    content = json.dumps({"input_ids": [5, 9], "sampling_params": {"max_new_tokens": 9}}).encode()
+    first = POST + b"Content-Length: %d\r\n\r\n" % len(content) + content
+    with socket.create_connection(("127.0.0.1", server.port), 10) as s:
+        s.settimeout(120)
+        s.sendall(first + ask + ask)
+        data = b""
+        while part := s.recv(65536):
+            data += part
+    head, _, answer = data.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200") and b"connection: close" in head.lower()
+    assert len(json.loads(answer)["output_ids"]) <= 9
+
+
+def _until_waiting(http: httpx.Client, samples: int) -> None:
+    """120 s is a hang, on the slowest machine."""
+    until = time.monotonic() + 120
+    while (found := _waiting(http)) != samples and time.monotonic() < until:
+        time.sleep(0.05)
+    assert found == samples
 
 
 def _waiting(http: httpx.Client) -> int:

@@ -1,8 +1,8 @@
-"""A request of many samples does not slow one of few, and its own are none the worse for it.
+"""A request of many samples does not slow one of few, and is itself slowed by a bounded factor.
 
-Why it must hold: the time of a step grows with its rows, and all clients of a server share its steps. Without turns the
-99th percentile of a small request beside large ones was 7.6 times that of a quiet server. Not covered: the wait for a
-row or for cache pages, which are given in the order of arrival.
+Why it must hold: the time of a step grows with its rows, and all clients of a server share its steps. Beside a storm of
+valid requests of 64 samples a small one's 99th percentile was several times that of a quiet server
+(tests/fuzz/RESULTS.md). Not covered: the wait for a row or for cache pages, which are given in the order of arrival.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.embedded.engine import Engine
-from rollout.embedded.turns import STEP_ROWS, in_turn
+from rollout.embedded.turns import STEP_ROWS, in_turn, quotas
 from tests.rollout.embedded_fixtures import oracle, run, save, service, spec, submit
 
 requests = st.lists(st.tuples(st.integers(1, 80), st.integers(0, 40)), min_size=1, max_size=40)
@@ -28,28 +28,40 @@ requests = st.lists(st.tuples(st.integers(1, 80), st.integers(0, 40)), min_size=
 def test_shares_of_a_step(sizes: list[tuple[int, int]], seed: int) -> None:
     """sizes: (running, ended) samples of each request."""
     g = np.random.default_rng(seed)
-    owner = g.permutation(np.repeat(np.arange(len(sizes)), [n for n, _ in sizes]))
+    running = np.array([n for n, _ in sizes])
+    owner = g.permutation(np.repeat(np.arange(len(sizes)), running))
     asked = np.array([n + ended for n, ended in sizes])[owner]
     sampled = g.integers(0, 5, len(owner))
     turn = in_turn(owner, asked, sampled)
     assert (np.diff(turn) > 0).all()
-    given_ = np.bincount(owner[turn], minlength=len(sizes))
-    smallest, share = int(asked.min()), max(STEP_ROWS // len(sizes), 1)
-    for i, (running, _) in enumerate(sizes):
-        assert given_[i] >= min(running, max(share, smallest)), "each has its part"
-        mine, out = sampled[owner == i], np.setdiff1d(np.flatnonzero(owner == i), turn)
+    got = np.bincount(owner[turn], minlength=len(sizes))
+    assert (4 * got >= running).all() and (got >= 1).all(), "each sample has its turn within four steps"
+    assert (got >= np.minimum(running, max(STEP_ROWS // len(sizes), 2 * asked.min()))).all(), "each has its part"
+    assert len(turn) >= min(len(owner), STEP_ROWS), "what small requests leave is used"
+    most = STEP_ROWS + np.minimum(running, 2 * asked.min()).sum() + (running // 4 + 1).sum()
+    assert len(turn) <= most, "and no more"
+    for i in range(len(sizes)):
+        out = np.setdiff1d(np.flatnonzero(owner == i), turn)
         if len(out):
             assert sampled[out].min() >= sampled[turn[owner[turn] == i]].max(), "who has fewest comes first"
-            assert len(mine) > given_[i]
-    if len(owner) > STEP_ROWS and len(sizes) > 1:
-        assert len(turn) <= max(STEP_ROWS, len(sizes) * smallest), "and no more"
-    else:
-        assert len(turn) == len(owner)
+
+
+@pytest.mark.parametrize(
+    ("running", "want"),
+    [
+        ([64, 64, 64, 6], [16, 16, 16, 6]),  # a quarter of each large one, the small one whole
+        ([64, 1], [31, 1]),  # what the small one leaves
+        ([20, 20, 20, 4], [10, 9, 9, 4]),
+        ([128, *[1] * 32], [32, *[1] * 32]),  # however many small ones there are
+    ],
+)
+def test_quotas(running: list[int], want: list[int]) -> None:
+    got = np.minimum(quotas(np.array(running), 2, STEP_ROWS), running).tolist()
+    assert abs(np.array(got) - want).max() <= 1 and got[-1] == want[-1]
 
 
 def test_requests_of_one_size_run_whole() -> None:
-    owner = np.repeat(np.arange(64), 8)
-    owner = owner[: 64 * 8 - 5]  # the last has ended samples
+    owner = np.repeat(np.arange(64), 8)[: 64 * 8 - 5]  # the last has ended samples
     assert len(in_turn(owner, np.full(len(owner), 8), np.zeros(len(owner), np.int64))) == len(owner)
 
 
@@ -63,20 +75,26 @@ def engine(path: Path) -> Iterator[Engine]:
     yield service(path, max_total_tokens=16384).engine
 
 
+def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The list that fills with the rows of each forward pass."""
+    rows: list[int] = []
+    forward = type(engine.model).forward
+
+    def run_and_count(model, batch, cache):  # type: ignore[no-untyped-def]
+        rows.append(len(batch.tokens))
+        return forward(model, batch, cache)
+
+    monkeypatch.setattr(type(engine.model), "forward", run_and_count)
+    return rows
+
+
 def test_a_small_request_beside_large_ones(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends after as many steps as alone, no step has more rows than requests share, and every sample is that of its
-    request alone."""
+    """No step that the small one is part of has more rows than a quarter of the large ones' and its own, it ends after
+    as many as alone, and every sample is that of its request alone."""
     large = [spec([5, 9, i], n=64, max_new_tokens=30, sampling_seed=i) for i in range(3)]
     small = spec([7, 8, 9, 10], n=2, max_new_tokens=12)
     alone = [run(engine, s)[0] for s in (*large, small)]
-    widths: list[int] = []
-    forward = type(engine.model).forward
-
-    def counted(model, batch, cache):  # type: ignore[no-untyped-def]
-        widths.append(len(batch.tokens))
-        return forward(model, batch, cache)
-
-    monkeypatch.setattr(type(engine.model), "forward", counted)
+    widths = counted(engine, monkeypatch)
     beside = submit(engine, *large)
     for _ in range(3):
         engine.step()
@@ -87,7 +105,7 @@ def test_a_small_request_beside_large_ones(engine: Engine, monkeypatch: pytest.M
         engine.step()
         steps += 1
     assert steps == small.sampling.max_new_tokens
-    assert max(widths[1:]) <= STEP_ROWS
+    assert max(widths[1:]) <= 3 * 16 + 2
     while engine.step():
         pass
     for got, want in zip((*beside, mine), alone, strict=True):
@@ -96,16 +114,24 @@ def test_a_small_request_beside_large_ones(engine: Engine, monkeypatch: pytest.M
             torch.testing.assert_close(torch.tensor(a.reply.logprobs), torch.tensor(b.reply.logprobs))
 
 
+def test_a_large_request_beside_small_ones_that_never_end(engine: Engine) -> None:
+    """It takes four times as many steps as alone at most, however many others come."""
+    (mine,) = submit(engine, spec([5, 9, 3], n=64, max_new_tokens=20))
+    others = [submit(engine, spec([7, 8, i], max_new_tokens=9))[0] for i in range(40)]
+    steps = 0
+    while not mine:
+        engine.step()
+        steps += 1
+        for i, one in enumerate(others):
+            if one:
+                others[i] = submit(engine, spec([7, 8, i], max_new_tokens=9))[0]
+        assert steps <= 4 * 20
+    assert len(mine) == 64 and steps > 20
+
+
 def test_prompts_and_running_samples_share_one_forward_pass(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that arrive one by one cost those who run no pass of their own."""
-    passes: list[int] = []
-    forward = type(engine.model).forward
-
-    def counted(model, batch, cache):  # type: ignore[no-untyped-def]
-        passes.append(len(batch.tokens))
-        return forward(model, batch, cache)
-
-    monkeypatch.setattr(type(engine.model), "forward", counted)
+    passes = counted(engine, monkeypatch)
     out = submit(engine, spec([5, 9, 3], n=3, max_new_tokens=20))
     engine.step()
     for i in range(8):
