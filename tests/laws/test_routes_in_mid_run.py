@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -130,6 +131,9 @@ def _one(t: Any, where: Path) -> Found:
             out["swapped, two mini-batches"] = _refused(t, lambda rows=rows, n=tokens: t.train(rows, [n, n], 3))
     pair.change = None
     row, tokens = pair.packed(pair.groups(3))
+    with mock.patch("megatron_bridge.step.agreement_stats", lambda *_, **__: {}):
+        out["unmeasured"] = _refused(t, lambda: t.step(row, tokens, 3))
+        out["unmeasured, two mini-batches"] = _refused(t, lambda: t.train([row, row], [tokens, tokens], 3))
     out["healthy 3"] = _figures(t.step(row, tokens, 3).metrics, t.config.agreement)
     return out
 
@@ -163,6 +167,15 @@ def test_wrong_routes_are_refused_in_every_shape_and_format(found: Found) -> Non
             assert said.startswith("step 3: ") and named == list(layers), (case, fault, said)
             reached = re.findall(r"layer \d (\S+) \(bound ([\d.]+)\)", said)
             print(f"{case}, {fault}: " + ", ".join(f"{float(a):.3f} of {float(b):.3f}" for a, b in reached))
+
+
+def test_a_step_whose_routes_were_not_judged_is_refused(found: Found) -> None:
+    """In the update, and in the old-log-prob pass before several."""
+    for case, of in found.items():
+        for fault in ("unmeasured", "unmeasured, two mini-batches"):
+            said, unchanged = of[fault]
+            assert unchanged and said.startswith("step 3: no agreement"), (case, fault, said)
+            assert [i for i in range(DEPTH) if f"layer {i}" in said] == list(LAYERS), (case, fault, said)
 
 
 def test_healthy_steps_pass_in_every_shape_and_format(found: Found) -> None:
