@@ -245,25 +245,27 @@ class Engine:
         turn = self._turn()
         if not (len(turn) or admitted.fresh or admitted.started):
             return False
-        behind = len(turn) < len(self._active)
-        self._feed(admitted.fresh, turn)
+        decoded = self._feed(admitted.fresh, turn)
         if admitted.copies:
             self.cache.copy([s for s, _ in admitted.copies], [t for _, t in admitted.copies])
-        started = [r for _, r in admitted.started]
-        if started or behind:
-            self._active = self._shortest_first(np.concatenate([self._active, *started]))
-        if started:
-            logits = torch.stack([e.logits for e, r in admitted.started for _ in r if e.logits is not None])
-            self._commit(np.concatenate(started), logits)
+        if len(turn) or admitted.started:  # else prompts were only scored
+            self._draw(turn, decoded, admitted.started)
         return True
+
+    def _draw(self, turn: NDArray[np.int64], decoded: Tensor, started: list[tuple[Entry, NDArray[np.int64]]]) -> None:
+        """The next token of each row of `turn`, after its logits, and the first of each row that started."""
+        rows = np.concatenate([turn, *(r for _, r in started)])
+        first = [e.logits for e, r in started for _ in r if e.logits is not None]
+        alike = not started and len(turn) == len(self._active)  # all grow by one: they stay in order
+        self._active = np.concatenate([self._active, rows[len(turn) :]])
+        self._commit(rows, torch.cat([decoded, torch.stack(first)]) if first else decoded)
+        if not alike:
+            self._active = self._active[np.argsort(self._rows.length[self._active], kind="stable")]
 
     def _turn(self) -> NDArray[np.int64]:
         """The running samples that this step decodes, shortest first."""
         rows, active = self._rows, self._active
         return active[in_turn(rows.request[active], rows.asked[active], rows.length[active] - rows.prompt[active])]
-
-    def _shortest_first(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return rows[np.argsort(self._rows.length[rows], kind="stable")]
 
     def _commit(self, rows: NDArray[np.int64], logits: Tensor) -> None:
         """Draws the next token of each row and ends the rows that it ends."""
@@ -275,26 +277,25 @@ class Engine:
             reasons = [Finish.STOP if s else Finish.LENGTH for s in stopped[over]]
             self._finish(rows[over], reasons)
 
-    def _feed(self, entries: list[Entry], turn: NDArray[np.int64]) -> None:
+    def _feed(self, entries: list[Entry], turn: NDArray[np.int64]) -> Tensor:
         """Feeds those of the entries' tokens that are not cached, in pieces when they are many, and keeps the logits
-        after the last one. The rows `turn` get a token with the first piece."""
+        after the last one. With the first piece goes the last token of each row of `turn` -> logits [len(turn), V]."""
         found: list[list[tuple[Tensor, PromptTop | None]]] = [[] for _ in entries]
         longest = max((len(e.tokens) - e.cached for e in entries), default=0)
-        if not entries and len(turn):
-            self._commit(turn, self._logits([], turn)[1])
-        for piece in range(0, longest, _PIECE):
+        decoded = torch.zeros(0, self.model.arch.vocab)
+        for piece in range(0, max(longest, min(1, len(turn))), _PIECE):
             mine = [(i, e) for i, e in enumerate(entries) if len(e.tokens) - e.cached > piece]
             fed = [self._piece(e, e.cached + piece) for _, e in mine]
-            decoded = turn if piece == 0 else turn[:0]
-            x, last = self._logits(fed, decoded)
+            x, last = self._logits(fed, turn if piece == 0 else turn[:0])
             ends = np.cumsum([len(r.tokens) for r in fed]).tolist()
             for (i, e), row, end, logits in zip(mine, fed, ends, last[: len(fed)], strict=True):
                 if row.start + len(row.tokens) == len(e.tokens):
                     e.logits = logits.clone()  # a view would keep all of them while samples wait to start
                 found[i].append(self._prompt_scores(e, x[end - len(row.tokens) : end], row.start))
-            if len(decoded):
-                self._commit(decoded, last[len(fed) :])
+            if piece == 0:
+                decoded = last[len(fed) :]
         self._fed(entries, found)
+        return decoded
 
     def _logits(self, fed: list[SequenceRows], decoded: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """One forward pass -> what came of all tokens [T, D], and the logits after the last token of each of `fed` and

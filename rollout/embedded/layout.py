@@ -78,6 +78,7 @@ def lay_out_decode(
     pos = torch.from_numpy(positions)
     chunks = []
     lengths = positions + 1
+    assert (lengths[1:] >= lengths[:-1]).all(), "a chunk's last sequence is taken for its longest"
     for part in _decode_cuts(lengths, width_bytes // token_bytes):
         length = int(lengths[part.stop - 1])
         keys = table.narrow(1, 0, length).index_select(0, rows[part])
