@@ -37,7 +37,7 @@ def test_shares_of_a_step(sizes: list[tuple[int, int]], seed: int) -> None:
     got = np.bincount(owner[turn], minlength=len(sizes))
     assert (4 * got >= running).all() and (got >= 1).all(), "each sample has its turn within four steps"
     assert (got >= np.minimum(running, max(STEP_ROWS // len(sizes), 2 * asked.min()))).all(), "each has its part"
-    assert len(turn) >= min(len(owner), STEP_ROWS), "what small requests leave is used"
+    assert len(turn) > min(len(owner), STEP_ROWS) - len(sizes), "what small requests leave is used, in whole rows"
     most = STEP_ROWS + np.minimum(running, 2 * asked.min()).sum() + (running // 4 + 1).sum()
     assert len(turn) <= most, "and no more"
     for i in range(len(sizes)):
