@@ -40,6 +40,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 convert = typer.Typer(no_args_is_help=True, help="Checkpoints from one form to another.")
 app.add_typer(convert, name="convert")
 
+DEMO = Path(__file__).resolve().parent / "demo_files" / "tiny.toml"
 FORMATS = "fp8, fp8-ue8m0, int4, mxfp8, mxfp4 or nvfp4"
 CacheOption = Annotated[
     Path | None,
@@ -150,6 +151,18 @@ def train(
     """All five stages of a configuration, ending in a trained model."""
     how = {"fuse": fuse, "resume": resume, "fresh": fresh, "dry_run": dry_run, "cache_dir": cache_dir}
     pipeline(config, run_dir, overrides=overrides, from_step=from_step, ray_address=ray_address, **how)
+
+
+@app.command()
+def demo(
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="where the run is kept")] = Path("runs/demo"),
+    overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
+    resume: bool = False,
+    fresh: bool = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")] = False,
+) -> None:
+    """Train the tiny model on two CPU cores: all five stages, with the configuration and data that are installed."""
+    pipeline(DEMO, run_dir, overrides=overrides, resume=resume, fresh=fresh, dry_run=dry_run)
 
 
 @app.command()
