@@ -76,7 +76,7 @@ def check_routes(metrics: Mapping[str, float], bounds: AgreementConfig, layers: 
         more = f" and {len(unmeasured) - _SHOWN} more" if len(unmeasured) > _SHOWN else ""
         raise RoutingBreach(
             f"{where}: no agreement of the replayed routes with the trainer's own was measured for {which}{more}, so "
-            f"nobody knows whether they are those of these tokens and layers. {_UNCHANGED}"
+            f"they may belong to other tokens or layers. {_UNCHANGED}"
         )
     overall = metrics[EXPERTS]
     shares = {int(k.rpartition("/")[2]): v for k, v in metrics.items() if k.startswith(f"{EXPERTS}/")}

@@ -88,7 +88,7 @@ def answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
         try:
             return await handler(request)
         except ClientDisconnect:
-            return Response(status_code=_GONE)  # nobody reads it
+            return Response(status_code=_GONE)  # the connection is closed: it is not sent
         except Refused as e:
             return _error(str(e), e.status, {"connection": "close"})
         except EngineStopped as e:
@@ -186,7 +186,7 @@ class Handlers:
             return await waiter
         finally:
             gone.cancel()
-            waiter.cancel()  # an abort that found the engine stopped leaves it behind
+            waiter.cancel()  # still pending if the engine stopped before the abort
 
     def _replies(
         self, asked: GenerateRequest, specs: Sequence[PromptSpec], done: Sequence[Completed], body: Json, seconds: float

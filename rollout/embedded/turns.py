@@ -1,7 +1,7 @@
 """Which running samples are given a token in a step, so that a request of many samples does not slow one of few.
 
-The time of a step grows with its rows. Without turns a request of 64 samples makes each token of a request beside it as
-slow as its own; with them it takes more steps itself, four times as many at most.
+The time of a step grows with its rows. Without turns a request of 64 samples slows every token of the other
+requests to its own pace. With turns the large request takes more steps, at most four times as many.
 
 Letters: B running samples, R requests.
 """
