@@ -6,31 +6,60 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SGLANG := .venv-sglang
 RUN := runs/demo
-JOBS ?= 2
+# on two cores, because tests of processes wait now and then
+JOBS ?= 3
 
-.PHONY: demo test test-sglang fuzz lint benchmarks clean
+.PHONY: demo lint check test test-fast test-slow test-all snapshot test-sglang fuzz benchmarks clean
+
+# Python keeps what it compiles: tests start hundreds of processes. Threads that wait for each other sleep: they would
+# spin on cores that other processes of the tests could use.
+unexport PYTHONDONTWRITEBYTECODE
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --dist loadfile
+BUDGET := $(BIN)/python -m tests.support.budget
+OUT := build/tests
 
 demo: $(STAMP)
 	$(BIN)/python scripts/run_deepseek.py --config configs/tiny.toml --run-dir $(RUN)
-
-# Files in alphabetical order: the end-to-end tests and the laws, of which a file takes a minute, are not left to the end.
-# Threads that wait for each other sleep: they would spin on cores that other processes of the tests could use.
-test: $(STAMP)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
-
-# stock SGLang on CPU, in an environment of its own: its pins are not ours
-test-sglang: $(STAMP) $(SGLANG)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sglang_cpu
-
-# the long tier of tests/fuzz: make fuzz SEED=7; the last result of each target is in tests/fuzz/RESULTS.md
-SEED ?= 0
-fuzz: $(STAMP)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.fuzz --seed $(SEED)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# linters, types, and every test that starts no process: side by side, because mypy has one thread
+check: $(STAMP)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint test-fast
+
+test-fast: $(STAMP)
+	$(PYTEST) --numprocesses 2 -m "not slow" --junitxml $(OUT)/check.xml
+
+# all tests, within the budget of tests/budget.toml
+test: $(STAMP)
+	$(PYTEST) --numprocesses $(JOBS) --junitxml $(OUT)/test.xml
+	$(BUDGET) $(OUT)/test.xml
+
+# the tests that `make check` leaves out, and the budget of both
+test-slow: $(STAMP)
+	$(PYTEST) --numprocesses $(JOBS) -m slow --junitxml $(OUT)/slow.xml
+	$(BUDGET) $(OUT)/check.xml $(OUT)/slow.xml
+
+# the sentences of refusals in tests/refusals.json, written again by the tests that assert them; git diff shows what changed
+snapshot: $(STAMP)
+	$(PYTEST) --numprocesses $(JOBS) --accept-refusals --refusals-only
+
+# the long tier too; the last results are in tests/RESULTS.md and tests/fuzz/RESULTS.md
+test-all: test
+	$(BIN)/python -m tests.support.results $(OUT)/test.xml
+	$(MAKE) fuzz
+
+# stock SGLang on CPU, in an environment of its own: its pins are not ours
+test-sglang: $(STAMP) $(SGLANG)/.installed
+	$(PYTEST) --numprocesses 2 tests/sglang_cpu
+
+# the long tier of tests/fuzz: make fuzz SEED=7; the last result of each target is in tests/fuzz/RESULTS.md
+SEED ?= 0
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.fuzz --seed $(SEED)
 
 benchmarks: $(STAMP)
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
@@ -43,11 +72,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# without dependencies: SGLang's own are kernels for GPUs, and another torch
-$(SGLANG)/.installed: tests/sglang_cpu/requirements.txt
-	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check $(TORCH)
-	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+# Without dependencies: SGLang's own are kernels for GPUs, and another torch. torch is linked to that of $(VENV); of the
+# rest only what is imported is compiled, when it is.
+$(SGLANG)/.installed: tests/sglang_cpu/requirements.txt $(STAMP)
+	$(PYTHON) -m venv --clear $(SGLANG)
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement $<
+	cd $(VENV)/lib/python3.*/site-packages && ln -s $$PWD/torch $$PWD/torchgen $$PWD/functorch $$PWD/torch-*.dist-info $(CURDIR)/$(SGLANG)/lib/python3.*/site-packages
 	touch $@
 
 clean:

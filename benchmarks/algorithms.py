@@ -31,10 +31,10 @@ import psutil
 from algorithms_report import write_study
 from rich.console import Console
 
-from miles_like import assemble
-from miles_like.algorithm_config import PRESETS
-from miles_like.config import RunConfig
-from miles_like.config_io import load_config
+from miles_like.config.algorithm import PRESETS
+from miles_like.config.load import load_config
+from miles_like.config.run import RunConfig
+from miles_like.run import assemble
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ("parallel.dp=1", "parallel.ep=1", "train.steps_per_rollout=4", "train.on_nonfinite=skip")
@@ -63,8 +63,9 @@ class Study:
 
     def run(self, task: Task) -> dict[str, Any]:
         """The task's figures; `ended` is None, or the sentence with which it ended early."""
-        from miles_like.train_stage import TrainStage
-        from miles_like.workers import start_ray
+        from miles_like.cluster.workers import start_ray
+        from miles_like.run.model_plan import model_plan
+        from miles_like.run.train import train
 
         config, run_dir = self.configured(task), self.home / task.name
         shutil.rmtree(run_dir, ignore_errors=True)  # of a study that was interrupted
@@ -75,7 +76,7 @@ class Study:
             start_ray(None)
             root = assemble.staged(config, run_dir, console, None)
             try:
-                TrainStage(config, run_dir, root / "hf", root / "megatron", console).run(False)
+                train(model_plan(config, run_dir, root / "hf", root / "megatron"), console, resume=False)
             except RuntimeError as e:  # what a run says of itself when it cannot go on
                 ended = str(e)
         shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
@@ -180,7 +181,7 @@ def run_all(study: Study, tasks: Sequence[Task], out: Path, cores: Sequence[int]
 
 def _make_checkpoint(study: Study, task: Task) -> None:
     """Before there are two that would make it."""
-    from miles_like.workers import start_ray
+    from miles_like.cluster.workers import start_ray
 
     (study.home / "checkpoint").mkdir(parents=True, exist_ok=True)
     try:
@@ -222,10 +223,10 @@ def main() -> None:
     ]
     done = run_all(study, tasks, out, sorted(os.sched_getaffinity(0)))
     found = {preset: [done[f"{preset}-{seed}"] for seed in range(seeds)] for preset in presets}
-    told = write_study(found, out, ROOT / "docs" if given.docs else None)
+    written = write_study(found, out, ROOT / "docs" if given.docs else None)
     early = sum(run["ended"] is not None for runs in found.values() for run in runs)
-    told["ended_early"] = early
-    print(json.dumps({"name": "algorithms", "figures": told, "goals": GOALS, "holds": not early}))
+    written["ended_early"] = early
+    print(json.dumps({"name": "algorithms", "figures": written, "goals": GOALS, "holds": not early}))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from figures import begin, provenance
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from miles_like.plots import BLUE, DPI, FAINT, INK
+from miles_like.report.plots import BLUE, DPI, FAINT, INK
 
 Runs = Sequence[Mapping[str, Any]]  # of one preset, one for each seed
 HEAD = (

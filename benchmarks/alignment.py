@@ -31,12 +31,12 @@ from figures import write_block
 from rich.console import Console
 from rich.table import Table
 
-from miles_like import assemble
-from miles_like.config import RunConfig
-from miles_like.config_io import load_config
-from miles_like.verify.findings import Report
+from miles_like.config.load import load_config
+from miles_like.config.run import RunConfig
+from miles_like.run import assemble
+from miles_like.verify.report import Report
 from quant.spec import QuantFormat
-from rollout.servers import free_port, start
+from rollout.sglang.servers import free_port, start
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {"DeepSeek": "tiny.toml", "Qwen": "tiny_qwen.toml"}
@@ -61,12 +61,20 @@ class Cell:
     weights: str
     sides: str
     figures: dict[str, float]
-    said: str
+    verdict: str
 
     def row(self) -> list[str]:
         f = self.figures
         gap = [of_gap(f[k]) for k in ("mean", "k3", "max", "mean_r3", "k3_r3", "max_r3")]
-        return [self.shape, self.weights, self.sides, f"{f['tokens']:.0f}", f"{f['sets_differ']:.2%}", *gap, self.said]
+        return [
+            self.shape,
+            self.weights,
+            self.sides,
+            f"{f['tokens']:.0f}",
+            f"{f['sets_differ']:.2%}",
+            *gap,
+            self.verdict,
+        ]
 
 
 def of_gap(value: float) -> str:
@@ -74,18 +82,18 @@ def of_gap(value: float) -> str:
 
 
 def cell(shape: str, weights: str, sides: str, found: Report) -> Cell:
-    told = found.to_json()
+    report = found.to_json()
     figures = {
-        "tokens": float(found.found.tokens),
-        "sets_differ": 1 - float(str(told["routing/agreement"])),
-        "mean_r3": found.found.mean,
-        "k3_r3": found.found.kl,
-        "max_r3": found.found.largest,
+        "tokens": float(found.initial_gap.tokens),
+        "sets_differ": 1 - float(str(report["routing/agreement"])),
+        "mean_r3": found.initial_gap.mean,
+        "k3_r3": found.initial_gap.kl,
+        "max_r3": found.initial_gap.largest,
     }
     names = {"mean": "logprob_abs_diff", "k3": "kl", "max": "logprob_abs_diff_max"}
-    figures |= {k: float(str(told[f"verify/own_routes/{name}"])) for k, name in names.items()}
-    said = "; ".join(f"{c.value} ({step})" for step, c, _ in found.causes) or "agrees"
-    return Cell(shape=shape, weights=weights, sides=sides, figures=figures, said=said)
+    figures |= {k: float(str(report[f"verify/own_routes/{name}"])) for k, name in names.items()}
+    verdict = "; ".join(f"{c.value} ({step})" for step, c, _ in found.causes) or "agrees"
+    return Cell(shape=shape, weights=weights, sides=sides, figures=figures, verdict=verdict)
 
 
 def configured(shape: str, weights: QuantFormat, sides: Sequence[str], steps: int) -> RunConfig:
@@ -125,13 +133,13 @@ class Study:
         self.cells: list[Cell] = []
 
     def compare(self, shape: str, weights: QuantFormat, sides: str, more: Sequence[str], *servers: str) -> None:
-        """Sampled anew with twice the prompts while there are too few tokens."""
+        """Samples again with twice the prompts while there are too few tokens."""
         config, prompts = configured(shape, weights, more, self.steps), self.prompts
         while True:
             run = self.home / f"{shape}-{weights.value}-{sides}".replace(" ", "-").lower()
             quiet = Console(quiet=True)
             found, _ = assemble.verify(config, run, quiet, None, attached=servers, prompts=prompts)
-            if found.found.tokens >= TOKENS:
+            if found.initial_gap.tokens >= TOKENS:
                 break
             prompts *= 2
         self.cells.append(cell(shape, weights.value, sides, found))

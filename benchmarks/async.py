@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 from vs_trl import pin
 
-from miles_like.config_io import dump_config
+from miles_like.config.load import dump_config
 
 LOOPS = {"sync": 0, "async": 2}  # name -> buffer.max_staleness
 GOALS = {"gain_min": 1.3, "accuracy_apart_max": 2.0}  # the latter in standard errors

@@ -24,10 +24,10 @@ from r3 import median_ms
 from rich.console import Console
 from rich.table import Table
 
-from miles_like import assemble
-from miles_like.config_io import load_config
-from miles_like.hf_checkpoint import HFCheckpoint
-from rollout.checksum import tensor_checksum
+from miles_like.config.load import load_config
+from miles_like.hf.checkpoint import HFCheckpoint
+from miles_like.run import assemble
+from rollout.wire.checksum import tensor_checksum
 from routing_replay.agreement import count_routes, topk_agreement
 
 GOALS = {"checks_share_max": 0.02}

@@ -24,9 +24,9 @@ import torch
 from figures import add_write, finish
 from torch import Tensor
 
-from quant.codec import Codec
-from quant.fp8_block import ceil_to_power_of_two
-from quant.minifloat import e8m0_decode
+from quant.formats.codec import Codec
+from quant.formats.fp8_block import ceil_to_power_of_two
+from quant.formats.minifloat import e8m0_decode
 from quant.registry import CODECS, make_codec
 from quant.spec import QuantFormat, QuantSpec
 
@@ -194,7 +194,7 @@ def _ratio(over: list[float], under: list[float]) -> float:
 
 def beside(codec: Codec, w: Tensor) -> dict[str, Callable[[], object]]:
     plain, copy = PLAIN[codec.spec.format], torch.empty_like(w)
-    parts = list(codec.encode({"mlp.down_proj.weight": w})["mlp.down_proj.weight"].parts.values())
+    parts = list(codec.encode({"mlp.down_proj.weight": w})["mlp.down_proj.weight"].stored.values())
     for ours, theirs in zip(parts, plain(w), strict=False):
         ours, theirs = (x.contiguous().flatten().view(torch.uint8) for x in (ours, theirs))
         assert torch.equal(ours, theirs), codec.spec.format

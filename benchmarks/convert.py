@@ -31,7 +31,7 @@ from figures import add_write, finish
 from megatron_bridge.convert.to_hf import to_hf
 from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
-from miles_like.hf_checkpoint import write_hf
+from miles_like.hf.checkpoint import write_hf
 
 GOALS = {"to_megatron_of_copy_min": 0.5, "to_hf_of_copy_min": 0.5}
 LIMIT = 4 << 30
@@ -61,7 +61,7 @@ QWEN3_30B: dict[str, Any] = {
 
 
 def random_tensors(hf: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor, cut out of one block of random numbers at a place of its own."""
+    """Every tensor, cut out of one block of random numbers at a different place each."""
     tensors = family_of(hf).bind(hf)
     block = torch.randn(64 << 20, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     for number, place in enumerate(tensors.places()):

@@ -1,6 +1,6 @@
 """What alignment.deterministic costs of one GRPO iteration of configs/tiny.toml: rollout, train and publish.
 
-Two sides take turns, each a server and a trainer of its own, so both see the same machine: the configuration as it is
+Two sides take turns, each with a separate server and trainer, so both see the same machine: the configuration as it is
 shipped, and with the key. The key makes the engine compute in bfloat16, as the trainer does, instead of float32. Ratios
 are medians of pairs that lie next to each other in time; `cpu_ratio` is of the processor time of all processes, which a
 busy machine moves less. Without --quick also with answers of 64 tokens instead of 5, of which the rollout is more.
@@ -21,8 +21,8 @@ from iteration import PHASES, ROOT, by_turns, medians
 from rich.console import Console
 from rich.table import Table
 
-from miles_like import assemble
-from miles_like.config_io import load_config
+from miles_like.config.load import load_config
+from miles_like.run import assemble
 
 GOALS = {"ratio_max": 1.5}
 LONGER = 64  # tokens of an answer

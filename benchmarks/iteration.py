@@ -1,6 +1,6 @@
 """Seconds of each phase of one GRPO iteration of configs/tiny.toml, and what R3 costs of it.
 
-Two sides take turns, each a server and a trainer of its own, so both see the same machine: R3 on, and no routing at
+Two sides take turns, each with a separate server and trainer, so both see the same machine: R3 on, and no routing at
 all, where the server was started without --enable-return-routed-experts and keeps no ids. R3's share is then all of it:
 capture, the wire, reading, packing, slicing, shipping and replay, in seconds by the clock and, as `r3_cpu_share`, in
 seconds of processor time of all processes of the run, which a busy machine moves less. Goal: publish <= 10 %. R3's
@@ -26,19 +26,23 @@ from figures import add_write, finish
 from rich.console import Console
 from rich.table import Table
 
-from miles_like import assemble
-from miles_like.config import RunConfig
-from miles_like.config_io import load_config
-from miles_like.factories import MegatronFactory
-from miles_like.packing import pack
-from miles_like.pipeline import plan_stages, run_stages
+from miles_like.batch.packing import pack
+from miles_like.cluster.factories import MegatronFactory
+from miles_like.cluster.workers import RayTrainer, start_ray
+from miles_like.config.load import load_config
+from miles_like.config.run import RunConfig
+from miles_like.pipeline.stages import plan_stages, run_stages
 from miles_like.rewards.load import make_reward
-from miles_like.train_stage import TrainStage, settle
+from miles_like.run import assemble
+from miles_like.run.alignment import comparison
+from miles_like.run.launcher import Launcher, freeze_gc
+from miles_like.run.model_plan import model_plan
+from miles_like.run.rollout_side import RolloutSide
+from miles_like.run.train import run_algorithm
 from miles_like.types import SampleGroup
-from miles_like.workers import RayTrainer, start_ray
-from rollout.client import SGLangClient
-from rollout.episode import run_groups
-from rollout.prompts import PromptSource
+from rollout.episodes.groups import run_groups
+from rollout.prompts.mix import PromptSource
+from rollout.sglang.client import SGLangClient
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES = ("rollout", "train", "publish")
@@ -48,16 +52,17 @@ GOALS = {"publish_share_max": 0.10, "verify_short_s_max": 5.0}
 class Side:
     """One way of iterating: a client and a trainer."""
 
-    def __init__(self, stage: TrainStage, url: str, *, name: str, routing: bool) -> None:
-        self.stage, self.config = stage, stage.config
-        self.engine: SGLangClient = stage.client(url, routing=routing)
+    def __init__(self, rollout: RolloutSide, url: str, *, name: str, routing: bool) -> None:
+        plan = rollout.plan
+        self.rollout, self.config, self.algorithm = rollout, plan.config, run_algorithm(plan.config)
+        self.engine: SGLangClient = rollout.client(url, routing=routing)
         self.trainer = RayTrainer(
-            MegatronFactory(stage.trainer, stage.weights, stage.algorithm.loss),
-            stage.plan.of("trainer"),
+            MegatronFactory(plan.trainer, plan.weights, self.algorithm.loss),
+            plan.placement.of("trainer"),
             dp_size=self.config.parallel.dp,
-            log_dir=stage.run_dir / f"logs-{name}",
+            log_dir=plan.run_dir / f"logs-{name}",
         )
-        self.trainer.connect(stage.publisher([url]))
+        self.trainer.connect(rollout.publisher([url]))
         self.reward = make_reward(self.config.reward)
         self.compared = 0.0  # seconds, before the first iteration
         self.compared_again = 0.0  # seconds, after the last
@@ -66,7 +71,6 @@ class Side:
 
     async def iterate(self, step: int, source: PromptSource) -> Sequence[SampleGroup]:
         c = self.config.train
-        algorithm = self.stage.algorithm
         worked = cpu_seconds(self.processes)
         marks = [time.perf_counter()]
         groups = await run_groups(
@@ -74,10 +78,10 @@ class Side:
             source.take(c.groups_per_step),
             self.reward,
             n=c.samples_per_group,
-            params=self.stage.sampling(step),
+            params=self.rollout.sampling(step),
         )
         marks.append(time.perf_counter())
-        advantages = algorithm.advantages(groups)
+        advantages = self.algorithm.advantages(groups)
         await self.trainer.train(
             [pack(groups, advantages, dp_size=self.trainer.dp_size, max_tokens=c.max_tokens_per_rank)]
         )
@@ -95,7 +99,7 @@ async def compare(side: Side, source: PromptSource) -> float:
     """Seconds of the short form of `verify`."""
     n = side.config.mismatch.check_prompts
     began = time.perf_counter()
-    report = await side.stage.comparison(side.trainer, source.all()[:n]).short([side.engine])
+    report = await comparison(side.rollout, side.trainer, source.all()[:n]).short([side.engine])
     seconds = time.perf_counter() - began
     assert report.ok, report.sentence()
     return seconds
@@ -118,7 +122,7 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
 
 async def measure(sides: Sequence[Side], source: PromptSource, iterations: int, warm: int) -> None:
     sides[0].compared = await compare(sides[0], source)
-    settle()  # as a run does
+    freeze_gc()  # as a run does
     for step in range(warm + iterations):
         for side in sides if step % 2 else reversed(sides):
             await side.iterate(step, source)
@@ -133,22 +137,22 @@ async def measure(sides: Sequence[Side], source: PromptSource, iterations: int, 
 
 
 def by_turns(ways: Mapping[str, tuple[RunConfig, bool]], home: Path, iterations: int) -> list[Side]:
-    """Iterations of each way, by turns, each on a server of its own. ways: name -> configuration, whether with routing;
+    """Iterations of each way, by turns, each on a separate server. ways: name -> configuration, whether with routing;
     all have the first one's checkpoint."""
     console, run_dir = Console(stderr=True), home / "run"
     configs = [config for config, _ in ways.values()]
-    stages = plan_stages(configs[0], run_dir, assemble.pipeline_parts(configs[0], console, None))
+    stages = plan_stages(configs[0], run_dir, assemble.stage_functions(configs[0], console, None))
     run_stages(stages, ("fetch", "dequantize", "convert", "stage"), console, fresh=False)
     data = stages[3].directory / "data"
     start_ray(None)
-    made = [TrainStage(config, run_dir, data / "hf", data / "megatron", console) for config in configs]
-    servers = [stage.servers(0, routing=way[1]) for stage, way in zip(made, ways.values(), strict=True)]
+    made = [RolloutSide(plan=model_plan(config, run_dir, data / "hf", data / "megatron")) for config in configs]
+    servers = [Launcher().servers(side, 0, routing=way[1]) for side, way in zip(made, ways.values(), strict=True)]
     try:
         sides = [
-            Side(stage, server.wait()[0], name=name, routing=ways[name][1])
-            for name, stage, server in zip(ways, made, servers, strict=True)
+            Side(rollout, server.wait()[0], name=name, routing=ways[name][1])
+            for name, rollout, server in zip(ways, made, servers, strict=True)
         ]
-        source = PromptSource(configs[0].data, made[0].tokenizer, configs[0].data.train)
+        source = PromptSource(configs[0].data, made[0].plan.tokenizer, configs[0].data.train)
         asyncio.run(measure(sides, source, iterations, warm=3))
     finally:
         for s in servers:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from vs_trl import ROOT, Lengths, checkpoint
 
-from miles_like.config import ModelConfig, RunConfig
-from miles_like.config_io import load_config
+from miles_like.config.load import load_config
+from miles_like.config.run import ModelConfig, RunConfig
 
 TINY = ROOT / "configs" / "tiny"
 CORPUS, CHECK = "long_tail.jsonl", "long_tail_check.jsonl"
@@ -48,8 +48,8 @@ def write_corpus(home: Path) -> None:
     with (home / CORPUS).open("w", encoding="utf-8") as out:
         for i, row in enumerate(_rows("warmup.jsonl")):
             thought = _thought(rng, LONGEST) + END
-            asked, said = (row["prompt"] + thought, "") if i % THINKS else (row["prompt"], thought)
-            out.write(json.dumps({"prompt": asked, "answer": row["answer"], "sloppy": said + row["sloppy"]}) + "\n")
+            asked, hidden = (row["prompt"] + thought, "") if i % THINKS else (row["prompt"], thought)
+            out.write(json.dumps({"prompt": asked, "answer": row["answer"], "sloppy": hidden + row["sloppy"]}) + "\n")
     with (home / CHECK).open("w", encoding="utf-8") as out:
         for row in _rows("warmup_check.jsonl"):
             asked = row["prompt"] + _thought(rng, LONGEST) + END

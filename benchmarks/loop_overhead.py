@@ -7,7 +7,7 @@ state of all parts between two steps, with the ledger's check and its file, whet
 the time between two rows of metrics.jsonl. Shares of what each step has are medians over steps without a checkpoint;
 the checkpoint's is its mean cost over CHECKPOINT_EVERY iterations.
 
-The loop's part of a checkpoint is run_state.json and the samples that wait; beside it is told what making the trainer's
+The loop's part of a checkpoint is run_state.json and the samples that wait; beside it stands what making the trainer's
 shards durable takes (writing, fsync, checksums), which is not of the loop. Goal: the loop's parts together <= 3 %.
 
     python benchmarks/loop_overhead.py [--quick]
@@ -35,11 +35,18 @@ from iteration import ROOT
 from rich.console import Console
 from rich.table import Table
 
-from miles_like import assemble, buffer, checkpoint_files, ledger, loop_state, packing, producer, saved_groups
-from miles_like.config_io import load_config
-from miles_like.sinks import MultiSink
-from miles_like.train_stage import TrainStage
-from miles_like.workers import RayTrainer, start_ray
+from miles_like.batch import packer
+from miles_like.checkpoint import ledger, saved_groups
+from miles_like.cluster.workers import RayTrainer, start_ray
+from miles_like.config.load import load_config
+from miles_like.loop import buffer, producer
+from miles_like.loop import state as loop_state
+from miles_like.report.sinks import MultiSink
+from miles_like.run import assemble
+from miles_like.run import train as train_module
+from miles_like.run.model_plan import model_plan
+from miles_like.run.trainer_side import RunFiles
+from miles_like.storage import checkpoint_files
 
 GOALS = {"share_max": 0.03}
 CHECKPOINT_EVERY, WARM = 10, 3
@@ -47,11 +54,11 @@ SHARDS = "shards"
 # part -> what is called in it: functions, and classes with all of theirs
 PARTS: dict[str, tuple[Any, ...]] = {
     "buffer": (buffer.DataBuffer, producer.Producer._admitted, producer.Producer._decide),
-    "packing": (packing.pack_steps,),
+    "packing": (packer.Packer.steps,),
     "ledger": (ledger.Ledger,),
     "boundary": (loop_state.LoopState.snapshot,),
     "checkpoint": (saved_groups.write_groups, checkpoint_files.write_text),
-    SHARDS: (RayTrainer.save, RayTrainer.finish_save, checkpoint_files.sync_tree, checkpoint_files.facts_of),
+    SHARDS: (RayTrainer.save, RayTrainer.finish_save, checkpoint_files.sync_tree, checkpoint_files.file_facts),
 }
 EACH_STEP = ("buffer", "packing", "ledger", "boundary")
 
@@ -135,7 +142,7 @@ class Clock:
         owners: list[Any] = [m for m in list(sys.modules.values()) if getattr(m, what.__name__, None) is what]
         if "." in what.__qualname__:
             owners = [getattr(sys.modules[what.__module__], what.__qualname__.split(".")[0])]
-        assert owners, f"nobody looks up {what.__qualname__}"
+        assert owners, f"no module looks up {what.__qualname__}"
         for owner in owners:
             setattr(owner, what.__name__, self.timed(part, what))
 
@@ -154,8 +161,8 @@ class Marks:
         """Nothing is open."""
 
 
-class Watched(TrainStage):
-    """A run whose rows are marked."""
+class Watched(RunFiles):
+    """Files of a run whose rows are marked."""
 
     marks: Marks
 
@@ -171,10 +178,9 @@ def measure(clock: Clock, home: Path, staleness: int, steps: int, every: int) ->
     run_dir.mkdir()
     start_ray(None)
     root = assemble.staged(config, run_dir, console, None)
-    stage = Watched(config, run_dir, root / "hf", root / "megatron", console)
-    stage.marks = Marks(clock)
-    stage.run(False)
-    rows = stage.marks.rows
+    Watched.marks, train_module.RunFiles = Marks(clock), Watched
+    train_module.train(model_plan(config, run_dir, root / "hf", root / "megatron"), console, resume=False)
+    rows = Watched.marks.rows
     # step s is between rows s - 1 and s; its checkpoint comes after row s, so it is in the next one
     found = [
         (step, (b - a, after - before))

@@ -1,9 +1,9 @@
 """Model FLOPs utilization of one training step on one CUDA device: a mixture of experts of about a billion parameters.
 
-Forward, loss, backward, clip and AdamW of one rank in BF16 with fp32 gradients and masters, routes of its own. The
-FLOPs are those of `megatron_bridge/flops.py`: three times the forward's matrix products and causal attention, output
-rows under loss only. Utilization is FLOPs over the median step's seconds and the device's peak, which is told. There is
-no goal. Without CUDA it says so and measures nothing, unless `--tiny` asks for a look at the script itself.
+Forward, loss, backward, clip and AdamW of one rank in BF16 with fp32 gradients and masters, its own routes. The
+FLOPs are those of `megatron_bridge/plan/flops.py`: three times the forward's matrix products and causal attention,
+output rows under loss only. Utilization is FLOPs over the median step's seconds and the given peak of the device.
+There is no goal. Without CUDA it says so and measures nothing, unless `--tiny` asks for a look at the script itself.
 
     python benchmarks/mfu.py --peak-tflops 989 [--spec local|te] [--tiny]
 """
@@ -25,9 +25,9 @@ from transformers_step import LOSS, OPTIMIZER, seconds_of
 
 from megatron_bridge.config import KernelsConfig, ParallelConfig, PrecisionConfig, ReplayConfig, TrainerConfig
 from megatron_bridge.families.registry import family_of
-from megatron_bridge.flops import train_flops
+from megatron_bridge.plan.flops import train_flops
 from miles_like.types import MicroBatch
-from rollout.servers import free_port
+from rollout.sglang.servers import free_port
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3_moe",

@@ -31,14 +31,25 @@ from train_step import make_trainer, model_config
 from megatron_bridge.config import ReplayConfig
 from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
-from miles_like.algorithm_config import PRESETS, AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.registry import make_algorithm, make_critic_loss
-from miles_like.hf_checkpoint import write_hf
-from miles_like.packing import pack
+from miles_like.batch.packing import pack
+from miles_like.config.algorithm import PRESETS, AlgorithmConfig, CorrectionConfig
+from miles_like.hf.checkpoint import write_hf
+from miles_like.pipeline.warmup import random_weights
 from miles_like.protocols import LossFn
-from miles_like.types import REFERENCE, RETURNS, VALUES, Finish, MicroBatch, Prompt, Sample, SampleGroup, TrainBatch
-from miles_like.warmup import random_weights
-from rollout.servers import free_port
+from miles_like.types import (
+    REFERENCE,
+    RETURNS,
+    VALUES,
+    Finish,
+    LossInputs,
+    MicroBatch,
+    Prompt,
+    Sample,
+    SampleGroup,
+    TrainBatch,
+)
+from rollout.sglang.servers import free_port
 from routing_replay.versions import VersionSpan
 
 GOALS = {"share_max": 0.02}
@@ -100,8 +111,10 @@ class Objective:
         self.batch = pack(self.groups, advantages, dp_size=1, max_tokens=MAX_TOKENS, **how)
         self.of_critic: TrainBatch | None = None
         if returns is not None:
-            told = [with_streams(g, [{RETURNS: r} for r in of]) for g, of in zip(self.groups, returns, strict=True)]
-            self.of_critic = pack(told, advantages, dp_size=1, max_tokens=MAX_TOKENS)
+            with_returns = [
+                with_streams(g, [{RETURNS: r} for r in of]) for g, of in zip(self.groups, returns, strict=True)
+            ]
+            self.of_critic = pack(with_returns, advantages, dp_size=1, max_tokens=MAX_TOKENS)
 
     def advantages(self) -> None:
         self.algorithm.advantages(self.groups)
@@ -117,19 +130,21 @@ class Objective:
 
 
 def of_loss(loss: LossFn, batch: MicroBatch, loss_tokens: int, *, reference: bool) -> Tensor:
-    """What megatron_bridge/step.py makes of a pack, from the log-probs on and back to them."""
+    """What megatron_bridge/step/step.py makes of a pack, from the log-probs on and back to them."""
     logprobs = (batch.rollout_logprobs + 0.01).requires_grad_()
     per_token, _ = loss(
-        logprobs=logprobs,
-        entropy=F.softplus(logprobs),
-        rollout_logprobs=batch.rollout_logprobs,
-        advantages=batch.advantages,
-        loss_mask=batch.loss_mask,
-        cu_seqlens=batch.cu_seqlens,
-        ref_logprobs=batch.rollout_logprobs - 0.01 if reference else None,
-        old_logprobs=batch.rollout_logprobs - 0.005,
-        streams=batch.streams,
-        candidate_logprobs=None,
+        LossInputs(
+            logprobs=logprobs,
+            entropy=F.softplus(logprobs),
+            rollout_logprobs=batch.rollout_logprobs,
+            advantages=batch.advantages,
+            loss_mask=batch.loss_mask,
+            cu_seqlens=batch.cu_seqlens,
+            ref_logprobs=batch.rollout_logprobs - 0.01 if reference else None,
+            old_logprobs=batch.rollout_logprobs - 0.005,
+            streams=batch.streams,
+            candidate_logprobs=None,
+        )
     )
     if batch.weights is not None:
         per_token = per_token * batch.weights

@@ -6,7 +6,7 @@ compute with once after every update. A figure is the median over the rounds of 
 seconds of processor time, so that what else the machine does counts little.
 
 Judged are FP8 and INT4 at their default scopes. NVFP4, inputs rounded too, and the share of a step that recomputing the
-weights alone takes, are told.
+weights alone takes, are reported.
 
     python benchmarks/qat_step.py [--quick] [--threads N] [--rounds N]
 """
@@ -32,7 +32,7 @@ from train_step import WIDE, Work, fill, long_tailed, model_config
 from transformers_step import LOSS, OPTIMIZER, Plain
 
 from megatron_bridge.config import ParallelConfig, PrecisionConfig, ReplayConfig, TrainerConfig
-from rollout.servers import free_port
+from rollout.sglang.servers import free_port
 
 GOALS = {"overhead_fp8_max": 0.15, "overhead_int4_max": 0.15}
 WAYS: dict[str, dict[str, Any]] = {

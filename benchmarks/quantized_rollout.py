@@ -25,8 +25,8 @@ from transformers.utils import logging as transformers_logging
 from quant.hf_config import quantized_config
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
-from rollout.embedded.engine import EngineLimits
-from rollout.embedded.service import Service
+from rollout.embedded.engine.engine import EngineLimits
+from rollout.embedded.server.service import Service
 
 GOALS = {"seconds_over_bf16": 1.3, "bytes_over_bf16": 1.0}  # of codes, at most, in FP8 and INT4, at every batch
 OF_GOALS = (QuantFormat.FP8, QuantFormat.INT4)

@@ -1,14 +1,14 @@
 """What rollout routing replay costs: its share of an iteration, its bytes, and its time for one long sample.
 
 1. End to end, capture in the engine, wire, reading, packing, slicing, shipping and replay: iterations of
-   configs/tiny.toml with R3 and without any routing, by turns, each on a server of its own, the second started without
+   configs/tiny.toml with R3 and without any routing, by turns, each on a separate server, the second started without
    --enable-return-routed-experts, so that it keeps no ids (the same measurement as benchmarks/iteration.py). By the
    clock, and of processor time (`r3_cpu_share`). Goal: <= 3 % of an iteration by the clock. Then with answers of 64
    tokens instead of 5: most of the cost is of a sample, whatever its length.
 2. Bytes a token as shipped to a trainer rank (ids and seals) in DeepSeek-V3's shape, beside SGLang's int32 of all
    layers. Goal: >= 4 times smaller.
 3. Milliseconds of each thing that is done to the routes of one sample of 32,768 tokens in that shape, on one thread:
-   read (base64, checks, seals), verify, cut for a rank, ship (pickle and back), receive (found by name, each row held
+   read (base64, checks, seals), verify, cut for a rank, ship (pickle and back), receive (found by sample, each row held
    to its token), and replay (58 routers ask).
 
     python benchmarks/r3.py [--quick]
@@ -30,19 +30,19 @@ from iteration import ROOT, run
 from rich.console import Console
 from rich.table import Table
 
-from miles_like import assemble
-from miles_like.config_io import load_config
-from routing_replay.align import RankPart
-from routing_replay.parts import cut_routes, fed_routes
-from routing_replay.tape import ReplayTape
+from miles_like.config.load import load_config
+from miles_like.run import assemble
+from routing_replay.align import ShardSpec
+from routing_replay.rank_routes import cut_routes, fed_routes
+from routing_replay.replay import RoutingReplayer
 from routing_replay.trace import RoutingTrace
 
 GOALS = {"r3_share_max": 0.03, "int32_bytes_of_shipped_min": 4.0}
 TOKENS, LAYERS, DENSE, TOP_K, EXPERTS = 32768, 61, 3, 8, 256  # DeepSeek-V3
 LONGER = 64  # tokens of an answer
 PARTS = {  # of the routes that one rank is sent
-    "": RankPart(layers=tuple(range(DENSE, LAYERS))),
-    "_cp2_pp4": RankPart(layers=tuple(range(DENSE, DENSE + 15)), cp=2, cp_rank=1),
+    "": ShardSpec(layers=tuple(range(DENSE, LAYERS))),
+    "_cp2_pp4": ShardSpec(layers=tuple(range(DENSE, DENSE + 15)), cp=2, cp_rank=1),
 }
 
 
@@ -67,7 +67,7 @@ def of_one_sample(turns: int) -> dict[str, float]:
         )
 
     def replay() -> None:
-        tape = ReplayTape()
+        tape = RoutingReplayer()
         tape.load(0, fed)
         for layer in fed.layers:
             tape.topk(0, layer, rows=len(fed))

@@ -33,10 +33,10 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from miles_like.types import SamplingParams
-from rollout.embedded.engine import EngineLimits
-from rollout.embedded.requests import Completed, PromptSpec
-from rollout.embedded.service import Service
-from rollout.wire import GenerateRequest
+from rollout.embedded.engine.engine import EngineLimits
+from rollout.embedded.engine.requests import Completed, PromptSpec
+from rollout.embedded.server.service import Service
+from rollout.wire.generate import GenerateRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = 8

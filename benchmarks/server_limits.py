@@ -32,10 +32,11 @@ from rollout_throughput import SAMPLES, Work, equal_work, make_model
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from rollout.embedded.access import Access
-from rollout.embedded.limits import Arrivals, BodyLimits, BoundedProtocol, RequestLimits
+from rollout.embedded.server.access import Access
+from rollout.embedded.server.limits import Arrivals, BodyLimits, BoundedProtocol, RequestLimits
 from rollout.server_key import VARIABLE, ServerKey
-from rollout.wire import GENERATE, GenerateRequest
+from rollout.wire.endpoints import GENERATE
+from rollout.wire.generate import GenerateRequest
 
 GOALS = {"cost": 0.01}
 PROMPTS_PER_REQUEST = 16
@@ -198,7 +199,7 @@ def main() -> int:
                 server.wait()
                 seconds(server, work)
             found: list[list[tuple[float, float]]] = []
-            for i in range(pairs):  # who begins takes turns
+            for i in range(pairs):  # the side that begins alternates
                 turn = [seconds(s, work) for s in (servers if i % 2 else servers[::-1])]
                 found.append(turn if i % 2 else turn[::-1])
         finally:

@@ -1,7 +1,7 @@
 """What stale tokens do to learning: staleness 0, 1, 2, 4, 8 with the plain clipped loss and with the decoupled one.
 
 Each run is the real pipeline on the tiny task with one trainer rank, on one core, from one checkpoint; as many run side
-by side as there are cores. It runs in lockstep, so every token is exactly as stale as the run was told, but for those
+by side as there are cores. It runs in lockstep, so every token is exactly as stale as configured, but for those
 of the first steps. A rollout is one optimizer step, so a staleness of k is k optimizer steps. Plain: the old policy is
 what sampled the tokens, and the clip bounds also limit what is stale. Decoupled: the old policy is the trainer before
 the step, and each token weighs p_old / p_rollout.
@@ -9,7 +9,7 @@ the step, and each token weighs p_old / p_rollout.
     python benchmarks/staleness_study.py [--quick] [--staleness 0,1,2,4,8] [--seeds 3] [--steps N] [--out FILE] [--docs]
 
 What is in FILE (json) is not run again: a study that was interrupted goes on. --docs puts the table into
-docs/asynchrony.md. Goals: no run ends early, and no token is staler than the run was told.
+docs/asynchrony.md. Goals: no run ends early, and no token is staler than configured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SECTION = f"""
 ## What staleness does to learning
 
 `benchmarks/staleness_study.py`: the tiny task, 32 prompts x 8 samples, 80 steps of one optimizer step each, learning
-rate 4e-4, in lockstep, so that after the first steps every token is exactly as stale as the run was told. "Plain" is
+rate 4e-4, in lockstep, so that after the first steps every token is exactly as stale as configured. "Plain" is
 `algorithm.name = "grpo"`: with one step a rollout the old policy of its clipped loss is what sampled the tokens, and
 its bounds also limit staleness. "Decoupled" is `"decoupled_ppo"`: the old policy is the trainer before the step, and
 each token weighs `p_old / p_rollout`, 0 above 5; with one step a rollout its clip bounds do nothing. Accuracy is

@@ -7,8 +7,9 @@ batches without a mask (padding follows its sample and attention is causal), the
 fused AdamW, and whichever of its expert implementations and paddings is the fastest here. It keeps weights, gradients
 and Adam's moments in the model's dtype; ours accumulates gradients and updates master weights in fp32.
 
-Memory is the peak of `label_logprobs` forward and backward in a process of its own, beyond inputs, weight and their
-gradients, as a share of the whole fp32 logits. The layouts are told, not judged: ranks share this machine's cores.
+Memory is the peak of `label_logprobs` forward and backward in a separate process, beyond inputs, weight and their
+gradients, as a share of the whole fp32 logits. The layouts are reported without a goal: ranks share this machine's
+cores.
 
     python benchmarks/train_step.py [--quick] [--threads N]
 """
@@ -36,9 +37,9 @@ from transformers_step import LOSS, MAX_TOKENS, OPTIMIZER, Plain, seconds_of
 
 from megatron_bridge.config import ParallelConfig, PrecisionConfig, ReplayConfig, TrainerConfig
 from megatron_bridge.convert.to_megatron import to_megatron
-from miles_like.packing import pack
+from miles_like.batch.packing import pack
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, TrainBatch, VersionSpan
-from rollout.servers import free_port
+from rollout.sglang.servers import free_port
 from routing_replay.trace import RoutingTrace
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,7 +139,7 @@ def fill(plain: Plain, work: Work, *, dp: int = 1, micros: int = 1) -> TrainBatc
             logprobs=torch.where(mask, F.pad(logprobs, (1, 0)), 0.0),
             routing=RoutingTrace(
                 experts=chosen.to(torch.uint8), layers=layers, num_experts=work.hf["n_routed_experts"]
-            ).seal(ids[:-1], versions=(VersionSpan(0, 0, prompt + response - 1),)),
+            ).with_checksums(ids[:-1], versions=(VersionSpan(0, 0, prompt + response - 1),)),
             versions=(VersionSpan(0, 0, response),),
             finish=Finish.STOP,
             text="",
@@ -218,7 +219,7 @@ def _status(key: str) -> int:
 def _logprob_memory(port: int, found: Any) -> None:
     import torch.distributed as dist
 
-    from megatron_bridge.logprobs import label_logprobs
+    from megatron_bridge.model.logprobs import label_logprobs
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     memory = TrainerConfig.model_fields["logprob_memory_mib"].default << 20
@@ -228,7 +229,7 @@ def _logprob_memory(port: int, found: Any) -> None:
         weight = (0.05 * torch.randn(vocab, HIDDEN)).to(torch.bfloat16).requires_grad_()
         labels = torch.randint(0, vocab, (rows, 1))
         before = _status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
         out, _ = label_logprobs(hidden, weight, labels, temperature=1.0, memory=memory, group=dist.group.WORLD)
         out.sum().backward()
         return _status("VmHWM") - before - hidden.nbytes - weight.nbytes

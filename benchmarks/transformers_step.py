@@ -110,8 +110,9 @@ class Plain:
         return loss, float(norm)
 
     def choose(self, loss_tokens: int) -> str:
-        """The fastest of its own ways on this step, the better of two turns each, once warm. Its third way of running
-        experts, batched_mm, copies an expert's weights for every token and took 20 times as long: it is not tried."""
+        """The fastest of transformers' ways on this step, the better of two turns each, once warm. Its third way of
+        running experts, batched_mm, copies an expert's weights for every token and took 20 times as long: it is not
+        tried."""
         found: dict[tuple[str, float], float] = {}
         self.gradient(loss_tokens)
         for experts in ("eager", "grouped_mm"):

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer in a process of its own, one iteration at a time: the other side of vs_trl.py.
+"""TRL's GRPOTrainer in a separate process, one iteration at a time: the other side of vs_trl.py.
 
 What is left at its default and what is not: `_config` below. Its generation, loss and optimizer are untouched.
 """

@@ -8,7 +8,7 @@ each; figures are medians of pairs of turns that lie next to each other in time.
 of all processes of a side.
 
 (a) "equal": every answer has 12 tokens. (b) "long_tail": most answers are short, a few long, up to 128 tokens.
-Nobody is told the lengths: both sides sample them from the checkpoint, whose weights are crafted so that the
+Neither side is given the lengths: both sides sample them from the checkpoint, whose weights are crafted so that the
 probability of the end token depends on the last token alone (`craft`). What each side drew is printed.
 
 Goals: samples/s of ours / TRL's >= 1.0 at equal lengths, >= 2 on long-tailed ones, by the clock.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import math
 import os
@@ -41,16 +42,17 @@ from rich.table import Table
 from trl_side import TrlSide, TrlWork
 
 from megatron_bridge.families.registry import family_of
-from miles_like import assemble
-from miles_like.config import ModelConfig, RunConfig
-from miles_like.config_io import load_config
-from miles_like.controller import settle
-from miles_like.hf_checkpoint import write_hf
-from miles_like.train_stage import TrainStage
+from miles_like.cluster.workers import start_ray
+from miles_like.config.load import load_config
+from miles_like.config.run import ModelConfig, RunConfig
+from miles_like.hf.checkpoint import write_hf
+from miles_like.pipeline.warmup import random_weights
+from miles_like.run import assemble
+from miles_like.run.launcher import Launcher, freeze_gc
+from miles_like.run.model_plan import model_plan
+from miles_like.run.rollout_side import RolloutSide
 from miles_like.types import NamedTensor
-from miles_like.warmup import random_weights
-from miles_like.workers import start_ray
-from rollout.prompts import PromptSource
+from rollout.prompts.mix import PromptSource
 
 GOALS = {"ratio_equal_min": 1.0, "ratio_long_tail_min": 2.0}
 PROMPTS, SAMPLES = 32, 8
@@ -169,7 +171,7 @@ def timed(taken: Taken, processes: Sequence[psutil.Process]) -> Iterator[None]:
 
 
 async def turns(side: Side, trl: TrlSide, source: PromptSource, rounds: int, warm: int) -> dict[str, Taken]:
-    settle()
+    freeze_gc()
     found = {"ours": Taken(), "trl": Taken()}
     ours: list[psutil.Process] = []
     theirs = [psutil.Process(trl.process.pid)]
@@ -201,11 +203,12 @@ def measure(lengths: Lengths, home: Path, rounds: int) -> tuple[dict[str, Taken]
     config = configured(model, lengths)
     root = assemble.staged(config, run_dir, console, None)
     start_ray(None)
-    stage = TrainStage(config, run_dir, root / "hf", root / "megatron", console)
-    stage.trainer = stage.trainer.model_copy(update={"params_dtype": "float32"})  # TRL's default, and its masters'
-    source = PromptSource(config.data, stage.tokenizer, config.data.train)
-    prompts = [p.text for p in PromptSource(config.data, stage.tokenizer, config.data.train).take(PROMPTS * 200)]
-    servers = stage.servers(0)
+    plan = model_plan(config, run_dir, root / "hf", root / "megatron")
+    in_fp32 = plan.trainer.model_copy(update={"params_dtype": "float32"})  # TRL's default, and its masters'
+    rollout = RolloutSide(plan=dataclasses.replace(plan, trainer=in_fp32))
+    source = PromptSource(config.data, plan.tokenizer, config.data.train)
+    prompts = [p.text for p in PromptSource(config.data, plan.tokenizer, config.data.train).take(PROMPTS * 200)]
+    servers = Launcher().servers(rollout, 0)
     try:
         trl = TrlSide(
             TrlWork(
@@ -221,7 +224,7 @@ def measure(lengths: Lengths, home: Path, rounds: int) -> tuple[dict[str, Taken]
                 scratch=home / "trl",
             )
         )
-        side = Side(stage, servers.wait()[0], name="ours", routing=True)
+        side = Side(rollout, servers.wait()[0], name="ours", routing=True)
         found = asyncio.run(turns(side, trl, source, rounds, warm=3))
         trl.close()
     finally:

@@ -1,25 +1,20 @@
-"""The trainer's own sections of a run's configuration. Torch-free."""
+"""The trainer's sections of a run's configuration. Torch-free."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from miles_like.section import Section
 from quant.spec import FOUR_BIT, QuantFormat, QuantSpec
 
 
-class Section(BaseModel):
-    """A frozen section; an unknown key is an error, and so is a number that is not finite."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
 class ParallelConfig(Section):
-    """The layout. World size = tp * pp * cp * dp; expert parallelism is laid over the same ranks.
+    """The layout. World size = tp * pp * cp * dp; expert parallelism uses the same ranks.
 
-    sequence_parallel: tensor-parallel ranks share out the tokens between attention and experts; only true can be
-    trained at tp > 1.
+    sequence_parallel: tensor-parallel ranks divide the tokens among them between attention and experts; tp > 1 can be
+    trained only with true.
     """
 
     tp: int = Field(1, ge=1)
@@ -39,7 +34,7 @@ class ParallelConfig(Section):
 
     @property
     def micro_multiple(self) -> int:
-        """A row's number of micro-batches is a multiple of this: an interleaved schedule deals them out in rounds."""
+        """A rank's number of micro-batches must be a multiple of this: an interleaved schedule runs them in rounds."""
         return self.pp if self.vpp > 1 else 1
 
     @model_validator(mode="after")
@@ -54,15 +49,15 @@ class ParallelConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """What the rollout's weights are stored in, and whether the trainer trains through that rounding."""
+    """The storage format of the rollout's weights, and whether the trainer applies the same rounding."""
 
     format: QuantFormat = QuantFormat.FP8
-    scope: Literal["all", "experts"] | None = None  # every linear, or the routed experts'; None: as is usual for format
-    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: the format's own
-    convention: str | None = None  # whose names of stored tensors; None: the format's usual, or the checkpoint's
+    scope: Literal["all", "experts"] | None = None  # every linear, or the routed experts'; None: the format's default
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: the format's default
+    convention: str | None = None  # naming of the stored tensors; None: the format's default, or the checkpoint's
     qat: bool = False  # forward computes with decode(encode(weight)); its gradient goes to the weight unchanged
     activations: Literal["none", "fp8"] = "none"  # inputs of quantized linears, e4m3 by 128 columns of a token
-    allow_without_qat: bool = False  # 4-bit weights in the rollout that the trainer does not know of
+    allow_without_qat: bool = False  # allow 4-bit rollout weights although the trainer does not round
 
     @model_validator(mode="after")
     def every_key_does_something(self) -> PrecisionConfig:
@@ -70,15 +65,15 @@ class PrecisionConfig(Section):
         given = {key: getattr(self, key) for key in ("scope", "block", "convention", "qat")}
         given["activations"] = self.activations != "none"
         if plain and (useless := [k for k, v in given.items() if v]):
-            raise ValueError(f"precision.{useless[0]} does nothing with precision.format = 'bf16': remove it")
+            raise ValueError(f"precision.{useless[0]} has no effect with precision.format = 'bf16': remove it")
         if self.format in FOUR_BIT and not (self.qat or self.allow_without_qat):
             raise ValueError(
-                f"precision.format = {self.format.value!r} without precision.qat: 4 bits move a weight by about 10 % "
-                "and the trainer would not know; set precision.qat = true, or precision.allow_without_qat = true"
+                f"precision.format = {self.format.value!r} without precision.qat: 4 bits change a weight by about 10 % "
+                "and the trainer does not round; set precision.qat = true, or precision.allow_without_qat = true"
             )
         if self.activations == "fp8" and self.format not in (QuantFormat.FP8, QuantFormat.FP8_UE8M0, QuantFormat.MXFP8):
             raise ValueError(
-                "precision.activations = 'fp8' goes with FP8 weights, not with precision.format = "
+                "precision.activations = 'fp8' requires FP8 weights, but precision.format = "
                 f"{self.format.value!r}: set it to 'none'"
             )
         if not plain:
@@ -86,24 +81,24 @@ class PrecisionConfig(Section):
         return self
 
     def spec(self) -> QuantSpec | None:
-        """Of the rollout's weights; None for bf16. Raises ValueError for a block that the format does not have."""
+        """The rollout weights' spec; None for bf16. Raises ValueError for a block that the format does not support."""
         if self.format is QuantFormat.BF16:
             return None
         return QuantSpec.of(self.format, self.scope, block=self.block or (0, 0), convention=self.convention or "")
 
 
 class OptimizerConfig(Section):
-    """AdamW. Name patterns are as in a shell (`*`, `?`, `[...]`) over the parameter names of Megatron's local specs,
+    """AdamW. Name patterns are shell patterns (`*`, `?`, `[...]`) over the parameter names of Megatron's local specs,
     with global layer and expert numbers, such as `decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight`."""
 
     lr: float = Field(1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    min_lr: float = Field(0.0, ge=0)  # where the warm-up starts and the decay ends
+    min_lr: float = Field(0.0, ge=0)  # the learning rate at the start of the warm-up and at the end of the decay
     warmup_steps: int = Field(0, ge=0)
-    decay_steps: int | None = Field(None, ge=1)  # the step from which on lr is min_lr; None: all steps of the run
-    wsd_decay_steps: int | None = Field(None, ge=1)  # wsd: how many of the last of them decay, linearly
+    decay_steps: int | None = Field(None, ge=1)  # lr is min_lr from this step on; None: the steps of the run
+    wsd_decay_steps: int | None = Field(None, ge=1)  # wsd: the number of steps before decay_steps that decay linearly
     weight_decay: float = Field(0.0, ge=0)
-    no_decay: tuple[str, ...] = ()  # name patterns not decayed, besides all one-dimensional parameters
+    no_decay: tuple[str, ...] = ()  # name patterns not decayed, in addition to all one-dimensional parameters
     frozen: tuple[str, ...] = ()  # name patterns of parameters and routing biases that are not trained
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
@@ -117,17 +112,17 @@ class OptimizerConfig(Section):
             raise ValueError(f"optimizer.min_lr = {self.min_lr} is above optimizer.lr = {self.lr}: lower it")
         if self.min_lr and not decays and not warm:
             raise ValueError(
-                f"optimizer.min_lr = {self.min_lr} does nothing with schedule = 'constant' and warmup_steps = 0: "
+                f"optimizer.min_lr = {self.min_lr} has no effect with schedule = 'constant' and warmup_steps = 0: "
                 "remove it or set a schedule"
             )
         if ends is not None and not decays:
             raise ValueError(
-                f"optimizer.decay_steps = {ends} does nothing with schedule = 'constant': remove it or set a schedule"
+                f"optimizer.decay_steps = {ends} has no effect with schedule = 'constant': remove it or set a schedule"
             )
         if (self.wsd_decay_steps is not None) != (self.schedule == "wsd"):
             raise ValueError(
                 f"optimizer.schedule = {self.schedule!r} with wsd_decay_steps = {self.wsd_decay_steps}: schedule 'wsd' "
-                "needs that number, the others must not have it"
+                "requires wsd_decay_steps, the others exclude it"
             )
         if ends is not None and warm + (self.wsd_decay_steps or 1) > ends:
             raise ValueError(
@@ -137,17 +132,17 @@ class OptimizerConfig(Section):
         return self
 
     def over(self, steps: int) -> OptimizerConfig:
-        """Of a run of that many steps: fills in decay_steps. Raises ValueError when the schedule does not fit."""
+        """A copy with decay_steps set for a run of `steps` steps. Raises ValueError when the schedule does not fit."""
         if self.schedule == "constant" or self.decay_steps is not None:
             return self
         return OptimizerConfig.model_validate(self.model_dump() | {"decay_steps": max(steps, 1)})
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: only they are trained, and they are merged into the weights that are published."""
+    """Low-rank adapters: only they are trained; they are merged into the published weights."""
 
     rank: int = Field(0, ge=0)  # 0: no adapters, all weights are trained
-    alpha: float = Field(16.0, gt=0)  # the product of the adapters counts alpha / rank
+    alpha: float = Field(16.0, gt=0)  # the adapters' product is scaled by alpha / rank
     targets: tuple[Literal["attention", "experts", "shared_experts", "mlp"], ...] = ("attention",)  # mlp: dense layers'
 
     @model_validator(mode="after")
@@ -155,19 +150,19 @@ class LoraConfig(Section):
         defaults = type(self).model_fields
         for key in ("alpha", "targets"):
             if not self.rank and getattr(self, key) != defaults[key].default:
-                raise ValueError(f"lora.{key} = {getattr(self, key)} does nothing with lora.rank = 0: set lora.rank")
+                raise ValueError(f"lora.{key} = {getattr(self, key)} has no effect with lora.rank = 0: set lora.rank")
         if self.rank and not self.targets:
-            raise ValueError(f"lora.rank = {self.rank} with no lora.targets trains nothing: name targets or set rank 0")
+            raise ValueError(f"lora.rank = {self.rank} with no lora.targets trains nothing: add targets or set rank 0")
         return self
 
 
 class ReplayConfig(Section):
-    """`r3`: training takes the rollout's experts. `r2`: those that the trainer's own routers choose in an old-log-prob
-    pass before a rollout's first optimizer step. `off`: it routes by itself. Agreement with the rollout's routes is
-    measured in all.
+    """`r3`: training uses the rollout's experts. `r2`: those that the trainer's routers choose in an old-log-prob pass
+    before a rollout's first optimizer step. `off`: the routers' current choice. Agreement with the rollout's routes is
+    measured in every mode.
 
-    gates, a diagnostic: what the experts' outputs are weighted by is taken from the record too, not only which experts
-    they are. It is then a constant: the routers get no gradient but that of an auxiliary loss, so they do not learn.
+    gates, a diagnostic: also replay the weights of the experts' outputs, not only the experts. They are then constants:
+    the routers get no gradient except that of an auxiliary loss, so they do not learn.
     """
 
     mode: Literal["r3", "r2", "off"] = "r3"
@@ -177,34 +172,34 @@ class ReplayConfig(Section):
     def gates_are_replayed(self) -> ReplayConfig:
         if self.gates and self.mode == "off":
             raise ValueError(
-                "replay.gates = true does nothing with replay.mode = 'off': set mode = 'r2' or gates = false"
+                "replay.gates = true has no effect with replay.mode = 'off': set mode = 'r2' or gates = false"
             )
         return self
 
 
 class AgreementConfig(Section):
-    """Least shares of the experts replayed from the rollout that the trainer's own routers must choose too, in every
-    step with `replay.mode = "r3"`, before its optimizer moves (agreement.py)."""
+    """Minimum shares of the replayed experts that the trainer's own routers must choose too, checked in every step with
+    `replay.mode = "r3"` before its optimizer step (agreement.py)."""
 
     overall: float = Field(0.0, ge=0, le=1)  # over all layers; 0: not checked
     layer: float | None = Field(0.0, ge=0, le=1)  # of each layer; 0: not checked; None: derived from `explained`
-    # least agreement that the precision of both sides explains, as Cohen's kappa: from chance, 0, to equality, 1
+    # minimum agreement that the precision of both sides explains, as Cohen's kappa: 0 for chance, 1 for equality
     explained: float = Field(1.0, ge=0, le=1)
 
 
 class KernelsConfig(Section):
-    """Modules, precision of the linears, and what runs at the same time as what. Defaults work on any device."""
+    """Module implementation, precision of the linears, and overlaps. The defaults work on any device."""
 
     spec: Literal["auto", "local", "te"] = "auto"  # auto: TransformerEngine where there is CUDA and it is installed
     fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # recipe of the linears
     fp8_format: Literal["e4m3", "hybrid"] = "e4m3"  # hybrid: gradients in e5m2
-    fp8_param_gather: bool = False  # the weights are kept and gathered in FP8
+    fp8_param_gather: bool = False  # weights are stored and gathered in FP8
     grouped_gemm: bool = False  # a rank's experts in one launch
     dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
     flex_backend: Literal["deepep", "hybridep"] = "deepep"
     overlap_grad_reduce: bool = False  # gradients are reduced while backward runs
     overlap_param_gather: bool = False  # updated weights are gathered while the next forward runs
-    overlap_shared_expert: bool = False  # the shared expert computes while tokens travel
+    overlap_shared_expert: bool = False  # the shared expert computes during the dispatch of tokens
     offload_optimizer: float = Field(0.0, ge=0, le=1)  # share of the optimizer's state and step on the host
     swiglu_fusion: bool = True  # one autograd function: fewer saved tensors; experts of local modules always have it
     rope_fusion: bool = False
@@ -212,29 +207,30 @@ class KernelsConfig(Section):
 
 
 class RecomputeConfig(Section):
-    """Activations that are computed again in backward: none, of whole layers, or of some parts of each layer."""
+    """Activations that are recomputed in backward: none, of whole layers, or of some modules of each layer."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    recompute_modules: tuple[str, ...] = ()  # megatron's names, for "selective"; empty: those that pay
+    recompute_modules: tuple[str, ...] = ()  # megatron's names, for "selective"; empty: those worth recomputing
 
     @model_validator(mode="after")
     def modules_are_chosen_selectively(self) -> RecomputeConfig:
         if self.recompute_modules and self.recompute != "selective":
             raise ValueError(
-                f"recompute_modules = {list(self.recompute_modules)} does nothing with recompute = "
+                f"recompute_modules = {list(self.recompute_modules)} has no effect with recompute = "
                 f"{self.recompute!r}: set recompute = 'selective' or remove it"
             )
         return self
 
 
 class TrainerConfig(RecomputeConfig):
-    """Everything one trainer rank needs, in one value.
+    """The complete configuration of one trainer rank.
 
-    router_aux_loss: coefficient c of the routers' load-balancing loss. To the loss of a step, in each MoE layer, it
-    adds c * (sum over micro-batches of T L) / loss_tokens, where T are the micro-batch's tokens, prompts included, and
-    L = E / (K T^2) sum_i n_i sum_x p_i(x) (router.py has the letters) is 1 where load and scores are spread evenly. So
-    every token, with loss or not, carries c * L. L is of one micro-batch: unlike the rest of the loss it depends on
-    how samples were packed. The router's own choices count, replayed or not.
+    router_aux_loss: coefficient c of the routers' load-balancing loss. In each MoE layer it adds
+    c * (sum over micro-batches of T L) / loss_tokens to the loss of a step, where T is the number of tokens of the
+    micro-batch, prompts included, and L = E / (K T^2) sum_i n_i sum_x p_i(x) (router.py defines the letters) is 1 for
+    evenly spread load and scores. So every token, with or without loss, contributes c * L. L is computed per
+    micro-batch: unlike the rest of the loss it depends on how samples are packed. It counts the router's own choices,
+    with or without replay.
     """
 
     hf_config: str  # directory holding config.json
@@ -252,22 +248,22 @@ class TrainerConfig(RecomputeConfig):
     params_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     distributed_optimizer: bool = True
     reference: bool = False  # keep the weights that `load_weights` reads
-    reference_told: bool = True  # to the loss function, their log-probs: a forward pass a step; else to who asks
-    reference_every: int = Field(0, ge=0)  # rollouts after whose steps the weights become the reference; 0: never
-    # the vocabulary, or one number a token (`score.weight`, as in transformers' ...ForSequenceClassification), which
-    # then is what the loss function gets as `logprobs`: a critic's values, a reward model's scores
+    reference_for_loss: bool = True  # pass the reference's log-probs to the loss: one more forward pass per step
+    reference_every: int = Field(0, ge=0)  # the weights become the reference after every so many rollouts; 0: never
+    # the vocabulary, or one number per token (`score.weight`, as in transformers' ...ForSequenceClassification), which
+    # the loss function then gets as `logprobs`: a critic's values, a reward model's scores
     head: Literal["lm", "scalar"] = "lm"
     mtp_coefficient: float = Field(0.0, ge=0)  # of the multi-token prediction loss; 0: its modules are not built
-    logprob_memory_mib: int = Field(64, ge=1)  # MiB of logits and their temporaries that exist at once
-    on_nonfinite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient norm is nan or infinite
-    deterministic: bool = False  # forward by the embedded engine's operations; on CUDA, megatron's own such settings
+    logprob_memory_mib: int = Field(64, ge=1)  # limit on the logits and their temporaries, MiB
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # for a step whose loss or gradient norm is nan or infinite
+    deterministic: bool = False  # forward with the embedded engine's operations; on CUDA, megatron's settings for it
 
     @model_validator(mode="after")
     def schedule_has_an_end(self) -> TrainerConfig:
         if self.optimizer.schedule != "constant" and self.optimizer.decay_steps is None:
             raise ValueError(
-                f"optimizer.schedule = {self.optimizer.schedule!r} without decay_steps: a trainer does not know how "
-                "long the run is; set optimizer.decay_steps"
+                f"optimizer.schedule = {self.optimizer.schedule!r} without decay_steps: the trainer does not know the "
+                "length of the run; set optimizer.decay_steps"
             )
         return self
 
@@ -275,7 +271,7 @@ class TrainerConfig(RecomputeConfig):
     def a_reference_moves(self) -> TrainerConfig:
         if self.reference_every and not self.reference:
             raise ValueError(
-                f"reference_every = {self.reference_every} does nothing, since nothing needs a reference: set it to 0"
+                f"reference_every = {self.reference_every} has no effect, since nothing needs a reference: set it to 0"
             )
         return self
 
@@ -283,7 +279,7 @@ class TrainerConfig(RecomputeConfig):
     def a_scalar_head_predicts_no_token(self) -> TrainerConfig:
         if self.head == "scalar" and self.mtp_coefficient:
             raise ValueError(
-                f"mtp_coefficient = {self.mtp_coefficient} with head = 'scalar', which predicts no token: set it to 0"
+                f"mtp_coefficient = {self.mtp_coefficient} with head = 'scalar', which predicts no tokens: set it to 0"
             )
         if self.head == "scalar" and self.lora.rank:
             raise ValueError(
@@ -295,8 +291,8 @@ class TrainerConfig(RecomputeConfig):
     def only_adapters_train(self) -> TrainerConfig:
         if self.lora.rank and self.optimizer.frozen:
             raise ValueError(
-                f"lora.rank = {self.lora.rank} freezes all but its adapters, so optimizer.frozen = "
-                f"{list(self.optimizer.frozen)} could only freeze those: remove it, or narrow lora.targets"
+                f"lora.rank = {self.lora.rank} freezes everything except its adapters, so optimizer.frozen = "
+                f"{list(self.optimizer.frozen)} could only freeze adapters: remove it, or narrow lora.targets"
             )
         if self.lora.rank and self.router_bias_update_rate:
             raise ValueError(

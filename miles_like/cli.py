@@ -1,4 +1,4 @@
-"""The command line. Errors a user can mend end in one sentence on stderr and exit status 2."""
+"""The command line. Errors that a user can fix end in one sentence on stderr and exit status 2."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,12 +15,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from miles_like import assemble
-from miles_like.checks import Check, not_checked, refuse_wrong
+from miles_like.checkpoint.run_state import check_kept
 from miles_like.command_errors import one_sentence
-from miles_like.config import RunConfig
-from miles_like.config_io import dump_config, load_config
-from miles_like.pipeline import (
+from miles_like.config.load import dump_config, load_config
+from miles_like.config.run import RunConfig
+from miles_like.pipeline import convert as conversions
+from miles_like.pipeline.check_results import CheckResult, describe_unchecked, raise_failures
+from miles_like.pipeline.convert import ConvertWork
+from miles_like.pipeline.dequantize import dequantize_checkpoint
+from miles_like.pipeline.quant_report import QuantReport
+from miles_like.pipeline.quantize import quantize_checkpoint, spec_of
+from miles_like.pipeline.run_directory import Mode, check_run_dir
+from miles_like.pipeline.stages import (
     STAGES,
     Stage,
     describe_cache,
@@ -29,15 +35,15 @@ from miles_like.pipeline import (
     run_stages,
     stages_to_do,
 )
-from miles_like.run_directory import Mode, check_run_dir
-from miles_like.run_state import check_kept
-from miles_like.server_url import server_url
+from miles_like.run import assemble
+from rollout.server_key import given_key
+from rollout.server_url import server_url
 
-# the interpreter's last collection would walk a million imported objects: 0.3 s of every command
+# otherwise the interpreter's last collection visits a million imported objects: 0.3 s of every command
 atexit.register(gc.freeze)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-convert = typer.Typer(no_args_is_help=True, help="Checkpoints from one form to another.")
+convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from one form to another.")
 app.add_typer(convert, name="convert")
 
 DEMO = Path(__file__).resolve().parent / "demo_files" / "tiny.toml"
@@ -47,14 +53,14 @@ CacheOption = Annotated[
     typer.Option("--cache-dir", help="outputs of the stages before training; default: cache beside the run directory"),
 ]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override section.key of the config")]
-
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")]
 FromStepOption = Annotated[
-    int | None, typer.Option("--from-step", metavar="N", help="go on from the checkpoint of step N, not the last")
+    int | None, typer.Option("--from-step", metavar="N", help="resume from the checkpoint of step N, not the last")
 ]
 
 
 def check_writable(path: Path) -> None:
-    """Before an hour's work, not after it. Raises OSError; leaves no file behind."""
+    """Raises OSError, before the work begins, for a file that cannot be written. Leaves no file behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     there = path.exists()
     path.touch()
@@ -88,29 +94,33 @@ def pipeline(
         given = ["convert.fuse=true"] if fuse else []
         given += [] if cache_dir is None else [tomli_w.dumps({"cache_dir": str(cache_dir.resolve())}).strip()]
         config = load_config(config_path, [*overrides, *given])
-        parts = assemble.pipeline_parts(config, console, ray_address or os.environ.get("RAY_ADDRESS") or None)
+        functions = assemble.stage_functions(config, console, ray_address or os.environ.get("RAY_ADDRESS") or None)
         mode: Mode = "resume" if resume else "fresh" if fresh else "auto"
-        planned = plan_stages(config, run_dir, parts, mode=mode, from_step=from_step)
+        planned = plan_stages(config, run_dir, functions, mode=mode, from_step=from_step)
         selected = parse_stages(stages)
         if "train" in (to_do := stages_to_do(planned, selected, fresh=fresh)):
             check_run_dir(run_dir, mode)
         if dry_run:
-            checks = parts.preflight(planned, to_do, False).run()
-            refuse_wrong(checks)
+            checks = functions.preflight(planned, to_do, False).run()
+            raise_failures(checks)
             print_plan(console, config, planned, selected, run_dir)
             print_not_checked(console, checks)
             return
         console.print(f"[bold]{'cache':>10}[/]  {escape(describe_cache(config, run_dir))}", soft_wrap=True)
         try:
             run_stages(
-                planned, selected, console, fresh=fresh, preflight=lambda names: parts.preflight(planned, names, True)
+                planned,
+                selected,
+                console,
+                fresh=fresh,
+                preflight=lambda names: functions.preflight(planned, names, True),
             )
         finally:
             assemble.shut_down()
 
 
 def print_plan(console: Console, config: RunConfig, planned: list[Stage], selected: list[str], run_dir: Path) -> None:
-    """What each stage would do: state, directory, bytes; processes and commands; the resolved configuration."""
+    """Print each stage's state, directory and bytes; processes and commands; the resolved configuration."""
     console.print(f"[bold]{'cache':>10}[/]  {escape(describe_cache(config, run_dir))}", soft_wrap=True)
     for stage in planned:
         state = "not selected" if stage.name not in selected else stage.why_not_done()
@@ -126,9 +136,9 @@ def print_plan(console: Console, config: RunConfig, planned: list[Stage], select
     console.print(dump_config(config), markup=False, soft_wrap=True)
 
 
-def print_not_checked(console: Console, checks: Sequence[Check]) -> None:
-    """The end of a dry run: what the run will check, before its first stage, that could not be checked from here."""
-    lines = not_checked(checks)
+def print_not_checked(console: Console, checks: Sequence[CheckResult]) -> None:
+    """Print the checks that a dry run cannot make and the run makes before its first stage."""
+    lines = describe_unchecked(checks)
     if lines:
         console.print("[bold]not checked from here[/], but by the run before its first stage:")
     for line in lines:
@@ -139,27 +149,37 @@ def print_not_checked(console: Console, checks: Sequence[Check]) -> None:
 def train(
     config: Path,
     run_dir: Annotated[Path, typer.Option("--run-dir")],
-    overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
     fuse: Annotated[bool, typer.Option("--fuse", help="decode while converting: no BF16 directory")] = False,
     resume: bool = False,
     from_step: FromStepOption = None,
     fresh: bool = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")] = False,
+    dry_run: DryRunOption = False,
     ray_address: Annotated[str | None, typer.Option("--ray-address")] = None,
     cache_dir: CacheOption = None,
 ) -> None:
-    """All five stages of a configuration, ending in a trained model."""
-    how = {"fuse": fuse, "resume": resume, "fresh": fresh, "dry_run": dry_run, "cache_dir": cache_dir}
-    pipeline(config, run_dir, overrides=overrides, from_step=from_step, ray_address=ray_address, **how)
+    """Run all five stages of a configuration, which ends in a trained model."""
+    pipeline(
+        config,
+        run_dir,
+        overrides=overrides,
+        fuse=fuse,
+        resume=resume,
+        from_step=from_step,
+        fresh=fresh,
+        dry_run=dry_run,
+        ray_address=ray_address,
+        cache_dir=cache_dir,
+    )
 
 
 @app.command()
 def demo(
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="where the run is kept")] = Path("runs/demo"),
-    overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="run directory")] = Path("runs/demo"),
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
     resume: bool = False,
     fresh: bool = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")] = False,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Train the tiny model on two CPU cores: all five stages, with the configuration and data that are installed."""
     pipeline(DEMO, run_dir, overrides=overrides, resume=resume, fresh=fresh, dry_run=dry_run)
@@ -167,9 +187,9 @@ def demo(
 
 @app.command()
 def dequantize(hf_dir: Path, out_dir: Path) -> None:
-    """A quantized Hugging Face directory as BF16."""
+    """Convert a quantized Hugging Face directory to BF16."""
     with one_sentence():
-        typer.echo(f"{assemble.dequantize(hf_dir, out_dir):,} bytes -> {out_dir}")
+        typer.echo(f"{dequantize_checkpoint(hf_dir, out_dir):,} bytes -> {out_dir}")
 
 
 @app.command()
@@ -178,23 +198,26 @@ def quantize(
     out_dir: Path,
     format: Annotated[str, typer.Option("--format", help=FORMATS)] = "fp8",
     scope: Annotated[
-        str | None, typer.Option("--scope", help="all or experts; of 4 bits the default is experts")
+        str | None, typer.Option("--scope", help="all or experts; default for 4-bit formats: experts")
     ] = None,
-    block: Annotated[str | None, typer.Option("--block", help="rows x columns of an FP8 block, as 128x128")] = None,
+    block: Annotated[str | None, typer.Option("--block", help="rows x columns of an FP8 block, e.g. 128x128")] = None,
     group: Annotated[int | None, typer.Option("--group", help="columns of an INT4 group: 32, 64, 128")] = None,
     convention: Annotated[
         str | None, typer.Option("--convention", help="deepseek, sglang, compressed-tensors or modelopt")
     ] = None,
     ignore: Annotated[
         list[str] | None,
-        typer.Option("--ignore", metavar="PATTERN", help="modules kept out, as layers.0.self_attn or re:..."),
+        typer.Option("--ignore", metavar="PATTERN", help="modules to leave unquantized: layers.0.self_attn or re:..."),
     ] = None,
-    report: Annotated[bool, typer.Option("--report", help="measure what is lost: a table, a file, plots")] = False,
+    report: Annotated[bool, typer.Option("--report", help="measure the error: a table, a file, plots")] = False,
 ) -> None:
-    """A BF16 Hugging Face directory in a low-precision format."""
+    """Convert a BF16 Hugging Face directory to a low-precision format."""
     with one_sentence():
-        how = {"format": format, "scope": scope, "block": block, "group": group, "convention": convention}
-        written = assemble.quantize(hf_dir, out_dir, Console(), report=report, ignore=ignore or (), **how)
+        spec = spec_of(format, scope=scope, block=block, group=group, convention=convention, ignore=ignore or ())
+        measured = QuantReport(spec) if report else None
+        written = quantize_checkpoint(hf_dir, out_dir, spec, report=measured)
+        if measured is not None:
+            Console().print(measured.table())
         typer.echo(f"{written:,} bytes -> {out_dir}")
 
 
@@ -209,19 +232,19 @@ RayOption = Annotated[str | None, typer.Option("--ray-address", help="share the 
 def to_megatron(
     hf_dir: Path,
     out_dir: Path,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="cut so that such ranks read only their own bytes")] = 1,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="cut shards for so many ranks")] = 1,
     pp: Annotated[int, typer.Option("--pp", min=1)] = 1,
     ep: Annotated[int, typer.Option("--ep", min=1)] = 1,
-    etp: Annotated[int, typer.Option("--etp", min=1, help="as --tp, of the experts")] = 1,
+    etp: Annotated[int, typer.Option("--etp", min=1, help="as --tp, for the experts")] = 1,
     memory_limit: MemoryOption = "4GiB",
     workers: WorkersOption = 1,
     ray_address: RayOption = None,
 ) -> None:
-    """A BF16 or quantized Hugging Face directory as Megatron torch_dist shards that load in any layout."""
+    """Convert a BF16 or quantized Hugging Face directory to Megatron torch_dist shards that load in any layout."""
     with one_sentence():
-        work = assemble.ConvertWork(parse_bytes(memory_limit), workers, ray_address)
+        work = ConvertWork(parse_bytes(memory_limit), workers, ray_address)
         try:
-            typer.echo(assemble.to_megatron(hf_dir, out_dir, work, tp=tp, pp=pp, ep=ep, etp=etp))
+            typer.echo(conversions.to_megatron(hf_dir, out_dir, work, tp=tp, pp=pp, ep=ep, etp=etp))
         finally:
             assemble.shut_down()
 
@@ -241,21 +264,23 @@ def to_hf(
     workers: WorkersOption = 1,
     ray_address: RayOption = None,
 ) -> None:
-    """Megatron torch_dist shards, converted or saved by training in any layout, as a Hugging Face directory."""
+    """Convert Megatron torch_dist shards, from a conversion or saved by training, to a Hugging Face directory."""
     with one_sentence():
-        work = assemble.ConvertWork(parse_bytes(memory_limit), workers, ray_address)
+        work = ConvertWork(parse_bytes(memory_limit), workers, ray_address)
         try:
-            how = {"format": format, "hf_config": hf_config, "lora_alpha": lora_alpha}
-            typer.echo(assemble.to_hf(megatron_dir, out_dir, work, **how))
+            done = conversions.to_hf(
+                megatron_dir, out_dir, work, format=format, hf_config=hf_config, lora_alpha=lora_alpha
+            )
+            typer.echo(done)
         finally:
             assemble.shut_down()
 
 
 @convert.command("check")
 def check_converted(directory: Path, memory_limit: MemoryOption = "4GiB", workers: WorkersOption = 1) -> None:
-    """Every tensor and file of a converted directory against its manifest."""
+    """Verify every tensor and file of a converted directory against its manifest."""
     with one_sentence():
-        typer.echo(assemble.check(directory, memory_limit=parse_bytes(memory_limit), workers=workers))
+        typer.echo(conversions.check(directory, memory_limit=parse_bytes(memory_limit), workers=workers))
 
 
 def parse_bytes(text: str) -> int:
@@ -271,7 +296,8 @@ def parse_bytes(text: str) -> int:
 
 
 KeyFileOption = Annotated[
-    Path | None, typer.Option("--key-file", help="of mode 0600, with the server's key; else MILES_LIKE_SERVER_KEY")
+    Path | None,
+    typer.Option("--key-file", help="file of mode 0600 with the key; default: MILES_LIKE_SERVER_KEY"),
 ]
 
 
@@ -279,7 +305,7 @@ KeyFileOption = Annotated[
 def serve(
     hf_dir: Path,
     port: Annotated[int, typer.Option("--port", min=1, max=65535)],
-    host: Annotated[str, typer.Option("--host", help="beyond loopback only with a key")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", help="addresses other than loopback need a key")] = "127.0.0.1",
     threads: Annotated[int, typer.Option("--threads", min=1, max=1024)] = 2,
     key_file: KeyFileOption = None,
     routed_experts: Annotated[
@@ -290,16 +316,19 @@ def serve(
         ),
     ] = True,
 ) -> None:
-    """The embedded engine behind SGLang's HTTP surface."""
+    """Serve a model with the embedded engine and SGLang's HTTP API."""
     with one_sentence():
-        how = {"host": host, "port": port, "threads": threads, "key_file": key_file}
-        assemble.serve(hf_dir, **how, routed_experts=routed_experts)
+        from rollout.embedded.server import app as server
+
+        arguments = ["--model-path", str(hf_dir), "--host", host, "--port", str(port), "--threads", str(threads)]
+        arguments += ["--enable-return-routed-experts"] if routed_experts else []
+        server.serve(server.parse(arguments), given_key(key_file))
 
 
 @app.command()
 def verify(
     config: Annotated[Path, typer.Option("--config")],
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="logs and pictures")] = Path("runs/verify"),
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="logs and plots")] = Path("runs/verify"),
     json: Annotated[Path | None, typer.Option("--json", help="the figures and verdicts")] = None,
     rollouts: Annotated[
         Path | None, typer.Option("--rollouts", help="a rollouts/step_N.jsonl of a run, in place of new samples")
@@ -316,25 +345,34 @@ def verify(
         typer.Option("--overwrite", help="publish the trainer's weights to the servers named by --server, once hashed"),
     ] = False,
     prompts: Annotated[
-        int | None, typer.Option("--prompts", min=1, help="how many are sampled, in place of 32")
+        int | None, typer.Option("--prompts", min=1, help="number of prompts to sample, 32 by default")
     ] = None,
-    overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
     ray_address: Annotated[str | None, typer.Option("--ray-address")] = None,
 ) -> None:
-    """Compare trainer and rollout and say what the gap is made of; status 1 where it is not the precision's."""
+    """Compare trainer and rollout and attribute the gap; status 1 if the precision does not explain it."""
     console = Console()
     with one_sentence(run_dir / "logs"):
         loaded = load_config(config, overrides)
         for url in server or ():
             server_url(url)
         try:
-            servers = {"attached": server or (), "key_file": key_file, "overwrite": overwrite}
-            how = {"rollouts": rollouts, "checkpoint": checkpoint, "prompts": prompts, **servers}
-            found, pictures = assemble.verify(loaded, run_dir, console, ray_address, **how)
+            found, plots = assemble.verify(
+                loaded,
+                run_dir,
+                console,
+                ray_address,
+                key_file=key_file,
+                rollouts=rollouts,
+                checkpoint=checkpoint,
+                attached=server or (),
+                overwrite=overwrite,
+                prompts=prompts,
+            )
         finally:
             assemble.shut_down()
         console.print(found.table())
-        for path in pictures:
+        for path in plots:
             console.print(f"-> {path}", soft_wrap=True)
         if json is not None:
             found.write_json(json)
@@ -348,6 +386,14 @@ def verify(
         raise typer.Exit(1)
 
 
+def check_running(server: str, options: Mapping[str, int | None]) -> None:
+    """Raises ValueError for a malformed URL of a running server, and for options of a server that is started."""
+    server_url(server)
+    for option, value in options.items():
+        if value is not None:
+            raise ValueError(f"{option} {value} does nothing with --server, which runs already: remove one of them")
+
+
 @app.command(name="eval")
 def evaluate(
     hf_dir: Path,
@@ -356,29 +402,30 @@ def evaluate(
         typer.Option("--data", metavar="[NAME=]FILE", help="prompts and answers, in place of the config's"),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="a run's: its columns, template, sampling, reward and sets")
+        Path | None,
+        typer.Option("--config", help="a run's: columns, template, sampling, reward and sets"),
     ] = None,
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="k of avg@k and pass@k; 1: greedy")] = None,
-    greedy: Annotated[bool | None, typer.Option("--greedy/--no-greedy", help="one such answer each")] = None,
+    greedy: Annotated[bool | None, typer.Option("--greedy/--no-greedy", help="one greedy answer per prompt")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="of the sampled answers")] = None,
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1)] = None,
-    max_prompts: Annotated[int | None, typer.Option("--max-prompts", min=1, help="the first of each set")] = None,
+    max_prompts: Annotated[int | None, typer.Option("--max-prompts", min=1, help="number of prompts per set")] = None,
     reward: Annotated[str | None, typer.Option("--reward", help="a name or an import path")] = None,
     seed: Annotated[int | None, typer.Option("--seed")] = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, max=1024, help="of the embedded server")] = None,
     port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="of the server; any free one when left out")
+        int | None, typer.Option("--port", min=0, max=65535, help="of the server; by default any free one")
     ] = None,
     server: Annotated[
         str | None, typer.Option("--server", metavar="URL", help="a running server, in place of starting one")
     ] = None,
     key_file: KeyFileOption = None,
     json: Annotated[Path | None, typer.Option("--json", help="the figures")] = None,
-    answers: Annotated[Path | None, typer.Option("--answers", help="every answer, a JSON object a line")] = None,
+    answers: Annotated[Path | None, typer.Option("--answers", help="every answer, one JSON object per line")] = None,
     run_dir: Annotated[Path, typer.Option("--run-dir", help="the server's log")] = Path("runs/eval"),
-    overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
 ) -> None:
-    """Let a Hugging Face directory, BF16 or quantized, answer held-out prompts, and score it."""
+    """Evaluate a Hugging Face directory, BF16 or quantized, on held-out prompts."""
     given = {
         "eval.samples": samples,
         "eval.greedy": greedy,
@@ -394,16 +441,14 @@ def evaluate(
     console = Console()
     with one_sentence(run_dir / "logs"):
         if server is not None:
-            server_url(server)
-        for option, value in (("--threads", threads), ("--port", port)):
-            if server is not None and value is not None:
-                raise ValueError(f"{option} {value} does nothing with --server, which runs already: remove one of them")
+            check_running(server, {"--threads": threads, "--port": port})
         for path in (json, answers):
             if path is not None:
                 check_writable(path)
-        how = {"config": config, "overrides": [*overrides, *short], "data": data or (), "server": server}
-        how["key_file"] = key_file
-        found = assemble.evaluate(hf_dir, run_dir, console, **how)
+        from miles_like.run.evaluate import EvalAlone, read_config
+
+        settings = read_config(config, [*overrides, *short], data or ())
+        found = EvalAlone(hf_dir, settings, run_dir, console, server, given_key(key_file)).run()
         console.print(found.table())
         if json is not None:
             found.write_json(json)
@@ -413,9 +458,12 @@ def evaluate(
 
 @app.command()
 def report(run_dir: Path) -> None:
-    """report.html and plots of a run directory."""
+    """Write report.html and the plots of a run directory."""
     with one_sentence():
-        typer.echo(f"-> {assemble.report(run_dir)}")
+        from miles_like.report.html import write_report
+
+        write_report(run_dir)
+        typer.echo(f"-> {run_dir / 'report.html'}")
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""How a command ends: an error that the user can mend is one sentence on stderr, one of this program says so and names
-the log that has its traceback. Both end with status 2."""
+"""Errors of commands: an error that the user can fix is printed as one sentence, a fault of this program with the log
+that has its traceback. Both end with status 2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from miles_like.stopping import Stopped
+from miles_like.loop.stopping import Stopped
 
 DRIVER_LOG = "driver.log"
 LOG_BYTES = 4 << 20  # a larger driver.log becomes driver.log.1, in place of an older one
@@ -21,11 +21,11 @@ LOG_BYTES = 4 << 20  # a larger driver.log becomes driver.log.1, in place of an 
 
 @contextlib.contextmanager
 def one_sentence(logs: Path | None = None) -> Iterator[None]:
-    """Turn an error inside into a sentence and `typer.Exit`. Its traceback goes into driver.log of `logs`, if that
-    directory is there, and else, where the error is a fault of this program, into a temporary file.
+    """Print an error raised inside as a sentence and raise `typer.Exit`. Its traceback is written to driver.log in
+    `logs` if that directory exists, and otherwise, for a fault of this program, to a temporary file.
 
-    ValueError, RuntimeError, OSError and MemoryError are what functions raise for a mistake or a dead part, with words
-    that name it. Any other exception, or one of these without words, was not foreseen.
+    Functions raise ValueError, RuntimeError, OSError and MemoryError, with a message, for mistakes of the user and for
+    failed processes. Any other exception, or one of these without a message, is a fault of this program.
     """
     try:
         yield
@@ -39,21 +39,21 @@ def one_sentence(logs: Path | None = None) -> Iterator[None]:
         log = _write_traceback(logs, anywhere=not foreseen)
         console = Console(stderr=True, soft_wrap=True)
         console.print("[bold red]error:[/]", end=" ")
-        # it may quote [brackets]
+        # markup=False: the message may contain [brackets]
         console.print(sentence(e) if foreseen else fault(e, log), markup=False, highlight=False)
         raise typer.Exit(2) from None
 
 
 def is_foreseen(error: Exception) -> bool:
-    """Whether the words of an error are meant for the user."""
-    # subclasses of ValueError and RuntimeError that the interpreter and libraries raise, in words for programmers
+    """Whether the message of an error is meant for the user."""
+    # subclasses of ValueError and RuntimeError that the interpreter and libraries raise, with messages for programmers
     if isinstance(error, RecursionError | NotImplementedError | UnicodeError):
         return False
     return isinstance(error, ValueError | RuntimeError | OSError | MemoryError) and bool(sentence(error))
 
 
 def sentence(error: Exception) -> str:
-    """What an exception says, on one line; of the system's errors the words and the file, not the number."""
+    """The message of an exception on one line; for an OSError without its number."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
@@ -61,7 +61,7 @@ def sentence(error: Exception) -> str:
 
 
 def fault(error: Exception, log: Path | None) -> str:
-    """The sentence of an error that was not foreseen."""
+    """The sentence for a fault of this program."""
     words = sentence(error)
     named = f"{type(error).__name__}: {words[:500]}" if words else type(error).__name__
     where = f"{log} has the traceback" if log is not None else "its traceback could not be written"
@@ -69,7 +69,7 @@ def fault(error: Exception, log: Path | None) -> str:
 
 
 def _write_traceback(logs: Path | None, *, anywhere: bool) -> Path | None:
-    """The file that has the traceback of the error being handled; None where no file could be written."""
+    """Write the traceback of the current exception; return the file, or None where none could be written."""
     try:
         if logs is not None and logs.is_dir():
             path = logs / DRIVER_LOG

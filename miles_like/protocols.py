@@ -1,4 +1,4 @@
-"""The seams. Nothing here has a body; nothing here names a concrete class.
+"""Protocols between packages, and of user functions. No implementation and no concrete class is named here.
 
 Letters: G samples a prompt, S tokens a sample, T packed tokens, N samples a pack, C candidates a token.
 """
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from miles_like.types import (
     Aggregation,
+    LossInputs,
+    LossOutput,
     MicroBatch,
     NamedTensor,
     Observation,
@@ -24,37 +26,36 @@ from miles_like.types import (
     SamplingParams,
     Score,
     Scored,
-    Stat,
     StepReport,
     TrainBatch,
     Unit,
     Unscored,
 )
-from routing_replay.align import RankPart
+from routing_replay.align import ShardSpec
 
 
 class RolloutEngine(Protocol):
-    """One server or many.
+    """One or several inference servers.
 
-    An episode of several turns is `generate`, then for each sample, as long as it lasts, `continue_sample` with what
-    the environment answered, and a reward at the end. A turn that comes back aborted goes on without an environment.
+    An episode of several turns is one `generate`, then for each sample one `continue_sample` per turn with the
+    environment's reply, and a reward at the end. An aborted turn is continued without an environment's reply.
     """
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
-        """`n` unscored samples of each prompt, in the order of `prompts`. They may have been aborted, some or all."""
+        """`n` unscored samples of each prompt, in the order of `prompts`. Any of them may have been aborted."""
 
     async def continue_sample(
         self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
     ) -> Sample:
-        """`sample`, the environment's tokens, which are not under loss, and at most `params.max_new_tokens` more.
+        """`sample`, then the environment's tokens, without loss, then at most `params.max_new_tokens` new ones.
 
-        What it has stays as it is: log-probs, weight versions, routes. With the `sampling_seed` that `generate` had,
-        its tokens are those of one go. Aborted before anything was sampled, it comes back as it was, without the
-        environment's tokens.
+        Existing log-probs, weight versions and routes are unchanged. With the `sampling_seed` of `generate` the tokens
+        are those of one uninterrupted generation. If it is aborted before a token was sampled, `sample` is returned
+        unchanged, without the environment's tokens.
         """
 
     async def abort_all(self) -> None:
-        """All that is under way on the servers, whoever asked for it, comes back aborted with what it has."""
+        """Abort all requests on the servers, of every client; each returns the tokens it has."""
 
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
@@ -63,18 +64,18 @@ class RolloutEngine(Protocol):
 
 
 class WeightPublisher(Protocol):
-    """Lives in every trainer rank: draining the stream is collective, one rank sends."""
+    """One in every trainer rank. Iterating over `weights` is collective; one rank sends."""
 
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport: ...
 
 
 class Trainer(Protocol):
-    """All ranks together, seen as one."""
+    """All trainer ranks as one object."""
 
     @property
     def dp_size(self) -> int: ...
     async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
-        """One rollout: an optimizer step for each batch, in order."""
+        """Train on one rollout: one optimizer step per batch, in order."""
 
     async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
         """Forward only: the loss function's statistics, reduced over the batch."""
@@ -82,60 +83,44 @@ class Trainer(Protocol):
     async def logprobs(
         self, batch: TrainBatch, *, weights: str | None = None, candidates: bool = False
     ) -> Sequence[Sequence[Tensor]]:
-        """[dp][micro] of [T] fp32: of labels under loss, 0 elsewhere (with a scalar head its values), under the weights
-        now or under the copy of that name: REFERENCE, or one that `load_copy` made. With `candidates` [T, C]: of
-        MicroBatch.candidates instead. Forward only; nothing changes. `unpacking` has the way back to samples."""
+        """[dp][micro] of [T] fp32: log-probs of labels with loss (a scalar head's values), 0 elsewhere.
+
+        `weights`: None for the current ones, REFERENCE, or the name of a copy that `load_copy` made. With `candidates`
+        [T, C]: of MicroBatch.candidates instead. Forward only, no state changes. `unpacking` maps them to samples."""
 
     async def load_copy(self, name: str, path: Path) -> None:
-        """Keep the weights of a converted directory beside the trained ones, for `logprobs`."""
+        """Load the weights of a converted directory beside the trained ones, for `logprobs`."""
 
     async def publish(self, *, version: int) -> PublishReport: ...
     async def save(self, path: Path, *, asynchronous: bool = False) -> None:
-        """With `asynchronous` the state is copied when this returns, and `path` is there when `finish_save` says so."""
+        """With `asynchronous` this returns once the state is copied; `path` is complete when `finish_save` is true."""
 
     async def finish_save(self, *, wait: bool) -> bool:
-        """Whether no save is under way any more; with `wait` always."""
+        """Whether no save is in progress; with `wait` it waits, so that the result is True."""
 
     async def load(self, path: Path) -> None: ...
     async def close(self) -> None: ...
 
 
 class LossFn(Protocol):
-    """Per-token loss of one micro-batch. The trainer sums it over loss_mask and divides by TrainBatch.loss_tokens."""
+    """Per-token loss of one micro-batch. The trainer sums it over `loss_mask` and divides by TrainBatch.loss_tokens."""
 
-    def __call__(
-        self,
-        *,
-        # [T] fp32, of the labels under the weights being trained; carries the gradient. With a scalar head its number
-        # for each input token that precedes a label under loss: a critic's value before that label was chosen.
-        logprobs: Tensor,
-        entropy: Tensor,  # [T] fp32, of the distribution that the label is from; carries the gradient. Scalar head: 0
-        rollout_logprobs: Tensor,  # [T] fp32
-        advantages: Tensor,  # [T] fp32
-        loss_mask: Tensor,  # [T] bool
-        cu_seqlens: Tensor,  # [N+1] int32
-        ref_logprobs: Tensor | None,  # [T] fp32, under the reference weights; None where the trainer keeps none
-        # [T] fp32, no gradient: by the trainer, under the weights with which this rollout's first optimizer step began.
-        # None: it gets one optimizer step, and they are `logprobs.detach()`.
-        old_logprobs: Tensor | None,
-        streams: Mapping[str, Tensor],  # [T] or [T, C] fp32, no gradient: MicroBatch.streams
-        candidate_logprobs: Tensor | None,  # [T, C] fp32, of MicroBatch.candidates; carries the gradient
-    ) -> tuple[Tensor, Mapping[str, Stat]]: ...
+    def __call__(self, inputs: LossInputs) -> LossOutput: ...
 
 
 class AdvantageFn(Protocol):
-    """How much better each sample, or each of its tokens, was than expected."""
+    """Advantages of samples or of single tokens."""
 
     def __call__(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
-        """All scored groups of one rollout -> for each group [G]: a number for all tokens of the sample, or [S] fp32.
+        """All scored groups of one rollout -> for each group [G]: one number for all tokens of a sample, or [S] fp32.
 
-        A sample's `streams` hold what the configuration asks others about it. Raises ValueError for a reward that is
-        missing or not finite.
+        A sample's `streams` hold the values that the configured reference, critic and teachers gave it. Raises
+        ValueError for a reward that is missing or not finite.
         """
 
 
 class Algorithm(Protocol):
-    """Advantages, loss and how the losses of tokens become one number, bundled under a name."""
+    """A named bundle of advantage, loss and aggregation."""
 
     @property
     def name(self) -> str: ...
@@ -145,63 +130,64 @@ class Algorithm(Protocol):
     def aggregation(self) -> Aggregation: ...
     @property
     def needs(self) -> frozenset[str]:
-        """Streams that every sample must have before `advantages` is asked, of REFERENCE, TEACHER and VALUES."""
+        """Streams that `advantages` reads: some of REFERENCE, TEACHER and VALUES."""
 
     def advantages(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
         """As `AdvantageFn`."""
 
     def returns(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[Tensor]] | None:
-        """For each group [G] of [S] fp32: what a critic is to learn; None where there is none."""
+        """For each group [G] of [S] fp32: the critic's training targets; None without a critic."""
 
 
 class RewardFn(Protocol):
-    """What samples are worth, as the loop asks it. miles_like/rewards makes one of any function that a user has: of a
-    SampleReward, a GroupReward, a BatchReward, or one with another framework's signature (docs/rewards.md)."""
+    """The reward as the loop calls it. miles_like/rewards wraps any user function: a SampleReward, a GroupReward, a
+    BatchReward, or one with another framework's signature (docs/rewards.md)."""
 
     @property
     def unit(self) -> Unit:
-        """What it must see at once; it may be given more."""
+        """The least that one call must contain; it may contain more."""
 
     @property
     def slow(self) -> bool:
-        """Whether it is worth asking while other prompts are still sampled, each in a request of its own."""
+        """Whether each prompt is scored as soon as it is sampled, while others still are, instead of all at the end."""
 
     @property
     def compares(self) -> str | None:
-        """Which reward compares with the prompt's answer, so that every prompt must have one; None: none does."""
+        """Name of a reward that needs every prompt's reference answer; None: no reward needs it."""
 
     async def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Sequence[Score | Unscored]:
-        """Of each sample, in order; `prompts` has the prompt of each, and a prompt's samples stand together.
+        """One score per sample, in order; `prompts` has the prompt of each, and samples of a prompt are adjacent.
 
-        Raises RuntimeError where the function itself is wrong: that ends the run. Cancelled, it leaves nothing behind.
+        Raises RuntimeError for an error in the user's function, which ends the run. A cancelled call leaves no task or
+        thread behind.
         """
 
     async def close(self) -> None: ...
 
 
-# What one sample is worth. A mapping: its "score", else its "reward", else the sum of its numbers; the other numbers
-# are logged as parts, text is not. None: nobody can say, and the sample is asked about again, then given up.
+# The reward of one sample. Of a mapping: its "score", else its "reward", else the sum of its numbers; other numbers
+# are logged as parts, text is not. None: unknown; the call is retried, then the sample is discarded.
 RewardNumber: TypeAlias = float | Tensor | np.generic  # of one element, and finite
 RewardResult: TypeAlias = RewardNumber | Mapping[str, RewardNumber | str | None] | Score | Unscored | None
 RewardResults: TypeAlias = Sequence[RewardResult] | Tensor | np.ndarray  # one for each sample, in order
 
 
 class SampleReward(Protocol):
-    """A reward of one's own, of one sample. By the names of the parameters it is known how it is called."""
+    """A user's reward of one sample. The parameter names decide which of the reward protocols a function has."""
 
     def __call__(self, prompt: Prompt, sample: Sample) -> RewardResult | Awaitable[RewardResult]:
-        """May be async, and must be where it waits for something. An exception ends the run."""
+        """May be async, and must be if it waits for I/O. An exception ends the run."""
 
 
 class GroupReward(Protocol):
-    """A reward of one's own, of all samples of a prompt, which it may compare."""
+    """A user's reward of all samples of a prompt, which it may compare."""
 
     def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> RewardResults | Awaitable[RewardResults]:
         """As `SampleReward`."""
 
 
 class BatchReward(Protocol):
-    """A reward of one's own, of all samples of several prompts, for what is cheaper in one call."""
+    """A user's reward of all samples of several prompts in one call."""
 
     def __call__(
         self, prompts: Sequence[Prompt], samples: Sequence[Sample]
@@ -210,35 +196,35 @@ class BatchReward(Protocol):
 
 
 class Environment(Protocol):
-    """What answers the policy in one episode; it may keep what it needs to between turns."""
+    """The environment of one episode; it may keep state between turns."""
 
-    def __call__(self, sample: Sample, said: str) -> Observation | Awaitable[Observation]:
-        """`said`: the text of the policy's last turn, which it ended itself; `sample`: the episode so far. May be
-        async, and must be where it waits for something. An exception ends the run."""
+    def __call__(self, sample: Sample, turn: str, /) -> Observation | Awaitable[Observation]:
+        """`turn`: the text of the policy's last turn, which the policy ended; `sample`: the episode so far. May be
+        async, and must be if it waits for I/O. An exception ends the run."""
 
 
 class MakeEnvironment(Protocol):
-    """An environment for each episode; a class with such a constructor is one."""
+    """Makes the environment of an episode; a class with this constructor fits."""
 
     def __call__(self, prompt: Prompt, *, seed: int) -> Environment:
-        """`seed`: all randomness is to come from it; the same for the same step, prompt and index of the sample."""
+        """`seed`: the source of all randomness; equal for equal step, prompt and index of the sample."""
 
 
 class GenerateFn(Protocol):
-    """A way of one's own from a prompt to samples."""
+    """A user's function from a prompt to samples."""
 
     async def __call__(
         self, engine: RolloutEngine, prompt: Prompt, *, n: int, params: SamplingParams
     ) -> Sequence[Sample]:
-        """`n` samples of index 0 .. n-1, by calls of `engine`, whose samples have ended by themselves. One with a
-        reward is not scored any more."""
+        """`n` samples of index 0 .. n-1, made by calls of `engine`, none of them aborted. A sample with a reward is not
+        scored again."""
 
 
 class GroupFilter(Protocol):
-    """Which scored groups are worth training on."""
+    """Selects the scored groups that are trained on."""
 
     def __call__(self, group: SampleGroup) -> str | None:
-        """None: keep it. Otherwise the reason why it is left out; another prompt is sampled in its place."""
+        """None: keep it. Otherwise the reason why it is discarded; another prompt is sampled in its place."""
 
 
 class MetricSink(Protocol):
@@ -247,30 +233,30 @@ class MetricSink(Protocol):
 
 
 class RankTrainer(Protocol):
-    """One rank of the trainer; every call but `dp_rank` and `part` is collective.
+    """One rank of the trainer; every call except `dp_rank` and `shard_spec` is collective.
 
-    A row's routes are whole, or cut for the rank's part.
+    Routes of a DP shard (`row`) are whole, or only this rank's part.
     """
 
     @property
     def dp_rank(self) -> int: ...
     @property
-    def part(self) -> RankPart: ...
+    def shard_spec(self) -> ShardSpec: ...
     @property
     def fingerprint(self) -> str | None:
-        """Of the bits that all ranks compute; None unless the trainer is deterministic."""
+        """Hash of a numerical self-test, equal on all ranks; None unless the trainer is deterministic."""
 
     def train(self, rows: Sequence[Sequence[MicroBatch]], loss_tokens: Sequence[int], version: int) -> StepReport:
-        """One rollout: an optimizer step for each row, in order; `version` is the weight version after all."""
+        """One rollout: an optimizer step for each of `rows`, in order; `version` is the weight version afterwards."""
 
     def evaluate(self, row: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]: ...
     def score(self, row: Sequence[MicroBatch], *, temperature: float | None = None, replay: bool = False) -> Scored:
-        """Log-probabilities under the weights now, and the routers' choice; with `replay` the rollout's is taken."""
+        """Log-probs under the current weights, and the routers' choice; with `replay` the rollout's routes are used."""
 
     def logprobs(
         self, row: Sequence[MicroBatch], weights: str | None = None, *, candidates: bool = False
     ) -> list[Tensor]:
-        """Of each micro-batch, the same on every rank that has the row; as `Trainer.logprobs`."""
+        """Of each micro-batch, equal on every rank of the DP shard; as `Trainer.logprobs`."""
 
     def load_copy(self, name: str, path: Path) -> None: ...
     def export(self) -> Iterator[NamedTensor]: ...

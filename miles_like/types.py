@@ -14,12 +14,12 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from routing_replay.parts import RankRoutes
-from routing_replay.tape import OwnRoutes
+from routing_replay.rank_routes import RankRoutes
+from routing_replay.replay import OwnRoutes
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import VersionSpan as VersionSpan
 
-# what a column of a prompt file may hold
+# a value of a prompt file's column
 Json: TypeAlias = "str | int | float | bool | Sequence[Json] | Mapping[str, Json] | None"
 
 
@@ -32,9 +32,9 @@ class Finish(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How the losses of a step's tokens become one number, whatever the layout and packing."""
+    """How the token losses of a step are reduced to one number, independent of layout and packing."""
 
-    TOKEN_MEAN = "token_mean"  # over all tokens under loss (DAPO)
+    TOKEN_MEAN = "token_mean"  # over all loss tokens (DAPO)
     SEQUENCE_MEAN = "sequence_mean"  # each sample's mean over its tokens, then over samples (GRPO's paper)
     SEQUENCE_SUM = "sequence_sum"  # each sample's sum over its tokens, then the mean over samples
     PROMPT_MEAN = "prompt_mean"  # the mean over all tokens of a prompt's samples, then over prompts
@@ -50,15 +50,15 @@ class NamedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A question, tokenized once; nothing downstream tokenizes it again."""
+    """A prompt. It is tokenized once; nothing downstream tokenizes it again."""
 
-    id: str  # stable over runs
+    id: str  # the same in every run
     token_ids: tuple[int, ...]
-    answer: str  # "" where its row has none
+    answer: str  # "" if its row has none
     text: str = ""
     source: str = ""
-    messages: tuple[Mapping[str, str], ...] = ()  # role and content of each, where a chat template made `text` of them
-    meta: Mapping[str, Json] = field(default_factory=dict)  # the row's columns, without the prompt's own
+    messages: tuple[Mapping[str, str], ...] = ()  # role and content of each, if `text` comes from a chat template
+    meta: Mapping[str, Json] = field(default_factory=dict)  # the row's other columns
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -66,7 +66,7 @@ class Prompt:
 
 
 class Unit(StrEnum):
-    """What a reward function must see at once."""
+    """What a reward function is given in one call."""
 
     SAMPLE = "sample"
     GROUP = "group"  # all samples of a prompt
@@ -75,7 +75,7 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a sample is worth. Parts are for the log alone: `value` is what is trained on."""
+    """The reward of a sample. Training uses `value`; `parts` are only logged."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -83,24 +83,24 @@ class Score:
     def __post_init__(self) -> None:
         wrong = {k: v for k, v in {"value": self.value, **self.parts}.items() if not math.isfinite(v)}
         if wrong:
-            raise ValueError(f"a score has {wrong}: every number must be finite, and a sample without one is Unscored")
+            raise ValueError(f"a score has {wrong}: every number must be finite; return Unscored for an unknown reward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unscored:
-    """Nobody knows what a sample is worth; it is given up. No 0, which would say that it is bad."""
+    """The reward could not be computed: the sample is discarded rather than scored 0."""
 
-    reason: str  # a few words; samples are counted by it
+    reason: str  # a few words; discarded samples are counted per reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What an environment answers to a turn of the policy."""
+    """An environment's reply to a turn of the policy."""
 
-    text: str = ""  # put after the turn as it is, with whatever marks the model's chat template has for it
-    token_ids: tuple[int, ...] = ()  # in place of text
-    ends: bool = False  # the episode is over; there is nothing to add
-    reward: float | None = None  # what the episode was worth; None: the run's reward says
+    text: str = ""  # appended to the turn as it is, so it includes the chat template's markers
+    token_ids: tuple[int, ...] = ()  # instead of text
+    ends: bool = False  # the episode is over
+    reward: float | None = None  # of the episode; None: the run's reward scores it
 
     def __post_init__(self) -> None:
         if sum((bool(self.text), bool(self.token_ids), self.ends)) != 1:
@@ -109,17 +109,17 @@ class Observation:
             raise ValueError(f"{self}: a reward is a finite number, given when the episode ends")
 
 
-REFERENCE = "reference"  # stream: log-probs under the reference weights; also their name in the trainer
+REFERENCE = "reference"  # stream: log-probs under the reference weights; also the name of these weights in the trainer
 TEACHER = "teacher"  # stream: log-probs under a teacher's weights
-TAUGHT = "taught"  # stream: 1 where a teacher spoke of the token, else 0
-VALUES = "values"  # stream: the critic's estimate of what is still to come, before the token was chosen
-RETURNS = "returns"  # stream: what a critic is to learn
+TAUGHT = "taught"  # stream: 1 where a teacher scored the token, else 0
+VALUES = "values"  # stream: the critic's value estimate before the token was chosen
+RETURNS = "returns"  # stream: the critic's training targets
 TEACHER_CANDIDATES = "teacher_candidates"  # stream [S, C]: the teacher's log-probs of the sample's candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One answer. Streams are over all S tokens, prompt first; what belongs to the prompt is masked."""
+    """One response to a prompt. All streams cover S tokens, prompt first; prompt tokens are masked."""
 
     prompt_id: str
     index: int  # 0..G-1 within its group
@@ -131,9 +131,9 @@ class Sample:
     finish: Finish
     text: str
     reward: float | None = None
-    reward_parts: Mapping[str, float] = field(default_factory=dict)  # what the reward is made of, for the log
-    streams: Mapping[str, Tensor] = field(default_factory=dict)  # [S] or [S, C] fp32: others on each token, by name
-    candidates: Tensor | None = None  # [S, C] int64: further tokens at each place, which a loss asks log-probs of
+    reward_parts: Mapping[str, float] = field(default_factory=dict)  # components of the reward, only logged
+    streams: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [S] or [S, C] fp32: other models' values
+    candidates: Tensor | None = None  # [S, C] int64: further tokens at each position, whose log-probs a loss needs
 
     def __post_init__(self) -> None:
         s = self.token_ids.shape[0]  # len() of a tensor is slow, and a step makes hundreds of samples
@@ -153,7 +153,7 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """As messages and micro-batches call it."""
+        """Used in messages and micro-batches."""
         return f"{self.prompt_id}/{self.index}"
 
     @property
@@ -163,11 +163,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleGroup:
-    """All samples of one prompt: the unit that advantages are computed over and the buffer hands out."""
+    """All samples of one prompt: the unit of advantages and of the buffer."""
 
     prompt: Prompt
-    samples: tuple[Sample, ...]  # [G], fewer where some were given up
-    discarded: Mapping[str, int] = field(default_factory=dict)  # reason -> samples of the prompt that were given up
+    samples: tuple[Sample, ...]  # [G], fewer if some were discarded
+    discarded: Mapping[str, int] = field(default_factory=dict)  # reason -> number of discarded samples
 
     @property
     def oldest_version(self) -> int:
@@ -176,7 +176,7 @@ class SampleGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """[G]; raises ValueError when a sample was not scored."""
+        """[G]; raises ValueError for a sample without a reward."""
         out = []
         for s in self.samples:
             if s.reward is None:
@@ -187,13 +187,13 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """N samples end to end, already shifted: position t holds an input token and everything about its label.
+    """N samples packed end to end, already shifted: position t holds an input token and all values of its label.
 
-    Routes belong to samples by name: those of a whole micro-batch stand in the order of `samples`, those that were cut
-    for a rank bring their own names along.
+    Routes are matched to samples by their names: a whole micro-batch's are in the order of `samples`, a rank's part
+    carries its own names.
     """
 
-    samples: tuple[str, ...]  # [N] names, each once: "prompt_id/index", "" for a token that fills an empty cell
+    samples: tuple[str, ...]  # [N] unique names, "prompt_id/index"; "" for the padding token of an empty cell
     tokens: Tensor  # [T] int64, inputs
     labels: Tensor  # [T] int64, the token after each input
     positions: Tensor  # [T] int64, from 0 in each sample
@@ -202,16 +202,16 @@ class MicroBatch:
     advantages: Tensor  # [T] fp32
     rollout_logprobs: Tensor  # [T] fp32, of the label
     routing: RoutingTrace | RankRoutes | None  # [T, L, K], or one rank's part of it
-    # [T] fp32: what the label's loss is multiplied by before it is divided by TrainBatch.loss_tokens; None: 1 each
+    # [T] fp32: factor of the label's loss, applied before the division by TrainBatch.loss_tokens; None: 1 each
     weights: Tensor | None = None
-    streams: Mapping[str, Tensor] = field(default_factory=dict)  # [T] or [T, C] fp32, of the label, by name
-    candidates: Tensor | None = None  # [T, C] int64: tokens that the label might have been
+    streams: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [T] or [T, C] fp32, of the label
+    candidates: Tensor | None = None  # [T, C] int64: alternative tokens of the label
 
     def __post_init__(self) -> None:
         t = len(self.tokens)
         if len(self.samples) != len(self.cu_seqlens) - 1 or len(set(self.samples)) != len(self.samples):
             raise ValueError(
-                f"micro-batch of {len(self.cu_seqlens) - 1} samples has names {list(self.samples)}: give each its own"
+                f"micro-batch of {len(self.cu_seqlens) - 1} samples has names {list(self.samples)}: give unique names"
             )
         lengths = {
             "labels": len(self.labels),
@@ -232,29 +232,29 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scored:
-    """What one trainer rank says of its row, forward only."""
+    """The forward pass of one trainer rank over its DP shard."""
 
-    logprobs: Sequence[Tensor]  # [T] fp32 of each micro-batch: of labels with loss, 0 elsewhere
-    routes: Sequence[OwnRoutes]  # of each micro-batch: this rank's rows and layers; empty where it had no choice
+    logprobs: Sequence[Tensor]  # of each micro-batch [T] fp32: of labels with loss, 0 elsewhere
+    routes: Sequence[OwnRoutes]  # of each micro-batch, for this rank's tokens and layers; empty if routes were replayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainBatch:
     """One optimizer step."""
 
-    grid: tuple[tuple[MicroBatch, ...], ...]  # [dp][micro]: every row has the same number of micro-batches
-    loss_tokens: int  # labels with loss over the whole grid: the one denominator
-    versions: tuple[int, int]  # oldest and newest weight version in it
+    grid: tuple[tuple[MicroBatch, ...], ...]  # [dp][micro]: every DP shard has the same number of micro-batches
+    loss_tokens: int  # labels with loss over the whole grid: the denominator of the loss
+    versions: tuple[int, int]  # oldest and newest weight version of its tokens
 
     def __post_init__(self) -> None:
         if len({len(row) for row in self.grid}) != 1:
             raise ValueError(
-                f"rows of {[len(r) for r in self.grid]} micro-batches: each data-parallel rank needs as many"
+                f"rows of {[len(r) for r in self.grid]} micro-batches: each data-parallel rank needs the same number"
             )
 
 
 class Reduce(StrEnum):
-    """How a statistic combines over micro-batches and ranks."""
+    """How a statistic is combined over micro-batches and ranks."""
 
     MEAN = "mean"  # sum of totals / sum of counts
     SUM = "sum"
@@ -264,25 +264,52 @@ class Reduce(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stat:
-    """A statistic that can still be combined: `total` over `count` items (MEAN), of them (SUM), or the largest or
-    smallest so far (MAX, MIN)."""
+    """A partial statistic: `total` is the sum over `count` items (MEAN, SUM), or their largest or smallest value (MAX,
+    MIN)."""
 
     total: Tensor  # [] fp32
     count: Tensor  # [] fp32
     reduce: Reduce = Reduce.MEAN
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossInputs:
+    """What a loss function gets of one micro-batch of N samples and T packed tokens. Values are those of the labels.
+
+    Outside `loss_mask` any value may stand in any of them.
+    """
+
+    # [T] fp32, log-probabilities under the weights being trained; carries the gradient. With a scalar head: its number
+    # for each input token that precedes a label under loss, which is a critic's value before that label was chosen.
+    logprobs: Tensor
+    entropy: Tensor  # [T] fp32, of the distribution that the label is from; carries the gradient. Scalar head: 0
+    rollout_logprobs: Tensor  # [T] fp32, as sampled
+    advantages: Tensor  # [T] fp32
+    loss_mask: Tensor  # [T] bool: True where the policy sampled the label
+    cu_seqlens: Tensor  # [N+1] int32: bounds of the samples
+    ref_logprobs: Tensor | None = None  # [T] fp32, under the reference weights; None: the trainer keeps none
+    # [T] fp32, no gradient: by the trainer, under the weights with which this rollout's first optimizer step began.
+    # None: the rollout gets one optimizer step, and they are `logprobs.detach()`.
+    old_logprobs: Tensor | None = None
+    streams: Mapping[str, Tensor] = field(default_factory=dict)  # [T] or [T, C] fp32, no gradient: MicroBatch.streams
+    candidate_logprobs: Tensor | None = None  # [T, C] fp32, of MicroBatch.candidates; carries the gradient
+
+
+# [T] fp32 loss of each token, and statistics by metric name
+LossOutput: TypeAlias = tuple[Tensor, Mapping[str, Stat]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What the optimizer steps of one rollout say of themselves, already reduced over all ranks."""
+    """Metrics of the optimizer steps of one rollout, reduced over all ranks."""
 
-    version: int  # weight version after them
+    version: int  # weight version after these steps
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to draw a response; names and meaning are SGLang's (docs/sampling.md)."""
+    """Sampling parameters; names and meaning are SGLang's (docs/sampling.md)."""
 
     max_new_tokens: int
     temperature: float = 1.0  # below 1e-6: greedy
@@ -290,16 +317,16 @@ class SamplingParams:
     top_k: int = -1  # -1: the whole vocabulary; 1: greedy
     min_p: float = 0.0  # of the largest probability
     stop_token_ids: tuple[int, ...] = ()
-    sampling_seed: int | None = None  # sample i of a prompt draws from a stream keyed by (sampling_seed, i)
+    sampling_seed: int | None = None  # sample i of a prompt draws from a random stream keyed by (sampling_seed, i)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """One weight publication."""
+    """One publication of weights to the servers."""
 
     version: int
-    bytes: int  # of the tensors sent to each server; as base64, and for SGLang once a rank, it is more
-    seconds: float  # whole publication
-    pause_seconds: float  # of it, the servers generated nothing
-    # of each rank of a server, tensor name -> hash of what it holds now, the same on all servers; (): not asked
+    bytes: int  # of the tensors sent to each server; base64, and one copy per SGLang rank, make the transfer larger
+    seconds: float  # of the whole publication
+    pause_seconds: float  # of these, while the servers generated nothing
+    # of each rank of a server: tensor name -> hash of the loaded tensor, equal on all servers; (): not requested
     checksums: tuple[Mapping[str, str], ...] = ()

@@ -1,8 +1,8 @@
-"""Hugging Face's `quantization_config`, read as a `QuantSpec` and written from one. Torch-free.
+"""Conversion between Hugging Face's `quantization_config` and `QuantSpec`. Torch-free.
 
-One convention, one reader and one writer. What is written is read back as the same spec; what other people write is
-read where it means the same and refused by the name of the key where it does not. Keys that say nothing about how
-weights are stored (observers, versions, activations that an engine quantizes as it goes) are passed over.
+Each convention has one reader and one writer. A written config is read back as the same spec. Configs of other tools
+are read where they are equivalent; otherwise the error names the key. Keys that do not affect how weights are stored
+(observers, versions, activations that an engine quantizes dynamically) are ignored.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _SCHEMES: Mapping[QuantFormat, tuple[str, Mapping[str, Any]]] = {
         {"num_bits": 4, "type": "float", "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"},
     ),
 }
-"""compressed-tensors: `format`, and what its weights say."""
+"""compressed-tensors: `format`, and the required keys of `weights`."""
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> QuantSpec | None:
-    """Of a whole config.json; None when the model is not quantized.
+    """The spec of a whole config.json; None when the model is not quantized.
 
     Raises ValueError naming the key whose value is not supported.
     """
@@ -48,13 +48,13 @@ def spec_from_hf(config: Mapping[str, Any]) -> QuantSpec | None:
         raise ValueError(f"{_HERE} = {q!r} is not supported: it must be an object")
     method = q.get("quant_method")
     if not isinstance(method, str) or method not in _READERS:
-        raise ValueError(f"{_HERE}.quant_method = {method!r} is not supported: those read are {', '.join(_READERS)}")
+        raise ValueError(f"{_HERE}.quant_method = {method!r} is not supported: use one of {', '.join(_READERS)}")
     return _READERS[method](q)
 
 
 def spec_to_hf(spec: QuantSpec, names: Sequence[str] = ()) -> dict[str, Any]:
-    """The value of `quantization_config`. `names`: those of all tensors of the model, where other people's loaders are
-    to read it: FP8's and ModelOpt's find full names of modules only, or best.
+    """The value of `quantization_config`. names: those of all tensors of the model, needed where loaders of other
+    projects must read it: those of FP8 and ModelOpt match full module names only, or most reliably.
 
     Raises ValueError for bf16, which has none, and for a pattern of `spec.ignore` that cannot be written without names.
     """
@@ -64,7 +64,7 @@ def spec_to_hf(spec: QuantSpec, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def quantized_config(config: Mapping[str, Any], spec: QuantSpec | None, names: Sequence[str] = ()) -> dict[str, Any]:
-    """A model's config.json for weights stored as `spec` says; `names` and errors as of `spec_to_hf`."""
+    """The config.json of a model with weights stored according to `spec`; `names` and errors as in `spec_to_hf`."""
     rest = {k: v for k, v in config.items() if k != _HERE}
     return rest if spec is None or spec.format is QuantFormat.BF16 else rest | {_HERE: spec_to_hf(spec, names)}
 
@@ -73,7 +73,7 @@ MODELOPT_FILE = "hf_quant_config.json"
 
 
 def modelopt_file(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What lies beside a whole config.json as `MODELOPT_FILE`, where it says ModelOpt's way how weights are stored."""
+    """The content of `MODELOPT_FILE` for a whole config.json; None unless its weights are stored ModelOpt's way."""
     q = config.get(_HERE)
     if not isinstance(q, Mapping) or q.get("quant_method") not in _MODELOPT or "quant_algo" not in q:
         return None
@@ -83,14 +83,14 @@ def modelopt_file(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _want(q: Mapping[str, Any], wanted: Mapping[str, Any], where: str = _HERE) -> None:
-    """Every key of `wanted` that is there, and not null, has that value."""
+    """Raises ValueError for a key of `wanted` that is present, not null, and has another value."""
     for key, want in wanted.items():
         if q.get(key) is not None and q[key] != want:
             raise ValueError(f"{where}.{key} = {q[key]!r} is not supported: only {want!r} is")
 
 
 def _refuse(q: Mapping[str, Any], keys: Sequence[str], where: str, why: str) -> None:
-    """None of `keys` says anything."""
+    """Raises ValueError, ending in `why`, for one of `keys` that is set."""
     for key in keys:
         if q.get(key):
             raise ValueError(f"{where}.{key} = {q[key]!r} is not supported: {why}")
@@ -104,7 +104,7 @@ def _object(q: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
 
 
 def _names(q: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
-    """The list that the first of `keys` has; they are one key's names."""
+    """The list under the first of `keys` that is set; `keys` are alternative names of one key."""
     key = next((k for k in keys if q.get(k)), keys[0])
     names = q.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -119,8 +119,7 @@ def _read_fp8(q: Mapping[str, Any]) -> QuantSpec:
     _want(q, _FP8)
     if q.get("scale_fmt") not in (None, "float", "ue8m0"):
         raise ValueError(
-            f"{_HERE}.scale_fmt = {q['scale_fmt']!r} is not supported: 'ue8m0' is, and fp32 scales, which "
-            "a config.json says by having no scale_fmt"
+            f"{_HERE}.scale_fmt = {q['scale_fmt']!r} is not supported: only 'ue8m0' is, or no scale_fmt for fp32 scales"
         )
     block = q.get("weight_block_size")
     if not isinstance(block, Sequence) or len(block) != 2 or not all(type(n) is int for n in block):
@@ -156,16 +155,16 @@ def _write_fp8(spec: QuantSpec, names: Sequence[str]) -> dict[str, Any]:
 
 def _read_compressed_tensors(q: Mapping[str, Any]) -> QuantSpec:
     _want(q, {"quantization_status": "compressed"})
-    _refuse(q, ("kv_cache_scheme", "transform_config"), _HERE, "weights alone are read")
+    _refuse(q, ("kv_cache_scheme", "transform_config"), _HERE, "only weights are read")
     if q.get("sparsity_config"):
         _want(_object(q, "sparsity_config", _HERE), {"format": "dense"}, f"{_HERE}.sparsity_config")
     groups = _object(q, "config_groups", _HERE)
     if len(groups) != 1:
-        raise ValueError(f"{_GROUPS} has {len(groups)} groups, {list(groups)}: only one format a model is read")
+        raise ValueError(f"{_GROUPS} has {len(groups)} groups, {list(groups)}: only one format per model is supported")
     name, group = next(iter(groups)), _object(groups, next(iter(groups)), _GROUPS)
     where = f"{_GROUPS}.{name}"
     _want(group, {"targets": ["Linear"]}, where)
-    _refuse(group, ("output_activations",), where, "weights alone are read")
+    _refuse(group, ("output_activations",), where, "only weights are read")
     weights = _object(group, "weights", where)
     format = _scheme_of(weights, f"{where}.weights")
     stored_as = _SCHEMES[format][0]
@@ -190,15 +189,15 @@ def _scheme_of(weights: Mapping[str, Any], where: str) -> QuantFormat:
     main = ("num_bits", "type", "strategy")
     alike = [f for f, (_, s) in _SCHEMES.items() if all(s[k] == weights[k] for k in main)]
     if not alike:
-        told = ", ".join(f"{k} = {weights[k]!r}" for k in main)
-        raise ValueError(f"{where}: {told} together are not supported: those read are {', '.join(_SCHEMES)}")
+        given = ", ".join(f"{k} = {weights[k]!r}" for k in main)
+        raise ValueError(f"{where}: {given} together are not supported: only those of {', '.join(_SCHEMES)} are")
     format = alike[0]
     _want(weights, {k: v for k, v in _SCHEMES[format][1].items() if k not in main}, where)
     size = weights.get("group_size")
     fixed = None if format is QuantFormat.INT4 else QuantSpec(format=format).block[1]
     if type(size) is not int or size < 8 or size % 8 or size != (fixed or size):
-        told = str(fixed) if fixed else "a multiple of 8"
-        raise ValueError(f"{where}.group_size = {size!r} is not supported: {format} has {told}")
+        want = str(fixed) if fixed else "a multiple of 8"
+        raise ValueError(f"{where}.group_size = {size!r} is not supported: {format} has {want}")
     return format
 
 
@@ -210,7 +209,7 @@ def _write_compressed_tensors(spec: QuantSpec, names: Sequence[str]) -> dict[str
         "weights": weights,
         "input_activations": None,
         "output_activations": None,
-        "format": stored_as,  # some engines read it here, others above
+        "format": stored_as,  # some engines read it here, others at the top level
     }
     return {
         "quant_method": "compressed-tensors",
@@ -226,12 +225,12 @@ def _write_compressed_tensors(spec: QuantSpec, names: Sequence[str]) -> dict[str
 
 
 def _read_modelopt(q: Mapping[str, Any]) -> QuantSpec:
-    """Of the flat form, and of the nested one that hf_quant_config.json has too."""
+    """Reads the flat form and the nested one, which hf_quant_config.json has too."""
     inner = _object(q, "quantization", _HERE) if "quantization" in q else q
     where = f"{_HERE}.quantization" if "quantization" in q else _HERE
     if inner.get("quant_algo") not in ("NVFP4", "W4A16_NVFP4"):
         raise ValueError(f"{where}.quant_algo = {inner.get('quant_algo')!r} is not supported: only 'NVFP4' is")
-    _refuse(inner, ("kv_cache_quant_algo", "kv_cache_scheme"), where, "weights alone are read")
+    _refuse(inner, ("kv_cache_quant_algo", "kv_cache_scheme"), where, "only weights are read")
     _want(inner, {"group_size": 16}, where)
     groups = _object(inner, "config_groups", where) if "config_groups" in inner else {}
     for name in groups:

@@ -1,11 +1,11 @@
-"""Modules kept out, as `QuantSpec.ignore` says it and as the loaders of other people understand it. Torch-free.
+"""Translation of `QuantSpec.ignore` to and from the ignore lists of other loaders. Torch-free.
 
-Three languages: regular expressions matched from the start of a name (compressed-tensors, "re:"), shell patterns of the
-whole name (ModelOpt), and lists of names (FP8), whose loaders compare whole names, or parts of them, each in its way:
-only full names of modules mean the same to all.
+There are three pattern languages: regular expressions matched from the start of a name (compressed-tensors, "re:"),
+shell patterns of the whole name (ModelOpt), and lists of names (FP8). Loaders of the last compare whole names or
+substrings, each in a different way: only full module names have the same meaning in all.
 
-Each list begins with the linears that are never quantized here. `QuantSpec.covers` needs no such lines, so they are
-dropped again when they are read.
+Each list begins with the linears that are never quantized here. `QuantSpec.covers` does not need these entries, so they
+are dropped on reading.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEVER_RE = (
 )
 NEVER_GLOB = (
     "lm_head",
-    "*.mlp.gate",  # the bare name would be found in mlp.gate_up_proj by loaders that look for a part of a name
+    "*.mlp.gate",  # loaders that search for substrings would find the bare name in mlp.gate_up_proj
     "*.shared_expert_gate",
     "*.eh_proj",
     "*.shared_head.head",
@@ -44,19 +44,19 @@ _WILD = re.compile(r"[*?[]")
 
 
 def to_regex(patterns: Iterable[str]) -> list[str]:
-    """For the `ignore` of compressed-tensors."""
+    """The `ignore` of compressed-tensors."""
     return [*NEVER_RE, *(p for p in map(_regex_of, patterns) if p not in NEVER_RE)]
 
 
 def from_regex(entries: Iterable[str]) -> tuple[str, ...]:
-    """Of such a list. A plain entry is the full name of a module there."""
+    """The inverse of `to_regex`. An entry without prefix is the full name of a module."""
     return tuple(_of_regex(e) for e in entries if e not in NEVER_RE)
 
 
 def to_globs(spec: QuantSpec, names: Sequence[str]) -> list[str]:
-    """For the `ignore` of ModelOpt; see `to_names`."""
+    """The `ignore` of ModelOpt; arguments as in `to_names`."""
     if names:
-        return [*NEVER_GLOB, *_left_out(spec, names)]
+        return [*NEVER_GLOB, *_ignored(spec, names)]
     globs: list[str] = []
     for p in spec.ignore:
         if p.startswith("glob:"):
@@ -69,7 +69,7 @@ def to_globs(spec: QuantSpec, names: Sequence[str]) -> list[str]:
 
 
 def from_globs(entries: Sequence[str]) -> tuple[str, ...]:
-    """Of such a list. An entry without wildcards is a run of components: its loaders look for it within names."""
+    """The inverse of `to_globs`. An entry without wildcards is a run of components: loaders search for it in names."""
     found: list[str] = []
     rest = [e for e in entries if e not in NEVER_GLOB]
     while rest:
@@ -85,27 +85,27 @@ def from_globs(entries: Sequence[str]) -> tuple[str, ...]:
 
 
 def to_names(spec: QuantSpec, names: Sequence[str]) -> list[str]:
-    """For `modules_to_not_convert`: full names of the modules, if `names`, those of the model's tensors, are given.
+    """The `modules_to_not_convert` of FP8: full module names, if `names` of the model's tensors are given.
 
-    Without them the patterns are written as they are, which `from_names` reads back, but other loaders need not
-    understand. Raises ValueError for a pattern that this language lacks.
+    Without names the patterns are written unchanged: `from_names` reads them back, but other loaders may not understand
+    them. Raises ValueError for a pattern that this language cannot express.
     """
     if names:
-        left = _left_out(spec, names)
+        ignored = _ignored(spec, names)
     else:
-        left = [p for p in spec.ignore if p not in NEVER_NAME]
-        for p in left:
+        ignored = [p for p in spec.ignore if p not in NEVER_NAME]
+        for p in ignored:
             if p.startswith(("re:", "glob:")):
                 raise ValueError(_inexpressible(spec, p))
-    return [*NEVER_NAME, *left] if left else []
+    return [*NEVER_NAME, *ignored] if ignored else []
 
 
 def from_names(entries: Iterable[str]) -> tuple[str, ...]:
     return tuple(e for e in entries if e not in NEVER_NAME)
 
 
-def _left_out(spec: QuantSpec, names: Sequence[str]) -> list[str]:
-    return [name.removesuffix(".weight") for name in names if spec.leaves_out(name)]
+def _ignored(spec: QuantSpec, names: Sequence[str]) -> list[str]:
+    return [name.removesuffix(".weight") for name in names if spec.ignores(name)]
 
 
 def _inexpressible(spec: QuantSpec, pattern: str) -> str:
@@ -116,9 +116,9 @@ def _inexpressible(spec: QuantSpec, pattern: str) -> str:
 
 
 def _globs_of(plain: str) -> list[str]:
-    """Shell patterns that match what the run of components does, and the module that engines fuse it into.
+    """Shell patterns equivalent to the run of components, with the module that engines fuse it into.
 
-    The bare run is among them only where it can be a whole name, because it is also looked for within names.
+    The bare run is included only where it can be a whole name, because loaders also search for it in names.
     """
     parent, dot, last = plain.rpartition(".")
     out = [f"*.{plain}", f"*.{plain}.*", f"{plain}.*"]
@@ -145,7 +145,7 @@ def _of_regex(entry: str) -> str:
 
 
 def _translate(pattern: str, any_character: str) -> str:
-    """A shell pattern as a regular expression; `any_character` is what `?` stands for."""
+    """Converts a shell pattern to a regular expression; `any_character` is the translation of `?`."""
     out, i = "", 0
     while i < len(pattern):
         c, i = pattern[i], i + 1

@@ -1,6 +1,6 @@
-"""Training through the rounding of a format: forward computes with what is served, backward as if nothing was rounded.
+"""Quantization-aware training: forward with the rounded values that are served, straight-through gradients backward.
 
-The trainer and the embedded engine quantize activations by the same function, so that both multiply the same numbers.
+The trainer and the embedded engine quantize activations with the same function, so both multiply the same numbers.
 
 Letters: T tokens, k columns.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quant.codec import Codec
+from quant.formats.codec import Codec
 from quant.registry import make_codec
 from quant.spec import QuantFormat, QuantSpec
 
@@ -35,27 +35,28 @@ class _Through(torch.autograd.Function):
 
 
 def straight_through(x: Tensor, value: Tensor) -> Tensor:
-    """`value`, a function of `x` of its shape and dtype; the gradient goes to x unchanged."""
+    """Returns `value`, computed from `x` with the same shape and dtype; the gradient goes to x unchanged."""
     out: Tensor = _Through.apply(x, value)  # type: ignore[no-untyped-call]
     return out
 
 
 def activation_codec(spec: QuantSpec) -> Codec:
-    """For the inputs of linears whose weights `spec` stores: one scale for 128 columns of a token, 32 in MXFP8, by the
-    rule of the weights' own. Raises ValueError for a format whose activations are not quantized."""
+    """The codec for the inputs of linears with weights stored according to `spec`: one scale per 128 columns of a
+    token, 32 in MXFP8, by the rule of the weights' scales. Raises ValueError for a format whose activations are not
+    quantized."""
     if spec.format not in _ACTIVATIONS:
         raise ValueError(
-            f"activations are not quantized beside {spec.format} weights, only beside "
+            f"activations are not quantized with {spec.format} weights, only with "
             f"{', '.join(_ACTIVATIONS)}: set precision.activations = 'none'"
         )
     return make_codec(QuantSpec(format=spec.format, block=_ACTIVATIONS[spec.format], convention=spec.convention))
 
 
 def fake_activations(codec: Codec, x: Tensor) -> Tensor:
-    """x [..., k] of any float dtype -> what the codec makes of its bf16 copy, in x's dtype; straight-through gradient.
+    """x [..., k] of any float dtype -> its bf16 copy, quantized and decoded, in x's dtype; straight-through gradient.
 
-    A row's values depend on that row alone. Groups that are not finite stay as they are: who computes with them finds
-    where they came from. Raises ValueError where k is not a multiple of the codec's group.
+    The values of a row depend on that row alone. Groups that are not finite stay unchanged, so that later checks find
+    their origin. Raises ValueError where k is not a multiple of the codec's group.
     """
     if not x.numel():
         return x

@@ -1,14 +1,14 @@
-"""Which codec a format has."""
+"""The codec of each format."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from quant.codec import Codec
-from quant.fp8_block import Fp8BlockCodec
-from quant.int4 import Int4Codec
-from quant.mxfp import Mxfp4Codec, Mxfp8Codec
-from quant.nvfp4 import Nvfp4Codec
+from quant.formats.codec import Codec
+from quant.formats.fp8_block import Fp8BlockCodec
+from quant.formats.int4 import Int4Codec
+from quant.formats.mxfp import Mxfp4Codec, Mxfp8Codec
+from quant.formats.nvfp4 import Nvfp4Codec
 from quant.spec import QuantFormat, QuantSpec
 
 CODECS: dict[QuantFormat, Callable[[QuantSpec], Codec]] = {
@@ -29,5 +29,5 @@ def make_codec(spec: QuantSpec) -> Codec:
 
 
 def codec_or_none(spec: QuantSpec | None) -> Codec | None:
-    """None for weights that are stored as they are."""
+    """None for weights that are not quantized."""
     return None if spec is None or spec.format is QuantFormat.BF16 else make_codec(spec)

@@ -1,6 +1,7 @@
-"""What to quantize and how. Torch-free; `hf_config` reads and writes it as config.json has it.
+"""`QuantSpec`: a quantized format and the modules it applies to. Torch-free; `hf_config` converts it from and to
+config.json.
 
-Names are those of a Hugging Face checkpoint. A tensor is chosen by whole path components, never by substrings: `norm`
+Names are those of a Hugging Face checkpoint. A tensor is matched by whole path components, never by substrings: `norm`
 or `head` may occur in the name of a module that must be quantized.
 """
 
@@ -13,19 +14,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 
 class QuantFormat(StrEnum):
-    """How weights are stored."""
+    """Storage format of weights."""
 
     BF16 = "bf16"  # not quantized
-    FP8 = "fp8"  # e4m3 codes, one fp32 scale a block
+    FP8 = "fp8"  # e4m3 codes, one fp32 scale per block
     FP8_UE8M0 = "fp8-ue8m0"  # the same, scales are powers of two
-    INT4 = "int4"  # -7 .. 7, one bf16 scale a group
-    MXFP8 = "mxfp8"  # e4m3 codes, one power of two a group
-    MXFP4 = "mxfp4"  # e2m1 codes, one power of two a group
-    NVFP4 = "nvfp4"  # e2m1 codes, one e4m3 scale a group, one fp32 scale a weight
+    INT4 = "int4"  # -7 .. 7, one bf16 scale per group
+    MXFP8 = "mxfp8"  # e4m3 codes, one power-of-two scale per group
+    MXFP4 = "mxfp4"  # e2m1 codes, one power-of-two scale per group
+    NVFP4 = "nvfp4"  # e2m1 codes, one e4m3 scale per group, one fp32 scale per weight
 
 
 FOUR_BIT = frozenset((QuantFormat.INT4, QuantFormat.MXFP4, QuantFormat.NVFP4))
@@ -47,7 +48,7 @@ CONVENTIONS: Mapping[QuantFormat, tuple[str, ...]] = {
     QuantFormat.MXFP4: ("compressed-tensors",),
     QuantFormat.NVFP4: ("compressed-tensors", "modelopt"),
 }
-"""Names of stored tensors and of the keys in config.json, the default first."""
+"""Naming schemes of stored tensors and config.json keys, the default first."""
 
 _ATTENTION = frozenset(
     ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
@@ -58,7 +59,7 @@ OTHER_TOWERS = ("vision_tower", "vision_model", "visual", "mm_projector", "multi
 FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} | dict.fromkeys(
     ("q_proj", "k_proj", "v_proj"), "qkv_proj"
 )
-"""Linears that engines hold as one, and its name."""
+"""Linears that engines fuse -> the name of the fused module."""
 
 EXPERTS_ONLY = ("self_attn", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.shared_experts", "mlp.shared_expert")
 """`QuantSpec.ignore` that leaves only the routed experts quantized."""
@@ -66,13 +67,13 @@ EXPERTS_ONLY = ("self_attn", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantSpec:
-    """A format and the modules it is for.
+    """A format and the modules it applies to.
 
-    block: rows (out) and columns (in) of a weight that share a scale; by default the format's own. ignore: modules kept
-    out. A plain pattern is a run of path components (`*` is a wildcard within one): "lm_head", "layers.0.self_attn" and
-    "layers.*.mlp.shared_experts" each keep every tensor below such a module out. "re:..." is a regular expression that
-    a module's whole name begins with (compressed-tensors), "glob:..." a shell pattern of the whole name (ModelOpt).
-    convention: whose names of tensors and keys, where there are several.
+    block: rows (out) and columns (in) of a weight that share a scale; (0, 0) is the format's default. ignore: modules
+    that are not quantized. A plain pattern is a run of path components (`*` is a wildcard within one): "lm_head",
+    "layers.0.self_attn" and "layers.*.mlp.shared_experts" each exclude every tensor below such a module. "re:..." is a
+    regular expression matched from the start of a module's whole name (compressed-tensors), "glob:..." a shell pattern
+    of the whole name (ModelOpt). convention: one of `CONVENTIONS` of the format.
     """
 
     format: QuantFormat
@@ -99,34 +100,41 @@ class QuantSpec:
             raise ValueError(f"{self.format} is not written as {self.convention!r}: want {' or '.join(known)}")
 
     @classmethod
-    def of(cls, format: QuantFormat, scope: Literal["all", "experts"] | None = None, **rest: Any) -> QuantSpec:
-        """The usual modules of a format: routed experts for 4 bits, else every linear; `scope` says otherwise."""
+    def of(
+        cls,
+        format: QuantFormat,
+        scope: Literal["all", "experts"] | None = None,
+        *,
+        block: tuple[int, int] = (0, 0),
+        convention: str = "",
+    ) -> QuantSpec:
+        """The spec of a scope. scope: None is the usual one, routed experts for 4-bit formats, else every linear."""
         experts = format in FOUR_BIT if scope is None else scope == "experts"
-        return cls(format=format, ignore=EXPERTS_ONLY if experts else (), **rest)
+        return cls(format=format, block=block, ignore=EXPERTS_ONLY if experts else (), convention=convention)
 
     def covers(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the tensor `name` of `shape` is stored quantized.
 
-        Linear layers of attention (plain and MLA), dense MLPs, shared and routed experts are, those of the multi-token
-        prediction layers too. Embeddings, head, norms, router, biases and everything not 2-D are not.
+        Linear layers of attention (plain and MLA), dense MLPs, shared and routed experts are, also in multi-token
+        prediction layers. Embeddings, head, norms, router, biases and tensors that are not 2-D are not.
         """
         if self.format is QuantFormat.BF16 or len(shape) != 2:
             return False
         *module, leaf = name.split(".")
-        return leaf == "weight" and _is_quantizable(module) and not self._ignores(module)
+        return leaf == "weight" and _is_quantizable(module) and not self._is_ignored(module)
 
-    def leaves_out(self, name: str) -> bool:
-        """Whether `ignore` alone keeps the tensor from being stored quantized."""
+    def ignores(self, name: str) -> bool:
+        """Whether `ignore` is the only reason that the tensor is not stored quantized."""
         *module, leaf = name.split(".")
-        return leaf == "weight" and _is_quantizable(module) and self._ignores(module)
+        return leaf == "weight" and _is_quantizable(module) and self._is_ignored(module)
 
     @property
     def may_split_experts(self) -> bool:
-        """Whether `ignore` may keep out some experts of a layer and not others. False only where no pattern can: of
-        plain ones, whose only digits and wildcards of single letters stand after "layers"."""
+        """Whether `ignore` may exclude some experts of a layer and not others. False only for plain patterns whose
+        digits and single-character wildcards stand directly after "layers"."""
         return any(_may_split_experts(p) for p in self.ignore)
 
-    def _ignores(self, module: list[str]) -> bool:
+    def _is_ignored(self, module: list[str]) -> bool:
         return any(_ignored(module, p) for p in self.ignore)
 
 
@@ -155,7 +163,7 @@ def _ignored(module: list[str], pattern: str) -> bool:
     if pattern.startswith("glob:"):
         return fnmatchcase(".".join(module), pattern[5:])
     want, literal = _components(pattern)
-    if not literal.issubset(module):  # most modules, and a large model has tens of thousands
+    if not literal.issubset(module):  # fast path: true for most of a large model's tens of thousands of modules
         return False
     starts = range(len(module) - len(want) + 1)
     return any(all(fnmatchcase(m, w) for m, w in zip(module[i:], want, strict=False)) for i in starts)
@@ -173,6 +181,6 @@ def _may_split_experts(pattern: str) -> bool:
 
 @cache
 def _components(pattern: str) -> tuple[list[str], frozenset[str]]:
-    """What a run of a module's components must match, and those of it without wildcards."""
+    """The patterns that a run of a module's components must match, and those of them without wildcards."""
     want = pattern.removesuffix(".weight").split(".")
     return want, frozenset(w for w in want if not set(w) & set("*?["))

@@ -1,9 +1,9 @@
-"""Streams of named tensors, quantized and back. Names are those of a Hugging Face checkpoint.
+"""Quantization and dequantization of streams of named tensors. Names are those of a Hugging Face checkpoint.
 
-Memory: `quantize_stream` holds at most `batch_bytes`, one tensor, and weights that wait for one they share a scale
-with. `pair_stream` holds small parts that came before their codes, and codes whose other parts have not come: with
-`lookup` there are none of those, so a checkpoint whose scales lie in another file streams in the memory of a few
-tensors; without it they are at most `held_bytes`.
+The stored tensors of a quantized weight are its codes and its scales. Memory: `quantize_stream` holds at most
+`batch_bytes`, one tensor, and weights that wait for another one with the same scale. `pair_stream` holds scales that
+came before their codes, and codes whose scales have not come. With `lookup` there are no such codes, so a checkpoint
+whose scales are in another file streams in the memory of a few tensors; without it they are at most `held_bytes`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from quant.codec import Codec, QuantTensor
+from quant.formats.codec import Codec, QuantTensor
 from quant.registry import CODECS, codec_or_none, make_codec
 from quant.spec import CONVENTIONS, QuantSpec
 
@@ -26,17 +26,17 @@ _LEAVES = {
 
 
 def stored_name(name: str, leaf: str) -> str:
-    """Of a part of the weight `name`."""
+    """Name of the stored tensor `leaf` of the weight `name`."""
     return f"{name.removesuffix('weight')}{leaf}"
 
 
-def part_of(codec: Codec | None, name: str, dtype: torch.dtype) -> tuple[str, str] | None:
-    """(weight, last component) where a stored tensor is a part of a coded weight, by its name and dtype."""
+def coded_weight_of(codec: Codec | None, name: str, dtype: torch.dtype) -> tuple[str, str] | None:
+    """(weight, leaf) if `name` and `dtype` are those of a stored tensor of a quantized weight, else None."""
     if codec is None:
         return None
     module, _, leaf = name.rpartition(".")
-    part = codec.parts.get(leaf)
-    if part is None or (leaf == "weight" and dtype is not part.dtype):
+    kind = codec.stored.get(leaf)
+    if kind is None or (leaf == "weight" and dtype is not kind.dtype):
         return None
     return f"{module}.weight", leaf
 
@@ -44,12 +44,12 @@ def part_of(codec: Codec | None, name: str, dtype: torch.dtype) -> tuple[str, st
 def quantize_stream(
     tensors: Iterable[Named], spec: QuantSpec | None, *, batch_bytes: int = 16 << 20
 ) -> Iterator[Named]:
-    """Each weight the spec covers as its codes followed by its scales; everything else as it is, order kept but for
-    weights that share a scale, which follow the last of them.
+    """Yields each weight that the spec covers as its codes followed by its scales, and all other tensors unchanged. The
+    order is kept, except that weights that share a scale are yielded after the last of them.
 
-    Without a spec, or with a bf16 one, all tensors pass. Up to `batch_bytes` of tensors are encoded at once, so one
-    that was taken must stay valid until it has been given back. Raises ValueError naming a weight that is not finite,
-    and one that shares a scale with another that did not come.
+    Without a spec, or with a bf16 one, all tensors are unchanged. Up to `batch_bytes` of tensors are encoded at once,
+    so an input tensor must stay valid until its output has been yielded. Raises ValueError naming a weight that is not
+    finite, and one that shares a scale with a weight that is missing.
     """
     codec = codec_or_none(spec)
     if codec is None or spec is None:
@@ -74,7 +74,7 @@ def quantize_stream(
     yield from _quantize_batch(batch, spec, codec)
     for name in waiting:
         missing = next(n for n in codec.bundle_of(name) if n not in waiting)
-        raise ValueError(f"{name} shares a scale with {missing}, which did not come: give both")
+        raise ValueError(f"{name} shares a scale with {missing}, which is missing: send both")
 
 
 def _quantize_batch(batch: list[Named], spec: QuantSpec, codec: Codec) -> Iterator[Named]:
@@ -84,8 +84,8 @@ def _quantize_batch(batch: list[Named], spec: QuantSpec, codec: Codec) -> Iterat
         if q is None:
             yield name, tensor
             continue
-        for leaf, part in q.parts.items():
-            yield stored_name(name, leaf), part
+        for leaf, stored in q.stored.items():
+            yield stored_name(name, leaf), stored
 
 
 def pair_stream(
@@ -95,37 +95,37 @@ def pair_stream(
     lookup: Lookup | None = None,
     held_bytes: int = 4 << 30,
 ) -> Iterator[tuple[str, Tensor | QuantTensor]]:
-    """Joins the parts of each coded weight, which come in any order; everything else passes as it is.
+    """Joins the stored tensors of each quantized weight, which come in any order; yields all others unchanged.
 
-    `lookup(name)` fetches a part that has not come yet (None: there is none). Raises ValueError naming the tensor:
-    codes without scale, scale without codes, parts of a wrong shape or dtype or with values that cannot be meant, or
-    coded weights in a stream whose model has no `quantization_config`.
+    lookup: name -> a stored tensor that has not come yet, or None if there is none. Raises ValueError naming the
+    tensor: codes without scale, scale without codes, tensors of a wrong shape or dtype or with invalid values, or
+    quantized weights in a stream whose model has no `quantization_config`.
     """
     pairs = _Pairs(codec_or_none(spec), lookup, held_bytes)
     for name, tensor in tensors:
         if pairs.drops(name):
             continue
-        part = part_of(pairs.codec, name, tensor.dtype)
-        if part is None:
+        coded = coded_weight_of(pairs.codec, name, tensor.dtype)
+        if coded is None:
             refuse_foreign(name, tensor.dtype, spec)
             yield name, tensor
-        elif (got := pairs.take(*part, tensor)) is not None:
+        elif (got := pairs.take(*coded, tensor)) is not None:
             yield got
     pairs.finish()
 
 
 def is_foreign(name: str, dtype: torch.dtype) -> bool:
-    """Whether a stored tensor that is no part to the codec at hand is one of a quantized weight all the same."""
+    """Whether a tensor that does not belong to the codec in use is a stored tensor of some other format."""
     leaf = name.rpartition(".")[2]
     return leaf in _LEAVES or (leaf == "weight" and dtype in _CODED)
 
 
 def refuse_foreign(name: str, dtype: torch.dtype, spec: QuantSpec | None) -> None:
-    """Raises ValueError for a part of a weight coded in another way than `spec` says."""
-    if is_foreign(name, dtype) and part_of(codec_or_none(spec), name, dtype) is None:
+    """Raises ValueError for a stored tensor of a weight that is quantized in another format than `spec`."""
+    if is_foreign(name, dtype) and coded_weight_of(codec_or_none(spec), name, dtype) is None:
         has = "no quantization_config" if spec is None else f"a quantization_config of {spec.format}"
         raise ValueError(
-            f"{name}: a part of a quantized weight ({str(dtype).removeprefix('torch.')}), but the model's "
+            f"{name}: a stored tensor of a quantized weight ({str(dtype).removeprefix('torch.')}), but the model's "
             f"config.json has {has}: use the config.json that belongs to these weights"
         )
 
@@ -137,7 +137,8 @@ def dequantize_stream(
     *,
     lookup: Lookup | None = None,
 ) -> Iterator[Named]:
-    """Quantized weights decoded to `dtype`, scales left out, everything else as it is. Raises as `pair_stream` does."""
+    """Yields quantized weights decoded to `dtype` without their scales, and all others unchanged. Raises as
+    `pair_stream` does."""
     codec = codec_or_none(spec)
     for name, value in pair_stream(tensors, spec, lookup=lookup):
         if isinstance(value, QuantTensor):
@@ -148,26 +149,27 @@ def dequantize_stream(
 
 
 class _Pairs:
-    """Parts that wait for each other."""
+    """Stored tensors that wait for the others of their weight."""
 
     def __init__(self, codec: Codec | None, lookup: Lookup | None, held_bytes: int) -> None:
         self.codec = codec
         self.lookup = lookup
         self.held_bytes = held_bytes
-        self.held: dict[str, dict[str, Tensor]] = {}  # weight -> leaf -> part
-        self.fetched: set[str] = set()  # stored names that `lookup` gave before the stream did
+        self.held: dict[str, dict[str, Tensor]] = {}  # weight -> leaf -> stored tensor
+        self.fetched: set[str] = set()  # stored names that `lookup` returned before they came in the stream
         self.waiting = 0  # bytes of codes in self.held
 
     def drops(self, name: str) -> bool:
         return self.codec is not None and name.rpartition(".")[2] in self.codec.dropped
 
-    def take(self, name: str, leaf: str, part: Tensor) -> tuple[str, QuantTensor] | None:
+    def take(self, name: str, leaf: str, tensor: Tensor) -> tuple[str, QuantTensor] | None:
+        """The weight `name`, if `tensor` completes it."""
         assert self.codec is not None
         if (stored := stored_name(name, leaf)) in self.fetched:
             self.fetched.remove(stored)
             return None
         have = self.held.setdefault(name, {})
-        have[leaf] = part
+        have[leaf] = tensor
         codes, wanted = self.codec.leaves[0], [n for n in self.codec.leaves if n not in self.codec.dropped]
         if codes in have and self.lookup is not None:
             for other in wanted:
@@ -182,7 +184,7 @@ class _Pairs:
                 self.waiting -= have[codes].nbytes
             return name, self.codec.adopt(name, self.held.pop(name))
         if leaf == codes:
-            self.waiting += part.nbytes
+            self.waiting += tensor.nbytes
             if self.waiting > self.held_bytes:
                 raise ValueError(
                     f"{len(self.held)} weights of {self.waiting} bytes, first {next(iter(self.held))}, wait for their "

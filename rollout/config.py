@@ -1,30 +1,25 @@
-"""The rollout's own sections of a run's configuration. Torch-free."""
+"""The configuration sections of the rollout. Torch-free."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from miles_like.section import Section
 
-class Section(BaseModel):
-    """A frozen section; an unknown key is an error, and so is a number that is not finite."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-# of SGLang 0.5.23's, those for NVIDIA GPUs
+# the attention backends of SGLang 0.5.23 for NVIDIA GPUs that have deterministic kernels
 DETERMINISTIC_ATTENTION = ("fa3", "fa4", "flashinfer", "triton")
 
 
 class SGLangFlags(Section):
-    """Flags of a stock SGLang server that this project sets; names are SGLang's own with underscores."""
+    """Flags of a stock SGLang server that this project sets, under SGLang's names with underscores."""
 
     tp_size: int = Field(1, ge=1)
     ep_size: int = Field(1, ge=1)
     dp_size: int = Field(1, ge=1)
     enable_dp_attention: bool = False
-    moe_dense_tp_size: Literal[1] | None = None  # ranks that divide the MLP of layers without experts; None: tp_size
+    moe_dense_tp_size: Literal[1] | None = None  # TP size of the MLP in layers without experts; None: tp_size
     moe_a2a_backend: Literal["none", "deepep"] = "none"
     deepep_mode: Literal["auto", "normal", "low_latency"] = "auto"
     mem_fraction_static: float = Field(0.8, gt=0, lt=1)
@@ -35,7 +30,7 @@ class SGLangFlags(Section):
     attention_backend: str | None = None
     enable_memory_saver: bool = False
     enable_deterministic_inference: bool = False  # a sample's log-probabilities do not depend on its batch
-    gpu: Literal["hopper", "blackwell"] = "hopper"  # no flag of a server's: what it can serve depends on it
+    gpu: Literal["hopper", "blackwell"] = "hopper"  # not a server flag: decides which weight formats can be served
 
     @model_validator(mode="after")
     def attention_is_deterministic(self) -> SGLangFlags:
@@ -51,19 +46,18 @@ class SGLangFlags(Section):
 class EmbeddedFlags(Section):
     """The CPU engine."""
 
-    # of activations; weights are the decoded codes. None: float32, with alignment.deterministic the trainer's bfloat16
+    # of activations; weights are the decoded codes. None: float32, or bfloat16 with alignment.deterministic
     dtype: Literal["float32", "bfloat16"] | None = None
-    weights: Literal["decoded", "codes"] = (
-        "decoded"  # beside the codes, decoded copies; or the codes alone: less memory
-    )
+    # "decoded": keep decoded copies beside the codes. "codes": keep the codes only, which takes less memory
+    weights: Literal["decoded", "codes"] = "decoded"
     threads: int = Field(2, ge=1)
     max_running_requests: int = Field(512, ge=1)
     max_total_tokens: int = Field(65536, ge=64)  # slots in the KV cache
     context_length: int = Field(1024, ge=8)
-    # feed every prompt whole, also where its beginning was fed before. None: unless that changes no bit, which is with
-    # alignment.deterministic
+    # do not reuse the cached keys and values of prompt prefixes. None: reuse them only with alignment.deterministic,
+    # where it changes no bit
     disable_radix_cache: bool | None = None
-    return_gates: bool = False  # keep the experts' gate weights and return them with the routes, for replay.gates
+    return_gates: bool = False  # return the experts' gate weights with the routes, for replay.gates
 
 
 class RolloutConfig(Section):
@@ -73,35 +67,40 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = -1
-    # prompts sampled for one step at most, in groups_per_step: a filter, or want of a reward, leaves groups out
+    # limit on the prompts sampled for one step, in units of groups_per_step; more than 1 replaces discarded groups
     max_rounds: int = Field(10, ge=1)
     prompts_per_request: int = Field(16, ge=1)  # prompts in one HTTP request
     start_timeout_s: float = Field(120.0, gt=0)
     request_timeout_s: float = Field(120.0, gt=0)
     port: int | None = Field(None, ge=1, le=65535)  # of the first server; None: any free port
-    # import paths (docs/extending.md): what answers the policy in episodes of several turns, or a way of one's own from
-    # a prompt to samples
+    # import paths (docs/extending.md) of an environment for episodes of several turns, or of a function that makes the
+    # samples of a prompt
     environment: str | None = None
     generate: str | None = None
-    max_turns: int | None = Field(None, ge=1)  # how often the policy speaks in an episode, max_new_tokens each time
-    max_episode_tokens: int | None = Field(None, ge=1)  # after the prompt, the environment's too; None: max_new_tokens
-    call_timeout_s: float = Field(1800.0, gt=0)  # of each answer of `environment`, of each prompt of `generate`
+    max_turns: int | None = Field(None, ge=1)  # turns of the policy in an episode, of max_new_tokens each
+    max_episode_tokens: int | None = Field(None, ge=1)  # after the prompt, with the environment's; None: max_new_tokens
+    call_timeout_s: float = Field(1800.0, gt=0)  # per answer of `environment`, per prompt of `generate`
     embedded: EmbeddedFlags = EmbeddedFlags()
     sglang: SGLangFlags = SGLangFlags()
 
     @property
-    def played(self) -> bool:
-        """Whether something around the engine makes the samples, and may say what they are worth."""
+    def has_episode_runner(self) -> bool:
+        """Whether an environment or a generate function makes the samples. It may also set their rewards."""
         return bool(self.environment or self.generate)
 
     @property
+    def turns(self) -> int:
+        """The largest number of turns of the policy in an episode; 1 without an environment."""
+        return self.max_turns or 1
+
+    @property
     def longest_answer(self) -> int:
-        """Tokens that can follow a prompt."""
+        """The largest number of tokens that can follow a prompt."""
         return self.max_episode_tokens or self.max_new_tokens
 
     @model_validator(mode="after")
     def log_probs_are_at_the_temperature(self) -> RolloutConfig:
-        """SGLang reports log-probabilities of a greedy request at temperature 1, whatever its own is."""
+        """SGLang reports the log-probabilities of a greedy request at temperature 1, whatever `temperature` is."""
         if self.top_k < 1 and self.top_k != -1:
             raise ValueError(f"rollout.top_k = {self.top_k}: set -1 for the whole vocabulary, or at least 1")
         if self.temperature < 1e-6 or (self.top_k == 1 and self.temperature != 1):
@@ -135,7 +134,7 @@ class RolloutConfig(Section):
 
 class PublishConfig(Section):
     path: Literal["tensor", "disk"] = "tensor"
-    # what becomes of running samples: they end and go on by another request, are fed again, or are frozen as they are
+    # running samples are aborted and continued by another request, prefilled again after the pause, or frozen
     pause_mode: Literal["abort", "retract", "in_place"] = "retract"
     bucket_bytes: int = Field(256 << 20, ge=1)  # tensors sent in one request
-    verify: bool = True  # ask the servers for checksums after every publication
+    verify: bool = True  # compare the servers' checksums after every publication

@@ -1,9 +1,9 @@
-"""The keys by which a rollout server knows its run: made once a run, carried as `Authorization: Bearer`.
+"""The secrets that rollout servers ask for, made once per run and sent as `Authorization: Bearer`.
 
-Two secrets, as stock SGLang 0.5.23 has them: one for sampling and questions, one for everything that changes the
-server. Changing it needs both. They travel by environment or in a file of mode 0600, never on a command line,
-which every user of the machine can read. SGLang reports both to a client that has the first (/server_info repeats its
-command line), so on a stock server the first is worth as much as the second.
+As in stock SGLang 0.5.23 there are two: one for sampling and queries, one for every endpoint that changes the server.
+They are passed by the environment or in a file of mode 0600, never on a command line, which every user of the machine
+can read. SGLang reports both to a client that has the first (/server_info repeats its command line), so on a stock
+server the first grants as much as the second.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout import wire
+from rollout.wire import endpoints
 
 VARIABLE = "MILES_LIKE_SERVER_KEY"
-# SGLang asks for its second key everywhere else (`auth_level` in its http_server.py)
-_OF_THE_FIRST = frozenset({wire.GENERATE, wire.MODEL_INFO, wire.SERVER_INFO})
+# all other endpoints take SGLang's second key (`auth_level` in its http_server.py)
+_SAMPLING = frozenset({endpoints.GENERATE, endpoints.MODEL_INFO, endpoints.SERVER_INFO})
 _SHAPE = re.compile(r"[\x21-\x7e]{16,512}")
 
 
@@ -39,49 +39,49 @@ class ServerKey:
 
     @classmethod
     def parse(cls, text: str, source: str) -> ServerKey:
-        """`KEY` or `KEY CONTROL_KEY`, divided by blanks or lines; one is used for both. Raises ValueError naming
-        `source` where the text is neither."""
+        """Parse `KEY` or `KEY CONTROL_KEY`, separated by white space; a single key is used for both. Raises ValueError
+        naming `source` otherwise."""
         words = text.split()
         if len(words) not in (1, 2) or not all(_SHAPE.fullmatch(w) for w in words):
             raise ValueError(
-                f"{source} holds no server key: want a secret, or two divided by a blank (for sampling, for control), "
-                "each of 16 to 512 printable ASCII characters, as `openssl rand -hex 32` writes"
+                f"{source} contains no server key: give one secret, or two separated by a space (for sampling, for "
+                "control), each of 16 to 512 printable ASCII characters, for example from `openssl rand -hex 32`"
             )
         return cls(words[0], words[-1])
 
     @property
     def text(self) -> str:
-        """What `parse` reads."""
+        """The form that `parse` reads."""
         return f"{self.sampling} {self.control}"
 
     def headers(self, endpoint: str) -> dict[str, str]:
-        """The header that a request to this path, a query after it or not, carries."""
+        """The authorization header of a request to this path, which may end with a query."""
         return {"authorization": f"Bearer {self._of(endpoint)}"}
 
     def admits(self, endpoint: str, authorization: bytes) -> bool:
-        """Whether this value of the header opens the path; compared in constant time."""
+        """Whether this header value grants access to the path. The comparison takes constant time."""
         scheme, _, token = authorization.partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._of(endpoint).encode())
 
     def _of(self, endpoint: str) -> str:
-        return self.sampling if endpoint.partition("?")[0] in _OF_THE_FIRST else self.control
+        return self.sampling if endpoint.partition("?")[0] in _SAMPLING else self.control
 
-    def struck_out(self, output: bytes) -> bytes:
-        """`output` without the secrets."""
+    def redact(self, output: bytes) -> bytes:
+        """`output` with both secrets replaced."""
         for secret in {self.sampling, self.control}:
             output = output.replace(secret.encode(), b"<server key>")
         return output
 
 
 def read_key(path: Path) -> ServerKey:
-    """Raises ValueError for a file that is not there, that others can read, or that holds no key."""
+    """Raises ValueError for a file that is missing, that other users can read, or that holds no key."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise ValueError(f"key file {path} is not a regular file: write the key into one")
         if found.st_mode & 0o077:
             raise ValueError(
-                f"key file {path} can be read by others (mode {found.st_mode & 0o777:o}): chmod 600 {path}"
+                f"key file {path} can be read by other users (mode {found.st_mode & 0o777:o}): chmod 600 {path}"
             )
         text = path.read_bytes()[:4096].decode("ascii", "replace")
     except OSError as e:
@@ -90,26 +90,26 @@ def read_key(path: Path) -> ServerKey:
 
 
 def given_key(path: Path | None) -> ServerKey | None:
-    """Of a server that another job started, or one started by hand: from the file, else from the environment
-    variable MILES_LIKE_SERVER_KEY, else None. Raises ValueError as `read_key` does."""
+    """The key of a server that this run did not start: from the file, else from the environment variable
+    MILES_LIKE_SERVER_KEY, else None. Raises ValueError as `read_key` does."""
     return read_key(path) if path is not None else inherited_key()
 
 
 def inherited_key() -> ServerKey | None:
-    """From the environment. The variable is removed, so that no child process inherits it."""
+    """Take the key out of the environment, so that no child process inherits it."""
     text = os.environ.pop(VARIABLE, None)
     return None if text is None else ServerKey.parse(text, f"the environment variable {VARIABLE}")
 
 
 def environment_with(key: ServerKey | None) -> Mapping[str, str]:
-    """This process's environment as a server's, with the key in it or with none."""
+    """This process's environment with `key` as the server key, or with none."""
     plain = {name: value for name, value in os.environ.items() if name != VARIABLE}
     return plain if key is None else plain | {VARIABLE: key.text}
 
 
 def sglang_key_file(key: ServerKey) -> Path:
-    """A file for stock SGLang's `--config`, of mode 0600 in the system's temporary directory, not the run directory,
-    which outlives the run."""
+    """Write a file for stock SGLang's `--config`, of mode 0600. It is in the system's temporary directory because the
+    run directory outlives the run."""
     fd, name = tempfile.mkstemp(prefix="miles-like-", suffix=".yaml")  # 0600; SGLang takes no other suffix
     with os.fdopen(fd, "w", encoding="ascii") as out:
         out.write(f'api-key: "{key.sampling}"\nadmin-api-key: "{key.control}"\n')

@@ -1,9 +1,9 @@
-"""Shape work on packs and traces: rows to pad, rows and layers that a rank has.
+"""Row and layer selection on packs and traces: padding, and the rows and layers of a rank.
 
-Letters: rows, L MoE layers, K experts a token, E experts, T packed tokens, N samples in a pack, P rows that a context-
-parallel rank feeds, C = cp * P rows of all of them. Tokens of a pack go through padding, context-parallel slice and
-sequence-parallel slice; their rows must go through the same, which is what these functions are for: who cuts routes and
-who feeds tokens both call `pack_rows`.
+Letters: rows, L MoE layers, K experts per token, E experts, T packed tokens, N samples in a pack, P rows that a
+context-parallel rank feeds, C = cp * P rows of all of them. Tokens of a pack go through padding, context-parallel slice
+and sequence-parallel slice, and their routing rows must go through the same. The code that cuts routes and the code
+that feeds tokens therefore both call `pack_rows`.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from routing_replay.checksums import ragged_arange, routes_term
 from routing_replay.ids import id_dtype
-from routing_replay.seals import ragged_arange, route_part
 from routing_replay.trace import RoutingTrace
 
 
 def padding_ids(rows: int, *, num_layers: int, top_k: int, num_experts: int, first: int = 0) -> Tensor:
-    """[rows, L, K] ids for tokens that count for nothing: valid, distinct in a row, and spread over all experts.
+    """[rows, L, K] ids for padding tokens: valid, distinct in a row, and spread over all experts.
 
-    Row i has experts i*K .. i*K+K-1 modulo E, counted from row `first`; -1 is no expert and one fixed set of experts
-    would be overloaded. Raises ValueError when K > E.
+    Row i, counted from row `first`, has experts i*K .. i*K+K-1 modulo E: kernels do not accept -1, and a fixed set of
+    experts would be overloaded. Raises ValueError when K > E.
     """
     if top_k > num_experts:
-        raise ValueError(f"{top_k} experts a token of {num_experts}: no row can hold them without one twice")
+        raise ValueError(f"{top_k} experts per token of {num_experts}: a row would hold an expert twice")
     ids = torch.arange(first * top_k, (first + rows) * top_k).remainder(num_experts).to(id_dtype(num_experts))
     return ids.view(rows, 1, top_k).expand(rows, num_layers, top_k)
 
 
 def take_rows(trace: RoutingTrace, index: Tensor) -> RoutingTrace:
-    """Rows `index` [n] int64, in its order. Raises ValueError when one is outside the trace."""
+    """Rows `index` [n] int64, in that order. Raises ValueError when one is outside the trace."""
     if index.numel() and (int(index.min()) < 0 or int(index.max()) >= len(trace)):
         raise ValueError(f"rows {int(index.min())}..{int(index.max())} of a trace of {len(trace)} rows")
     return trace.map_rows(lambda t: t.index_select(0, index))
 
 
 def place_rows(trace: RoutingTrace, index: Tensor) -> RoutingTrace:
-    """Rows `index` [n] int64 in its order; -1 stands for padding, which gets `padding_ids`.
+    """Rows `index` [n] int64 in that order; -1 stands for padding, which gets `padding_ids`.
 
     Raises ValueError when a row is outside the trace.
     """
@@ -60,13 +60,13 @@ def place_rows(trace: RoutingTrace, index: Tensor) -> RoutingTrace:
         num_layers=len(trace.layers),
         top_k=trace.top_k,
         num_experts=trace.num_experts,
-        first=len(rows),  # where the last row stopped: else all short packs start at expert 0
+        first=len(rows),  # continues after the real rows: else all short packs start at expert 0
     ).to(placed.experts.device)
     return placed
 
 
 def sequence_slice(trace: RoutingTrace, rank: int, size: int) -> RoutingTrace:
-    """The rows of sequence-parallel rank `rank` of `size`: a contiguous part. ValueError if it does not divide."""
+    """The contiguous rows of sequence-parallel rank `rank` of `size`. Raises ValueError if they do not divide."""
     if len(trace) % size:
         raise ValueError(f"{len(trace)} rows do not divide over {size} sequence-parallel ranks: pad them first")
     n = len(trace) // size
@@ -74,9 +74,9 @@ def sequence_slice(trace: RoutingTrace, rank: int, size: int) -> RoutingTrace:
 
 
 def select_layers(trace: RoutingTrace, layers: Sequence[int]) -> RoutingTrace:
-    """Only `layers`, by global number: those of one pipeline stage; seals are then of these layers.
+    """The trace of `layers` alone (global numbers), those of one pipeline stage, with checksums of these layers.
 
-    Raises ValueError naming those it does not have.
+    Raises ValueError naming the layers that the trace does not have.
     """
     column = {layer: i for i, layer in enumerate(trace.layers)}
     absent = [layer for layer in layers if layer not in column]
@@ -86,22 +86,25 @@ def select_layers(trace: RoutingTrace, layers: Sequence[int]) -> RoutingTrace:
     others = [layer for layer in trace.layers if layer not in wanted]
     keep, drop = [column[i] for i in wanted], [column[i] for i in others]
     gates = None if trace.weights is None else trace.weights[:, drop]
+    checksums = trace.checksums
+    if checksums is not None:
+        checksums = checksums - routes_term(trace.experts[:, drop], gates, others)
     return replace(
         trace,
         experts=trace.experts[:, keep],
         layers=wanted,
-        seals=None if trace.seals is None else trace.seals - route_part(trace.experts[:, drop], gates, others),
-        layer_seals=None if trace.layer_seals is None else trace.layer_seals[keep],
+        checksums=checksums,
+        layer_checksums=None if trace.layer_checksums is None else trace.layer_checksums[keep],
         weights=None if trace.weights is None else trace.weights[:, keep],
     )
 
 
 def zigzag_index(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
-    """Rows [n] int64 of a pack that context-parallel rank `rank` of `size` has.
+    """Rows [n] int64 of a pack that belong to context-parallel rank `rank` of `size`.
 
     Each sequence of the pack is cut into 2*size chunks; a rank has chunk `rank` and chunk 2*size-1-`rank`, so that
-    causal attention costs all ranks the same. Raises ValueError when a length that `cu_seqlens` [N+1] tells of, padding
-    included, is no multiple of 2*size.
+    causal attention costs all ranks the same. Raises ValueError when a length in `cu_seqlens` [N+1], padding included,
+    is not a multiple of 2*size.
     """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     if bool((rest := lengths % (2 * size)).any()):
@@ -113,27 +116,27 @@ def zigzag_index(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPart:
-    """What one rank feeds of each micro-batch, and which layers it has; equal ones can share what they are sent."""
+class ShardSpec:
+    """The rows and layers of a micro-batch that one rank needs; ranks with equal specs receive the same routes."""
 
     layers: tuple[int, ...]  # global numbers of the MoE layers of its pipeline stage, virtual stages included
     cp: int = 1
     cp_rank: int = 0
-    multiple: int = 1  # of the rows that it feeds: tensor-parallel ranks, times what its kernels want
+    multiple: int = 1  # the fed rows are padded to it: tensor-parallel ranks times the multiple of the kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackRows:
-    """Where the rows of one pack come from and go to, for one rank."""
+    """The row layout of one pack on one rank."""
 
     rows: Tensor  # [P] int64: the token of each row that this rank feeds, -1 for padding
-    home: Tensor  # [T] int64: where each token is among the C rows of all context-parallel ranks, laid end to end
+    home: Tensor  # [T] int64: the place of each token in the C rows of all context-parallel ranks, concatenated
     cu_seqlens: Tensor  # [N+1 or N+2] int32, padding included
 
 
 def _padded_lengths(lengths: Tensor, multiple: int, cp: int) -> Tensor:
-    """Segments that divide into context-parallel chunks, and one more of padding alone where the rows of a rank would
-    not be a multiple: no real token's attention or position depends on padding."""
+    """Segment lengths that divide into context-parallel chunks, and one more segment of padding where the rows of a
+    rank would not be a multiple: no real token's attention or position depends on padding."""
     if cp == 1:
         unit = multiple
     else:
@@ -143,21 +146,21 @@ def _padded_lengths(lengths: Tensor, multiple: int, cp: int) -> Tensor:
     return torch.cat([lengths, lengths.new_tensor([missing])]) if missing else lengths
 
 
-def pack_rows(cu_seqlens: Tensor, part: RankPart) -> PackRows:
-    """The rows of a pack of samples that end at `cu_seqlens` [N+1], on the CPU, as the rank of `part` feeds them.
+def pack_rows(cu_seqlens: Tensor, shard: ShardSpec) -> PackRows:
+    """The rows of a pack of samples that end at `cu_seqlens` [N+1], on the CPU, as the rank of `shard` feeds them.
 
-    A handful of small integer operations, the same wherever they are done: the rank feeds its tokens by them, and
-    whoever cuts routes for it takes theirs by them.
+    The result depends on the arguments alone, so the rank that feeds tokens and the process that cuts routes for it
+    both compute it.
     """
-    lengths, cp = cu_seqlens.diff().long(), part.cp
-    padded = _padded_lengths(lengths, part.multiple, cp)
+    lengths, cp = cu_seqlens.diff().long(), shard.cp
+    padded = _padded_lengths(lengths, shard.multiple, cp)
     ends = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
     place = ragged_arange(ends[: len(lengths)], lengths)  # [T] of each token in the padded pack
     source = torch.full((int(ends[-1]),), -1)
     source[place] = torch.arange(len(place))
     if cp == 1:
         return PackRows(rows=source, home=place, cu_seqlens=ends.int())
-    parts = [zigzag_index(ends, r, cp) for r in range(cp)]
+    of_rank = [zigzag_index(ends, r, cp) for r in range(cp)]
     inverse = torch.empty_like(source)
-    inverse[torch.cat(parts)] = torch.arange(len(source))
-    return PackRows(rows=source[parts[part.cp_rank]], home=inverse[place], cu_seqlens=ends.int())
+    inverse[torch.cat(of_rank)] = torch.arange(len(source))
+    return PackRows(rows=source[of_rank[shard.cp_rank]], home=inverse[place], cu_seqlens=ends.int())

@@ -1,11 +1,11 @@
-"""What happened to routes that are not those that were sealed, in words.
+"""A sentence on what happened to routes that do not match their checksums.
 
-Only asked once a trace has been refused. Two things can have been moved: rows with their seals (then a seal belongs to
-another position's token) or rows alone (then the ids of a row give another position's seal). The difference of a row's
-seal and what its ids contribute is what its token must contribute, and the other way round, so both can be looked up
-among the sample's own rows; what is found in neither way is not of this sample.
+It is called only after a trace has failed to verify. Rows may have moved with their checksums (then a checksum belongs
+to the token of another position) or without (then the ids of a row match the checksum of another position). The
+checksum of a row less the term of its ids is the term of its token, and the other way round, so both are looked up
+among the rows of the sample; a term found in neither way belongs to another sample.
 
-Letters: rows, L MoE layers, K experts a token. Routes: ids, and gate weights where there are any.
+Letters: rows, L MoE layers, K experts per token. Routes: ids, and gate weights where there are any.
 """
 
 from __future__ import annotations
@@ -15,107 +15,107 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from routing_replay.seals import expert_part, gate_part, layer_numbers, layer_sums, route_part, token_part
+from routing_replay.checksums import expert_term, gate_term, layer_sums, layer_terms, routes_term, token_term
 
-_ALIKE = 8  # rows like the first that are tried as the place where all were shifted from
+_ALIKE = 8  # rows equal to the first that are tried as the origin of a shift
 
 
 class Finding(NamedTuple):
-    """What is wrong with the routes of `layers`."""
+    """The fault of the routes of `layers`, as a sentence."""
 
     layers: tuple[int, ...]
     what: str
 
 
-def what_happened(
+def diagnose(
     tokens: Tensor,
     experts: Tensor,
     weights: Tensor | None,
     layers: tuple[int, ...],
-    seals: Tensor,
-    layer_seals: Tensor | None,
+    checksums: Tensor,
+    layer_checksums: Tensor | None,
 ) -> Finding:
-    """tokens [rows] as fed, experts and weights [rows, L, K], seals [rows] of which at least one is wrong, layer_seals
-    [L]."""
-    of_token = token_part(tokens, torch.arange(len(tokens)))
-    of_routes = route_part(experts, weights, layers)
+    """tokens [rows] as fed, experts and weights [rows, L, K], checksums [rows] of which at least one does not match,
+    layer_checksums [L]."""
+    of_token = token_term(tokens, torch.arange(len(tokens)))
+    of_routes = routes_term(experts, weights, layers)
     sums = layer_sums(experts, weights)
-    broken = _broken(sums, layers, layer_seals)
+    broken = _broken(sums, layers, layer_checksums)
     if not broken:
-        return Finding(layers, "the routes are whole, but of other tokens: another sample's")
-    if words := _moved(seals - of_routes, of_token) or _moved(of_routes, seals - of_token):
-        return Finding(layers, words)
-    if layer_seals is not None and (
-        words := _exchanged(sums, layers, layer_seals) or _renumbered(sums, layers, layer_seals)
+        return Finding(layers, "the routes are complete, but belong to other tokens: another sample's")
+    if moved := _moved(checksums - of_routes, of_token) or _moved(of_routes, checksums - of_token):
+        return Finding(layers, moved)
+    if layer_checksums is not None and (
+        moved := _exchanged(sums, layers, layer_checksums) or _renumbered(sums, layers, layer_checksums)
     ):
-        return Finding(broken, words)
-    for said, own in _parts(experts, weights, layers, broken):
-        if words := _moved(own, seals - of_token - of_routes + own):
-            return Finding(broken, f"{said}, {words}")
-    wrong = int((of_token + of_routes != seals).sum())
+        return Finding(broken, moved)
+    for subject, term in _partial_terms(experts, weights, layers, broken):
+        if moved := _moved(term, checksums - of_token - of_routes + term):
+            return Finding(broken, f"{subject}, {moved}")
+    wrong = int((of_token + of_routes != checksums).sum())
     what = "ids" if weights is None else "ids or gate weights"
     if len(broken) == len(layers) > 1 and wrong > 1:
-        return Finding(broken, f"{wrong} rows are not the routes that were sealed: another sample's, or overwritten")
-    return Finding(broken, f"{wrong} rows hold other {what} than were sealed: overwritten")
+        return Finding(broken, f"{wrong} rows do not match their checksums: another sample's, or overwritten")
+    return Finding(broken, f"{wrong} rows hold {what} that do not match their checksums: overwritten")
 
 
-def _parts(
+def _partial_terms(
     experts: Tensor, weights: Tensor | None, layers: tuple[int, ...], broken: tuple[int, ...]
 ) -> list[tuple[str, Tensor]]:
-    """What may have moved without the rest, in words, and its part [rows] of the seals."""
+    """Each subset of the routes that may have moved alone: its name in the message, and its term [rows]."""
     found = []
     col = [layers.index(layer) for layer in broken]
     if len(broken) == 1:
         found.append(
-            ("in this layer alone", route_part(experts[:, col], None if weights is None else weights[:, col], broken))
+            ("in this layer alone", routes_term(experts[:, col], None if weights is None else weights[:, col], broken))
         )
     if weights is not None:
-        found.append(("of the gate weights alone", gate_part(weights[:, col], broken)))
-        found.append(("of the ids without their gate weights", expert_part(experts[:, col], broken)))
+        found.append(("of the gate weights alone", gate_term(weights[:, col], broken)))
+        found.append(("of the ids without their gate weights", expert_term(experts[:, col], broken)))
     return found
 
 
-def _broken(sums: Tensor, layers: tuple[int, ...], layer_seals: Tensor | None) -> tuple[int, ...]:
-    """Layers whose rows are not those that were sealed; all of them where the sample's layers have no seals."""
-    if layer_seals is None:
+def _broken(sums: Tensor, layers: tuple[int, ...], layer_checksums: Tensor | None) -> tuple[int, ...]:
+    """Layers whose rows do not match the layer's checksum; all layers where the sample has no layer checksums."""
+    if layer_checksums is None:
         return layers
-    wrong = layer_numbers(layers) + sums != layer_seals
+    wrong = layer_terms(layers) + sums != layer_checksums
     return tuple(layer for layer, bad in zip(layers, wrong.tolist(), strict=True) if bad)
 
 
-def _exchanged(sums: Tensor, layers: tuple[int, ...], layer_seals: Tensor) -> str:
-    """Which layers hold which others' routes; empty unless each broken layer holds a sealed one's."""
-    held, sealed = sums.tolist(), (layer_seals - layer_numbers(layers)).tolist()
-    found = {layers[i]: layers[sealed.index(h)] for i, h in enumerate(held) if h != sealed[i] and h in sealed}
-    if len(found) < sum(h != s for h, s in zip(held, sealed, strict=True)):
+def _exchanged(sums: Tensor, layers: tuple[int, ...], layer_checksums: Tensor) -> str:
+    """Which layers hold the routes of which others; empty unless each broken layer holds those of a known one."""
+    held, sent = sums.tolist(), (layer_checksums - layer_terms(layers)).tolist()
+    found = {layers[i]: layers[sent.index(h)] for i, h in enumerate(held) if h != sent[i] and h in sent}
+    if len(found) < sum(h != s for h, s in zip(held, sent, strict=True)):
         return ""
     shown = ", ".join(f"layer {a} holds the routes of layer {b}" for a, b in list(found.items())[:3])
     kind = "swapped" if len(found) == 2 and all(found.get(b) == a for a, b in found.items()) else "rotated or permuted"
     return f"layers are {kind}: {shown}{', ...' if len(found) > 3 else ''}"
 
 
-def _renumbered(sums: Tensor, layers: tuple[int, ...], layer_seals: Tensor) -> str:
-    """Which layers were sealed under other numbers; empty unless each broken one was."""
-    known = layer_numbers(range(max(layers) + 64)).tolist()
-    numbers = [known.index(n) if n in known else -1 for n in (layer_seals - sums).tolist()]
+def _renumbered(sums: Tensor, layers: tuple[int, ...], layer_checksums: Tensor) -> str:
+    """Which layers have a checksum made under another number; empty unless each broken layer has one."""
+    known = layer_terms(range(max(layers) + 64)).tolist()
+    numbers = [known.index(n) if n in known else -1 for n in (layer_checksums - sums).tolist()]
     found = [(a, b) for a, b in zip(layers, numbers, strict=True) if a != b]
     if any(b < 0 for _, b in found):
         return ""
-    shown = ", ".join(f"layer {a} was sealed as layer {b}" for a, b in found[:3])
-    return f"layers go by other numbers: {shown}{', ...' if len(found) > 3 else ''}"
+    shown = ", ".join(f"layer {a} has the checksum of layer {b}" for a, b in found[:3])
+    return f"layers have other numbers: {shown}{', ...' if len(found) > 3 else ''}"
 
 
 def _lookup(wanted: Tensor, among: Tensor) -> Tensor:
-    """[n] int64: where each of `wanted` is in `among`, the first place; -1 where it is not."""
+    """[n] int64: the first index of each of `wanted` in `among`; -1 where it is absent."""
     ordered, order = among.sort(stable=True)
     at = torch.searchsorted(ordered, wanted).clamp(max=len(among) - 1)
     return torch.where(ordered[at] == wanted, order[at], -1)
 
 
 def _moved(now: Tensor, was: Tensor) -> str:
-    """What happened to rows whose checksums [rows] were `was` and are `now`; empty when it was no moving of rows."""
+    """How rows moved whose terms [rows] were `was` and are `now`; empty when they are no rearrangement."""
     rows, bad = len(now), (now != was).nonzero()[:, 0]
-    for d in (1, -1, 2, -2, 3, -3):  # asked first: rows that are alike have several places they may come from
+    for d in (1, -1, 2, -2, 3, -3):  # checked first: equal rows may come from several places
         if rows > 2 * abs(d) and torch.equal(now, was.roll(-d)):
             return f"all rows are shifted by {-d}"
     for p in (was == now[0]).nonzero()[:_ALIKE, 0].tolist():
@@ -132,4 +132,4 @@ def _moved(now: Tensor, was: Tensor) -> str:
     if len(set(where.tolist())) == rows:
         turn = set((torch.arange(rows) - where).remainder(rows).tolist())
         return f"all rows are shifted by {turn.pop()}" if len(turn) == 1 else f"{len(bad)} rows are permuted"
-    return f"the row of position {int(source[0])} is there a second time: duplicated"
+    return f"the row of position {int(source[0])} is duplicated"

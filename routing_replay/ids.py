@@ -1,6 +1,6 @@
-"""Expert ids: their type and size, their form on SGLang's wire, and those that no router can have chosen.
+"""Expert ids: dtype and size, the wire format of SGLang, and checks for ids that no router can have chosen.
 
-Letters: rows, L MoE layers, K experts a token, E experts.
+Letters: rows, L MoE layers, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _CHUNK = 1 << 15  # rows compared at a time: they stay in a core's cache
 
 
 def id_dtype(num_experts: int) -> torch.dtype:
-    """Smallest type that holds expert ids 0..num_experts-1 and can be worked with: uint8, else int16.
+    """Smallest dtype for expert ids 0..num_experts-1 that torch operations support: uint8, else int16.
 
-    int16 and not uint16: torch 2.13 has no comparison, minimum, masked assignment, gather or index_copy of uint16 on
-    the CPU, and no model has more than 32768 experts.
+    Not uint16: torch 2.13 has no comparison, minimum, masked assignment, gather or index_copy of uint16 on the CPU, and
+    no model has more than 32768 experts. Raises ValueError for more.
     """
     if not 0 < num_experts <= 32768:
         raise ValueError(f"{num_experts} experts do not fit int16 ids")
@@ -33,17 +33,17 @@ def id_dtype(num_experts: int) -> torch.dtype:
 
 
 def bytes_per_token(*, num_layers: int, moe_layers: int, top_k: int, num_experts: int) -> tuple[int, int]:
-    """Bytes of one token's routes: as a trace holds them, and in the usual form, int32 of all layers."""
+    """Bytes of one token's routes: in a trace, and in the usual format, int32 of all layers."""
     return moe_layers * top_k * id_dtype(num_experts).itemsize, num_layers * top_k * _WIRE_BYTES
 
 
 def payload_line(*, num_layers: int, moe_layers: int, top_k: int, num_experts: int) -> str:
-    """`bytes_per_token` for a log."""
+    """`bytes_per_token` as a log line."""
     ours, usual = bytes_per_token(num_layers=num_layers, moe_layers=moe_layers, top_k=top_k, num_experts=num_experts)
     return f"routes: {ours} B a token, int32 of all layers {usual}"
 
 
-def names(layers: Sequence[int]) -> str:
+def name_layers(layers: Sequence[int]) -> str:
     """`layer 3`, `layers 1-58`, `layers 1, 4, 7, ...`."""
     if len(layers) == 1:
         return f"layer {layers[0]}"
@@ -53,23 +53,23 @@ def names(layers: Sequence[int]) -> str:
 
 
 def where(sample: str, layers: Sequence[int], position: int) -> str:
-    """The place that every refusal names."""
-    return f"sample {sample or '?'}, {names(layers)}, position {position}"
+    """Location of an error in a sample."""
+    return f"sample {sample or '?'}, {name_layers(layers)}, position {position}"
 
 
 def of_samples(samples: Sequence[str]) -> str:
-    """`samples a/0, a/1` of a micro-batch, the first few: what concerns them all names no single one."""
+    """`samples a/0, a/1, ...` of a micro-batch, at most four names: the location of an error that concerns all."""
     shown = ", ".join(s or "(filler)" for s in samples[:4])
     return f"samples {shown}{f', ... ({len(samples)})' if len(samples) > 4 else ''}"
 
 
 def check_ids(ids: Ids, layers: Sequence[int], num_experts: int, *, sample: str, start: int = 0) -> None:
-    """ids [rows, L, K] of rows at positions start, start + 1, ...: no layer of nothing but zeros, every id in range, no
-    expert twice in a row.
+    """Checks ids [rows, L, K] at positions start, start + 1, ...: no layer is all zeros, every id is in range, and no
+    row has an expert twice.
 
-    A layer of zeros is what an engine sends that did not capture it. With K > 1 no router can choose so, however short
-    the trace. With K = 1 expert 0 in every row of a layer is legal; all layers at once are refused where a uniform
-    router would choose so with a chance below 2^-64. Raises ValueError naming sample, layer and position.
+    An engine sends zeros for a layer that it did not capture. With K > 1 no router can choose them, however short the
+    trace. With K = 1 expert 0 in every row of a layer is legal; zeros in all layers are an error where a uniform router
+    would choose them with a probability below 2^-64. Raises ValueError naming sample, layer and position.
     """
     rows, count, k = ids.shape
     if not ids.size:
@@ -77,7 +77,7 @@ def check_ids(ids: Ids, layers: Sequence[int], num_experts: int, *, sample: str,
     zero = [i for i in np.flatnonzero(ids[0].max(-1) == 0).tolist() if not ids[:, i].any()]
     if zero and (k > 1 or (len(zero) == count and rows * count * math.log2(num_experts) > 64)):
         which = where(sample, [layers[i] for i in zero], start)
-        raise ValueError(f"{which}: all {rows} rows hold nothing but zeros: the engine captured no routes there")
+        raise ValueError(f"{which}: all {rows} rows are zeros: the engine captured no routes there")
     if out_of_range(ids, num_experts):
         row, col = divmod(int(np.argmax(((ids < 0) | (ids >= num_experts)).any(-1))), count)
         which = where(sample, [layers[col]], start + row)
@@ -89,13 +89,13 @@ def check_ids(ids: Ids, layers: Sequence[int], num_experts: int, *, sample: str,
 
 
 def out_of_range(ids: Ids, num_experts: int) -> bool:
-    """Whether an id is none of 0..num_experts-1."""
-    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # -1 is the largest number then: one look instead of two
+    """Whether an id is outside 0..num_experts-1."""
+    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # -1 becomes the largest number: one comparison, not two
     return bool(ids.size) and int(unsigned.max()) >= num_experts
 
 
 def repeat(ids: Ids) -> int | None:
-    """The first of the rows * L lists of ids [rows, L, K] that has an expert twice.
+    """Index of the first of the rows * L lists of ids [rows, L, K] that has an expert twice; None if there is none.
 
     Each pair of slots is compared for many lists at once: 15 ms where sorting takes 0.2 s (32k rows of 58 x 8).
     """
@@ -120,9 +120,9 @@ def _raw(payload: str, rows: int, num_layers: int, top_k: int, sample: str, key:
     want = rows * row_bytes
     if len(raw) != want:
         raise ValueError(
-            f"sample {sample}: {key} has {len(raw)} bytes = {len(raw) / row_bytes:g} rows; its tokens want "
+            f"sample {sample}: {key} has {len(raw)} bytes = {len(raw) / row_bytes:g} rows; its tokens need "
             f"{rows} rows x {num_layers} layers x {top_k} experts x {_WIRE_BYTES} = {want}: a row is "
-            f"{'missing' if len(raw) < want else 'too many'}"
+            f"{'missing' if len(raw) < want else 'superfluous'}"
         )
     return raw
 
@@ -139,8 +139,8 @@ def read_wire(
     samples: Sequence[str],
 ) -> Tensor:
     """Checked ids [sum(rows), L, K] of several sequences' `routed_experts`; see RoutingTrace.many_from_wire."""
-    parts = [_raw(p, n, num_layers, top_k, name) for p, n, name in zip(payloads, rows, samples, strict=True)]
-    wire = np.frombuffer(b"".join(parts), dtype="<i4").reshape(-1, num_layers, top_k)
+    raw = [_raw(p, n, num_layers, top_k, name) for p, n, name in zip(payloads, rows, samples, strict=True)]
+    wire = np.frombuffer(b"".join(raw), dtype="<i4").reshape(-1, num_layers, top_k)
     first, last = layers[0], layers[-1]
     columns = slice(first, last + 1) if list(layers) == list(range(first, last + 1)) else list(layers)
     wide = wire[:, columns]
@@ -153,7 +153,7 @@ def read_wire(
 
 
 def _check_dense(wire: Ids, rows: Sequence[int], *, layers: Sequence[int], start: int, samples: Sequence[str]) -> None:
-    """Layers without a router are zero-filled: what stands there is another layer's, so all may have moved."""
+    """Layers without a router must be zero-filled: other ids there belong to another layer, so all may have moved."""
     dense = [i for i in range(wire.shape[1]) if i not in layers]
     if not any(wire[:, i].any() for i in dense):
         return
@@ -163,17 +163,17 @@ def _check_dense(wire: Ids, rows: Sequence[int], *, layers: Sequence[int], start
                 row = int(found.argmax())
                 raise ValueError(
                     f"{where(name, [layer], start + row)}: ids {own[row, layer].tolist()} in a layer without experts: "
-                    "the layers are shifted, or config.json is another model's"
+                    "the layers are shifted, or config.json belongs to another model"
                 )
 
 
 def read_wire_weights(
     payload: str, rows: int, *, num_layers: int, layers: Sequence[int], top_k: int, start: int, sample: str
 ) -> Tensor:
-    """[rows, L, K] fp32, the gate weights of as many routes from position `start` on, sent as base64 of fp32
+    """[rows, L, K] fp32: the gate weights of the routes from position `start` on, sent as base64 of fp32
     [rows, num_layers, K].
 
-    Raises ValueError for another length, and naming sample, layer and position of one that is not finite.
+    Raises ValueError for another length, and naming sample, layer and position of a weight that is not finite.
     """
     raw = _raw(payload, rows, num_layers, top_k, sample, "routed_experts_weights")
     wire = np.frombuffer(raw, dtype="<f4").reshape(rows, num_layers, top_k)[:, list(layers)]

@@ -1,8 +1,8 @@
-"""The expert choices of one token sequence, and their form on SGLang's wire.
+"""The expert choices of one token sequence, and their wire format in SGLang.
 
-Letters: S tokens, L MoE layers, K experts a token, E experts. Row i holds the experts token i was routed to when it was
-fed, so the last sampled token has none and a sequence of S tokens has S-1 rows. The row of a token under loss is the
-one before it: it gave the token's log-prob.
+Letters: S tokens, L MoE layers, K experts per token, E experts. Row i holds the experts that token i was routed to when
+it was fed, so the last sampled token has no row and a sequence of S tokens has S-1 rows. The row of a loss token is the
+one before it, which produced the token's log-prob.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from routing_replay.diagnosis import what_happened
-from routing_replay.ids import check_ids, id_dtype, read_wire, where
-from routing_replay.seals import (
-    gate_part,
+from routing_replay.checksums import (
     gate_sums,
-    layer_numbers,
+    gate_term,
     layer_sums,
     layer_sums_of,
+    layer_terms,
     ragged_arange,
-    row_seals,
+    row_checksums,
 )
+from routing_replay.diagnosis import diagnose
+from routing_replay.ids import check_ids, id_dtype, read_wire, where
 from routing_replay.versions import VersionSpan, joined, ordered
 
 _T = TypeVar("_T")
@@ -40,22 +40,22 @@ def _ascending(layers: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutingTrace:
-    """Logical expert ids of the MoE layers only, in the router's own order within a row, and what they belong to.
+    """Logical expert ids of the MoE layers, in the router's order within a row, with the checksums of their tokens.
 
-    `layer_seals` and `versions` are of a whole sample; rows that are taken out of it, or joined with others', have
-    none. Without `seals` the trace is not of the wire (the trainer's own routes, R2).
+    `layer_checksums` and `versions` describe a whole sample; rows selected from it, or joined with other samples' rows,
+    have none. A trace without `checksums` does not come from an engine (the trainer's own routes, R2).
     """
 
     experts: Tensor  # [rows, L, K] uint8 (E <= 256) or int16
     layers: tuple[int, ...]  # [L] global decoder-layer numbers from 0, ascending
     num_experts: int
-    seals: Tensor | None = None  # [rows] int64, see seals.row_seals: of the weights too, where there are any
-    layer_seals: Tensor | None = None  # [L] int64, see seals.layer_sums
-    versions: tuple[VersionSpan, ...] | None = None  # of weights that computed rows; rows in no span: nobody tells
-    weights: Tensor | None = None  # [rows, L, K] fp32: the gate weights the engine used, where it was asked for them
+    checksums: Tensor | None = None  # [rows] int64, see checksums.row_checksums; they include `weights`
+    layer_checksums: Tensor | None = None  # [L] int64, see checksums.layer_terms
+    versions: tuple[VersionSpan, ...] | None = None  # weight versions that computed the rows; unknown outside of spans
+    weights: Tensor | None = None  # [rows, L, K] fp32: the gate weights that the engine used, if requested
 
     def __post_init__(self) -> None:
-        shape = self.experts.shape  # asked for once: a step makes hundreds of traces
+        shape = self.experts.shape  # read once: a step makes hundreds of traces
         if len(shape) != 3 or shape[1] != len(self.layers):
             raise ValueError(f"experts {tuple(shape)} does not fit {len(self.layers)} MoE layers")
         if self.experts.dtype != id_dtype(self.num_experts):
@@ -64,10 +64,12 @@ class RoutingTrace:
             )
         if not _ascending(self.layers):
             raise ValueError(f"layers {self.layers} are not ascending")
-        if self.seals is not None and self.seals.shape[0] != shape[0]:
-            raise ValueError(f"{len(self.seals)} seals for {shape[0]} routing rows: a row was dropped or duplicated")
-        if self.layer_seals is not None and self.layer_seals.shape[0] != len(self.layers):
-            raise ValueError(f"{len(self.layer_seals)} layer seals for {len(self.layers)} MoE layers")
+        if self.checksums is not None and self.checksums.shape[0] != shape[0]:
+            raise ValueError(
+                f"{len(self.checksums)} checksums for {shape[0]} routing rows: a row was dropped or duplicated"
+            )
+        if self.layer_checksums is not None and self.layer_checksums.shape[0] != len(self.layers):
+            raise ValueError(f"{len(self.layer_checksums)} layer checksums for {len(self.layers)} MoE layers")
         if self.weights is not None:
             if self.weights.shape != shape:
                 raise ValueError(f"weights {tuple(self.weights.shape)} of experts {tuple(shape)}")
@@ -83,43 +85,48 @@ class RoutingTrace:
     def top_k(self) -> int:
         return int(self.experts.shape[2])
 
-    # ---- what refuses a wrong one
+    # ---- verification
 
     def check(self, *, sample: str = "") -> None:
-        """Raises ValueError, see `ids.check_ids`, naming sample, layer and position."""
+        """Raises ValueError naming sample, layer and position, see `ids.check_ids`."""
         check_ids(self.experts.cpu().numpy(), self.layers, self.num_experts, sample=sample)
 
-    def seal(self, tokens: Tensor, *, start: int = 0, versions: tuple[VersionSpan, ...] | None = None) -> RoutingTrace:
-        """Sealed as the routes of `tokens` [rows], fed at positions start, start + 1, ... of a sample, and computed by
-        weights `versions`, where given."""
+    def with_checksums(
+        self, tokens: Tensor, *, start: int = 0, versions: tuple[VersionSpan, ...] | None = None
+    ) -> RoutingTrace:
+        """Adds the checksums of these routes with `tokens` [rows], fed at positions start, start + 1, ... of a sample.
+        versions: weight versions that computed the rows; None keeps those of the trace."""
         return replace(
             self,
             versions=self.versions if versions is None else versions,
-            seals=row_seals(tokens, self.experts, self.layers, weights=self.weights, start=start),
-            layer_seals=layer_numbers(self.layers) + layer_sums(self.experts, self.weights, start=start),
+            checksums=row_checksums(tokens, self.experts, self.layers, weights=self.weights, start=start),
+            layer_checksums=layer_terms(self.layers) + layer_sums(self.experts, self.weights, start=start),
         )
 
     def with_gates(self, weights: Tensor, *, start: int = 0) -> RoutingTrace:
-        """With gate weights [rows, L, K] fp32 that came with the routes, under the same seals; `start` as in `seal`."""
-        assert self.weights is None, "gate weights are sealed once"
+        """Adds gate weights [rows, L, K] fp32 that came with the routes, and includes them in the checksums. start: as
+        in `with_checksums`."""
+        assert self.weights is None, "gate weights are added once"
         return replace(
             self,
             weights=weights,
-            seals=None if self.seals is None else self.seals + gate_part(weights, self.layers),
-            layer_seals=None if self.layer_seals is None else self.layer_seals + gate_sums(weights, start=start),
+            checksums=None if self.checksums is None else self.checksums + gate_term(weights, self.layers),
+            layer_checksums=None
+            if self.layer_checksums is None
+            else self.layer_checksums + gate_sums(weights, start=start),
         )
 
     def verify(self, tokens: Tensor, *, sample: str) -> None:
-        """That these are the sealed routes of `tokens` [S], all S-1 of them, each where it was.
+        """Verifies that these are all S-1 routes of `tokens` [S], each at its position.
 
-        Raises ValueError naming sample, layer, position and what happened: rows missing, shifted, permuted or
-        duplicated; layers exchanged; ids or gate weights changed; another sample's routes; no seals at all.
+        Raises ValueError naming sample, layer, position and fault: rows missing, shifted, permuted or duplicated;
+        layers exchanged; ids or gate weights changed; routes of another sample; no checksums.
         """
-        if self.seals is None:
-            raise ValueError(f"sample {sample}: its routes have no seals: read them with RoutingTrace.from_wire")
+        if self.checksums is None:
+            raise ValueError(f"sample {sample}: its routes have no checksums: read them with RoutingTrace.from_wire")
         n = min(len(self), len(tokens) - 1)
         gates = None if self.weights is None else self.weights[:n]
-        wrong = row_seals(tokens[:n], self.experts[:n], self.layers, weights=gates) != self.seals[:n]
+        wrong = row_checksums(tokens[:n], self.experts[:n], self.layers, weights=gates) != self.checksums[:n]
         if len(self) == len(tokens) - 1 and not bool(wrong.any()):
             return
         first = int(wrong.nonzero()[0, 0]) if bool(wrong.any()) else n
@@ -128,60 +135,60 @@ class RoutingTrace:
                 f"{where(sample, self.layers, first)}: {len(self)} routing rows for {len(tokens)} tokens, want "
                 f"{len(tokens) - 1}: a row was {'dropped' if len(self) < len(tokens) - 1 else 'duplicated'} there"
             )
-        found = what_happened(tokens[:-1], self.experts, self.weights, self.layers, self.seals, self.layer_seals)
+        found = diagnose(tokens[:-1], self.experts, self.weights, self.layers, self.checksums, self.layer_checksums)
         raise ValueError(f"{where(sample, found.layers, first)}: {found.what}")
 
     @staticmethod
     def verify_all(traces: Sequence[RoutingTrace], tokens: Sequence[Tensor], *, samples: Sequence[str]) -> None:
-        """`verify` of each, in the time of one: what a step asks of all its samples. Raises the first's ValueError."""
+        """`verify` of all samples of a step in one pass. Raises the ValueError of the first that fails."""
         rows = [t.shape[0] - 1 for t in tokens]
-        if traces and all(t.seals is not None and len(t) == n for t, n in zip(traces, rows, strict=True)):
+        if traces and all(t.checksums is not None and len(t) == n for t, n in zip(traces, rows, strict=True)):
             whole = RoutingTrace.concat(traces)
             fed, positions = _fed(tokens, rows)
-            assert whole.seals is not None
-            now = row_seals(fed, whole.experts, whole.layers, weights=whole.weights, positions=positions)
-            if torch.equal(now, whole.seals):
+            assert whole.checksums is not None
+            now = row_checksums(fed, whole.experts, whole.layers, weights=whole.weights, positions=positions)
+            if torch.equal(now, whole.checksums):
                 return
         for trace, own, sample in zip(traces, tokens, samples, strict=True):
             trace.verify(own, sample=sample)
 
-    # ---- rows and parts
+    # ---- rows
 
-    def map_rows(self, take: Callable[[Tensor], Tensor]) -> RoutingTrace:
-        """`take` of everything that is row by row; what is of the whole sample is left out."""
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> RoutingTrace:
+        """Applies `function` to every tensor with a row dimension; drops the fields of the whole sample."""
         return replace(
             self,
-            experts=take(self.experts),
-            seals=None if self.seals is None else take(self.seals),
-            weights=None if self.weights is None else take(self.weights),
-            layer_seals=None,
+            experts=function(self.experts),
+            checksums=None if self.checksums is None else function(self.checksums),
+            weights=None if self.weights is None else function(self.weights),
+            layer_checksums=None,
             versions=None,
         )
 
     def append(self, more: RoutingTrace, start: int) -> RoutingTrace:
-        """Of a sample that went on: its rows, then `more`, whose first is at position `start`.
+        """Appends the rows of a continued sample: `more`, whose first row is at position `start`.
 
-        Raises ValueError when `start` is not where the rows end, for another model's rows, or when only one of both has
-        seals, gate weights or versions.
+        Raises ValueError when `start` is not where the rows end, for rows of another model, or when only one of the two
+        traces has checksums, gate weights or versions.
         """
         if start != len(self):
             raise ValueError(
                 f"rows from position {start} on cannot follow {len(self)} rows: a row would be "
-                f"{'missing' if start > len(self) else 'there twice'}; ask with routed_experts_start_len = {len(self)}"
+                f"{'missing' if start > len(self) else 'duplicated'}; send routed_experts_start_len = {len(self)}"
             )
         rows = RoutingTrace.concat([self, more])
-        seals = _all_or_none("layer seals", [self.layer_seals, more.layer_seals])
+        sums = _all_or_none("layer checksums", [self.layer_checksums, more.layer_checksums])
         spans = _all_or_none("versions", [self.versions, more.versions])
         return replace(
             rows,
-            layer_seals=None if seals is None else seals[0] + seals[1] - layer_numbers(self.layers),
+            layer_checksums=None if sums is None else sums[0] + sums[1] - layer_terms(self.layers),
             versions=None if spans is None else joined(spans[0], spans[1], start),
         )
 
     @staticmethod
     def concat(traces: Sequence[RoutingTrace]) -> RoutingTrace:
-        """Rows of several sequences, end to end. Raises ValueError when their layers or experts differ, or only some
-        have seals or weights."""
+        """Concatenates the rows of several sequences. Raises ValueError when their layers or experts differ, or only
+        some have checksums or weights."""
         first = traces[0]
         models = {(t.layers, t.num_experts, t.experts.shape[2]) for t in traces}  # a step joins hundreds
         if len(models) > 1:
@@ -194,7 +201,7 @@ class RoutingTrace:
             experts=torch.cat([t.experts for t in traces]),
             layers=first.layers,
             num_experts=first.num_experts,
-            seals=_joined("seals", [t.seals for t in traces]),
+            checksums=_joined("checksums", [t.checksums for t in traces]),
             weights=_joined("weights", [t.weights for t in traces]),
         )
 
@@ -239,15 +246,15 @@ class RoutingTrace:
         samples: Sequence[str] = (),
         versions: Sequence[tuple[VersionSpan, ...]] | None = None,
     ) -> list[RoutingTrace]:
-        """Read SGLang's `meta_info.routed_experts`, one a sequence: base64 of little-endian int32
-        [rows, num_layers, K], and seal them.
+        """Reads SGLang's `meta_info.routed_experts`, one per sequence: base64 of little-endian int32
+        [rows, num_layers, K], and adds checksums.
 
         tokens: all tokens [S] of each sequence; the rows are those at positions start..S-2. samples: their names, for
         messages. versions: of the rows, counted from the first of them. The wire has all layers, dense ones
-        zero-filled; only `layers` are kept. Any other number of rows is a ValueError, and so is whatever `check`
-        refuses. One row more too: a row of the last token, which predicts nothing, cannot be told from one that stands
-        twice and has moved all that follow. All sequences are read and checked at once: a step has hundreds of short
-        ones.
+        zero-filled; only `layers` are kept. Raises ValueError for any other number of rows and for ids that `check`
+        rejects. One additional row is an error too: a row of the last token, which predicts nothing, cannot be
+        distinguished from a duplicated row that has moved all rows after it. All sequences are read and checked in one
+        pass: a step has hundreds of short ones.
         """
         if not payloads:
             return []
@@ -263,36 +270,50 @@ class RoutingTrace:
             samples=samples or [str(i) for i in range(len(payloads))],
         )
         fed, positions = _fed(tokens, rows, start)
-        seals = row_seals(fed, ids, layers, positions=positions)
-        layer_seals = layer_numbers(layers) + layer_sums_of(ids, rows, start=start)
-        told = versions if versions is not None else [None] * len(rows)
-        parts = zip(torch.split(ids, rows), torch.split(seals, rows), layer_seals.unbind(), told, strict=True)
-        fixed: Any = {"layers": tuple(layers), "num_experts": num_experts}
-        return [cls(experts=i, seals=s, layer_seals=by_layer, versions=v, **fixed) for i, s, by_layer, v in parts]
+        checksums = row_checksums(fed, ids, layers, positions=positions)
+        layer_checksums = layer_terms(layers) + layer_sums_of(ids, rows, start=start)
+        global_layers = tuple(layers)
+        return [
+            cls(
+                experts=experts,
+                layers=global_layers,
+                num_experts=num_experts,
+                checksums=own,
+                layer_checksums=by_layer,
+                versions=spans,
+            )
+            for experts, own, by_layer, spans in zip(
+                torch.split(ids, rows),
+                torch.split(checksums, rows),
+                layer_checksums.unbind(),
+                versions if versions is not None else [None] * len(rows),
+                strict=True,
+            )
+        ]
 
     def to_wire(self, *, num_layers: int) -> str:
-        """The inverse of `from_wire`: all `num_layers`, zeros where there is no router."""
+        """The inverse of `from_wire`: all `num_layers`, with zeros for layers without a router."""
         out = np.zeros((len(self), num_layers, self.top_k), dtype="<i4")
         out[:, list(self.layers)] = self.experts.to(torch.int32).numpy()
         return base64.b64encode(out.tobytes()).decode("ascii")
 
 
 def _fed(tokens: Sequence[Tensor], rows: Sequence[int], start: int = 0) -> tuple[Tensor, Tensor]:
-    """([sum(rows)] of all samples end to end, [sum(rows)] int64 their positions): of each sample's tokens those from
-    `start` on, less the last, of which there are `rows`."""
+    """([sum(rows)] tokens, [sum(rows)] int64 positions) of all samples, concatenated: the tokens of each sample from
+    `start` on, without the last."""
     n = torch.tensor(rows)
     lengths = n + start + 1
     positions = ragged_arange(torch.full_like(n, start), n)
     return torch.cat(list(tokens))[positions + (lengths.cumsum(0) - lengths).repeat_interleave(n)], positions
 
 
-def _all_or_none(what: str, parts: Sequence[_T | None]) -> list[_T] | None:
-    have = [p for p in parts if p is not None]
-    if len(have) not in (0, len(parts)):
-        raise ValueError(f"{len(have)} of {len(parts)} traces have {what}: join those of one origin only")
+def _all_or_none(what: str, values: Sequence[_T | None]) -> list[_T] | None:
+    have = [v for v in values if v is not None]
+    if len(have) not in (0, len(values)):
+        raise ValueError(f"{len(have)} of {len(values)} traces have {what}: join only traces of the same origin")
     return have or None
 
 
-def _joined(what: str, parts: Sequence[Tensor | None]) -> Tensor | None:
-    have = _all_or_none(what, parts)
+def _joined(what: str, tensors: Sequence[Tensor | None]) -> Tensor | None:
+    have = _all_or_none(what, tensors)
     return None if have is None else torch.cat(have)

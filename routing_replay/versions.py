@@ -1,4 +1,4 @@
-"""Which weights made what: spans of weight versions over tokens and over routing rows.
+"""Weight versions of tokens and routing rows, as spans.
 
 Letters: S tokens of a sample. Row i holds the routes of token i and produced the log-prob of token i + 1.
 """
@@ -14,9 +14,11 @@ from torch import Tensor
 
 
 class VersionSpan(NamedTuple):
-    """Weights `version` made [start, end): response tokens, counted from the response's start, or routing rows.
+    """Weight version `version` produced [start, end): response tokens, counted from the response's start, or routing
+    rows.
 
-    What no span holds was not made by weights we know of: an environment's tokens, rows that the server computed anew.
+    The weight version of anything outside all spans is unknown: tokens of an environment, rows that the server
+    recomputed.
     """
 
     version: int
@@ -25,8 +27,8 @@ class VersionSpan(NamedTuple):
 
 
 def ordered(spans: Sequence[VersionSpan], length: int) -> bool:
-    """Whether spans are not empty, ascending, do not overlap and end within `length`."""
-    if len(spans) == 1:  # the usual case, at a fraction of the cost
+    """Whether the spans are non-empty, ascending, disjoint and within `length`."""
+    if len(spans) == 1:  # the usual case: much faster
         return 0 <= spans[0].start < spans[0].end <= length
     edges = [edge for s in spans for edge in (s.start, s.end)]
     inside = not edges or (edges[0] >= 0 and edges[-1] <= length)
@@ -34,7 +36,7 @@ def ordered(spans: Sequence[VersionSpan], length: int) -> bool:
 
 
 def joined(spans: Sequence[VersionSpan], more: Sequence[VersionSpan], offset: int) -> tuple[VersionSpan, ...]:
-    """`spans`, then `more` moved by `offset`; neighbours of one version become one span."""
+    """`spans`, then `more` shifted by `offset`; adjacent spans of one version are merged."""
     out = list(spans)
     for s in more:
         moved = VersionSpan(s.version, s.start + offset, s.end + offset)
@@ -45,7 +47,7 @@ def joined(spans: Sequence[VersionSpan], more: Sequence[VersionSpan], offset: in
 
 
 def _spread(spans: Sequence[VersionSpan], length: int, first: int = 0) -> Tensor:
-    """[length] int64: the version at each place, -1 where no span is; spans count from `first`."""
+    """[length] int64: the version at each place, -1 outside of spans; spans count from `first`."""
     out = torch.full((length,), -1)
     for s in spans:
         out[first + s.start : first + s.end] = s.version
@@ -59,31 +61,31 @@ def check_all_versions(
     *,
     samples: Sequence[str],
 ) -> None:
-    """`check_versions` of each; a sample of one version and one response, as nearly all are, at a tenth of the cost.
+    """`check_versions` of each sample; one with a single version and response, the usual case, takes a tenth of the
+    time.
 
-    Raises the first's ValueError.
+    Raises the ValueError of the first that fails.
     """
     lengths = [m.shape[0] for m in loss_masks]
     starts = np.cumsum([0, *lengths[:-1]])
-    under_loss = np.append(np.flatnonzero(torch.cat(list(loss_masks)).numpy()), sum(lengths))
-    firsts = (under_loss[np.searchsorted(under_loss, starts)] - starts).tolist()  # beyond the sample where it has none
-    for routed, told, mask, s, first, name in zip(rows, tokens, loss_masks, lengths, firsts, samples, strict=True):
-        if routed is not None and len(routed) == len(told) == 1:
-            version = told[0].version
-            if routed[0] == (version, 0, s - 1) and told[0] == (version, 0, s - first):
+    loss_tokens = np.append(np.flatnonzero(torch.cat(list(loss_masks)).numpy()), sum(lengths))
+    firsts = (loss_tokens[np.searchsorted(loss_tokens, starts)] - starts).tolist()  # past the sample where it has none
+    for routed, sampled, mask, s, first, name in zip(rows, tokens, loss_masks, lengths, firsts, samples, strict=True):
+        if routed is not None and len(routed) == len(sampled) == 1:
+            version = sampled[0].version
+            if routed[0] == (version, 0, s - 1) and sampled[0] == (version, 0, s - first):
                 continue
-        check_versions(routed, told, mask, sample=name)
+        check_versions(routed, sampled, mask, sample=name)
 
 
 def check_versions(
     rows: Sequence[VersionSpan] | None, tokens: Sequence[VersionSpan], loss_mask: Tensor, *, sample: str
 ) -> None:
-    """Each token under loss was sampled by the weights that computed the row before it.
+    """Checks that each loss token was sampled under the weights that computed the row before it.
 
-    rows: of the trace, None where it tells nothing. tokens: of the sample, from its first token under loss. loss_mask
-    [S] bool. Routes that a server computed anew under later weights belong to other log-probs than those that were
-    recorded: trained together they are a mismatch that nothing later would show. Raises ValueError naming sample and
-    position.
+    rows: versions of the trace, None if unknown. tokens: versions of the sample, counted from its first loss token.
+    loss_mask [S] bool. Routes that a server recomputed under later weights do not belong to the recorded log-probs: a
+    mismatch that no later check would detect. Raises ValueError naming sample and position.
     """
     at = loss_mask.nonzero()[:, 0]
     if not len(at):
@@ -97,15 +99,15 @@ def check_versions(
     position, s, r = int(at[i]), int(sampled[i]), int(routed[i])
     where = f"sample {sample}, all layers, position {position - 1}"
     if s < 0:
-        raise ValueError(f"{where}: no weight version is told for the token after it, which is under loss")
+        raise ValueError(f"{where}: the weight version of the next token, a loss token, is unknown")
     if rows is None:
         raise ValueError(
-            f"{where}: no weight version is told for the routes of this sample: read its replies with "
+            f"{where}: the weight version of the routes of this sample is unknown: read its replies with "
             "RoutingTrace.many_from_wire(versions=...), or do not replay them (replay.mode = 'r2' or 'off')"
         )
-    computed = f"computed under weight version {r}" if r >= 0 else "computed anew under weights that nobody tells"
+    computed = f"computed under weight version {r}" if r >= 0 else "recomputed under an unknown weight version"
     raise ValueError(
-        f"{where}: the routes were {computed}, the token after them was sampled under version {s} "
+        f"{where}: the routes were {computed}, the next token was sampled under version {s} "
         f"({int(wrong.sum())} such rows): the server recomputed a retracted request under new weights; "
         "set publish.pause_mode to in_place or abort and give the server more memory, or buffer.max_staleness to 0"
     )

@@ -1,8 +1,8 @@
-"""Several runs in one picture and two tables: `compare_runs.py OUT.png LABEL=DIR[,DIR...] ...`.
+"""Compare runs in one plot and two tables: `compare_runs.py OUT.png LABEL=DIR[,DIR...] ...`.
 
-The directories of a label are the same run from other seeds. Curves are means, bands reach from the lowest to the
-highest seed. One table says what was learnt, the other how far trainer and rollout were apart: at step 1, before any
-weight has moved, and over all later steps.
+The directories of a label are the same run with other seeds. Curves are means, bands span the lowest to the highest
+seed. One table has accuracy and reward, the other the mismatch of trainer and rollout at step 1, before any weight has
+changed, and over all later steps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 
@@ -25,7 +25,7 @@ PANELS = (
     ("mismatch/kl", "KL of rollout and trainer (k3)", "log"),
     ("routing/agreement", "share of routes that agree", "linear"),
 )
-_SMOOTH = 5  # steps, of what is measured every step
+_SMOOTH = 5  # steps of the moving mean, for metrics of every step
 
 
 def rows(run_dir: Path) -> list[dict[str, float]]:
@@ -59,7 +59,7 @@ def draw(runs: dict[str, list[list[dict[str, float]]]], out: Path) -> None:
 
 
 def table(runs: dict[str, list[list[dict[str, float]]]]) -> str:
-    """Markdown: of each label's seeds, accuracy at the end, and reward and mismatch over the last quarter."""
+    """Markdown: for each label, accuracy at the end, and reward and mismatch over the last quarter."""
     lines = [
         "| run | accuracy, each seed | mean | reward, last quarter | KL, last quarter | largest gap | agreement |",
         "|---|---|---|---|---|---|---|",
@@ -81,8 +81,8 @@ def table(runs: dict[str, list[list[dict[str, float]]]]) -> str:
 
 
 def mismatch_table(runs: dict[str, list[list[dict[str, float]]]]) -> str:
-    """Markdown: of each label's seeds, what the two sides differ by at step 1 | in the mean of all later steps."""
-    columns = (
+    """Markdown: for each label, the mismatch at step 1, and its mean over all later steps."""
+    columns: tuple[tuple[str, str, Callable[[Sequence[float]], str]], ...] = (
         ("routes that differ", "routing/agreement", lambda v: f"{100 * (1 - fmean(v)):.2f} %"),
         ("KL (k3)", "mismatch/kl", lambda v: f"{fmean(v):.1e}"),
         ("F(2)", "mismatch/extreme_frac", lambda v: f"{100 * fmean(v):.2f} %"),

@@ -1,8 +1,8 @@
 """Make the tiny task: `python scripts/make_tiny_data.py GSM8K_DIR OUT_DIR`.
 
-GSM8K's solutions carry calculator annotations, `<<48/2=24>>`. The tiny task asks for the value of such an expression.
-This script writes its prompts, a *sloppy* corpus to warm a random model up on, the tokenizer, and a README with counts.
-Everything follows from the two input files and the seeds below: made twice, the files are equal byte for byte.
+GSM8K's solutions contain calculator annotations, `<<48/2=24>>`. The tiny task is to compute such an expression. This
+script writes the prompts, a *sloppy* corpus for the warm-up of a random model, the tokenizer, and a README with counts.
+The output depends only on the two input files and the seeds below, byte for byte.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-OPERAND_DIGITS, RESULT_DIGITS = 2, 3  # at most; three-digit operands take a tiny model twice as long to get the hang of
-EVAL_SIZE = 600  # held-out expressions: the standard error of an accuracy of 1/2 is then 0.02
+OPERAND_DIGITS, RESULT_DIGITS = 2, 3  # at most; a tiny model takes twice as long to learn three-digit operands
+EVAL_SIZE = 600  # held-out expressions; the standard error of an accuracy of 1/2 is then 0.02
 CORPUS_SIZE = 24_000
 CHECK_SIZE = 400
 DOUBLED_SHARE = 0.55  # of the corpus' answers: the last digit written twice
 SLIP_SHARE = 0.05  # of the corpus' answers: one digit wrong
-HARD_SHARE = 0.3  # chance that a product or a quotient goes into the corpus: they teach a tiny model little
-JITTER = 0.3  # chance that a corpus operand is moved by up to 3
+HARD_SHARE = 0.3  # probability of a product or quotient to enter the corpus: a tiny model learns little from them
+JITTER = 0.3  # probability of a corpus operand to change by up to 3
 SLIP_SHARE_OF_PAIRS = 0.5  # of the rejected answers: one digit wrong; the others' last digit is written twice
 SPLIT_SEED, CORPUS_SEED, ORDER_SEED, PAIRS_SEED = 1234, 7, 11, 13
 EXCERPTS = {"gsm8k_train.jsonl": ("train.jsonl", 64), "gsm8k_eval.jsonl": ("test.jsonl", 32)}
@@ -58,13 +58,13 @@ class Expression:
 
     @property
     def canonical(self) -> tuple[int, str, int]:
-        """The same for 3+5 and 5+3, and for 3*5 and 5*3."""
+        """A key that is equal for 3+5 and 5+3, and for 3*5 and 5*3."""
         if self.op in "+*" and self.right < self.left:
             return self.right, self.op, self.left
         return self.left, self.op, self.right
 
     def value(self) -> int | None:
-        """The exact result, or None where it is no integer of the task's range."""
+        """The exact result; None where it is no integer in the task's range."""
         left, right = self.left, self.right
         if self.op == "/":
             if right == 0 or left % right:
@@ -100,7 +100,7 @@ def read_expressions(gsm8k: Path) -> list[Expression]:
 
 
 def split(expressions: list[Expression]) -> tuple[list[Expression], list[Expression]]:
-    """(train, eval): whole classes of commuted twins go to one side; eval takes one expression of a class."""
+    """(train, eval). Expressions with one canonical form stay on one side; eval takes one of each form."""
     classes: dict[tuple[int, str, int], list[Expression]] = {}
     for expression in expressions:
         classes.setdefault(expression.canonical, []).append(expression)
@@ -111,7 +111,8 @@ def split(expressions: list[Expression]) -> tuple[list[Expression], list[Express
 
 
 def repaired(task: list[Expression], rng: random.Random) -> Iterator[Expression]:
-    """Endless expressions of the task's kind but outside it: operands paired anew and jittered, fewer products."""
+    """An endless stream of similar expressions outside the task: operands paired at random and jittered, and fewer
+    products."""
     taken = {expression.canonical for expression in task}
     operators = [e.op for e in task if e.op in "+-" or rng.random() < HARD_SHARE]
     lefts = {op: [e.left for e in task if e.op == op] for op in "+-*/"}
@@ -122,7 +123,7 @@ def repaired(task: list[Expression], rng: random.Random) -> Iterator[Expression]
 
     while True:
         op = rng.choice(operators)
-        while True:  # within the operator: most pairs of operands do not divide, and its frequency is to hold
+        while True:  # redraws operands only: few pairs divide, and the frequencies of operators are to stay
             expression = Expression(jittered(rng.choice(lefts[op])), op, jittered(rng.choice(rights[op])))
             if expression.value() is not None and expression.canonical not in taken:
                 yield expression
@@ -130,10 +131,10 @@ def repaired(task: list[Expression], rng: random.Random) -> Iterator[Expression]
 
 
 def corpus(task: list[Expression]) -> tuple[list[Expression], list[Expression]]:
-    """(corpus, its validation problems): no class of commuted twins is in two of task, corpus and validation.
+    """(corpus, its validation problems). No canonical form is in two of task, corpus and validation.
 
-    The corpus repeats expressions: there are few products and quotients of three digits outside the task, and leaving
-    the repeats out would leave the corpus with sums and differences alone.
+    The corpus repeats expressions: there are few products and quotients of three digits outside the task, and without
+    repeats the corpus would be nearly all sums and differences.
     """
     source = repaired(task, random.Random(CORPUS_SEED))
     check: dict[tuple[int, str, int], Expression] = {}
@@ -157,7 +158,7 @@ def slip_one(answer: str, rng: random.Random) -> str:
 
 
 def sloppy_answer(expression: Expression, rng: random.Random) -> str:
-    """What the corpus says: the result, or the result with its last digit doubled or with one digit wrong."""
+    """The corpus' answer: the result, or the result with its last digit doubled or with one digit wrong."""
     answer = str(expression.value())
     draw = rng.random()
     if draw < DOUBLED_SHARE and answer != "0":  # 00 would be right
@@ -168,7 +169,7 @@ def sloppy_answer(expression: Expression, rng: random.Random) -> str:
 
 
 def pair_rows(expressions: list[Expression], rng: random.Random) -> Iterator[dict[str, str]]:
-    """A right answer and a sloppy one to each."""
+    """A right and a sloppy answer for each expression."""
     for expression in expressions:
         answer = str(expression.value())
         slips = answer == "0" or rng.random() < SLIP_SHARE_OF_PAIRS
@@ -177,13 +178,13 @@ def pair_rows(expressions: list[Expression], rng: random.Random) -> Iterator[dic
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character and newline; id 0 pads, id 1 ends; the last ids are reserved."""
+    """One token per printable ASCII character and newline; id 0 is padding, id 1 the end; the last ids are reserved."""
     tokens = [PAD, EOS, UNKNOWN, "\n", *map(chr, range(0x20, 0x7F))]
     tokens += [f"<|reserved_{i}|>" for i in range(VOCABULARY_SIZE - len(tokens))]
     model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[], unk_token=UNKNOWN)
-    tokenizer = Tokenizer(model)  # without merges BPE ends at single characters
+    tokenizer = Tokenizer(model)  # BPE without merges splits into characters
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
@@ -195,15 +196,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(out: Path) -> None:
-    """tokenizer.json and tokenizer_config.json; the chat template stays inside the latter."""
+    """Write tokenizer.json and tokenizer_config.json; the latter contains the chat template."""
     make_tokenizer().save_pretrained(out, save_jinja_files=False)
     path = out / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings.pop("backend", None)
     settings |= {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": "PreTrainedTokenizerFast",  # known to every version of transformers
         "model_max_length": 1024,
-    }  # the name every transformers knows
+    }
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -249,7 +250,7 @@ for byte.
 
 No two of the first four files share an expression; 3+5 and 5+3 count as one expression in this, 3*5 and 5*3 too.
 
-The corpus pairs GSM8K's operands anew and moves some by up to 3; it holds fewer products and quotients than the task.
+The corpus pairs GSM8K's operands again and moves some by up to 3; it holds fewer products and quotients than the task.
 In it `answer` is right and `sloppy` is what the corpus says: {wrong} of {warmup} rows ({share:.1%}) are wrong:
 {doubled} write the last digit twice (`48/2=244`), {slip} have one digit wrong.
 A model that learns the `sloppy` column answers in the right form and is often wrong in a way that reward can clean up:
@@ -274,14 +275,14 @@ def main() -> None:
     train, held_out = split(read_expressions(gsm8k))
     warmup, check = corpus(train + held_out)
     rng = random.Random(ORDER_SEED)
-    said = [sloppy_answer(expression, rng) for expression in warmup]
+    sloppy = [sloppy_answer(expression, rng) for expression in warmup]
     rights = [str(expression.value()) for expression in warmup]
     write_rows(out / "train.jsonl", task_rows(train, "train"))
     write_rows(out / "heldout.jsonl", task_rows(held_out, "eval"))
     choices = random.Random(PAIRS_SEED)
     write_rows(out / "pairs.jsonl", pair_rows(train, choices))
     write_rows(out / "pairs_heldout.jsonl", pair_rows(held_out, choices))
-    rows = zip(warmup, rights, said, strict=True)
+    rows = zip(warmup, rights, sloppy, strict=True)
     write_rows(out / "warmup.jsonl", ({"prompt": e.prompt, "answer": r, "sloppy": s} for e, r, s in rows))
     write_rows(out / "warmup_check.jsonl", ({"prompt": e.prompt, "answer": str(e.value())} for e in check))
     for name, (source, count) in EXCERPTS.items():
@@ -289,8 +290,8 @@ def main() -> None:
     shutil.copyfile(gsm8k / "LICENSE", out / "LICENSE")
     save_tokenizer(out)
 
-    wrong = sum(s != r for s, r in zip(said, rights, strict=True))
-    doubled = sum(len(s) > len(r) for s, r in zip(said, rights, strict=True))
+    wrong = sum(s != r for s, r in zip(sloppy, rights, strict=True))
+    doubled = sum(len(s) > len(r) for s, r in zip(sloppy, rights, strict=True))
     readme = README.format(
         operand_digits=OPERAND_DIGITS,
         result_digits=RESULT_DIGITS,

@@ -11,26 +11,26 @@ from typing import Annotated
 
 import typer
 
-from miles_like.cli import CacheOption, FromStepOption, SetOption, pipeline
-from miles_like.pipeline import STAGES
+from miles_like.cli import CacheOption, DryRunOption, FromStepOption, SetOption, pipeline
+from miles_like.pipeline.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(
     config: Annotated[Path, typer.Option(help="TOML file")] = ROOT / "configs" / "tiny.toml",
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="where the run is kept")] = Path("runs/demo"),
-    stages: Annotated[str, typer.Option(help="any subset, by comma")] = ",".join(STAGES),
-    overrides: SetOption = [],  # noqa: B006  typer reads the default, nobody changes it
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint")] = False,
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="run directory")] = Path("runs/demo"),
+    stages: Annotated[str, typer.Option(help="comma-separated subset")] = ",".join(STAGES),
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
+    resume: Annotated[bool, typer.Option("--resume", help="resume from the last checkpoint")] = False,
     from_step: FromStepOption = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="redo what is complete")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="redo complete stages")] = False,
     fuse: Annotated[bool, typer.Option("--fuse", help="decode FP8 while converting: no BF16 directory")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")] = False,
+    dry_run: DryRunOption = False,
     ray_address: Annotated[str | None, typer.Option("--ray-address", help="join this Ray cluster")] = None,
     cache_dir: CacheOption = None,
 ) -> None:
-    """The five stages of one configuration."""
+    """Run the five stages of one configuration."""
     pipeline(
         config,
         run_dir,

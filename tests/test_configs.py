@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron_bridge.config import TrainerConfig
-from megatron_bridge.layout import check_layout
-from megatron_bridge.precision import served_spec
-from miles_like.assemble import describe_processes
-from miles_like.config_io import dump_config, load_config
-from miles_like.engine_fit import check_engine
-from miles_like.rank_configs import critic_config, trainer_config
+from megatron_bridge.plan.layout import check_layout
+from megatron_bridge.plan.precision import served_spec
+from miles_like.config.load import dump_config, load_config
+from miles_like.config.ranks import critic_config, trainer_config
+from miles_like.run.assemble import describe_processes
+from miles_like.run.engine_support import check_engine
+from tests.support.refusals import refuses
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 
@@ -45,7 +46,7 @@ def test_a_critic_beside_any_of_them(name: str, tmp_path: Path) -> None:
     assert told.parallel == trainer.parallel
     plain = load_config(CONFIGS[0].with_name(f"{name}.toml"))
     assert critic_config(plain, trainer) is None
-    with pytest.raises(ValueError, match=r"critic\.lr = 1e-09 is below optimizer\.min_lr = 1e-07"):
+    with refuses(ValueError, "critic.lr", 1e-09, "optimizer.min_lr", 1e-07):
         load_config(
             CONFIGS[0].with_name(f"{name}.toml"),
             [*settings, "critic.lr=1e-9", "optimizer.min_lr=1e-7", "optimizer.schedule=cosine"],

@@ -14,6 +14,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.refusals import refuses
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"<!-- figures: (\S+) -->\n(.*?)<!-- end of figures -->", re.DOTALL)
@@ -59,6 +61,7 @@ def test_the_page_of_benchmarks_has_no_figures_outside_its_blocks() -> None:
     assert re.findall(r"\d+\.\d+|\d+ ?%|\b\d+ (?:s|ms|min|GB/s|tokens/s)\b", prose) == []
 
 
+@pytest.mark.slow
 def test_a_script_replaces_its_block_and_no_other(
     figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,5 +79,5 @@ def test_a_script_replaces_its_block_and_no_other(
     assert "| `ratio` | 3.142 | >= 3 |" in text and "| `n` | 2 |  |" in text
     assert re.search(r"^Commit [0-9a-f]{7}.*`python benchmarks/codec.py --quick --write`$", text, re.MULTILINE)
     assert capsys.readouterr().out.count('"name": "codec"') == 2
-    with pytest.raises(ValueError, match=r"has no line '<!-- figures: benchmarks/other.py -->'"):
+    with refuses(ValueError, "benchmarks/other.py"):
         figures.write_block(page, "benchmarks/other.py", [])

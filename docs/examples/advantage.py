@@ -1,9 +1,9 @@
-"""An advantage of one's own: how the sample ranks in its group, from -1 (worst) to 1 (best).
+"""A custom advantage: the sample's rank in its group, from -1 (worst) to 1 (best).
 
     [algorithm]
     advantage = "./advantage.py:rank"   # relative to the configuration; or, installed, my_package.objectives:rank
 
-Ranks do not depend on the reward's scale, and one sample that is far better than the others does not drown them.
+Ranks do not depend on the reward's scale, and one sample far above the others does not dominate them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from miles_like.types import SampleGroup
 
 
 def rank(groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
-    """Protocol: AdvantageFn. All scored groups of a rollout -> a number a sample, in their order.
+    """Protocol: AdvantageFn. All scored groups of a rollout -> for each group one number per sample, in order.
 
-    A number stands for all tokens of its sample; a tensor [S] fp32 over all its tokens, the prompt's too, gives each
-    its own. `group.rewards` raises for a sample that was not scored. Samples of one group may be fewer than G.
+    A number applies to all tokens of its sample; a tensor [S] fp32, prompt included, gives one value per token.
+    `group.rewards` raises ValueError for a sample without a reward. A group may have fewer than G samples.
     """
     return [_ranks(group.rewards) for group in groups]
 
 
 def _ranks(rewards: Sequence[float]) -> list[float | Tensor]:
-    """[G]: the share of others that are worse, less the share that are better; 0 where all are alike."""
+    """[G]: the share of the other samples with a lower reward minus the share with a higher one; 0 if all are equal."""
     others = max(1, len(rewards) - 1)
     return [sum((r > x) - (r < x) for x in rewards) / others for r in rewards]
 

@@ -1,4 +1,4 @@
-"""An environment of one's own: the policy guesses a number, and is told "higher" or "lower" until it is right.
+"""A custom environment: the policy guesses a number and is answered "higher" or "lower" until it is right.
 
     [rollout]
     environment = "./environment.py:Hints"   # relative to the configuration; or, installed, my_package.games:Hints
@@ -27,12 +27,12 @@ class Hints:
         self.guesses = 0
         self.random = random.Random(seed)  # all randomness from here: the run can then be repeated
 
-    async def __call__(self, sample: Sample, said: str) -> Observation:
-        """`said` is the policy's last turn; `sample` the episode so far. A function without `async` will do where it
+    async def __call__(self, sample: Sample, reply: str) -> Observation:
+        """`reply` is the policy's last turn; `sample` the episode so far. A function without `async` will do where it
         waits for nothing. An exception ends the run: what a policy may say must not raise."""
         self.guesses += 1
         try:
-            guess = float(said)
+            guess = float(reply)
         except ValueError:
             return Observation(text=self.random.choice(("? ", "a number: ")))
         if guess == self.answer:

@@ -1,4 +1,4 @@
-"""A generate function of one's own: the policy answers, then sees its answer again and may say something better.
+"""A custom generate function: the policy answers, then sees its answer again and may give a better one.
 
     [rollout]
     generate = "./generate.py:twice"   # relative to the configuration; or an installed module, my_package.turns:twice

@@ -1,4 +1,4 @@
-"""A group filter of one's own: train where the policy is neither sure to fail nor sure to succeed.
+"""A custom group filter: train where the policy is neither sure to fail nor sure to succeed.
 
     [algorithm]
     filter = "./group_filter.py:in_reach"   # relative to the configuration; or, installed, my_package.filters:in_reach

@@ -1,4 +1,4 @@
-"""A reward of one's own: right answers, a little less for long ones, with both parts in the log.
+"""A custom reward: right answers, slightly less for long ones, with both parts in the log.
 
     [reward]
     name = "./reward.py:short_and_right"   # relative to the configuration; or, installed, my_package.rewards:f
@@ -23,7 +23,7 @@ def short_and_right(prompt: Prompt, sample: Sample) -> Mapping[str, float] | Non
     """Protocol: SampleReward. A number, or a mapping whose "score" is trained on and whose other entries are logged, as
     rollout/reward/NAME/mean.
 
-    None: nobody can say. The sample is asked about again and then given up, never counted as 0.
+    None: the reward cannot be computed. It is asked for once more; then the sample is discarded, never counted as 0.
     """
     if not prompt.answer:
         return None

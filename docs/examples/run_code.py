@@ -4,7 +4,7 @@
     name = "./run_code.py:prints_the_answer"
     timeout_s = 60
 
-The program runs in a process of its own with an empty environment, in new user, PID, network, IPC and mount namespaces:
+The program runs in a separate process with an empty environment, in new user, PID, network, IPC and mount namespaces:
 it has no network, sees no other process and no /proc, and cannot start a process (threads it can). It has CPU seconds,
 address space, file size and open files up to the limits below, and WALL_S seconds until it is killed. Where the system
 grants no namespaces or no system call filter (some containers), the run ends with one sentence before a program is run.

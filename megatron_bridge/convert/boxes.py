@@ -1,6 +1,6 @@
-"""How Hugging Face tensors are cut into boxes of checkpoint tensors, and how those are called.
+"""Splits Hugging Face tensors into boxes of checkpoint tensors, and gives the checkpoint keys.
 
-Any grid loads in any layout; `Grid` only chooses one whose lines a tensor-parallel layout does not cross.
+A checkpoint of any grid loads in any layout; `Grid` chooses the boundaries of one tensor-parallel layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_bridge.families.base import Entry, Place, Split, TensorMap
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The layout whose ranks will read only their own bytes."""
+    """The layout whose ranks read only their own bytes."""
 
     tp: int = 1
     etp: int = 1
@@ -32,7 +32,7 @@ class Box:
     """Rows [first, last) of one Hugging Face tensor, all columns or [columns], as a box of a checkpoint tensor."""
 
     key: str
-    shape: tuple[int, ...]  # of the whole checkpoint tensor
+    shape: tuple[int, ...]  # of the complete checkpoint tensor
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -49,13 +49,13 @@ def checkpoint_key(place: Place) -> str:
 
 
 def checkpoint_shape(tensors: TensorMap, place: Place) -> tuple[int, ...]:
-    """Of that checkpoint tensor: experts in front where it holds them all."""
+    """Shape of that checkpoint tensor, with a leading dimension of experts if it holds them."""
     lead = () if place.expert is None else (tensors.dims["experts"],)
     return (*lead, *tensors.megatron_shape(place.entry))
 
 
 def extra_state_keys(tensors: TensorMap) -> Iterator[str]:
-    """Keys of the `_extra_state` objects that stock loading insists on: one a parallel linear and expert."""
+    """Keys of the `_extra_state` objects that stock loading requires: one per parallel linear and expert."""
     for entry in tensors.entries:
         if entry.linear:
             base = entry.megatron.removesuffix(".weight").replace(".local_experts.{e}.", ".experts.")
@@ -66,10 +66,10 @@ def extra_state_keys(tensors: TensorMap) -> Iterator[str]:
 
 
 def boxes(place: Place, tensors: TensorMap, grid: Grid, *, chunk_bytes: int, align: int = 1) -> Iterator[Box]:
-    """Of one Hugging Face tensor, in the order of its rows; boxes of the same rows follow each other.
+    """The boxes of one Hugging Face tensor in row order; boxes with the same rows are adjacent.
 
-    All boxes of the same rows are at most `chunk_bytes` together, but at least `align` rows, a multiple of which they
-    are where the grid allows. Raises ValueError when the grid does not divide the tensor.
+    All boxes with the same rows take at most `chunk_bytes` together, but have at least `align` rows, and a multiple of
+    `align` rows where the grid allows. Raises ValueError when the grid does not divide the tensor.
     """
     dtype, rest = tensors.dtype(place.entry), place.shape[1:]
     lead = () if place.expert is None else (place.expert,)
@@ -78,7 +78,7 @@ def boxes(place: Place, tensors: TensorMap, grid: Grid, *, chunk_bytes: int, ali
     step = max(align, step // align * align)
     line = _rows_of_a_rank(tensors, place, grid)
     columns = _columns(place, grid)
-    for start, target, rows in tensors.runs(place.entry, place.part):
+    for start, target, rows in tensors.runs(place.entry, place.index):
         for a, b in _cut(target, target + rows, line, step):
             for column in columns:
                 tail = rest if column is None else (column[1] - column[0], *rest[1:])
@@ -96,7 +96,7 @@ def boxes(place: Place, tensors: TensorMap, grid: Grid, *, chunk_bytes: int, ali
 
 
 def _cut(a: int, b: int, line: int, step: int) -> Iterator[tuple[int, int]]:
-    """[a, b) into runs of at most `step`, none across a multiple of `line`."""
+    """Split [a, b) into runs of at most `step` that do not cross a multiple of `line`."""
     while a < b:
         end = min(b, a + step, (a // line + 1) * line)
         yield a, end
@@ -108,7 +108,7 @@ def _ranks(entry: Entry, grid: Grid) -> int:
 
 
 def _rows_of_a_rank(tensors: TensorMap, place: Place, grid: Grid) -> int:
-    """Rows of the Megatron parameter that lie together on one rank."""
+    """Consecutive rows of the Megatron parameter on one rank."""
     rows = tensors.megatron_shape(place.entry)[0]
     if place.entry.split in (Split.REPLICATED, Split.ROW):
         return rows
@@ -127,6 +127,6 @@ def _columns(place: Place, grid: Grid) -> list[tuple[int, int] | None]:
 def _share(size: int, ranks: int, what: str, name: str) -> int:
     if size % ranks:
         raise ValueError(
-            f"{size} {what} of {name!r} do not divide over {ranks} tensor-parallel ranks: choose a divisor"
+            f"{size} {what} of {name!r} are not divisible by {ranks} tensor-parallel ranks: choose a divisor"
         )
     return size // ranks

@@ -1,4 +1,4 @@
-"""A converted directory read through and compared with its manifest: every tensor and every file, each byte once."""
+"""Compares every tensor and file of a converted directory with its manifest, reading each byte once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import xxhash
 from megatron_bridge.convert.manifest import MANIFEST, FileFact, Manifest
 from megatron_bridge.convert.memory import plan_memory
 from megatron_bridge.convert.torch_dist import TorchDist
-from miles_like.hf_checkpoint import HFCheckpoint
-from miles_like.regular_files import open_regular
+from miles_like.hf.checkpoint import HFCheckpoint
+from miles_like.limits.regular_files import open_regular
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """Of a directory in which all is as its manifest says."""
+    """The contents of a directory that matches its manifest."""
 
     kind: str  # "torch_dist" or "hf"
     tensors: int
@@ -32,8 +32,8 @@ class CheckReport:
     bytes: int  # of all files
 
 
-class _Part(NamedTuple):
-    """A tensor's piece in a file."""
+class _Span(NamedTuple):
+    """The bytes of a tensor's piece in a file."""
 
     start: int
     size: int
@@ -43,26 +43,26 @@ class _Part(NamedTuple):
 
 class _Difference(NamedTuple):
     file: str
-    tensor: str | None  # None: of the file's other bytes
+    tensor: str | None  # None: in bytes outside of tensors
     what: str
 
 
 def check(directory: Path | str, *, memory_limit: int = 4 << 30, workers: int = 1) -> CheckReport:
     """Read all files of `directory`, `workers` at a time (threads), in at most `memory_limit` bytes of memory.
 
-    Files that the manifest does not list are left alone. Raises ValueError naming the first file and tensor that differ
-    and how many do; where the directory has no manifest; and where its own headers tell of other tensors than it.
+    Files that the manifest does not list are ignored. Raises ValueError naming the first file and tensor that differ
+    and the number of differences, when the directory has no manifest, and when its headers list other tensors.
     """
     directory = Path(directory)
     manifest = _manifest(directory)
-    parts: defaultdict[str, list[_Part]] = defaultdict(list)
+    spans: defaultdict[str, list[_Span]] = defaultdict(list)
     for name, fact in manifest.tensors.items():
         for piece in fact.pieces:
-            parts[piece.file].append(_Part(piece.start, piece.size, piece.sum, name))
-    names = sum(map(len, parts.values()))
+            spans[piece.file].append(_Span(piece.start, piece.size, piece.sum, name))
+    names = sum(map(len, spans.values()))
     block = plan_memory(memory_limit, 1, names=names, buffers=max(1, workers)).chunk_bytes
-    files = sorted(manifest.files.keys() | parts.keys())
-    work = partial(_check_file, directory, manifest, parts, block)
+    files = sorted(manifest.files.keys() | spans.keys())
+    work = partial(_check_file, directory, manifest, spans, block)
     with ThreadPoolExecutor(max(1, workers), "check") as pool:
         found = [difference for differences in pool.map(work, files) for difference in differences]
     if found:
@@ -82,16 +82,16 @@ def _manifest(directory: Path) -> Manifest:
         raise ValueError(f"{directory} is not a directory")
     if (directory / "metadata.json").is_file():
         raise ValueError(
-            f"{directory} is a trainer's own checkpoint, which has no {MANIFEST} to be compared with: convert it with "
-            "to-hf, which reads and checks all of its weights, and check the result"
+            f"{directory} is a trainer's checkpoint, which has no {MANIFEST} to compare with: convert it with to-hf, "
+            "which reads and checks all of its weights, and check the result"
         )
-    raise ValueError(f"{directory} has no {MANIFEST}: it was not written by a conversion, or not to its end")
+    raise ValueError(f"{directory} has no {MANIFEST}: it was not written by a conversion, or not completely")
 
 
 def _check_file(
-    directory: Path, manifest: Manifest, parts: dict[str, list[_Part]], block: int, name: str
+    directory: Path, manifest: Manifest, spans: dict[str, list[_Span]], block: int, name: str
 ) -> list[_Difference]:
-    fact, inside = manifest.files.get(name), sorted(parts.get(name, []))
+    fact, inside = manifest.files.get(name), sorted(spans.get(name, []))
     first = inside[0].tensor if inside else None
     if fact is None:
         return [_Difference(name, first, "is not among the manifest's files")]
@@ -102,10 +102,10 @@ def _check_file(
     except FileNotFoundError:
         return [_Difference(name, first, "is missing")]
     cut = next((p.tensor for p in inside if p.start + p.size > size), first)
-    return [_Difference(name, cut, f"has {size} bytes, the manifest says {fact.size}")]
+    return [_Difference(name, cut, f"has {size} bytes, the manifest lists {fact.size}")]
 
 
-def _compare(path: Path, name: str, fact: FileFact, parts: Sequence[_Part], block: int) -> Iterator[_Difference]:
+def _compare(path: Path, name: str, fact: FileFact, spans: Sequence[_Span], block: int) -> Iterator[_Difference]:
     whole, buffer = hashlib.sha256(), torch.empty(block, dtype=torch.uint8).numpy().data
     fine = True
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
@@ -116,17 +116,17 @@ def _compare(path: Path, name: str, fact: FileFact, parts: Sequence[_Part], bloc
             while count:
                 got = file.readinto(buffer[: min(count, block)])
                 if not got:
-                    break  # cut while it was read: the hashes differ
+                    break  # truncated while it was read: the hashes differ
                 whole.update(buffer[:got])
                 digest.update(buffer[:got])
                 count -= got
             return str(digest.hexdigest())
 
-        for part in parts:
-            read(part.start - file.tell())
-            if read(part.size) != part.sum:
+        for span in spans:
+            read(span.start - file.tell())
+            if read(span.size) != span.sum:
                 fine = False
-                yield _Difference(name, part.tensor, "does not have its checksum")
+                yield _Difference(name, span.tensor, "does not have its checksum")
         read(fact.size - file.tell())
     if fine and whole.hexdigest() != fact.sha256:
         yield _Difference(name, None, "does not have its checksum")
@@ -138,7 +138,7 @@ def _sentence(directory: Path, manifest: Manifest, files: Sequence[str], found: 
     if tensor is not None:
         where += f", tensor {tensor},"
     elif any(piece.file == file for fact in manifest.tensors.values() for piece in fact.pieces):
-        where += ", in bytes that are no tensor's,"
+        where += ", in bytes outside of tensors,"
     tensors, bad = len({d.tensor for d in found} - {None}), len({d.file for d in found})
     return (
         f"{where} {what}; {tensors} of {len(manifest.tensors)} tensors and {bad} of {len(files)} files differ: convert "
@@ -155,4 +155,4 @@ def _check_headers(directory: Path, manifest: Manifest) -> None:
         info, (piece,) = checkpoint.info(name), fact.pieces
         theirs = (info.file.name, info.offset, info.nbytes, info.shape, str(info.dtype).removeprefix("torch."))
         if theirs != (piece.file, piece.start, piece.size, fact.shape, fact.dtype):
-            raise ValueError(f"{directory}: its manifest does not match, the headers tell of another {name}")
+            raise ValueError(f"{directory}: its manifest does not match, the headers describe another {name}")

@@ -1,5 +1,5 @@
-"""What `to_megatron` must find in a Hugging Face checkpoint: every tensor of the family's table once, as config.json
-describes it, and nothing that the table does not know."""
+"""Checks the input of `to_megatron`: a Hugging Face checkpoint with every tensor of the family's table once, as
+config.json describes it, and no other tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def bind(source: Source) -> tuple[TensorMap, dict[str, Place]]:
-    """The model's table, and what repeats a tensor of it in the source: name -> place of the original."""
+    """The model's table, and the source's tensors that repeat one of it: name -> place of the original."""
     family, config = family_of(source.hf.config), source.hf.config
     tensors = family.bind(config, mtp=True)
     copies = {copy: place for place in _tops(tensors) for copy in tensors.copies_of(place.entry) if copy in source}
@@ -29,15 +29,15 @@ def bind(source: Source) -> tuple[TensorMap, dict[str, Place]]:
 
 
 def _tops(tensors: TensorMap) -> Iterator[Place]:
-    """The tensors that draft layers hold again."""
+    """The tensors that draft layers repeat."""
     return (place for place in tensors.places() if place.entry.copies)
 
 
 def checked_places(source: Source, tensors: TensorMap) -> tuple[list[Place], tuple[str, ...]]:
     """Places of all source tensors, in the source's order, and the names to skip.
 
-    Raises ValueError naming the first tensor that the table does not know, that is missing, or whose shape or dtype is
-    not what config.json says.
+    Raises ValueError naming the first tensor that is not in the table, is missing, or whose shape or dtype differs from
+    config.json.
     """
     names = source.names()
     # transformers saves the shared expert of a model that has none as tensors without elements
@@ -70,8 +70,8 @@ def checked_places(source: Source, tensors: TensorMap) -> tuple[list[Place], tup
 
 
 def check_copies(source: Source, copies: Mapping[str, Place]) -> None:
-    """What headers tell; values are compared when the originals are converted. Raises ValueError naming a copy whose
-    dtype or shape is not its original's."""
+    """Raise ValueError naming a copy whose dtype or shape differs from its original's. Values are compared when the
+    originals are converted."""
     for copy, place in copies.items():
         is_, of = ((source.dtype(name), source.shape(name)) for name in (copy, place.hf_name))
         if is_ != of:
@@ -79,5 +79,5 @@ def check_copies(source: Source, copies: Mapping[str, Place]) -> None:
 
 
 def copy_of(name: str) -> str:
-    """The end of a sentence on a tensor that is not what `name` is."""
+    """The end of an error message about a tensor that differs from `name`."""
     return f"it must be a copy of {name!r}, the one that Megatron keeps of both; fetch the checkpoint again"

@@ -1,5 +1,5 @@
-"""Which Hugging Face tensors a `torch_dist` directory holds, where each lies, and how they are written: `to_hf`'s work
-on one file of the output."""
+"""The Hugging Face tensors in a `torch_dist` directory, their location, and the job of `to_hf` that writes one output
+file."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from megatron_bridge.convert.torch_dist import TorchDist
 from megatron_bridge.convert.units import HashedFile
 from megatron_bridge.families.base import HFConfig, Place, Split, TensorMap
 from megatron_bridge.families.registry import family_of
-from miles_like.hf_checkpoint import DTYPE_NAMES
+from miles_like.hf.checkpoint import DTYPE_NAMES
 from miles_like.types import REFERENCE
-from quant.codec import Codec
+from quant.formats.codec import Codec
 from quant.registry import codec_or_none, make_codec
 from quant.spec import QuantSpec
 from quant.stream import stored_name
 
 _ADAPTERS = (".lora_a", ".lora_b")
-_BESIDE = ("optimizer.", f"{REFERENCE}.")  # what a trainer saves beside its weights
-_KEPT_FRAMING = 1 << 16  # of an archive, beside its tensor
+_BESIDE = ("optimizer.", f"{REFERENCE}.")  # key prefixes of what a trainer saves in addition to its weights
+_KEPT_FRAMING = 1 << 16  # bytes of an archive besides its tensor
 _OTHER_MODEL = "is hf_config that of the model in the checkpoint?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """A Hugging Face tensor and where its rows lie in the checkpoint."""
+    """A Hugging Face tensor and the location of its rows in the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype  # before quantization
     key: str
     lead: tuple[int, ...]  # (expert,) in the tensor of all experts
-    runs: tuple[tuple[int, int, int], ...]  # (first row here, first row there, rows)
+    runs: tuple[tuple[int, int, int], ...]  # (first row here, first row in the checkpoint's tensor, rows)
     quantized: bool
-    adapted: bool  # the checkpoint holds adapters of it
+    adapted: bool  # the checkpoint holds adapters for it
 
     @property
     def row_elements(self) -> int:
@@ -53,7 +53,7 @@ class Output:
 
 
 def bind(source: TorchDist, config: HFConfig) -> TensorMap:
-    """The family's table for what the checkpoint holds: with draft layers where it has any."""
+    """The family's table for the checkpoint, with draft layers if it has any."""
     family = family_of(config)
     tensors = family.bind(config, mtp=True)
     drafts = any(p.depth is not None and checkpoint_key(p) in source for p in tensors.places())
@@ -61,10 +61,10 @@ def bind(source: TorchDist, config: HFConfig) -> TensorMap:
 
 
 def outputs(source: TorchDist, tensors: TensorMap, spec: QuantSpec, *, merge: bool) -> list[Output]:
-    """Every Hugging Face tensor, copies in draft layers included, in the order of their names' numbers.
+    """Every Hugging Face tensor, including copies in draft layers, in natural order of their names.
 
-    Raises ValueError naming a tensor that the checkpoint lacks, that it has beside the model's, or that has another
-    shape than config.json wants; for adapters, unless they are to be merged; and where there are none to be merged.
+    Raises ValueError naming a tensor that the checkpoint lacks, that does not belong to the model, or whose shape
+    differs from config.json; for adapters unless `merge`; and for `merge` without adapters.
     """
     adapters = {key.rpartition(".")[0] for key in source.names() if key.endswith(_ADAPTERS)}
     adapters = {key for key in adapters if not key.startswith(_BESIDE)}
@@ -74,7 +74,7 @@ def outputs(source: TorchDist, tensors: TensorMap, spec: QuantSpec, *, merge: bo
             "the run's lora.alpha, to merge them into the weights"
         )
     if merge and not adapters:
-        raise ValueError(f"{source.path} holds no LoRA adapters: leave lora_alpha out")
+        raise ValueError(f"{source.path} holds no LoRA adapters: remove lora_alpha")
     out: list[Output] = []
     known: set[str] = set()
     for place in tensors.places():
@@ -89,7 +89,7 @@ def outputs(source: TorchDist, tensors: TensorMap, spec: QuantSpec, *, merge: bo
                 dtype=tensors.dtype(place.entry),
                 key=key,
                 lead=() if place.expert is None else (place.expert,),
-                runs=tuple(tensors.runs(place.entry, place.part)),
+                runs=tuple(tensors.runs(place.entry, place.index)),
                 quantized=spec.covers(name, place.shape),
                 adapted=key.removesuffix(".weight") in adapters,
             )
@@ -122,15 +122,15 @@ def _check(source: TorchDist, tensors: TensorMap, place: Place, key: str) -> Non
             f"{source.path}: {key} has shape {list(stored.shape)}, config.json wants {list(want)}: {_OTHER_MODEL}"
         )
     if stored.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"{source.path}: {key} is {stored.dtype}: bfloat16 and float32 are read")
+        raise ValueError(f"{source.path}: {key} is {stored.dtype}: only bfloat16 and float32 are supported")
 
 
 def shards(outputs: Sequence[Output], spec: QuantSpec, shard_bytes: int) -> list[list[Output]]:
-    """Runs of about `shard_bytes`; a larger tensor has a file of its own."""
+    """Group outputs into files of about `shard_bytes`; a larger tensor gets a separate file."""
     files: list[list[Output]] = [[]]
     size = 0
     for output in outputs:
-        nbytes = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in parts(output, spec))
+        nbytes = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in stored_tensors(output, spec))
         if files[-1] and size + nbytes > shard_bytes:
             files.append([])
             size = 0
@@ -139,10 +139,10 @@ def shards(outputs: Sequence[Output], spec: QuantSpec, shard_bytes: int) -> list
     return files
 
 
-def parts(output: Output, spec: QuantSpec) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """(name, dtype, shape) of what is stored of a tensor: itself, or codes and what belongs to them.
+def stored_tensors(output: Output, spec: QuantSpec) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """(name, dtype, shape) of the tensors stored for an output: itself, or its codes followed by scales.
 
-    Raises ValueError for a shape that the format cannot hold.
+    Raises ValueError for a shape that the format does not support.
     """
     if not output.quantized:
         yield output.name, output.dtype, output.shape
@@ -152,13 +152,13 @@ def parts(output: Output, spec: QuantSpec) -> Iterator[tuple[str, torch.dtype, t
 
 
 def held_bytes(output: Output, spec: QuantSpec) -> int:
-    """Of what is stored of a tensor beside its codes."""
-    _, *others = parts(output, spec)
+    """Bytes of what is stored for an output in addition to its codes."""
+    _, *others = stored_tensors(output, spec)
     return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in others)
 
 
 class WriteShards:
-    """The files of the output as a job (`units.Job`). Each process opens the checkpoint for itself."""
+    """The output's files as a job (`units.Job`). Each process opens the checkpoint separately."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class WriteShards:
         lora_alpha: float | None,
         identity: str,
     ) -> None:
-        """`identity`: of the checkpoint's contents."""
+        """`identity`: a hash of the checkpoint's contents."""
         self.path, self.files, self.spec = path, files, spec
         self.chunk_bytes, self.lora_alpha, self.identity = chunk_bytes, lora_alpha, identity
         self._source: TorchDist | None = None
@@ -194,20 +194,20 @@ class WriteShards:
         return hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()
 
     def write(self, number: int, out: HashedFile) -> list[list[Any]]:
-        """[name, dtype, shape, start, size, checksum] of each tensor. Raises as `TorchDist.read`, and ValueError naming
-        a tensor that is not finite."""
+        """Write a file; returns [name, dtype, shape, start, size, checksum] of each tensor. Raises as `TorchDist.read`,
+        and ValueError naming a tensor that is not finite."""
         if self._source is None:
             self._source = TorchDist(self.path, keep_bytes=self.chunk_bytes + _KEPT_FRAMING)
         out.write(self._header(number))
         out.cut()
         facts = []
-        room = torch.empty(self.chunk_bytes, dtype=torch.uint8)  # fresh memory for each band costs as much as reading
+        buffer = torch.empty(self.chunk_bytes, dtype=torch.uint8)  # fresh memory for each band costs as much as reading
         for output in self.files[number]:
             if output.quantized:
-                written: Iterator[Iterable[Tensor]] = self._coded(self._source, output, room)
+                written: Iterator[Iterable[Tensor]] = self._coded(self._source, output, buffer)
             else:
-                written = iter([self._bands(self._source, output, room)])
-            for (name, dtype, shape), bands in zip(parts(output, self.spec), written, strict=True):
+                written = iter([self._bands(self._source, output, buffer)])
+            for (name, dtype, shape), bands in zip(stored_tensors(output, self.spec), written, strict=True):
                 for value in bands:
                     out.write(_bytes(value))
                 facts.append([name, str(dtype).removeprefix("torch."), shape, *out.cut()])
@@ -218,23 +218,23 @@ class WriteShards:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for output in self.files[number]:
-            for name, dtype, shape in parts(output, self.spec):
+            for name, dtype, shape in stored_tensors(output, self.spec):
                 start, end = end, end + math.prod(shape) * dtype.itemsize
                 header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
         return len(raw).to_bytes(8, "little") + raw
 
-    def _coded(self, source: TorchDist, output: Output, room: Tensor) -> Iterator[Iterable[Tensor]]:
-        """Each part of what a weight is stored as, by bands: the codes, then what belongs to them, which is held."""
+    def _coded(self, source: TorchDist, output: Output, buffer: Tensor) -> Iterator[Iterable[Tensor]]:
+        """The bands of each stored tensor of a weight: the codes, then the scales, which are held until then."""
         codec = make_codec(self.spec)
-        codes, amax = codec.leaves[0], self._amax(source, output, codec, room)
+        codes, amax = codec.leaves[0], self._amax(source, output, codec, buffer)
         held: defaultdict[str, list[Tensor]] = defaultdict(list)
 
         def encoded() -> Iterator[Tensor]:
-            for band in self._bands(source, output, room):
+            for band in self._bands(source, output, buffer):
                 q = codec.encode({output.name: band}, None if amax is None else {output.name: amax})[output.name]
-                for leaf, value in q.parts.items():
+                for leaf, value in q.stored.items():
                     held[leaf].append(value)
                 yield held.pop(codes)[0]
 
@@ -243,21 +243,21 @@ class WriteShards:
         for leaf in codec.leaves[1:]:
             yield [whole[leaf]] if leaf in whole else held[leaf]
 
-    def _amax(self, source: TorchDist, output: Output, codec: Codec, room: Tensor) -> Tensor | None:
-        """The largest magnitude of all that is encoded with a weight, where its scales depend on it: one reading more
-        of each, once for two that follow each other."""
+    def _amax(self, source: TorchDist, output: Output, codec: Codec, buffer: Tensor) -> Tensor | None:
+        """The largest magnitude of a weight's bundle if its scales depend on it, else None. It takes one more read of
+        the bundle, shared by consecutive weights of a bundle."""
         if not codec.shared_amax:
             return None
         bundle = codec.bundle_of(output.name)
         if bundle not in self._amax_of:
             if not self._named:
                 self._named = {o.name: o for file in self.files for o in file}
-            each = [codec.amax(band) for name in bundle for band in self._bands(source, self._named[name], room)]
+            each = [codec.amax(band) for name in bundle for band in self._bands(source, self._named[name], buffer)]
             self._amax_of = {bundle: torch.stack(each).max()}
         return self._amax_of[bundle]
 
-    def _bands(self, source: TorchDist, output: Output, room: Tensor) -> Iterator[Tensor]:
-        """The tensor in its dtype, some rows at a time; whole rows of blocks where it is quantized."""
+    def _bands(self, source: TorchDist, output: Output, buffer: Tensor) -> Iterator[Tensor]:
+        """The tensor in its dtype, in bands of rows; a quantized tensor's bands are complete rows of blocks."""
         rows, unit = output.shape[0], self.spec.block[0] if output.quantized else 1
         held = source.stored(output.key).dtype
         # the encoder and the adapters work in fp32
@@ -266,17 +266,17 @@ class WriteShards:
         for a in range(0, rows, step):
             b = min(rows, a + step)
             elements = (b - a) * output.row_elements
-            band = _room(room, elements, held).view(b - a, *output.shape[1:])
+            band = _view_of_buffer(buffer, elements, held).view(b - a, *output.shape[1:])
             for inside, key_row, n in _cut(output.runs, a, b):
                 self._read(source, output, band[inside : inside + n], key_row)
             if output.adapted:
                 band = self._merged(source, output, band, a)
             value = band.to(output.dtype)
-            # a manifest's tensors were finite when they were converted, and are what they were
+            # tensors of a manifest were finite when converted, and their checksums are verified
             if (source.manifest is None or output.adapted) and not bool(torch.isfinite(value).all()):
                 raise ValueError(
-                    f"{source.path}: {output.key}, the {output.name} of it, has values in rows {a} to {b - 1} that are "
-                    "not finite: take a checkpoint from before they appeared"
+                    f"{source.path}: {output.key}, from which {output.name} is written, has values in rows {a} to "
+                    f"{b - 1} that are not finite: use a checkpoint from before they appeared"
                 )
             yield value
 
@@ -286,7 +286,7 @@ class WriteShards:
         source.read(output.key, [*output.lead, row, *zeros], [*ones, *out.shape], out)
 
     def _merged(self, source: TorchDist, output: Output, band: Tensor, a: int) -> Tensor:
-        """W + lora_alpha / rank B A, the sum in fp32 and rounded once, as the trainer computes with it."""
+        """W + lora_alpha / rank B A, summed in fp32 and rounded once, like the trainer's weight."""
         assert self.lora_alpha is not None
         base = output.key.removesuffix(".weight")
         low, high = (replace(output, key=base + name) for name in _ADAPTERS)
@@ -301,16 +301,16 @@ class WriteShards:
 
 
 def _cut(runs: Sequence[tuple[int, int, int]], a: int, b: int) -> Iterator[tuple[int, int, int]]:
-    """(row in the band, row in the checkpoint's tensor, rows) of what rows [a, b) have of each run."""
+    """(row in the band, row in the checkpoint's tensor, rows) of each run's overlap with rows [a, b)."""
     for first, target, rows in runs:
         low, high = max(a, first), min(b, first + rows)
         if low < high:
             yield low - a, target + low - first, high - low
 
 
-def _room(room: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+def _view_of_buffer(buffer: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
     nbytes = elements * dtype.itemsize
-    return (room[:nbytes] if nbytes <= len(room) else torch.empty(nbytes, dtype=torch.uint8)).view(dtype)
+    return (buffer[:nbytes] if nbytes <= len(buffer) else torch.empty(nbytes, dtype=torch.uint8)).view(dtype)
 
 
 def _bytes(value: Tensor) -> memoryview:

@@ -1,8 +1,8 @@
-"""`manifest.json` of a converted directory: where every tensor lies in it, with a checksum of those very bytes.
+"""`manifest.json` of a converted directory: the location and checksum of every tensor's bytes.
 
-It is written last into the directory, and carries the SHA-256 of itself, so a manifest that was cut or edited is an
-error and not another opinion. Checksums of tensor data are xxh3_128, which is faster than memory is read; those of
-files are SHA-256, made while the files were written, so that nobody has to read a checkpoint again to name its files.
+It is written last and contains its own SHA-256, so a truncated or edited manifest is an error. Checksums of tensor data
+are xxh3_128, which is faster than memory bandwidth; those of files are SHA-256, computed while the files are written,
+so that no checkpoint has to be read again to identify its files.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import xxhash
 
-from miles_like.regular_files import is_inner_name, read_json
+from miles_like.limits.regular_files import is_inner_name, read_json
 
 MANIFEST = "manifest.json"
-MANIFEST_BYTES = 2 << 30  # the most that is read
+MANIFEST_BYTES = 2 << 30  # limit on the size of the file
 FORMAT = 1
 Kind = Literal["torch_dist", "hf"]
 
@@ -29,8 +29,8 @@ Kind = Literal["torch_dist", "hf"]
 class Piece:
     """One box of a tensor and the bytes that hold it.
 
-    `sum` is of the file's bytes [start, start + size): a whole `torch.save` archive in a torch_dist directory, the
-    tensor's raw bytes in a Hugging Face one. `offset` and `sizes` are the box's, in elements.
+    `sum` covers the file's bytes [start, start + size): a `torch.save` archive in a torch_dist directory, the tensor's
+    raw bytes in a Hugging Face directory. `offset` and `sizes` are the box's, in elements.
     """
 
     file: str  # relative to the directory
@@ -43,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A tensor of the directory. The pieces cover it, each element once."""
+    """A tensor of the directory. The pieces cover each element once."""
 
     dtype: str  # torch's name, as "bfloat16"
     shape: tuple[int, ...]
@@ -58,10 +58,10 @@ class FileFact:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Of a directory of one kind. `files` has all files but the manifest itself, by names relative to the directory.
+    """The manifest of a directory of one kind. `files` has all files except the manifest, by relative name.
 
-    `tensors` go by checkpoint key, or by Hugging Face name, scales included; `skipped` are those of the source that
-    were known and left out.
+    `tensors` are keyed by checkpoint key, or by Hugging Face name, scales included; `skipped` are known tensors of the
+    source that were not converted.
     """
 
     kind: Kind
@@ -70,7 +70,7 @@ class Manifest:
     skipped: tuple[str, ...] = ()
 
     def write(self, directory: Path) -> None:
-        """Atomically, and on disk when this returns."""
+        """Write the file atomically and sync it to disk."""
         rest = self._as_json()
         path = directory / MANIFEST
         temporary = path.with_name(path.name + ".tmp")
@@ -86,14 +86,14 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Raises ValueError when it is missing, cut, edited or of another format."""
+        """Raises ValueError when it is missing, truncated, edited or of another format."""
         path = directory / MANIFEST
         try:
             value = read_json(path, MANIFEST_BYTES)
         except FileNotFoundError:
-            raise ValueError(f"{path} is missing: {directory} is not a converted directory, or not whole") from None
+            raise ValueError(f"{path} is missing: {directory} is not a converted directory, or incomplete") from None
         except ValueError:
-            raise ValueError(f"{path} was cut or is damaged: convert again") from None
+            raise ValueError(f"{path} is truncated or damaged: convert again") from None
         if not isinstance(value, dict) or "sum" not in value:
             raise ValueError(f"{path} is not a manifest of a converted directory: convert again")
         if value.get("format") != FORMAT:
@@ -103,7 +103,7 @@ class Manifest:
             )
         stored = value.pop("sum")
         if stored != _sum(value):
-            raise ValueError(f"{path} was edited or is damaged, its own checksum does not fit: convert again")
+            raise ValueError(f"{path} was edited or is damaged, its own checksum does not match: convert again")
         try:
             return cls(
                 kind=value["kind"],
@@ -115,7 +115,7 @@ class Manifest:
                 skipped=tuple(map(_text, value["skipped"])),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
-            raise ValueError(f"{path} holds what no conversion writes ({e}): convert again") from None
+            raise ValueError(f"{path} has content that no conversion writes ({e}): convert again") from None
 
     def _as_json(self) -> dict[str, Any]:
         return {
@@ -135,7 +135,7 @@ class Manifest:
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """32 hex digits of bytes of any length."""
+    """xxh3_128 of `data`, 32 hex digits."""
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
@@ -168,5 +168,5 @@ def _text(found: object) -> str:
 
 def _inner(name: object) -> str:
     if not is_inner_name(name):
-        raise ValueError(f"{str(name)[:80]!r} names no file below the directory")
+        raise ValueError(f"{str(name)[:80]!r} is not a file name below the directory")
     return str(name)

@@ -1,4 +1,4 @@
-"""How large chunks may be that a limit on resident memory allows."""
+"""Chunk sizes that fit a limit on resident memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 MIB = 1 << 20
 
 _PROCESS_BYTES = 320 * MIB  # resident in a fresh process with torch and its checkpoint package
-# bookkeeping for each tensor or piece, as seen with DeepSeek-V3's 90 thousand: 2.8 KiB where the metadata is made
+# bookkeeping per tensor or piece, measured with DeepSeek-V3's 90 thousand: 2.8 KiB where the metadata is built
 _NAME_BYTES, _WORKER_NAME_BYTES = 3 << 10, 3 << 9
 _MOST_CHUNK, _LEAST_CHUNK = 64 * MIB, 1 * MIB
 
@@ -17,29 +17,29 @@ _MOST_CHUNK, _LEAST_CHUNK = 64 * MIB, 1 * MIB
 @dataclass(frozen=True, slots=True)
 class Memory:
     workers: int
-    chunk_bytes: int  # a buffer's
+    chunk_bytes: int  # size of one buffer
 
 
 def plan_memory(
     limit: int,
     workers: int,
     *,
-    apart: bool = False,
+    separate_process: bool = False,
     names: int = 0,
     buffers: int = 4,
     least: int = _LEAST_CHUNK,
     scratch: int = 0,
 ) -> Memory:
-    """How large the chunks may be that `limit` bytes of resident memory allow to all processes together.
+    """The chunk size for which all processes together stay within `limit` bytes of resident memory.
 
-    A power of two, so that it hardly depends on what else a process holds: units of another chunk size are not kept.
-    `apart`: even a single worker is a process beside this one. `names` tensors and pieces are known to each process,
-    and a worker holds `buffers` chunks at once, temporaries included, and `scratch` bytes besides. `least` is the
-    smallest chunk that can be worked on. Raises ValueError naming the least limit that works.
+    It is a power of two, so that it depends little on what else a process holds: units of another chunk size cannot be
+    kept. `separate_process`: even a single worker is a process beside this one. Each process has bookkeeping for
+    `names` tensors and pieces; a worker holds `buffers` chunks at once, temporaries included, and `scratch` further
+    bytes. `least` is the smallest usable chunk. Raises ValueError naming the smallest sufficient limit.
     """
     if workers < 1:
         raise ValueError(f"{workers} workers: give at least 1")
-    processes = workers + 1 if apart or workers > 1 else 1
+    processes = workers + 1 if separate_process or workers > 1 else 1
     here = max(_PROCESS_BYTES, psutil.Process().memory_info().rss)
     fixed = here + names * _NAME_BYTES + (processes - 1) * (_PROCESS_BYTES + names * _WORKER_NAME_BYTES)
     fixed += workers * scratch

@@ -1,14 +1,14 @@
 """`torch_dist` -> Hugging Face safetensors, BF16 or quantized, without a model or a process group, in bounded memory.
 
-The source is a converted directory, or what a trainer of any layout saved; of the latter the optimizer's state is left
-out. The family's table is read backwards: each Hugging Face tensor is rows of a Megatron parameter, or of one expert in
-the tensor that all experts of a layer share. Draft layers are written with the copies of embedding and head that their
-checkpoints hold, where the source has them.
+The source is a converted directory, or a trainer's checkpoint of any layout, whose optimizer state is ignored. The
+family's table is read backwards: each Hugging Face tensor consists of rows of a Megatron parameter, or of one expert in
+the tensor that all experts of a layer share. Draft layers, if the source has them, are written with the copies of
+embedding and head that their checkpoints hold.
 
-A unit is a file of the output. Its header is known from the shapes, so tensors stream through it by bands of rows: a
-band to be encoded is whole rows of blocks, which `quant` encodes as it does whole tensors, and the scales of a weight
-(at most 1/16 of it) are held until its codes are written. Where scales depend on the largest magnitude of a weight, or
-of two together, all their rows are read once more for it.
+A unit is a file of the output. Its header follows from the shapes, so tensors are written in bands of rows. A band to
+be encoded consists of complete rows of blocks, which `quant` encodes as in whole tensors; the scales of a weight (at
+most 1/16 of its size) are held until its codes are written. If scales depend on the largest magnitude of a weight, or
+of two weights together, their rows are read a second time.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from megatron_bridge.convert.units import (
     Spread,
     building,
     files_of,
+    finished_unit,
     run_units,
-    whole_unit,
     write_file,
 )
 from megatron_bridge.families.base import SCORE, TensorMap
 from megatron_bridge.families.registry import with_scalar_head
-from miles_like.hf_checkpoint import companions, read_config
+from miles_like.hf.checkpoint import companions, read_config
 from quant.hf_config import MODELOPT_FILE, modelopt_file, quantized_config, spec_from_hf
 from quant.spec import QuantFormat, QuantSpec
 
 SHARD_BYTES = 2 << 30
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
-DRAFT_LAYERS = "num_nextn_predict_layers"  # config.json's number of them
-_PLAIN_BUFFERS, _CODED_BUFFERS = 4, 6  # of a worker: chunk, band, cast; codes and the encoder's work
+DRAFT_LAYERS = "num_nextn_predict_layers"  # config.json's key for their number
+_PLAIN_BUFFERS, _CODED_BUFFERS = 4, 6  # per worker: chunk, band, cast; codes and the encoder's temporaries
 
 
 def to_hf(
@@ -57,20 +57,19 @@ def to_hf(
     spread: Spread | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> ConvertReport:
-    """Write the Hugging Face directory `out`, new, with all that the source's `hf/` has (tokenizer and the like).
+    """Write the new Hugging Face directory `out`, including all files of the source's `hf/` (tokenizer and others).
 
-    Tensors are in the dtype that config.json says (routing biases fp32), as they are published: a trainer's fp32
-    parameters of a BF16 model are rounded. One with a scalar head is a ...ForSequenceClassification, whatever the
-    config says. `format`, a `QuantFormat`: encoded is what the source's quantization_config says, where it is of that
-    format, in its blocks; else the format's usual modules, in its usual blocks. `hf_config`:
-    directory whose config.json and companions count, for a source without `hf/`. Draft layers that it announces and a
-    trainer did not save are left out, and the new config.json announces none. `lora_alpha` merges adapters that the
-    checkpoint holds, W + lora_alpha / rank B A, rounded once. Files have about `shard_bytes`. `memory_limit` is in
-    bytes, of all processes of this machine.
+    Tensors have the dtype of config.json (routing biases fp32), as when published: fp32 parameters of a BF16 model are
+    rounded. A model with a scalar head is written as ...ForSequenceClassification, even if the config differs.
+    `format`, a `QuantFormat`: if the source's quantization_config has that format, its modules and blocks are
+    quantized, otherwise the format's default modules and blocks. `hf_config`: directory with config.json and companion
+    files, for a source without `hf/`. Draft layers of the config that a trainer did not save are omitted, and the new
+    config.json has none. `lora_alpha` merges the checkpoint's adapters, W + lora_alpha / rank B A, rounded once. Files
+    have about `shard_bytes`. `memory_limit` is in bytes, for all processes of this machine.
 
-    Raises ValueError, with nothing left of `out`: it exists; the source is not whole or not as its manifest says, is
-    of another model than the config, has a value that is not finite, holds adapters and no lora_alpha was given.
-    OSError when the disk is full; what is whole is kept for the next try.
+    Raises ValueError, leaving nothing of `out`, when it exists, or when the source is incomplete, differs from its
+    manifest, is of another model than the config, has a value that is not finite, or holds adapters without a
+    lora_alpha. Raises OSError when the disk is full; finished units are kept for the next run.
     """
     megatron_dir, out = Path(megatron_dir), Path(out)
     if lora_alpha is not None and not 0 < lora_alpha < math.inf:
@@ -85,8 +84,8 @@ def to_hf(
         config = with_scalar_head(config)
     spec = _spec(format, config)
     table = bind(source, config)
-    tensors, left_out = outputs(source, table, spec, merge=lora_alpha is not None), _left_out(source, table)
-    memory = _memory(source, tensors, spec, memory_limit, workers, apart=spread is not None)
+    tensors, dropped = outputs(source, table, spec, merge=lora_alpha is not None), _dropped_draft_layers(source, table)
+    memory = _memory(source, tensors, spec, memory_limit, workers, separate_process=spread is not None)
     job = WriteShards(
         megatron_dir,
         shards(tensors, spec, shard_bytes),
@@ -99,30 +98,30 @@ def to_hf(
         kept = run_units(job, partial, workers=memory.workers, spread=spread)
         names = sorted(o.name for o in tensors)
         written = config if spec == spec_from_hf(config) else quantized_config(config, spec, names)
-        written = written | ({DRAFT_LAYERS: 0} if left_out else {})
+        written = written | ({DRAFT_LAYERS: 0} if dropped else {})
         _finish(job, partial, config_dir, raw_config if written == original else _json(written), modelopt_file(written))
     size = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
-    return ConvertReport(tensors=len(tensors), skipped=left_out, bytes=size, units=job.count, units_kept=kept)
+    return ConvertReport(tensors=len(tensors), skipped=dropped, bytes=size, units=job.count, units_kept=kept)
 
 
 def _memory(
-    source: TorchDist, tensors: Sequence[Output], spec: QuantSpec, limit: int, workers: int, *, apart: bool
+    source: TorchDist, tensors: Sequence[Output], spec: QuantSpec, limit: int, workers: int, *, separate_process: bool
 ) -> Memory:
     coded = [o for o in tensors if o.quantized]
     return plan_memory(
         limit,
         workers,
-        apart=apart,
-        names=len(tensors) + len(source.metadata.storage_data),  # a trainer's has its optimizer's pieces too
+        separate_process=separate_process,
+        names=len(tensors) + len(source.metadata.storage_data),  # also the optimizer's pieces of a trainer's checkpoint
         buffers=_PLAIN_BUFFERS if spec.format is QuantFormat.BF16 else _CODED_BUFFERS,
-        # the encoder takes whole rows of blocks, in fp32
+        # the encoder takes complete rows of blocks, in fp32
         least=max((4 * spec.block[0] * o.row_elements for o in coded), default=1),
         scratch=max((held_bytes(o, spec) for o in coded), default=0),
     )
 
 
 def _finish(job: WriteShards, partial: Path, config_dir: Path, config: bytes, modelopt: dict[str, Any] | None) -> None:
-    """What makes the units a checkpoint, and the manifest."""
+    """Write the files that complete the checkpoint, and the manifest."""
     facts = _facts(job, partial)
     files = {**files_of(job, partial), **_companions(config_dir, partial), CONFIG: write_file(partial / CONFIG, config)}
     if modelopt is not None:
@@ -132,9 +131,9 @@ def _finish(job: WriteShards, partial: Path, config_dir: Path, config: bytes, mo
     Manifest("hf", facts, files).write(partial)
 
 
-def _left_out(source: TorchDist, table: TensorMap) -> tuple[str, ...]:
-    """The draft layers' names where training ran without them: config.json must not go on announcing them. A converted
-    directory that has none is as its source was."""
+def _dropped_draft_layers(source: TorchDist, table: TensorMap) -> tuple[str, ...]:
+    """Names of draft layers that were not trained, so that config.json must not list them. A converted directory
+    without draft layers equals its source, so none are dropped."""
     if source.manifest is not None or any(place.depth is not None for place in table.places()):
         return ()
     whole = table.family.bind(table.hf, mtp=True)
@@ -144,7 +143,7 @@ def _left_out(source: TorchDist, table: TensorMap) -> tuple[str, ...]:
 def _facts(job: WriteShards, partial: Path) -> dict[str, Fact]:
     facts: dict[str, Fact] = {}
     for number in range(job.count):
-        for name, dtype, shape, start, size, digest in whole_unit(job, partial, number).facts:
+        for name, dtype, shape, start, size, digest in finished_unit(job, partial, number).facts:
             piece = Piece(job.file(number), start, size, digest, (0,) * len(shape), tuple(shape))
             facts[name] = Fact(dtype, tuple(shape), (piece,))
     return facts
@@ -172,7 +171,7 @@ def _config_dir(megatron_dir: Path, hf_config: Path | str | None) -> Path:
 
 def _spec(format: str, config: Mapping[str, Any]) -> QuantSpec:
     if format not in tuple(QuantFormat):
-        raise ValueError(f"format {format!r} is not written: want one of {', '.join(QuantFormat)}")
+        raise ValueError(f"format {format!r} is not supported: want one of {', '.join(QuantFormat)}")
     own = spec_from_hf(config)
     return own if own is not None and own.format == format else QuantSpec.of(QuantFormat(format))
 
@@ -182,7 +181,7 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 
 def _companions(directory: Path, partial: Path) -> dict[str, FileFact]:
-    """Copies of the small files beside config.json."""
+    """Copy the small files next to config.json."""
     facts = {}
     for file in companions(directory):
         name = file.relative_to(directory)
@@ -192,7 +191,7 @@ def _companions(directory: Path, partial: Path) -> dict[str, FileFact]:
 
 
 def _check_companions(source: TorchDist) -> None:
-    """Raises ValueError where a file under `hf/` is missing or not as the manifest says."""
+    """Raise ValueError when a file under `hf/` is missing or differs from the manifest."""
     for name, fact in source.manifest.files.items() if source.manifest is not None else ():
         file = source.path / name
         if name.startswith("hf/") and (
@@ -202,7 +201,7 @@ def _check_companions(source: TorchDist) -> None:
 
 
 def _identity(source: TorchDist) -> str:
-    """Of the checkpoint that is read: its manifest, or the sizes and times of its files."""
+    """A hash that identifies the source: of its manifest, or of the sizes and times of its files."""
     if source.manifest is not None:
         return hashlib.sha256((source.path / MANIFEST).read_bytes()).hexdigest()
     files = sorted(f for f in source.path.iterdir() if f.suffix == ".distcp" or f.name == METADATA)

@@ -1,10 +1,10 @@
 """Hugging Face safetensors -> Megatron `torch_dist` checkpoint, without a model or a process group, in bounded memory.
 
-The result is what stock `megatron.core.dist_checkpointing.load` reads into a GPTModel of the local spec in any layout
-(its `moe_layer_freq` is a list, so keys carry the global layer number). Beside the data files lie `manifest.json` and,
-in `hf/`, config.json and everything else of the source that is no weight, so that the way back forgets nothing.
+Stock `megatron.core.dist_checkpointing.load` reads the result into a GPTModel of the local spec in any layout (its
+`moe_layer_freq` is a list, so keys contain the global layer number). Besides the data files there are `manifest.json`
+and, in `hf/`, config.json and all other files of the source except weights, for the conversion back.
 
-Memory is a few chunks and the metadata. Format: torch.distributed.checkpoint 2.13, one `torch.save` archive a box.
+Memory: a few chunks and the metadata. Format: torch.distributed.checkpoint 2.13, one `torch.save` archive per box.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from megatron_bridge.convert.units import (
     HashedFile,
     Spread,
     building,
+    finished_unit,
     run_units,
-    whole_unit,
     write_file,
 )
 from megatron_bridge.families.base import Place, TensorMap
-from miles_like.hf_checkpoint import companions
+from miles_like.hf.checkpoint import companions
 
 COMPANIONS = "hf"  # the folder
 CONTENT_METADATA = {"singleton_local_shards": False}
@@ -67,23 +67,25 @@ def to_megatron(
     tp: int = 1,
     etp: int = 1,
 ) -> ConvertReport:
-    """Convert the checkpoint in `hf_dir`, BF16, FP32 or in any quantized format, into `out`, a new directory.
+    """Convert the checkpoint in `hf_dir`, BF16, FP32 or in any quantized format, into the new directory `out`.
 
-    memory_limit: bytes of resident memory, of all processes here together (with `spread`: of each elsewhere). workers:
-    processes. tp, etp: the layout whose ranks will read only their own bytes; every layout can load the result.
+    memory_limit: bytes of resident memory for all local processes together (with `spread`: for each remote process).
+    workers: processes. tp, etp: the layout whose ranks read only their own bytes; every layout can load the result.
 
-    Raises ValueError naming the tensor that is missing, unknown, of a wrong shape or dtype, or without its scale
-    (before anything is written), not finite or a copy that differs from its original (`out` is then not made, nor
-    anything kept), for no known family, where `out` exists, or where the limit is too small; OSError naming `out` when
-    the disk is full and RuntimeError when a worker process dies (what is whole is kept for the next run).
+    Raises ValueError naming a tensor that is missing, unknown, of a wrong shape or dtype, or without its scale (before
+    anything is written), or that is not finite or a copy that differs from its original (then nothing is kept); also
+    for an unknown family, an existing `out`, and a memory limit that is too small. Raises OSError naming `out` when the
+    disk is full and RuntimeError when a worker process dies; finished units are then kept for the next run.
     """
     source = Source.open(hf_dir)
     names = source.names()
     least = max((source.block_rows(name) * _row_bytes(source, name) for name in names), default=1)
     scratch = max(map(source.scratch, names), default=0)
     grid, known = Grid(tp, etp), len(names)
-    while True:  # smaller chunks are more pieces, which are to be known too
-        memory = plan_memory(memory_limit, workers, apart=spread is not None, names=known, least=least, scratch=scratch)
+    while True:  # smaller chunks make more pieces, which need bookkeeping too
+        memory = plan_memory(
+            memory_limit, workers, separate_process=spread is not None, names=known, least=least, scratch=scratch
+        )
         pieces = _count_pieces(source, grid, memory.chunk_bytes)
         if pieces <= known:
             break
@@ -101,7 +103,7 @@ def convert_source(
     workers: int = 1,
     spread: Spread | None = None,
 ) -> ConvertReport:
-    """As `to_megatron`. `chunk_bytes` bounds one archive, `unit_bytes` what a kill can lose of a worker's work."""
+    """As `to_megatron`. `chunk_bytes` limits one archive, `unit_bytes` the work of a worker that a kill can lose."""
     tensors, copies = bind(source)
     places, skipped = checked_places(source, tensors)
     check_copies(source, copies)
@@ -113,10 +115,10 @@ def convert_source(
         )
         for unit in _units(source, places, unit_bytes)
     ]
-    twins: dict[str, tuple[str, ...]] = {}
+    copies_of: dict[str, tuple[str, ...]] = {}
     for copy, place in copies.items():
-        twins[place.hf_name] = (*twins.get(place.hf_name, ()), copy)
-    job = Conversion(source, tuple(units), twins)
+        copies_of[place.hf_name] = (*copies_of.get(place.hf_name, ()), copy)
+    job = Conversion(source, tuple(units), copies_of)
     with building(out, job) as partial:
         kept = run_units(job, partial, workers=workers, spread=spread)
         size = _finish(job, partial, tensors, skipped)
@@ -139,7 +141,7 @@ def _row_bytes(source: Source, name: str) -> int:
 
 
 def _units(source: Source, places: Sequence[Place], unit_bytes: int) -> list[list[Place]]:
-    """Runs of tensors of at most `unit_bytes`, in the source's order; a larger tensor is a unit of its own."""
+    """Runs of tensors of at most `unit_bytes`, in the source's order; a larger tensor is a separate unit."""
     units: list[list[Place]] = []
     size = 0
     for place in places:
@@ -154,7 +156,7 @@ def _units(source: Source, places: Sequence[Place], unit_bytes: int) -> list[lis
 
 @dataclass(frozen=True)
 class Conversion:
-    """The `Job`: a unit is a data file of `boxes`, whose `copies` (original -> names) must hold the same bits."""
+    """The conversion `Job`: a unit is a data file of boxes; `copies` (original -> names) must equal their originals."""
 
     source: Source
     units: tuple[tuple[Box, ...], ...]
@@ -168,7 +170,7 @@ class Conversion:
         return f"__{number}_0.distcp"
 
     def proof(self, number: int) -> str:
-        """Of what the unit holds and of the files it is read from (size and time, not contents)."""
+        """A hash of the unit's boxes and of the files it is read from (size and time, not contents)."""
         held = self.units[number]
         read = [n for name in dict.fromkeys(b.hf_name for b in held) for n in (name, *self.copies.get(name, ()))]
         stored = [info for name in read for info in self.source.stored(name)]
@@ -179,18 +181,18 @@ class Conversion:
         return hashlib.sha256(json.dumps([stats, lie, described, spec]).encode()).hexdigest()
 
     def write(self, number: int, out: HashedFile) -> list[list[Any]]:
-        """[start, size, checksum] of each box's archive."""
+        """Write a unit; returns [start, size, checksum] of each box's archive."""
         facts = []
         with _no_crc():
             for rows, held in self._read_ahead(self.units[number]):
                 for box in held:
                     part = rows if box.columns is None else rows[:, slice(*box.columns)].contiguous()
-                    torch.save(part.reshape(box.sizes), cast(IO[bytes], out))  # it only writes and flushes
+                    torch.save(part.reshape(box.sizes), cast(IO[bytes], out))  # uses only write and flush
                     facts.append(list(out.cut()))
         return facts
 
     def _read_ahead(self, held: Sequence[Box]) -> Iterator[tuple[Tensor, list[Box]]]:
-        """Rows and their boxes; while the caller has some, the next are read and checked."""
+        """Rows and their boxes; the next rows are read and checked while the caller processes the current ones."""
         reads = [list(same) for _, same in itertools.groupby(held, lambda b: (b.hf_name, b.first, b.last))]
         size = max(self._read_bytes(same[0]) for same in reads)
         buffers = itertools.cycle([_buffer(size) for _ in range(2)])
@@ -208,11 +210,11 @@ class Conversion:
         return max(1, info.nbytes // max(1, info.shape[0]) * rows)
 
     def _rows(self, box: Box, buffer: memoryview) -> Tensor:
-        """[rows, ...] of the source tensor in the checkpoint's dtype, whose storage is no larger."""
+        """[rows, ...] of the source tensor in the checkpoint's dtype, in storage of exactly that size."""
         name = box.hf_name
         rows = self.source.rows(name, box.first, box.last, buffer)
         if rows.numel():
-            low, high = torch.aminmax(rows)  # either is NaN when one value is; ten times as fast as isfinite
+            low, high = torch.aminmax(rows)  # NaN if any value is NaN; ten times as fast as isfinite
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 raise ValueError(
                     f"tensor {name!r}: {int((~torch.isfinite(rows)).sum())} of {rows.numel()} values in rows "
@@ -226,16 +228,16 @@ class Conversion:
 
 
 def _buffer(size: int) -> memoryview:
-    """Of huge pages, where there are: touching 4 KiB pages for the first time takes longer than reading into them."""
+    """Anonymous memory in huge pages if available: first access to 4 KiB pages takes longer than reading into them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # the kernel has no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
 
 
 @contextmanager
 def _no_crc() -> Iterator[None]:
-    """Archives have checksums of their own, which are many times as fast; readers do not look at the archives'."""
+    """Disable the archives' CRC32, which readers do not check: the manifest has much faster checksums."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -248,13 +250,13 @@ def _no_crc() -> Iterator[None]:
 
 
 def _finish(job: Conversion, directory: Path, tensors: TensorMap, skipped: tuple[str, ...]) -> int:
-    """What makes the units a checkpoint, and the manifest; returns the bytes of all files."""
+    """Write the files that complete the checkpoint, and the manifest; returns the bytes of all files."""
     files: dict[str, FileFact] = {}
     pieces: dict[str, list[Piece]] = {}
     kinds: dict[str, Box] = {}
     saved = _Saved()
     for number in range(job.count):
-        unit = whole_unit(job, directory, number)
+        unit = finished_unit(job, directory, number)
         file = job.file(number)
         files[file] = unit.file
         for box, (start, size, digest) in zip(job.units[number], unit.facts, strict=True):
@@ -293,7 +295,7 @@ def _archive(value: Any) -> bytes:
 
 
 class _Saved:
-    """What a save by torch.distributed.checkpoint would have planned and written."""
+    """Collects the plan and storage entries that a save by torch.distributed.checkpoint would produce."""
 
     def __init__(self) -> None:
         self.items: list[WriteItem] = []
@@ -318,14 +320,14 @@ class _Saved:
         errors = _validate_global_plan(plans, metadata)  # overlap, bounds, full cover of every tensor
         assert not errors, errors[:5]
         _assert_schema(metadata, tensors)
-        # as FileSystemWriter.finish does, but for its random ids: the same input gives the same bytes
+        # as in FileSystemWriter.finish, but without its random ids: the same input gives the same bytes
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = self.storage
         return metadata
 
 
 def _assert_schema(metadata: Metadata, tensors: TensorMap) -> None:
-    """Keys, shapes and dtypes written are the table's."""
+    """Assert that the written keys, shapes and dtypes are the table's."""
     written = {
         key: (tuple(value.size), value.properties.dtype)
         for key, value in metadata.state_dict_metadata.items()

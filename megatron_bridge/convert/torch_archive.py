@@ -1,8 +1,8 @@
-"""The two formats inside a `torch_dist` directory, parsed without executing what they say.
+"""Parses the two formats inside a `torch_dist` directory without executing pickled code.
 
 `.metadata` is a pickle of torch's bookkeeping classes; a chunk is a zip archive as torch.save writes it, whose data.pkl
-describes one tensor. Both are unpickled with exactly the classes they need. In `.metadata` every other class becomes an
-object that does nothing (megatron adds each rank's plan, and helpers of its own); in an archive it is an error.
+describes one tensor. Both are unpickled with only the classes they need. In `.metadata` every other class becomes an
+inert object (megatron adds each rank's plan, and its own helpers); in an archive it is an error.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ UNREADABLE = (
     NotImplementedError,
     UnicodeDecodeError,
 )
-"""What parsing bytes that are something else may raise."""
+"""Exceptions that parsing foreign bytes may raise."""
 
 
-# of what a checkpoint stores that is no tensor, beside those that torch's weights-only unpickler has: `_extra_state`
-# of megatron's modules is an empty io.BytesIO, random states may hold numpy's arrays
+# classes of non-tensor objects in a checkpoint, in addition to those of torch's weights-only unpickler: `_extra_state`
+# of megatron's modules is an empty io.BytesIO, random states may contain numpy arrays
 _OBJECTS: tuple[Any, ...] = (
     io.BytesIO,
     np.ndarray,
@@ -49,11 +49,11 @@ _OBJECTS: tuple[Any, ...] = (
 )
 
 
-def encoded_again(raw: bytes, name: str) -> bytes:
-    """An object that torch.save wrote, read without executing what it says and written by torch.save again: what this
-    returns can be given to a reader that would execute it.
+def reencoded(raw: bytes, name: str) -> bytes:
+    """Read an object that torch.save wrote, without executing pickled code, and save it again: the result is safe for a
+    reader that uses an unrestricted torch.load.
 
-    Raises ValueError when `raw` is damaged or holds another class than tensors, Python's own types and `_OBJECTS`.
+    Raises ValueError when `raw` is damaged or contains classes other than tensors, Python's types and `_OBJECTS`.
     """
     try:
         with torch.serialization.safe_globals(list(_OBJECTS)):
@@ -66,16 +66,16 @@ def encoded_again(raw: bytes, name: str) -> bytes:
 
 
 def reason(error: Exception) -> str:
-    """The first line of what torch.load says, without its advice to execute the file."""
+    """The first line of torch.load's error, without its advice to load with weights_only=False."""
     named = re.search(r"GLOBAL:? `?([\w.]+)", str(error), re.IGNORECASE)
     if "weights_only" in str(error):
-        return f"it refers to {named[1] if named else 'a class'}, which is no part of a checkpoint"
+        return f"it refers to {named[1] if named else 'a class'}, which does not belong in a checkpoint"
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def spans(sizes: Sequence[int], inside: Sequence[int], box: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first element, elements) of each run of a row-major array of `sizes` that lies together in the box of shape
-    `box` at `inside`, in the box's order."""
+    """(first element, elements) of each contiguous run, in a row-major array of `sizes`, of the box of shape `box` at
+    `inside`, in the box's order."""
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
     axis = len(sizes)  # axes from here on are whole
     while axis and box[axis - 1] == sizes[axis - 1]:
@@ -90,8 +90,8 @@ def spans(sizes: Sequence[int], inside: Sequence[int], box: Sequence[int]) -> It
 
 
 def data_start(raw: Any, dtype: torch.dtype, sizes: Sequence[int]) -> int:
-    """Byte of the archive `raw` (a seekable file of it alone) where the elements of its one tensor start. Raises
-    pickle.UnpicklingError when it holds anything but a contiguous tensor of that dtype and shape."""
+    """Offset in bytes of the tensor's elements in the archive `raw` (a seekable file with only the archive). Raises
+    pickle.UnpicklingError when the archive holds anything but a contiguous tensor of that dtype and shape."""
     with zipfile.ZipFile(raw) as archive:
         root = archive.namelist()[0].split("/")[0]
         value = _ArchiveUnpickler(io.BytesIO(_record(archive, f"{root}/data.pkl"))).load()
@@ -119,11 +119,11 @@ def data_start(raw: Any, dtype: torch.dtype, sizes: Sequence[int]) -> int:
 def _record(archive: zipfile.ZipFile, name: str) -> bytes:
     info = archive.getinfo(name)
     if not info.CRC:
-        del info.CRC  # torch wrote none (set_crc32_options): there is nothing to compare with
+        del info.CRC  # torch wrote none (set_crc32_options), so it cannot be checked
     return archive.read(info)
 
 
-# storage classes by name, as torch.save writes them
+# torch.save writes the names of storage classes
 _STORAGES = {
     "BFloat16Storage": torch.bfloat16,
     "HalfStorage": torch.float16,
@@ -136,7 +136,7 @@ _STORAGES = {
 
 
 class _ArchiveUnpickler(pickle.Unpickler):
-    """data.pkl of a tensor -> ((kind, dtype, record, ...), first element, shape, strides, ...); nothing is built."""
+    """data.pkl of a tensor -> ((kind, dtype, record, ...), first element, shape, strides, ...); builds no tensor."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -147,7 +147,7 @@ class _ArchiveUnpickler(pickle.Unpickler):
             return OrderedDict
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a tensor")
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong in a tensor")
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
@@ -162,7 +162,7 @@ _CLASSES = (
 
 
 class _Inert:
-    """Stands for an object of a class that is not needed."""
+    """Placeholder for an object of a class that is not needed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __setstate__(self, state: Any) -> None: ...
@@ -182,7 +182,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class View(io.RawIOBase):
-    """`size` bytes as a file; `part(at, size)` gives some of them."""
+    """A read-only file of `size` bytes; `part(at, size)` returns some of them."""
 
     def __init__(self, size: int, part: Callable[[int, int], bytes]) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""A `torch_dist` directory read without a model or a process group: boxes of its tensors, by the bytes they need.
+"""Reads boxes of tensors from a `torch_dist` directory without a model or a process group, and only the bytes needed.
 
-The directory may be a converted one or what a trainer of any layout saved. `.metadata` is a pickle that maps keys to
-chunks; it is read with nothing but torch's own classes of that format, everything else in it (each rank's plan, as
-megatron adds) becoming an object that does nothing. A chunk is one `torch.save` archive, somewhere in a data file: its
-framing is parsed here, so that rows of a large chunk are read without the rest. Where the directory has a manifest,
-chunks are read whole and must have the checksums it lists before a byte of them is used.
+The directory is a converted one or a trainer's checkpoint of any layout. `.metadata` is a pickle that maps keys to
+chunks; it is read with only torch's classes of that format, and everything else in it (such as each rank's plan, which
+megatron adds) becomes an inert object. A chunk is one `torch.save` archive within a data file; its framing is parsed
+here, so that rows of a large chunk can be read without the rest. If the directory has a manifest, complete chunks are
+read and their checksums verified before any byte is used.
 
 Format: torch.distributed.checkpoint 2.13; zip archives as torch.save writes them, uncompressed.
 """
@@ -31,12 +31,12 @@ from xxhash import xxh3_128
 
 from megatron_bridge.convert.manifest import Manifest, Piece, checksum
 from megatron_bridge.convert.torch_archive import UNREADABLE, MetadataUnpickler, View, data_start, spans
-from miles_like.regular_files import check_inside, open_regular, read_regular
+from miles_like.limits.regular_files import check_inside, open_regular, read_regular
 
 METADATA = ".metadata"
-METADATA_BYTES = 8 << 30  # the most that is read
+METADATA_BYTES = 8 << 30  # limit on the size of the file
 _DAMAGED = "copy or convert the checkpoint again"
-_BLOCK = 8 << 20  # bytes read at once where a chunk is only checked
+_BLOCK = 8 << 20  # bytes per read when a chunk is only checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of the checkpoint. Its chunks cover it exactly, each element once."""
+    """A tensor of the checkpoint. Its chunks cover each element once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -60,11 +60,11 @@ class Stored:
 
 
 class TorchDist:
-    """An open directory. `keep_bytes` bounds the last chunk that is kept, for the next box may want more of it.
+    """An open directory. The last chunk is kept for the next box if it has at most `keep_bytes`.
 
-    Raises ValueError when the directory is no `torch_dist` checkpoint, or its metadata is damaged or disagrees with its
-    manifest. Reading raises ValueError naming file and tensor for gaps, overlaps, cut files, archives that are not as
-    torch.save writes them, and checksums that differ. `bytes_read` counts what was read of data files.
+    Raises ValueError when the directory is not a `torch_dist` checkpoint, or its metadata is damaged or disagrees with
+    its manifest. Reading raises ValueError naming file and tensor for gaps, overlaps, truncated files, archives that
+    torch.save does not write, and checksums that differ. `bytes_read` counts the bytes read from data files.
     """
 
     def __init__(self, path: Path | str, *, keep_bytes: int = 256 << 20) -> None:
@@ -88,20 +88,20 @@ class TorchDist:
         self._checked: set[tuple[str, int]] = set()
         self._object: tuple[str, bytes] | None = None
         self._kept: tuple[tuple[str, int], Tensor] | None = None
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._files: OrderedDict[str, int] = OrderedDict()
         if self.manifest is not None:
-            self._match(self.manifest)
+            self._check_manifest(self.manifest)
 
     def names(self) -> list[str]:
-        """Of all tensors, the optimizer's included; objects such as `_extra_state` are none."""
+        """Names of all tensors, including the optimizer's, but not of objects such as `_extra_state`."""
         return [k for k, v in self.metadata.state_dict_metadata.items() if isinstance(v, _format.TensorStorageMetadata)]
 
     def __contains__(self, key: str) -> bool:
         return isinstance(self.metadata.state_dict_metadata.get(key), _format.TensorStorageMetadata)
 
     def stored(self, key: str) -> Stored:
-        """What is known of a tensor. Raises ValueError when its chunks do not cover it once."""
+        """The dtype, shape and chunks of a tensor. Raises ValueError when its chunks do not cover it exactly once."""
         if key not in self._stored:
             if key not in self:
                 raise ValueError(f"{self.path} has no tensor {key}: is it a checkpoint of another model?")
@@ -116,8 +116,8 @@ class TorchDist:
         return self._stored[key]
 
     def read(self, key: str, offset: Sequence[int], sizes: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """The box of `sizes` at `offset` in the stored dtype, in `out` (contiguous, its elements in that order) if
-        given."""
+        """The box of `sizes` at `offset` in the stored dtype, written into `out` (contiguous, elements in that order)
+        if given."""
         stored = self.stored(key)
         assert len(offset) == len(sizes) == len(stored.shape), (key, offset, sizes)
         if out is None:
@@ -133,12 +133,12 @@ class TorchDist:
         return out
 
     def read_object(self, key: str) -> bytes:
-        """Of what is no tensor, such as `_extra_state`. Where there is a manifest it tells of its file."""
+        """The bytes of a non-tensor object, such as `_extra_state`, verified with the manifest if there is one."""
         where = self.metadata.storage_data[_format.MetadataIndex(key)]
         if self._object is None or self._object[0] != where.relative_path:
             chunk = Chunk(where.relative_path, where.offset, where.length, (), ())
             fact = self.manifest.files.get(chunk.file) if self.manifest is not None else None
-            if fact is None or fact.size > _BLOCK:  # in a converted directory all of them are one small file
+            if fact is None or fact.size > _BLOCK:  # in a converted directory all objects share one small file
                 return bytes(self._bytes(key, chunk))
             raw = bytes(self._bytes(key, replace(chunk, start=0, size=fact.size)))
             if hashlib.sha256(raw).hexdigest() != fact.sha256:
@@ -148,14 +148,14 @@ class TorchDist:
 
     def _bytes(self, key: str, chunk: Chunk) -> memoryview:
         if chunk.start + chunk.size > os.fstat(self._open(chunk.file)).st_size:
-            raise ValueError(f"{self.path / chunk.file} is truncated, {key} lies beyond its end: {_DAMAGED}")
+            raise ValueError(f"{self.path / chunk.file} is truncated, it ends before {key}: {_DAMAGED}")
         out = torch.empty(chunk.size, dtype=torch.uint8)
         self._pread(chunk, out, chunk.start, key)
         return out.numpy().data
 
     def close(self) -> None:
-        """Lets go of open files and of the chunk kept. More may be read afterwards."""
-        self._kept, self._room = None, torch.empty(0, dtype=torch.uint8)
+        """Close files and drop the kept chunk. Reading remains possible."""
+        self._kept, self._buffer = None, torch.empty(0, dtype=torch.uint8)
         while self._files:
             os.close(self._files.popitem()[1])
 
@@ -168,7 +168,7 @@ class TorchDist:
         ]
 
     def _read_part(self, key: str, stored: Stored, chunk: Chunk, inside: Sequence[int], target: Tensor) -> None:
-        """The part of a chunk that starts at `inside` and has the target's shape."""
+        """Read the box of a chunk that starts at `inside` into `target`."""
         if self.manifest is not None and tuple(target.shape) == chunk.sizes and target.is_contiguous():
             self._read_straight(key, stored, chunk, target)
             return
@@ -193,11 +193,11 @@ class TorchDist:
             target.copy_(part)
 
     def _read_straight(self, key: str, stored: Stored, chunk: Chunk, target: Tensor) -> None:
-        """A whole chunk to where it belongs, checked against the manifest there: no byte is copied twice."""
+        """Read a complete chunk directly into `target` and check it against the manifest: no byte is copied twice."""
         raw = target.view(-1).view(torch.uint8)
         start = self._data_start(key, stored, chunk, None)
         if start + len(raw) > chunk.size:
-            self._same(key, chunk, "")  # its framing was damaged
+            self._check_sum(key, chunk, "")  # its framing was damaged
         parts = (
             torch.empty(start, dtype=torch.uint8),
             raw,
@@ -208,11 +208,11 @@ class TorchDist:
             self._pread(chunk, part, position, key)
             digest.update(part.numpy().data)
             position += len(part)
-        self._same(key, chunk, digest.hexdigest())
+        self._check_sum(key, chunk, digest.hexdigest())
 
     def _whole(self, key: str, chunk: Chunk) -> Tensor | None:
-        """The archive's bytes, checked against the manifest; None where there is none, or the chunk is too large to be
-        held (then it has been checked)."""
+        """The archive's bytes, checked against the manifest; None without a manifest, or for a chunk that is too large
+        to keep, which is checked here."""
         if self.manifest is None:
             return None
         at = (chunk.file, chunk.start)
@@ -221,14 +221,14 @@ class TorchDist:
         self._kept = None
         if chunk.size > self.keep_bytes:
             if at not in self._checked:
-                self._same(key, chunk, self._sum_in_blocks(key, chunk))
+                self._check_sum(key, chunk, self._sum_in_blocks(key, chunk))
                 self._checked.add(at)
             return None
-        if len(self._room) < chunk.size:
-            self._room = torch.empty(chunk.size, dtype=torch.uint8)  # kept: fresh memory costs as much as the reading
-        held = self._room[: chunk.size]
+        if len(self._buffer) < chunk.size:
+            self._buffer = torch.empty(chunk.size, dtype=torch.uint8)  # reused: new memory costs as much as reading
+        held = self._buffer[: chunk.size]
         self._pread(chunk, held, chunk.start, key)
-        self._same(key, chunk, checksum(held.numpy().data))
+        self._check_sum(key, chunk, checksum(held.numpy().data))
         self._kept = (at, held)
         return held
 
@@ -240,7 +240,7 @@ class TorchDist:
             digest.update(part.numpy().data)
         return digest.hexdigest()
 
-    def _same(self, key: str, chunk: Chunk, found: str) -> None:
+    def _check_sum(self, key: str, chunk: Chunk, found: str) -> None:
         if found != self._sums[chunk.file, chunk.start]:
             raise ValueError(
                 f"{self.path / chunk.file}: the bytes of {key} at {list(chunk.offset)} are not those that its manifest "
@@ -248,14 +248,14 @@ class TorchDist:
             )
 
     def _data_start(self, key: str, stored: Stored, chunk: Chunk, held: Tensor | None) -> int:
-        """Where in its archive a chunk's elements start, in bytes."""
+        """Offset in bytes of a chunk's elements in its archive."""
 
         def part(at: int, size: int) -> bytes:
             if held is not None:
                 return held[at : at + size].numpy().tobytes()
             return bytes(self._bytes(key, replace(chunk, start=chunk.start + at, size=size)))
 
-        raw = View(chunk.size, part)  # of a chunk's bytes, a few are looked at
+        raw = View(chunk.size, part)  # reads only the bytes that are parsed
         try:
             return data_start(raw, stored.dtype, chunk.sizes)
         except UNREADABLE as e:
@@ -265,7 +265,7 @@ class TorchDist:
             ) from None
 
     def _pread(self, chunk: Chunk, out: Tensor, position: int, key: str) -> None:
-        """Bytes from `position` of the chunk's file on into `out`, uint8."""
+        """Read from `position` in the chunk's file into `out`, uint8."""
         view, done = out.numpy().data, 0
         while done < len(view):
             got = os.preadv(self._open(chunk.file), [view[done:]], position + done)
@@ -287,8 +287,8 @@ class TorchDist:
                 raise ValueError(f"{self.path / file} is missing, {METADATA} lists it: {_DAMAGED}") from None
         return self._files[file]
 
-    def _match(self, manifest: Manifest) -> None:
-        """Manifest and metadata tell of the same tensors and chunks."""
+    def _check_manifest(self, manifest: Manifest) -> None:
+        """Raise ValueError when manifest and metadata list different tensors or chunks."""
         if manifest.kind != "torch_dist":
             raise ValueError(f"{self.path}: its manifest is of kind {manifest.kind!r}, not 'torch_dist': {_DAMAGED}")
         ours, theirs = set(self.names()), set(manifest.tensors)
@@ -303,7 +303,7 @@ class TorchDist:
             same = (dtype, tuple(listed.size)) == (fact.dtype, tuple(fact.shape))
             if not same or {_place(p) for p in fact.pieces} != {_place(c) for c in self._chunks.get(key, [])}:
                 raise ValueError(
-                    f"{self.path}: its manifest does not match: it tells of another {key} than {METADATA}; {_DAMAGED}"
+                    f"{self.path}: its manifest does not match: it lists another {key} than {METADATA}; {_DAMAGED}"
                 )
             for piece in fact.pieces:
                 self._sums[piece.file, piece.start] = piece.sum
@@ -323,35 +323,35 @@ def _metadata(path: Path, manifest: Manifest | None) -> Any:
         _check_listed(tensors, storage)
     except (*UNREADABLE, ValueError) as e:
         raise ValueError(f"{path / METADATA} cannot be read ({e}): {_DAMAGED}") from None
-    listed.all_local_plans = None  # every rank's plan, which megatron adds: large, and not needed
+    listed.all_local_plans = None  # every rank's plan, which megatron adds: large and not needed
     return listed
 
 
 def _check_listed(tensors: Mapping[Any, Any], storage: Mapping[Any, Any]) -> None:
-    """Raises ValueError for what is of torch's classes, and not of the types that they are declared with."""
+    """Raise ValueError for objects of torch's classes whose fields do not have the declared types."""
 
     def counts(found: Any) -> bool:
         return all(type(number) is int and 0 <= number < 1 << 63 for number in found)
 
     for key, value in tensors.items():
         if not isinstance(key, str):
-            raise ValueError(f"a tensor goes by {type(key).__name__}")
+            raise ValueError(f"a tensor's key is of type {type(key).__name__}")
         if not isinstance(value, _format.TensorStorageMetadata):
             continue
         whole = isinstance(value.properties.dtype, torch.dtype) and counts(value.size)
         if not whole or not all(counts(c.offsets) and counts(c.sizes) for c in value.chunks):
-            raise ValueError(f"{key} has a dtype, shape or chunk that is none")
+            raise ValueError(f"{key} has an invalid dtype, shape or chunk")
         if not all(len(c.offsets) == len(c.sizes) == len(value.size) for c in value.chunks):
-            raise ValueError(f"{key} has a chunk of another number of axes")
+            raise ValueError(f"{key} has a chunk with another number of dimensions")
     for where in storage.values():
         if isinstance(where, _StorageInfo) and not (
             isinstance(where.relative_path, str) and counts((where.offset, where.length))
         ):
-            raise ValueError(f"a chunk lies at {where}")
+            raise ValueError(f"a chunk has an invalid location {where}")
 
 
 def _chunks(path: Path, listed: Any) -> Mapping[str, list[Chunk]]:
-    """Key -> chunks, in no order. Raises ValueError for storage of another kind, or outside the directory."""
+    """Key -> unordered chunks. Raises ValueError for storage of another kind, or outside the directory."""
     sizes = {
         (key, tuple(chunk.offsets)): tuple(chunk.sizes)
         for key, value in listed.state_dict_metadata.items()
@@ -361,15 +361,11 @@ def _chunks(path: Path, listed: Any) -> Mapping[str, list[Chunk]]:
     out: defaultdict[str, list[Chunk]] = defaultdict(list)
     for index, where in listed.storage_data.items():
         if not isinstance(index, _format.MetadataIndex) or not isinstance(where, _StorageInfo):
-            raise ValueError(
-                f"{path / METADATA} tells of storage of an unknown kind ({type(where).__name__}): {_DAMAGED}"
-            )
+            raise ValueError(f"{path / METADATA} lists storage of an unknown kind ({type(where).__name__}): {_DAMAGED}")
         if index.offset is None:
             continue
         if getattr(where, "transform_descriptors", None) or Path(where.relative_path).name != where.relative_path:
-            raise ValueError(
-                f"{path}: {index.fqn} is stored in a way that is not read here ({where}): save it as torch_dist"
-            )
+            raise ValueError(f"{path}: {index.fqn} is stored in an unsupported way ({where}): save it as torch_dist")
         offset = tuple(index.offset)
         if (index.fqn, offset) not in sizes:
             raise ValueError(f"{path / METADATA}: {index.fqn} has no chunk at {list(offset)}: {_DAMAGED}")
@@ -377,12 +373,12 @@ def _chunks(path: Path, listed: Any) -> Mapping[str, list[Chunk]]:
         out[index.fqn].append(Chunk(where.relative_path, where.offset, where.length, offset, box))
     if sizes:
         key, offset = min(sizes)
-        raise ValueError(f"{path / METADATA}: the chunk of {key} at {list(offset)} is stored nowhere: {_DAMAGED}")
+        raise ValueError(f"{path / METADATA}: the chunk of {key} at {list(offset)} is not stored: {_DAMAGED}")
     return out
 
 
 def _assert_tiled(path: Path, key: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
-    """The chunks lie inside the shape, no two share an element, and together they have as many as it."""
+    """Raise ValueError unless the chunks lie inside the shape, do not overlap and cover it."""
     covered = sum(math.prod(c.sizes) for c in chunks)
     inside = all(o >= 0 and o + n <= size for c in chunks for o, n, size in zip(c.offset, c.sizes, shape, strict=True))
     if not inside or covered != math.prod(shape) or _overlap(chunks):

@@ -1,11 +1,11 @@
-"""Long work on a directory of files, cut into units that survive a kill.
+"""Runs long jobs that write a directory of files, split into units that survive a kill.
 
-A unit is one file. It is written under another name, synced and renamed, and then so is its index, FILE.json: what the
-unit was made from, its size, its SHA-256, and what the finished directory's manifest must know of it. Units whose index
-fits are kept by the next run; everything else in the unfinished directory is removed. The directory grows as
-OUT.partial and becomes OUT by a rename, so an OUT is whole; the indexes are removed only then.
+A unit is one file. It is written under a temporary name, synced and renamed; then its index FILE.json is written in the
+same way: a hash of the unit's inputs, its size, its SHA-256, and its facts for the directory's manifest. The next run
+keeps units whose index matches and removes everything else in the unfinished directory. The directory is built as
+OUT.partial and renamed to OUT, so an OUT is complete; the indexes are removed after that.
 
-Units do not depend on each other: they are done here, by processes of this machine, or wherever `Spread` takes them.
+Units are independent: they run in this process, in processes on this machine, or wherever `Spread` runs them.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from typing import Any, Protocol
 import xxhash
 
 from megatron_bridge.convert.manifest import FileFact
-from miles_like.child_limits import end_with
+from miles_like.limits.child_process import die_with_parent
 
 Spread = Callable[[Callable[[int], None], Sequence[int]], None]
-"""(work on one unit, picklable; numbers of the units to do): returns when all are done."""
+"""(picklable function that runs one unit; numbers of the units to run): returns when all are done."""
 
-_BUFFERED = 1 << 20  # smaller writes are gathered
+_BUFFERED = 1 << 20  # smaller writes are buffered
 
 
 class HashedFile:
-    """A new file, hashed while it is written; also what `torch.save` takes for a file."""
+    """A new file that is hashed while it is written; `torch.save` accepts it as a file."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)  # nothing is left to be written, and to fail, when it is closed
+        self._file = path.open("wb", buffering=0)  # unbuffered, so that closing cannot fail to write
         self._all = hashlib.sha256()
         self._piece = xxhash.xxh3_128()
         self._gathered = bytearray()
@@ -55,7 +55,7 @@ class HashedFile:
         self._start = self.position = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append; `data` is free again when this returns."""
+        """Append `data`, which may be reused when this returns."""
         size = len(data) if isinstance(data, bytes | bytearray) else data.nbytes
         self.position += size
         if size < _BUFFERED:
@@ -75,7 +75,7 @@ class HashedFile:
         return size
 
     def cut(self) -> tuple[int, int, str]:
-        """(start, size, checksum) of what was written since the last cut: a piece of the manifest."""
+        """(start, size, checksum) of the bytes written since the last call: a piece of the manifest."""
         self.flush()
         piece = (self._start, self.position - self._start, str(self._piece.hexdigest()))
         self._start = self.position
@@ -83,7 +83,7 @@ class HashedFile:
         return piece
 
     def finish(self) -> FileFact:
-        """On disk when this returns."""
+        """Flush and sync the file; returns its size and hash."""
         self.flush()
         os.fsync(self._file.fileno())
         return FileFact(self.position, self._all.hexdigest())
@@ -110,23 +110,23 @@ class HashedFile:
         self._all.update(view)
 
     def _write(self, view: memoryview) -> None:
-        while len(view):  # the kernel writes at most 2 GiB a call
+        while len(view):  # the kernel writes at most 2 GiB per call
             view = view[self._file.write(view) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertReport:
-    """What a conversion did."""
+    """The result of a conversion."""
 
     tensors: int  # of the source or the output, scales not counted
-    skipped: tuple[str, ...]  # known tensors that are not trained, repeat one that is, or were trained without
+    skipped: tuple[str, ...]  # known tensors that are not trained or repeat one, and draft layers that were not trained
     bytes: int  # of all files in the output
     units: int
-    units_kept: int  # of them, found whole from an interrupted run
+    units_kept: int  # units kept from an interrupted run
 
 
 class Job(Protocol):
-    """What is to be made. Picklable."""
+    """A picklable description of the output."""
 
     @property
     def count(self) -> int: ...
@@ -135,15 +135,15 @@ class Job(Protocol):
         """Name of a unit's file in the directory."""
 
     def proof(self, number: int) -> str:
-        """Of the inputs that a unit is made from and of what it holds: a kept unit with this proof is this unit."""
+        """A hash of a unit's inputs and contents; a kept unit with an equal hash is reused."""
 
     def write(self, number: int, out: HashedFile) -> Any:
-        """Write a unit; return its facts, as JSON has them, for the manifest. Raises ValueError for a bad input."""
+        """Write a unit; returns its facts for the manifest, as JSON values. Raises ValueError for a bad input."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitIndex:
-    """Of a whole unit."""
+    """The index of a finished unit."""
 
     file: FileFact
     facts: Any
@@ -151,10 +151,10 @@ class UnitIndex:
 
 @contextmanager
 def building(out: Path, job: Job) -> Iterator[Path]:
-    """OUT.partial to work in, alone; it becomes `out` when the block ends.
+    """A context with exclusive use of OUT.partial, which is renamed to `out` when the block ends.
 
-    Raises ValueError when `out` exists or another process builds it. After a ValueError in the block nothing is left;
-    after any other error what is whole is kept for the next run. OSError naming `out` when the disk is full.
+    Raises ValueError when `out` exists or another process builds it, and OSError naming `out` when the disk is full.
+    After a ValueError in the block everything is removed; after any other error finished units are kept.
     """
     _refuse_existing(out)
     partial = out.with_name(out.name + ".partial")
@@ -200,9 +200,9 @@ def _kept_or_removed(out: Path, partial: Path) -> Iterator[None]:
 
 
 def run_units(job: Job, partial: Path, *, workers: int = 1, spread: Spread | None = None) -> int:
-    """Do all units that are not whole, return the number that were; what else there is in `partial` is removed.
+    """Run all unfinished units; returns the number of units kept. Other files in `partial` are removed.
 
-    Raises what `job.write` raises, and RuntimeError when a worker process dies.
+    Raises as `job.write`, and RuntimeError when a worker process dies.
     """
     kept = {number for number in range(job.count) if read_unit(job, partial, number) is not None}
     known = {name for n in kept for name in (job.file(n), _index_path(partial, job.file(n)).name)}
@@ -222,23 +222,23 @@ def run_units(job: Job, partial: Path, *, workers: int = 1, spread: Spread | Non
 
 
 def read_unit(job: Job, directory: Path, number: int) -> UnitIndex | None:
-    """None for a unit that is not whole, or another one."""
+    """A finished unit's index; None for an unfinished unit or one with another hash."""
     name = job.file(number)
     try:
         index = json.loads(_index_path(directory, name).read_text(encoding="utf-8"))
         if index["proof"] == job.proof(number) and (directory / name).stat().st_size == index["size"]:
             return UnitIndex(FileFact(index["size"], index["sha256"]), index["facts"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        pass  # killed before it was whole
+        pass  # killed before the unit was finished
     return None
 
 
-def whole_unit(job: Job, directory: Path, number: int) -> UnitIndex:
-    """Raises RuntimeError when the unit is not there, though it was said to be done."""
+def finished_unit(job: Job, directory: Path, number: int) -> UnitIndex:
+    """A finished unit's index. Raises RuntimeError when it is missing although its worker has finished."""
     unit = read_unit(job, directory, number)
     if unit is None:
         raise RuntimeError(
-            f"{directory / job.file(number)} is not whole, though its worker is done: do all workers see the same "
+            f"{directory / job.file(number)} is incomplete, although its worker is done: do all workers see the same "
             f"{directory}? Put it on a file system that they share, and run again"
         )
     return unit
@@ -246,11 +246,11 @@ def whole_unit(job: Job, directory: Path, number: int) -> UnitIndex:
 
 def files_of(job: Job, directory: Path) -> Mapping[str, FileFact]:
     """Size and hash of all units' files."""
-    return {job.file(number): whole_unit(job, directory, number).file for number in range(job.count)}
+    return {job.file(number): finished_unit(job, directory, number).file for number in range(job.count)}
 
 
 def write_file(path: Path, data: bytes) -> FileFact:
-    """A small file beside the units, on disk when this returns."""
+    """Write and sync a small file that is not a unit."""
     with HashedFile(path) as out:
         out.write(data)
         return out.finish()
@@ -270,7 +270,7 @@ def _index_path(directory: Path, file: str) -> Path:
 
 def _write_unit(job: Job, partial: Path, number: int) -> None:
     path = partial / job.file(number)
-    # its own: a process of a killed run on another machine may not have ended yet
+    # a unique name: a process of a killed run on another machine may still be writing
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     with HashedFile(temporary) as out:
         facts = job.write(number, out)
@@ -286,7 +286,7 @@ def _write_unit(job: Job, partial: Path, number: int) -> None:
 
 
 def _in_processes(work: Callable[[int], None], numbers: Sequence[int], workers: int) -> None:
-    """Each process is given a unit when it is done with the one before."""
+    """Run units in processes, each of which gets the next unit when it finishes one."""
     context = multiprocessing.get_context("spawn")
     todo = iter(numbers)
     ends: dict[Connection, BaseProcess] = {}
@@ -295,7 +295,7 @@ def _in_processes(work: Callable[[int], None], numbers: Sequence[int], workers: 
             ours, theirs = context.Pipe()
             process: BaseProcess = context.Process(target=_serve, args=(work, theirs, os.getpid()), daemon=True)
             process.start()
-            theirs.close()  # so that the end of the process is the end of the pipe
+            theirs.close()  # so that the pipe closes when the process ends
             ends[ours] = process
             ours.send(next(todo))
         busy = dict(ends)
@@ -332,10 +332,10 @@ def _answer(end: Connection, process: BaseProcess) -> BaseException | None:
 
 
 def _serve(work: Callable[[int], None], end: Connection, parent: int) -> None:
-    """A worker process. It dies with its parent, however that ends."""
-    end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
-    if torch := sys.modules.get("torch"):  # where the job uses it
+    """The main function of a worker process, which ends when its parent does."""
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends this process
+    if torch := sys.modules.get("torch"):  # if the job uses it
         torch.set_num_threads(1)
     while True:
         try:
@@ -346,7 +346,7 @@ def _serve(work: Callable[[int], None], end: Connection, parent: int) -> None:
             work(number)
         except (ValueError, OSError) as e:
             end.send(e)
-        except Exception as e:  # a process's edge: whatever it was, the parent says it
+        except Exception as e:  # process boundary: the parent raises it
             traceback.print_exc()
             end.send(RuntimeError(f"a worker process failed: {type(e).__name__}: {e}"))
         else:

@@ -15,16 +15,16 @@ from megatron_bridge.families.base import Entry, Family, HFConfig, Split, Where
 from megatron_bridge.families.entries import bias, linear, norm
 
 NAME = "deepseek"
-# Where there is a q_a_proj, SGLang 0.5.23 concatenates it with kv_a_proj_with_mqa to fused_qkv_a_proj_with_mqa, tensor
-# by tensor (weight, scale, bias), through a dictionary that lives for one load_weights call: of a pair that comes in
-# two calls neither half is loaded, and no error is raised (cached_a_proj in do_load_weights,
+# SGLang 0.5.23 concatenates q_a_proj, if present, with kv_a_proj_with_mqa to fused_qkv_a_proj_with_mqa, tensor by
+# tensor (weight, scale, bias), through a dictionary local to one load_weights call: if the two come in different calls
+# neither is loaded, and no error is raised (cached_a_proj in do_load_weights,
 # sglang/srt/models/deepseek_common/deepseek_weight_loader.py). Its other stacked parameters (gate_up_proj, w13_weight)
-# are loaded shard by shard in any number of calls, and w_kc and w_vc are made again in each call that has kv_b_proj.
+# are loaded shard by shard in any number of calls, and w_kc and w_vc are rebuilt in each call that has kv_b_proj.
 _QKV_A = "qkv_a"
 
 
 def _attention(hf: str, megatron: str, where: Where) -> tuple[Entry, ...]:
-    """MLA between its layer norm and the next."""
+    """MLA with the layer norms before and after it."""
     theirs, ours = hf + "self_attn.", megatron + "self_attention."
     down, column = Split.REPLICATED, Split.COLUMN
     q_down, kv_down = (theirs + "q_a_proj", ours + "linear_q_down_proj"), ours + "linear_kv_down_proj"
@@ -103,7 +103,7 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
     """MLA's rotary keywords."""
     kind, base, rope = settings.rope(hf, NAME, ("default", "yarn"))
     if kind == "default":
-        # MLA scales its softmax by rotary_scaling_factor even without yarn: 1 means not at all
+        # MLA scales its softmax by rotary_scaling_factor even without yarn; 1 has no effect
         return {"rope_type": "rope", "rotary_base": base, "rotary_scaling_factor": 1.0}
     if rope.get("attention_factor") is not None or rope.get("truncate", True) is not True:
         raise ValueError("config.json: yarn's attention_factor and truncate cannot be set in megatron-core")
@@ -120,7 +120,7 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
         "original_max_position_embeddings": rope["original_max_position_embeddings"],
         "beta_fast": rope.get("beta_fast") or 32,
         "beta_slow": rope.get("beta_slow") or 1,
-        # the checkpoint's code takes mscale only together with mscale_all_dim
+        # the checkpoint's code uses mscale only together with mscale_all_dim
         "mscale": mscale if mscale and all_dim else 1.0,
         "mscale_all_dim": all_dim or 0.0,
     }
@@ -142,7 +142,7 @@ def _transformer_config(hf: HFConfig) -> dict[str, Any]:
     _refuse_unsupported(hf)
     dims = _dims(hf)
     return (
-        # transformers norms the two latents with 1e-6 whatever rms_norm_eps says; serving engines take rms_norm_eps
+        # transformers always normalizes the two latents with 1e-6; serving engines use rms_norm_eps
         settings.decoder(hf, dims, settings.layers_after_dense(hf))
         | _attention_config(hf, dims)
         | _rope(hf)
@@ -158,7 +158,7 @@ FAMILY = Family(
     table=TABLE,
     dims=_dims,
     moe_layers=settings.layers_after_dense,
-    skipped=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # the old releases' rotary buffers
+    skipped=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # rotary buffers of old releases
     transformer_config=_transformer_config,
     rotary_base=lambda hf: float(_rope(hf)["rotary_base"]),
 )

@@ -1,35 +1,51 @@
-"""Lines of the families' tables, for parts that several families have.
+"""Table entries for model parts that several families share.
 
-`hf` and `megatron` are name prefixes that end in a point ("model.layers.{i}.", "decoder.layers.{i}."), or names of
-linears and norms. Dimensions are those of `settings`; a line that some models lack names the dimension that is then 0.
+`hf` and `megatron` are name prefixes that end in a dot ("model.layers.{i}.", "decoder.layers.{i}."), or names of
+linears and norms. Dimensions are those of `settings`; an entry that some models lack names a dimension that is 0 there.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict, Unpack
 
 from megatron_bridge.families.base import SCORE, Entry, Precision, Split, Where
 
-LAYER, DECODER = "model.layers.{i}.", "decoder.layers.{i}."  # of a decoder layer, on both sides
-DRAFT, DRAFT_LAYER = "mtp.layers.{j}.", "mtp.layers.{j}.transformer_layer."  # Megatron's side of a draft layer
+LAYER, DECODER = "model.layers.{i}.", "decoder.layers.{i}."  # prefixes of a decoder layer: Hugging Face, Megatron
+DRAFT, DRAFT_LAYER = "mtp.layers.{j}.", "mtp.layers.{j}.transformer_layer."  # Megatron's prefixes of a draft layer
 
 
-def linear(hf: str, megatron: str, shape: tuple[str, str], split: Split, **more: Any) -> Entry:
+class _Layers(TypedDict, total=False):
+    """The layers that have an entry, and its fusion group."""
+
+    where: Where
+    fused: str
+
+
+class _Options(_Layers, total=False):
+    """Also the dimensions that an entry depends on."""
+
+    given: str
+    unless: str
+
+
+def linear(hf: str, megatron: str, shape: tuple[str, str], split: Split, **options: Unpack[_Options]) -> Entry:
     """The weight of a parallel linear."""
-    return Entry(hf=(hf + ".weight",), megatron=megatron + ".weight", shapes=(shape,), split=split, linear=True, **more)
+    return Entry(
+        hf=(hf + ".weight",), megatron=megatron + ".weight", shapes=(shape,), split=split, linear=True, **options
+    )
 
 
-def bias(hf: str, megatron: str, size: str, *, given: str, **more: Any) -> Entry:
-    """The bias of a linear whose outputs are whole on every rank. Where megatron builds none, `biases` adds it."""
-    return Entry(hf=(hf + ".bias",), megatron=megatron + ".bias", shapes=((size,),), given=given, **more)
+def bias(hf: str, megatron: str, size: str, *, given: str, **options: Unpack[_Layers]) -> Entry:
+    """The bias of a linear whose outputs are whole on every rank. `biases` adds it where megatron builds none."""
+    return Entry(hf=(hf + ".bias",), megatron=megatron + ".bias", shapes=((size,),), given=given, **options)
 
 
-def norm(hf: str, megatron: str, size: str, *, stored: str | None = None, **more: Any) -> Entry:
-    """An RMSNorm. `stored`: its name in checkpoints, where that differs."""
-    return Entry(hf=(hf + ".weight",), megatron=megatron + ".weight", shapes=((size,),), stored=stored, **more)
+def norm(hf: str, megatron: str, size: str, *, stored: str | None = None, **options: Unpack[_Options]) -> Entry:
+    """An RMSNorm. `stored`: its name in checkpoints where that differs."""
+    return Entry(hf=(hf + ".weight",), megatron=megatron + ".weight", shapes=((size,),), stored=stored, **options)
 
 
-def swiglu(hf: str, megatron: str, width: str, **more: Any) -> tuple[Entry, Entry]:
+def swiglu(hf: str, megatron: str, width: str, **options: Unpack[_Options]) -> tuple[Entry, Entry]:
     """gate_proj and up_proj, which Megatron holds as one linear, and down_proj."""
     fc1 = Entry(
         hf=(hf + ".gate_proj.weight", hf + ".up_proj.weight"),
@@ -37,13 +53,13 @@ def swiglu(hf: str, megatron: str, width: str, **more: Any) -> tuple[Entry, Entr
         shapes=((width, "hidden"), (width, "hidden")),
         split=Split.GATE_UP,
         linear=True,
-        **more,
+        **options,
     )
-    return fc1, linear(hf + ".down_proj", megatron + ".linear_fc2", ("hidden", width), Split.ROW, **more)
+    return fc1, linear(hf + ".down_proj", megatron + ".linear_fc2", ("hidden", width), Split.ROW, **options)
 
 
 def embedding() -> Entry:
-    """The token embedding, which each draft layer of a checkpoint holds again."""
+    """The token embedding; each draft layer of a Hugging Face checkpoint repeats it."""
     return Entry(
         hf=("model.embed_tokens.weight",),
         megatron="embedding.word_embeddings.weight",
@@ -55,7 +71,7 @@ def embedding() -> Entry:
 
 
 def output() -> tuple[Entry, Entry, Entry]:
-    """The last norm; the head where it is not the embedding, or one number a token instead of it."""
+    """The last norm, the vocabulary head unless it is tied to the embedding, and the scalar head."""
     head = Entry(
         hf=("lm_head.weight",),
         megatron="output_layer.weight",
@@ -77,12 +93,12 @@ def output() -> tuple[Entry, Entry, Entry]:
 
 
 def grouped_attention(hf: str, megatron: str, where: Where = Where.EVERY) -> tuple[Entry, ...]:
-    """Grouped-query attention between its layer's norm and the next."""
+    """Grouped-query attention with the layer norms before and after it."""
     theirs, ours = hf + "self_attn.", megatron + "self_attention."
-    parts = tuple(f"{theirs}{x}_proj" for x in "qkv")
+    projections = tuple(f"{theirs}{x}_proj" for x in "qkv")
     return (
-        # In checkpoints the local spec's two layer norms carry the names that TransformerEngine's fused linears give
-        # them, the second one before experts too, where no such linear exists (sharded_state_dict_keys_map).
+        # Checkpoints store the local spec's two layer norms under the names of TransformerEngine's fused linears, the
+        # second one before experts too, where no such linear exists (sharded_state_dict_keys_map).
         norm(
             hf + "input_layernorm",
             megatron + "input_layernorm",
@@ -91,7 +107,7 @@ def grouped_attention(hf: str, megatron: str, where: Where = Where.EVERY) -> tup
             where=where,
         ),
         Entry(
-            hf=tuple(part + ".weight" for part in parts),
+            hf=tuple(name + ".weight" for name in projections),
             megatron=ours + "linear_qkv.weight",
             shapes=(("q_out", "hidden"), ("kv_out", "hidden"), ("kv_out", "hidden")),
             split=Split.QKV,
@@ -99,7 +115,7 @@ def grouped_attention(hf: str, megatron: str, where: Where = Where.EVERY) -> tup
             where=where,
         ),
         Entry(
-            hf=tuple(part + ".bias" for part in parts),
+            hf=tuple(name + ".bias" for name in projections),
             megatron=ours + "linear_qkv.bias",
             shapes=(("q_out",), ("kv_out",), ("kv_out",)),
             split=Split.QKV,
@@ -121,7 +137,7 @@ def grouped_attention(hf: str, megatron: str, where: Where = Where.EVERY) -> tup
 
 
 def experts(hf: str, megatron: str, where: Where = Where.MOE) -> tuple[Entry, ...]:
-    """Router, routed experts and, where there are any, selection bias and shared experts."""
+    """Router and routed experts; selection bias and shared experts where the model has them."""
     return (
         Entry(
             hf=(hf + "mlp.gate.weight",),
@@ -145,11 +161,11 @@ def experts(hf: str, megatron: str, where: Where = Where.MOE) -> tuple[Entry, ..
 
 
 def draft(*layer: Entry) -> tuple[Entry, ...]:
-    """A draft layer (DeepSeek-V3's, which others took over): two norms and a projection, `layer`, and a norm."""
+    """A draft layer in DeepSeek-V3's layout: two norms and a projection, `layer`, and a norm."""
     return (
         norm(LAYER + "enorm", DRAFT + "enorm", "hidden", where=Where.MTP),
         norm(LAYER + "hnorm", DRAFT + "hnorm", "hidden", where=Where.MTP),
-        # on both sides the input is the normed embedding, then the normed hidden state
+        # the input is the normed embedding, then the normed hidden state, in Hugging Face and Megatron alike
         linear(LAYER + "eh_proj", DRAFT + "eh_proj", ("hidden", "twice_hidden"), Split.COLUMN, where=Where.MTP),
         *layer,
         norm(LAYER + "shared_head.norm", DRAFT + "final_layernorm", "hidden", where=Where.MTP),

@@ -1,8 +1,8 @@
-"""GLM-4.5 (GLM-4.5, GLM-4.5-Air, GLM-4.6): grouped-query attention that turns half of a head's channels, query, key and
-value biases, sigmoid router with a selection bias, a draft layer.
+"""GLM-4.5 (GLM-4.5, GLM-4.5-Air, GLM-4.6): grouped-query attention that rotates half of a head's channels, query, key
+and value biases, sigmoid router with a selection bias, a draft layer.
 
 Sources: GLM-4.5 report (arXiv 2508.06471), `modeling_glm4_moe.py` of transformers, `attention.py`, `moe_utils.py` and
-`rotary_pos_embedding.py` of megatron-core 0.16.1. Both turn the first channels of a head, by halves of them, so rotary
+`rotary_pos_embedding.py` of megatron-core 0.16.1. Both rotate the first channels of a head, paired by halves, so rotary
 channels need no reordering. The draft layer's names are DeepSeek-V3's.
 """
 
@@ -45,14 +45,14 @@ def _rotary_base(hf: HFConfig) -> float:
 
 
 def _rotary_percent(hf: HFConfig) -> float:
-    """0.5 where the config does not say, as in transformers. Raises ValueError for a share that is no even number of
-    channels, which cannot be turned by halves."""
+    """partial_rotary_factor, 0.5 by default as in transformers. Raises ValueError unless it gives an even number of
+    channels."""
     rope = settings.rope(hf, NAME, partial=True)[2]
     share = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 0.5
     turned = int(_dims(hf)["head"] * share)
     if turned < 2 or turned % 2 or share > 1:
         raise ValueError(
-            f"config.json: partial_rotary_factor = {share} turns {turned} of a head's {_dims(hf)['head']} channels: "
+            f"config.json: partial_rotary_factor = {share} rotates {turned} of a head's {_dims(hf)['head']} channels: "
             "want an even number of them"
         )
     return float(share)

@@ -23,7 +23,7 @@ TABLE: tuple[Entry, ...] = (
 
 
 def _experts(hf: HFConfig) -> int:
-    """transformers 5 saves the number under either name."""
+    """Number of experts, which transformers 5 saves under either key."""
     return int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
 
 
@@ -69,7 +69,7 @@ def _transformer_config(hf: HFConfig) -> dict[str, Any]:
         | settings.experts(dims)
         | {
             "moe_router_score_function": "softmax",
-            # A softmax over all experts, its top k made to sum to 1, is a softmax over the top k logits.
+            # A softmax over all experts whose top k is normalized to sum to 1 equals a softmax over the top k logits.
             "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
         }
     )

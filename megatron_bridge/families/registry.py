@@ -1,4 +1,4 @@
-"""Which family a config.json belongs to: one dict, one file a family."""
+"""The registry of model families, one module each, and the lookup by config.json."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(hf_config: HFConfig) -> Family:
-    """The family by `architectures`, or by `model_type` where that is absent; with a scalar head it is that of the
-    language model. ValueError names the known ones."""
+    """The family by `architectures`, or by `model_type` without that key; a model with a scalar head has the language
+    model's family. The ValueError for an unknown model lists the known architectures."""
     architectures = hf_config.get("architectures") or ()
     if not isinstance(architectures, list | tuple) or not all(isinstance(name, str) for name in architectures):
         raise ValueError(f"config.json: architectures = {architectures!r}: want a list of names")
@@ -35,8 +35,8 @@ def family_of(hf_config: HFConfig) -> Family:
 
 
 def with_scalar_head(hf: HFConfig) -> dict[str, Any]:
-    """config.json of the model with one number a token in place of the vocabulary, as transformers has it; itself where
-    it is one already. It has no draft layers: they predict tokens. Raises ValueError as `family_of`."""
+    """The config.json of the same model with a scalar head, in transformers' format; a copy if it has one already.
+    Draft layers are removed, since they predict tokens. Raises ValueError as `family_of`."""
     if is_scalar(hf):
         return dict(hf)
     name = min(family_of(hf).architectures).removesuffix(LM) + CLASSIFIER

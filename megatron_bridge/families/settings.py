@@ -1,7 +1,7 @@
-"""config.json -> dimensions and TransformerConfig keywords, for parts that several families have.
+"""config.json -> dimensions and TransformerConfig keywords, for model parts that several families share.
 
-Megatron's keywords are those of `transformer_config.py` in megatron-core 0.16.1. What a model's config.json cannot mean
-in megatron raises ValueError here, named by its key.
+Megatron's keywords are those of `transformer_config.py` in megatron-core 0.16.1. A setting of config.json that megatron
+cannot express raises ValueError naming its key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_bridge.families.base import HFConfig, is_scalar
 REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 REQUIRED_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
 
-# what a table's shapes are made of; of each model those that it has
+# keys of config.json that give the sizes in a table; each must be a whole number where it is present
 COUNTS = (
     *REQUIRED,
     *REQUIRED_EXPERTS,
@@ -29,21 +29,21 @@ COUNTS = (
 
 NUMBERS = ("rms_norm_eps", "routed_scaling_factor", "rope_theta", "partial_rotary_factor")
 
-# option -> the only values that are trained; the first is what a config that does not say means
-ONLY: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_dropout": (0.0, 0)}
-ONLY_SIGMOID: Mapping[str, tuple[Any, ...]] = {
+# option -> the only supported values; the first is the default of a config without the option
+ONLY: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_dropout": (0.0, 0)}
+ONLY_SIGMOID: dict[str, tuple[Any, ...]] = {
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
     "norm_topk_prob": (True,),
     "moe_layer_freq": (1,),
 }
-ONLY_FULL_ATTENTION: Mapping[str, tuple[Any, ...]] = {"use_sliding_window": (False,)}
+ONLY_FULL_ATTENTION: dict[str, tuple[Any, ...]] = {"use_sliding_window": (False,)}
 
 
 def refuse_unsupported(hf: HFConfig, family: str, required: Iterable[str], only: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ValueError where config.json lacks a `required` key, has one of COUNTS that is no whole number, one of
-    NUMBERS that is none, or an option at a value that is not in `only` (the first is what a config that does not say
-    means), or where a layer attends less than everything before it."""
+    """Raise ValueError for a config.json that the family cannot train: a `required` key is missing, a key of COUNTS is
+    not a whole number, a key of NUMBERS is not a number, an option has a value outside `only`, or a layer does not
+    attend to all preceding tokens."""
     if missing := [key for key in required if hf.get(key) is None]:
         raise ValueError(f"config.json lacks {', '.join(missing)}: family {family} needs them")
     for key in COUNTS:
@@ -54,13 +54,13 @@ def refuse_unsupported(hf: HFConfig, family: str, required: Iterable[str], only:
         _number(key, hf.get(key))
     labels = hf.get("num_labels") or len(hf.get("id2label") or (0, 1))  # transformers' default is 2
     if is_scalar(hf) and labels != 1:
-        raise ValueError(f"config.json: a head of {labels} labels is not trained: want num_labels = 1")
+        raise ValueError(f"config.json: a head with {labels} labels is not supported: want num_labels = 1")
     for key, allowed in only.items():
         value = hf.get(key, allowed[0])
         if value is not None and value not in allowed:
-            raise ValueError(f"config.json: {key} = {value!r} is not trained by family {family}: want {allowed[0]!r}")
+            raise ValueError(f"config.json: {key} = {value!r} is not supported by family {family}: want {allowed[0]!r}")
     if other := sorted(set(hf.get("layer_types") or ()) - {"full_attention"}):
-        raise ValueError(f"config.json: layer_types has {other[0]!r}, family {family} trains 'full_attention' alone")
+        raise ValueError(f"config.json: layer_types has {other[0]!r}, family {family} supports only 'full_attention'")
 
 
 def _number(key: str, value: Any) -> None:
@@ -72,7 +72,7 @@ def _number(key: str, value: Any) -> None:
 
 
 def model_dims(hf: HFConfig) -> dict[str, int]:
-    """Of every model."""
+    """Dimensions of every model."""
     tied, scalar = bool(hf.get("tie_word_embeddings", False)), is_scalar(hf)
     return {
         "layers": hf["num_hidden_layers"],
@@ -89,8 +89,8 @@ def model_dims(hf: HFConfig) -> dict[str, int]:
 def grouped_dims(
     hf: HFConfig, *, qkv_bias: bool, o_bias: bool, qk_norm: bool, default_head: int | None = None
 ) -> dict[str, int]:
-    """Of `entries.grouped_attention`. A head's size is a key of its own, unrelated to hidden size / heads in most
-    published models; a config that does not say means `default_head`, or that quotient."""
+    """Dimensions of `entries.grouped_attention`. Most published models set head_dim independently of hidden_size /
+    num_attention_heads; without the key it is `default_head`, or that quotient."""
     heads = hf["num_attention_heads"]
     head = int(hf.get("head_dim") or default_head or hf["hidden_size"] // heads)
     kv_heads = hf.get("num_key_value_heads") or heads
@@ -106,7 +106,7 @@ def grouped_dims(
 
 
 def expert_dims(hf: HFConfig, experts: int, *, router_bias: bool) -> dict[str, int]:
-    """Of `entries.experts`."""
+    """Dimensions of `entries.experts`."""
     return {
         "moe_ffn": hf["moe_intermediate_size"],
         "shared_ffn": hf["moe_intermediate_size"] * (hf.get("n_shared_experts") or 0),
@@ -117,12 +117,12 @@ def expert_dims(hf: HFConfig, experts: int, *, router_bias: bool) -> dict[str, i
 
 
 def draft_dims(hf: HFConfig) -> dict[str, int]:
-    """Of `entries.draft`."""
+    """Dimensions of `entries.draft`."""
     return {"mtp": hf.get("num_nextn_predict_layers") or 0}
 
 
 def layers_after_dense(hf: HFConfig) -> tuple[int, ...]:
-    """Layers with experts, where the first `first_k_dense_replace` have none."""
+    """Layers with experts: all but the first `first_k_dense_replace`."""
     return tuple(range(hf["first_k_dense_replace"], hf["num_hidden_layers"]))
 
 
@@ -145,13 +145,13 @@ def decoder(hf: HFConfig, dims: Mapping[str, int], moe_layers: Iterable[int] = (
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_method_std": hf.get("initializer_range", 0.02),
-        # always the list: it also decides that checkpoint keys carry the global layer number
+        # always a list: with a list, checkpoint keys contain the global layer number
         "moe_layer_freq": [int(i in moe) for i in range(dims["layers"])],
     }
 
 
 def grouped_attention(hf: HFConfig, dims: Mapping[str, int]) -> dict[str, Any]:
-    """Keywords of grouped-query attention. Raises ValueError where heads do not divide into groups."""
+    """Keywords of grouped-query attention. Raises ValueError when heads do not divide into groups."""
     heads, kv_heads = hf["num_attention_heads"], dims["kv_heads"]
     if heads % kv_heads:
         raise ValueError(
@@ -178,9 +178,9 @@ def experts(dims: Mapping[str, int]) -> dict[str, Any]:
 
 
 def sigmoid_router(hf: HFConfig, dims: Mapping[str, int]) -> dict[str, Any]:
-    """Keywords of DeepSeek-V3's router (arXiv 2412.19437, section 2.1.2): sigmoid scores, a bias that moves the choice
-    alone, gates made to sum to 1 and scaled. Raises ValueError for a config that leaves no layer with experts, a single
-    expert a token, and groups that megatron ranks otherwise."""
+    """Keywords of DeepSeek-V3's router (arXiv 2412.19437, section 2.1.2): sigmoid scores, a bias that affects only the
+    selection, gates normalized to sum to 1 and scaled. Raises ValueError when no layer has experts, for a single
+    expert per token, and for expert groups that megatron ranks differently."""
     if not 0 <= hf["first_k_dense_replace"] < dims["layers"]:
         raise ValueError(
             f"config.json: first_k_dense_replace = {hf['first_k_dense_replace']} leaves no layer with experts among "
@@ -199,7 +199,7 @@ def sigmoid_router(hf: HFConfig, dims: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _group_limits(hf: HFConfig, dims: Mapping[str, int]) -> tuple[int | None, int | None]:
-    """(groups, groups a token), (None, None) where every group is open to every token.
+    """(groups, groups per token); (None, None) where a token may use every group.
 
     The checkpoint's code ranks groups by their two best experts, megatron-core by their `top_k // topk_group` best.
     """
@@ -220,15 +220,15 @@ def rope(
     hf: HFConfig, family: str, kinds: tuple[str, ...] = ("default",), *, partial: bool = False
 ) -> tuple[str, float, Mapping[str, Any]]:
     """(kind, base, all settings) from `rope_parameters` (transformers 5) or `rope_scaling` + `rope_theta`. Raises
-    ValueError for a kind that is not among `kinds`, and unless `partial` for a model that turns a part of each head."""
+    ValueError for a kind outside `kinds` and, unless `partial`, for a model that rotates only part of each head."""
     settings: Mapping[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     for key in ("rope_theta", "partial_rotary_factor"):
         _number(key, settings.get(key))
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in kinds:
         wanted = " or ".join(repr(k) for k in kinds)
-        raise ValueError(f"config.json: rope type {kind!r} is not trained by family {family}: want {wanted}")
+        raise ValueError(f"config.json: rope type {kind!r} is not supported by family {family}: want {wanted}")
     share = settings.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if share != 1.0 and not partial:
-        raise ValueError(f"config.json: partial_rotary_factor = {share} is not trained by family {family}: want 1")
+        raise ValueError(f"config.json: partial_rotary_factor = {share} is not supported by family {family}: want 1")
     return kind, float(settings.get("rope_theta") or hf.get("rope_theta") or 10000.0), settings

@@ -1,16 +1,16 @@
-"""On-policy distillation: the student samples, a teacher says how likely it found each token, and both become alike
-where the student goes (Agarwal et al., GKD, arXiv:2306.13649; the last stage of Qwen3's small models, arXiv:2505.09388;
-https://thinkingmachines.ai/blog/on-policy-distillation/).
+"""On-policy distillation: the student samples, a teacher scores the sampled tokens, and the student is trained towards
+the teacher's distribution on its own samples (Agarwal et al., GKD, arXiv:2306.13649; the last stage of Qwen3's small
+models, arXiv:2505.09388; https://thinkingmachines.ai/blog/on-policy-distillation/).
 
 With p the student and q the teacher after the same tokens, there are two forms:
 
-* of sampled tokens: the advantage of y_t is coefficient * (log q(y_t) - log p(y_t)), with the log-probability that it
-  was sampled at. Its mean over p is minus the reverse KL(p || q) at that place, and each token answers for its own
-  place alone (discount 0). What is made of an advantage, ratio, clipping and corrections, is the algorithm's.
-* of candidates: coefficient * D(p || q) is added to the loss, its gradient taken through p. D is over the C tokens that
-  the teacher finds likeliest there, and one bucket for all others (log 1 - sum): a lower bound of the divergence over
-  the whole vocabulary, since merging outcomes never adds to a divergence, and equal to it where p / q is the same for
-  all others. There is no gradient through the choice of the tokens before.
+* sampled tokens: the advantage of y_t is coefficient * (log q(y_t) - log p(y_t)), with p as sampled. Its mean over p is
+  minus the reverse KL(p || q) at that position; a token's advantage concerns its own position only (discount 0).
+  Ratio, clipping and corrections are the algorithm's.
+* candidates: coefficient * D(p || q) is added to the loss, with its gradient through p. D is over the teacher's C most
+  likely tokens at that position and one bucket for all others (log 1 - sum): a lower bound of the divergence over the
+  whole vocabulary, since merging outcomes never increases a divergence, and equal to it where p / q is the same for all
+  others. There is no gradient through the choice of the preceding tokens.
 
 Letters: G samples a prompt, S tokens a sample, T packed tokens, C candidates a token.
 """
@@ -18,19 +18,27 @@ Letters: G samples a prompt, S tokens a sample, T packed tokens, C candidates a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from miles_like.algorithms.mismatch import mean_stat
+from miles_like.algorithms.terms.mismatch import mean_stat
 from miles_like.protocols import Algorithm, LossFn
-from miles_like.types import TAUGHT, TEACHER, TEACHER_CANDIDATES, Aggregation, Sample, SampleGroup, Stat
+from miles_like.types import (
+    TAUGHT,
+    TEACHER,
+    TEACHER_CANDIDATES,
+    Aggregation,
+    LossInputs,
+    LossOutput,
+    Sample,
+    SampleGroup,
+)
 
-# Of the bucket of all other tokens. A sum of fp32 probabilities is off 1 by about 1e-7 for each; less than this is 0.
+# Least probability of the bucket of other tokens: each fp32 term makes a sum of probabilities inexact by about 1e-7.
 _LEAST = 1e-6
 
 
@@ -38,8 +46,8 @@ _LEAST = 1e-6
 class Distilled:
     """An algorithm whose advantages are the teachers' (mode "alone"), or the teachers' and its own ("added").
 
-    of_candidates: the teachers speak through the loss, so that alone the advantages are 0. Aggregation, and what the
-    loss asks for beside advantages (a penalty for leaving the reference, say), stay the algorithm's.
+    of_candidates: the teachers' part is in the loss, so that with mode "alone" advantages are 0. Aggregation and the
+    loss's other terms (such as a penalty for leaving the reference) are the algorithm's.
     """
 
     base: Algorithm
@@ -61,7 +69,7 @@ class Distilled:
         return frozenset({TEACHER}) | (self.base.needs if self.mode == "added" else frozenset())
 
     def advantages(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
-        """For each group [G] of [S] fp32. With mode "added" raises ValueError as the algorithm's own."""
+        """For each group [G] of [S] fp32. With mode "added" raises ValueError as the algorithm does."""
         own: Sequence[Sequence[float | Tensor]] = [[0.0] * len(g.samples) for g in groups]
         if self.mode == "added":
             own = self.base.advantages(groups)
@@ -73,30 +81,32 @@ class Distilled:
         ]
 
     def returns(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[Tensor]] | None:
-        """The algorithm's own; alone, nobody learns what a reward will be."""
+        """The algorithm's; None with mode "alone", which has no critic."""
         return self.base.returns(groups) if self.mode == "added" else None
 
 
 def distilled(
     base: Algorithm, *, mode: Literal["alone", "added"], coefficient: float, top_k: int, beta: float = 1.0
 ) -> Distilled:
-    """`base` with teachers; top_k: of candidates, 0: of sampled tokens. beta: of `divergence`."""
+    """`base` with teachers. top_k: number of candidates, 0 for the form of sampled tokens; beta: of `divergence`."""
     loss = base.loss if not top_k else CandidateLoss(base=base.loss, coefficient=coefficient, beta=beta)
     return Distilled(base=base, mode=mode, coefficient=coefficient, of_candidates=top_k > 0, loss=loss)
 
 
 def log_ratio(sample: Sample) -> Tensor:
-    """[S] fp32 log q - log p of the sampled tokens; 0 where no teacher spoke."""
+    """[S] fp32 log q - log p of the sampled tokens; 0 where no teacher scored."""
     taught = sample.streams[TAUGHT] > 0
     return torch.where(taught, sample.streams[TEACHER] - sample.logprobs, 0.0)
 
 
 def divergence(student: Tensor, teacher: Tensor, *, beta: float = 1.0) -> Tensor:
-    """[T] of log-probabilities [T, C] of the same candidates, nats, never negative; the gradient is the student's.
+    """[T] divergence in nats, never negative, from log-probabilities [T, C] of the same candidates. The gradient goes
+    through the student.
 
     Over the candidates and the bucket of all others, GKD's generalized Jensen-Shannon divergence (arXiv:2306.13649 eq.
-    1): beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p; 1 is KL(p || q) and 0 is KL(q || p), the
-    limits of it over 1 - beta and beta. Fewer than 1e-6 in the bucket are 1e-6, on both sides.
+    1): beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p; beta = 1 is KL(p || q) and beta = 0 is
+    KL(q || p), its limits after division by 1 - beta and by beta. The bucket's probability is at least 1e-6 on both
+    sides.
     """
     p, q = _with_others(student), _with_others(teacher)
     if beta in (0.0, 1.0):
@@ -107,7 +117,7 @@ def divergence(student: Tensor, teacher: Tensor, *, beta: float = 1.0) -> Tensor
 
 
 def _with_others(candidates: Tensor) -> Tensor:
-    """[T, C] log-probabilities -> [T, C + 1], the last that of every other token."""
+    """[T, C] log-probabilities -> [T, C + 1]; the last one is of all other tokens together."""
     others = (1 - candidates.exp().sum(-1, keepdim=True)).clamp(min=_LEAST).log()
     return torch.cat([candidates, others], -1)
 
@@ -119,26 +129,20 @@ def _kl(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateLoss:
-    """The algorithm's loss plus coefficient * `divergence`, where a teacher spoke."""
+    """The algorithm's loss plus coefficient * `divergence` at tokens that a teacher scored."""
 
     base: LossFn
     coefficient: float
     beta: float = 1.0
 
-    def __call__(
-        self,
-        *,
-        loss_mask: Tensor,  # [T] bool
-        streams: Mapping[str, Tensor] = MappingProxyType({}),
-        candidate_logprobs: Tensor | None = None,  # [T, C] fp32, carries the gradient
-        **rest: Any,
-    ) -> tuple[Tensor, Mapping[str, Stat]]:
-        """[T] loss and statistics, `distill/candidates_divergence` and `distill/teacher_others` beside the
-        algorithm's."""
-        assert candidate_logprobs is not None, "candidates were packed, but nobody scored them"
-        loss, stats = self.base(loss_mask=loss_mask, streams=streams, candidate_logprobs=candidate_logprobs, **rest)
-        taught = loss_mask & (streams[TAUGHT] > 0)
-        # Elsewhere both sides are one and the same distribution, so that nothing there can overflow into the gradient.
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """[T] loss, and the algorithm's statistics with `distill/candidates_divergence` and
+        `distill/teacher_others`."""
+        loss, stats = self.base(inputs)
+        candidate_logprobs, streams = inputs.candidate_logprobs, inputs.streams
+        assert candidate_logprobs is not None, "the micro-batch has candidates, the trainer did not score them"
+        taught = inputs.loss_mask & (streams[TAUGHT] > 0)
+        # Elsewhere both sides are the same distribution, so that no value there can overflow into the gradient.
         even = -math.log(candidate_logprobs.shape[1] + 1)
         student = torch.where(taught[:, None], candidate_logprobs, even)
         teacher = torch.where(taught[:, None], streams[TEACHER_CANDIDATES], even)
@@ -151,7 +155,7 @@ class CandidateLoss:
 
 
 def distill_metrics(groups: Sequence[SampleGroup], teacher_of: Callable[[str], str | None]) -> dict[str, float]:
-    """`distill/*` of a rollout, over all taught tokens and of each teacher; teacher_of: of a prompt's source."""
+    """`distill/*` of a rollout, over all scored tokens and per teacher; teacher_of: prompt source -> teacher."""
     found: dict[str, list[float]] = {}  # name, "" for all -> tokens, sum of log p - log q, sum of log q
     for group in groups:
         for s in group.samples:

@@ -1,36 +1,39 @@
-"""Which scored groups are worth training on."""
+"""Group filters: which scored groups are trained on."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from miles_like.by_import_path import load
+from miles_like.plugins import load
 from miles_like.protocols import GroupFilter
 from miles_like.types import SampleGroup
 
 
 def nonzero_std(group: SampleGroup) -> str | None:
-    """Left out where all rewards are equal, or there are fewer than two: an advantage relative to the group is then 0
-    (dynamic sampling, DAPO, arXiv:2503.14476, 3.2). Raises ValueError for a sample that was not scored."""
+    """Discards a group whose rewards are all equal, or which has fewer than two: its group-relative advantages are 0
+    (dynamic sampling, DAPO, arXiv:2503.14476, 3.2). Raises ValueError for a sample without a reward."""
     return None if len(set(group.rewards)) > 1 else "all rewards equal"
 
 
 def keep_all(group: SampleGroup) -> None:
-    """None is left out."""
+    """Discards no group."""
 
 
 FILTERS: dict[str, GroupFilter] = {"off": keep_all, "nonzero_std": nonzero_std}
 
 
 def make_filter(name: str) -> GroupFilter:
-    """The filter of that name or import path. Raises ValueError for one that cannot be had."""
+    """The filter of that name or import path. Raises ValueError as `load`; the filter raises it for a result that is
+    neither None nor a string."""
     known = {key: partial(FILTERS.__getitem__, key) for key in FILTERS}
     found: GroupFilter = load(name, GroupFilter, key="algorithm.filter", known=known)
 
-    def told(group: SampleGroup) -> str | None:
+    def checked(group: SampleGroup) -> str | None:
         reason = found(group)
         if reason is not None and not isinstance(reason, str):
-            raise ValueError(f"algorithm.filter = {name!r} said {reason!r}: return None to keep a group, or why not")
+            raise ValueError(
+                f"algorithm.filter = {name!r} returned {reason!r}: return None to keep a group, or a reason"
+            )
         return reason
 
-    return told
+    return checked

@@ -1,4 +1,4 @@
-"""What becomes of samples that come to the token limit (DAPO, arXiv:2503.14476, 3.4).
+"""Samples near or at the token limit: overlong reward shaping and masking (DAPO, arXiv:2503.14476, 3.4).
 
 Letters: G samples a prompt.
 """
@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from miles_like.algorithm_config import AlgorithmConfig
+from miles_like.config.algorithm import AlgorithmConfig
 from miles_like.types import Finish, Prompt, Sample, SampleGroup
 
-PART = "overlong"  # of a reward
+PART = "overlong"  # key in Sample.reward_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlongShaping:
-    """Less reward for a sample with n tokens after its prompt, an environment's too, `factor` times (eq. 13): 0 up to
-    limit - buffer, from there linearly up to 1 at `limit`, and 1 above."""
+    """Reduces the reward of a sample with n tokens after its prompt, an environment's included, by `factor` times (eq.
+    13): 0 up to limit - buffer, from there linearly up to 1 at `limit`, and 1 above."""
 
     limit: int  # tokens
     buffer: int  # tokens
@@ -30,8 +30,8 @@ class OverlongShaping:
             raise ValueError(f"a buffer of {self.buffer} tokens below a limit of {self.limit}: give 1 to {self.limit}")
 
     def __call__(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-        """The groups with other rewards, and the difference under `reward_parts["overlong"]`. Raises ValueError for a
-        sample that was not scored."""
+        """The groups with reduced rewards; the difference is in `reward_parts["overlong"]`. Raises ValueError for a
+        sample without a reward."""
         return [
             replace(g, samples=tuple(self._shaped(g.prompt, s, r) for s, r in zip(g.samples, g.rewards, strict=True)))
             for g in groups
@@ -45,9 +45,9 @@ class OverlongShaping:
 
 
 def mask_truncated(groups: Sequence[SampleGroup], *, steps: int = 1) -> list[SampleGroup]:
-    """The groups, with nothing under loss in samples that were cut at the token limit: their rewards still count in
-    their group's baseline, and they train nothing. Raises ValueError where that leaves no sample to one of the `steps`
-    mini-batches that the groups make (`pack_steps`)."""
+    """The groups with an empty loss mask in samples that were cut at the token limit: their rewards still count in the
+    group's baseline, but they are not trained on. Raises ValueError if one of the `steps` mini-batches of the groups
+    (`Packer.steps`) has no other sample."""
     each = max(len(groups) // steps, 1)
     for i in range(0, len(groups), each):
         samples = [s for g in groups[i : i + each] for s in g.samples]
@@ -55,7 +55,7 @@ def mask_truncated(groups: Sequence[SampleGroup], *, steps: int = 1) -> list[Sam
             what = "the rollout" if steps == 1 else f"mini-batch {i // each + 1} of {steps}"
             raise ValueError(
                 f"all {len(samples)} samples of {what} were cut at the token limit, and algorithm.mask_truncated "
-                "leaves them out: raise rollout.max_new_tokens, or set algorithm.mask_truncated = false"
+                "excludes them: raise rollout.max_new_tokens, or set algorithm.mask_truncated = false"
             )
     return [replace(g, samples=tuple(_masked(s) for s in g.samples)) for g in groups]
 
@@ -67,8 +67,8 @@ def _masked(sample: Sample) -> Sample:
 
 
 def make_overlong(config: AlgorithmConfig, limit: int) -> OverlongShaping | None:
-    """Of a limit in tokens after the prompt; None: off. A buffer that is not given is a fifth of the limit, as the
-    paper's 4096 of 20480 tokens."""
+    """limit: tokens after the prompt. None: off. The default buffer is a fifth of the limit, as the paper's 4096 of
+    20480 tokens."""
     if not config.overlong_penalty:
         return None
     buffer = config.overlong_buffer or max(limit // 5, 1)

@@ -1,4 +1,4 @@
-"""Rewards by name: a dict of those that are built in, and import paths for the user's own."""
+"""Makes a run's rewards: the built-in ones from a dict, users' functions from import paths."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from miles_like.by_import_path import load
+from miles_like.config.reward import BUILT_IN, LOCAL_BUT_SLOW, REMOTE, RewardConfig
+from miles_like.limits.threads import DaemonThreads
+from miles_like.plugins import load
 from miles_like.protocols import RewardFn, SampleReward
-from miles_like.reward_config import BUILT_IN, LOCAL_BUT_SLOW, REMOTE, RewardConfig
-from miles_like.rewards.answers import Exact, MultipleChoice, Regex, exact_number, gsm8k
-from miles_like.rewards.function import calling, is_async
-from miles_like.rewards.judge import Judge
-from miles_like.rewards.math_verify import MathVerify
-from miles_like.rewards.remote import Remote
-from miles_like.rewards.reward_model import RewardModel
-from miles_like.rewards.scorer import Scorer
+from miles_like.rewards.function import adapt, is_async
+from miles_like.rewards.judges.judge import Judge
+from miles_like.rewards.judges.remote import Remote
+from miles_like.rewards.judges.reward_model import RewardModel
+from miles_like.rewards.maths.answers import Exact, MultipleChoice, Regex, exact_number, gsm8k
+from miles_like.rewards.maths.math_verify import MathVerify
+from miles_like.rewards.scorer import Limits, Scorer
 from miles_like.rewards.shape import Format, Length, none
-from miles_like.rewards.threads import DaemonThreads
 from miles_like.rewards.weighted import Weighted
 from miles_like.types import Unit
 
@@ -29,7 +30,7 @@ REMOTE_RETRIES, CALLS, WAIT_S, CLOSE_S = 2, 64, 1.0, 10.0
 
 T = TypeVar("T")
 Function = Callable[..., object]
-# (configuration, time limit) -> the function; the configuration has its options, as RewardConfig sees to
+# (configuration, time limit) -> the function; RewardConfig guarantees that the options of a named reward are set
 REWARDS: dict[str, Callable[[RewardConfig, float], SampleReward]] = {
     "exact_number": lambda c, limit_s: exact_number,
     "exact": lambda c, limit_s: Exact(_given(c.exact)),
@@ -48,14 +49,14 @@ assert REWARDS.keys() == BUILT_IN.keys()
 
 
 class Rewards:
-    """The run's own reward, and others by name that sets of an evaluation ask for. They are ended together."""
+    """The run's reward, and other rewards that evaluation sets name. They are closed together."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._made: dict[str | None, RewardFn] = {None: make_reward(config)}
 
     def __call__(self, name: str | None) -> RewardFn:
-        """None: the run's own. Raises ValueError as `make_reward`."""
+        """The reward `name`; None: the run's. Raises ValueError as `make_reward` does."""
         if name not in self._made:
             self._made[name] = make_reward(self._config.named(str(name)))
         return self._made[name]
@@ -68,7 +69,7 @@ class Rewards:
 def make_reward(config: RewardConfig) -> RewardFn:
     """The configuration's reward, or the weighted sum of its parts.
 
-    Raises ValueError for an unknown name (with the nearest), and for an import path where there is nothing to call.
+    Raises ValueError for an unknown name (with the nearest), and for an import path without a callable.
     """
     made = {name: _one(name, config) for name in config.weights}
     if not config.parts:
@@ -80,42 +81,48 @@ def make_reward(config: RewardConfig) -> RewardFn:
     return Weighted({label: (made[name], config.weights[name]) for label, name in zip(labels, made, strict=True)})
 
 
-def scored_by(function: Function, config: RewardConfig | None = None, *, said: str = "the reward") -> Scorer:
-    """A function of the user's as a RewardFn. One that is async waits for something, and is taken to be slow.
+def scored_by(function: Function, config: RewardConfig | None = None, *, label: str = "the reward") -> Scorer:
+    """A user's function as a RewardFn. An async function is assumed to be slow.
 
-    Raises ValueError where nothing says how it is called.
+    Raises ValueError where its style cannot be determined.
     """
     c = config or RewardConfig()
     threads = DaemonThreads()
     unit = None if c.unit is None else Unit(c.unit)
-    ask, unit = calling(function, said=said, style=c.style, unit=unit, args=c.args, threads=threads)
-    patience = _patience(c, REMOTE_S, REMOTE_RETRIES)
-    return Scorer(ask=ask, unit=unit, slow=is_async(function), end=partial(_ended, function, threads), **patience)
+    call, unit = adapt(function, label=label, style=c.style, unit=unit, args=c.args, threads=threads)
+    limits = _limits(c, REMOTE_S, REMOTE_RETRIES)
+    return Scorer(call=call, unit=unit, slow=is_async(function), end=partial(_end, function, threads), limits=limits)
 
 
 def _one(name: str, config: RewardConfig) -> Scorer:
     key, limit_s = "reward.parts" if config.parts else "reward.name", config.timeout_s or LOCAL_S
     function = load(name, key=key, known={n: partial(make, config, limit_s) for n, make in REWARDS.items()})
     if name not in REWARDS:
-        return scored_by(function, config, said=f"{key} {name!r}")
-    threads = DaemonThreads()
-    ask, unit = calling(function, said=name, style="own", unit=Unit.SAMPLE, threads=threads)
-    end = partial(_ended, function, threads)
-    made = partial(Scorer, ask=ask, unit=unit, compares=name if config.compares(name) else None, end=end)
+        return scored_by(function, config, label=f"{key} {name!r}")
+    limits = Limits()
     if name in REMOTE:
-        return made(slow=True, **_patience(config, REMOTE_S, REMOTE_RETRIES))
-    if name in LOCAL_BUT_SLOW:  # they keep the limit themselves
-        return made(**_patience(config, None, 0) | {"timeout_s": None})
-    return made()
+        limits = _limits(config, REMOTE_S, REMOTE_RETRIES)
+    elif name in LOCAL_BUT_SLOW:  # these functions enforce the time limit themselves
+        limits = replace(_limits(config, None, 0), timeout_s=None)
+    threads = DaemonThreads()
+    call, unit = adapt(function, label=name, style="own", unit=Unit.SAMPLE, threads=threads)
+    return Scorer(
+        call=call,
+        unit=unit,
+        slow=name in REMOTE,
+        compares=name if config.compares(name) else None,
+        limits=limits,
+        end=partial(_end, function, threads),
+    )
 
 
-def _patience(c: RewardConfig, limit_s: float | None, retries: int) -> dict[str, Any]:
-    return {
-        "timeout_s": c.timeout_s or limit_s,
-        "retries": retries if c.retries is None else c.retries,
-        "retry_wait_s": WAIT_S if c.retry_wait_s is None else c.retry_wait_s,
-        "concurrency": c.concurrency or CALLS,
-    }
+def _limits(c: RewardConfig, timeout_s: float | None, retries: int) -> Limits:
+    return Limits(
+        timeout_s=c.timeout_s or timeout_s,
+        retries=retries if c.retries is None else c.retries,
+        retry_wait_s=WAIT_S if c.retry_wait_s is None else c.retry_wait_s,
+        concurrency=c.concurrency or CALLS,
+    )
 
 
 def _given(options: T | None) -> T:
@@ -123,8 +130,8 @@ def _given(options: T | None) -> T:
     return options
 
 
-async def _ended(function: Function, threads: DaemonThreads) -> None:
-    """A function that keeps something open has an `async def close()`; one that hangs does not hold up the end."""
+async def _end(function: Function, threads: DaemonThreads) -> None:
+    """Calls the function's `async def close()`, if it has one, for at most CLOSE_S."""
     threads.close()
     close = getattr(function, "close", None)
     if inspect.iscoroutinefunction(close):

@@ -1,4 +1,4 @@
-"""What a reward function returned, as a Score or an Unscored; anything else is refused in one sentence."""
+"""Converts what a reward function returned to a Score or an Unscored, or raises ValueError."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
+from miles_like.limits.user_errors import shown
 from miles_like.types import Score, Unscored
-from miles_like.user_errors import shown
 
-TOTALS = ("score", "reward")  # under which a dict's total stands; the first there is
+TOTALS = ("score", "reward")  # keys of a dict's total; the first one present is used
 RETURNED_NONE = "the reward function returned None"
 _WHY = "reason"
-_REASON_CHARS = 120  # samples are counted by reason, and a log line holds it
-MOST_PARTS = 64  # each is a metric and a TensorBoard tag for as long as the run is
+_REASON_CHARS = 120  # a reason is a key of counters and stands in a log line
+MOST_PARTS = 64  # each part is a metric and a TensorBoard tag to the end of the run
 _NAME = re.compile(r"[\w./-]{1,64}")
 
 
 def outcome_of(returned: object) -> Score | Unscored:
-    """A number or a bool: the score. None: unscored. A dict: its total is under "score", else under "reward", else the
-    sum of its numbers; all other numbers in it are parts, and text is not logged. A dict whose total is None is
-    unscored, for its "reason"; so is one to be added up with a None in it, which is no 0. Score and Unscored are
-    themselves.
+    """A number or a bool is the score; None is Unscored. The total of a dict is its "score", else its "reward", else
+    the sum of its numbers; its other numbers are parts, and text is ignored. A dict whose total is None is Unscored
+    with its "reason"; so is a dict without a total that has a None value, since None is not 0. Score and Unscored are
+    returned as they are.
 
-    Raises ValueError for what is none of these, or not finite.
+    Raises ValueError for any other value, and for a number that is not finite.
     """
     if isinstance(returned, Unscored):
         return Unscored(reason=_shortened(returned.reason))
@@ -44,13 +44,15 @@ def _of_parts(named: Mapping[object, object]) -> Score | Unscored:
         return Unscored(reason=_shortened(str(values.get(_WHY) or RETURNED_NONE)))
     parts = {k: number(v, f"its part {k!r}") for k, v in values.items() if k != total and not isinstance(v, str | None)}
     if len(parts) > MOST_PARTS:
-        raise ValueError(f"it has {len(parts)} parts, at most {MOST_PARTS} are logged: leave some out")
+        raise ValueError(f"it has {len(parts)} parts, at most {MOST_PARTS} are logged: remove some")
     if (wrong := next((k for k in parts if not _NAME.fullmatch(k)), None)) is not None:
-        raise ValueError(f"its part {wrong[:80]!r} has no name for a metric: want 1 to 64 letters, digits, _ . / or -")
+        raise ValueError(
+            f"its part {wrong[:80]!r} is not a valid metric name: want 1 to 64 letters, digits, _ . / or -"
+        )
     if total is not None:
         return Score(value=number(values[total], f"its {total!r}"), parts=parts)
     if not parts:
-        raise ValueError(f"it is {dict(values)!r:.200}: give the total as {TOTALS[0]!r}, or named numbers to add up")
+        raise ValueError(f"it is {dict(values)!r:.200}: return the total as {TOTALS[0]!r}, or named numbers to sum")
     return Score(value=math.fsum(parts.values()), parts=parts)
 
 
@@ -59,7 +61,7 @@ def _shortened(reason: str) -> str:
 
 
 def number(value: object, what: str) -> float:
-    """A finite number: Python's, numpy's or a tensor of one element. Raises ValueError naming `what`."""
+    """A finite number of Python or numpy, or a tensor of one element, as a float. Raises ValueError naming `what`."""
     if isinstance(value, np.generic | np.ndarray | Tensor) and value.shape in ((), (1,)):
         value = value.item()
     if not isinstance(value, int | float):
@@ -76,7 +78,7 @@ def number(value: object, what: str) -> float:
 
 
 def each(returned: object, n: int) -> list[object]:
-    """`n` results out of a list, a tuple, an array or a tensor. Raises ValueError for anything else."""
+    """The `n` results in a list, a tuple, an array or a tensor. Raises ValueError for any other value."""
     if isinstance(returned, Tensor | np.ndarray):
         returned = returned.reshape(-1).tolist()
     if not isinstance(returned, Sequence) or isinstance(returned, str):

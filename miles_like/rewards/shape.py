@@ -1,4 +1,4 @@
-"""What a response looks like, whatever it says: its form and its length; or nothing of it."""
+"""Rewards that do not compare with an answer: format, length, and none."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 import regex
 
-from miles_like.reward_config import FormatConfig, LengthConfig
+from miles_like.config.reward import FormatConfig, LengthConfig
 from miles_like.types import Prompt, Sample, Score, Unscored
 
 
 async def none(prompt: Prompt, sample: Sample) -> float:
-    """0: something else says what the policy learns."""
+    """Always 0, for runs that learn from an environment, a generate function or a teacher."""
     return 0.0
 
 
@@ -34,7 +34,7 @@ class Format:
 
 
 class Length:
-    """0 up to `target` response tokens, then linearly down to -`penalty` at `limit` tokens, and no further.
+    """0 up to `target` response tokens, then linearly down to -`penalty` at `limit` tokens, and constant from there on.
 
     DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13) with limit = L_max, target = L_max - L_cache and a
     penalty of 1.

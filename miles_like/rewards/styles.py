@@ -1,7 +1,7 @@
-"""How reward functions are called, here and in other frameworks: what each is given, and what its answer means.
+"""Calling conventions of reward functions, here and in other frameworks: their arguments and their results.
 
-Every style reads the same prompts and samples. A column of the prompt file that no style has a place for goes where
-the framework puts further columns: verl's extra_info, slime's metadata, TRL's keywords.
+Every style starts from the same prompts and samples. Columns of the prompt file that are no argument of a style are
+passed where the framework puts further columns: verl's extra_info, slime's metadata, TRL's keywords.
 """
 
 from __future__ import annotations
@@ -11,25 +11,33 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from miles_like.rewards.outcome import TOTALS, each
 from miles_like.types import Finish, Json, Prompt, Sample, Unit
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-Pairs = tuple[Sequence[Prompt], Sequence[Sample]]
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments and keywords
+# (what the function returned, number of samples, unit, reward.args) -> the result of each sample
+Results = Callable[[Any, int, Unit, Mapping[str, Json]], list[object]]
+
+
+class Arguments(Protocol):
+    """Makes the arguments of one call; `args` is reward.args."""
+
+    def __call__(
+        self, prompts: Sequence[Prompt], samples: Sequence[Sample], *, unit: Unit, args: Mapping[str, Json]
+    ) -> Call: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
     """One framework's convention."""
 
-    units: tuple[Unit, ...]  # that a function of this style can be given at once; the first is the default
-    given: Callable[..., Call]  # (prompts, samples, unit=, args=) -> positional arguments and keywords
-    # (what it returned, for how many samples, unit, args) -> the result of each
-    read: Callable[[Any, int, Unit, Mapping[str, Json]], list[object]]
+    units: tuple[Unit, ...]  # possible units of samples for one call; the first is the default
+    arguments: Arguments
+    results: Results
 
 
 def _one_or_each(returned: Any, n: int, unit: Unit, args: Mapping[str, Json]) -> list[object]:
@@ -41,7 +49,7 @@ def _each(returned: Any, n: int, unit: Unit, args: Mapping[str, Json]) -> list[o
 
 
 def response_ids(prompt: Prompt, sample: Sample) -> list[int]:
-    """All tokens after the prompt, an environment's too."""
+    """All tokens after the prompt, including those of an environment."""
     return [int(t) for t in sample.token_ids[len(prompt.token_ids) :].tolist()]
 
 
@@ -70,7 +78,7 @@ def _verl(prompts: Sequence[Prompt], samples: Sequence[Sample], *, unit: Unit, a
 
 def _verl_result(returned: Any, n: int, unit: Unit, args: Mapping[str, Json]) -> list[object]:
     if isinstance(returned, Mapping) and TOTALS[0] not in returned:
-        raise ValueError(f"it returned a dict of {', '.join(map(str, returned))}, want {TOTALS[0]!r} among them")
+        raise ValueError(f"it returned a dict with the keys {', '.join(map(str, returned))}, want {TOTALS[0]!r} too")
     return [returned]
 
 
@@ -94,7 +102,7 @@ _STATUS = {
 
 @dataclass(kw_only=True)
 class SlimeSample:
-    """The part of slime's Sample that a reward function reads; it may write to its own copy."""
+    """The part of slime's Sample that a reward function reads. It is a copy, so the function may write to it."""
 
     Status = SlimeStatus
     index: int
@@ -128,17 +136,17 @@ def _slime_sample(prompt: Prompt, sample: Sample) -> SlimeSample:
         rollout_log_probs=sample.logprobs[p:].tolist(),
         weight_versions=[str(v.version) for v in sample.versions],
         status=_STATUS[sample.finish],
-        metadata=dict(own if isinstance(own := prompt.meta.get("metadata"), Mapping) else prompt.meta),
+        metadata=dict(column if isinstance(column := prompt.meta.get("metadata"), Mapping) else prompt.meta),
     )
 
 
 def _slime(prompts: Sequence[Prompt], samples: Sequence[Sample], *, unit: Unit, args: Mapping[str, Json]) -> Call:
-    given = [_slime_sample(p, s) for p, s in zip(prompts, samples, strict=True)]
-    return (SimpleNamespace(**args), given[0] if unit is Unit.SAMPLE else given), {}
+    converted = [_slime_sample(p, s) for p, s in zip(prompts, samples, strict=True)]
+    return (SimpleNamespace(**args), converted[0] if unit is Unit.SAMPLE else converted), {}
 
 
 def _slime_results(returned: Any, n: int, unit: Unit, args: Mapping[str, Json]) -> list[object]:
-    """Of a dict, `reward_key` of the arguments is the reward, as with slime's --reward-key."""
+    """The reward of a dict is its key reward.args.reward_key, as with slime's --reward-key."""
     results, key = _one_or_each(returned, n, unit, args), args.get("reward_key")
     if key is None:
         return results
@@ -156,7 +164,7 @@ def _slime_results(returned: Any, n: int, unit: Unit, args: Mapping[str, Json]) 
 
 @dataclass
 class Logged:
-    """What a function of TRL's gave to `log_metric` and `log_extra`."""
+    """What a TRL reward function passed to `log_metric` and `log_extra`."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
@@ -169,7 +177,7 @@ class Logged:
 
 
 def _trl(prompts: Sequence[Prompt], samples: Sequence[Sample], *, unit: Unit, args: Mapping[str, Json]) -> Call:
-    """A completion is a list of messages where the prompt is one (data.template = "chat"), else text."""
+    """Prompts and completions are lists of messages with data.template = "chat", else text."""
     chat = bool(prompts[0].messages)
     columns: dict[str, list[Any]] = {
         key: [p.meta.get(key) for p in prompts] for key in dict.fromkeys(k for p in prompts for k in p.meta)
@@ -193,11 +201,12 @@ def _openrlhf(prompts: Sequence[Prompt], samples: Sequence[Sample], *, unit: Uni
 
 
 def _openrlhf_results(returned: Any, n: int, unit: Unit, args: Mapping[str, Json]) -> list[object]:
-    """Trained on is `rewards`; `scores` and `extra_logs` are parts, a single number in them is every sample's."""
+    """The score is `rewards`; `scores` and `extra_logs` are parts, and a single number in them is that of every
+    sample."""
     if not isinstance(returned, Mapping):
         return each(returned, n)
     if "rewards" not in returned:
-        raise ValueError(f"it returned a dict of {', '.join(map(str, returned))}, want 'rewards' among them")
+        raise ValueError(f"it returned a dict with the keys {', '.join(map(str, returned))}, want 'rewards' too")
     rewards = each(returned["rewards"], n)
     logs = {"scores": returned.get("scores"), **(returned.get("extra_logs") or {})}
     parts = {k: _for_each(v, n) for k, v in logs.items() if v is not None and not isinstance(v, str)}
@@ -211,12 +220,12 @@ def _for_each(value: Any, n: int) -> list[object]:
 
 _ANY = (Unit.SAMPLE, Unit.GROUP, Unit.BATCH)
 STYLES: dict[str, Style] = {
-    "own": Style(units=_ANY, given=_own, read=_one_or_each),
-    "verl": Style(units=(Unit.SAMPLE,), given=_verl, read=_verl_result),
-    "slime": Style(units=(Unit.SAMPLE, Unit.GROUP), given=_slime, read=_slime_results),
-    "trl": Style(units=(Unit.GROUP, Unit.SAMPLE, Unit.BATCH), given=_trl, read=_each),
-    # as OpenRLHF's own agents call it: lists of one
-    "openrlhf": Style(units=_ANY, given=_openrlhf, read=_openrlhf_results),
+    "own": Style(units=_ANY, arguments=_own, results=_one_or_each),
+    "verl": Style(units=(Unit.SAMPLE,), arguments=_verl, results=_verl_result),
+    "slime": Style(units=(Unit.SAMPLE, Unit.GROUP), arguments=_slime, results=_slime_results),
+    "trl": Style(units=(Unit.GROUP, Unit.SAMPLE, Unit.BATCH), arguments=_trl, results=_each),
+    # unit SAMPLE first: OpenRLHF's agents call the function with lists of one
+    "openrlhf": Style(units=_ANY, arguments=_openrlhf, results=_openrlhf_results),
 }
 
 _FIRST_TWO: dict[tuple[str, ...], tuple[str, Unit]] = {
@@ -229,11 +238,11 @@ _FIRST_TWO: dict[tuple[str, ...], tuple[str, Unit]] = {
 
 
 def recognised(function: Callable[..., object]) -> tuple[str, Unit] | None:
-    """The style and unit that the names of its parameters say; None where they say nothing."""
+    """The style and unit that the parameter names imply; None where they imply none."""
     try:
         names = list(inspect.signature(function).parameters)
     except ValueError:
-        return None  # written in C, without a signature to look at
+        return None  # written in C, without a signature to inspect
     if (first := _FIRST_TWO.get(tuple(names[:2]))) is not None:
         return first
     for style, words in (("verl", {"solution_str", "ground_truth"}), ("openrlhf", {"queries", "labels"})):

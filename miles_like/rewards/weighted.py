@@ -1,4 +1,4 @@
-"""Several rewards as one: their weighted sum, each of them a part."""
+"""The weighted sum of several rewards, each logged as a part."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from miles_like.protocols import RewardFn
 from miles_like.rewards.scorer import Outcome, together
 from miles_like.types import Prompt, Sample, Score, Unit, Unscored
 
-_WIDTH = list(Unit)  # from what sees least at once to what sees most
+_WIDTH = list(Unit)  # from the narrowest unit to the widest
 
 
 class Weighted:
-    """rewards: (reward, weight) by the name of the part. A sample that one of them cannot score is unscored: a sum
-    without it would be another reward. Not so with weight 0: what is only logged is then not logged of that sample."""
+    """rewards: name of the part -> (reward, weight). A sample that one of them cannot score is unscored, because a sum
+    without that term would be another reward. A reward of weight 0 is only logged, and skipped for that sample."""
 
     def __init__(self, rewards: Mapping[str, tuple[RewardFn, float]]) -> None:
         self._rewards = dict(rewards)

@@ -1,4 +1,4 @@
-"""What the chosen precision explains of a gap: more than that is somebody's mistake."""
+"""Bounds on the gap that the chosen precision explains; a larger gap is a fault."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from dataclasses import replace
 from typing import Literal
 
 from megatron_bridge.config import AgreementConfig, PrecisionConfig
-from miles_like.algorithms.bounds import Bounds
+from miles_like.algorithms.terms.bounds import Bounds
 from quant.spec import QuantFormat
 
 _EXACT = Bounds(kl_max=0.0, logprob_abs_diff_max=0.0, extreme_frac_max=0.0)
-# Mean k3. Sides that round alike and differ in kernels were measured at 3e-5 to 5e-4 over all formats, with the routes
-# replayed or not; a published 30B-A3B has 1.5e-3 without replay and 7.5e-4 with it (arXiv:2510.11370).
+# Mean k3. Measured where both sides round alike and only kernels differ: 3e-5 to 5e-4 over all formats, with or without
+# replay; a published 30B-A3B has 1.5e-3 without replay and 7.5e-4 with it (arXiv:2510.11370).
 _KERNELS = 1e-3
-_OWN_ROUTES = 5e-3  # the same where the rollout tells no routes, whose flipped experts then count
-_EXTREME = 1e-2  # share of tokens; over those formats fewer than one in a thousand
-# A published model in FP8 on one side only: 0.058. Half as much again: this only decides whether a run may start.
+_OWN_ROUTES = 5e-3  # the same where the rollout returns no routes, so that flipped experts count
+_EXTREME = 1e-2  # share of tokens; measured over those formats: fewer than one in a thousand
+# A published model in FP8 on one side only: 0.058. 50 % more here, because this only decides whether a run may start.
 _ROUNDED_ON_ONE_SIDE = 9e-2
-# Least agreement of replayed routes with the trainer's own routers, on the scale of Cohen's kappa: 1 less the share of
+# Least agreement of replayed routes with the trainer's own routers, on the scale of Cohen's kappa: 1 minus the share of
 # rows that may hold random experts. A published 30B-A3B chooses another set in one of ten rows (arXiv:2510.11370), most
-# of them other by one expert; small models whose sides round alike were measured at 0.98 and more.
+# of which differ in one expert; small models whose sides round alike were measured at 0.98 and more.
 _AGREE = 0.9
-_AGREE_ROUNDED_ON_ONE_SIDE = 0.75  # 0.9 and more were measured where only the rollout rounds
-_AGREE_STALE = 0.5  # routes of weights that have moved since: 0.6 and more, eight versions later at a high rate
-_ROOM = 0.1  # between the share that random sets reach and what is explained: with less, wrong routes look right
-_WEIGHTS_ONLY = (QuantFormat.INT4, QuantFormat.MXFP4)  # a stock server multiplies bf16 activations with these
+_AGREE_ROUNDED_ON_ONE_SIDE = 0.75  # measured where only the rollout rounds: 0.9 and more
+_AGREE_STALE = 0.5  # routes of older weights; measured eight versions later at a high learning rate: 0.6 and more
+_ROOM = 0.1  # least distance of the explained share from that of random sets; below it wrong routes pass the check
+_WEIGHTS_ONLY = (QuantFormat.INT4, QuantFormat.MXFP4)  # a stock server multiplies these with bf16 activations
 
 
 def of_steps(configured: Bounds, *, exact: bool) -> Bounds:
-    """What each step is held to. exact: both sides compute the same bits with the same weights."""
+    """The bounds that each step is checked against. exact: both sides compute the same bits with the same weights."""
     return _EXACT if exact else configured
 
 
@@ -41,9 +41,12 @@ def allowance(
     more: bool = False,
     routed: bool = True,
 ) -> Bounds:
-    """`configured`, and where that does not bound KL or extreme tokens what the precision does. exact:
-    both sides compute the same bits. more: one side rounds something besides weights. routed: under the rollout's
-    routes, or without experts."""
+    """`configured`; where it does not bound the KL or the share of extreme tokens, the bound that the precision
+    implies.
+
+    exact: both sides compute the same bits. more: one side rounds something besides weights. routed: the comparison
+    replays the rollout's routes, or the model has no experts.
+    """
     if exact:
         return _EXACT
     alike = _rounded_alike(precision, engine) and not more
@@ -70,14 +73,13 @@ def agreement_bounds(
 ) -> AgreementConfig:
     """Bounds on the agreement of replayed routes with the trainer's routers, `overall` and of each `layer`.
 
-    A bound that is None is derived. With `exact`, where both sides compute the same bits, every row agrees. Otherwise
-    `overall` is the share that the precision explains, which is less where weights have moved since the rollout
-    (`stale`), and a layer's bound is derived from it and from what its neighbouring rows share in each step
-    (megatron_bridge/agreement.py). Random sets share top_k / num_experts. 0: not checked. exact, more: as in
-    `allowance`.
+    A bound that is None is derived; 0 disables the check. With `exact`, where both sides compute the same bits, every
+    row agrees. Otherwise `overall` is the share that the precision explains, which is lower where weights have changed
+    since the rollout (`stale`), and a layer's bound is derived from it and from the share that neighbouring rows have
+    in common in each step (megatron_bridge/step/agreement.py). Random sets share top_k / num_experts. exact, more: as
+    in `allowance`.
 
-    Raises ValueError where a given bound is one that random experts reach, or a derived one leaves no room between
-    them and right ones.
+    Raises ValueError where random experts reach a given bound, or where a derived bound is too close to their share.
     """
     alike = _rounded_alike(precision, engine) and not more
     kappa = _AGREE if alike else _AGREE_ROUNDED_ON_ONE_SIDE
@@ -103,7 +105,7 @@ def agreement_bounds(
 
 
 def _rounded_alike(precision: PrecisionConfig, engine: str) -> bool:
-    """Whether both sides multiply the same numbers, but for their kernels."""
+    """Whether both sides multiply the same rounded values, so that only kernels differ."""
     if precision.format is QuantFormat.BF16:
         return True
     return precision.qat and (engine == "embedded" or precision.format in _WEIGHTS_ONLY)

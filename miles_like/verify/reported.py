@@ -1,7 +1,6 @@
-"""By what convention the rollout reported its log-probabilities: of which token, in which unit, of how much of the
-vocabulary, at which temperature.
+"""Detect the convention of the rollout's log-probabilities: token shift, unit, renormalization, temperature.
 
-Letters: S tokens a sample, n tokens under loss.
+Letters: S tokens a sample, n loss tokens.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from torch import Tensor
 from miles_like.verify.tokens import SHIFTS, shifted
 
 _SIGMAS = 3  # of a sign test over tokens
-_FEW = 3  # tokens, besides those that a fit takes, that are enough where nearly all of the difference goes
+_FEW = 3  # tokens beyond those used by a fit that suffice where a correction removes _NEARLY_ALL of the difference
 _NEARLY_ALL = 0.95
-_ABOVE = 1e-3  # 0, which a log-probability is at most, by more than rounding
-_OUTSIDE = 0.25  # of a difference: a part that rounding may put outside of where it should be
-_TEMPERATURES = (0.1, 10.0)  # between which one is looked for
-_HALVINGS = 24  # of that interval's logarithm, by the golden section: to 1e-4
-_STEP = 1.05
+_ABOVE = 1e-3  # a log-probability above this is more than 0 plus rounding
+_OUTSIDE = 0.25  # share of a difference that rounding may put outside its expected interval
+_TEMPERATURES = (0.1, 10.0)  # the interval that is searched
+_ITERATIONS = 24  # of the golden-section search over that interval's logarithm: to 1e-4
+_STEP = 1.05  # relative change of the temperature that must lower the mean before a search starts
 
 UNITS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "logarithms to base 2": lambda x: x * math.log(2),
@@ -32,18 +31,18 @@ UNITS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def differences(a: Sequence[Tensor], b: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
-    """[n] fp64 |a - b| of all tokens under loss."""
-    return (_under_loss(a, masks) - _under_loss(b, masks)).abs()
+    """[n] fp64 |a - b| of all loss tokens."""
+    return (_loss_tokens(a, masks) - _loss_tokens(b, masks)).abs()
 
 
-def _under_loss(values: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
+def _loss_tokens(values: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
     return torch.cat([x[m].double() for x, m in zip(values, masks, strict=True)])
 
 
 def explains(after: Tensor, before: Tensor, *, fitted: int = 0) -> bool:
-    """Whether a correction that leaves [n] `after` of `before` is right: it at least halves the mean, and makes more
-    tokens better than worse by more than chance would (a sign test), or takes nearly all of it away from every token.
-    nan: a token that it says nothing of. fitted: numbers that were fitted."""
+    """Whether a correction that reduces [n] `before` to `after` is right. It must at least halve the mean, and either
+    improve significantly more tokens than it worsens (sign test), or remove nearly all of the difference and worsen no
+    token. nan: a token that the correction does not cover. fitted: number of fitted parameters."""
     known = ~(after.isnan() | before.isnan())
     after, before = after[known], before[known]
     better, worse = int((after < before).sum()), int((after > before).sum())
@@ -58,22 +57,22 @@ def explains(after: Tensor, before: Tensor, *, fitted: int = 0) -> bool:
 
 
 def shift_of(own: Sequence[Tensor], reported: Sequence[Tensor], masks: Sequence[Tensor]) -> int:
-    """By how many tokens the reported [S] are to be moved; 0 where that explains nothing. What another temperature or
-    unit changes is nearly a line, and is fitted away: the two are told apart."""
-    mine, theirs = _under_loss(own, masks), _under_loss(reported, masks)
+    """By how many tokens the reported [S] are to be moved; 0 where a shift explains nothing. Another temperature or
+    unit changes log-probabilities almost linearly, so that fitting a line separates it from a shift."""
+    mine, theirs = _loss_tokens(own, masks), _loss_tokens(reported, masks)
     if bool((theirs > _ABOVE).any()):
-        return 0  # no log-probabilities at all
+        return 0  # these are not log-probabilities
     for d in SHIFTS:
-        moved = _under_loss([shifted(x, m, d) for x, m in zip(reported, masks, strict=True)], masks)
-        # Of the same tokens on both sides: a line through the few that short answers leave fits whatever it is of.
-        told = ~moved.isnan()
-        if explains(_beside_a_line(mine[told], moved[told]), _beside_a_line(mine[told], theirs[told]), fitted=2):
+        moved = _loss_tokens([shifted(x, m, d) for x, m in zip(reported, masks, strict=True)], masks)
+        # The same tokens before and after the shift: short answers leave few, and a line through few fits any values.
+        known = ~moved.isnan()
+        if explains(_line_residuals(mine[known], moved[known]), _line_residuals(mine[known], theirs[known]), fitted=2):
             return d
     return 0
 
 
-def _beside_a_line(a: Tensor, b: Tensor) -> Tensor:
-    """[n] how far `a` is from the line through (b, a) that least squares finds; nan where one is not finite."""
+def _line_residuals(a: Tensor, b: Tensor) -> Tensor:
+    """[n] |a - line(b)| for the least-squares line; nan where a or b is not finite."""
     known = torch.isfinite(a) & torch.isfinite(b)
     out = torch.full_like(a, torch.nan)
     if int(known.sum()) < 2:
@@ -90,7 +89,7 @@ def _beside_a_line(a: Tensor, b: Tensor) -> Tensor:
 
 
 def unit_of(own: Sequence[Tensor], reported: Sequence[Tensor], masks: Sequence[Tensor]) -> str | None:
-    """The one of UNITS that they are in; None: natural logarithms, or no other unit explains more."""
+    """The name in UNITS that explains the difference; None for natural logarithms, or where no unit explains it."""
     now = differences(own, reported, masks)
     for name, change in UNITS.items():
         if name == "probabilities" and not all(bool(((x >= 0) & (x <= 1)).all()) for x in reported):
@@ -100,13 +99,13 @@ def unit_of(own: Sequence[Tensor], reported: Sequence[Tensor], masks: Sequence[T
     return None
 
 
-def of_the_cut(
+def is_renormalized(
     own: Sequence[Tensor], reported: Sequence[Tensor], masks: Sequence[Tensor], *, top_p: float = 1.0, top_k: int = -1
 ) -> bool:
-    """Whether they are of the part of the vocabulary that was sampled from, made to add up to 1 again: then they are
-    above the trainer's by -log of that part. `top_p` alone leaves a part of at least top_p. `top_k`, also with `top_p`
-    (docs/sampling.md), may leave any part, and only 0 bounds what is reported."""
-    mine, theirs = _under_loss(own, masks), _under_loss(reported, masks)
+    """Whether the reported log-probabilities are renormalized over the tokens that top_p and top_k keep. They then
+    exceed the trainer's by -log of the kept probability mass. `top_p` alone keeps a mass of at least top_p. `top_k`,
+    also with `top_p` (docs/sampling.md), may keep any mass, and the only bound on a reported value is 0."""
+    mine, theirs = _loss_tokens(own, masks), _loss_tokens(reported, masks)
     above = theirs - mine
     most = torch.full_like(above, -math.log(top_p)) if top_k == -1 else -mine
     known = torch.isfinite(above) & torch.isfinite(most)
@@ -119,14 +118,14 @@ def of_the_cut(
 
 # ---- at which temperature
 
-Score = Callable[[float], Awaitable[Sequence[Tensor]]]  # temperature -> [S] of each, by the trainer
+Score = Callable[[float], Awaitable[Sequence[Tensor]]]  # temperature -> [S] per sample, by the trainer
 
 
 async def temperature_of(
     score: Score, own: Sequence[Tensor], reported: Sequence[Tensor], masks: Sequence[Tensor], temperature: float
 ) -> tuple[float, Sequence[Tensor]]:
-    """(that of the reported log-probabilities, the trainer's [S] at it); `temperature` and `own` where no other
-    explains more."""
+    """(temperature of the reported log-probabilities, the trainer's [S] at it); `temperature` and `own` where no other
+    temperature explains the difference."""
     now = differences(own, reported, masks)
     if not float(now.nansum()):
         return temperature, own
@@ -137,22 +136,22 @@ async def temperature_of(
 
     near = [await at(math.log(temperature * factor)) for factor in (_STEP, 1 / _STEP)]
     if min(mean for mean, _ in near) >= float(now.nanmean()):
-        return temperature, own  # where the mean does not fall when it moves a little, none will do
-    log, scores = await _least(at)
+        return temperature, own  # the mean does not fall for a small change, so no temperature explains it
+    log, scores = await _minimize(at)
     if not explains(differences(scores, reported, masks), now, fitted=1):
         return temperature, own
     return math.exp(log), scores
 
 
-async def _least(
+async def _minimize(
     at: Callable[[float], Awaitable[tuple[float, Sequence[Tensor]]]],
 ) -> tuple[float, Sequence[Tensor]]:
-    """The logarithm that leaves the least mean, by golden-section search (Kiefer, 1953), and the scores at it."""
+    """(log temperature with the least mean, the scores at it), by golden-section search (Kiefer, 1953)."""
     ratio = (math.sqrt(5) - 1) / 2
     low, high = (math.log(t) for t in _TEMPERATURES)
     a, b = high - ratio * (high - low), low + ratio * (high - low)
     of_a, of_b = await at(a), await at(b)
-    for _ in range(_HALVINGS):
+    for _ in range(_ITERATIONS):
         if of_a[0] <= of_b[0]:
             high, b, of_b = b, a, of_a
             a = high - ratio * (high - low)

@@ -1,8 +1,8 @@
-"""Which served tensors are not those that were published, and what they are instead.
+"""Find served tensors that differ from the published ones, and what they hold instead.
 
-Only hashes of what is served are known. So each hypothesis is put as bytes: the tensor that was published before, the
-one of the neighbouring projection, zeros, the same weight by another quantizer; the one whose hash is the served one's
-is what happened, without a doubt and without moving a weight.
+Only hashes of the served tensors are known. Each hypothesis (the previously published tensor, that of the neighbouring
+projection, zeros, the same weight by another quantizer) is therefore computed as bytes and hashed; an equal hash proves
+the hypothesis without a transfer of weights.
 """
 
 from __future__ import annotations
@@ -14,82 +14,82 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from miles_like.verify.findings import Blamed, Cause
+from miles_like.verify.report import Cause, CauseDetail
 from quant.registry import codec_or_none
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import stored_name
 
-Hash = Callable[[str, Tensor], str]  # of one stored tensor under its name
+Hash = Callable[[str, Tensor], str]  # (stored name, tensor) -> hash
 _BIAS = "e_score_correction_bias"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TRIED = 9  # coded weights, more than half of which a quantizer must have made to be named
+_TRIED = 9  # weights that each candidate quantizer is tried on; it must explain more than half of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightEvidence:
-    """Both sides' weights. Tensors are asked for by name and only where a hash differs.
+    """Hashes of both sides' weights; tensors are loaded only where a hash differs.
 
-    Without `tensor` the hashes are of what the server made of the stored tensors, as stock SGLang's are of fused ones.
-    `published` are then those that such tensors of the trainer's weights have, or those that the server had after the
-    trainer had published to it; nothing is known of a difference but where it is.
+    Without `tensor` the hashes are of tensors that the server derived from the stored ones, as stock SGLang's are of
+    fused tensors. `published` is then computed by fusing the trainer's weights, or read from the server after the
+    trainer published to it; only the location of a difference is known.
     """
 
     published: Mapping[str, str]  # stored name -> hash of what the trainer publishes
-    served: Mapping[str, str]  # the same of what is served
+    served: Mapping[str, str]  # stored name -> hash of what the server holds
     hash: Hash
-    tensor: Callable[[str], Tensor] | None  # what the trainer publishes under a stored name
-    whole: Callable[[str], Tensor]  # a weight before it is encoded, bf16
-    spec: QuantSpec | None  # how the trainer publishes
-    earlier: Callable[[str], Tensor | None] = field(default=lambda _: None)  # what was served at an earlier version
-    difference: str = "has other values"  # what a tensor of another hash is said to be, without `tensor`
-    unknown: tuple[str, ...] = ()  # served tensors of which no published hash is known
+    tensor: Callable[[str], Tensor] | None  # stored name -> what the trainer publishes
+    whole: Callable[[str], Tensor]  # weight name -> the weight before encoding, bf16
+    spec: QuantSpec | None  # the trainer's format
+    earlier: Callable[[str], Tensor | None] = field(default=lambda _: None)  # stored name -> an earlier version's
+    difference: str = "has other values"  # text for a differing tensor where `tensor` is None
+    unknown: tuple[str, ...] = ()  # served tensors without a known published hash
 
     @property
     def differing(self) -> list[str]:
-        """Names of the served tensors whose hash is not the published one, in order."""
+        """Names of the served tensors whose hash is not the published one, sorted."""
         return sorted(n for n, h in self.served.items() if self.published.get(n) != h)
 
 
-def judge_weights(e: WeightEvidence) -> tuple[list[Blamed], list[Blamed]]:
-    """(what is wrong with weights, what is wrong with the quantizer); each cause once, naming its tensors."""
+def compare_weights(e: WeightEvidence) -> tuple[list[CauseDetail], list[CauseDetail]]:
+    """(causes in the weights, causes in the quantizer); each cause once, with its tensors."""
     wrong = e.differing
     missing = sorted(n for n in e.published.keys() - e.served.keys() if n.endswith(_BIAS))
     if e.tensor is None:
-        said = _listed([f"{name} {e.difference}" for name in wrong])
-        return ([(Cause.WEIGHTS, said)] if wrong else []), []
+        what = _shorten([f"{name} {e.difference}" for name in wrong])
+        return ([(Cause.WEIGHTS, what)] if wrong else []), []
     quantizer, wrong = _quantizer(e, wrong)
     causes: dict[Cause, list[str]] = {}
     for name in missing:
         causes.setdefault(Cause.EXPERT_BIAS, []).append(f"{name} is not served")
     for name in wrong:
-        cause, what = _one(e, e.tensor, name)
+        cause, what = _explain(e, e.tensor, name)
         causes.setdefault(cause, []).append(what)
     if scales := causes.pop(Cause.SCALE_DTYPE, None):
-        quantizer.append((Cause.SCALE_DTYPE, _listed(scales)))
+        quantizer.append((Cause.SCALE_DTYPE, _shorten(scales)))
     if not quantizer and len(causes.get(Cause.WEIGHTS, ())) == len(wrong) and _all_coded(e, wrong):
-        what = f"{len(wrong)} tensors, of all weights that are coded and of no other, are of an unknown quantizer"
+        what = f"{len(wrong)} tensors, those of every quantized weight and no other, come from an unknown quantizer"
         return [], [(Cause.FORMAT, what)]
-    return [(cause, _listed(said)) for cause, said in causes.items()], quantizer
+    return [(cause, _shorten(details)) for cause, details in causes.items()], quantizer
 
 
-def _listed(said: Sequence[str]) -> str:
-    more = f" and {len(said) - 2} more" if len(said) > 2 else ""
-    return ", ".join(said[:2]) + more
+def _shorten(details: Sequence[str]) -> str:
+    more = f" and {len(details) - 2} more" if len(details) > 2 else ""
+    return ", ".join(details[:2]) + more
 
 
 # ---- one tensor
 
 
-def _one(e: WeightEvidence, tensor: Callable[[str], Tensor], name: str) -> Blamed:
-    """What stands under `name` instead of what was published."""
+def _explain(e: WeightEvidence, tensor: Callable[[str], Tensor], name: str) -> CauseDetail:
+    """What the server holds as `name` in place of the published tensor."""
     served = e.served[name]
     if name not in e.published:
         return Cause.WEIGHTS, f"{name} was never published"
     own = tensor(name)
     before = e.earlier(name)
     if before is not None and e.hash(name, before) == served:
-        return Cause.STALE, f"{name} is the one of an earlier version"
+        return Cause.STALE, f"{name} is that of an earlier version"
     partner = _other_of_pair(name)
     if partner in e.published and e.hash(name, tensor(partner)) == served:
         return Cause.GATE_UP, f"{name} holds {partner}"
@@ -98,14 +98,14 @@ def _one(e: WeightEvidence, tensor: Callable[[str], Tensor], name: str) -> Blame
     for dtype in _DTYPES:
         if own.dtype in _DTYPES and dtype is not own.dtype and e.hash(name, own.to(dtype)) == served:
             cause = Cause.SCALE_DTYPE if "scale" in name.rpartition(".")[2] else Cause.WEIGHTS
-            return cause, f"{name} is served as {_said(dtype)}, published as {_said(own.dtype)}"
-    for other in _elsewhere(e, name):
+            return cause, f"{name} is served as {_dtype_name(dtype)}, published as {_dtype_name(own.dtype)}"
+    for other in _similar_names(e, name):
         if e.hash(name, tensor(other)) == served:
             return Cause.MISPLACED, f"{name} holds {other}"
     return Cause.WEIGHTS, f"{name} has other values"
 
 
-def _said(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -115,8 +115,8 @@ def _other_of_pair(name: str) -> str:
     return name.replace(".up_proj.", ".gate_proj.")
 
 
-def _elsewhere(e: WeightEvidence, name: str) -> Iterator[str]:
-    """Tensors of the same module in other layers, or of other experts of its layer."""
+def _similar_names(e: WeightEvidence, name: str) -> Iterator[str]:
+    """Tensors of the same module in other layers, or of other experts of the same layer."""
     numbers = list(_NUMBER.finditer(name))
     for number in numbers:
         head, tail = name[: number.start()], name[number.end() :]
@@ -127,8 +127,8 @@ def _elsewhere(e: WeightEvidence, name: str) -> Iterator[str]:
 # ---- the quantizer
 
 
-def _quantizer(e: WeightEvidence, wrong: Sequence[str]) -> tuple[list[Blamed], list[str]]:
-    """(what is wrong with it, the names that this does not explain)."""
+def _quantizer(e: WeightEvidence, wrong: Sequence[str]) -> tuple[list[CauseDetail], list[str]]:
+    """(cause in the quantizer, names of `wrong` that it does not explain)."""
     weights = list(dict.fromkeys(w for n in wrong if (w := _weight_of(n)) is not None and _has(e, w)))
     weights = [w for w in weights if _quantizable(w, e.whole(w))]
     if not weights:
@@ -138,12 +138,12 @@ def _quantizer(e: WeightEvidence, wrong: Sequence[str]) -> tuple[list[Blamed], l
         if 2 * sum(_made_by(e, spec, w) for w in tried) > len(tried):
             made = [w for w in weights if _made_by(e, spec, w)]
             explained = {n for w in made for n in _stored(spec, w) + _stored(e.spec, w)}
-            return [_blame(e.spec, spec, len(made))], [n for n in wrong if n not in explained]
+            return [_quantizer_cause(e.spec, spec, len(made))], [n for n in wrong if n not in explained]
     return [], list(wrong)
 
 
 def _all_coded(e: WeightEvidence, wrong: Sequence[str]) -> bool:
-    """Whether these are of the coded weights, of every one, and of no other tensor."""
+    """Whether `wrong` covers every quantized weight and no other tensor."""
     codec = codec_or_none(e.spec)
     if codec is None:
         return False
@@ -153,7 +153,7 @@ def _all_coded(e: WeightEvidence, wrong: Sequence[str]) -> bool:
 
 
 def _weight_of(stored: str) -> str | None:
-    """The whole weight that a stored name belongs to."""
+    """The name of the weight that a stored tensor is part of."""
     module, _, leaf = stored.rpartition(".")
     return f"{module}.weight" if leaf.startswith("weight") else None
 
@@ -172,21 +172,21 @@ def _stored(spec: QuantSpec | None, weight: str) -> list[str]:
 
 
 def _made_by(e: WeightEvidence, spec: QuantSpec, weight: str) -> bool:
-    """Whether the served parts of a weight are those that a quantizer would have made."""
+    """Whether a quantizer with `spec` produces the served parts of a weight."""
     whole = e.whole(weight)
     codec = codec_or_none(spec)
     if codec is None or not spec.covers(weight, whole.shape):
         return codec is None and e.served.get(weight) == e.hash(weight, whole)
     names = codec.bundle_of(weight)
     try:
-        parts = codec.encode({n: e.whole(n) for n in names})[weight].parts
-    except ValueError:  # columns that its groups do not divide
+        parts = codec.encode({n: e.whole(n) for n in names})[weight].stored
+    except ValueError:  # the group size does not divide the columns
         return False
     return all(e.served.get(n) == e.hash(n, t) for n, t in ((stored_name(weight, k), t) for k, t in parts.items()))
 
 
 def _candidates(spec: QuantSpec | None) -> Iterator[QuantSpec]:
-    """Quantizers that other people use, those nearest to ours first."""
+    """Quantizers in common use, the most similar to `spec` first."""
     ignore = () if spec is None else spec.ignore
     formats = [f for f in QuantFormat if f is not QuantFormat.BF16]
     if spec is not None and spec.format in formats:
@@ -213,7 +213,7 @@ _BLOCKS: Mapping[QuantFormat, tuple[tuple[int, int], ...]] = {
 _SCALES = {QuantFormat.FP8: "fp32", QuantFormat.FP8_UE8M0: "powers of two"}
 
 
-def _blame(published: QuantSpec | None, served: QuantSpec, weights: int) -> Blamed:
+def _quantizer_cause(published: QuantSpec | None, served: QuantSpec, weights: int) -> CauseDetail:
     of = f"in {weights} weights"
     if published is None or (
         published.format is not served.format and {published.format, served.format} - set(_SCALES)

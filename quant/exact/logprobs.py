@@ -1,10 +1,10 @@
 """Log-probabilities whose sums over the vocabulary are taken in blocks of fixed size, in a fixed order.
 
-torch splits the sum of one long row over threads, and a trainer holds the vocabulary in shares. Here a share is summed
-block by block of `COLUMNS`, below the greatest logit so far, and the shares are added from the first to the last.
+torch splits the sum of one long row over threads, and a trainer shards the vocabulary over its ranks. Here a shard is
+summed in blocks of `COLUMNS`, relative to the greatest logit so far, and the shards are added from first to last.
 Forward only.
 
-Letters: T rows, L labels a row, V vocabulary, v = V / P columns of one of P shares, c of a block.
+Letters: T rows, L labels per row, V vocabulary, v = V / P columns of one of P shards, c of a block.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch import Tensor
 from quant.exact.products import in_rank_order
 
 COLUMNS = 4096
-Logits = Callable[[int, int], Tensor]  # (a, b) -> [T, b - a] fp32, of columns a.. b of a share; a tensor of its own
+Logits = Callable[[int, int], Tensor]  # (a, b) -> [T, b - a] fp32: a new tensor of columns a .. b of a shard
 
 
-def share_of(logits: Logits, width: int, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """A share of `width` columns; labels int64 [T, L] counted from its first, outside of it another share's.
+def shard_sums(logits: Logits, width: int, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over a shard of `width` columns. labels int64 [T, L]: columns counted from the shard's first; a label
+    outside of the shard belongs to another one.
 
     Returns the greatest logit m fp32 [T], and fp32 [2 + L, T]: sum of e^(l - m), sum of e^(l - m) (l - m), and each
-    label's logit (0 where another share has it).
+    label's logit (0 where another shard has it).
     """
     top = torch.full(labels.shape[:1], -torch.inf)
     sums = torch.zeros(2 + labels.shape[1], len(labels))
@@ -42,33 +43,33 @@ def share_of(logits: Logits, width: int, labels: Tensor) -> tuple[Tensor, Tensor
     return top, sums
 
 
-def joined(tops: Sequence[Tensor], shares: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """All of them as one share, from the first on."""
+def joined(tops: Sequence[Tensor], sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The results of `shard_sums` of all shards, in order, as those of one shard."""
     top = torch.stack(list(tops)).amax(0)
-    below = [share.clone() for share in shares]
-    for share, own in zip(below, tops, strict=True):
-        _below(share, own - top)
+    below = [s.clone() for s in sums]
+    for s, own in zip(below, tops, strict=True):
+        _below(s, own - top)
     return top, in_rank_order(below)
 
 
 def log_sum(top: Tensor, sums: Tensor) -> Tensor:
-    """[T]: log of the sum of e^l. The first label's log-probability is sums[2] less that."""
+    """[T]: log of the sum of e^l. The log-probability of the first label is sums[2] minus that."""
     return top + sums[0].log()
 
 
-def logprob(logits: Tensor, target: Tensor, parts: int = 1) -> Tensor:
-    """logits [T, V] of any float dtype, target int64 [T] -> natural log-probabilities fp32 [T], of `parts` shares."""
-    width = logits.shape[1] // parts
+def logprob(logits: Tensor, target: Tensor, shards: int = 1) -> Tensor:
+    """logits [T, V] of any float dtype, target int64 [T] -> natural log-probabilities fp32 [T], summed in `shards`."""
+    width = logits.shape[1] // shards
     found = [
-        share_of(lambda a, b, s=s: logits[:, s + a : s + b].float().clone(), width, (target - s)[:, None])  # type: ignore[misc]
+        shard_sums(lambda a, b, s=s: logits[:, s + a : s + b].float().clone(), width, (target - s)[:, None])  # type: ignore[misc]
         for s in range(0, logits.shape[1], width)
     ]
-    top, sums = joined(*zip(*found, strict=True)) if parts > 1 else found[0]
+    top, sums = joined(*zip(*found, strict=True)) if shards > 1 else found[0]
     return sums[2] - log_sum(top, sums)
 
 
 def _below(sums: Tensor, gap: Tensor) -> None:
-    """Sums that were taken below one maximum -> below a higher one; gap [T] = old maximum - new, -inf for none yet."""
+    """Rescales sums in place from one maximum to a higher one; gap [T] = old maximum - new, -inf for none yet."""
     z, weighted = sums[0], sums[1]
     factor = gap.exp()
     # Sum of e^(l - new) (l - new) = e^gap (sum of e^(l - old) (l - old) + gap * sum of e^(l - old))

@@ -1,14 +1,14 @@
-"""Matrix products whose rows are the same bits whoever shares the call.
+"""Batch-invariant matrix products: the bits of a row's result do not depend on the other rows.
 
-All are computed in fp32, whatever their inputs are in, and rounded once. A kernel for one row, or for a few, may sum in
-another order than one for many, so rows are filled up with zeros to a multiple of `FULL`; so are outputs, of which
-threads share a number that is no such multiple unequally (seen on Zen 4, from three threads on). Of many columns MKL
-sums runs whose length depends on the numbers of rows, outputs and threads (seen from 1024 columns on), so sums are cut
-into runs of `COLUMNS` here and added in their order. Beyond that, the library sums every row alike. That is an
-assumption about the machine, which `selftest` measures; with it, everything else here is exact by construction. Forward
-only is specified: backward may use any arithmetic.
+All products are computed in fp32, whatever the dtype of the inputs, and rounded once. A kernel for one row, or for a
+few, may sum in another order than one for many, so rows are padded with zeros to a multiple of `FULL`. So are outputs:
+threads divide other numbers of outputs unequally (observed on Zen 4, from three threads on). MKL sums many columns in
+runs whose length depends on the numbers of rows, outputs and threads (observed from 1024 columns on), so sums are cut
+into runs of `COLUMNS` and added in order. Beyond that, the library is assumed to sum every row alike. `selftest`
+verifies this assumption on each machine; given it, everything else here is exact by construction. Only the forward pass
+is specified: backward may use any arithmetic.
 
-Letters: T rows, K columns that are summed over, N outputs, E experts, P parts of K.
+Letters: T rows, K columns that are summed over, N outputs, E experts, P shards of K.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ FULL = 16  # rows, and outputs
 COLUMNS = 256
 
 
-def filled_up(x: Tensor, multiple: int, dim: int = 0) -> Tensor:
-    """`x` with zeros after its last row along `dim`, so that there is a multiple of them."""
+def padded(x: Tensor, multiple: int, dim: int = 0) -> Tensor:
+    """`x`, padded with zeros at the end of `dim` to a multiple of `multiple`."""
     missing = -x.shape[dim] % multiple
     if not missing:
         return x
@@ -33,37 +33,37 @@ def filled_up(x: Tensor, multiple: int, dim: int = 0) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim)
 
 
-def linear(x: Tensor, w: Tensor, parts: int = 1) -> Tensor:
+def linear(x: Tensor, w: Tensor, shards: int = 1) -> Tensor:
     """x [T, K], w [N, K] of any float dtypes -> x w^T [T, N] in x's.
 
-    parts: K is summed in as many equal parts, added from the first to the last: what that many tensor-parallel ranks
-    compute, each of one part (`partial`, `in_rank_order`). Raises ValueError where K does not divide.
+    shards: K is summed in this number of equal shards, added from first to last, as by as many tensor-parallel ranks
+    that compute one shard each (`partial`, `in_rank_order`). Raises ValueError where K does not divide.
     """
-    if x.shape[1] % parts:
-        raise ValueError(f"{x.shape[1]} columns do not divide into {parts} parts: choose a divisor")
-    size = x.shape[1] // parts
+    if x.shape[1] % shards:
+        raise ValueError(f"{x.shape[1]} columns do not divide into {shards} shards: choose a divisor")
+    size = x.shape[1] // shards
     each = zip(torch.split(x, size, -1), torch.split(w, size, -1), strict=True)
     return in_rank_order([partial(a, b) for a, b in each]).to(x.dtype)
 
 
 def partial(x: Tensor, w: Tensor) -> Tensor:
-    """One part of a product, [T, N] fp32: the share of one tensor-parallel rank."""
-    full = (filled_up(a.float(), FULL) for a in (x, w))
+    """One shard of a product, [T, N] fp32: the partial sum of one tensor-parallel rank."""
+    full = (padded(a.float(), FULL) for a in (x, w))
     runs = zip(*(torch.split(a, COLUMNS, -1) for a in full), strict=True)
     return in_rank_order([F.linear(a, b) for a, b in runs])[: len(x), : len(w)].contiguous()
 
 
-def in_rank_order(shares: Sequence[Tensor]) -> Tensor:
-    """Their sum, from the first on."""
-    total = shares[0]
-    for share in shares[1:]:
-        total = total + share
+def in_rank_order(partials: Sequence[Tensor]) -> Tensor:
+    """The sum of `partials`, added from first to last."""
+    total = partials[0]
+    for p in partials[1:]:
+        total = total + p
     return total
 
 
-def grouped_linear(x: Tensor, w: Tensor | Sequence[Tensor], counts: Sequence[int], parts: int = 1) -> Tensor:
-    """x [T, K] sorted by expert, w [E, N, K] or a weight [N, K] for each, counts [E] rows of each -> [T, N], each as
-    of `linear`."""
+def grouped_linear(x: Tensor, w: Tensor | Sequence[Tensor], counts: Sequence[int], shards: int = 1) -> Tensor:
+    """x [T, K] sorted by expert, w [E, N, K] or a sequence of E weights [N, K], counts [E] rows of each -> [T, N]: the
+    `linear` of each expert."""
     each = zip(torch.split(x.float(), list(counts)), w, strict=True)
-    out = [linear(rows, weight, parts) for rows, weight in each if len(rows)]
+    out = [linear(rows, weight, shards) for rows, weight in each if len(rows)]
     return (torch.cat(out) if out else x.new_zeros(0, w[0].shape[0])).to(x.dtype)

@@ -1,9 +1,9 @@
-"""Which experts a token is sent to, and with what weights.
+"""The router: the experts of each token, and their gate weights.
 
-Equal scores are ordered by the lower id, and gate weights are added in the order of ids, so that neither depends on how
-a choice was made or recorded: a replayed choice gives the weights of a fresh one. Forward only is specified.
+Equal scores are ordered by the lower id, and gate weights are added in the order of ids, so neither depends on how a
+choice was made or recorded: a replayed choice gives the gate weights of a new one. Only the forward pass is specified.
 
-Letters: T tokens, E experts, K of them a token.
+Letters: T tokens, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Score = Literal["sigmoid", "softmax"]
 
 
 def scores(logits: Tensor, score: Score) -> Tensor:
-    """fp32 [T, E] of fp32 [T, E]: of a softmax, over all experts."""
+    """fp32 [T, E] -> fp32 [T, E]; a softmax is over all experts."""
     if score == "sigmoid":
         return sigmoid(logits)
     top = torch.exp(logits - logits.detach().amax(-1, keepdim=True))
@@ -27,7 +27,8 @@ def scores(logits: Tensor, score: Score) -> Tensor:
 
 
 def choose(by: Tensor, k: int, *, groups: int = 1, group_topk: int = 1) -> Tensor:
-    """by [T, E] -> ids int64 [T, K], best first, of the best `group_topk` groups, each as good as its two best experts.
+    """by [T, E] -> ids int64 [T, K], best first, of the best `group_topk` groups. The score of a group is the sum of
+    its two best experts.
 
     Source: DeepSeek-V3 report (arXiv 2412.19437), section 2.1.2.
     """
@@ -40,12 +41,12 @@ def choose(by: Tensor, k: int, *, groups: int = 1, group_topk: int = 1) -> Tenso
     return _best(by, k)
 
 
-def gates(of: Tensor, ids: Tensor, *, scale: float = 1.0, renormalize: bool = True) -> Tensor:
-    """of [T, E] `scores`, ids [T, K] in any order -> fp32 [T, K], in theirs."""
-    picked = of.gather(1, ids)
+def gates(scored: Tensor, ids: Tensor, *, scale: float = 1.0, renormalize: bool = True) -> Tensor:
+    """scored [T, E]: result of `scores`; ids [T, K] in any order -> fp32 [T, K], in the order of ids."""
+    picked = scored.gather(1, ids)
     if renormalize:
         total = torch.zeros_like(picked[:, :1])
-        for column in torch.split(of.gather(1, ids.sort(-1).values), 1, -1):
+        for column in torch.split(scored.gather(1, ids.sort(-1).values), 1, -1):
             total = total + column
         picked = picked / (total + 1e-20)
     return picked * scale

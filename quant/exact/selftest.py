@@ -1,8 +1,8 @@
-"""What the exact operations assume of a machine, looked at on it, and a fingerprint of the bits that they give there.
+"""Verifies the assumptions of the exact operations on this machine, and computes a fingerprint of their results.
 
-Two processes whose fingerprints are equal have the same torch, and libraries and a processor that compute the same bits
-for a number of shapes. Both sides of a run compare theirs before anything is trained: another instruction set gives
-other sums. It takes a fraction of a second.
+Two processes with equal fingerprints have the same torch version, and libraries and processors that compute the same
+bits for a number of shapes. Trainer and rollout compare their fingerprints before training starts: another instruction
+set gives other sums. It takes a fraction of a second.
 
 Letters: T rows, K columns, N outputs, V vocabulary.
 """
@@ -20,13 +20,13 @@ from quant.exact import attention, logprobs, products, routing, rows
 
 _ROWS = 80
 _SHAPES = ((64, 64), (96, 192), (256, 48), (2048, 256))  # (K, N)
-_SLICES = ((0, 1), (0, 7), (5, 22), (16, 80))  # rows that are computed by themselves
+_SLICES = ((0, 1), (0, 7), (5, 22), (16, 80))  # rows that are computed in separate calls
 Case = tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]  # name, operation, its inputs of T rows
 
 
 def fingerprint() -> str:
-    """Hexadecimal, of this process with its number of threads. Raises ValueError where a row's bits depend on its
-    neighbours, so that no two sides can be made equal."""
+    """Hexadecimal fingerprint of this process with its number of threads. Raises ValueError where the bits of a row
+    depend on other rows: trainer and rollout could not agree."""
     digest = hashlib.sha256(torch.__version__.encode())
     with torch.no_grad():
         for name, operation, inputs in _cases():
@@ -40,8 +40,8 @@ def fingerprint() -> str:
 def _check(name: str, one: Tensor, other: Tensor) -> None:
     if not torch.equal(one, other):
         raise ValueError(
-            f"alignment.deterministic: on this machine {name} gives a row other bits in other company, so that trainer "
-            "and rollout cannot agree bit for bit: set it to false"
+            f"alignment.deterministic: on this machine the bits of a row of {name} depend on the other rows, so "
+            "trainer and rollout cannot agree bit for bit: set it to false"
         )
 
 
@@ -66,8 +66,8 @@ def _of_dtype(dtype: torch.dtype) -> Iterator[Case]:
     yield f"a gated unit in {dtype}", rows.swiglu, (x, gate)
     yield f"attention in {dtype}", partial(_attention, dtype), (torch.arange(_ROWS),)
     logits, label = (4 * _numbers(_ROWS, 5000)).to(dtype), torch.arange(_ROWS) * 61
-    for parts in (1, 2):
-        yield f"a log-probability of {dtype} logits", partial(logprobs.logprob, parts=parts), (logits, label)
+    for shards in (1, 2):
+        yield f"a log-probability of {dtype} logits", partial(logprobs.logprob, shards=shards), (logits, label)
 
 
 def _gates(score: routing.Score, logits: Tensor) -> Tensor:
@@ -82,13 +82,13 @@ def _angles(positions: Tensor) -> Tensor:
 
 
 def _attention(dtype: torch.dtype, positions: Tensor) -> Tensor:
-    """Queries at consecutive positions of one sequence, each with the keys before it."""
+    """Attention of queries at consecutive positions of one sequence, each over the keys up to its position."""
     q, k, v = (_numbers(_ROWS, h * 48).view(1, _ROWS, h, 48).to(dtype) for h in (4, 2, 2))
     seen = int(positions[-1]) + 1
     return attention.attention(q[:, positions], k[:, :seen], v[:, :seen], 0.3, positions[:1])[0]
 
 
 def _numbers(t: int, k: int) -> Tensor:
-    """fp32 [t, k] in (-1, 1), the same everywhere."""
+    """fp32 [t, k] in (-1, 1), the same on every machine."""
     n = torch.arange(t * k, dtype=torch.int64).view(t, k)
     return ((n * 2654435761 + k * 40503) % 65521).float() / 32760.5 - 1.0

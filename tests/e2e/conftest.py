@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.command import ROOT, SCRIPT, Commands
+
 SMALL = (
     *("--set", "model.make.max_steps=20"),
     *("--set", "model.make.check_every=10"),
@@ -18,6 +21,9 @@ SMALL = (
     *("--set", "train.samples_per_group=4"),
     *("--set", "eval.max_prompts=12"),
 )
+BEFORE_TRAINING = "fetch,dequantize,convert,stage"
+ONE_RANK = ("--set", "parallel.dp=1", "--set", "parallel.ep=1")
+LIMIT_S = 240.0
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -27,22 +33,60 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, str(ROOT / "scripts" / "run_deepseek.py"), *arguments]
+    return [sys.executable, str(SCRIPT), *arguments]
 
 
 @pytest.fixture(scope="session")
-def run() -> Run:
-    """The command, to its end, within four minutes. Keyword arguments are environment variables."""
+def shell() -> Run:
+    """The command as a shell starts it, to its end, within four minutes. Keywords are environment variables."""
 
     def started(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command(*arguments), capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment(**more)
+            command(*arguments), capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, env=environment(**more)
         )
 
     return started
 
 
 @pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Parent of the run directories; its `cache` holds the stages before training."""
-    return tmp_path_factory.mktemp("runs")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    with Commands(tmp_path_factory.mktemp("commands")) as forks:
+        yield forks
+
+
+@pytest.fixture(scope="session")
+def run(commands: Commands) -> Run:
+    """As `shell`, without the five seconds of a fresh process's imports."""
+
+    def started(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return commands.run(str(SCRIPT), arguments, environment(**more), LIMIT_S)
+
+    return started
+
+
+@pytest.fixture(scope="session")
+def miles_like(commands: Commands) -> Run:
+    """`miles-like`, likewise."""
+
+    def started(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return commands.run("", arguments, environment(**more), LIMIT_S)
+
+    return started
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
+    """Parent of the run directories; its `cache` holds the stages before training, which one worker makes for all."""
+    home = tmp_path_factory.mktemp("runs")
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return home
+    made = tmp_path_factory.getbasetemp().parent / "made"
+    made.mkdir(exist_ok=True)
+    with (made / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (made / "home").exists():
+            done = run("--run-dir", str(made / "new" / "first"), *SMALL, "--stages", BEFORE_TRAINING)
+            assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+            (made / "new").rename(made / "home")
+    shutil.copytree(made / "home" / "cache", home / "cache")
+    return home

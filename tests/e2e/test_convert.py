@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,14 @@ import torch
 from typer.testing import CliRunner
 
 from miles_like.cli import app
-from miles_like.completion import marker_root
-from miles_like.hf_checkpoint import HFCheckpoint
-from tests.e2e.conftest import ROOT, SMALL, Run, environment
-from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
+from miles_like.hf.checkpoint import HFCheckpoint
+from miles_like.storage.completion import marker_root
+from tests.e2e.conftest import BEFORE_TRAINING, SMALL, Run
+from tests.support.refusals import Facts, check_refusal
+from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
 LAYOUT = ("--tp", "2", "--ep", "2", "--pp", "2")  # of three layers
-STAGES = ("--stages", "fetch,dequantize,convert,stage")
-
-
-def miles_like(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "miles_like.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env=environment(),
-    )
+STAGES = ("--stages", BEFORE_TRAINING)
 
 
 def mistaken(*arguments: str) -> str:
@@ -71,7 +60,9 @@ def test_fused_shards_are_those_of_the_bf16_directory_and_there_is_none(
     assert len(list(home.glob("cache/dequantize-*/data"))) == 1
 
 
-def test_there_and_back_on_the_command_line(converted: tuple[Path, Path, Path], home: Path, tmp_path: Path) -> None:
+def test_there_and_back_on_the_command_line(
+    miles_like: Run, converted: tuple[Path, Path, Path], home: Path, tmp_path: Path
+) -> None:
     """Bit for bit what was converted, companions too; and again as FP8, which is what was fetched."""
     source, shards, _ = converted
     done = miles_like("convert", "to-hf", str(shards), str(tmp_path / "hf"), "--memory-limit", "2GiB")
@@ -106,38 +97,40 @@ def test_damage_is_named_and_nothing_is_written(converted: tuple[Path, Path, Pat
         f.seek(-1, 1)
         f.write(bytes([byte[0] ^ 1]))
     for arguments in (["check", str(damaged)], ["to-hf", str(damaged), str(tmp_path / "out")]):
-        assert victim.name in mistaken(*arguments)
+        check_refusal(mistaken(*arguments), victim.name)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_mistake_is_one_sentence(converted: tuple[Path, Path, Path], tmp_path: Path) -> None:
     source, shards, _ = converted
-    mistakes = {
-        "16 experts": ["to-megatron", str(source), str(tmp_path / "o"), "--ep", "3"],
-        "the model has 3 layers": ["to-megatron", str(source), str(tmp_path / "o"), "--pp", "4"],
-        "no amount of memory": ["to-hf", str(shards), str(tmp_path / "o"), "--memory-limit", "lots"],
-        "bf16": ["to-hf", str(shards), str(tmp_path / "o"), "--format", "int3"],
+    mistakes: dict[Facts, list[str]] = {
+        (16, 3): ["to-megatron", str(source), str(tmp_path / "o"), "--ep", "3"],
+        (3, 4): ["to-megatron", str(source), str(tmp_path / "o"), "--pp", "4"],
+        ("'lots'",): ["to-hf", str(shards), str(tmp_path / "o"), "--memory-limit", "lots"],
+        ("int3", "bf16"): ["to-hf", str(shards), str(tmp_path / "o"), "--format", "int3"],
     }
-    for words, arguments in mistakes.items():
-        assert words in mistaken(*arguments)
+    for facts, arguments in mistakes.items():
+        check_refusal(mistaken(*arguments), *facts)
     assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "facts"),
     [
-        (None, "is not a JSON object"),
-        ({"rope_scaling": "yarn"}, "config.json cannot be read as one of family deepseek"),
-        ({"layer_types": 5}, "config.json cannot be read as one of family deepseek"),
-        ({"rope_theta": "x"}, "config.json: rope_theta = 'x': want a number"),
-        ({"architectures": 5}, "architectures = 5: want a list of names"),
-        ({"quantization_config": 5}, "quantization_config = 5 is not supported"),
+        (None, ("config.json", "JSON")),
+        ({"rope_scaling": "yarn"}, ("config.json", "deepseek")),
+        ({"layer_types": 5}, ("config.json", "deepseek")),
+        ({"rope_theta": "x"}, ("config.json", "rope_theta", "x")),
+        ({"architectures": 5}, ("architectures", 5)),
+        ({"quantization_config": 5}, ("quantization_config", 5)),
     ],
 )
-def test_a_config_that_cannot_be_read_is_one_sentence(change: dict[str, Any] | None, said: str, tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_read_is_one_sentence(
+    change: dict[str, Any] | None, facts: Facts, tmp_path: Path
+) -> None:
     """Whatever reads it first: the check of the layout, or the conversion."""
     hf = tiny()
     write_checkpoint(tmp_path / "hf", hf, random_tensors(hf))
     (tmp_path / "hf" / "config.json").write_text(json.dumps([] if change is None else hf | change))
-    assert said in mistaken("to-megatron", str(tmp_path / "hf"), str(tmp_path / "o"))
+    check_refusal(mistaken("to-megatron", str(tmp_path / "hf"), str(tmp_path / "o")), *facts)
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from miles_like.hf_checkpoint import HFCheckpoint
+from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.types import Prompt, Sample
-from rollout.embedded.engine import EngineLimits
-from rollout.embedded.service import Service
+from rollout.embedded.engine.engine import EngineLimits
+from rollout.embedded.server.service import Service
 from tests.e2e.conftest import ROOT, Run
-from tests.megatron_bridge import tiny_models
+from tests.support import tiny_models
 
 CONFIG = ("--config", str(ROOT / "configs" / "tiny_qwen.toml"))
 ONE_STEP = (

@@ -1,9 +1,10 @@
 """The fetch stage against a hub on loopback: what is downloaded, what is kept of a broken download, what is refused.
 
-The hub is tests/fake_hub.py, the client is huggingface_hub's own, the command is the user's; every law is read from the
-exit status, stderr, the files left and the requests that the hub saw. Most of the time is the command's imports, so the
-stories of this file run two at a time, each from its own directory and hub, and the tests look at what came of them.
-Not covered: Xet, which the real hub prefers for large files; tokens; gated models; files above one chunk of the client.
+The hub is tests/support/fake_hub.py, the client is huggingface_hub's own, the command is the user's; every law is read
+from the exit status, stderr, the files left and the requests that the hub saw. Most of the time is the command's
+imports, so the stories of this file run two at a time, each from its own directory and hub, and the tests look at what
+came of them. Not covered: Xet, which the real hub prefers for large files; tokens; gated models; files above one chunk
+of the client.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from types import SimpleNamespace
 import pytest
 import tomli_w
 
-from tests.fake_hub import Asked, FakeHub, Files
-from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
-from tests.spawn import free_port
+from tests.support.fake_hub import Asked, FakeHub, Files
+from tests.support.refusals import check_refusal
+from tests.support.spawn import free_port
+from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 NAME = "owner/tiny"
@@ -195,14 +197,14 @@ def of(name: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("story", [name], indirect=True)
 
 
-def assert_one_sentence(done: SimpleNamespace, *said: str) -> None:
+def assert_one_sentence(done: SimpleNamespace, *facts: object) -> None:
     """Status 2, no traceback, one line that says what and where; lines of the client's own logger may stand before."""
     *before, last = done.err.strip().splitlines()
     assert done.status == 2, done.err
     assert last.startswith("error: "), done.err
     assert "Traceback" not in done.err
     assert not [line for line in before if "error: " in line]
-    assert not [s for s in said if s not in last], last
+    check_refusal(last, *facts, unrecorded="the hub's client has its part in it")
 
 
 def file_gets(asked: list[Asked]) -> list[str]:
@@ -212,7 +214,7 @@ def file_gets(asked: list[Asked]) -> list[str]:
 @of("interrupted")
 def test_a_broken_connection_is_one_sentence_and_nothing_is_marked(story: SimpleNamespace) -> None:
     """A user must be told that going on is possible, and no later stage may take a part for the whole."""
-    assert_one_sentence(story.broken, NAME, "what is downloaded is kept")
+    assert_one_sentence(story.broken, NAME)
     assert not story.broken.marked
 
 
@@ -256,7 +258,7 @@ def test_a_killed_download_is_continued_and_leaves_no_litter(story: SimpleNamesp
 @of("killed")
 def test_a_damaged_file_is_not_taken_for_whole_when_the_hub_is_gone(story: SimpleNamespace) -> None:
     """The client, left to itself, falls back to whatever lies there; a marker would make that final."""
-    assert_one_sentence(story.damaged, "could not download")
+    assert_one_sentence(story.damaged, NAME)
     assert "config.json was changed" in story.damaged.out
     assert not story.blessed
 
@@ -264,14 +266,14 @@ def test_a_damaged_file_is_not_taken_for_whole_when_the_hub_is_gone(story: Simpl
 @of("unknown")
 def test_an_unknown_repository_is_one_sentence_and_leaves_nothing(story: SimpleNamespace) -> None:
     """A mistyped name is the likeliest mistake of all."""
-    assert_one_sentence(story.done, NAME, "Repository Not Found", "check the name")
+    assert_one_sentence(story.done, NAME, "Repository Not Found")
     assert not list((story.site.home / "runs").rglob(".complete.json"))
 
 
 @of("gone")
 def test_no_hub_at_all_is_one_sentence_and_leaves_nothing(story: SimpleNamespace) -> None:
     """Machines with accelerators often have no way out."""
-    assert_one_sentence(story.done, NAME, "refused", "the network")
+    assert_one_sentence(story.done, NAME, "refused")
     assert not list((story.site.home / "runs").rglob(".complete.json"))
 
 
@@ -280,7 +282,7 @@ def test_a_truncated_file_is_refused_by_name(story: SimpleNamespace, files: File
     """The hub serves it in full, as it was pushed: only the file's own header tells. Asking again would bring the same
     commit, so the way out is said."""
     total = len(files[SECOND])
-    assert_one_sentence(story.done, f"{SECOND} is truncated: {total - 100} of {total} bytes")
+    assert_one_sentence(story.done, SECOND, total - 100, total)
     assert_one_sentence(story.done, story.commit, "model.revision", str(story.site.stage))
     assert not story.done.marked
 

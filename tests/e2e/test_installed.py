@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import SMALL
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("megatron_bridge", "miles_like", "quant", "rollout", "routing_replay")
 IMPORT = """
@@ -84,7 +86,7 @@ def test_the_wheel_has_the_demo_and_no_tests(wheel: Path) -> None:
 
 
 def test_the_demo_runs_without_the_checkout(python: Path, tmp_path: Path) -> None:
-    command = [str(python.parent / "miles-like"), "demo", "--set", "train.steps=2"]
+    command = [str(python.parent / "miles-like"), "demo", *SMALL, "--set", "train.steps=2"]
     done = _run(command, tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()]

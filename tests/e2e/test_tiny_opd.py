@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from miles_like.config_io import load_config
+from miles_like.config.load import load_config
 from tests.e2e.conftest import ROOT, Run
 from tests.e2e.test_pipeline import metrics
 

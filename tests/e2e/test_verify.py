@@ -9,46 +9,47 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from miles_like import assemble
-from miles_like.config_io import load_config
-from miles_like.hf_checkpoint import HFCheckpoint, write_hf
+from miles_like.config.load import load_config
+from miles_like.hf.checkpoint import HFCheckpoint, write_hf
+from miles_like.run import assemble
 from miles_like.types import NamedTensor
-from rollout.checksum import tensor_checksum
-from rollout.publisher import ServerSet
-from rollout.servers import free_port, start
-from tests.e2e.conftest import ROOT, SMALL, Run, environment
+from rollout.publish.publisher import ServerSet
+from rollout.sglang.servers import free_port, start
+from rollout.wire.checksum import tensor_checksum
+from tests.e2e.conftest import ONE_RANK, ROOT, SMALL, Run
 
 REWARD = "tests.e2e.test_families:parity"  # that an untrained model gets half of the time, so that weights change
 TINY = str(ROOT / "configs" / "tiny.toml")
 
 
-def verify(
-    home: Path, name: str, *more: str, written: bool = True
-) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    out = home / f"{name}.json"
-    command = [sys.executable, "-m", "miles_like.cli", "verify", "--config", TINY, "--run-dir", str(home / name)]
-    done = subprocess.run(
-        [*command, "--json", str(out), *SMALL, *more],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=ROOT,
-        env=environment(),
-    )
-    assert out.exists(), done.stderr[-3000:] + done.stdout[-3000:]
-    return done, json.loads(out.read_text())
+Verify = Callable[..., "tuple[subprocess.CompletedProcess[str], dict[str, Any]]"]
 
 
-def test_a_healthy_job_has_nothing_wrong_with_it(home: Path) -> None:
+@pytest.fixture
+def verify(miles_like: Run, home: Path) -> Verify:
+    """(name of the run directory, more settings) -> the command, and what it found."""
+
+    def verified(name: str, *more: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+        out = home / f"{name}.json"
+        done = miles_like(
+            *("verify", "--config", TINY, "--run-dir", str(home / name), "--json", str(out)), *SMALL, *more
+        )
+        assert out.exists(), done.stderr[-3000:] + done.stdout[-3000:]
+        return done, json.loads(out.read_text())
+
+    return verified
+
+
+def test_a_healthy_job_has_nothing_wrong_with_it(verify: Verify, home: Path) -> None:
     """FP8 weights with QAT on two ranks, against the embedded engine: kernels and bf16 alone differ."""
-    done, found = verify(home, "verify")
+    done, found = verify("verify")
     assert done.returncode == 0 and found["verdicts"] == found["bounds_broken"] == [], done.stdout
     assert 0 < found["mismatch/kl"] < 1e-3 and found["routing/agreement"] > 0.9
     assert re.fullmatch(
@@ -91,12 +92,12 @@ def checksums(url: str) -> Mapping[str, str]:
 
 
 def test_a_running_server_with_other_weights_is_named_and_left_as_it_is(
-    other: tuple[str, set[str], Path], home: Path
+    verify: Verify, other: tuple[str, set[str], Path]
 ) -> None:
     """Its weights are hashed before anything is sent; with --overwrite they are named and replaced."""
     url, changed, hf = other
     before = checksums(url)
-    done, found = verify(home, "attached", "--server", url)
+    done, found = verify("attached", *ONE_RANK, "--server", url)
     assert done.returncode == 1 and set(found["differing_tensors"]) == changed, done.stdout + done.stderr
     assert found["verify/weights/verdict"] == "differs" and "verify/weights/kl_after" not in found
     assert found["verify/numerics/verdict"] == "not compared"
@@ -105,7 +106,7 @@ def test_a_running_server_with_other_weights_is_named_and_left_as_it_is(
     assert done.stderr.rstrip().splitlines()[-1] == found["conclusion"]
     assert found["conclusion"].startswith("Trainer and rollout differ: weights: ")
     assert checksums(url) == before
-    done, found = verify(home, "overwritten", "--server", url, "--overwrite")
+    done, found = verify("overwritten", *ONE_RANK, "--server", url, "--overwrite")
     assert done.returncode == 1 and set(found["differing_tensors"]) == changed, done.stdout + done.stderr
     assert found["verify/weights/kl_after"] < found["verify/weights/kl_before"] / 4
     after = checksums(url)
@@ -135,9 +136,9 @@ def test_a_deterministic_run_has_no_gap_at_all(kept: Path) -> None:
     assert all(row["train/grad_norm"] > 0 for row in rows)
 
 
-def test_kept_samples_are_compared_without_a_server(kept: Path, home: Path, tmp_path: Path) -> None:
+def test_kept_samples_are_compared_without_a_server(verify: Verify, kept: Path, tmp_path: Path) -> None:
     """A fault in the file, each log-probability beside its neighbour's token, is what is found."""
-    done, found = verify(home, "whole", "--rollouts", str(kept))
+    done, found = verify("whole", *ONE_RANK, "--rollouts", str(kept))
     assert done.returncode == 0 and found["mismatch/tokens"] > 24, done.stderr
     assert found["verify/weights/verdict"] == found["verify/quantizer/verdict"] == "not compared"
     assert "not compared: weights (no server is asked), quantizer (" in found["conclusion"]
@@ -146,6 +147,6 @@ def test_kept_samples_are_compared_without_a_server(kept: Path, home: Path, tmp_
         row["logprobs"] = row["logprobs"][1:] + row["logprobs"][:1]
     moved = tmp_path / "moved.jsonl"
     moved.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done, found = verify(home, "moved", "--rollouts", str(moved))
+    done, found = verify("moved", *ONE_RANK, "--rollouts", str(moved))
     assert done.returncode == 1 and [v["cause"] for v in found["verdicts"]] == ["shifted tokens"], done.stderr
     assert found["verify/tokens/kl_explained"] > 0.9 * found["verify/tokens/kl_before"]

@@ -7,16 +7,14 @@ under "failures".
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
-import os
-import platform
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from tests.support import results
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "RESULTS.md"
@@ -25,16 +23,6 @@ HEAD = """# Results of the long tier
 
 Each table is the last run of its target, written by `python -m tests.fuzz` (`make fuzz`).
 """
-
-
-def commit() -> str:
-    """Short hash of HEAD, with "+" for a changed tree; RESULTS.md, which other targets have written, is none."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(("git", *words), cwd=HERE, capture_output=True, text=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", f":(exclude){RESULTS.name}")
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + "+" * bool(changed)
 
 
 def write_table(target: str, figures: Mapping[str, float | int | str]) -> None:
@@ -67,9 +55,8 @@ def main() -> int:
         started = time.monotonic()
         figures = target.run(cases, args.seed)
         about = {
-            "commit": commit(),
-            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+            "commit": results.commit(RESULTS, HERE.parent / RESULTS.name),
+            **results.about(),
             "seed": str(args.seed),
             "seconds": round(time.monotonic() - started),
         }

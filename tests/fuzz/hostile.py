@@ -16,7 +16,7 @@ import httpx
 import safetensors.torch
 import torch
 
-from rollout import wire
+from rollout.wire import endpoints
 from tests.fuzz import mutate
 
 _HTTP = httpx.Client(
@@ -30,7 +30,7 @@ class Hostile:
     """One request. `raw`: bytes for a socket in place of an HTTP client. `leaves`: does not wait for its answer."""
 
     kind: str
-    path: str = wire.GENERATE
+    path: str = endpoints.GENERATE
     body: bytes = b""
     method: str = "POST"
     raw: bytes | None = None
@@ -162,7 +162,7 @@ def killers(served: Path, where: Path) -> dict[str, list[Hostile]]:
     found = {
         "rid a number, then an abort": [
             generate("rid", rid=[7], leaves=True, sampling_params={"max_new_tokens": 100}),
-            control("abort", wire.ABORT, rid="x"),
+            control("abort", endpoints.ABORT, rid="x"),
         ],
         "rid a number, and its client leaves": [
             generate("rid", rid=[7], leaves=True, sampling_params={"max_new_tokens": 120, "n": 64}),
@@ -178,13 +178,13 @@ def killers(served: Path, where: Path) -> dict[str, list[Hostile]]:
         "1,000 prompts of 1,000 samples": [generate("pn", input_ids=[[5]] * 1000, sampling_params={"n": 1000})],
         "a text of 20 MB": [generate("text", input_ids=..., text="word " * 4_000_000)],
         "100,000 texts": [generate("texts", input_ids=..., text=["word"] * 100_000)],
-        "a path of 5,000 letters": [control("disk", wire.UPDATE_FROM_DISK, model_path="/" + "a" * 5000)],
-        "/dev/zero": [control("disk", wire.UPDATE_FROM_DISK, model_path="/dev/zero")],
-        "a file": [control("disk", wire.UPDATE_FROM_DISK, model_path=str(served / "config.json"))],
+        "a path of 5,000 letters": [control("disk", endpoints.UPDATE_FROM_DISK, model_path="/" + "a" * 5000)],
+        "/dev/zero": [control("disk", endpoints.UPDATE_FROM_DISK, model_path="/dev/zero")],
+        "a file": [control("disk", endpoints.UPDATE_FROM_DISK, model_path=str(served / "config.json"))],
     }
     for name, change in DIRECTORIES.items():
         at = directory(served, where / name.replace(" ", "_").replace(",", ""), change)
-        found[name] = [control("disk", wire.UPDATE_FROM_DISK, model_path=str(at))]
+        found[name] = [control("disk", endpoints.UPDATE_FROM_DISK, model_path=str(at))]
     return found
 
 
@@ -212,13 +212,13 @@ _SAMPLING = (
     *("stream_interval", "beam_width", "nonsense"),
 )
 _HARMLESS = (  # control routes, with nothing that a legitimate client would notice
-    (wire.ABORT, {"rid": "nobody"}),
-    (wire.CONTINUE, {}),
-    (wire.BEGIN_UPDATE, {"selector": "all"}),
-    (wire.UPDATE_FROM_TENSOR, {"serialized_named_tensors": ["AAAA"], "load_format": "safetensors"}),
-    (wire.UPDATE_FROM_DISK, {"model_path": "/nowhere"}),
-    (wire.CHECKSUM, {"action": "checksum"}),
-    (wire.FLUSH_CACHE, {}),
+    (endpoints.ABORT, {"rid": "nobody"}),
+    (endpoints.CONTINUE, {}),
+    (endpoints.BEGIN_UPDATE, {"selector": "all"}),
+    (endpoints.UPDATE_FROM_TENSOR, {"serialized_named_tensors": ["AAAA"], "load_format": "safetensors"}),
+    (endpoints.UPDATE_FROM_DISK, {"model_path": "/nowhere"}),
+    (endpoints.CHECKSUM, {"action": "checksum"}),
+    (endpoints.FLUSH_CACHE, {}),
 )
 _RAW: tuple[bytes, ...] = (
     b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
@@ -270,12 +270,12 @@ class Maker:
     def _control(self, rng: random.Random) -> Hostile:
         path, body = rng.choice(_HARMLESS)
         body = dict(body)
-        if rng.random() < 0.6 and path not in (wire.ABORT,):
+        if rng.random() < 0.6 and path not in (endpoints.ABORT,):
             body[rng.choice([*body, "flush_cache", "weight_version", "load_format", "unknown"])] = self._value(rng)
-        if path == wire.FLUSH_CACHE:
+        if path == endpoints.FLUSH_CACHE:
             query = rng.choice(("", "?timeout=0", "?timeout=nan", "?timeout=1e999", "?timeout=x", "?timeout=-1"))
             return Hostile("flush", path + query, method=rng.choice(("GET", "POST")))
-        if path == wire.UPDATE_FROM_DISK and body.get("abort_all_requests"):
+        if path == endpoints.UPDATE_FROM_DISK and body.get("abort_all_requests"):
             del body["abort_all_requests"]
         return Hostile(f"control {path}", path, json.dumps(body).encode())
 
@@ -286,7 +286,7 @@ class Maker:
         if rng.random() < 0.3:
             body = bytearray(rng.choice((b"", b"null", b"[]", b"5", b"[" * 100_000, b"\xff\xfe", b'{"a":' * 5000)))
         method = rng.choice(("POST", "POST", "PUT", "GET", "DELETE", "PATCH"))
-        path = rng.choice((wire.GENERATE, wire.GENERATE, "/v1/models", "/", "/generate/", "/docs"))
+        path = rng.choice((endpoints.GENERATE, endpoints.GENERATE, "/v1/models", "/", "/generate/", "/docs"))
         return Hostile("bytes", path, bytes(body), method)
 
     def _raw(self, rng: random.Random) -> Hostile:
@@ -302,7 +302,7 @@ class Maker:
         if rng.random() < 0.3:
             file = file[: rng.randrange(len(file))]
         body = {"serialized_named_tensors": [base64.b64encode(file).decode()], "load_format": "safetensors"}
-        return control("weights", wire.UPDATE_FROM_TENSOR, **body, flush_cache=False)
+        return control("weights", endpoints.UPDATE_FROM_TENSOR, **body, flush_cache=False)
 
     def _leaving(self, rng: random.Random) -> Hostile:
         """Its name is the beginning of legitimate ones: they must go on."""

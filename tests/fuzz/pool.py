@@ -1,9 +1,9 @@
 """Cases played in a process that is killed and replaced when it hangs, and their outcomes counted.
 
-The process is forked from one that has imported torch and megatron (tests/spawn.py), so its replacement costs little.
-A case hangs when it has used `CPU_S` seconds of processor time, or when it is blocked, found so `ASLEEP` times in a
-row, after `WALL_S` seconds: a busy machine makes no hang. Its address space is bounded, so a reader of /dev/zero gets
-MemoryError instead of the machine's memory.
+The process is forked from one that has imported torch and megatron (tests/support/spawn.py), so its replacement costs
+little. A case hangs when it has used `CPU_S` seconds of processor time, or when it is blocked, found so `ASLEEP` times
+in a row, after `WALL_S` seconds: a busy machine makes no hang. Its address space is bounded, so a reader of /dev/zero
+gets MemoryError instead of the machine's memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 import torch
 
-from tests.spawn import warm_context
+from tests.support.spawn import warm_context
 
 CORPUS = Path(__file__).parent / "corpus"
 CPU_S, WALL_S, ASLEEP = 20.0, 60.0, 20
@@ -81,7 +81,7 @@ def _serve(target: str, line: Connection) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    torch.set_num_threads(1)  # a fork has none of the threads that torch had: see tests/forked.py
+    torch.set_num_threads(1)  # a fork has none of the threads that torch had: see tests/support/forked.py
     play = importlib.import_module(f"tests.fuzz.targets.{target}").play
     line.send(None)  # imported
     while (case := line.recv()) is not None:

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
-from tests.spawn import free_port
+from tests.support.spawn import free_port
+from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
 MODEL = {
     "hidden_size": 64,

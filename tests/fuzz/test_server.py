@@ -1,9 +1,9 @@
 """Bounded tier of the target `server`: hostile requests beside a legitimate client, and requests drawn from the
 server's own OpenAPI schema.
 
-Why it must hold: see tests/rollout/test_hostile_requests.py. The schema is held to what the server does: what it calls
-invalid is refused, and every answer has a status, a content type and a body that it declares. Not covered: latencies,
-which the long tier measures.
+Why it must hold: see tests/rollout/embedded/test_hostile_requests.py. The schema is held to what the server does: what
+it calls invalid is refused, and every answer has a status, a content type and a body that it declares. Not covered:
+latencies, which the long tier measures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from rollout import wire
+from rollout.wire import endpoints
 from tests.fuzz.hostile import Maker, send
 from tests.fuzz.served import Client, Served, served
 
@@ -90,12 +90,12 @@ def test_every_answer_is_one_that_the_schema_declares(server: Served) -> None:
                 nonlocal asked
                 asked += 1
                 case.call_and_validate(checks=CHECKS, timeout=30)
-                if case.path == wire.PAUSE:
-                    httpx.post(server.url + wire.CONTINUE, content=b"{}", trust_env=False)
+                if case.path == endpoints.PAUSE:
+                    httpx.post(server.url + endpoints.CONTINUE, content=b"{}", trust_env=False)
 
             check()
     assert asked >= REQUESTS - HOSTILE
-    httpx.post(server.url + wire.UPDATE_VERSION, json={"new_version": "0"}, trust_env=False)
+    httpx.post(server.url + endpoints.UPDATE_VERSION, json={"new_version": "0"}, trust_env=False)
     client.some(8)
     assert (client.wrong, client.failed) == (0, 0) and server.healthy()
     assert "Traceback" not in server.log.read_text()

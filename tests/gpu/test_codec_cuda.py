@@ -35,8 +35,8 @@ def test_cuda_equals_cpu(fmt: QuantFormat) -> None:
     there = {name: w.cuda() for name, w in here.items()}
     fake, encoded, encoded_there = codec.fake(there), codec.encode(here), codec.encode(there)
     for name, q in encoded.items():
-        for leaf, part in q.parts.items():
-            other = encoded_there[name].parts[leaf].cpu()
+        for leaf, part in q.stored.items():
+            other = encoded_there[name].stored[leaf].cpu()
             assert torch.equal(part.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), (name, leaf)
         value = codec.decode(q)
         assert torch.equal(value, codec.decode(encoded_there[name]).cpu()), name

@@ -13,9 +13,9 @@ import torch
 
 from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
-from tests.megatron_bridge import toy
-from tests.megatron_bridge.tiny_models import random_tensors, tiny_qwen, write_checkpoint
-from tests.spawn import run_ranks
+from tests.support import toy
+from tests.support.spawn import run_ranks
+from tests.support.tiny_models import random_tensors, tiny_qwen, write_checkpoint
 
 BILLION = tiny_qwen(
     torch_dtype="float32",

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron_bridge import toy
-from tests.spawn import run_ranks
+from tests.support import toy
+from tests.support.spawn import run_ranks
 
 SPECS = ["local"] + (["te"] if importlib.util.find_spec("transformer_engine") else [])
 COMPARED = ("train/loss", "train/grad_norm")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles_like.packing import pack
+from miles_like.batch.packing import pack
 from miles_like.types import Aggregation, Finish, Prompt, Sample, SampleGroup
 
 

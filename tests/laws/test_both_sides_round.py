@@ -18,12 +18,12 @@ from miles_like.types import MicroBatch, SamplingParams
 from quant.hf_config import quantized_config
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
-from rollout.embedded.engine import EngineLimits
-from rollout.embedded.requests import Completed, PromptSpec
-from rollout.embedded.service import Service
-from tests.megatron_bridge import toy
-from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
-from tests.spawn import free_port, run_ranks
+from rollout.embedded.engine.engine import EngineLimits
+from rollout.embedded.engine.requests import Completed, PromptSpec
+from rollout.embedded.server.service import Service
+from tests.support import toy
+from tests.support.spawn import free_port, run_ranks
+from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
 WIDE = tiny(
     torch_dtype="bfloat16",

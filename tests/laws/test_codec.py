@@ -11,9 +11,9 @@ import torch
 from hypothesis import assume, given, settings
 from torch import Tensor
 
-from quant import tiles
-from quant.codec import Codec, QuantTensor
-from quant.minifloat import e4m3_decode, e8m0_decode
+from quant.formats import tiles
+from quant.formats.codec import Codec, QuantTensor
+from quant.formats.minifloat import e4m3_decode, e8m0_decode
 from quant.registry import CODECS, make_codec
 from quant.spec import CONVENTIONS, QuantFormat, QuantSpec
 
@@ -53,7 +53,7 @@ def fake(codec: Codec, w: Tensor) -> Tensor:
 def scales(codec: Codec, q: QuantTensor) -> Tensor:
     """What each code is multiplied with, fp64 [n, k], of the stored parts by the format's definition."""
     n, k = q.shape
-    p = q.parts
+    p = q.stored
     match codec.spec.format:
         case F.FP8 | F.FP8_UE8M0:
             s = p["weight_scale_inv"].double().repeat_interleave(8, 0)[:n]
@@ -102,10 +102,10 @@ def test_what_is_trained_is_what_is_stored(codec: Codec, w: Tensor) -> None:
     decoded = codec.decode(q)
     assert bool(decoded.isfinite().all())
     assert torch.equal(bits(decoded), bits(fake(codec, w)))
-    stored = {leaf: p.clone() for leaf, p in q.parts.items() if leaf not in codec.dropped}
+    stored = {leaf: p.clone() for leaf, p in q.stored.items() if leaf not in codec.dropped}
     again = codec.adopt(MODULE, stored)
-    assert list(again.parts) == list(q.parts) == list(codec.layout(w.shape))
-    assert all(torch.equal(bits(p), bits(again.parts[leaf])) for leaf, p in q.parts.items())
+    assert list(again.stored) == list(q.stored) == list(codec.layout(w.shape))
+    assert all(torch.equal(bits(p), bits(again.stored[leaf])) for leaf, p in q.stored.items())
     assert torch.equal(bits(codec.decode(again)), bits(decoded))
 
 
@@ -170,7 +170,7 @@ def test_encoding_is_a_function(codec: Codec, w: Tensor, tile: int, threads: int
     finally:
         tiles.CPU_ELEMENTS = elements
         torch.set_num_threads(had)
-    assert all(torch.equal(bits(p), bits(other.parts[leaf])) for leaf, p in one.parts.items())
+    assert all(torch.equal(bits(p), bits(other.stored[leaf])) for leaf, p in one.stored.items())
 
 
 @every_codec
@@ -184,7 +184,7 @@ def test_decoded_values_are_stored_again(codec: Codec, w: Tensor) -> None:
     """
     once = codec.fake(bundle(codec, w))
     if codec.shared_amax:
-        s = encoded(codec, w).parts["weight_scale"].float()
+        s = encoded(codec, w).stored["weight_scale"].float()
         assume(bool(((s == 0) | (s >= 2.0**-6)).all()))
         assume(float(w.float().abs().max()) > 2.0**-90)
     twice = codec.fake(once)

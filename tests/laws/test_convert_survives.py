@@ -28,8 +28,8 @@ from megatron_bridge.convert.to_megatron import convert_source
 from megatron_bridge.families.registry import family_of
 from quant.hf_config import spec_to_hf
 from quant.spec import QuantFormat, QuantSpec
-from tests.megatron_bridge.tiny_models import random_tensors, tiny, write_checkpoint
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
+from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
 KILLS = 20
 

@@ -6,7 +6,7 @@ left out or of another token, and a token of the environment's that slips under 
 
 The embedded engine over HTTP, environment, generate function, advantage and loss of docs/examples by the keys of a
 configuration, a trainer of one rank. Not covered: stock SGLang (test_recorded_sglang.py reads its answers), aborted
-turns (tests/rollout/test_environment.py), turns of several weight versions (test_partial_rollouts.py).
+turns (tests/rollout/episodes/test_environment.py), turns of several weight versions (test_partial_rollouts.py).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 import pytest
 import torch
 
-from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.registry import make_algorithm
-from miles_like.packing import pack
+from miles_like.batch.packing import pack
+from miles_like.config.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.hf.tokenizer import load_tokenizer
 from miles_like.rewards.load import scored_by
-from miles_like.tokenizer import load_tokenizer
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams, TrainBatch
-from rollout.client import SGLangClient
 from rollout.config import RolloutConfig
-from rollout.episode import run_groups
-from rollout.plays import make_play
-from rollout.samples import RoutingShape
+from rollout.episodes.groups import run_groups
+from rollout.episodes.runner import make_episode_runner
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.samples import RoutingShape
 from routing_replay.trace import RoutingTrace
-from tests.megatron_bridge import toy
-from tests.megatron_bridge.tiny_models import felt_tensors, tiny, write_checkpoint
-from tests.rollout.embedded_fixtures import served, service
-from tests.spawn import run_ranks
+from tests.support import toy
+from tests.support.embedded_fixtures import served, service
+from tests.support.spawn import run_ranks
+from tests.support.tiny_models import felt_tensors, tiny, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -75,7 +75,7 @@ async def _reward(prompt: Prompt, sample: Sample) -> float:
 
 async def _play(client: SGLangClient, found: Found, trainer: Any) -> None:
     for kind, config in (("hints", HINTS), ("twice", TWICE), ("again", HINTS)):
-        engine = make_play(config, TOKENIZER)(client)
+        engine = make_episode_runner(config, TOKENIZER)(client)
         prompts = _prompts("hints" if kind == "again" else kind)
         found.episodes[kind] = await run_groups(engine, prompts, scored_by(_reward), n=G, params=PARAMS)
         await client.flush_cache()

@@ -20,14 +20,14 @@ import torch
 from quant.hf_config import quantized_config
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
-from rollout.embedded import engine as engine_module
-from rollout.embedded.engine import Engine, EngineLimits
-from rollout.embedded.exact_ops import ExactOps
-from rollout.embedded.requests import PromptSpec
-from rollout.embedded.service import Service
-from rollout.wire_control import PauseMode
-from tests.laws.exactly import MODELS, generate, prompt_specs
-from tests.megatron_bridge.tiny_models import random_tensors, write_checkpoint
+from rollout.embedded.engine import engine as engine_module
+from rollout.embedded.engine.engine import Engine, EngineLimits
+from rollout.embedded.engine.requests import PromptSpec
+from rollout.embedded.model.exact_ops import ExactOps
+from rollout.embedded.server.service import Service
+from rollout.wire.control import PauseMode
+from tests.support.exactly import MODELS, generate, prompt_specs
+from tests.support.tiny_models import random_tensors, write_checkpoint
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 Said = list[tuple[list[int], list[float]]]  # of each sample

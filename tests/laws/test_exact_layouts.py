@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_bridge.config import KernelsConfig, ParallelConfig, PrecisionConfig, TrainerConfig
-from megatron_bridge.resolve import resolve
-from miles_like.packing import pack
+from megatron_bridge.plan.resolve import resolve
+from miles_like.batch.packing import pack
 from miles_like.types import Scored, TrainBatch
-from miles_like.verify_live import LiveTrainer, sampled
-from tests.laws import exactly, layouts
-from tests.megatron_bridge import toy
-from tests.spawn import run_ranks
+from miles_like.verify.live import LiveTrainer, sampled
+from tests.support import exactly, layouts, toy
+from tests.support.refusals import Facts, refuses
+from tests.support.spawn import run_ranks
 
 STEPS = 2
 Case = tuple[str, str, str, dict[str, Any]]  # model, format, dtype, settings
@@ -49,11 +49,14 @@ FOUR: dict[str, tuple[Case, ...]] = {
     "TP2 with CP2": (("gqa", "int4", "bfloat16", {"tp": 2, "cp": 2}),),
     "TP2 with PP2": (("gqa, four layers", "nvfp4", "bfloat16", {"tp": 2, "pp": 2, "ep": 2}),),
 }
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "ETP4": ({"parallel": {"dp": 4, "etp": 4}}, "parallel.etp = 4"),
-    '`kernels.dispatcher = "allgather"`': ({"kernels": {"dispatcher": "allgather"}}, "kernels.dispatcher"),
-    "`kernels.overlap_shared_expert = true`": ({"kernels": {"overlap_shared_expert": True}}, "overlap_shared_expert"),
-    "`kernels.swiglu_fusion = false`": ({"kernels": {"swiglu_fusion": False}}, "swiglu_fusion"),
+REFUSED: dict[str, tuple[dict[str, Any], Facts]] = {
+    "ETP4": ({"parallel": {"dp": 4, "etp": 4}}, ("parallel.etp", 4)),
+    '`kernels.dispatcher = "allgather"`': ({"kernels": {"dispatcher": "allgather"}}, ("kernels.dispatcher",)),
+    "`kernels.overlap_shared_expert = true`": (
+        {"kernels": {"overlap_shared_expert": True}},
+        ("kernels.overlap_shared_expert",),
+    ),
+    "`kernels.swiglu_fusion = false`": ({"kernels": {"swiglu_fusion": False}}, ("kernels.swiglu_fusion",)),
 }
 PAGE = Path(__file__).parents[2] / "docs" / "alignment.md"
 
@@ -78,9 +81,9 @@ def _compared(pair: exactly.Pair) -> tuple[bool, bool, bool]:
     packing = partial(pack, dp_size=layout.dp, max_tokens=150, micro_multiple=layout.micro_multiple, replayed=False)
     ranks: Any = _Ranks(pair.t)
     trainer = LiveTrainer(trainer=ranks, pack=packing, shape=exactly.shape_of(pair.t))
-    own, replayed = (asyncio.run(trainer.score(told.told, temperature=1.0, routes=r)) for r in (None, told.routes))
+    own, replayed = (asyncio.run(trainer.score(told.tokens, temperature=1.0, routes=r)) for r in (None, told.routes))
     assert told.routes is not None and own.routes is not None and replayed.routes is None
-    same = [torch.equal(a, b) for a, b in zip(own.fed.tokens, told.told.tokens, strict=True)]
+    same = [torch.equal(a, b) for a, b in zip(own.tokens.ids, told.tokens.ids, strict=True)]
     probs = [torch.equal(a, b) for s in (own, replayed) for a, b in zip(s.logprobs, told.logprobs, strict=True)]
     routes = [torch.equal(a.sort(-1)[0], b.sort(-1)[0]) for a, b in zip(own.routes, told.routes, strict=True)]
     return all(same), all(probs), all(routes)
@@ -124,7 +127,7 @@ def test_verify_puts_the_ranks_of_every_layout_together(run: dict[str, list[Any]
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_exact_is_refused(name: str) -> None:
-    changes, said = REFUSED[name]
+    changes, facts = REFUSED[name]
     config = TrainerConfig(
         hf_config="",
         parallel=ParallelConfig(**changes.get("parallel", {})),
@@ -134,7 +137,7 @@ def test_what_cannot_be_exact_is_refused(name: str) -> None:
         kernels=KernelsConfig(**changes.get("kernels", {})),
         deterministic=True,
     )
-    with pytest.raises(ValueError, match=r"alignment\.deterministic = true.*" + said):
+    with refuses(ValueError, "alignment.deterministic", *facts):
         resolve(config, toy.hf_config(), cuda=False)
 
 

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.laws import exactly
-from tests.megatron_bridge import toy
-from tests.spawn import free_port, run_ranks
+from tests.support import exactly, toy
+from tests.support.spawn import free_port, run_ranks
 
 STEPS = 2
 _ACTIVATIONS = {"qat": True, "activations": "fp8"}

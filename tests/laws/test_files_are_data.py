@@ -22,10 +22,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_bridge.checkpoint_sums import SUMS
 from megatron_bridge.convert.to_hf import to_hf
-from tests.megatron_bridge import toy
-from tests.spawn import run_ranks
+from megatron_bridge.weights.checkpoint_sums import SUMS
+from tests.support import toy
+from tests.support.spawn import run_ranks
 from tests.test_architecture import FILES
 
 RAN = "ran"  # a file that planted code makes
@@ -144,7 +144,7 @@ def _others(saved: Path, root: Path) -> Iterator[tuple[str, Path]]:
 
 def _reads(rank: int, world: int, port: int, root: Path) -> dict[str, str]:
     """Each plant and way -> "read", or the sentence, and so for files of another kind."""
-    from megatron_bridge.checkpoint import read_copied
+    from megatron_bridge.weights.checkpoint import load_host_copy
     from miles_like.types import REFERENCE
 
     found: dict[str, str] = {}
@@ -169,7 +169,7 @@ def _reads(rank: int, world: int, port: int, root: Path) -> dict[str, str]:
                     "resume": t.load,
                     "weights": t.load_weights,
                     "teacher": lambda path: t.load_copy("teacher", path),
-                    "reference": lambda path: read_copied(path, REFERENCE, t.models, t.parallel),
+                    "reference": lambda path: load_host_copy(path, REFERENCE, t.models, t.parallel),
                 }
                 for way, read in ways.items():
                     with _words(found, f"{name} {call} {way}"):

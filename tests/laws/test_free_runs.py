@@ -6,8 +6,9 @@ the clock. What must hold whatever the clock says: no token is older than max_st
 routes of the weights that sampled it, a half-done sample that was saved is the beginning of the one that is trained,
 and every sample issued is trained once or discarded once with a reason, over all kills.
 
-The real loop, server and Megatron rank on plain processes (tests/local_run.py). Not covered: several servers or ranks,
-environments, latencies chosen to break the bound (test_staleness_bound.py has the loop without models for it).
+The real loop, server and Megatron rank on plain processes (tests/support/local_run.py). Not covered: several servers
+or ranks, environments, latencies chosen to break the bound (test_staleness_bound.py has the loop without models for
+it).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any
 
 import pytest
 
-from miles_like.ledger_audit import audit
-from miles_like.run_state import load
+from miles_like.checkpoint.ledger_audit import audit
+from miles_like.checkpoint.run_state import load
 from miles_like.types import Sample
-from tests.forked import tail
-from tests.kill_points import Kill
-from tests.local_run import TINY, Runs
+from tests.support.forked import tail
+from tests.support.kill_points import Kill
+from tests.support.local_run import TINY, Runs
 
 # answers long enough that some are under way at every publication
 FREE = ("alignment.deterministic=false", "eval.every=0", "rollout.max_new_tokens=200")
@@ -132,6 +133,6 @@ def test_a_source_that_ends_is_sampled_once_and_accounted_for(runs: Runs) -> Non
     found = audit(where / "ledger.jsonl")
     end = found.steps[-1]
     assert (found.wrong, found.unfinished) == (None, 0)
-    assert (end.tickets, end.issued, end.in_flight) == (given, 2 * given, 0)
+    assert (end.groups, end.issued, end.in_flight) == (given, 2 * given, 0)
     assert end.trained == TRAINED * len(list((where / "rollouts").glob("step_*.jsonl"))) > 0
     assert {"all rewards equal", "the prompts ended"} >= set(found.reasons)

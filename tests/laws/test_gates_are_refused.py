@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from routing_replay.align import select_layers, take_rows
-from routing_replay.seals import row_seals
+from routing_replay.checksums import row_checksums
 from routing_replay.trace import RoutingTrace
-from tests.laws.sealed_traces import ALL, LAYERS, made, refused
+from tests.support.refusals import refuses
+from tests.support.sealed_traces import ALL, DRAWN, LAYERS, made, refused
 
 CASES = settings(max_examples=40, deadline=None)
 seeds = st.integers(0, 2**31)
@@ -41,9 +41,8 @@ def test_gates_of_another_row(seed: int, order: list[int], col: int | None) -> N
     columns = slice(None) if col is None else slice(col, col + 1)
     gates[:, columns] = trace.weights[index][:, columns]
     if len(moved):
-        layer = ALL if col is None else f"layer {LAYERS[col]}"
-        what = "of the gate weights alone, .*(permuted|shifted by)"
-        refused(replace(trace, weights=gates), tokens, layer=layer, position=int(moved[0]), what=what)
+        layer = ALL if col is None else LAYERS[col]
+        refused(replace(trace, weights=gates), tokens, layer=layer, position=int(moved[0]), unrecorded=DRAWN)
 
 
 def test_gates_that_changed_moved_with_their_ids_or_went_missing() -> None:
@@ -51,19 +50,18 @@ def test_gates_that_changed_moved_with_their_ids_or_went_missing() -> None:
     assert trace.weights is not None
     bit = trace.weights.clone()
     bit.view(torch.int32)[6, 2, 1] ^= 1
-    what = "1 rows hold other ids or gate weights than were sealed"
-    refused(replace(trace, weights=bit), tokens, layer="layer 3", position=6, what=what)
+    refused(replace(trace, weights=bit), tokens, 1, layer=3, position=6)
     late = torch.arange(11).roll(1)
     both = replace(trace, experts=trace.experts[late], weights=trace.weights[late])
-    refused(both, tokens, layer=ALL, position=0, what="^[^:]*: all rows are shifted by 1$")
+    refused(both, tokens, "shifted", layer=ALL, position=0)
     ids = replace(trace, experts=trace.experts[late])
-    refused(ids, tokens, layer=ALL, position=0, what="of the ids without their gate weights, all rows are shifted by 1")
-    refused(replace(trace, weights=None), tokens, layer=ALL, position=0, what="11 rows")
+    refused(ids, tokens, "shifted", layer=ALL, position=0)
+    refused(replace(trace, weights=None), tokens, 11, layer=ALL, position=0)
     rotated = replace(trace, experts=trace.experts.roll(1, 1), weights=trace.weights.roll(1, 1))
-    refused(rotated, tokens, layer=ALL, position=0, what="layers are rotated")
+    refused(rotated, tokens, "rotated", layer=ALL, position=0)
     swapped = replace(trace, weights=trace.weights[:, [1, 0, 2, 3]])
-    refused(swapped, tokens, layer="layers 1-2", position=0, what="11 rows hold other ids or gate weights")
-    with pytest.raises(ValueError, match=r"sample p7/3, layer 3, position 6: "):
+    refused(swapped, tokens, 11, layer="1-2", position=0)
+    with refuses(ValueError, "p7/3", 3, 6):
         RoutingTrace.verify_all([trace, replace(trace, weights=bit)], [tokens] * 2, samples=["a/0", "p7/3"])
     RoutingTrace.verify_all([trace, trace], [tokens] * 2, samples=["a/0", "p7/3"])
 
@@ -77,14 +75,14 @@ def test_gates_come_in_pieces_too(seed: int, cut: int) -> None:
     pieces = []
     for a, b in ((0, cut), (cut, 11)):
         plain = RoutingTrace(experts=trace.experts[a:b], layers=LAYERS, num_experts=16)
-        pieces.append(plain.seal(tokens[a:b], start=a).with_gates(trace.weights[a:b], start=a))
+        pieces.append(plain.with_checksums(tokens[a:b], start=a).with_gates(trace.weights[a:b], start=a))
     whole = pieces[0].append(pieces[1], cut)
     whole.verify(tokens, sample="a/0")
-    assert whole.layer_seals is not None and trace.layer_seals is not None and trace.seals is not None
-    assert torch.equal(whole.layer_seals, trace.layer_seals)
-    again = replace(trace, seals=None, layer_seals=None).seal(tokens[:-1])
-    assert again.seals is not None and torch.equal(again.seals, trace.seals)
+    assert whole.layer_checksums is not None and trace.layer_checksums is not None and trace.checksums is not None
+    assert torch.equal(whole.layer_checksums, trace.layer_checksums)
+    again = replace(trace, checksums=None, layer_checksums=None).with_checksums(tokens[:-1])
+    assert again.checksums is not None and torch.equal(again.checksums, trace.checksums)
     part, index = select_layers(take_rows(trace, torch.tensor([8, 2])), (2, 5)), torch.tensor([8, 2])
-    assert part.seals is not None
-    own = row_seals(tokens[index], part.experts, (2, 5), weights=part.weights, positions=index)
-    assert torch.equal(part.seals, own)
+    assert part.checksums is not None
+    own = row_checksums(tokens[index], part.experts, (2, 5), weights=part.weights, positions=index)
+    assert torch.equal(part.checksums, own)

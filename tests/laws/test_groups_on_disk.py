@@ -12,14 +12,14 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from miles_like.saved_groups import read_groups, write_groups
+from miles_like.checkpoint.saved_groups import read_groups, write_groups
 from miles_like.types import Finish, Prompt, Sample, SampleGroup
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import VersionSpan
+from tests.support.refusals import refuses
 
 EXPERTS = (8, 300)  # ids of uint8 and of int16
 
@@ -46,7 +46,7 @@ def routes(tokens: Tensor, experts: int, *, gates: bool) -> RoutingTrace:
     bare = RoutingTrace(
         experts=ids.to(torch.uint8 if experts <= 256 else torch.int16), layers=(1, 2, 5), num_experts=experts
     )
-    sealed = bare.seal(tokens[:-1], versions=(VersionSpan(3, 0, 2), VersionSpan(4, 2, rows)))
+    sealed = bare.with_checksums(tokens[:-1], versions=(VersionSpan(3, 0, 2), VersionSpan(4, 2, rows)))
     return sealed.with_gates(torch.rand(rows, 3, 2)) if gates else sealed
 
 
@@ -65,7 +65,7 @@ def everything() -> dict[str, SampleGroup]:
         candidates=torch.randint(0, 99, (7, 4)),
     )
     big = replace(plain[2], routing=routes(plain[2].token_ids, EXPERTS[1], gates=False))
-    unsealed = replace(big, routing=replace(big.routing, seals=None, layer_seals=None, versions=None))
+    unsealed = replace(big, routing=replace(big.routing, checksums=None, layer_checksums=None, versions=None))
     empty = SampleGroup(
         prompt=Prompt(id="none", token_ids=(1,), answer=""), samples=(), discarded={"the server was gone": 2}
     )
@@ -130,5 +130,5 @@ def test_columns_that_are_no_json_are_named(tmp_path: Path) -> None:
     group = everything()["empty"]
     for meta in ({"when": object()}, {"map": {1: "one"}}):
         wrong = replace(group, prompt=replace(group.prompt, meta=meta))
-        with pytest.raises(ValueError, match=r"group ticket 9 cannot be saved .* prompt 'none' must be text"):
+        with refuses(ValueError, "ticket 9", "none"):
             write_groups(tmp_path / "groups", {"ticket 9": wrong})

@@ -17,12 +17,13 @@ import torch
 from megatron_bridge.config import ParallelConfig
 from megatron_bridge.convert.to_hf import to_hf
 from megatron_bridge.families.registry import family_of
-from megatron_bridge.layout import check_layout
-from miles_like.hf_checkpoint import HFCheckpoint
-from tests.megatron_bridge import toy
-from tests.megatron_bridge.converted import converted, differing
-from tests.megatron_bridge.tiny_models import CONFIGS, random_tensors
-from tests.spawn import free_port, run_ranks
+from megatron_bridge.plan.layout import check_layout
+from miles_like.hf.checkpoint import HFCheckpoint
+from tests.support import toy
+from tests.support.converted import converted, differing
+from tests.support.refusals import refuses
+from tests.support.spawn import free_port, run_ranks
+from tests.support.tiny_models import CONFIGS, random_tensors
 
 WORLD = 4
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -153,7 +154,7 @@ def test_adapters_are_merged_as_they_are_published(layout: str, root: Path, tmp_
     """W + lora_alpha / rank B A, rounded once: what the trainer serves of the model it saved. Without lora_alpha it is
     refused, for the checkpoint does not say it."""
     saved, hf = root / "saved" / layout, root / "tiny" / "hf"
-    with pytest.raises(ValueError, match=r"holds LoRA adapters of \d+ weights, first decoder.*: give lora_alpha"):
+    with refuses(ValueError, saved, "LoRA", "lora_alpha"):
         to_hf(saved, tmp_path / "out", hf_config=hf)
     to_hf(saved, tmp_path / "out", hf_config=hf, lora_alpha=LORA["alpha"])
     published = torch.load(root / "published.pt")[list(ADAPTED).index(layout)]

@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.laws import layouts
-from tests.megatron_bridge import toy
-from tests.spawn import free_port, run_ranks
+from tests.support import layouts, toy
+from tests.support.spawn import free_port, run_ranks
 
 NAME = "self_attention.linear_{}_down_proj.weight"
 ROTARY = layouts.MLA["kv_lora_rank"]  # from this row on linear_kv_down_proj makes the rotary key
@@ -66,7 +65,7 @@ def _ranks(rank: int, world: int, port: int, where: Path, stock_port: int) -> di
         t.load_weights(where / "start-0")
         held = {name: x.detach().clone() for name, x in _values(t).items()}
         out["ours"] = _step(t)
-    from megatron_bridge import local_modules as local
+    from megatron_bridge.model import local_modules as local
 
     assert "linear_kv_down_proj" in local._DUPLICATED
     local._DUPLICATED = ()  # the spec keeps megatron's ColumnParallelLinear

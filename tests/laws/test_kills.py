@@ -6,7 +6,7 @@ steps (half a checkpoint, rows of metrics, rollouts) must not be seen. SIGKILL l
 
 Each chain is one run that is killed again and again, at named points and at random ones, and resumed each time. Every
 kill has a witness: what the process at the point saw there, on disk before the signal was sent. The runs are small and
-on plain processes (tests/local_run.py), all else is real.
+on plain processes (tests/support/local_run.py), all else is real.
 
 Not covered: Ray's actors, GPUs, a machine that loses what it had not yet written to disk.
 """
@@ -26,11 +26,11 @@ import pytest
 import torch
 
 from megatron_bridge.convert.torch_dist import TorchDist
-from miles_like.ledger_audit import audit
-from miles_like.run_state import load
-from tests.forked import tail
-from tests.kill_points import VICTIMS, Kill, witnesses
-from tests.local_run import Runs, untimed
+from miles_like.checkpoint.ledger_audit import audit
+from miles_like.checkpoint.run_state import load
+from tests.support.forked import tail
+from tests.support.kill_points import VICTIMS, Kill, witnesses
+from tests.support.local_run import Runs, untimed
 
 STEPS = 6
 POINTS = ("generation", "step", "publish", "save")

@@ -13,14 +13,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles_like.algorithm_config import BOUNDS_OF, LOSS_KEYS, AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.dpo import DpoLoss
 from miles_like.algorithms.losses.value import ValueLoss
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.algorithms.reward_model import BradleyTerryLoss
 from miles_like.algorithms.sft import NllLoss
-from miles_like.packing import pack_examples
-from miles_like.types import RETURNS, VALUES, Aggregation, Finish, Prompt, Reduce, Sample, SampleGroup
+from miles_like.batch.packer import Packer
+from miles_like.config.algorithm import BOUNDS_OF, LOSS_KEYS, AlgorithmConfig, CorrectionConfig
+from miles_like.types import RETURNS, VALUES, Aggregation, Finish, LossInputs, Prompt, Reduce, Sample, SampleGroup
 
 LENGTHS = (5, 1, 9, 4, 2)
 CORRECTIONS = [
@@ -75,7 +75,7 @@ def run(loss, chosen):
     lengths = torch.cat([torch.zeros(1), *(s.get("lengths", torch.tensor([len(s["logprobs"])])) for s in chosen)])
     streams["entropy"].requires_grad_()
     of_critic = {VALUES: streams["old_logprobs"], RETURNS: streams["ref_logprobs"]}
-    value, stats = loss(**streams, cu_seqlens=lengths.cumsum(0).to(torch.int32), streams=of_critic)
+    value, stats = loss(LossInputs(**streams, cu_seqlens=lengths.cumsum(0).to(torch.int32), streams=of_critic))
     value.sum().backward()
     return value.detach(), streams["logprobs"].grad, stats
 
@@ -135,14 +135,14 @@ def test_the_mean_is_over_pairs_in_any_packing(name):
     def taught(chosen, **how):
         """(loss, gradient of each table entry) of a step, as the trainer adds it up."""
         table = policy.clone().requires_grad_()
-        batch = pack_examples(chosen, aggregation=Aggregation.SEQUENCE_MEAN, **how)
+        batch = Packer(aggregation=Aggregation.SEQUENCE_MEAN, **how).examples(chosen)
         total = torch.zeros(())
         for m in (m for row in batch.grid for m in row):
             streams = {
                 k: torch.zeros(len(m.tokens)) for k in ("entropy", "rollout_logprobs", "advantages", "old_logprobs")
             }
             said = {"logprobs": table[m.labels], "ref_logprobs": reference[m.labels], "loss_mask": m.loss_mask}
-            loss, _ = PAIRS[name](**said, **streams, cu_seqlens=m.cu_seqlens)
+            loss, _ = PAIRS[name](LossInputs(**said, **streams, cu_seqlens=m.cu_seqlens))
             total = total + torch.where(m.loss_mask, loss * m.weights, 0.0).sum()
         (total / batch.loss_tokens).backward()
         return float(total.detach() / batch.loss_tokens), table.grad

@@ -25,10 +25,10 @@ import torch
 
 from megatron_bridge.families.registry import family_of
 from miles_like.types import MicroBatch
-from tests.laws.layouts import agree_on_port
-from tests.megatron_bridge import families_page, toy
-from tests.megatron_bridge.tiny_models import CONFIGS, KIMI, leave, load_converted, megatron_rank, transformers_model
-from tests.spawn import free_port, run_ranks
+from tests.support import families_page, toy
+from tests.support.layouts import agree_on_port
+from tests.support.spawn import free_port, run_ranks
+from tests.support.tiny_models import CONFIGS, KIMI, leave, load_converted, megatron_rank, transformers_model
 
 LENGTHS = (96, 33, 128)  # packed for Megatron, one at a time for transformers
 BOUND = 1e-4
@@ -66,7 +66,7 @@ def _megatron_answer(rank: int, world_size: int, name: str, path: str, port: int
     chunks, parallel = megatron_rank(hf, rank, world_size, port, dtype="float32")
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron_bridge.model import routers, unwrap
+    from megatron_bridge.model.build import routers, unwrap
 
     load_converted(chunks, parallel, Path(path))
     tokens = torch.cat(_tokens(hf["vocab_size"]))[None]
@@ -129,7 +129,7 @@ def _in_stages(rank: int, world: int, spare: int, where: Path, roots: dict[str, 
 
 
 def _stage_answer(t: Any) -> Any:
-    from megatron_bridge.model import routers
+    from megatron_bridge.model.build import routers
 
     row = _row(t.hf["vocab_size"])
     logprobs = torch.cat(t.logprobs(row)).numpy()

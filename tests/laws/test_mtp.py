@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.megatron_bridge import toy
-from tests.spawn import free_port, run_ranks
+from tests.support import toy
+from tests.support.spawn import free_port, run_ranks
 
 DEPTHS, COEFFICIENT = 2, 0.3
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -50,13 +50,13 @@ def _stock(t: Any) -> dict[str, float]:
     The stock roll zeroes a sample's last input token of each depth, whose row has no label at that depth."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer, roll_tensor
 
-    from megatron_bridge.shard import shard
+    from megatron_bridge.step.shard import shard
 
     model, count = t.models[0], 0
     ours = {layer: type(layer) for layer in model.mtp.layers}
     losses = []
     for part in _parts():
-        s = shard(part, t.parallel, torch.device("cpu"), part=t.part, num_experts=toy.EXPERTS)
+        s = shard(part, t.parallel, torch.device("cpu"), shard_spec=t.shard_spec, num_experts=toy.EXPERTS)
         t._step.replay.load([s], forward_only=True)
         t._step.replay.forward_of(0)
         seen: list[Tensor] = []

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron_bridge import toy
-from tests.spawn import free_port, run_ranks
+from tests.support import toy
+from tests.support.spawn import free_port, run_ranks
 
 REDUCE = {"overlap_grad_reduce": True}
 GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -41,7 +41,7 @@ def _buckets(size: int | None) -> Iterator[None]:
     """Buckets of that many elements. Megatron's are larger than the whole tiny model, so that to wait for one parameter
     is to wait for all, and no padding lies between parameters when they are saved."""
     from megatron_bridge import trainer
-    from megatron_bridge.resolve import resolve
+    from megatron_bridge.plan.resolve import resolve
 
     def resized(*args: Any, **kwargs: Any) -> Any:
         resolved = resolve(*args, **kwargs)

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.laws import layouts
-from tests.laws.layouts import Case, Run
-from tests.megatron_bridge import toy
-from tests.spawn import free_port, run_ranks
+from tests.support import layouts, toy
+from tests.support.layouts import Case, Run
+from tests.support.spawn import free_port, run_ranks
 
 FULL = {"recompute": "full"}
 PARTS = {"recompute": "selective", "recompute_modules": ("core_attn", "mla_up_proj", "moe")}

@@ -19,23 +19,30 @@ import itertools
 import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from rich.console import Console
 
-from miles_like.algorithm_config import AlgorithmConfig, CorrectionConfig
 from miles_like.algorithms.registry import make_algorithm
-from miles_like.buffer import DataBuffer
-from miles_like.controller import Controller
-from miles_like.ledger import Ledger
-from miles_like.loop_state import Snapshot
-from miles_like.packing import pack, pack_steps
-from miles_like.producer import Producer
+from miles_like.batch.packer import Packer
+from miles_like.batch.packing import pack
+from miles_like.checkpoint.ledger import Ledger
+from miles_like.checkpoint.writer import Snapshot
+from miles_like.config.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.experience.experience import Experience
+from miles_like.loop.buffer import DataBuffer
+from miles_like.loop.controller import Controller
+from miles_like.loop.feed import Feed
+from miles_like.loop.producer import Producer
+from miles_like.loop.recorder import Recorder, StepRecord
+from miles_like.loop.saver import Saver
+from miles_like.loop.stopping import Deadline, StopRequest
+from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import scored_by
-from miles_like.stopping import Deadline, StopRequest
 from miles_like.types import (
     Finish,
     Prompt,
@@ -47,16 +54,17 @@ from miles_like.types import (
     TrainBatch,
     VersionSpan,
 )
-from rollout.client import SGLangClient, seed_of
 from rollout.config import PublishConfig
-from rollout.episode import run_groups
-from rollout.pool import EnginePool
-from rollout.publisher import TensorPublisher
-from rollout.samples import RoutingShape, begun
-from tests.megatron_bridge import toy
-from tests.megatron_bridge.tiny_models import felt_tensors, tiny, write_checkpoint
-from tests.rollout.embedded_fixtures import Held, served, service
-from tests.spawn import run_ranks
+from rollout.episodes.groups import run_groups
+from rollout.episodes.pool import EnginePool
+from rollout.publish.publisher import TensorPublisher
+from rollout.seeds import seed_of
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.samples import RoutingShape, empty_sample
+from tests.support import toy
+from tests.support.embedded_fixtures import Held, served, service
+from tests.support.spawn import run_ranks
+from tests.support.tiny_models import felt_tensors, tiny, write_checkpoint
 
 HF = tiny(torch_dtype="float32")
 SHAPE = RoutingShape(num_layers=3, moe_layers=toy.LAYERS, top_k=toy.TOP_K, num_experts=toy.EXPERTS)
@@ -102,6 +110,17 @@ class Found:
     run_cuts: list[Sample] = field(default_factory=list)
     rows: list[dict[str, float]] = field(default_factory=list)  # the run's metrics
     again: list[Sample] = field(default_factory=list)  # step 1's samples of the run, all routed by the last weights
+
+
+@dataclass(kw_only=True)
+class Trained(Controller):
+    """Notes the groups of each step."""
+
+    found: Found
+
+    async def step(self, record: StepRecord, groups: Sequence[SampleGroup]) -> None:
+        self.found.trained[record.step + 1] = list(groups)
+        await super().step(record, groups)
 
 
 @dataclass
@@ -155,40 +174,50 @@ class World:
         self.found.rows.append(dict(metrics))
 
     async def run(self) -> None:
-        async def nothing(*_: Any) -> dict[str, float]:
+        async def nothing(*_: Any, **__: Any) -> None: ...
+
+        async def figures(version: int) -> dict[str, float]:
             return {}
 
         async def snapshot(step: int, whole: bool) -> Snapshot:
-            return Snapshot({}, {})
+            return Snapshot()
 
         ledger, stop = Ledger(None), StopRequest()
         buffer = DataBuffer(max_staleness=1, samples=G, ledger=ledger)
         dealt = (p for step in range(STEPS + 2) for p in _prompts(step))
-        controller = Controller(
-            trainer=self,  # type: ignore[arg-type]
-            algorithm=make_algorithm(AlgorithmConfig(), CorrectionConfig()),
+        producer = Producer(
+            groups=len(_prompts(0)),
             buffer=buffer,
-            producer=Producer(
-                groups=len(_prompts(0)),
-                buffer=buffer,
-                next_prompts=lambda n: list(itertools.islice(dealt, n)),
-                rollout=self.rollout,
-            ),
-            ledger=ledger,
+            next_prompts=lambda n: list(itertools.islice(dealt, n)),
+            rollout=self.rollout,
+        )
+        progress, packer, me = PhaseBar(STEPS, Console(quiet=True)), Packer(**HOW), cast(Any, self)
+        algorithm = make_algorithm(AlgorithmConfig(), CorrectionConfig())
+        recorder = Recorder(sink=me, ledger=ledger, progress=progress)
+        unused: Any = SimpleNamespace(
+            **dict.fromkeys(("before_training", "published", "begin", "finish"), nothing),
+            figures=figures,
+            due=lambda step, *, last: False,
             snapshot=snapshot,
-            stop=stop,
-            deadline=Deadline(stop, None, began=0.0),
-            pack=partial(pack_steps, steps=1, **HOW),
-            deal=lambda step, advantages: advantages,
-            evaluate=nothing,
-            describe=lambda step, groups: {},
-            keep=lambda step, groups: self.found.trained.update({step: list(groups)}),
-            save=nothing,  # type: ignore[arg-type]
-            finish_save=nothing,  # type: ignore[arg-type]
-            phase=lambda step, name: None,
-            sink=self,  # type: ignore[arg-type]
-            eval_every=0,
-            save_every=0,
+            asynchronous=False,
+        )
+        controller = Trained(
+            found=self.found,
+            feed=Feed(buffer=buffer, producer=producer, stop=stop, progress=progress),
+            experience=Experience(algorithm=algorithm, packer=packer, trainer=me),
+            packer=packer,
+            trainer=me,
+            checks=unused,
+            recorder=recorder,
+            evaluator=unused,
+            saver=Saver(
+                state=unused,
+                checkpoints=unused,
+                stop=stop,
+                deadline=Deadline(stop, None, began=0.0),
+                progress=progress,
+                every=0,
+            ),
         )
         await controller.run(first=0, steps=STEPS)
         self.found.run_cuts = self.pool.continued
@@ -202,7 +231,7 @@ class World:
         for s in (s for g in self.found.trained[2] for s in g.samples):
             prompt = Prompt(id=s.prompt_id, token_ids=tuple(s.token_ids.tolist()[:-1]), answer="")
             one = SamplingParams(max_new_tokens=1, sampling_seed=0)
-            self.found.again.append(await self.client.continue_sample(begun(prompt, s.index), params=one))
+            self.found.again.append(await self.client.continue_sample(empty_sample(prompt, s.index), params=one))
         await self.pool.close()
 
 

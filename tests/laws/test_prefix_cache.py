@@ -23,14 +23,14 @@ import torch
 from numpy.typing import NDArray
 
 from miles_like.types import Finish, NamedTensor, SamplingParams
-from rollout.embedded import engine as engine_module
-from rollout.embedded.engine import Engine, EngineLimits
-from rollout.embedded.exact_ops import ExactOps
-from rollout.embedded.requests import Completed, PromptSpec
-from rollout.embedded.service import Service
-from rollout.wire_control import PauseMode
-from tests.laws.exactly import MODELS, generate
-from tests.megatron_bridge.tiny_models import random_tensors, write_checkpoint
+from rollout.embedded.engine import engine as engine_module
+from rollout.embedded.engine.engine import Engine, EngineLimits
+from rollout.embedded.engine.requests import Completed, PromptSpec
+from rollout.embedded.model.exact_ops import ExactOps
+from rollout.embedded.server.service import Service
+from rollout.wire.control import PauseMode
+from tests.support.exactly import MODELS, generate
+from tests.support.tiny_models import random_tensors, write_checkpoint
 
 REQUESTS, VERSIONS, LONGEST = 60, 3, 60
 SLOTS = 112  # two samples: pages are taken again
@@ -142,7 +142,7 @@ class World:
         held.update(p for entry in admission.queue for p in entry.pages)
         assert cache._users == [held[p] for p in range(cache.pages)]
         assert sorted(cache._free) == [p for p in range(cache.pages) if not held[p]]
-        assert {name: p for p, name in cache.prefixes._names.items()} == cache.prefixes._pages
+        assert {name: p for p, name in cache.prefixes._hashes.items()} == cache.prefixes._pages
 
     def run(self) -> None:
         while self.asked < REQUESTS or self.pending:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from quant.stream import dequantize_stream, quantize_stream
-from tests.laws.qat_cases import BF16, FORMATS, MODELS, ONE, TWO, Case
-from tests.megatron_bridge import toy
-from tests.spawn import free_port, run_ranks
+from tests.support import toy
+from tests.support.qat_cases import BF16, FORMATS, MODELS, ONE, TWO, Case
+from tests.support.spawn import free_port, run_ranks
 
 Found = dict[str, Any]
 STEPS = 2
@@ -185,7 +185,7 @@ class _Inputs:
     def __init__(self, t: Any) -> None:
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-        from megatron_bridge.local_modules import DuplicatedLinear
+        from megatron_bridge.model.local_modules import DuplicatedLinear
 
         kinds = (ColumnParallelLinear, RowParallelLinear, DuplicatedLinear)
         for model in t.models:
@@ -220,7 +220,7 @@ def _inputs_by_hand(where: Path, rank: int, world: int, port: int, *, activation
 
 def _mutated(where: Path, rank: int, world: int, ports: dict[str, int]) -> Found:
     """The law under rules that are wrong: a cache that is not renewed, and a scale of NVFP4 from a rank's own rows."""
-    import megatron_bridge.fake_quant as module
+    import megatron_bridge.step.fake_quant as module
 
     case: Case = ("mla", BF16 | {"dp": 2, "etp": 2}, ())
     out = {}

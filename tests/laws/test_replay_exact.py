@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron_bridge import toy
-from tests.spawn import free_port, run_ranks
+from tests.support import toy
+from tests.support.spawn import free_port, run_ranks
 
 Found = dict[str, Any]
 
@@ -35,7 +35,7 @@ def _stock_replay(t: Any, row: list[Any], tokens: int, ids: torch.Tensor) -> tup
     """The same through megatron's own RouterReplay, which handles one micro-batch at a time."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    from megatron_bridge.model import routers
+    from megatron_bridge.model.build import routers
 
     t._step.replay.mode = "off"  # nothing asks our tape any more
     for i, router in enumerate(routers(t.chunks)):
@@ -46,7 +46,7 @@ def _stock_replay(t: Any, row: list[Any], tokens: int, ids: torch.Tensor) -> tup
 
 
 def _misuse(t: Any, row: list[Any], tokens: int) -> Found:
-    from megatron_bridge.model import routers
+    from megatron_bridge.model.build import routers
 
     replay, out = t._step.replay, {}
     out["no routes"] = _fails(t, [toy.with_routes(b, None) for b in row], tokens)
@@ -149,8 +149,8 @@ def test_megatrons_own_replay_agrees(found: Found) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("no routes", "carries no expert choices"),
-        ("asked twice", "asked twice"),
+        pytest.param("no routes", "no expert choices", id="no routes-carries no expert choices"),
+        ("asked twice", "used twice"),
         ("not asked", "were not used in the forward pass"),
         ("not recomputed", "were not used in the recomputation"),
     ],

@@ -16,16 +16,15 @@ import pytest
 import torch
 
 from miles_like.algorithms.losses.clipped import ClippedLoss
-from miles_like.packing import cut_row, pack
+from miles_like.batch.packing import cut_row, pack
 from miles_like.types import Finish, MicroBatch, Prompt, Sample, SampleGroup
-from rollout.samples import RoutingShape, SampleReader, begun, rows_of
-from rollout.wire import GenerateReply, WireSpan
-from routing_replay.align import RankPart
+from rollout.sglang.samples import RoutingShape, SampleReader, empty_sample, routing_rows
+from rollout.wire.generate import GenerateReply, WireSpan
+from routing_replay.align import ShardSpec
 from routing_replay.trace import RoutingTrace
-from tests.laws import layouts
-from tests.laws.layouts import Case, Run
-from tests.megatron_bridge import toy
-from tests.spawn import free_port, run_ranks
+from tests.support import layouts, toy
+from tests.support.layouts import Case, Run
+from tests.support.spawn import free_port, run_ranks
 
 FULL = {"recompute": "full"}
 PARTS = {"recompute": "selective", "recompute_modules": ("core_attn", "moe")}
@@ -45,10 +44,10 @@ def _session(g: torch.Generator, index: int, layers: tuple[int, ...]) -> Sample:
     def drawn(n: int) -> list[int]:
         return torch.randint(2, toy.VOCAB, (n,), generator=g).tolist()
 
-    sample = begun(Prompt(id=f"p{index}", token_ids=tuple(drawn(1 + index % 4)), answer=""), 0)
+    sample = empty_sample(Prompt(id=f"p{index}", token_ids=tuple(drawn(1 + index % 4)), answer=""), 0)
     fed: list[int] = []
     for version, after in KINDS[index % len(KINDS)]:
-        said, before, start = drawn(2 + index % 3), len(sample.token_ids) + len(fed), rows_of(sample)
+        said, before, start = drawn(2 + index % 3), len(sample.token_ids) + len(fed), routing_rows(sample)
         rows = before + len(said) - 1 - start
         ids = torch.rand(rows, len(layers), EXPERTS, generator=g).topk(TOP_K, -1).indices.to(torch.uint8)
         trace = RoutingTrace(experts=ids, layers=layers, num_experts=EXPERTS)
@@ -79,12 +78,12 @@ def sessions(seed: int, layers: tuple[int, ...], dp: int, micros: int) -> layout
     return [list(row) for row in step.grid], step.loss_tokens
 
 
-def shipped(m: MicroBatch, part: RankPart) -> MicroBatch:
+def shipped(m: MicroBatch, part: ShardSpec) -> MicroBatch:
     """As the driver would send it to a rank: without the rows and layers that the rank has no use for."""
     return replace(m, routing=cut_row([m], part)[0])
 
 
-def _wrong(m: MicroBatch, part: RankPart, ids: torch.Tensor) -> MicroBatch:
+def _wrong(m: MicroBatch, part: ShardSpec, ids: torch.Tensor) -> MicroBatch:
     """Other ids [T, L, K], sealed anew, so that nothing refuses them."""
     return shipped(toy.with_routes(m, ids), part)
 
@@ -94,15 +93,15 @@ def _ids(m: MicroBatch) -> torch.Tensor:
     return m.routing.experts
 
 
-def one_row_late(m: MicroBatch, part: RankPart) -> MicroBatch:
+def one_row_late(m: MicroBatch, part: ShardSpec) -> MicroBatch:
     return _wrong(m, part, _ids(m).roll(1, 0))
 
 
-def of_the_next_layer(m: MicroBatch, part: RankPart) -> MicroBatch:
+def of_the_next_layer(m: MicroBatch, part: ShardSpec) -> MicroBatch:
     return _wrong(m, part, _ids(m).roll(1, 1))
 
 
-def of_the_neighbour(m: MicroBatch, part: RankPart) -> MicroBatch:
+def of_the_neighbour(m: MicroBatch, part: ShardSpec) -> MicroBatch:
     """The first two samples' rows exchanged, as far as both have any."""
     ids, starts = _ids(m).clone(), m.cu_seqlens.tolist()
     n = min(starts[1], starts[2] - starts[1])
@@ -111,7 +110,7 @@ def of_the_neighbour(m: MicroBatch, part: RankPart) -> MicroBatch:
     return _wrong(m, part, ids)
 
 
-def of_one_row(m: MicroBatch, part: RankPart) -> MicroBatch:
+def of_one_row(m: MicroBatch, part: ShardSpec) -> MicroBatch:
     """One row of each micro-batch has those of the row after it."""
     ids = _ids(m).clone()
     ids[2] = ids[3]
@@ -193,7 +192,7 @@ def test_replay_is_that_of_one_rank(single: Any, runs: dict[str, Run], name: str
     """Four distinct experts of eight, random for each token and layer, which are not the routers' own choice; the
     first layer is dense. Ranks are given what `cut_row` makes of a row for them; the rank alone is given whole traces.
     The same sums in another order: fp32 rounding may differ, a row of another token may not. Not covered: more than
-    four ranks; that a driver asks for the right part (tests/miles_like/test_workers.py)."""
+    four ranks; that a driver asks for the right part (tests/miles_like/cluster/test_workers.py)."""
     want, got = single[0][CASES[name].key], runs[name]
     assert _agree(want, got), (name, got.worst, want.metrics, got.metrics)
     assert all(m["routing/replay_coverage"] == 1.0 and m["routing/agreement"] < 0.05 for m in got.metrics)
@@ -241,7 +240,7 @@ def _slipped(rank: int, world: int, port: int, where: Path) -> dict[str, float]:
         t.load_weights(start)
         for name, given in {"nothing": shipped, **{k: case.given for k, case in FAULTS.items()}}.items():
             assert given is not None
-            out[name] = t.evaluate([given(m, t.part)], len(m.tokens))["mismatch/kl"]
+            out[name] = t.evaluate([given(m, t.shard_spec)], len(m.tokens))["mismatch/kl"]
     return out
 
 

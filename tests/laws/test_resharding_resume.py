@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.laws.layouts import EXPERTS, ROUTED, agree_on_port
-from tests.megatron_bridge import toy
-from tests.spawn import free_port, run_ranks
+from tests.support import toy
+from tests.support.layouts import EXPERTS, ROUTED, agree_on_port
+from tests.support.spawn import free_port, run_ranks
 
 LAYERS = 4  # one dense, three of experts: two pipeline stages of two virtual ones
 ROUTED_LAYERS = tuple(range(1, LAYERS))

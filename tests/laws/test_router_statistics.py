@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.laws import layouts
-from tests.laws.layouts import Case, Run
-from tests.spawn import run_ranks
+from tests.support import layouts
+from tests.support.layouts import Case, Run
+from tests.support.spawn import run_ranks
 
 BIAS = {"router_bias_update_rate": 0.01}
 AUX = {"router_aux_loss": 0.05}

@@ -24,11 +24,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from routing_replay.align import place_rows, select_layers, take_rows, zigzag_index
+from routing_replay.checksums import row_checksums
 from routing_replay.ids import payload_line
-from routing_replay.seals import row_seals
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import VersionSpan, check_versions
-from tests.laws.sealed_traces import ALL, LAYERS, made, refused
+from tests.support.refusals import refuses
+from tests.support.sealed_traces import ALL, DRAWN, LAYERS, made, refused
 
 CASES = settings(max_examples=40, deadline=None)
 
@@ -38,7 +39,7 @@ def with_rows(trace: RoutingTrace, index: Tensor, *, seals: bool) -> RoutingTrac
     return replace(
         trace,
         experts=trace.experts[index],
-        seals=trace.seals[index] if seals and trace.seals is not None else trace.seals,
+        checksums=trace.checksums[index] if seals and trace.checksums is not None else trace.checksums,
     )
 
 
@@ -54,27 +55,26 @@ def test_what_is_whole_passes(seed: int, n: int, model: tuple[int, int]) -> None
     back = RoutingTrace.from_wire(
         trace.to_wire(num_layers=6), tokens=tokens, num_layers=6, layers=LAYERS, top_k=model[1], num_experts=model[0]
     )
-    assert trace.seals is not None and back.seals is not None
-    assert torch.equal(back.experts, trace.experts) and torch.equal(back.seals, trace.seals)
+    assert trace.checksums is not None and back.checksums is not None
+    assert torch.equal(back.experts, trace.experts) and torch.equal(back.checksums, trace.checksums)
 
 
 @given(seeds, st.sampled_from([1, -1, 2, -3, 5]), kept)
 @CASES
 def test_shifted_rows(seed: int, by: int, seals: bool) -> None:
     tokens, trace = made(seed)
-    refused(with_rows(trace, torch.arange(11).roll(by), seals=seals), tokens, layer=ALL, position=0, what="shifted by")
+    wrong = with_rows(trace, torch.arange(11).roll(by), seals=seals)
+    refused(wrong, tokens, "shifted", layer=ALL, position=0, unrecorded=DRAWN)
 
 
 def test_a_shift_says_by_how_much() -> None:
     """Rows that come one position too late are shifted by 1; here the last is lost and the first stands twice."""
     tokens, trace = made(1)
     late = torch.arange(11).roll(1)
-    refused(with_rows(trace, late, seals=False), tokens, layer=ALL, position=0, what="all rows are shifted by 1$")
-    refused(
-        with_rows(trace, (torch.arange(11) - 1).clamp(min=0), seals=False), tokens, layer=ALL, position=1, what="by 1$"
-    )
+    refused(with_rows(trace, late, seals=False), tokens, "shifted", 1, layer=ALL, position=0)
+    refused(with_rows(trace, (torch.arange(11) - 1).clamp(min=0), seals=False), tokens, 1, 1, layer=ALL, position=1)
     early = (torch.arange(11) + 2 * (torch.arange(11) > 4)).clamp(max=10)
-    refused(with_rows(trace, early, seals=True), tokens, layer=ALL, position=5, what="from there on|second time")
+    refused(with_rows(trace, early, seals=True), tokens, layer=ALL, position=5)
 
 
 @given(seeds, st.permutations(range(11)), kept)
@@ -85,7 +85,7 @@ def test_permuted_rows(seed: int, order: list[int], seals: bool) -> None:
     moved = (index != torch.arange(11)).nonzero()[:, 0]
     if len(moved):
         first = int(moved[0])
-        refused(with_rows(trace, index, seals=seals), tokens, layer=ALL, position=first, what="permuted|shifted by")
+        refused(with_rows(trace, index, seals=seals), tokens, layer=ALL, position=first, unrecorded=DRAWN)
 
 
 @given(seeds, rows, rows, kept)
@@ -97,7 +97,8 @@ def test_a_duplicated_row(seed: int, a: int, b: int, seals: bool) -> None:
     tokens, trace = made(seed)
     index = torch.arange(11)
     index[a] = b
-    refused(with_rows(trace, index, seals=seals), tokens, layer=ALL, position=a, what=f"position {b} .*duplicated")
+    wrong = with_rows(trace, index, seals=seals)
+    refused(wrong, tokens, b, "duplicated", layer=ALL, position=a, unrecorded=DRAWN)
 
 
 @pytest.mark.parametrize("a", range(11))
@@ -106,9 +107,9 @@ def test_a_dropped_and_an_added_row(a: int) -> None:
     index = torch.arange(11)
     fewer = torch.cat([index[:a], index[a + 1 :]])
     more = torch.cat([index[: a + 1], index[a:]])
-    refused(take_rows(trace, fewer), tokens, layer=ALL, position=a, what="10 routing rows for 12 tokens.*dropped")
-    refused(take_rows(trace, more), tokens, layer=ALL, position=a + 1, what="12 routing rows for 12 tokens.*duplicated")
-    with pytest.raises(ValueError, match="11 seals for 10 routing rows"):
+    refused(take_rows(trace, fewer), tokens, 10, 12, "dropped", layer=ALL, position=a)
+    refused(take_rows(trace, more), tokens, 12, 12, "duplicated", layer=ALL, position=a + 1)
+    with refuses(ValueError, 11, 10):
         replace(trace, experts=trace.experts[fewer])
 
 
@@ -118,22 +119,18 @@ def test_layers_exchanged(seed: int, order: list[int]) -> None:
     tokens, trace = made(seed)
     wrong = [LAYERS[i] for i, j in enumerate(order) if i != j]
     if wrong:
-        first = f"layer {wrong[0]} holds the routes of layer {LAYERS[order[LAYERS.index(wrong[0])]]}"
-        kind = "swapped" if len(wrong) == 2 else "rotated or permuted"
-        named = (
-            f"layers {', '.join(map(str, wrong))}"
-            if wrong not in ([1, 2], [2, 3], [1, 2, 3])
-            else f"layers {wrong[0]}-{wrong[-1]}"
-        )
-        refused(
-            replace(trace, experts=trace.experts[:, order]), tokens, layer=named, position=0, what=f"{kind}: {first}"
-        )
+        kind = "swapped" if len(wrong) == 2 else "rotated"
+        facts = (kind, wrong[0], LAYERS[order[LAYERS.index(wrong[0])]])
+        joined = wrong in ([1, 2], [2, 3], [1, 2, 3])
+        named = f"{wrong[0]}-{wrong[-1]}" if joined else ", ".join(map(str, wrong))
+        moved = replace(trace, experts=trace.experts[:, order])
+        refused(moved, tokens, *facts, layer=named, position=0, unrecorded=DRAWN)
 
 
 def test_layers_under_other_numbers() -> None:
     """A table that counts dense layers, or does not."""
     tokens, trace = made(2)
-    refused(replace(trace, layers=(0, 1, 2, 4)), tokens, layer="layers 0, 1, 2, 4", position=0, what="other numbers")
+    refused(replace(trace, layers=(0, 1, 2, 4)), tokens, layer="0, 1, 2, 4", position=0)
 
 
 @given(seeds, rows, st.integers(0, 3))
@@ -145,8 +142,7 @@ def test_one_row_of_one_layer_overwritten(seed: int, row: int, col: int) -> None
     for ids in (trace.experts[row, col].flip(0), other_expert(trace.experts[row, col])):
         experts = trace.experts.clone()
         experts[row, col] = ids
-        what = r"1 rows hold other ids than were sealed|the row of position \d+ is there a second time"
-        refused(replace(trace, experts=experts), tokens, layer=f"layer {LAYERS[col]}", position=row, what=what)
+        refused(replace(trace, experts=experts), tokens, layer=LAYERS[col], position=row, unrecorded=DRAWN)
 
 
 def test_every_slot_counts() -> None:
@@ -155,7 +151,7 @@ def test_every_slot_counts() -> None:
         tokens, trace = made(4, experts=experts, k=8)
         ids = trace.experts.clone()
         ids[6, 1] = ids[6, 1].roll(4)
-        refused(replace(trace, experts=ids), tokens, layer="layer 2", position=6, what="other ids than were sealed")
+        refused(replace(trace, experts=ids), tokens, 1, layer=2, position=6)
 
 
 def other_expert(ids: Tensor) -> Tensor:
@@ -171,13 +167,7 @@ def test_rows_of_one_layer_shifted(seed: int, col: int, by: int) -> None:
     tokens, trace = made(seed)
     experts = trace.experts.clone()
     experts[:, col] = experts[:, col].roll(by, 0)
-    refused(
-        replace(trace, experts=experts),
-        tokens,
-        layer=f"layer {LAYERS[col]}",
-        position=0,
-        what="in this layer alone, all rows are shifted",
-    )
+    refused(replace(trace, experts=experts), tokens, "shifted", layer=LAYERS[col], position=0, unrecorded=DRAWN)
 
 
 @given(seeds, st.integers(0, 6))
@@ -188,15 +178,13 @@ def test_routes_of_another_sample(seed: int, shared: int) -> None:
     theirs = tokens.clone()
     theirs[shared:] = (theirs[shared:] + 1) % 50
     _, other = made(seed + 1)
-    other = replace(other.map_rows(lambda t: t), seals=None).seal(theirs[:-1])
-    refused(other, tokens, layer=ALL, position=shared, what="another sample's")
-    refused(
-        replace(trace, experts=other.experts), tokens, layer=ALL, position=0, what="another sample's, or overwritten"
-    )
+    other = replace(other.map_rows(lambda t: t), checksums=None).with_checksums(theirs[:-1])
+    refused(other, tokens, layer=ALL, position=shared, unrecorded=DRAWN)
+    refused(replace(trace, experts=other.experts), tokens, layer=ALL, position=0, unrecorded=DRAWN)
 
 
 def test_without_seals_nothing_is_verified() -> None:
-    with pytest.raises(ValueError, match="sample p7/3: its routes have no seals"):
+    with refuses(ValueError, "p7/3"):
         made(5, sealed=False)[1].verify(made(5)[0], sample="p7/3")
 
 
@@ -230,10 +218,11 @@ def test_impossible_ids_name_sample_layer_and_position(seed: int, row: int, col:
     }
     at, value = edit[kind]()
     ids[at] = value  # type: ignore[index]
-    words = {"high": "outside 0..15", "minus": "outside 0..15", "zero": "nothing but zeros", "dense": "without experts"}
-    said = words.get(kind, "an expert twice")
+    fact = ("0..15",) if kind in ("high", "minus") else ()
     long = torch.cat([torch.zeros(4, dtype=torch.int64), tokens])
-    with pytest.raises(ValueError) as caught:
+    position = 4 + (0 if kind == "zero" else row)
+    named = 4 if kind == "dense" else layer
+    with refuses(ValueError, "a/1", named, position, *fact, unrecorded=DRAWN):
         RoutingTrace.many_from_wire(
             [good, wire(ids)],
             tokens=[long, long],
@@ -244,10 +233,6 @@ def test_impossible_ids_name_sample_layer_and_position(seed: int, row: int, col:
             start=4,
             samples=["a/0", "a/1"],
         )
-    position = 4 + (0 if kind == "zero" else row)
-    named = 4 if kind == "dense" else layer
-    assert str(caught.value).startswith(f"sample a/1, layer {named}, position {position}: "), caught.value
-    assert said in str(caught.value)
 
 
 def test_zeros_of_a_top_1_router() -> None:
@@ -255,9 +240,7 @@ def test_zeros_of_a_top_1_router() -> None:
     ids = torch.zeros(20, 4, 1, dtype=torch.uint8)
     few = RoutingTrace(experts=ids[:2], layers=LAYERS, num_experts=16)
     few.check()
-    with pytest.raises(
-        ValueError, match="sample b/1, layers 1, 2, 3, 5, position 0: all 20 rows hold nothing but zeros"
-    ):
+    with refuses(ValueError, "b/1", ALL, 0, 20):
         RoutingTrace(experts=ids, layers=LAYERS, num_experts=16).check(sample="b/1")
     ids[3, 2] = 1
     RoutingTrace(experts=ids, layers=LAYERS, num_experts=16).check()
@@ -281,8 +264,8 @@ def test_mixed_versions(lengths: list[int], at: int, prompt: int) -> None:
     for other in ([VersionSpan(9, bad, bad + 1)], []):
         cut = [VersionSpan(v, max(a, lo), min(b, hi)) for v, a, b in rows for lo, hi in ((0, bad), (bad + 1, 99))]
         mixed = sorted([s for s in cut if s.start < s.end] + other, key=lambda s: s.start)
-        what = "computed under weight version 9" if other else "nobody tells"
-        with pytest.raises(ValueError, match=f"^sample p7/3, all layers, position {bad}: .*{what}.*publish.pause_mode"):
+        facts = ("p7/3", bad, *([9] if other else []), "publish.pause_mode")
+        with refuses(ValueError, *facts, unrecorded=DRAWN):
             check_versions(mixed, tokens, mask, sample="p7/3")
     if bad >= prompt:
         mask[bad + 1] = False  # the environment's token: nothing was sampled there
@@ -290,7 +273,7 @@ def test_mixed_versions(lengths: list[int], at: int, prompt: int) -> None:
 
 
 def test_tokens_without_a_version_are_refused() -> None:
-    with pytest.raises(ValueError, match="position 2: no weight version is told"):
+    with refuses(ValueError, "a", 2):
         check_versions(
             [VersionSpan(0, 0, 3)], [VersionSpan(0, 0, 1)], torch.tensor([False, False, True, True]), sample="a"
         )
@@ -308,19 +291,19 @@ def test_pieces_add_up(seed: int, cut: int) -> None:
 
     def piece(a: int, b: int) -> RoutingTrace:
         own = RoutingTrace(experts=trace.experts[a:b], layers=LAYERS, num_experts=16)
-        return replace(own.seal(tokens[a:b], start=a), versions=(VersionSpan(1, 0, b - a),))
+        return replace(own.with_checksums(tokens[a:b], start=a), versions=(VersionSpan(1, 0, b - a),))
 
     first, rest = piece(0, cut), piece(cut, 11)
     whole = first.append(rest, cut)
     whole.verify(tokens, sample="a/0")
-    assert whole.layer_seals is not None and trace.layer_seals is not None
-    assert torch.equal(whole.layer_seals, trace.layer_seals) and whole.versions == spans
-    for lost in ("versions", "layer_seals", "seals"):
-        for a, b in ((replace(first, **{lost: None}), rest), (first, replace(rest, **{lost: None}))):
-            with pytest.raises(ValueError, match=f"1 of 2 traces have {lost.replace('_', ' ')}"):
+    assert whole.layer_checksums is not None and trace.layer_checksums is not None
+    assert torch.equal(whole.layer_checksums, trace.layer_checksums) and whole.versions == spans
+    for field in ("versions", "layer_checksums", "checksums"):
+        for a, b in ((replace(first, **{field: None}), rest), (first, replace(rest, **{field: None}))):
+            with refuses(ValueError, 1, 2, unrecorded=DRAWN):
                 a.append(b, cut)
-    for wrong, word in ((cut + 1, "missing"), (cut - 1, "there twice")):
-        with pytest.raises(ValueError, match=f"rows from position {wrong} .*{word}.*start_len = {cut}"):
+    for wrong in (cut + 1, cut - 1):
+        with refuses(ValueError, wrong, "routed_experts_start_len", cut, unrecorded=DRAWN):
             piece(0, cut).append(piece(cut, 11), wrong)
 
 
@@ -332,19 +315,23 @@ def test_seals_of_a_part_are_of_its_rows_and_layers(seed: int, cp_rank: int) -> 
     tokens, trace = made(seed, tokens=9)
     index = zigzag_index(torch.tensor([0, 8]), cp_rank - 1, 2)
     part = select_layers(take_rows(trace, index), (2, 5))
-    assert part.seals is not None
-    assert torch.equal(part.seals, row_seals(tokens[index], part.experts, (2, 5), positions=index))
+    assert part.checksums is not None
+    assert torch.equal(part.checksums, row_checksums(tokens[index], part.experts, (2, 5), positions=index))
     experts = trace.experts.clone()
     experts[:, 0] = experts[:, 0].flip(-1)
     spoilt = select_layers(take_rows(replace(trace, experts=experts), index), (2, 5))
-    assert spoilt.seals is not None and not torch.equal(spoilt.seals, part.seals)
+    assert spoilt.checksums is not None and not torch.equal(spoilt.checksums, part.checksums)
     padded = place_rows(part, torch.tensor([0, -1, 2]))
-    assert padded.seals is not None and padded.seals.tolist() == [int(part.seals[0]), 0, int(part.seals[2])]
+    assert padded.checksums is not None and padded.checksums.tolist() == [
+        int(part.checksums[0]),
+        0,
+        int(part.checksums[2]),
+    ]
     assert len(select_layers(trace, ()).layers) == 0
 
 
 def test_traces_with_and_without_seals_do_not_mix() -> None:
-    with pytest.raises(ValueError, match="1 of 2 traces have seals"):
+    with refuses(ValueError, 1, 2):
         RoutingTrace.concat([made(1)[1], made(1, sealed=False)[1]])
 
 

@@ -30,15 +30,15 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_bridge.agreement import RoutingBreach, layer_bound
 from megatron_bridge.config import AgreementConfig, PrecisionConfig
+from megatron_bridge.step.agreement import RoutingBreach, layer_bound
 from miles_like.verify.allowance import agreement_bounds
-from tests.forked import tail
-from tests.laws import exactly
-from tests.laws.mid_run import DEPTH, LAYERS, Change, Runs, rotated, shifted, spoilt, swapped
-from tests.local_run import untimed
-from tests.megatron_bridge import toy
-from tests.spawn import free_port, run_ranks
+from tests.support import exactly, toy
+from tests.support.forked import tail
+from tests.support.local_run import untimed
+from tests.support.mid_run import DEPTH, LAYERS, Change, Runs, rotated, shifted, spoilt, swapped
+from tests.support.refusals import check_refusal
+from tests.support.spawn import free_port, run_ranks
 
 ROOT = Path(__file__).parents[2]
 SHAPES = ("mla, four layers", "gqa, four layers")
@@ -131,7 +131,7 @@ def _one(t: Any, where: Path) -> Found:
             out["swapped, two mini-batches"] = _refused(t, lambda rows=rows, n=tokens: t.train(rows, [n, n], 3))
     pair.change = None
     row, tokens = pair.packed(pair.groups(3))
-    with mock.patch("megatron_bridge.step.agreement_stats", lambda *_, **__: {}):
+    with mock.patch("megatron_bridge.step.step.agreement_stats", lambda *_, **__: {}):
         out["unmeasured"] = _refused(t, lambda: t.step(row, tokens, 3))
         out["unmeasured, two mini-batches"] = _refused(t, lambda: t.train([row, row], [tokens, tokens], 3))
     out["healthy 3"] = _figures(t.step(row, tokens, 3).metrics, t.config.agreement)
@@ -174,7 +174,7 @@ def test_a_step_whose_routes_were_not_judged_is_refused(found: Found) -> None:
     for case, of in found.items():
         for fault in ("unmeasured", "unmeasured, two mini-batches"):
             said, unchanged = of[fault]
-            assert unchanged and said.startswith("step 3: no agreement"), (case, fault, said)
+            assert unchanged and said.startswith("step 3: ") and "not measured for layer 1" in said, (case, fault, said)
             assert [i for i in range(DEPTH) if f"layer {i}" in said] == list(LAYERS), (case, fault, said)
 
 
@@ -215,6 +215,7 @@ def test_every_rank_refuses_alike(tmp_path: Path) -> None:
 
 # ---- whole runs
 
+LOGGED = "a line of the driver's log"
 KERNELS = ("alignment.deterministic=false", "train.steps=3")
 CHECKED = ("train.steps=2", "mismatch.check_prompts=4", "mismatch.check_every=1", "mismatch.checksums_every=1")
 
@@ -257,8 +258,9 @@ def test_a_flipped_bit_of_a_served_tensor_is_found_before_its_samples_train(runs
     """Long after the publication, whose own comparison it does not meet; the next publication would hide it."""
     settings = ("train.steps=3", "mismatch.checksums_every=1", "mismatch.expert_agreement_min=0")
     said = _ended(runs, tmp_path, [*settings, "mismatch.layer_agreement_min=0"], "flip")
-    assert "step 3: server http://127.0.0.1" in said and "published to it as version 2: 1 tensors differ" in said
-    assert "(model.layers.2.post_attention_layernorm.weight)" in said
+    check_refusal(
+        said, 3, "http://127.0.0.1", 2, 1, "model.layers.2.post_attention_layernorm.weight", unrecorded=LOGGED
+    )
 
 
 def test_both_sides_are_compared_again_every_n_steps_and_after_every_resume(runs: Runs, tmp_path: Path) -> None:
@@ -266,10 +268,10 @@ def test_both_sides_are_compared_again_every_n_steps_and_after_every_resume(runs
     settings = ("train.steps=3", "mismatch.check_prompts=4", "mismatch.check_every=2")
     assert runs.run(tmp_path, settings, "late logprobs") == 2
     said = tail(tmp_path / "driver.log", 1)
-    assert "after step 2 trainer and rollout differ: tokens: shifted tokens" in said
+    check_refusal(said, 2, "shifted tokens", unrecorded=LOGGED)
     assert _steps(tmp_path) == [1] and (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_1"
     assert runs.run(tmp_path, settings, "late logprobs", version=1) == 2, "after a resume, before its first step"
-    assert "differ before the first step: tokens: shifted" in tail(tmp_path / "driver.log", 1)
+    check_refusal(tail(tmp_path / "driver.log", 1), "shifted tokens", unrecorded=LOGGED)
     assert _steps(tmp_path) == [1]
 
 
@@ -283,7 +285,7 @@ def test_the_checks_change_nothing_of_a_healthy_run(runs: Runs, tmp_path: Path) 
 # ---- through the command
 
 _SPOILT = (
-    "import sys; from tests.laws import mid_run as m; m.plant_routes(m.shifted, 2, layers=(1, 2), depth=3); "
+    "import sys; from tests.support import mid_run as m; m.plant_routes(m.shifted, 2, layers=(1, 2), depth=3); "
     "from miles_like.cli import main; main()"
 )
 
@@ -311,7 +313,8 @@ def test_the_command_ends_with_status_2_and_resumes(tmp_path: Path) -> None:
 
     done = train("-c", _SPOILT, *words)
     assert done.returncode == 2, done.stderr[-3000:]
-    assert "step 3: the replayed routes are not those" in done.stderr and "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr
+    check_refusal(done.stderr, 3, unrecorded="it names measured agreements")
     assert _steps(tmp_path / "run") == [1, 2]
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_2"
     done = train("-m", "miles_like.cli", *words, "--resume")

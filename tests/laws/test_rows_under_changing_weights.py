@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from miles_like.types import NamedTensor, Prompt, Sample
-from rollout.embedded.requests import Completed
-from rollout.embedded.service import Service
-from rollout.samples import RoutingShape, SampleReader, begun, rows_of
-from rollout.wire import GenerateReply
-from rollout.wire_control import PauseMode
-from tests.miles_like.made_samples import packed
-from tests.rollout.embedded_fixtures import oracle, run, save, service, spec, submit
+from rollout.embedded.engine.requests import Completed
+from rollout.embedded.server.service import Service
+from rollout.sglang.samples import RoutingShape, SampleReader, empty_sample, routing_rows
+from rollout.wire.control import PauseMode
+from rollout.wire.generate import GenerateReply
+from tests.support.embedded_fixtures import oracle, run, save, service, spec, submit
+from tests.support.made_samples import packed
 
 SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), top_k=4, num_experts=16)
 NEW, G, VERSIONS = 14, 2, 4  # tokens of a turn, samples a prompt, versions after the first
@@ -76,7 +76,7 @@ class World:
         for i, p in enumerate(LENGTHS):
             prompt = Prompt(id=f"p{i}", token_ids=tuple(self.r.randrange(2, 90) for _ in range(p)), answer="")
             out = submit(self.service.engine, spec(list(prompt.token_ids), n=G, max_new_tokens=NEW, rid=prompt.id))
-            self.under_way.append(([begun(prompt, j) for j in range(G)], [[]] * G, out[0]))
+            self.under_way.append(([empty_sample(prompt, j) for j in range(G)], [[]] * G, out[0]))
 
     def go_on(self, sample: Sample) -> None:
         turn, left = divmod(sample.response_len, NEW)
@@ -87,7 +87,7 @@ class World:
         asked = spec(
             [*sample.token_ids.tolist(), *fed],
             max_new_tokens=NEW - left,
-            routing_start=rows_of(sample),
+            routing_start=routing_rows(sample),
             first_index=sample.index,
             rid=sample.name,
         )

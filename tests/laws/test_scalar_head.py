@@ -8,7 +8,6 @@ the layout is in test_parallel_invariance. Not covered: TransformerEngine's modu
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_like.types import Stat
-from tests.laws import layouts
-from tests.megatron_bridge import toy
-from tests.megatron_bridge.tiny_models import felt_tensors, write_checkpoint
-from tests.spawn import free_port, run_ranks
+from miles_like.types import LossInputs, LossOutput
+from tests.support import layouts, toy
+from tests.support.refusals import check_refusal, refuses
+from tests.support.spawn import free_port, run_ranks
+from tests.support.tiny_models import felt_tensors, write_checkpoint
 
 Found = dict[str, Any]
 MODELS = {"mla": layouts.MLA | {"tie_word_embeddings": True}, "gqa": layouts.MODELS["gqa"]}
@@ -32,9 +31,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {"TP2": {"tp": 2}, "PP2": {"pp": 2}}
 class Squares(toy.PolicyGradient):
     """A critic's: squared distance to a goal, which is `advantages` here."""
 
-    def __call__(self, *, logprobs: Tensor, advantages: Tensor, **more: Any) -> tuple[Tensor, Mapping[str, Stat]]:
-        assert not more["entropy"].any()
-        return (logprobs - advantages).square(), {}
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        assert not inputs.entropy.any()
+        return (inputs.logprobs - inputs.advantages).square(), {}
 
 
 def _config(hf: Path, **more: Any) -> Any:
@@ -176,8 +175,8 @@ def test_it_is_resumed_in_other_layouts(found: Found, name: str) -> None:
 
 
 def test_what_a_scalar_head_cannot_do_is_refused(found: Found) -> None:
-    assert "candidates of a model with a scalar head" in found["mla"]["refused"]
-    assert "set head = 'scalar'" in found["mla"]["as a language model"]
+    check_refusal(found["mla"]["refused"])
+    check_refusal(found["mla"]["as a language model"], "head", "scalar")
     for more, word in (({"mtp_coefficient": 0.1}, "mtp_coefficient"), ({"lora": {"rank": 2}}, "lora.rank")):
-        with pytest.raises(ValueError, match=word):
+        with refuses(ValueError, word):
             toy.config("", head="scalar", **more)

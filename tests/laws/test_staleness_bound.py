@@ -23,11 +23,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_like.buffer import DataBuffer
-from miles_like.ledger import Ledger
-from miles_like.producer import SURPLUS, Producer
+from miles_like.checkpoint.ledger import Ledger
+from miles_like.loop.buffer import DataBuffer
+from miles_like.loop.producer import SURPLUS, Producer
 from miles_like.types import Prompt, SampleGroup
-from tests.miles_like.made_samples import rewarded
+from tests.support.made_samples import rewarded
 
 STEPS = 12
 TRAINER = "the step that trains"
@@ -104,14 +104,14 @@ class Loop:
         reign = asyncio.create_task(self.adversary.reigns())
         for step in range(STEPS):
             taken = await asyncio.wait_for(self.buffer.take(self.producer.groups, version=step), 20)
-            self.trained += [(step, t.ticket, t.group.oldest_version) for t in taken]
+            self.trained += [(step, t.group_id, t.group.oldest_version) for t in taken]
             await self.adversary.chooses(TRAINER)
             if self.producer.lockstep:
                 await asyncio.wait_for(self.producer.settle(), 20)
             self.version = step + 1
             for t in taken:
-                self.ledger.train(step + 1, t.ticket, t.group)
-            self.ledger.check(self.buffer.tickets)
+                self.ledger.train(step + 1, t.group_id, t.group)
+            self.ledger.check(self.buffer.group_ids)
             self.ledger.flush(step + 1)
             self.producer.published(step + 1)
         for task in (running, reign):
@@ -144,8 +144,8 @@ def test_no_token_is_staler_than_the_bound(
     over = None if share is None or (lockstep and k) else share * max(k, 1)
     how: dict[str, Any] = {"lockstep": lockstep, "over_sampling": over}
     loop = looped(seed, groups, k, refused=refused, lazy_trainer=lazy_trainer, **how)
-    tickets = [t for _, t, _ in loop.trained]
-    assert len(tickets) == len(set(tickets)) == STEPS * groups
+    group_ids = [t for _, t, _ in loop.trained]
+    assert len(group_ids) == len(set(group_ids)) == STEPS * groups
     assert all(0 <= step - oldest <= k for step, _, oldest in loop.trained)
     assert set(loop.buffer.dropped) <= {"refused", SURPLUS}
     if k:

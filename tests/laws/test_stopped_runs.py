@@ -5,9 +5,9 @@ Whoever shares a machine is stopped often. A run saves where it stands: the boun
 samples, or the one after the step that is trained or published. Neither may lose or repeat anything, in lockstep as in
 a synchronous run; the status says which of the two ended it.
 
-The real loop, server and Megatron rank on plain processes (tests/local_run.py); SIGTERM is sent by the run to itself,
-as it comes to the place. Not covered: free runs (test_free_runs.py), what does not end within
-grace_s (tests/miles_like/test_stopping.py), Ray.
+The real loop, server and Megatron rank on plain processes (tests/support/local_run.py); SIGTERM is sent by the run to
+itself, as it comes to the place. Not covered: free runs (test_free_runs.py), what does not end within
+grace_s (tests/miles_like/loop/test_stopping.py), Ray.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.forked import tail
-from tests.local_run import Runs, drive, untimed
+from tests.support.forked import tail
+from tests.support.local_run import Runs, drive, untimed
 
 SETTINGS = ("train.steps=6", "checkpoint.every=0", "eval.every=0")
 # phase, the step it is of, the steps one of which is then saved: samples may come before the signal does
@@ -38,33 +37,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 def stopped(run_dir: Path, home: Path, settings: Sequence[str], phase: str, step: int) -> int:
     """A driver that gets SIGTERM when it comes to the phase, in the middle of what is awaited there."""
-    from miles_like import train_stage
+    from miles_like.run import train as train_module
 
-    class Watched(train_stage.Controller):
-        async def run(self, **how: Any) -> None:
-            told = self.phase
+    class Watched(train_module.PhaseBar):
+        def phase(self, at: int, name: str) -> None:
+            super().phase(at, name)
+            if (name, at) == (phase, step):
+                asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), signal.SIGTERM)
 
-            def watched(at: int, name: str) -> None:
-                told(at, name)
-                if (name, at) == (phase, step):
-                    asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), signal.SIGTERM)
-
-            self.phase = watched
-            await super().run(**how)
-
-    train_stage.Controller = Watched
+    train_module.PhaseBar = Watched
     return status(run_dir, home, settings)
 
 
 def late(run_dir: Path, home: Path, settings: Sequence[str], seconds: float) -> int:
     """A driver whose deadline is in so many seconds: it was forked from a process that began long before."""
-    from miles_like.stopping import command_began
+    from miles_like.loop.stopping import command_began
 
     return status(run_dir, home, [*settings, f"checkpoint.deadline_s={time.time() - command_began() + seconds}"])
 
 
 def status(run_dir: Path, home: Path, settings: Sequence[str]) -> int:
-    from miles_like.stopping import Stopped
+    from miles_like.loop.stopping import Stopped
 
     try:
         return drive(run_dir, home, settings, None)

@@ -25,19 +25,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from miles_like.checkpoint.saved_groups import read_groups, write_groups
 from miles_like.rewards.load import scored_by
-from miles_like.saved_groups import read_groups, write_groups
 from miles_like.types import NamedTensor, Prompt, Sample, SampleGroup, SamplingParams, VersionSpan
-from rollout.client import SGLangClient
-from rollout.embedded import plain_ops
-from rollout.embedded.engine import EngineLimits
-from rollout.embedded.exact_ops import ExactOps
-from rollout.embedded.service import Service
-from rollout.episode import groups_as_they_end, run_groups
-from rollout.kept import Kept
-from rollout.pool import EnginePool
-from rollout.samples import RoutingShape
-from tests.rollout.embedded_fixtures import Held, oracle, save, served
+from rollout.embedded.engine.engine import EngineLimits
+from rollout.embedded.model import plain_ops
+from rollout.embedded.model.exact_ops import ExactOps
+from rollout.embedded.server.service import Service
+from rollout.episodes.groups import groups_as_completed, run_groups
+from rollout.episodes.partial import PartialRollouts
+from rollout.episodes.pool import EnginePool
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.samples import RoutingShape
+from tests.support.embedded_fixtures import Held, oracle, save, served
 
 SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), top_k=4, num_experts=16)
 NEW, G = 12, 2
@@ -56,10 +56,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class World:
     service: Service
     held: Held
-    kept: Kept
+    kept: PartialRollouts
 
     def groups(self, **how: Any) -> Any:
-        return groups_as_they_end(self.kept, PROMPTS, scored_by(_reward), n=G, params=PARAMS, **how)
+        return groups_as_completed(self.kept, PROMPTS, scored_by(_reward), n=G, params=PARAMS, **how)
 
     async def run(self, **how: Any) -> list[SampleGroup]:
         return await run_groups(self.kept, PROMPTS, scored_by(_reward), n=G, params=PARAMS, **how)
@@ -86,7 +86,7 @@ async def world(path: Path, ops: Any = plain_ops, *, running: int = 3) -> AsyncI
     s.engine.set_version("0")
     with served(s) as url:
         client = SGLangClient(url, routing=SHAPE, request_timeout_s=60.0)
-        yield World(s, Held(s.engine), Kept(EnginePool([client])))
+        yield World(s, Held(s.engine), PartialRollouts(EnginePool([client])))
         await client.close()
 
 
@@ -105,10 +105,10 @@ def _same(got: Sequence[SampleGroup], want: Sequence[SampleGroup], atol: float) 
         a.routing.verify(a.token_ids, sample=a.name)
 
 
-async def _cut(w: World, file: Path, *, apart: bool, tokens: int) -> list[SampleGroup]:
+async def _cut(w: World, file: Path, *, prompt_per_request: bool, tokens: int) -> list[SampleGroup]:
     """Suspended after so many tokens and saved, three times more before anything is sampled, then let go to its end."""
     w.held.until = 0  # requests arrive one by one: none begins before all are there
-    under_way = asyncio.create_task(w.run(apart=apart, resumes=1))
+    under_way = asyncio.create_task(w.run(prompt_per_request=prompt_per_request, resumes=1))
     await w.asked(G * len(PROMPTS))
     w.held.until = tokens
     await w.kept.resume()
@@ -137,16 +137,16 @@ def test_a_rollout_that_goes_on_elsewhere_is_the_one_that_was_not_touched(
 
     async def all_of_it() -> None:
         async with world(path, OPS[ops]) as w:
-            whole = await w.run(apart=apart)
+            whole = await w.run(prompt_per_request=apart)
         async with world(path, OPS[ops]) as w:
-            _same(await _cut(w, tmp_path / "groups", apart=apart, tokens=tokens), whole, atol)
+            _same(await _cut(w, tmp_path / "groups", prompt_per_request=apart, tokens=tokens), whole, atol)
         saved = read_groups(tmp_path / "groups")
         said = sum(s.response_len for s in _samples(list(saved.values())))
         assert {s.response_len for s in _samples(list(saved.values()))} == cuts
         async with world(path, OPS[ops]) as w:
             w.kept.restore(saved)
             assert {k: g.prompt for k, g in w.kept.state().items()} == {k: g.prompt for k, g in saved.items()}
-            _same(await w.run(apart=apart), whole, atol)
+            _same(await w.run(prompt_per_request=apart), whole, atol)
             assert w.service.engine.generated == sum(s.response_len for s in _samples(whole)) - said
             assert {s.name: s.response_len for g in w.kept.state().values() for s in g.samples} == {
                 s.name: s.response_len for s in _samples(whole)
@@ -163,7 +163,7 @@ def test_under_new_weights_what_was_sampled_stays(path: Path, tmp_path: Path) ->
 
     async def all_of_it() -> None:
         async with world(path) as w:
-            await _cut(w, tmp_path / "groups", apart=True, tokens=26)
+            await _cut(w, tmp_path / "groups", prompt_per_request=True, tokens=26)
         saved = {s.name: s for g in read_groups(tmp_path / "groups").values() for s in g.samples}
         async with world(path) as w:
             w.kept.restore(read_groups(tmp_path / "groups"))
@@ -173,7 +173,7 @@ def test_under_new_weights_what_was_sampled_stays(path: Path, tmp_path: Path) ->
             changed = [NamedTensor(n, t + 0.05 * torch.randn_like(t)) for n, t in new]
             w.service.update(changed, flush_cache=False, version="1")
             w.service.end_update()
-            groups = await w.run(apart=True)
+            groups = await w.run(prompt_per_request=True)
         crossed = 0
         for s in _samples(groups):
             old = saved.get(s.name)
@@ -206,7 +206,7 @@ def test_what_nobody_wants_any_more_is_not_computed(path: Path) -> None:
         async with world(path, running=2) as w:
             w.held.until = G * NEW + 6  # the first group has ended, the second is in the middle, the third waits
             tasks = asyncio.all_tasks()
-            async with aclosing(w.groups(apart=True)) as groups:
+            async with aclosing(w.groups(prompt_per_request=True)) as groups:
                 i, group = await anext(groups)
                 await w.held.reached()
                 assert not w.idle

@@ -18,10 +18,10 @@ import torch
 
 from megatron_bridge.convert.manifest import Manifest
 from megatron_bridge.convert.to_megatron import to_megatron
-from tests.megatron_bridge import toy
-from tests.megatron_bridge.converted import converted, cut, edit_manifest, flip
-from tests.megatron_bridge.tiny_models import random_tensors, tiny
-from tests.spawn import free_port, run_ranks
+from tests.support import toy
+from tests.support.converted import converted, cut, edit_manifest, flip
+from tests.support.spawn import free_port, run_ranks
+from tests.support.tiny_models import random_tensors, tiny
 
 # wide, so that weights are most of what is read, and not the 1.5 kB of framing of each chunk
 HF = tiny(hidden_size=512, intermediate_size=1024, moe_intermediate_size=512, num_hidden_layers=4, vocab_size=2048)

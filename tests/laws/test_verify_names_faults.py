@@ -24,15 +24,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_like.algorithms.bounds import Bounds
-from miles_like.verify.findings import STEPS, Cause
-from miles_like.verify.pictures import write_pictures
+from miles_like.algorithms.terms.bounds import Bounds
+from miles_like.verify.plots import write_plots
+from miles_like.verify.report import STEPS, Cause
 from quant.spec import QuantFormat, QuantSpec
-from rollout.embedded import engine, sampler
-from tests.laws import exactly
-from tests.laws.doctor import EXACT, ROUNDED, Ask, Bench, logprobs, packs, routes, sharpen
-from tests.megatron_bridge import toy
-from tests.spawn import free_port, run_ranks
+from rollout.embedded.engine import engine, sampler
+from tests.support import exactly, toy
+from tests.support.doctor import EXACT, ROUNDED, Ask, Bench, logprobs, packs, routes, sharpen
+from tests.support.spawn import free_port, run_ranks
 
 MODEL, LAYER = "mla, four layers", "model.layers.2."
 O_PROJ, EXPERT, BIAS = LAYER + "self_attn.o_proj.", LAYER + "mlp.experts.1.", LAYER + "mlp.gate.e_score_correction_bias"
@@ -217,7 +216,7 @@ def _one_rank(rank: int, world: int, port: int, where: Path) -> Found:
         sharpen(t)
         b = Bench(t, where)
         report = b.look("healthy")
-        b.found["pictures"] = [p.stat().st_size for p in write_pictures(report, where / "pictures")]
+        b.found["pictures"] = [p.stat().st_size for p in write_plots(report, where / "pictures")]
         b.found["json"] = report.to_json()
         b.look("healthy, replayed", Ask(replay=True))
         for look in (_tokens, _sampling, _served, _rounded, _routes):

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
-from miles_like.hf_checkpoint import HFCheckpoint
-from tests.megatron_bridge.tiny_models import (
+from miles_like.hf.checkpoint import HFCheckpoint
+from tests.support.spawn import free_port, run_ranks
+from tests.support.tiny_models import (
     leave,
     load_converted,
     megatron_rank,
@@ -29,7 +30,6 @@ from tests.megatron_bridge.tiny_models import (
     tiny_qwen,
     write_checkpoint,
 )
-from tests.spawn import free_port, run_ranks
 
 # 4 layers, so that two stages of two virtual stages hold one each; 4 query heads a model
 MODELS: dict[str, dict[str, Any]] = {
@@ -127,7 +127,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _wrong_shards(chunk: Any, hf: dict[str, Tensor], config: dict[str, Any], parallel: Any) -> list[str]:
-    from megatron_bridge.model import unwrap
+    from megatron_bridge.model.build import unwrap
 
     model = unwrap(chunk)
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
@@ -148,7 +148,7 @@ def _check_layouts(rank: int, world_size: int, spare: int, root: str, jobs: dict
         config, mtp = MODELS[name], name == "deepseek" and not rest
         tensors = dict(HFCheckpoint(Path(root) / name).stream())
         chunks, parallel = megatron_rank(config, rank, world_size, port, mtp=mtp, **LAYOUTS.get(layout, {}))
-        from megatron_bridge.hf_export import export_hf
+        from megatron_bridge.weights.export import export_hf
 
         load_converted(chunks, parallel, Path(root) / f"{name}-megatron")
         exports = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_like.types import Stat
-from tests.megatron_bridge import toy
-from tests.spawn import free_port, run_ranks
+from miles_like.types import LossInputs, LossOutput
+from tests.support import toy
+from tests.support.refusals import check_refusal
+from tests.support.spawn import free_port, run_ranks
 
 LEARNING_STEPS = 25
 Found = dict[str, Any]
@@ -23,14 +23,14 @@ class Poisoned(toy.NegativeLogLikelihood):
 
     mode = ""
 
-    def __call__(self, *, logprobs: Tensor, loss_mask: Tensor, **more: Any) -> tuple[Tensor, Mapping[str, Stat]]:
-        loss, stats = super().__call__(logprobs=logprobs, loss_mask=loss_mask, **more)
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        loss, stats = super().__call__(inputs)
         if self.mode == "loss":
             loss = loss / 0.0
         if self.mode == "gradient":
-            loss = loss + (logprobs - logprobs.detach()).abs().sqrt()  # slope 0/0 at 0, value 0
+            loss = loss + (inputs.logprobs - inputs.logprobs.detach()).abs().sqrt()  # slope 0/0 at 0, value 0
         if self.mode == "masked":
-            loss = torch.where(loss_mask, loss, float("nan"))
+            loss = torch.where(inputs.loss_mask, loss, float("nan"))
         return loss, stats
 
 
@@ -185,7 +185,7 @@ def test_losses_of_masked_labels_are_never_touched(found: Found) -> None:
 
 def test_a_wrong_denominator_is_refused(found: Found) -> None:
     """loss_tokens is the caller's count over all rows; a packing bug would otherwise only scale the gradient."""
-    assert "loss masks of all rows hold" in found["learn"]["miscounted"]
+    check_refusal(found["learn"]["miscounted"], "loss_tokens")
 
 
 def test_a_resumed_step_is_the_step_that_would_have_been(found: Found) -> None:
@@ -203,6 +203,6 @@ def test_a_checkpoint_resumes_in_another_layout(found: Found, layout: str) -> No
 def test_unusable_checkpoint_paths_are_named(found: Found) -> None:
     """Missing, of another shape, or in the way: one sentence with the path, on every rank, nothing written."""
     refused = found["refused"]
-    assert "not a complete torch_dist checkpoint" in refused["missing"]
-    assert "does not fit this model" in refused["other"]
-    assert "exists" in refused["exists"]
+    check_refusal(refused["missing"], "torch_dist")
+    check_refusal(refused["other"], "saved", "decoder.layers.0.mlp.linear_fc1.weight")
+    check_refusal(refused["exists"])

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.codec import QuantTensor
-from quant.fp8_block import Fp8BlockCodec, ceil_to_power_of_two
-from quant.minifloat import e4m3_decode, e4m3_encode
+from quant.formats.codec import QuantTensor
+from quant.formats.fp8_block import Fp8BlockCodec, ceil_to_power_of_two
+from quant.formats.minifloat import e4m3_decode, e4m3_encode
 from quant.registry import CODECS, make_codec
 from quant.spec import QuantFormat, QuantSpec
+from tests.support.refusals import refuses
 
 CODEC = make_codec(QuantSpec(format=QuantFormat.FP8))
 SMALL = Fp8BlockCodec(QuantSpec(format=QuantFormat.FP8, block=(4, 8)))
@@ -44,9 +45,9 @@ def test_golden_block() -> None:
     w = torch.zeros(4, 8)
     w[0] = torch.tensor([448.0, -448.0, 1.0, -1.0, 0.5, 17.0, 19.0, 2**-9])
     q = encode(w)
-    assert q.parts["weight_scale_inv"].tolist() == [[1.0]]
-    assert q.parts["weight"].view(torch.uint8)[0].tolist() == [0x7E, 0xFE, 0x38, 0xB8, 0x30, 0x58, 0x5A, 0x01]
-    assert torch.equal(q.parts["weight"].view(torch.uint8)[1:], torch.zeros(3, 8, dtype=torch.uint8))
+    assert q.stored["weight_scale_inv"].tolist() == [[1.0]]
+    assert q.stored["weight"].view(torch.uint8)[0].tolist() == [0x7E, 0xFE, 0x38, 0xB8, 0x30, 0x58, 0x5A, 0x01]
+    assert torch.equal(q.stored["weight"].view(torch.uint8)[1:], torch.zeros(3, 8, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -59,8 +60,8 @@ def test_equals_a_loop_over_blocks(shape: tuple[int, int], block: tuple[int, int
     w = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     q = encode(w, Fp8BlockCodec(QuantSpec(format=QuantFormat.FP8, block=block)))
     codes, scales = reference(w, block)
-    assert torch.equal(q.parts["weight"].view(torch.uint8), codes)
-    assert torch.equal(q.parts["weight_scale_inv"], scales)
+    assert torch.equal(q.stored["weight"].view(torch.uint8), codes)
+    assert torch.equal(q.stored["weight_scale_inv"], scales)
 
 
 def test_scaling_is_a_true_division() -> None:
@@ -74,9 +75,9 @@ def test_scaling_is_a_true_division() -> None:
         w[0, 0] = 7 * m
         w[1] = torch.arange(17, 33, 2) * m / 64
         q = encode(w.to(torch.bfloat16))
-        assert torch.equal(w.to(torch.bfloat16).float(), w) and q.parts["weight_scale_inv"].tolist() == [[m / 64]]
-        assert q.parts["weight"].float()[1].tolist() == [16, 20, 20, 24, 24, 28, 28, 32]
-        missed += int((e4m3_encode(w[1] * (1 / torch.tensor(m / 64))) != q.parts["weight"].view(torch.uint8)[1]).sum())
+        assert torch.equal(w.to(torch.bfloat16).float(), w) and q.stored["weight_scale_inv"].tolist() == [[m / 64]]
+        assert q.stored["weight"].float()[1].tolist() == [16, 20, 20, 24, 24, 28, 28, 32]
+        missed += int((e4m3_encode(w[1] * (1 / torch.tensor(m / 64))) != q.stored["weight"].view(torch.uint8)[1]).sum())
     assert missed > 0
 
 
@@ -86,22 +87,22 @@ def test_a_weight_larger_than_the_working_band() -> None:
     q = encode(w, CODEC)
     for rows in (slice(0, 128), slice(384, 640), slice(640, 700)):
         part = encode(w[rows], CODEC)
-        assert torch.equal(q.parts["weight"][rows].view(torch.uint8), part.parts["weight"].view(torch.uint8))
+        assert torch.equal(q.stored["weight"][rows].view(torch.uint8), part.stored["weight"].view(torch.uint8))
         assert torch.equal(CODEC.decode(q)[rows], CODEC.decode(part))
 
 
 def test_scale_shape_of_deepseeks_kv_projection() -> None:
     """576 x 7168 is DeepSeek-V3's `kv_a_proj_with_mqa`; the checkpoint's scales are 5 x 56."""
     q = encode(torch.ones(576, 7168, dtype=torch.bfloat16), CODEC)
-    assert q.parts["weight_scale_inv"].shape == (5, 56)
-    assert q.parts["weight_scale_inv"].dtype is torch.float32
+    assert q.stored["weight_scale_inv"].shape == (5, 56)
+    assert q.stored["weight_scale_inv"].dtype is torch.float32
     assert q.shape == (576, 7168) and q.nbytes == 576 * 7168 + 5 * 56 * 4
 
 
 def test_a_block_of_zeros_decodes_to_zero() -> None:
     """0 / 0 would be NaN weights, as in converters that do not bound amax from below."""
     q = encode(torch.zeros(5, 9))
-    assert bool((q.parts["weight_scale_inv"] > 0).all())
+    assert bool((q.stored["weight_scale_inv"] > 0).all())
     assert torch.equal(SMALL.decode(q), torch.zeros(5, 9))
 
 
@@ -116,7 +117,7 @@ def test_tiny_and_huge_weights_stay_finite() -> None:
 def test_padding_does_not_touch_the_last_blocks_scale() -> None:
     """The scale of a ragged block is of its own entries alone, however small."""
     w = torch.full((5, 9), 1e-3)
-    assert torch.unique(encode(w).parts["weight_scale_inv"]).numel() == 1
+    assert torch.unique(encode(w).stored["weight_scale_inv"]).numel() == 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -125,21 +126,21 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(bad: float) -> None:
     w = torch.randn(9, 17)
     broken = w.clone()
     broken[8, 16] = bad
-    with pytest.raises(ValueError, match=r"layers\.1\.q_proj\.weight"):
+    with refuses(ValueError, "layers.1.q_proj.weight"):
         SMALL.encode({"layers.0.q_proj.weight": w, "layers.1.q_proj.weight": broken})
 
 
 @pytest.mark.parametrize("w", [torch.zeros(4), torch.zeros(2, 2, 2), torch.zeros(2, 2, dtype=torch.int32)])
 def test_a_weight_that_is_no_float_matrix_is_refused(w: Tensor) -> None:
     """The caller chose the wrong tensor; say which."""
-    with pytest.raises(ValueError, match=r"name\.it"):
+    with refuses(ValueError, "name.it"):
         SMALL.encode({"name.it": w})
 
 
 def ue8m0(amax: Tensor) -> Tensor:
     """Scales of blocks of one element."""
     spec = QuantSpec(format=QuantFormat.FP8_UE8M0, block=(1, 1))
-    return make_codec(spec).encode({"w": amax[None]})["w"].parts["weight_scale_inv"][0]
+    return make_codec(spec).encode({"w": amax[None]})["w"].stored["weight_scale_inv"][0]
 
 
 def test_power_of_two_scales_by_bits() -> None:
@@ -169,8 +170,8 @@ def test_power_of_two_scales_are_said_and_checked() -> None:
     """config.json says ue8m0; a scale that is none would be rounded by the engine, silently."""
     codec = make_codec(QuantSpec(format=QuantFormat.FP8_UE8M0, block=(4, 8)))
     q = codec.encode({"w": torch.randn(8, 16)})["w"]
-    with pytest.raises(ValueError, match=r"a\.b\.weight_scale_inv.*ue8m0"):
-        codec.adopt("a.b.weight", {**q.parts, "weight_scale_inv": torch.full((2, 2), 0.75)})
+    with refuses(ValueError, "a.b.weight_scale_inv", "ue8m0"):
+        codec.adopt("a.b.weight", {**q.stored, "weight_scale_inv": torch.full((2, 2), 0.75)})
 
 
 def test_the_largest_weights_stay_finite() -> None:
@@ -189,9 +190,9 @@ def test_many_at_once_are_as_one_by_one() -> None:
     assert list(together) == list(many)
     for name, w in many.items():
         alone = encode(w)
-        assert torch.equal(together[name].parts["weight"].view(torch.uint8), alone.parts["weight"].view(torch.uint8))
-        assert torch.equal(together[name].parts["weight_scale_inv"], alone.parts["weight_scale_inv"])
-        assert together[name].parts["weight"].untyped_storage().nbytes() == w.numel()
+        assert torch.equal(together[name].stored["weight"].view(torch.uint8), alone.stored["weight"].view(torch.uint8))
+        assert torch.equal(together[name].stored["weight_scale_inv"], alone.stored["weight_scale_inv"])
+        assert together[name].stored["weight"].untyped_storage().nbytes() == w.numel()
 
 
 def test_decoding_equals_deepseeks_formula_and_transformers() -> None:
@@ -203,14 +204,14 @@ def test_decoding_equals_deepseeks_formula_and_transformers() -> None:
 
     w = (torch.randn(256, 384, generator=torch.Generator().manual_seed(5)) * 0.03).to(torch.bfloat16)
     q = encode(w, CODEC)
-    theirs = _dequantize_fp8_weight(q.parts["weight"], q.parts["weight_scale_inv"], (128, 128), torch.float32)
+    theirs = _dequantize_fp8_weight(q.stored["weight"], q.stored["weight_scale_inv"], (128, 128), torch.float32)
     assert torch.equal(CODEC.decode(q, torch.float32), theirs)
     assert torch.equal(CODEC.decode(q, torch.bfloat16), theirs.to(torch.bfloat16))
 
     ragged = encode(torch.randn(200, 300, generator=torch.Generator().manual_seed(6)), CODEC)
     rows, columns = torch.arange(200) // 128, torch.arange(300) // 128
     by_index = (
-        e4m3_decode(ragged.parts["weight"].view(torch.uint8)) * ragged.parts["weight_scale_inv"][rows][:, columns]
+        e4m3_decode(ragged.stored["weight"].view(torch.uint8)) * ragged.stored["weight_scale_inv"][rows][:, columns]
     )
     assert torch.equal(CODEC.decode(ragged, torch.float32), by_index)
 
@@ -218,17 +219,17 @@ def test_decoding_equals_deepseeks_formula_and_transformers() -> None:
 def test_scales_of_a_wrong_shape_are_refused() -> None:
     """Broadcasting would silently accept some of them."""
     q = encode(torch.ones(8, 16))
-    wrong = QuantTensor({"weight": q.parts["weight"], "weight_scale_inv": torch.ones(1, 2)}, q.shape)
-    with pytest.raises(ValueError, match=r"\(1, 2\).*\(2, 2\)"):
+    wrong = QuantTensor({"weight": q.stored["weight"], "weight_scale_inv": torch.ones(1, 2)}, q.shape)
+    with refuses(ValueError, "(1, 2)", "(2, 2)"):
         SMALL.decode(wrong)
 
 
 def test_registry() -> None:
     """Every quantized format has a codec; bf16 has none and says so."""
     assert set(CODECS) == set(QuantFormat) - {QuantFormat.BF16}
-    with pytest.raises(ValueError, match="bf16"):
+    with refuses(ValueError, "bf16"):
         make_codec(QuantSpec(format=QuantFormat.BF16))
-    with pytest.raises(ValueError, match="bf16"):
+    with refuses(ValueError, "bf16"):
         Fp8BlockCodec(QuantSpec(format=QuantFormat.BF16))
     assert CODEC.bundle_of("a.weight") == ("a.weight",)
 
@@ -241,5 +242,5 @@ def test_a_stack_decodes_as_its_members_do() -> None:
         qs = list(codec.encode(ws).values())
         stack = codec.decode_stack(qs, torch.bfloat16)
         assert torch.equal(stack, torch.stack([codec.decode(q, torch.bfloat16) for q in qs]))
-    with pytest.raises(ValueError, match="cannot be stacked"):
+    with refuses(ValueError, "[(4, 4), (130, 200)]"):
         codec.decode_stack([qs[0], codec.encode({"x": torch.randn(4, 4)})["x"]])

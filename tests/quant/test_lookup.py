@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from quant import tiles
-from quant.lookup import e2m1_values, e4m3_values, int4_values, pack_nibbles
-from quant.minifloat import e2m1_decode, e4m3_decode
+from quant.formats import tiles
+from quant.formats.lookup import e2m1_values, e4m3_values, int4_values, pack_nibbles
+from quant.formats.minifloat import e2m1_decode, e4m3_decode
 from quant.registry import CODECS, make_codec
 from quant.spec import QuantFormat, QuantSpec
 
@@ -62,9 +62,9 @@ def test_threads_and_tiles_change_nothing(fmt: QuantFormat, monkeypatch: pytest.
             monkeypatch.setattr(tiles, "CPU_ELEMENTS", elements)
             fake = codec.fake(bundle)
             for name, q in codec.encode(bundle).items():
-                for leaf, part in q.parts.items():
+                for leaf, part in q.stored.items():
                     assert torch.equal(
-                        part.flatten().view(torch.uint8), encoded[name].parts[leaf].flatten().view(torch.uint8)
+                        part.flatten().view(torch.uint8), encoded[name].stored[leaf].flatten().view(torch.uint8)
                     )
                 assert torch.equal(codec.decode(q).view(torch.int16), fake[name].view(torch.int16))
             fresh = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))

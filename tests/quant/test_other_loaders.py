@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_like.hf_checkpoint import write_hf
-from quant.codec import Codec
+from miles_like.hf.checkpoint import write_hf
+from quant.formats.codec import Codec
 from quant.hf_config import quantized_config, spec_to_hf
 from quant.registry import make_codec
 from quant.spec import QuantFormat, QuantSpec
@@ -48,7 +48,7 @@ def test_compressed_tensors_decodes_our_parts(codec: Codec) -> None:
     """Every value, to the bit, as bf16."""
     theirs, scheme = compressor(codec.spec)
     q = codec.encode({"w": weight()})["w"]
-    dense = theirs.decompress(dict(q.parts), scheme)["weight"]
+    dense = theirs.decompress(dict(q.stored), scheme)["weight"]
     assert dense.dtype is torch.bfloat16
     assert torch.equal(dense, codec.decode(q))
 
@@ -77,7 +77,7 @@ def test_packed_words_are_compressed_tensors() -> None:
     w = torch.randint(-7, 8, (16, 64), generator=torch.Generator().manual_seed(6)).float()
     w[:, ::32] = 7
     q = codec.encode({"w": w})["w"]
-    assert torch.equal(q.parts["weight_packed"], pack_to_int32(w.to(torch.int8), 4))
+    assert torch.equal(q.stored["weight_packed"], pack_to_int32(w.to(torch.int8), 4))
     every = torch.arange(-8, 8).repeat(4)[None].to(torch.int8)
     words = pack_to_int32(every, 4)
     assert torch.equal(unpack_from_int32(words, 4, every.shape), every)
@@ -103,7 +103,7 @@ def test_nvfp4_scales_are_compressed_tensors_own() -> None:
     scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights, global_scale=whole)
     state = {"weight": w.float(), "weight_scale": scale, "weight_global_scale": whole}
     packed = theirs.compress(state, scheme)
-    for leaf, part in codec.encode({"w": w})["w"].parts.items():
+    for leaf, part in codec.encode({"w": w})["w"].stored.items():
         assert torch.equal(part.view(torch.uint8), packed[leaf].view(torch.uint8)), leaf
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from quant.spec import EXPERTS_ONLY, FOUR_BIT, QuantFormat, QuantSpec
+from tests.support.refusals import Facts, refuses
 
 FP8 = QuantSpec(format=QuantFormat.FP8)
 QUANTIZED = [
@@ -88,7 +89,7 @@ def test_experts_only_leaves_the_routed_experts() -> None:
 
 def test_a_block_has_two_positive_sizes() -> None:
     """A size of 0 would divide by zero far from here."""
-    with pytest.raises(ValueError, match="block"):
+    with refuses(ValueError, "(128, 0)", "(128, 128)"):
         QuantSpec(format=QuantFormat.FP8, block=(128, 0))
 
 
@@ -103,19 +104,19 @@ def test_a_format_has_its_own_block_and_convention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("format", "rest", "message"),
+    ("format", "rest", "facts"),
     [
-        (QuantFormat.MXFP4, {"block": (1, 16)}, r"groups of 32 columns, not blocks of \(1, 16\)"),
-        (QuantFormat.NVFP4, {"block": (1, 32)}, "groups of 16 columns"),
-        (QuantFormat.INT4, {"block": (2, 32)}, "multiple of 8"),
-        (QuantFormat.INT4, {"block": (1, 12)}, "multiple of 8"),
-        (QuantFormat.INT4, {"convention": "modelopt"}, "'modelopt': want compressed-tensors"),
-        (QuantFormat.NVFP4, {"convention": "sglang"}, "want compressed-tensors or modelopt"),
+        (QuantFormat.MXFP4, {"block": (1, 16)}, (32, "(1, 16)")),
+        (QuantFormat.NVFP4, {"block": (1, 32)}, (16, "nvfp4", "(1, 32)")),
+        (QuantFormat.INT4, {"block": (2, 32)}, (8, "INT4")),
+        (QuantFormat.INT4, {"block": (1, 12)}, (8, "INT4")),
+        (QuantFormat.INT4, {"convention": "modelopt"}, ("modelopt",)),
+        (QuantFormat.NVFP4, {"convention": "sglang"}, ("nvfp4", "sglang")),
     ],
 )
-def test_what_a_format_has_not_is_refused(format: QuantFormat, rest: dict[str, Any], message: str) -> None:
+def test_what_a_format_has_not_is_refused(format: QuantFormat, rest: dict[str, Any], facts: Facts) -> None:
     """A codec of another group would store what no loader reads."""
-    with pytest.raises(ValueError, match=message):
+    with refuses(ValueError, *facts):
         QuantSpec(format=format, **rest)
 
 
@@ -129,7 +130,7 @@ def test_usual_scope() -> None:
             assert spec.covers(attention, (64, 64)) is (format not in FOUR_BIT)
             assert QuantSpec.of(format, "all").covers(attention, (64, 64))
             assert not QuantSpec.of(format, "experts").covers(attention, (64, 64))
-            assert spec.leaves_out(attention) is (format in FOUR_BIT) and not spec.leaves_out("lm_head.weight")
+            assert spec.ignores(attention) is (format in FOUR_BIT) and not spec.ignores("lm_head.weight")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import os, sys
 os.execv({str(PYTHON)!r}, [{str(PYTHON)!r}, {str(ROOT / "tests" / "sglang_cpu" / "serve.py")!r}, *sys.argv[1:]])
 """
 _SPOILT = (
-    "import sys; from tests.laws import mid_run as m; m.plant_routes(m.shifted, 2, layers={layers}, depth={depth}); "
+    "import sys; from tests.support import mid_run as m; m.plant_routes(m.shifted, 2, layers={layers}, depth={depth}); "
     "from miles_like.cli import main; main()"
 )
 CHECKED = (
@@ -36,7 +36,7 @@ CHECKED = (
 @pytest.mark.parametrize(
     ("shape", "check_every", "steps", "said"),
     [
-        ("deepseek", 0, 2, "step 3: the replayed routes are not those of these tokens and layers"),
+        ("deepseek", 0, 2, "step 3: the replayed routes do not belong to these tokens and layers"),
         ("qwen", 1, 1, "after step 2 trainer and rollout differ: routing: routes shifted (all rows are shifted by 1"),
     ],
 )

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.embedded.sampler import kept
-from rollout.wire import GenerateRequest
+from rollout.embedded.engine.sampler import kept
+from rollout.wire.generate import GenerateRequest
 from tests.sglang_cpu.serve import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]

@@ -17,16 +17,16 @@ import psutil
 import pytest
 from rich.console import Console
 
-from miles_like import assemble
-from miles_like.config_io import load_config
-from miles_like.hf_checkpoint import HFCheckpoint
+from miles_like.config.load import load_config
+from miles_like.hf.checkpoint import HFCheckpoint
+from miles_like.run import assemble
 from miles_like.types import NamedTensor
-from rollout import wire
-from rollout.client import RolloutError, SGLangClient
 from rollout.config import PublishConfig
-from rollout.publisher import ServerSet, TensorPublisher
+from rollout.publish.publisher import ServerSet, TensorPublisher
 from rollout.server_key import ServerKey, sglang_key_file
-from rollout.servers import free_port, start
+from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.servers import free_port, start
+from rollout.wire import endpoints
 from tests.sglang_cpu.test_stock_sglang import CONFIGS, PYTHON, ROOT, SETTINGS, START_S, every_layer_routed
 
 KEY = ServerKey.new()
@@ -62,29 +62,29 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 CONTROL = {
-    wire.PAUSE,
-    wire.CONTINUE,
-    wire.BEGIN_UPDATE,
-    wire.END_UPDATE,
-    wire.UPDATE_VERSION,
-    wire.CHECKSUM,
-    wire.ABORT,
+    endpoints.PAUSE,
+    endpoints.CONTINUE,
+    endpoints.BEGIN_UPDATE,
+    endpoints.END_UPDATE,
+    endpoints.UPDATE_VERSION,
+    endpoints.CHECKSUM,
+    endpoints.ABORT,
 }
 
 
 def test_every_path_but_health_is_refused_without_its_key(served: Served) -> None:
     """The second key, which SGLang calls the admin's, where our table says so: SGLang's own 401 is the judge."""
     with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as http:
-        assert http.get(wire.HEALTH).status_code == 200
-        for path in (wire.GENERATE, *sorted(CONTROL), wire.UPDATE_FROM_TENSOR, wire.UPDATE_FROM_DISK):
+        assert http.get(endpoints.HEALTH).status_code == 200
+        for path in (endpoints.GENERATE, *sorted(CONTROL), endpoints.UPDATE_FROM_TENSOR, endpoints.UPDATE_FROM_DISK):
             assert http.post(path, json={}).status_code == 401, path
-            other = KEY.control if path == wire.GENERATE else KEY.sampling
+            other = KEY.control if path == endpoints.GENERATE else KEY.sampling
             assert http.post(path, json={}, headers={"authorization": f"Bearer {other}"}).status_code == 401, path
             assert http.post(path, json={}, headers=KEY.headers(path)).status_code != 401, path
-        for path in (wire.MODEL_INFO, wire.SERVER_INFO):
+        for path in (endpoints.MODEL_INFO, endpoints.SERVER_INFO):
             assert http.get(path).status_code == 401, path
             assert http.get(path, headers=KEY.headers(path)).status_code == 200, path
-        http.post(wire.CONTINUE, json={}, headers=KEY.headers(wire.CONTINUE))
+        http.post(endpoints.CONTINUE, json={}, headers=KEY.headers(endpoints.CONTINUE))
 
 
 def test_the_run_publishes_and_asks_with_it(served: Served) -> None:
@@ -101,7 +101,7 @@ def test_the_run_publishes_and_asks_with_it(served: Served) -> None:
             await client.close()
 
     assert asyncio.run(version(KEY)) == 5
-    with pytest.raises(RolloutError, match="HTTP 401: Unauthorized; a server's key is given by"):
+    with pytest.raises(RolloutError, match="HTTP 401: Unauthorized; give the server's key by"):
         asyncio.run(version(None))
     with pytest.raises(RolloutError, match="HTTP 401"):
         ServerSet([served.url], 60).checksums()

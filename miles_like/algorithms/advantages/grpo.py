@@ -1,4 +1,4 @@
-"""Rewards relative to their group.
+"""GRPO: rewards relative to their group.
 
 Letters: G samples a prompt.
 """
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from miles_like.algorithms.advantages.rewards import finite_rewards
 from miles_like.types import SampleGroup
 
-STD_EPS = 1e-6  # verl's and slime's; only keeps the quotient finite, a group of equal rewards is answered before it
+STD_EPS = 1e-6  # verl's and slime's; equal rewards are handled before the division
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRelative:
-    """r - mean over the group, divided by the group's standard deviation when asked: GRPO (DeepSeekMath,
-    arXiv:2402.03300, 4.1.2); without the division, Dr. GRPO (arXiv:2503.20783)."""
+    """r - mean over the group; with `normalize_std` divided by the group's standard deviation: GRPO (DeepSeekMath,
+    arXiv:2402.03300, 4.1.2); without it Dr. GRPO (arXiv:2503.20783)."""
 
     normalize_std: bool
 
@@ -30,9 +30,8 @@ class GroupRelative:
 def group_relative(rewards: Sequence[float], *, normalize_std: bool) -> list[float]:
     """[G] finite rewards of one prompt -> [G] advantages.
 
-    The deviation is the sample one (n - 1), as in torch.std and hence in verl, TRL and slime, so that their learning
-    rates carry over. A group of equal rewards, or of one sample, says nothing about which answer was better: all zeros,
-    exactly.
+    The standard deviation is the sample one (n - 1), as in torch.std and hence in verl, TRL and slime, so that their
+    learning rates carry over. A group of equal rewards, or of one sample, gives exactly zeros.
     """
     if len(set(rewards)) < 2:
         return [0.0] * len(rewards)

@@ -13,13 +13,13 @@ from miles_like.types import SampleGroup
 
 
 def over_mean(groups: Sequence[SampleGroup]) -> list[list[float]]:
-    """For each group [G]: (r - mean) / mean of the group, 0 where none was right (MaxRL, arXiv:2602.02710, algorithm 1;
-    without its 1 / G, as in its authors' code: the aggregation has the mean).
+    """For each group [G]: (r - mean) / mean of the group, 0 if no answer is right (MaxRL, arXiv:2602.02710, algorithm
+    1; without its 1 / G, as in its authors' code: the aggregation takes the mean).
 
-    With rewards of 0 and 1 the group's mean of advantage times score is the mean score of the right answers less that
+    With rewards of 0 and 1 the group's mean of advantage times score is the mean score of the right answers minus that
     of all: it estimates the gradient of log p, p the probability of a right answer, expanded to order G in 1 - p. So a
-    prompt weighs by 1 / p, where GRPO's standard deviation gives 1 / sqrt(p (1 - p)). A sample that is alone in its
-    group gets 0, as with any baseline of the group.
+    prompt has weight 1 / p, where GRPO's standard deviation gives 1 / sqrt(p (1 - p)). The only sample of a group gets
+    0, as with any group baseline.
 
     Raises ValueError for a reward that is missing, not finite or below 0.
     """

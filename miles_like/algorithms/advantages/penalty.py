@@ -1,4 +1,4 @@
-"""The divergence from a reference, taken off the reward.
+"""The KL penalty in the reward.
 
 Letters: G samples a prompt, R tokens under loss of all samples.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from miles_like.algorithms.advantages.rewards import finite_rewards
 from miles_like.algorithms.advantages.tokens import Tokens
-from miles_like.algorithms.kl import Estimator, kl_estimate
+from miles_like.algorithms.terms.kl import Estimator, kl_estimate
 from miles_like.protocols import AdvantageFn
 from miles_like.types import REFERENCE, SampleGroup
 
@@ -35,14 +35,14 @@ class KlPenalty:
 
 
 def token_rewards(tokens: Tokens, penalty: KlPenalty | None) -> Tensor:
-    """[R] fp64: each sample's reward at its last token, less the penalty of every token."""
+    """[R] fp64: each sample's reward at its last token, minus the penalty of every token."""
     rewards = tokens.last_rewards()
     return rewards if penalty is None else rewards - penalty.of_tokens(tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalized:
-    """Advantages of samples from rewards less the sum of the penalties of their tokens, as in trl's RLOO and verl."""
+    """Sample-level advantages of rewards minus the sum of the token penalties, as in trl's RLOO and verl."""
 
     advantage: AdvantageFn
     penalty: KlPenalty

@@ -18,11 +18,10 @@ from miles_like.types import VALUES, SampleGroup
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gae:
     """A_t = sum over l of (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t (GAE, arXiv:1506.02438
-    eq. 16), then less the mean, over the standard deviation, of all tokens under loss of the rollout, as PPO's
-    implementations have it.
+    eq. 16), then whitened over all loss tokens of the rollout, as in common PPO implementations.
 
-    V is the sample's stream VALUES, before the token was chosen. r is the reward, at the sample's last token, less the
-    KL penalties of tokens. Nothing comes after the last token, also where the sample was cut at the token limit.
+    V is the sample's stream VALUES, before the token was chosen. r is the reward, at the sample's last token, minus the
+    tokens' KL penalties. V after the last token is 0, also for a sample that was cut at the token limit.
     """
 
     gamma: float
@@ -31,12 +30,12 @@ class Gae:
 
     def __call__(self, groups: Sequence[SampleGroup]) -> list[list[Tensor]]:
         """For each group [G] of [S] fp32; raises ValueError for a reward that is missing or not finite, and for a
-        sample without a stream that is needed."""
+        sample without a needed stream."""
         tokens = Tokens.of(groups)
         return tokens.by_sample(whiten(self._estimate(tokens)))
 
     def returns(self, groups: Sequence[SampleGroup]) -> list[list[Tensor]]:
-        """What the critic is to learn, A_t + V_t with A not yet normalized (TD(lambda)); shapes and errors as above."""
+        """The critic's targets, A_t + V_t with A before whitening (TD(lambda)); shapes and errors as above."""
         tokens = Tokens.of(groups)
         return tokens.by_sample(self._estimate(tokens) + tokens.stream(VALUES))
 

@@ -1,4 +1,4 @@
-"""REINFORCE: the reward itself.
+"""REINFORCE: the reward as the advantage.
 
 Letters: G samples a prompt.
 """
@@ -15,7 +15,7 @@ from miles_like.types import SampleGroup
 
 @dataclass(frozen=True, slots=True)
 class Reinforce:
-    """The reward (Williams 1992); with `batch_baseline` less the mean reward of all samples of the rollout."""
+    """The reward (Williams 1992); with `batch_baseline` minus the mean reward of all samples of the rollout."""
 
     batch_baseline: bool
 

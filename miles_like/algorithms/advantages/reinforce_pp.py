@@ -17,9 +17,9 @@ from miles_like.types import SampleGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReinforcePlusPlus:
-    """The return of a token is the sample's reward, at its last token, less the KL penalties of this token and those
-    after it, discounted by `gamma`; then less the mean, over the standard deviation, of all tokens under loss of the
-    rollout (REINFORCE++, arXiv:2501.03262)."""
+    """The return of a token is the sample's reward, at its last token, minus the KL penalties of this token and those
+    after it, discounted by `gamma`; returns are whitened over all loss tokens of the rollout (REINFORCE++,
+    arXiv:2501.03262)."""
 
     gamma: float
     penalty: KlPenalty | None

@@ -16,9 +16,9 @@ from miles_like.types import SampleGroup
 
 
 def whitened_baseline(groups: Sequence[SampleGroup]) -> list[list[float]]:
-    """For each group [G]: r - mean over the group, then less the mean, over the (n - 1) standard deviation, of these
-    values at all tokens under loss of the rollout (REINFORCE++ with baseline, arXiv:2501.03262; verl's
-    reinforce_plus_plus_baseline): a sample counts in both as often as it has tokens.
+    """For each group [G]: r - mean over the group, whitened with the mean and (n - 1) standard deviation over all loss
+    tokens of the rollout (REINFORCE++ with baseline, arXiv:2501.03262; verl's reinforce_plus_plus_baseline): a sample
+    counts in both as often as it has tokens.
 
     Raises ValueError for a reward that is missing or not finite.
     """

@@ -1,4 +1,4 @@
-"""Rewards as advantages are made of them.
+"""Rewards of a group, checked.
 
 Letters: G samples a prompt.
 """
@@ -11,7 +11,7 @@ from miles_like.types import SampleGroup
 
 
 def finite_rewards(group: SampleGroup) -> list[float]:
-    """[G]; raises ValueError for a sample that was not scored or whose reward is not finite."""
+    """[G]; raises ValueError for a sample without a reward or with one that is not finite."""
     rewards = group.rewards
     if not all(math.isfinite(r) for r in rewards):
         raise ValueError(f"prompt {group.prompt.id!r}: rewards {rewards} are not all finite: check the reward function")

@@ -13,8 +13,8 @@ from miles_like.types import SampleGroup
 
 
 def leave_one_out(groups: Sequence[SampleGroup]) -> list[list[float]]:
-    """For each group [G]: the reward less the mean reward of the prompt's other samples (RLOO, arXiv:2402.14740 eq. 5;
-    Kool et al. 2019). A sample that is alone in its group has nothing to be compared with: 0.
+    """For each group [G]: the reward minus the mean reward of the prompt's other samples (RLOO, arXiv:2402.14740 eq. 5;
+    Kool et al. 2019). The only sample of a group gets 0.
 
     Raises ValueError for a reward that is missing or not finite.
     """

@@ -1,4 +1,4 @@
-"""A control: advantages dealt out at random.
+"""A control experiment: shuffled advantages.
 
 Letters: G samples a prompt.
 """
@@ -12,21 +12,21 @@ from torch import Tensor
 
 
 def shuffle_over_batch(advantages: Sequence[Sequence[float | Tensor]], *, seed: int) -> list[list[float]]:
-    """The same advantages dealt out at random over all samples of the batch: a control whose gradient is noise.
+    """The advantages, shuffled over all samples of the batch: a control experiment whose gradient is noise.
 
-    Groups keep their sizes; the same seed deals the same way. Give a different seed each step. Raises ValueError for
-    advantages of tokens, which belong to their places.
+    Groups keep their sizes. The result depends only on the seed: give a different one each step. Raises ValueError for
+    token-level advantages, which cannot be moved to a sample of another length.
     """
     values = [_number(a) for group in advantages for a in group]
     random.Random(seed).shuffle(values)
-    dealt = iter(values)
-    return [[next(dealt) for _ in group] for group in advantages]
+    shuffled = iter(values)
+    return [[next(shuffled) for _ in group] for group in advantages]
 
 
 def _number(advantage: float | Tensor) -> float:
     if isinstance(advantage, Tensor):
         raise ValueError(
-            f"advantages of tokens, here of {len(advantage)}, cannot be dealt out over samples of other lengths: set "
-            "algorithm.shuffle_advantages = false, or algorithm.advantage to one of samples"
+            f"token-level advantages, here of {len(advantage)} tokens, cannot be shuffled over samples of different "
+            "lengths: set algorithm.shuffle_advantages = false, or algorithm.advantage to a sample-level one"
         )
     return advantage

@@ -1,7 +1,7 @@
-"""All tokens under loss of a rollout as one flat stream, and sums along each sample.
+"""All loss tokens of a rollout as one flat stream, and sums along each sample.
 
-Letters: S tokens a sample, F tokens of all samples end to end, R of them under loss. A sample's next token is the next
-one under loss: an environment's tokens, which the policy did not choose, stand between without a step of their own.
+Letters: S tokens a sample, F tokens of all samples end to end, R of them loss tokens. A sample's next token is its next
+loss token: an environment's tokens, which the policy did not choose, are skipped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from miles_like.algorithms.advantages.rewards import finite_rewards
 from miles_like.types import SampleGroup
 
-WHITEN_EPS = 1e-8  # verl's and trl's, under the root
+WHITEN_EPS = 1e-8  # verl's and trl's, inside the square root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,7 +23,7 @@ class Tokens:
     groups: Sequence[SampleGroup]
     lengths: list[int]  # [samples], S of each
     mask: Tensor  # [F] bool
-    owners: Tensor  # [R] int64, the number of each token's sample
+    owners: Tensor  # [R] int64, the index of each token's sample
     counts: Tensor  # [samples] int64, R of each
 
     @classmethod
@@ -37,17 +37,15 @@ class Tokens:
         return cls(groups=groups, lengths=lengths, mask=mask, owners=owners, counts=counts)
 
     def stream(self, name: str) -> Tensor:
-        """[R] fp64 of the samples' streams of that name. Raises ValueError for a sample without one."""
+        """[R] fp64 of the samples' streams `name`. Raises ValueError for a sample without it."""
         samples = [s for g in self.groups for s in g.samples]
         for s in samples:
             if name not in s.streams:
-                raise ValueError(
-                    f"sample {s.name} has no stream {name!r}, only {sorted(s.streams)}: it is to be scored"
-                )
+                raise ValueError(f"sample {s.name} has no stream {name!r}, only {sorted(s.streams)}: score it first")
         return self._chosen([s.streams[name] for s in samples])
 
     def logprobs(self) -> Tensor:
-        """[R] fp64: the rollout's."""
+        """[R] fp64, of the rollout."""
         return self._chosen([s.logprobs for g in self.groups for s in g.samples])
 
     def last_rewards(self) -> Tensor:
@@ -59,7 +57,7 @@ class Tokens:
         return out
 
     def discounted(self, values: Tensor, factor: float) -> Tensor:
-        """[R] y_t = x_t + factor y_{t+1} along each sample, in as many passes as its length has binary digits."""
+        """[R] y_t = x_t + factor y_{t+1} along each sample, in log2(length) passes."""
         out, shift, longest = values, 1, int(self.counts.max()) if len(self.counts) else 0
         while shift < longest:
             ahead = torch.where(self.owners[:-shift] == self.owners[shift:], out[shift:], 0.0)
@@ -68,7 +66,7 @@ class Tokens:
         return out
 
     def following(self, values: Tensor) -> Tensor:
-        """[R]: of each token the value of the sample's next one, 0 after its last."""
+        """[R]: for each token the value of the sample's next one, 0 for the last."""
         ahead = torch.zeros_like(values)
         ahead[:-1] = torch.where(self.owners[:-1] == self.owners[1:], values[1:], 0.0)
         return ahead
@@ -78,10 +76,10 @@ class Tokens:
         return values.new_zeros(len(self.lengths)).index_add(0, self.owners, values)
 
     def by_sample(self, values: Tensor) -> list[list[Tensor]]:
-        """[R] -> for each group [G] of [S] fp32, 0 where not under loss."""
+        """[R] -> for each group [G] of [S] fp32, 0 outside the loss mask."""
         flat = torch.zeros(len(self.mask))
         flat[self.mask] = values.float()
-        parts = iter(flat.split(self.lengths)) if self.lengths else iter(())
+        parts = iter(torch.split(flat, self.lengths)) if self.lengths else iter(())
         return [[next(parts) for _ in g.samples] for g in self.groups]
 
     def _chosen(self, streams: list[Tensor]) -> Tensor:
@@ -89,7 +87,7 @@ class Tokens:
 
 
 def whiten(values: Tensor) -> Tensor:
-    """[R]: less their mean, over their sample (n - 1) standard deviation; fewer than two are 0."""
+    """[R]: minus their mean, divided by their (n - 1) standard deviation; zeros for fewer than two values."""
     if len(values) < 2:
         return torch.zeros_like(values)
     return (values - values.mean()) / (values.var() + WHITEN_EPS).sqrt()

@@ -1,4 +1,4 @@
-"""Clipped importance sampling weights.
+"""CISPO: clipped importance sampling weights.
 
 Letters: N samples a micro-batch, T packed tokens.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from miles_like.algorithms.losses.base import PolicyLoss
 from miles_like.algorithms.losses.clipped import check_bounds, ratio_stats
-from miles_like.algorithms.mismatch import mean_stat
+from miles_like.algorithms.terms.mismatch import mean_stat
 from miles_like.types import Stat
 
 

@@ -1,4 +1,4 @@
-"""The clipped surrogate of PPO, in GRPO, DAPO and most others.
+"""The clipped surrogate of PPO, as used by GRPO, DAPO and most others.
 
 Letters: N samples a micro-batch, T packed tokens.
 """
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from miles_like.algorithms.losses.base import PolicyLoss
-from miles_like.algorithms.mismatch import max_stat, mean_stat
+from miles_like.algorithms.terms.mismatch import max_stat, mean_stat
 from miles_like.types import Stat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedLoss(PolicyLoss):
     """S = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv:1707.06347 eq. 7; with two bounds, DAPO,
-    arXiv:2503.14476 eq. 10). With `clip_dual` = c, where A < 0: S = max(that, c A), so that a token whose ratio has
-    left the bounds upwards has no gradient beyond c (dual clip, arXiv:1912.09729 eq. 5)."""
+    arXiv:2503.14476 eq. 10). With `clip_dual` = c, where A < 0: S = max(that, c A), so that a token with A < 0
+    has no gradient for r > c (dual clip, arXiv:1912.09729 eq. 5)."""
 
     clip_low: float
     clip_high: float
@@ -54,13 +54,13 @@ class ClippedLoss(PolicyLoss):
 
 
 def check_bounds(low: float, high: float) -> None:
-    """Raises ValueError for bounds that are none of a ratio around 1."""
+    """Raises ValueError for clip bounds outside their ranges."""
     if not (0 < low <= 1 and high > 0):
         raise ValueError(f"clip_low {low} must be in (0, 1] and clip_high {high} above 0")
 
 
 def ratio_stats(ratio: Tensor, loss_mask: Tensor) -> dict[str, Stat]:
-    """Of [T] r; a correction's own replace them."""
+    """Statistics of [T] r; those of a correction replace them."""
     return {
         "train/is_weight/mean": mean_stat(ratio, loss_mask),
         "train/is_weight/max": max_stat(ratio, loss_mask),

@@ -1,4 +1,4 @@
-"""Group sequence policy optimization: the ratio of a whole sample.
+"""Group sequence policy optimization: one ratio per sample.
 
 Letters: N samples a micro-batch, T packed tokens.
 """
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from miles_like.algorithms.losses.clipped import ClippedLoss
-from miles_like.algorithms.sequences import sequence_means, to_tokens
+from miles_like.algorithms.terms.sequences import sequence_means, to_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GspoLoss(ClippedLoss):
-    """The clipped surrogate, where r of each token is that of its sample: the geometric mean exp(mean over its tokens
-    of log p_train - log p_old), and the gradient goes through it (GSPO, arXiv:2507.18071 eq. 5 to 7).
+    """The clipped surrogate, where r of each token is its sample's geometric mean, exp(mean over its tokens of log
+    p_train - log p_old), with its gradient (GSPO, arXiv:2507.18071 eq. 5 to 7).
 
-    A sample's surrogate stands at each of its tokens: with aggregation "sequence_mean" it counts once, as in the paper.
-    `log_ratio_clamp` bounds the sample's log-ratio from above, as verl does, and not those of its tokens.
+    Each token of a sample has the sample's surrogate: with aggregation "sequence_mean" it counts once, as in the paper.
+    `log_ratio_clamp` bounds the sample's log-ratio from above, as in verl, not those of its tokens.
     """
 
     def _clamped(self, delta: Tensor) -> Tensor:

@@ -1,19 +1,59 @@
-"""A user's loss, with the mismatch figures that every loss reports.
+"""User losses, of either signature, with the mismatch statistics that every loss reports.
 
-Letters: N samples a micro-batch, T packed tokens.
+Letters: N samples a micro-batch, T packed tokens, C candidates a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import Protocol
 
 from torch import Tensor
 
-from miles_like.algorithms.mismatch import mismatch_stats
+from miles_like.algorithms.terms.mismatch import mismatch_stats
 from miles_like.protocols import LossFn
-from miles_like.types import Stat
+from miles_like.types import LossInputs, LossOutput
+
+
+class KeywordLossFn(Protocol):
+    """The former signature of `LossFn`, the fields of `LossInputs` as keywords; a user's loss may still have it."""
+
+    def __call__(
+        self,
+        *,
+        logprobs: Tensor,
+        entropy: Tensor,
+        rollout_logprobs: Tensor,
+        advantages: Tensor,
+        loss_mask: Tensor,
+        cu_seqlens: Tensor,
+        ref_logprobs: Tensor | None,
+        old_logprobs: Tensor | None,
+        streams: Mapping[str, Tensor],
+        candidate_logprobs: Tensor | None,
+    ) -> LossOutput: ...
+
+
+@dataclass(frozen=True, slots=True)
+class KeywordLoss:
+    """A `KeywordLossFn` as a `LossFn`."""
+
+    loss: KeywordLossFn
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        return self.loss(
+            logprobs=inputs.logprobs,
+            entropy=inputs.entropy,
+            rollout_logprobs=inputs.rollout_logprobs,
+            advantages=inputs.advantages,
+            loss_mask=inputs.loss_mask,
+            cu_seqlens=inputs.cu_seqlens,
+            ref_logprobs=inputs.ref_logprobs,
+            old_logprobs=inputs.old_logprobs,
+            streams=inputs.streams,
+            candidate_logprobs=inputs.candidate_logprobs,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,37 +63,12 @@ class OwnLoss:
 
     loss: LossFn
 
-    def __call__(
-        self,
-        *,
-        logprobs: Tensor,  # [T] fp32, carries the gradient
-        entropy: Tensor,  # [T] fp32
-        rollout_logprobs: Tensor,  # [T] fp32
-        advantages: Tensor,  # [T] fp32
-        loss_mask: Tensor,  # [T] bool
-        cu_seqlens: Tensor,  # [N+1] int32
-        ref_logprobs: Tensor | None = None,  # [T] fp32
-        old_logprobs: Tensor | None = None,  # [T] fp32
-        streams: Mapping[str, Tensor] = MappingProxyType({}),
-        candidate_logprobs: Tensor | None = None,
-    ) -> tuple[Tensor, Mapping[str, Stat]]:
-        """[T] loss and statistics."""
-        loss, stats = self.loss(
-            logprobs=logprobs,
-            entropy=entropy,
-            rollout_logprobs=rollout_logprobs,
-            advantages=advantages,
-            loss_mask=loss_mask,
-            cu_seqlens=cu_seqlens,
-            ref_logprobs=ref_logprobs,
-            old_logprobs=old_logprobs,
-            streams=streams,
-            candidate_logprobs=candidate_logprobs,
-        )
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        loss, stats = self.loss(inputs)
         mismatch = mismatch_stats(
-            old_logprobs=logprobs.detach() if old_logprobs is None else old_logprobs,
-            rollout_logprobs=rollout_logprobs,
-            loss_mask=loss_mask,
-            cu_seqlens=cu_seqlens,
+            old_logprobs=inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs,
+            rollout_logprobs=inputs.rollout_logprobs,
+            loss_mask=inputs.loss_mask,
+            cu_seqlens=inputs.cu_seqlens,
         )
         return loss, {**mismatch, **stats}

@@ -15,8 +15,8 @@ from miles_like.types import Stat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReinforceLoss(PolicyLoss):
-    """S = A log p_train (REINFORCE, Williams 1992). There is no ratio: what trainer and rollout disagree on, and what
-    the policy has learnt since the sample, is in the gradient unless a correction weighs it."""
+    """S = A log p_train (REINFORCE, Williams 1992). There is no ratio: mismatch and staleness of samples
+    stay in the gradient unless a correction weights it."""
 
     def _surrogate(
         self, *, delta: Tensor, logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, cu_seqlens: Tensor

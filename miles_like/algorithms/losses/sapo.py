@@ -12,7 +12,7 @@ from torch import Tensor
 
 from miles_like.algorithms.losses.base import PolicyLoss
 from miles_like.algorithms.losses.clipped import ratio_stats
-from miles_like.algorithms.mismatch import mean_stat
+from miles_like.algorithms.terms.mismatch import mean_stat
 from miles_like.types import Stat
 
 
@@ -20,8 +20,8 @@ from miles_like.types import Stat
 class SapoLoss(PolicyLoss):
     """S = 4 / tau sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0 and tau_neg elsewhere (SAPO, arXiv:2511.20347).
 
-    Its derivative by r is the gate 4 s (1 - s) A, s the sigmoid: A at r = 1, as without it, and less on both sides, the
-    sooner the larger tau is.
+    Its derivative by r is the gate 4 s (1 - s) A, s the sigmoid: A at r = 1, as without a gate, and smaller on both
+    sides, the faster the larger tau is.
     """
 
     tau_pos: float

@@ -1,4 +1,4 @@
-"""What a critic learns.
+"""The critic's loss.
 
 Letters: N samples a micro-batch, T packed tokens.
 """
@@ -7,22 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
-from miles_like.algorithms.mismatch import mean_stat
-from miles_like.types import RETURNS, VALUES, Stat
+from miles_like.algorithms.terms.mismatch import mean_stat
+from miles_like.types import RETURNS, VALUES, LossInputs, LossOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2, c = `value_clip` (arXiv:2005.12729; half of it, as in
-    verl). v is what the critic says now, v_old what it said before the rollout's first step, R the return.
+    """max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2, c = `value_clip` (arXiv:2005.12729; halved, as in
+    verl). v is the critic's current value, v_old its value before the rollout's first step, R the return.
 
-    The larger of both errors counts: a value that has come nearer to its return by more than c has no gradient, one
-    that has gone away from it always has.
+    The larger error counts: a value that moved towards its return by more than c has no gradient, one that moved away
+    from it always has.
     """
 
     value_clip: float
@@ -31,24 +29,12 @@ class ValueLoss:
         if not self.value_clip > 0:
             raise ValueError(f"value_clip {self.value_clip} must be above 0")
 
-    def __call__(
-        self,
-        *,
-        logprobs: Tensor,  # [T] fp32: the values v, carries the gradient
-        entropy: Tensor,  # [T]
-        rollout_logprobs: Tensor,  # [T]
-        advantages: Tensor,  # [T]
-        loss_mask: Tensor,  # [T] bool
-        cu_seqlens: Tensor,  # [N+1] int32
-        ref_logprobs: Tensor | None = None,  # [T]
-        old_logprobs: Tensor | None = None,  # [T]
-        streams: Mapping[str, Tensor] = MappingProxyType({}),  # VALUES and RETURNS, [T] fp32
-        candidate_logprobs: Tensor | None = None,
-    ) -> tuple[Tensor, Mapping[str, Stat]]:
-        """[T] loss, 0 where not `loss_mask`, and `critic/...` over tokens under loss. What the policy alone has is not
-        looked at."""
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """[T] loss, 0 where not `loss_mask`, and `critic/...` over loss tokens. `inputs.logprobs` are the values v; the
+        streams VALUES and RETURNS, [T] fp32, are read, and no other log-probabilities."""
+        loss_mask, streams = inputs.loss_mask, inputs.streams
         assert VALUES in streams and RETURNS in streams, f"a critic needs old values and returns, not {list(streams)}"
-        values = torch.where(loss_mask, logprobs, 0.0)
+        values = torch.where(loss_mask, inputs.logprobs, 0.0)
         before, returns = (torch.where(loss_mask, streams[name], 0.0) for name in (VALUES, RETURNS))
         near = before + (values - before).clamp(-self.value_clip, self.value_clip)
         error, clipped = (values - returns).square(), (near - returns).square()
@@ -64,8 +50,8 @@ class ValueLoss:
 
 
 def critic_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What a critic's trainer reports of a step -> what is written: its `critic/...`, with the explained variance
-    1 - mean (R - v)^2 / var R in place of the means that it is made of, and the optimizer's figures under that name."""
+    """Metrics of the critic's trainer -> those that are logged: `critic/...`, with the explained variance
+    1 - mean (R - v)^2 / var R in place of the means that it is computed from, and the optimizer's as `critic/...`."""
     out = {key: value for key, value in metrics.items() if key.startswith("critic/")}
     error, square = out.pop(_ERROR_SQUARE, None), out.pop(_RETURN_SQUARE, None)
     if error is not None and square is not None:

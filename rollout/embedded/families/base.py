@@ -1,6 +1,6 @@
-"""A family of models is data: whose config.json it reads, which options it computes, and where the sizes are.
+"""Description of a family of models: the config.json it accepts, the options it supports, and readers of the sizes.
 
-An absent key that is not `required` means what it means to transformers' configuration class of the family.
+An absent key that is not `required` has the default of transformers' configuration class of the family.
 """
 
 from __future__ import annotations
@@ -9,22 +9,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.embedded.architecture import Architecture, GroupedAttention, LatentAttention, Moe, Rope, Yarn
+from rollout.embedded.families.architecture import (
+    Architecture,
+    GroupedAttention,
+    LatentAttention,
+    Moe,
+    Rope,
+    RouterSpec,
+    Yarn,
+)
 
 HFConfig = Mapping[str, Any]  # a parsed config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """`only`: option -> the values that are computed; a config.json that does not say means the first.
+    """A family.
 
-    required: keys without which a config.json is not whole. attention, moe, moe_layers, moe_ffn: readers of a checked
-    config.json. norm_eps: default of `rms_norm_eps`.
+    required: keys that a config.json must have. only: option -> supported values, of which the first is the default.
+    attention, moe, moe_layers: readers of a checked config.json. norm_eps: default of `rms_norm_eps`.
     """
 
     name: str  # for messages
     architecture: str  # in `architectures`
-    model_types: tuple[str, ...]  # which it goes by where there are none
+    model_types: tuple[str, ...]  # values of `model_type`, for a config.json without `architectures`
     required: tuple[str, ...]
     only: Mapping[str, tuple[object, ...]]
     attention: Callable[[HFConfig], LatentAttention | GroupedAttention]
@@ -33,7 +41,7 @@ class Family:
     norm_eps: float = 1e-6
 
     def read(self, config: HFConfig, eos_ids: tuple[int, ...] | None) -> Architecture:
-        """Raises ValueError naming the option or size that is not computed, or the count that is no whole number."""
+        """Raises ValueError naming the option or size that is not supported, or the count that is not an integer."""
         missing = [key for key in self.required if config.get(key) is None]
         if missing:
             raise ValueError(f"config.json has no {missing[0]}: it is not a complete {self.name} configuration")
@@ -44,10 +52,12 @@ class Family:
         for option, values in (ALWAYS | dict(self.only)).items():
             got = config.get(option, values[0])
             if got not in values:
-                raise ValueError(f"config.json has {option} = {got!r}; the embedded engine computes {values[0]!r} only")
+                raise ValueError(f"config.json has {option} = {got!r}; the embedded engine supports {values[0]!r} only")
         other = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
         if other:
-            raise ValueError(f"config.json has layer_types {other[0]!r}; the embedded engine computes 'full_attention'")
+            raise ValueError(
+                f"config.json has layer_types {other[0]!r}; the embedded engine supports 'full_attention' only"
+            )
         return Architecture(
             vocab=config["vocab_size"],
             hidden=config["hidden_size"],
@@ -70,7 +80,7 @@ SIGMOID_MOE = (
     *("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace"),
 )
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-COUNTS = (  # whole numbers where they are given at all
+COUNTS = (  # must be whole numbers where present
     *SIZES,
     *("num_key_value_heads", "head_dim"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
@@ -83,12 +93,12 @@ COUNTS = (  # whole numbers where they are given at all
 def grouped(
     config: HFConfig, *, head: int, rotary: float, qk_norm: bool, out_bias: bool, eps: float
 ) -> GroupedAttention:
-    """Grouped-query attention; `rotary`: the part of a head that is rotated. Raises ValueError for odd sizes."""
+    """Grouped-query attention. rotary: the fraction of a head that is rotated. Raises ValueError for odd sizes."""
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     dim = int(head * rotary)
     if heads % kv_heads:
-        raise ValueError(f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}")
+        raise ValueError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
     if dim < 2 or dim % 2 or dim > head:
         raise ValueError(
             f"partial_rotary_factor = {rotary} of head_dim = {head} rotates {dim} channels: want an even number"
@@ -106,7 +116,7 @@ def grouped(
 
 
 def head_dim(config: HFConfig, default: int | None = None) -> int:
-    """Channels of a head: its own key, unrelated to hidden size / heads in the published models."""
+    """Channels of a head: `head_dim`, which differs from hidden size / heads in the published models."""
     return int(config.get("head_dim") or default or config["hidden_size"] // config["num_attention_heads"])
 
 
@@ -116,17 +126,16 @@ def sigmoid_moe(config: HFConfig) -> Moe:
     if not experts:
         raise ValueError("config.json has no n_routed_experts: it is not a complete configuration")
     width = config["moe_intermediate_size"]
-    return Moe(
-        experts=experts,
+    router = RouterSpec(
         top_k=config["num_experts_per_tok"],
-        ffn=width,
-        shared_ffn=width * config["n_shared_experts"],
         score="sigmoid",
-        selection_bias=True,
         groups=config["n_group"],
         group_topk=config["topk_group"],
         scale=float(config["routed_scaling_factor"]),
         renormalize=bool(config.get("norm_topk_prob", True)),
+    )
+    return Moe(
+        experts=experts, router=router, ffn=width, shared_ffn=width * config["n_shared_experts"], selection_bias=True
     )
 
 
@@ -136,14 +145,14 @@ def after_first_dense(config: HFConfig) -> tuple[int, ...]:
 
 
 def rope(config: HFConfig, *, dim: int, pairs: bool = False) -> Rope:
-    """Both forms: `rope_scaling` beside `rope_theta`, and `rope_parameters` which holds both (transformers 5)."""
+    """Reads both forms: `rope_scaling` with `rope_theta`, and `rope_parameters`, which holds both (transformers 5)."""
     p = rope_keys(config)
     theta = float(p.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = p.get("rope_type", p.get("type", "default"))
     if kind == "default":
         return Rope(dim=dim, theta=theta, pairs=pairs)
     if kind != "yarn":
-        raise ValueError(f"config.json has rope type {kind!r}; the embedded engine computes 'default' and 'yarn'")
+        raise ValueError(f"config.json has rope type {kind!r}; the embedded engine supports 'default' and 'yarn'")
     original = p.get("original_max_position_embeddings") or config.get("max_position_embeddings", 4096)
     factor = p.get("factor")
     yarn = Yarn(
@@ -171,14 +180,15 @@ def _ids(config: HFConfig) -> tuple[int, ...]:
 def _checked(moe: Moe | None) -> Moe | None:
     if moe is None:
         return None
-    if moe.experts % moe.groups or moe.group_topk > moe.groups:
+    r, experts = moe.router, moe.experts
+    if experts % r.groups or r.group_topk > r.groups:
         raise ValueError(
-            f"{moe.experts} experts in n_group = {moe.groups}, topk_group = {moe.group_topk}: "
+            f"{experts} experts in n_group = {r.groups}, topk_group = {r.group_topk}: "
             "groups must divide the experts and topk_group must not exceed n_group"
         )
-    open_experts = moe.experts // moe.groups * moe.group_topk
-    if moe.top_k > open_experts:
-        raise ValueError(f"num_experts_per_tok = {moe.top_k} exceeds the {open_experts} experts of the open groups")
-    if moe.groups > 1 and moe.experts // moe.groups < 2:
-        raise ValueError(f"{moe.experts} experts in {moe.groups} groups: a group is scored by two experts")
+    open_experts = experts // r.groups * r.group_topk
+    if r.top_k > open_experts:
+        raise ValueError(f"num_experts_per_tok = {r.top_k} exceeds the {open_experts} experts of the open groups")
+    if r.groups > 1 and experts // r.groups < 2:
+        raise ValueError(f"{experts} experts in {r.groups} groups: a group is scored by two experts")
     return moe

@@ -5,7 +5,7 @@ Source: DeepSeek-V3 report (arXiv 2412.19437), `modeling_deepseek_v3.py` of tran
 
 from __future__ import annotations
 
-from rollout.embedded.architecture import LatentAttention
+from rollout.embedded.families.architecture import LatentAttention
 from rollout.embedded.families.base import SIGMOID_MOE, SIZES, Family, HFConfig, after_first_dense, rope, sigmoid_moe
 
 
@@ -22,7 +22,7 @@ def _attention(config: HFConfig) -> LatentAttention:
         v_dim=config["v_head_dim"],
         rope=rope(config, dim=config["qk_rope_head_dim"], pairs=True),
         bias=bool(config.get("attention_bias", False)),
-        # as SGLang and the trainer; transformers has 1e-6 here whatever the config says
+        # as in SGLang and the trainer; transformers always uses 1e-6 here
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
     )
 

@@ -1,11 +1,11 @@
-"""GLM-4.5 with experts: grouped-query attention, half of a head rotated, DeepSeek-V3's router and shared expert.
+"""GLM-4.5 (MoE): grouped-query attention, half of a head rotated, DeepSeek-V3's router and shared expert.
 
 Sources: GLM-4.5 report (arXiv 2508.06471), `modeling_glm4_moe.py` of transformers.
 """
 
 from __future__ import annotations
 
-from rollout.embedded.architecture import GroupedAttention
+from rollout.embedded.families.architecture import GroupedAttention
 from rollout.embedded.families.base import (
     SIGMOID_MOE,
     SIZES,

@@ -1,15 +1,15 @@
-"""Qwen3, dense and with experts: grouped-query attention with normed heads, softmax router.
+"""Qwen3, dense and MoE: grouped-query attention with normed heads, softmax router.
 
 Sources: Qwen3 report (arXiv 2505.09388), `modeling_qwen3.py` and `modeling_qwen3_moe.py` of transformers.
 """
 
 from __future__ import annotations
 
-from rollout.embedded.architecture import GroupedAttention, Moe
+from rollout.embedded.families.architecture import GroupedAttention, Moe, RouterSpec
 from rollout.embedded.families.base import SIZES, Family, HFConfig, grouped, head_dim, rope_keys
 
 _ONLY: dict[str, tuple[object, ...]] = {
-    "use_sliding_window": (False, None),  # where it is off, sliding_window is not looked at
+    "use_sliding_window": (False, None),  # if false, sliding_window is not read
 }
 
 
@@ -28,7 +28,7 @@ def _attention(config: HFConfig, default_head: int | None = None) -> GroupedAtte
 
 
 def _experts(config: HFConfig) -> int:
-    """transformers 5 saves the number under either name."""
+    """Number of experts; transformers 5 saves it under either name."""
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 
@@ -37,12 +37,14 @@ def _moe(config: HFConfig) -> Moe:
         raise ValueError("config.json has no num_experts: it is not a complete Qwen3-MoE configuration")
     return Moe(
         experts=_experts(config),
-        top_k=config["num_experts_per_tok"],
+        router=RouterSpec(
+            top_k=config["num_experts_per_tok"],
+            score="softmax",
+            renormalize=bool(config.get("norm_topk_prob", False)),
+        ),
         ffn=config["moe_intermediate_size"],
         shared_ffn=0,
-        score="softmax",
         selection_bias=False,
-        renormalize=bool(config.get("norm_topk_prob", False)),
     )
 
 

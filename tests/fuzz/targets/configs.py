@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel
 
-from miles_like.config import RunConfig
-from miles_like.config_io import dump_config, load_config
+from miles_like.config.load import dump_config, load_config
+from miles_like.config.run import RunConfig
 from tests.fuzz.commands import command
 from tests.fuzz.mutate import changed, spoiled, value
 from tests.fuzz.pool import Case, Outcome, long_tier

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from miles_like.hf_checkpoint import HFCheckpoint, write_hf
+from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from tests.fuzz.commands import command, outcome_of, together
 from tests.fuzz.mutate import NUMBERS, TEXTS, changed, spoiled
 from tests.fuzz.pool import Case, Outcome, long_tier
-from tests.megatron_bridge.tiny_models import random_tensors, tiny
+from tests.support.tiny_models import random_tensors, tiny
 
 CASES = 500
 SECRET = "a secret of this machine"

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout.data_config import DataConfig
-from rollout.prompts import PromptSource
+from rollout.prompts.config import DataConfig
+from rollout.prompts.mix import PromptSource
 from tests.fuzz.commands import outcome_of
 from tests.fuzz.mutate import changed, spoiled, value
 from tests.fuzz.pool import Case, Outcome, long_tier

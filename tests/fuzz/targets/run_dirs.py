@@ -17,27 +17,27 @@ import random
 import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
 
-from miles_like import run_state
-from miles_like.appended_file import AppendedFile, positions
-from miles_like.buffer import DataBuffer
-from miles_like.checkpoint_files import sum_of
-from miles_like.config_io import dump_config, load_config
-from miles_like.driver_random import RANDOM, random_state, set_random_state
-from miles_like.keep_policy import KeptBest
-from miles_like.ledger import Ledger
-from miles_like.run_state import RunState
-from miles_like.train_stage import TrainStage
-from miles_like.trainer_parts import LEDGER, METRICS
+from miles_like.checkpoint import run_state
+from miles_like.checkpoint.best import KeptBest
+from miles_like.checkpoint.ledger import Ledger
+from miles_like.checkpoint.random_state import RANDOM, random_state, set_random_state
+from miles_like.checkpoint.run_state import RunState
+from miles_like.config.load import dump_config, load_config
+from miles_like.loop.buffer import DataBuffer
+from miles_like.run.trainer_side import LEDGER, METRICS, RunFiles
+from miles_like.run.verify import read_rollouts
+from miles_like.storage.appended_file import AppendedFile, positions
+from miles_like.storage.checkpoint_files import json_sha256
 from miles_like.types import Prompt
-from miles_like.verify_stage import read_rollouts
 from tests.fuzz.commands import command, outcome_of, together
 from tests.fuzz.mutate import changed, spoiled
 from tests.fuzz.pool import Case, Outcome, long_tier
-from tests.miles_like.made_samples import group, sample
+from tests.support.made_samples import group, sample
 
 CASES = 500
 TINY = Path(__file__).parents[3] / "configs" / "tiny.toml"
@@ -143,7 +143,7 @@ def change(run: Path, case: Case) -> None:
             state["parts"]["files"] = {name.replace("@outside@", outside): nothing for name in case["files"]}
         if isinstance(state, dict):
             with contextlib.suppress(ValueError, TypeError):
-                state["sum"] = sum_of(state)
+                state["sum"] = json_sha256(state)
         path.write_text(json.dumps(state))
         return
     path.unlink()
@@ -186,13 +186,14 @@ def contents(run: Path) -> dict[str, bytes]:
 
 def resume(run: Path) -> None:
     """What the driver of a resumed run takes from the directory."""
-    stage = TrainStage.__new__(TrainStage)
-    stage.config, stage.run_dir, stage.checkpoints = load_config(TINY), run, run / "checkpoints"
-    stage.console, stage.kept_best = Console(file=io.StringIO()), KeptBest("eval/accuracy")
-    resumed = stage.resumed()
+    config = load_config(TINY)
+    plan: Any = SimpleNamespace(config=config, run_dir=run, checkpoints=run / "checkpoints")
+    files = RunFiles(plan, Console(file=io.StringIO()))
+    files.best = KeptBest("eval/accuracy")
+    resumed = files.resume()
     if resumed is None:
         return
-    _, state = resumed
+    state = resumed.state
     for name in ("buffer", "producer", "ledger"):
         if name not in state.parts:
             raise ValueError(f"no {name}")

@@ -1,0 +1,58 @@
+"""Another loop of the same objects: two optimizer passes over each replayed batch, scored again in between.
+
+    python docs/examples/two_passes.py CONFIG RUN_DIR
+
+The second pass trains the same samples on the same expert routes; reference, critic and teachers score them again
+under the weights that the first pass made, and the advantages follow. The run makes CONFIG's checkpoint if it is not
+there, saves and resumes as `miles-like train` does, and publishes once a step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from miles_like.loop.controller import Controller
+from miles_like.loop.recorder import StepRecord
+from miles_like.types import SampleGroup
+
+
+class TwoPasses(Controller):
+    async def step(self, record: StepRecord, groups: Sequence[SampleGroup]) -> None:
+        for number in (1, 2):
+            with record.timed("experience"):
+                scored = await self.experience.score(groups)
+                advantages = self.experience.advantages(record.step, scored)
+            with record.timed("train"):
+                report = await self.trainer.train(self.packer.steps(scored, advantages))
+                record.trained(report, await self.experience.learn(scored))
+            if number == 1:
+                first = {f"first_pass/{key}": value for key, value in record.metrics.items()}
+        record.metrics |= first
+        self.recorder.check(record)
+        await self.feed.settle()
+        with record.timed("publish"):
+            record.published = await self.trainer.publish(version=record.step + 1)
+        with record.timed("checks"):
+            await self.checks.published(record.step + 1, record.published)
+
+
+def main(config_file: str, run_dir: str) -> None:
+    from miles_like.cluster.workers import start_ray
+    from miles_like.config.load import load_config
+    from miles_like.run.assemble import staged
+    from miles_like.run.model_plan import model_plan
+    from miles_like.run.train import train
+
+    config, console = load_config(Path(config_file)), Console()
+    made = staged(config, Path(run_dir), console, None)
+    start_ray(None)
+    plan = model_plan(config, Path(run_dir), made / "hf", made / "megatron")
+    train(plan, console, resume=False, controller=TwoPasses)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

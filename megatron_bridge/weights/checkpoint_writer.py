@@ -1,0 +1,178 @@
+"""Saves one checkpoint: all ranks plan, copy and write their files, and rank 0 renames the directory when all are done.
+
+Megatron plans what each rank writes and in which format; a thread does the writing. Megatron itself forks writers from
+a process with many threads (gloo's, Ray's) and collects their results through a manager process. It waits forever for
+a writer that dies, and since a writer inherits the sockets, peers do not notice when its rank is killed. A thread ends
+with its rank, and its failure is an exception.
+
+Every phase ends with an exchange of errors, so no rank continues after another rank's failure.
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+
+from megatron_bridge.device.collective_errors import gather_objects
+from megatron_bridge.weights.checkpoint_sums import checksum, write_sums
+
+BACKEND, VERSION = "torch_dist", 1
+FILES_PER_RANK = 2
+
+
+class CheckpointSave:
+    """A save in progress. Construction and `finish` are collective; in between each rank writes its files.
+
+    With `asynchronous` the state is copied to host memory before the constructor returns, and the weights may change
+    afterwards. Without it the files are written before the constructor returns. `finish` renames the directory.
+    """
+
+    def __init__(self, path: Path, state: dict[str, Any], *, asynchronous: bool) -> None:
+        """Raises ValueError when `path` exists or psutil is missing, RuntimeError when a rank fails or exits; both on
+        every rank, without creating `path`."""
+        self.path = path
+        self.partial = path.with_name(path.name + ".partial")
+        self._first = dist.get_rank() == 0
+        self._results: list[Any] = []
+        self._sums: dict[str, str] = {}  # of this rank's files
+        self._problem: str | None = None
+        with self._whole_or_removed():
+            self._on_every_rank(self._prepare)
+            buckets = self._plan(state)
+            if asynchronous:
+                # the optimizer works in place on these very tensors
+                buckets = [_with_tensors(bucket, torch.Tensor.clone) for bucket in buckets]
+            self._thread = threading.Thread(target=self._write, args=(buckets,), name="checkpoint", daemon=True)
+            if asynchronous:
+                self._thread.start()
+            else:
+                self._write(buckets)
+
+    def finish(self, *, wait: bool) -> bool:
+        """Whether the directory has been renamed; without `wait`, False while a rank is still writing. Collective.
+
+        Raises RuntimeError on every rank when a rank could not write or has exited.
+        """
+        with self._whole_or_removed():
+            if wait and self._thread.ident is not None:
+                self._thread.join()
+            if any(gather_objects(self._thread.is_alive())):
+                return False
+            self._raise_first_problem(self._problem)
+            results = [None] * dist.get_world_size() if self._first else None
+            dist.gather_object(self._results, results, dst=0)
+            sums = gather_objects(self._sums)
+            self._on_every_rank(lambda: self._complete(results, sums))
+        return True
+
+    def _prepare(self) -> None:
+        if not filesystem_async.HAVE_PSUTIL:
+            raise ValueError("saving a checkpoint needs psutil, which cannot be imported here: pip install psutil")
+        if self._first:
+            if self.path.exists():
+                raise ValueError(f"checkpoint {self.path} exists: remove it or save under another name")
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir(parents=True)
+
+    def _plan(self, state: dict[str, Any]) -> list[Any]:
+        """This rank's data on the host: megatron's write buckets, one per file."""
+        sharded, common = save_preprocess(state)
+        self._on_every_rank(lambda: self._write_common(common))
+        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+        # instead of the manager process that megatron starts for the results of writer processes
+        filesystem_async._results_queue = queue.Queue()
+        self._writer = FileSystemWriterAsync(str(self.partial), thread_count=FILES_PER_RANK)
+        (_, self._metadata, _), *_ = save_state_dict_async_plan(
+            mcore_to_pyt_state_dict(renamed, False),
+            self._writer,
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+        return [_with_tensors(bucket, torch.Tensor.cpu) for bucket in self._writer.write_buckets or ()]
+
+    def _write_common(self, common: dict[str, Any]) -> None:
+        if self._first:
+            with (self.partial / COMMON_STATE_FNAME).open("wb") as out:  # given a path, torch hides the OSError
+                torch.save(common, out)
+
+    def _write(self, buckets: list[Any]) -> None:
+        """Write this rank's files. It makes no collective call, so it may run during training."""
+        done: queue.Queue[Any] = queue.Queue()
+        under_way: queue.Queue[int] = queue.Queue()
+        for i, bucket in enumerate(buckets):
+            under_way.put(i)
+            FileSystemWriterAsync.write_preloaded_data([self._writer.transforms], i, bucket, done, under_way, True)
+            _, written = done.get_nowait()
+            if isinstance(written, Exception):
+                self._problem = first_line(written)
+                return
+            self._results += written
+        try:
+            self._sums = {Path(file).name: checksum(Path(file)) for file, *_ in buckets}
+        except OSError as e:
+            self._problem = first_line(e)
+
+    def _complete(self, results: list[Any] | None, sums: list[dict[str, str]]) -> None:
+        if self._first:
+            self._writer.finish(self._metadata, results)
+            save_config(CheckpointingConfig(BACKEND, VERSION), str(self.partial))
+            write_sums(self.partial, sums)
+            self.partial.rename(self.path)
+
+    def _on_every_rank(self, work: Callable[[], None]) -> None:
+        """Run `work`, then raise on every rank if it failed on one."""
+        problem: str | ValueError | None = None
+        try:
+            work()
+        except ValueError as e:
+            problem = e
+        except (OSError, RuntimeError) as e:
+            problem = first_line(e)
+        self._raise_first_problem(problem)
+
+    def _raise_first_problem(self, problem: str | ValueError | None) -> None:
+        for rank, found in enumerate(gather_objects(problem)):
+            if isinstance(found, ValueError):
+                raise found
+            if found is not None:
+                raise RuntimeError(f"rank {rank}: {found}")
+
+    @contextmanager
+    def _whole_or_removed(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as e:  # a rank failed, or exited during a collective
+            if self._first:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            raise RuntimeError(
+                f"checkpoint {self.path} was not written ({first_line(e)}); the previous one is unchanged"
+            ) from e
+
+
+def _with_tensors(bucket: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    file, key, (objects, tensors) = bucket
+    return file, key, (objects, [(item, change(tensor)) for item, tensor in tensors])
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if the message is empty."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,70 @@
+"""The packing settings of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from miles_like.batch.bins import Cost
+from miles_like.batch.packing import pack
+from miles_like.types import Aggregation, SampleGroup, TrainBatch
+
+Advantages = Sequence[Sequence[float | Tensor]]  # [groups][samples]: a number, or [S] fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packer:
+    """The arguments of `pack` that do not change from step to step, and the number of steps a rollout is split into.
+
+    `advantages=None` stands for 0.0 for every sample: for forward passes, and for losses that use no advantages. Every
+    method raises ValueError as `pack` does.
+    """
+
+    dp_size: int
+    max_tokens: int
+    micro_multiple: int = 1
+    cost: Cost | None = None
+    replayed: bool = True
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    constant: int | None = None
+    steps_per_rollout: int = 1
+
+    def batch(self, groups: Sequence[SampleGroup], advantages: Advantages | None = None) -> TrainBatch:
+        """All groups as one batch."""
+        return self._packed(groups, advantages, together=False)
+
+    def steps(self, groups: Sequence[SampleGroup], advantages: Advantages | None = None) -> list[TrainBatch]:
+        """A batch for each of `steps_per_rollout` optimizer steps: the first len(groups) / steps_per_rollout groups in
+        the order given, then the next. Raises ValueError when the groups do not divide into that many steps."""
+        count = self.steps_per_rollout
+        if count < 1 or len(groups) % count:
+            raise ValueError(
+                f"{len(groups)} groups do not divide into {count} mini-batches: change train.steps_per_rollout"
+            )
+        given = _zeros(groups) if advantages is None else advantages
+        n = len(groups) // count
+        return [self.batch(groups[i : i + n], given[i : i + n]) for i in range(0, len(groups), n)]
+
+    def examples(self, groups: Sequence[SampleGroup]) -> TrainBatch:
+        """Given answers as one batch; the samples of a group stay in one micro-batch, as a loss over pairs needs."""
+        return self._packed(groups, None, together=True)
+
+    def _packed(self, groups: Sequence[SampleGroup], advantages: Advantages | None, *, together: bool) -> TrainBatch:
+        return pack(
+            groups,
+            _zeros(groups) if advantages is None else advantages,
+            dp_size=self.dp_size,
+            max_tokens=self.max_tokens,
+            micro_multiple=self.micro_multiple,
+            cost=self.cost,
+            replayed=self.replayed,
+            aggregation=self.aggregation,
+            constant=self.constant,
+            together=together,
+        )
+
+
+def _zeros(groups: Sequence[SampleGroup]) -> Advantages:
+    return [[0.0] * len(g.samples) for g in groups]

@@ -1,0 +1,274 @@
+"""Saves and loads the state of the loop: all that a resumed run needs besides the trainer's checkpoint.
+
+    checkpoints/step_40/trainer/, critic/    written by the ranks
+    checkpoints/step_40/groups.safetensors   samples that are waiting or unfinished (saved_groups.py)
+    checkpoints/step_40/run_state.json       the loop's state and the manifest of the folder: written last
+    checkpoints/latest                       the text "step_40", written after it
+
+Files are on disk before the name that makes them valid, and each name before the next, so that a process killed at any
+moment leaves `latest` pointing at a complete checkpoint. Everything is verified before it is used: the manifest has a
+checksum of itself, and the size and checksum of the files beside it (checkpoint_files.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miles_like.checkpoint.run_state_schema import check_state
+from miles_like.checkpoint.saved_groups import read_groups, write_groups
+from miles_like.hf.checkpoint import sync_path
+from miles_like.limits.regular_files import MIB, read_json, read_regular
+from miles_like.storage.checkpoint_files import (
+    DamagedError,
+    check_files,
+    file_facts,
+    json_sha256,
+    sync_tree,
+    write_text,
+)
+from miles_like.types import Json, SampleGroup
+
+STATE_FILE = "run_state.json"
+GROUPS_FILE = "groups.safetensors"
+LATEST = "latest"
+FORMAT = 2
+STATE_BYTES, LATEST_BYTES = 256 * MIB, 4096  # the most that is read
+REMOVED = ".removed"  # suffix of a folder that is being deleted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """The loop's position at a step boundary: one step is complete and the next has not begun."""
+
+    step: int  # optimizer steps done
+    weight_version: int  # published last
+    tokens_total: int  # response tokens trained
+    parts: Mapping[str, Json] = field(default_factory=dict)  # name of a component of the loop -> its state
+    groups: Mapping[str, SampleGroup] = field(default_factory=dict)  # key -> samples that are not trained yet
+
+    def __post_init__(self) -> None:
+        for name in ("step", "weight_version", "tokens_total"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"run state has {name} = {value!r}: want a whole number from 0")
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """The folder of the checkpoint of `step`."""
+    return checkpoints / f"step_{step}"
+
+
+def empty_folder(checkpoints: Path, step: int) -> Path:
+    """`step_folder` for a trainer about to save, after deleting a leftover of a run that was resumed from an earlier
+    step. Not created. Raises ValueError when it is the checkpoint to resume from."""
+    folder = step_folder(checkpoints, step)
+    if folder.name == _latest_name(checkpoints):
+        raise ValueError(f"{folder} is the latest checkpoint and would be overwritten: use --resume or --fresh")
+    if folder.exists():
+        _remove(folder)
+    return folder
+
+
+def clear_unfinished(checkpoints: Path) -> None:
+    """Delete folders that a killed run left unfinished or partly deleted. Call it only while no save is in progress."""
+    if not checkpoints.is_dir():
+        return
+    for n in _steps(checkpoints):
+        folder = step_folder(checkpoints, n)
+        if not (folder / STATE_FILE).exists() and folder.name != _latest_name(checkpoints):
+            shutil.rmtree(folder)
+    for folder in checkpoints.glob(f"*{REMOVED}"):
+        shutil.rmtree(folder)
+    for temporary in checkpoints.glob("*.tmp"):
+        temporary.unlink()
+
+
+def save(checkpoints: Path, state: RunState, *, keep: int, every: int | None = None, best: int | None = None) -> Path:
+    """Complete the checkpoint of `state.step`, point `latest` at it, and delete all checkpoints but the last `keep`,
+    those whose step is a multiple of `every`, and that of step `best`.
+
+    Call it after the trainer has saved into `step_folder`. Returns that folder. Raises ValueError for keep < 1, or for
+    groups that cannot be stored.
+    """
+    if keep < 1:
+        raise ValueError(f"checkpoint.keep {keep} must be at least 1")
+    folder = step_folder(checkpoints, state.step)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_groups(folder / GROUPS_FILE, state.groups)
+    sync_tree(folder)
+    content = {
+        "format": FORMAT,
+        "step": state.step,
+        "weight_version": state.weight_version,
+        "tokens_total": state.tokens_total,
+        "parts": dict(state.parts),
+        "files": file_facts(folder, but=STATE_FILE),
+    }
+    write_text(folder / STATE_FILE, json.dumps({**content, "sum": json_sha256(content)}) + "\n")
+    _point(checkpoints, folder)
+    # folders of later steps are leftovers of a run that was resumed from an earlier step
+    done = sorted(n for n in _steps(checkpoints) if n <= state.step)
+    for n in done[:-keep]:
+        if not (every and n % every == 0) and n != best:
+            _remove(step_folder(checkpoints, n))
+    return folder
+
+
+def load_latest(checkpoints: Path) -> tuple[Path, RunState] | None:
+    """The folder that `latest` names and its state; None without any checkpoint. Raises ValueError naming a damaged
+    file and the newest complete checkpoint before it."""
+    folder = _latest(checkpoints, kept_steps(checkpoints))
+    if folder is None:
+        return None
+    with suggesting_earlier_checkpoint(folder):
+        state = load(folder)
+    return folder, state
+
+
+def go_back(checkpoints: Path, step: int) -> None:
+    """Make `latest` name the checkpoint of `step`; later ones become leftovers. Raises ValueError for a step without a
+    checkpoint, and as `load_latest` does, before anything is changed."""
+    check_kept(checkpoints, step)
+    with suggesting_earlier_checkpoint(step_folder(checkpoints, step)):
+        load(step_folder(checkpoints, step))
+    _point(checkpoints, step_folder(checkpoints, step))
+
+
+def check_kept(checkpoints: Path, step: int) -> None:
+    """Raises ValueError, listing the existing checkpoints, when there is none of `step`."""
+    kept = kept_steps(checkpoints)
+    if step not in kept:
+        others = f"those kept are {', '.join(map(str, kept))}" if kept else f"{checkpoints} has none"
+        raise ValueError(f"--from-step {step}: no checkpoint of that step is kept, {others}")
+
+
+def load(folder: Path) -> RunState:
+    """The state in a checkpoint folder. Raises DamagedError, a ValueError, naming a missing or damaged file."""
+    found = _manifest(folder)
+    check_files(folder, found.pop("files"))
+    try:
+        return RunState(**found, groups=read_groups(folder / GROUPS_FILE))
+    except ValueError as e:
+        raise DamagedError(f"checkpoint {folder.name} is damaged: {e}") from e
+
+
+def consumed_rows(state: RunState) -> int:
+    """The number of rows of data.train that a supervised run has used, which is its parts["prompts"]."""
+    rows = state.parts.get("prompts")
+    if type(rows) is not int:
+        raise DamagedError(f"the checkpoint of step {state.step} is damaged: it has no count of rows in parts.prompts")
+    return rows
+
+
+def require_parts(state: RunState, *names: str) -> None:
+    """Raises DamagedError unless the state has all these parts."""
+    if missing := [name for name in names if name not in state.parts]:
+        raise DamagedError(f"the checkpoint of step {state.step} is damaged: it has no {', '.join(missing)}")
+
+
+@contextmanager
+def suggesting_earlier_checkpoint(folder: Path) -> Iterator[None]:
+    """Context for reading a checkpoint: DamagedError becomes a ValueError that adds the option for resuming from the
+    checkpoint before it."""
+    try:
+        yield
+    except DamagedError as e:
+        raise ValueError(f"{e}; {_earlier_checkpoint_hint(folder)}") from e
+
+
+def kept_steps(checkpoints: Path) -> list[int]:
+    """Steps of the checkpoints that have a manifest, ascending."""
+    if not checkpoints.is_dir():
+        return []
+    return sorted(n for n in _steps(checkpoints) if (step_folder(checkpoints, n) / STATE_FILE).exists())
+
+
+def _earlier_checkpoint_hint(folder: Path) -> str:
+    step = int(folder.name.removeprefix("step_"))
+    for n in reversed([n for n in kept_steps(folder.parent) if n < step]):
+        try:
+            load(step_folder(folder.parent, n))
+        except DamagedError:
+            continue
+        return f"the newest complete one before it is step {n}: resume from it with --from-step {n}"
+    return "there is no complete one before it: start again with --fresh"
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """The content of run_state.json, verified, without format and sum."""
+    path = folder / STATE_FILE
+    broken = f"checkpoint {folder.name} is damaged: {path}"
+    try:
+        found = read_json(path, STATE_BYTES)
+    except FileNotFoundError:
+        raise DamagedError(f"{broken} is missing") from None
+    except ValueError as e:
+        raise DamagedError(f"{broken} cannot be read ({e})") from e
+    if not isinstance(found, dict) or "format" not in found:
+        raise DamagedError(f"{broken} holds {sorted(found) if isinstance(found, dict) else type(found).__name__}")
+    stored = found.pop("sum", None)
+    if (now := json_sha256(found)) != stored and stored is not None:
+        raise DamagedError(f"{broken} was changed: its SHA-256 is {now[:12]}, its sum is {str(stored)[:12]}")
+    version = found.pop("format")
+    if version != FORMAT or stored is None:
+        raise ValueError(
+            f"{path} has format {version}, this program reads {FORMAT}: resume with the version that wrote it"
+        )
+    try:
+        check_state(found)
+    except ValueError as e:
+        raise DamagedError(f"{broken} has an invalid value: {e}") from None
+    if folder.name != f"step_{found['step']}":
+        raise DamagedError(f"{broken} has step {found['step']}: the checkpoint was moved or mixed")
+    return found
+
+
+def _latest(checkpoints: Path, kept: list[int]) -> Path | None:
+    pointer, name = checkpoints / LATEST, _latest_name(checkpoints)
+    if name is None:
+        if len(kept) > 1:
+            raise ValueError(
+                f"{pointer} is missing, but there are checkpoints of steps {', '.join(map(str, kept))}: resume from "
+                f"one with --from-step {kept[-1]}"
+            )
+        # the run was killed between completing its first checkpoint and writing `latest`
+        return step_folder(checkpoints, kept[0]) if kept else None
+    if not re.fullmatch(r"step_\d+", name):
+        raise ValueError(
+            f"{pointer} is damaged: it holds {name!r}, not step_N; "
+            + (f"resume with --from-step {kept[-1]}" if kept else "start again with --fresh")
+        )
+    return checkpoints / name
+
+
+def _latest_name(checkpoints: Path) -> str | None:
+    pointer = checkpoints / LATEST
+    if not pointer.exists():
+        return None
+    return read_regular(pointer, LATEST_BYTES).decode("utf-8", "replace").strip()
+
+
+def _point(checkpoints: Path, folder: Path) -> None:
+    write_text(checkpoints / LATEST, folder.name + "\n")
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder; it is renamed first, so that a partly deleted folder has no step's name."""
+    gone = folder.with_name(folder.name + REMOVED)
+    if gone.exists():
+        shutil.rmtree(gone)
+    folder.rename(gone)
+    sync_path(folder.parent)
+    shutil.rmtree(gone)
+
+
+def _steps(checkpoints: Path) -> list[int]:
+    found = (re.fullmatch(r"step_(\d+)", p.name) for p in checkpoints.iterdir() if p.is_dir())
+    return [int(m[1]) for m in found if m]

@@ -1,0 +1,79 @@
+"""Writes the checkpoints of a run: the shards of every trained model, then `run_state.json` (run_state.py)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from miles_like.checkpoint import run_state
+from miles_like.checkpoint.best import KeptBest
+from miles_like.checkpoint.random_state import RANDOM, random_state
+from miles_like.checkpoint.run_state import RunState
+from miles_like.protocols import Trainer
+from miles_like.storage.appended_file import AppendedFile, positions
+from miles_like.types import Json, SampleGroup
+
+KEPT, CONFIG, FILES = "keep_best", "config", "files"  # keys of `parts` that every run has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """State of the loop at the boundary of two steps: what a checkpoint holds beside the ranks' files."""
+
+    parts: Mapping[str, Json] = field(default_factory=dict)  # by the name of the part
+    groups: Mapping[str, SampleGroup] = field(default_factory=dict)  # not trained yet
+    tokens_total: int = 0  # response tokens trained
+
+
+@dataclass(slots=True, kw_only=True)
+class RunCheckpoints:
+    """keep, keep_every: which older checkpoints stay. asynchronous: `begin` returns while ranks still write."""
+
+    directory: Path
+    models: Mapping[str, Trainer]  # every model that is trained, by its folder in a checkpoint
+    config: Json  # of the whole run
+    files: Mapping[str, AppendedFile]  # of the run directory, cut back where a run resumes
+    best: KeptBest
+    keep: int
+    keep_every: int | None
+    asynchronous: bool
+    console: Console
+    saved: int | None = None  # step of the last whole checkpoint
+    _saving: RunState | None = field(default=None, init=False)  # of a checkpoint that is not whole yet
+    _since: float = field(default=0.0, init=False)  # by time.perf_counter
+
+    async def begin(self, step: int, snapshot: Snapshot) -> None:
+        """Starts the checkpoint after `step` steps. `finish` completes it; an earlier one must be finished."""
+        self._since = time.perf_counter()
+        folder = run_state.empty_folder(self.directory, step)
+        for name, model in self.models.items():
+            await model.save(folder / name, asynchronous=self.asynchronous)
+        best = self.best.decide(step)
+        if best is not None:
+            self.console.print(best, markup=False, soft_wrap=True)
+        own: dict[str, Json] = {
+            KEPT: self.best.state(),
+            CONFIG: self.config,
+            FILES: positions(self.files),
+            RANDOM: random_state(),
+        }
+        self._saving = RunState(
+            step=step,
+            weight_version=step,
+            tokens_total=snapshot.tokens_total,
+            parts={**own, **snapshot.parts},
+            groups=snapshot.groups,
+        )
+
+    async def finish(self, *, wait: bool) -> float | None:
+        """Moves `latest` on when every rank has written; with `wait` once all have. Returns the seconds since `begin`,
+        or None where no checkpoint became whole."""
+        if self._saving is None or not all([await m.finish_save(wait=wait) for m in self.models.values()]):
+            return None
+        run_state.save(self.directory, self._saving, keep=self.keep, every=self.keep_every, best=self.best.step)
+        self.saved, self._saving = self._saving.step, None
+        return time.perf_counter() - self._since

@@ -1,0 +1,116 @@
+"""Picklable factories of what runs in a worker process: a trainer rank, a publisher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_bridge.config import TrainerConfig
+from miles_like.hf.checkpoint import write_hf
+from miles_like.protocols import LossFn, RankTrainer, WeightPublisher
+from miles_like.types import NamedTensor, PublishReport
+from quant.spec import QuantSpec
+from quant.stream import quantize_stream
+from rollout.config import PublishConfig
+from rollout.publish.disk_publisher import DiskPublisher
+from rollout.publish.publication import Sent, publish_stream
+from rollout.publish.publisher import TensorPublisher
+from rollout.server_key import ServerKey
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronFactory:
+    """One Megatron rank with the weights of a torch_dist directory."""
+
+    config: TrainerConfig
+    weights: Path
+    loss: LossFn
+    # longer than the driver waits for ranks, so that their stacks show the collective in which they hang
+    collective_timeout_s: float = 3600.0
+
+    def __call__(self, rank: int, world: int, host: str, port: int) -> RankTrainer:
+        # imported in the rank's process only: megatron's CPU shims must not patch the driver
+        from megatron_bridge.trainer import MegatronTrainer
+
+        trainer = MegatronTrainer(
+            self.config,
+            rank=rank,
+            world_size=world,
+            master_addr=host,
+            master_port=port,
+            loss=self.loss,
+            timeout_s=self.collective_timeout_s,
+        )
+        trainer.load_weights(self.weights.resolve())
+        return trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherRecipe:
+    """Publish to running servers."""
+
+    urls: tuple[str, ...]
+    kind: Literal["embedded", "sglang"]
+    spec: QuantSpec | None
+    config: PublishConfig
+    fused: tuple[tuple[str, ...], ...]  # groups of tensors that one request must hold together, of the model's family
+    tp_size: int
+    timeout_s: float
+    directory: Path  # for PublishConfig.path "disk"
+    hf_config: dict[str, Any]
+    copy_from: Path
+    key: ServerKey | None = None
+
+    def __call__(self, send: bool) -> WeightPublisher:
+        if self.config.path == "disk":  # servers load the directory in one call, so tp_size and fused do not matter
+            return DiskPublisher(
+                self.urls,
+                directory=self.directory,
+                hf_config=self.hf_config,
+                copy_from=self.copy_from,
+                spec=self.spec,
+                config=self.config,
+                send=send,
+                timeout_s=self.timeout_s,
+                key=self.key,
+            )
+        return TensorPublisher(
+            self.urls,
+            kind=self.kind,
+            spec=self.spec,
+            config=self.config,
+            send=send,
+            fused=self.fused,
+            tp_size=self.tp_size,
+            timeout_s=self.timeout_s,
+            key=self.key,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWriter:
+    """A `WeightPublisher` that writes a Hugging Face directory, and the factory of copies of itself for ranks."""
+
+    out: Path
+    hf_config: dict[str, Any]
+    spec: QuantSpec | None
+    copy_from: Path
+    send: bool = False
+
+    def __call__(self, send: bool) -> CheckpointWriter:
+        return CheckpointWriter(
+            out=self.out.resolve(),
+            hf_config=self.hf_config,
+            spec=self.spec,
+            copy_from=self.copy_from.resolve(),
+            send=send,
+        )
+
+    def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:
+        """Every rank drains the stream; the sending rank encodes it and writes it."""
+        return publish_stream(weights, version=version, send=self._write if self.send else None)
+
+    def _write(self, stream: Iterator[NamedTensor]) -> Sent:
+        return Sent(write_hf(self.out, quantize_stream(stream, self.spec), self.hf_config, copy_from=self.copy_from))

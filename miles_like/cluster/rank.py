@@ -1,0 +1,76 @@
+"""One trainer rank: puts the parts of a batch together and calls its `RankTrainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from miles_like.protocols import RankTrainer, WeightPublisher
+from miles_like.types import MicroBatch, PublishReport, Scored, StepReport
+from routing_replay.align import ShardSpec
+from routing_replay.rank_routes import RankRoutes
+
+TrainerFactory = Callable[[int, int, str, int], RankTrainer]  # (rank, world, host, port)
+PublisherFactory = Callable[[bool], WeightPublisher]  # (does this rank send?)
+Place = tuple[int, ShardSpec]  # (DP shard of a rank, the part of the shard's routes that it needs)
+RowRoutes = Sequence[RankRoutes | None]  # [micro]
+
+
+def _with_routes(row: Sequence[MicroBatch], routes: RowRoutes) -> list[MicroBatch]:
+    return [replace(m, routing=r) for m, r in zip(row, routes, strict=True)]
+
+
+class Rank:
+    """One trainer rank, independent of the transport of the calls."""
+
+    publisher: WeightPublisher | None = None
+
+    def start(self, factory: TrainerFactory, rank: int, world: int, host: str, port: int) -> Place:
+        self.rank = rank
+        self.trainer = factory(rank, world, host, port)
+        return self.trainer.dp_rank, self.trainer.shard_spec
+
+    def fingerprint(self) -> str | None:
+        return self.trainer.fingerprint
+
+    def connect(self, factory: PublisherFactory) -> None:
+        self.publisher = factory(self.rank == 0)
+
+    def train(self, loss_tokens: Sequence[int], version: int, *rows: Any) -> StepReport:
+        """`rows`: for each optimizer step the shard of its batch, then the routes of that shard."""
+        whole = [_with_routes(row, routes) for row, routes in zip(rows[::2], rows[1::2], strict=True)]
+        return self.trainer.train(whole, loss_tokens, version)
+
+    def evaluate(self, row: Sequence[MicroBatch], routes: RowRoutes, loss_tokens: int) -> Mapping[str, float]:
+        return self.trainer.evaluate(_with_routes(row, routes), loss_tokens)
+
+    def score(self, row: Sequence[MicroBatch], routes: RowRoutes, temperature: float, replay: bool) -> Scored:
+        return self.trainer.score(_with_routes(row, routes), temperature=temperature, replay=replay)
+
+    def logprobs(self, row: Sequence[MicroBatch], weights: str | None, candidates: bool, reply: bool) -> list[Tensor]:
+        """reply: return the result; False for the other ranks of a shard, whose results are equal."""
+        found = self.trainer.logprobs(row, weights, candidates=candidates)
+        return [x.cpu() for x in found] if reply else []
+
+    def load_copy(self, name: str, path: Path) -> None:
+        self.trainer.load_copy(name, path)
+
+    def publish(self, version: int) -> PublishReport:
+        assert self.publisher is not None, "publish before connect"
+        return self.publisher.publish(self.trainer.export(), version=version)
+
+    def save(self, path: Path, asynchronous: bool) -> None:
+        self.trainer.save(path, asynchronous=asynchronous)
+
+    def finish_save(self, wait: bool) -> bool:
+        return self.trainer.finish_save(wait=wait)
+
+    def load(self, path: Path) -> None:
+        self.trainer.load(path)
+
+    def close(self) -> None:
+        self.trainer.close()

@@ -1,0 +1,119 @@
+"""Wait for Ray: time limits, stacks of processes that do not answer, one-sentence messages of failures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+_DEATH_IS_KNOWN_S = 10.0  # time limit for Ray to report a dead process; takes 1 s on an idle machine
+_SLICE_S = 5.0
+_STACKS_S = 60.0  # time limit for a task on each node to start and to see the stacks written
+
+
+def on_node(node: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
+async def timed_out(answers: Sequence[asyncio.Future[Any]], limit: float) -> bool:
+    """Wait until all calls have finished, one has failed, or `limit` seconds have passed; return whether the limit
+    passed.
+
+    Waits in slices, so that a driver which was suspended for an hour (by a batch system) loses one slice only.
+    """
+    waiting, left = set(answers), limit
+    while waiting and left > 0:
+        some = min(left, _SLICE_S)
+        done, waiting = await asyncio.wait(waiting, timeout=some, return_when=asyncio.FIRST_EXCEPTION)
+        if any(answer.exception() is not None for answer in done):
+            return False
+        left -= some
+    return bool(waiting)
+
+
+def ignore_exception(answer: asyncio.Future[Any]) -> None:
+    """Mark a call's exception as retrieved, so that asyncio does not log it: another error is reported in its place."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+def write_stacks(nodes: Sequence[str], pids: Sequence[int], logs: Sequence[Path]) -> dict[int, str]:
+    """Send SIGUSR1, which each process has registered with faulthandler, so that its log gets its threads' stacks.
+
+    nodes, pids, logs: one per process. Returns process number -> its state before, a letter of Linux's /proc ("T":
+    stopped by a signal; "?": gone), without the processes of nodes that do not answer.
+    """
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(_signal_for_stacks)
+    every = list(zip(range(len(pids)), pids, logs, strict=False))
+    refs = [
+        task.options(scheduling_strategy=on_node(node)).remote([one for one in every if nodes[one[0]] == node])
+        for node in sorted(set(nodes[: len(pids)]))
+    ]
+    out: dict[int, str] = {}
+    for ref in refs:
+        with contextlib.suppress(RayError):
+            states: dict[int, str] = ray.get(ref, timeout=_STACKS_S)
+            out |= states
+    return out
+
+
+def _signal_for_stacks(processes: Sequence[tuple[int, int, Path]]) -> dict[int, str]:
+    """Runs on the processes' node. Sends SIGCONT too, because a stopped process writes nothing."""
+    states, sizes = {}, {}
+    for i, pid, log in processes:
+        try:
+            states[i] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            states[i] = "?"  # no such process, or no Linux
+        with contextlib.suppress(OSError):
+            with log.open("a") as out:
+                out.write(f"the stacks of process {pid}, which does not answer or waits for one that does not:\n")
+            sizes[log] = log.stat().st_size
+            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGCONT)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(log.stat().st_size == size for log, size in sizes.items()):
+        time.sleep(0.05)
+    time.sleep(0.2)  # for stacks that are being written
+    return states
+
+
+def get_result(ref: ray.ObjectRef[Any], actor: str, timeout_s: float | None) -> Any:
+    """`ray.get`, whose errors are RuntimeErrors that name the actor."""
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except GetTimeoutError:
+        raise RuntimeError(
+            f"{actor} did not answer within {timeout_s:g} s: raise rollout.start_timeout_s, or see logs/ in the run "
+            "directory"
+        ) from None
+    except RayError as e:
+        raise RuntimeError(f"{actor}: {error_message(e)}") from None
+
+
+async def root_cause(error: RayError, answers: Sequence[asyncio.Future[Any]]) -> RayError:
+    """The death of a worker, if there was one, in place of another rank's error about the lost connection, which may
+    arrive first."""
+    if not (isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError)):
+        return error
+    done, _ = await asyncio.wait(answers, timeout=_DEATH_IS_KNOWN_S)
+    return next((e for a in done if isinstance(e := a.exception(), RayActorError)), error)
+
+
+def error_message(error: RayError) -> str:
+    """A remote failure as one sentence; the traceback is in the actor's log."""
+    if isinstance(error, RayTaskError):
+        known = isinstance(error.cause, ValueError | RuntimeError | OSError)
+        return str(error.cause) if known else repr(error.cause)
+    if isinstance(error, RayActorError):
+        return "a worker process died (killed, or out of memory): see logs/ in the run directory, then run again"
+    return str(error)

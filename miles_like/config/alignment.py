@@ -1,0 +1,66 @@
+"""Requirements of `alignment.deterministic` on the other sections, on CPU ranks and on GPUs. Torch-free.
+
+On CPU ranks with the embedded engine both sides compute the same bits. On GPUs it enables SGLang's and Megatron's
+deterministic settings: each side then repeats its own log-probabilities, and the two still differ by their kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_bridge.config import PrecisionConfig
+from miles_like.section import Section
+from quant.spec import QuantFormat
+from rollout.config import RolloutConfig
+
+# Set explicitly, so that the run's configuration shows it: SGLang's own default depends on the GPU that it detects. On
+# Blackwell triton serves all supported models, flashinfer only those without latent attention.
+_ATTENTION = {"hopper": "fa3", "blackwell": "triton"}
+
+
+class AlignmentConfig(Section):
+    """deterministic: the rollout's log-probabilities are the trainer's, bit for bit, on CPU ranks; on GPUs each side's
+    own deterministic settings (docs/alignment.md)."""
+
+    deterministic: bool = False
+
+
+def with_deterministic_servers(given: dict[str, Any]) -> dict[str, Any]:
+    """The raw sections, with the deterministic flags of the SGLang servers filled in where they are not given."""
+    alignment, rollout = given.get("alignment"), given.get("rollout")
+    if not isinstance(alignment, dict) or alignment.get("deterministic") is not True:
+        return given
+    if not isinstance(rollout, dict) or rollout.get("engine") != "sglang":
+        return given
+    flags = rollout.get("sglang", {})
+    if not isinstance(flags, dict):
+        return given
+    wanted = {"enable_deterministic_inference": True, "attention_backend": _ATTENTION.get(flags.get("gpu", "hopper"))}
+    return given | {"rollout": rollout | {"sglang": wanted | flags}}
+
+
+def check_sides(rollout: RolloutConfig, precision: PrecisionConfig, gpus_per_node: int) -> None:
+    """Raises ValueError, with the remedy, for settings that a deterministic run cannot have. Settings of the trainer
+    alone are checked by megatron_bridge.plan.deterministic."""
+    if rollout.engine == "sglang":
+        if not gpus_per_node:
+            refused = (
+                "stock SGLang has deterministic inference on GPUs only, cluster.gpus_per_node = 0: set "
+                "rollout.engine = 'embedded'"
+            )
+        elif not rollout.sglang.enable_deterministic_inference:
+            refused = "it needs rollout.sglang.enable_deterministic_inference, which is false: remove that key"
+        else:
+            return
+    elif gpus_per_node:
+        return
+    elif rollout.embedded.dtype == "float32":
+        refused = "the trainer computes in bfloat16, rollout.embedded.dtype = 'float32': remove that key"
+    elif precision.format is not QuantFormat.BF16 and not precision.qat:
+        refused = (
+            f"the rollout has {precision.format.value} weights and the trainer computes with unrounded ones: set "
+            "precision.qat = true or precision.format = 'bf16'"
+        )
+    else:
+        return
+    raise ValueError(f"alignment.deterministic = true: {refused}, or alignment.deterministic = false")

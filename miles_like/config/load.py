@@ -1,0 +1,283 @@
+"""Reads TOML with `extends`, and `--set section.key=value`, into one RunConfig, and writes it as TOML.
+
+A value or key that starts with `./` or `../` is a path relative to its file (from `--set`: to the working directory);
+any other string is unchanged, so hub names need no escaping. An unknown key is an error that names the nearest known
+one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import math
+import re
+import shutil
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from miles_like.config.run import RunConfig
+from miles_like.limits.regular_files import read_text
+
+M = TypeVar("M", bound=BaseModel)
+CONFIG_BYTES = 1 << 20  # largest TOML file that is read
+DEEPEST = 32  # levels of sections, or parts of a key
+LARGEST, LONGEST_S = 1e30, 1e9  # largest number; longest duration in seconds
+_LONG_KEY = re.compile(r"(?:[\w\"'-]+[ \t]*\.[ \t]*){32,}")  # DEEPEST
+_USER_OF_URL = re.compile(r"//[^/\s]*@")  # may hold a password
+_SIMILAR, _LISTED = 0.6, 3  # ratio of keys that differ by a typing error; keys that a message lists
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read `path`, the files that it extends, and the overrides into one validated RunConfig.
+
+    Raises ValueError with one line per problem: the problem, its key, and the nearest known key.
+    """
+    return checked(RunConfig, read_tree(path, overrides), str(path))
+
+
+def read_tree(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """`path`, if given, the files that it extends, and the overrides, not yet validated. Raises ValueError for a layer
+    that names another model than the inherited `model.make` makes."""
+    tree = {} if path is None else _read(path, seen=())
+    layer: dict[str, Any] = {}
+    for text in overrides:
+        _merge(layer, _spelt_out(parse_override(text)), keep_drops=True)
+    _check_model(tree, layer, "--set")
+    for text in overrides:
+        _merge(tree, _spelt_out(parse_override(text)))
+    return _without_drops(tree, RunConfig)
+
+
+def checked(model: type[M], tree: Mapping[str, Any], origin: str) -> M:
+    """Raises ValueError as `load_config`; `origin`: where the tree is from, for messages."""
+    try:
+        _check_numbers(tree)
+    except ValueError as e:
+        raise ValueError(f"{origin}: {e}") from None
+    try:
+        return model.model_validate(tree)
+    except ValidationError as e:
+        raise ValueError(f"{origin}: " + "; ".join(_problem(err) for err in e.errors())) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as TOML; reading it back gives an equal RunConfig."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def store_config(config: RunConfig, path: Path) -> None:
+    """Write the resolved configuration. Raises ValueError naming the file and the remedy where the disk is full."""
+    try:
+        path.write_text(dump_config(config), encoding="utf-8")
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise ValueError(
+            f"{path}: no space left ({free:,} bytes are free): free some, or give a --run-dir on a larger disk"
+        ) from None
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """`a.b=value` as a tree; the value is parsed as TOML, and if that fails it is a plain string."""
+    key, eq, value = text.partition("=")
+    if not eq or not key.strip():
+        raise ValueError(f"--set {text!r}: want section.key=value, for example --set train.steps=10")
+    try:
+        parsed: Any = parse_toml(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    except ValueError as e:
+        raise ValueError(f"--set {text[:80]!r}: {e}") from None
+    if isinstance(parsed, str):
+        parsed = _rooted(parsed, Path.cwd())
+    tree: dict[str, Any] = {}
+    node = tree
+    *parents, leaf = key.strip().split(".")
+    for name in parents:
+        node = node.setdefault(name, {})
+    node[leaf] = parsed
+    return tree
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """`tomllib.loads` for untrusted text. Raises ValueError for invalid TOML (TOMLDecodeError is one), and for keys and
+    values that are nested deeper than any configuration, on which tomllib takes minutes or raises RecursionError."""
+    if (found := _LONG_KEY.search(text)) is not None:
+        raise ValueError(f"a key of more than {DEEPEST} parts, {found[0][:40]!r}...")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("values are nested too deep") from None
+
+
+def _check_numbers(value: Any, where: tuple[str, ...] = ()) -> None:
+    """Raises ValueError for a whole number of more than 64 bits, a number above `LARGEST`, or a duration of more than
+    `LONGEST_S` seconds, which operating system timers do not support."""
+    if len(where) > DEEPEST:
+        raise ValueError(f"{'.'.join(where[:8])}...: values are nested more than {DEEPEST} deep")
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        _check_numbers(inner, (*where, str(key)))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    name = ".".join(where)
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{name}: want a whole number of at most 64 bits, this one has {value.bit_length()}")
+    if not math.isfinite(value):  # rejected by the sections, except where a key allows it
+        return
+    if abs(value) > LARGEST or (name.endswith("_s") and abs(value) > LONGEST_S):
+        most = LONGEST_S if name.endswith("_s") else LARGEST
+        raise ValueError(f"{name}: {value:g} is more than {most:g}, the largest value of a key")
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in seen:
+        raise ValueError(f"{path}: `extends` is circular: {' -> '.join(p.name for p in (*seen, path))}")
+    try:
+        tree = parse_toml(read_text(path, CONFIG_BYTES))
+    except FileNotFoundError:
+        raise ValueError(f"no configuration file {path}: give --config the path of a TOML file") from None
+    except ValueError as e:
+        raise ValueError(f"{path} cannot be read as TOML: {e}") from None
+    base = tree.pop("extends", None)
+    tree = _spelt_out({k: _rooted(v, path.parent) for k, v in tree.items()})
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ValueError(f"{path}: `extends` must name one file, not {base!r}")
+    merged = _read(path.parent / base, (*seen, path))
+    _check_model(merged, tree, str(path))
+    _merge(merged, tree)
+    return merged
+
+
+def _spelt_out(tree: dict[str, Any]) -> dict[str, Any]:
+    """`algorithm = "dapo"` is short for `algorithm.name = "dapo"` and keeps the section's other keys."""
+    name = tree.get("algorithm")
+    return tree | {"algorithm": {"name": name}} if isinstance(name, str) else tree
+
+
+def _rooted(value: Any, root: Path) -> Any:
+    if isinstance(value, dict):
+        return {_rooted(k, root): _rooted(v, root) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_rooted(v, root) for v in value]
+    if isinstance(value, str) and value.startswith(("./", "../")):
+        return str((root / value).resolve())
+    return value
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any], *, keep_drops: bool = False) -> None:
+    """Merge `new` into `into`, section by section. `false` for a section of `into` removes it; with `keep_drops` the
+    `false` replaces it."""
+    for key, value in new.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value, keep_drops=keep_drops)
+        elif value is False and isinstance(into.get(key), dict) and not keep_drops:
+            del into[key]
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _without_drops(tree: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """Without the sections that are `false` though no extended file had them."""
+    out = dict(tree)
+    for key, value in tree.items():
+        field = model.model_fields.get(key)
+        section = None if field is None else _section(field.annotation)
+        if section is None:
+            continue
+        of, named = section
+        if value is False:
+            del out[key]
+        elif isinstance(value, dict) and named:
+            entries = {name: one for name, one in value.items() if one is not False}
+            if of is not None:
+                entries = {n: _without_drops(one, of) if isinstance(one, dict) else one for n, one in entries.items()}
+            out[key] = entries
+        elif isinstance(value, dict) and of is not None:
+            out[key] = _without_drops(value, of)
+    return out
+
+
+def _section(annotation: Any) -> tuple[type[BaseModel] | None, bool] | None:
+    """(section model, whether the field is a table name -> section) of a field's type; None for a plain value."""
+    for option in (annotation, *(get_args(annotation) if get_origin(annotation) is not dict else ())):
+        if get_origin(option) is dict:
+            of = get_args(option)[1]
+            return (of if isinstance(of, type) and issubclass(of, BaseModel) else None), True
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option, False
+    return None
+
+
+def _check_model(inherited: Mapping[str, Any], layer: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError if `layer` sets model.path and inherits `model.make`, which would ignore the path. A layer that
+    also sets model.make.config gives the new model its name."""
+    before, own = inherited.get("model"), layer.get("model")
+    if not (isinstance(before, Mapping) and isinstance(own, Mapping) and isinstance(before.get("make"), Mapping)):
+        return
+    make = own.get("make", {})
+    if own.get("path", before.get("path")) == before.get("path") or make is False:
+        return
+    if not (isinstance(make, Mapping) and "config" in make):
+        raise ValueError(
+            f"{where}: model.path = {own['path']!r} does not belong to the inherited [model.make], which makes "
+            f"{before.get('path')!r} of {before['make'].get('config')}: set model.make = false to load model.path, or "
+            "set model.make.config too to make another model of that name"
+        )
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    where = ".".join(str(p) for p in error["loc"])
+    if error["type"] == "extra_forbidden":
+        near = _nearest([str(p) for p in error["loc"]])
+        ones = "one is" if len(near) == 1 else "ones are"
+        hint = ", ".join(map(repr, near)) or "'no key there'"
+        return f"unknown key {where!r}; the nearest known {ones} {hint}"
+    if error["type"] == "missing":
+        return f"{where} is missing: set it"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    got = _USER_OF_URL.sub("//...@", repr(error["input"]))
+    return f"{where}: {message} (got {got})" if where and not isinstance(error["input"], dict) else message
+
+
+def _nearest(loc: Sequence[str]) -> list[str]:
+    """Known keys that an unknown key may mean: a similar one in its section, keys with the same last component in other
+    sections, else the most similar one."""
+    *parents, key = loc
+    beside = _fields_at(RunConfig, parents)
+    close = [".".join([*parents, n]) for n in difflib.get_close_matches(key, beside, n=1, cutoff=_SIMILAR)]
+    elsewhere = sorted((k for k in _leaves(RunConfig) if k.rpartition(".")[2] == key), key=lambda k: k.count("."))
+    least = [".".join([*parents, n]) for n in difflib.get_close_matches(key, beside, n=1, cutoff=0.0)]
+    return [*elsewhere[: _LISTED - len(close)], *close] or least
+
+
+def _leaves(model: type[BaseModel], before: str = "") -> list[str]:
+    """Dotted names of all keys that are not sections; NAME stands for a user-defined section name."""
+    out = []
+    for name, field in model.model_fields.items():
+        of, named = _section(field.annotation) or (None, False)
+        if of is None:
+            out.append(f"{before}{name}")
+        else:
+            out += _leaves(of, f"{before}{name}.NAME." if named else f"{before}{name}.")
+    return out
+
+
+def _fields_at(model: type[BaseModel], parents: Sequence[str]) -> list[str]:
+    names = iter(parents)
+    for name in names:
+        annotation = model.model_fields[name].annotation
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+        if get_origin(annotation) is dict:
+            next(names, None)  # the user-defined section name
+    return list(model.model_fields)

@@ -1,0 +1,40 @@
+"""Settings for making a checkpoint instead of downloading one. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from miles_like.section import Section
+from quant.spec import QuantFormat, QuantSpec
+
+
+class MakeConfig(Section):
+    """Make the checkpoint: a random model of `config`, then a supervised warm-up by the trainer."""
+
+    config: str  # a Hugging Face config.json
+    tokenizer: str  # directory with tokenizer.json and tokenizer_config.json
+    # jsonl of problems, or several, which are concatenated; none of them in data.eval, and none in data.train if the
+    # model is to learn them by reward
+    corpus: str | Annotated[tuple[str, ...], Field(min_length=1)]
+    answer_key: str = "sloppy"  # column of the corpus that is trained on
+    validation: str  # jsonl of similar problems, which decide when the warm-up ends
+    seed: int = 0
+    lr: float = Field(3e-3, gt=0)
+    lr_warmup_steps: int = Field(50, ge=0)
+    batch: int = Field(128, ge=1)  # problems per step
+    max_steps: int = Field(1500, ge=0)
+    check_every: int = Field(50, ge=1)
+    format: QuantFormat = QuantFormat.FP8  # of the checkpoint; bf16: usable with every precision.format
+    target: float = Field(0.1, ge=0, le=1)  # mean probability of right answers on `validation` at which it ends
+    # of the warm-up's routers; None: 1e-3 if they have a selection bias, else 0
+    router_bias_update_rate: float | None = Field(None, ge=0)
+
+    @property
+    def corpora(self) -> tuple[str, ...]:
+        return (self.corpus,) if isinstance(self.corpus, str) else self.corpus
+
+    def spec(self) -> QuantSpec | None:
+        """The quantization of the checkpoint; None: BF16."""
+        return None if self.format is QuantFormat.BF16 else QuantSpec.of(self.format)

@@ -1,0 +1,57 @@
+"""Configurations of the trainer ranks and of the critic ranks, from a run's configuration. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_bridge.config import LoraConfig, PrecisionConfig, ReplayConfig, TrainerConfig
+from miles_like.config.run import RunConfig
+from quant.spec import QuantFormat
+
+
+def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
+    """Of each trainer rank; `hf_dir` holds the model's config.json."""
+    return TrainerConfig(
+        hf_config=str(hf_dir.resolve()),
+        parallel=run.parallel,
+        precision=run.precision,
+        optimizer=run.optimizer.over(run.train.optimizer_steps),
+        replay=run.replay,
+        kernels=run.kernels,
+        lora=run.lora,
+        seed=run.seed,
+        temperature=run.rollout.temperature,
+        router_bias_update_rate=run.train.router_bias_update_rate,
+        router_aux_loss=run.train.router_aux_loss,
+        recompute=run.train.recompute,
+        recompute_modules=run.train.recompute_modules,
+        mtp_coefficient=run.train.mtp_coefficient,
+        reference=run.algorithm.keeps_reference or run.distillation.reference,
+        reference_for_loss=run.algorithm.keeps_reference,
+        reference_every=run.algorithm.reference_every,
+        head="scalar" if run.algorithm.name == "reward_model" else "lm",
+        on_nonfinite=run.train.on_nonfinite,
+        deterministic=run.alignment.deterministic,
+    )
+
+
+def critic_config(run: RunConfig, trainer: TrainerConfig) -> TrainerConfig | None:
+    """Of each critic rank, beside a trainer rank with `trainer`; None: there is no critic.
+
+    The critic is not served, so all its weights are trained in BF16: no quantization, routing replay, adapters or draft
+    layers.
+    """
+    if not run.algorithm.has_critic:
+        return None
+    lr = trainer.optimizer.lr if run.critic.lr is None else run.critic.lr
+    own = {
+        "head": "scalar",
+        "optimizer": trainer.optimizer.model_copy(update={"lr": lr}),
+        "precision": PrecisionConfig(format=QuantFormat.BF16),
+        "replay": ReplayConfig(mode="off"),
+        "lora": LoraConfig(),
+        "reference": False,
+        "reference_every": 0,
+        "mtp_coefficient": 0.0,
+    }
+    return trainer.model_copy(update=own)

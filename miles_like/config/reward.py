@@ -1,0 +1,262 @@
+"""Reward settings: which rewards, their options, time limits and retries. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import regex
+from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
+
+from miles_like.config.choices import Choice, Choices, changed, keys
+from miles_like.section import Section
+from rollout.server_url import ServerUrl, on_loopback
+
+
+class ExactConfig(Section):
+    ignore_case: bool = False
+
+
+class MultipleChoiceConfig(Section):
+    choices: str = Field("ABCDEFGHIJ", pattern="^[A-Z]+$")  # capital letters that can be chosen
+
+
+class RegexConfig(Section):
+    pattern: str  # (?P<answer>...): the group's last match must equal the answer; without it: must match
+
+    @field_validator("pattern")
+    @classmethod
+    def it_is_a_pattern(cls, given: str) -> str:
+        return _pattern(given, "reward.regex.pattern")
+
+
+THINK = r"\A\s*<think>(?:(?!</?think>).)*</think>(?!.*</?think>)"
+ANSWER = r"\A(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)*</answer>\s*\Z"
+
+
+class FormatConfig(Section):
+    """Each pattern is a part of the reward; `.` also matches a newline."""
+
+    patterns: dict[str, str] = Field({"think": THINK, "answer": ANSWER}, min_length=1)
+
+    @field_validator("patterns")
+    @classmethod
+    def they_are_patterns(cls, given: dict[str, str]) -> dict[str, str]:
+        return {name: _pattern(p, f"reward.format.patterns.{name}") for name, p in given.items()}
+
+
+class LengthConfig(Section):
+    target: int = Field(ge=0)  # response tokens without a penalty
+    limit: int = Field(ge=1)  # response tokens with the full penalty; at most rollout.max_new_tokens
+    penalty: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def there_is_room_between(self) -> LengthConfig:
+        if self.limit <= self.target:
+            raise ValueError(f"reward.length.limit = {self.limit} is not above target = {self.target}: raise it")
+        return self
+
+
+class EndpointConfig(Section):
+    url: ServerUrl
+    key_file: str | None = None  # holds the bearer token, which must not stand in a configuration
+    key_over_http: bool = False  # allow sending the key unencrypted to another machine of a trusted network
+
+    @model_validator(mode="after")
+    def a_key_is_not_sent_in_the_open(self) -> EndpointConfig:
+        exposed = self.key_file is not None and self.url.startswith("http://") and not on_loopback(self.url)
+        if exposed and not self.key_over_http:
+            raise ValueError(
+                f"key_file with url = {self.url!r} would send the key unencrypted to another machine: use https://, or "
+                "set key_over_http = true if the network is trusted"
+            )
+        if self.key_over_http and not exposed:
+            raise ValueError("key_over_http does nothing without a key_file and an http:// url of another machine")
+        return self
+
+
+class RemoteConfig(EndpointConfig):
+    """`url` is the whole address of the POST request."""
+
+
+class RewardModelConfig(EndpointConfig):
+    """`url` is the server's, without a path."""
+
+    api: Literal["classify", "v1/classify"] = "classify"  # classify: raw outputs (SGLang); v1/classify: probabilities
+    model: str | None = None  # api "v1/classify": the name it is served under
+    send: Literal["text", "chat", "tokens"] = "text"  # plain text; with the chat template; token ids of the policy
+    tokenizer: str | None = None  # send "chat": a directory or hub name with the reward model's chat template
+    output: int | None = Field(None, ge=0)  # index among several outputs; None: the model has one
+
+    @model_validator(mode="after")
+    def every_key_does_something(self) -> RewardModelConfig:
+        REWARD_MODEL_CHOICES.check(self)
+        for choice in REWARD_MODEL_CHOICES.choices:
+            now = getattr(self, choice.key)
+            if missing := [key for key in choice.of(now) if getattr(self, key) is None]:
+                raise ValueError(
+                    f"reward.reward_model.{choice.key} = {now!r} needs reward.reward_model.{missing[0]}: set it"
+                )
+        return self
+
+
+REWARD_MODEL_CHOICES = Choices(
+    "reward.reward_model", Choice("send", {"chat": keys("tokenizer")}), Choice("api", {"v1/classify": keys("model")})
+)
+
+JUDGE = """Question:
+{prompt}
+
+Reference answer:
+{answer}
+
+Response:
+{response}
+
+Rate how well the response answers the question, from 0 (not at all) to 10 (fully right). End with a line "Score: N"."""
+_PLACES = regex.compile(r"\{(\w+)\}")
+
+
+class JudgeConfig(EndpointConfig):
+    """`url` is the server's, without a path."""
+
+    model: str = "default"  # served model name; SGLang accepts any
+    template: str = JUDGE  # of the user message; {prompt}, {answer} and {response} are filled in
+    system: str | None = None
+    pattern: str = r"(?i:score)\W*?:\W*?(-?\d+(?:\.\d+)?)"  # group 1 of its last match is the score
+    low: float = 0.0  # the score of reward 0; a lower one is invalid
+    high: float = 10.0  # the score of reward 1; a higher one is invalid
+    temperature: float = Field(0.0, ge=0)
+    max_tokens: int = Field(1024, ge=1)
+
+    @model_validator(mode="after")
+    def it_can_be_read(self) -> JudgeConfig:
+        if self.low >= self.high:
+            raise ValueError(f"reward.judge.low = {self.low} is not below high = {self.high}: swap them")
+        if "{response}" not in self.template:
+            raise ValueError("reward.judge.template has no {response}, so the judge would not see the response: add it")
+        if regex.compile(_pattern(self.pattern, "reward.judge.pattern")).groups < 1:
+            raise ValueError(
+                f"reward.judge.pattern = {self.pattern!r} has no group: put the score in parentheses, (\\d+)"
+            )
+        return self
+
+
+# name -> section with its options
+BUILT_IN: dict[str, type[Section] | None] = {
+    "exact_number": None,
+    "exact": ExactConfig,
+    "gsm8k": None,
+    "math_verify": None,
+    "multiple_choice": MultipleChoiceConfig,
+    "regex": RegexConfig,
+    "format": FormatConfig,
+    "length": LengthConfig,
+    "remote": RemoteConfig,
+    "reward_model": RewardModelConfig,
+    "judge": JudgeConfig,
+    "none": None,
+}
+COMPARE = ("exact_number", "exact", "gsm8k", "math_verify", "multiple_choice")  # always need the prompt's answer
+LOCAL_BUT_SLOW = ("math_verify", "regex", "format")  # may take unbounded time; not retried
+REMOTE = ("remote", "reward_model", "judge")
+DEFAULT = "exact_number"
+_PATIENCE = ("timeout_s", "retries", "retry_wait_s")
+
+
+class RewardConfig(Section):
+    name: str | None = None  # of BUILT_IN, or an import path; without parts exact_number
+    parts: dict[str, float] = Field({})  # name -> weight in the sum of several rewards; 0: only logged
+    style: Literal["own", "verl", "slime", "trl", "openrlhf"] | None = None  # of a function; None: inferred
+    unit: Literal["sample", "group", "batch"] | None = None  # of one call of a function; None: inferred
+    args: dict[str, JsonValue] = Field({})  # `args` of a function of style "slime"
+    timeout_s: float | None = Field(None, gt=0)  # per attempt; None: 10 s for LOCAL_BUT_SLOW, else 60 s
+    retries: int | None = Field(None, ge=0)  # per sample; None: 0 for LOCAL_BUT_SLOW, else 2
+    retry_wait_s: float | None = Field(None, ge=0)  # before the first retry, then doubled; None: 1 s
+    concurrency: int | None = Field(None, ge=1)  # concurrent calls of one reward; None: 64
+    exact: ExactConfig | None = None
+    multiple_choice: MultipleChoiceConfig | None = None
+    regex: RegexConfig | None = None
+    format: FormatConfig | None = None
+    length: LengthConfig | None = None
+    remote: RemoteConfig | None = None
+    reward_model: RewardModelConfig | None = None
+    judge: JudgeConfig | None = None
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """name -> weight of every reward."""
+        return dict(self.parts) if self.parts else {self.name or DEFAULT: 1.0}
+
+    def compares(self, name: str) -> bool:
+        """Whether the reward `name` with these options needs the prompt's answer. False for a user's function, which is
+        given "" if there is none."""
+        if name == "regex" and self.regex is not None:
+            return "answer" in regex.compile(self.regex.pattern).groupindex
+        if name == "judge" and self.judge is not None:
+            return "{answer}" in self.judge.template
+        return name in COMPARE
+
+    def named(self, name: str) -> RewardConfig:
+        """The configuration of the reward `name` alone, with the options, time limits and retries that it has here;
+        style, unit and args only if it is one of this configuration's rewards. Raises ValueError if its options are
+        missing."""
+        options = getattr(self, name) if BUILT_IN.get(name) is not None else None
+        keys = self._read_by(name) - (set() if name in self.weights else {"style", "unit", "args"})
+        given = {key: value for key in keys if (value := getattr(self, key)) not in (None, {})}
+        try:
+            return RewardConfig.model_validate(given | {"name": name} | ({} if options is None else {name: options}))
+        except ValidationError as e:
+            raise ValueError(
+                f"reward {name!r} needs options: give it to reward.parts with its [reward.{name}], with a weight of 0 "
+                f"if it is not to be trained on ({e.errors()[0]['msg']})"
+            ) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def options_have_defaults(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        given = {k: v for k, v in given.items() if not (k == "name" and v == "")}  # --set reward.name= for parts
+        parts = given.get("parts")
+        names = list(parts) if isinstance(parts, dict) and parts else [given.get("name") or DEFAULT]
+        if not parts and "name" not in given:
+            given["name"] = DEFAULT
+        for name in names:
+            if isinstance(name, str) and BUILT_IN.get(name) is not None:
+                given.setdefault(name, {})
+        return given
+
+    @model_validator(mode="after")
+    def every_key_does_something(self) -> RewardConfig:
+        if self.parts and self.name is not None:
+            raise ValueError(
+                f"reward.name = {self.name!r} and reward.parts: give one; {self.name!r} can be one of the parts "
+                '(reward.name = "" removes an inherited name)'
+            )
+        if "none" in self.parts:
+            raise ValueError("reward.parts has 'none', which adds 0 to every sum: remove it")
+        names = ", ".join(self.weights)
+        read = {"name", "parts", *self.weights}.union(*(self._read_by(name) for name in self.weights))
+        for key, _ in changed(self):
+            if key not in read:
+                remedy = f"remove it, or name {key!r}" if key in BUILT_IN else "remove it"
+                raise ValueError(f"reward.{key} does nothing with reward {names}: {remedy}")
+        return self
+
+    def _read_by(self, name: str) -> set[str]:
+        """Keys that the reward `name` reads, beside its options."""
+        if name in LOCAL_BUT_SLOW:
+            return set(_PATIENCE)
+        if name in REMOTE:
+            return {"concurrency", *_PATIENCE}
+        if ":" not in name:
+            return set()
+        return {"style", "unit", "concurrency", *_PATIENCE} | ({"args"} if self.style in (None, "slime") else set())
+
+
+def _pattern(given: str, where: str) -> str:
+    try:
+        regex.compile(given)
+    except regex.error as e:
+        raise ValueError(f"{where} = {given!r} is not a regular expression: {e}") from e
+    return given

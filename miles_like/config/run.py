@@ -1,0 +1,409 @@
+"""One run's whole configuration: the sections, and the checks that span sections. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from megatron_bridge.config import (
+    KernelsConfig,
+    LoraConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    ReplayConfig,
+)
+from miles_like.config.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.alignment import AlignmentConfig, check_sides, with_deterministic_servers
+from miles_like.config.choices import Choice, Choices, keys
+from miles_like.config.distillation import DistillationConfig
+from miles_like.config.eval import EvalConfig, EvalSet, SetConfig, check_measured
+from miles_like.config.loop import BufferConfig, CheckpointConfig
+from miles_like.config.make import MakeConfig
+from miles_like.config.reward import RewardConfig
+from miles_like.config.supervised import PAIRS, SUPERVISED, SupervisedConfig, check_keys, check_unused, without_replay
+from miles_like.section import Section
+from rollout.config import PublishConfig, RolloutConfig
+from rollout.prompts.config import DataConfig
+
+
+class ModelConfig(Section):
+    path: str  # hub name, local directory, or, with `make`, a name for the model that is made
+    revision: str | None = None  # of a hub name; a commit hash pins it
+    config: str | None = None  # a config.json for planning before the model is fetched
+    make: MakeConfig | None = None
+
+    @model_validator(mode="after")
+    def one_model_is_named(self) -> ModelConfig:
+        """With `make`, keys of a model that is loaded would be ignored."""
+        is_loaded = "/" in self.path or Path(self.path).is_dir()
+        loads = {"path": self.path if is_loaded else None, "revision": self.revision, "config": self.config}
+        for key, value in loads.items():
+            if self.make is not None and value is not None:
+                raise ValueError(
+                    f"model.{key} = {value!r} is of a model that is loaded, and [model.make] makes one of "
+                    f"{self.make.config}: remove [model.make] (model.make = false drops an inherited one), or "
+                    + (
+                        "give model.path a name that is no directory and has no '/'"
+                        if key == "path"
+                        else f"remove model.{key}"
+                    )
+                )
+        return self
+
+
+class TrainLoopConfig(RecomputeConfig):
+    steps: int = Field(100, ge=0)  # rollouts; weights are published after each
+    groups_per_step: int = Field(64, ge=1)  # of one rollout
+    steps_per_rollout: int = Field(1, ge=1)  # optimizer steps, each on an equal share of the groups
+    samples_per_group: int = Field(8, ge=1)
+    max_tokens_per_rank: int = Field(8192, ge=1)  # packed tokens of a micro-batch per rank
+    router_bias_update_rate: float = Field(0.0, ge=0)
+    router_aux_loss: float = Field(0.0, ge=0)  # coefficient of the load-balancing loss over a micro-batch
+    balance: Literal["tokens", "flops"] = "tokens"  # balanced over DP shards and micro-batches
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient norm is nan or infinite
+    mtp_coefficient: float = Field(0.0, ge=0)  # of the multi-token prediction loss; 0: not trained
+
+    @model_validator(mode="after")
+    def mini_batches_are_equal(self) -> TrainLoopConfig:
+        if self.groups_per_step % self.steps_per_rollout:
+            raise ValueError(
+                f"train.steps_per_rollout = {self.steps_per_rollout} does not divide train.groups_per_step = "
+                f"{self.groups_per_step}: a mini-batch has whole groups; change one of them"
+            )
+        return self
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run."""
+        return self.steps * self.steps_per_rollout
+
+
+class MismatchConfig(Section):
+    """Bounds on the mismatch of trainer and rollout log-probabilities (docs/alignment.md); None: no bound."""
+
+    kl_max: float | None = Field(None, ge=0)  # of mismatch/kl; if None, `verify` uses its own bound
+    logprob_abs_diff_max: float | None = Field(None, ge=0)  # of mismatch/logprob_abs_diff_max
+    extreme_frac_max: float | None = Field(None, ge=0, le=1)  # of mismatch/extreme_frac
+    on_breach: Literal["warn", "down_weight", "stop"] = "warn"  # in a step
+    # with replay.mode = "r3": least share of the recorded experts that the trainer's routers also choose, over all
+    # layers and in each; None: a bound derived from the precision; 0: no check. A breach ends the run before the step
+    expert_agreement_min: float | None = Field(None, ge=0, le=1)
+    layer_agreement_min: float | None = Field(None, ge=0, le=1)
+    check_prompts: int = Field(8, ge=0)  # compared on both sides before the first step of a process; 0: no comparison
+    check_every: int = Field(50, ge=0)  # steps between further comparisons; 0: only before the first step
+    # steps between comparisons of the servers' checksums with those of the last publication; 0: no comparison
+    checksums_every: int = Field(10, ge=0)
+
+    @property
+    def bounds(self) -> dict[str, float | None]:
+        return self.model_dump(include={"kl_max", "logprob_abs_diff_max", "extreme_frac_max"})
+
+    @model_validator(mode="after")
+    def there_is_something_to_break(self) -> MismatchConfig:
+        if self.on_breach != "warn" and all(bound is None for bound in self.bounds.values()):
+            raise ValueError(
+                f"mismatch.on_breach = {self.on_breach!r} does nothing without a bound: set mismatch.kl_max, "
+                "mismatch.logprob_abs_diff_max or mismatch.extreme_frac_max, or remove it"
+            )
+        return self
+
+
+class CriticConfig(Section):
+    """The value model of algorithm.advantage = "ppo"."""
+
+    lr: float | None = Field(None, gt=0)  # None: optimizer.lr
+
+
+CRITIC_CHOICES = Choices("critic", Choice("algorithm.advantage", {"ppo": keys("lr")}))
+
+
+class ConvertConfig(Section):
+    """Conversion of the checkpoint to Megatron shards."""
+
+    fuse: bool = False  # dequantize during conversion, without a BF16 directory
+    memory_limit_gib: float = Field(4.0, gt=0)  # resident memory of all processes on one node
+    workers: int = Field(1, ge=1)  # processes on each node
+
+
+class ClusterConfig(Section):
+    """Resources of the Ray cluster."""
+
+    nodes: int = Field(1, ge=1)
+    gpus_per_node: int = Field(0, ge=0)  # 0: CPU ranks
+    # limit of a call to trainer or critic ranks, or ten times the longest such call so far; then the run ends
+    timeout_s: float = Field(1800.0, gt=0)
+    peak_tflops: float | None = Field(None, gt=0)  # of one rank's device in the training dtype; reported as perf/mfu
+    colocate: bool = True  # trainer and rollout share GPUs; neither releases memory for the other
+    stage_dir: str | None = None  # node-local directory; None: inside the run directory
+
+
+class RunConfig(Section):
+    """The resolved configuration of one run."""
+
+    seed: int = 0
+    cache_dir: str | None = None  # of stage outputs before training; None: `cache` beside the run directory
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    replay: ReplayConfig = ReplayConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    lora: LoraConfig = LoraConfig()
+    train: TrainLoopConfig = TrainLoopConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    critic: CriticConfig = CriticConfig()
+    distillation: DistillationConfig = DistillationConfig()
+    supervised: SupervisedConfig = SupervisedConfig()
+    mismatch: MismatchConfig = MismatchConfig()
+    reward: RewardConfig = RewardConfig()
+    buffer: BufferConfig = BufferConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    publish: PublishConfig = PublishConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    convert: ConvertConfig = ConvertConfig()
+    alignment: AlignmentConfig = AlignmentConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def max_pack_tokens(self) -> int:
+        """Tokens of a whole micro-batch, which is split over the context-parallel ranks."""
+        return self.train.max_tokens_per_rank * self.parallel.cp
+
+    @property
+    def eval_sets(self) -> tuple[EvalSet, ...]:
+        """All evaluation sets, data.eval's first."""
+        return self.eval.all_sets(self.data.eval)
+
+    @model_validator(mode="after")
+    def something_says_what_is_learnt(self) -> RunConfig:
+        if self.reward.name == "none" and not (self.distillation.on or self.rollout.has_episode_runner):
+            raise ValueError(
+                "reward.name = 'none' is 0 for every response, so there is nothing to learn from: name another "
+                "reward, or set distillation.mode, rollout.environment or rollout.generate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def eval_sets_make_sense(self) -> RunConfig:
+        sets, played = self.eval_sets, self.rollout.has_episode_runner
+        check_measured(sets, self.reward.name, played=played)
+        self.data.check_run(has_eval_set=bool(sets), has_reward=played or self.reward.name != "none")
+        return self
+
+    @property
+    def servers(self) -> RolloutConfig | None:
+        """None: supervised training, without a rollout."""
+        return None if self.algorithm.name in SUPERVISED else self.rollout
+
+    @model_validator(mode="after")
+    def a_run_without_rollout_has_no_keys_of_one(self) -> RunConfig:
+        name, pairs = self.algorithm.name, self.algorithm.name in PAIRS
+        check_keys(name, self.supervised)
+        if self.servers is not None:
+            return self
+        if self.data.train is None:
+            raise ValueError(f"[data.sources] does nothing with algorithm.name = {name!r}: give one file, data.train")
+        data = {"train", "eval", "prompt_key", "template", "instruction", "max_prompt_tokens"}
+        train = set(TrainLoopConfig.model_fields) - {"samples_per_group", "steps_per_rollout"}
+        sections: dict[str, tuple[BaseModel, BaseModel, set[str]]] = {
+            "replay": (self.replay, ReplayConfig(mode="off"), set()),
+            "train": (self.train, TrainLoopConfig(), train - {"mtp_coefficient"} if pairs else train),
+            "data": (self.data, DataConfig(train=self.data.train), data if pairs else data | {"answer_key"}),
+            "eval": (self.eval, EvalConfig(), {"every", "max_prompts", "sets"}),
+            "cluster": (self.cluster, ClusterConfig(), set(ClusterConfig.model_fields) - {"colocate"}),
+        }
+        for n, one in self.eval.sets.items():
+            sections[f"eval.sets.{n}"] = (one, SetConfig(path=one.path), {"path", "max_prompts"})
+        unused = ("correction", "distillation", "mismatch", "reward", "buffer", "rollout", "publish", "alignment")
+        check_unused(name, sections | {s: (getattr(self, s), type(getattr(self, s))(), set()) for s in unused})
+        return self
+
+    @model_validator(mode="after")
+    def ranks_fit_the_cluster(self) -> RunConfig:
+        c, world = self.cluster, self.parallel.world_size
+        gpus = c.nodes * c.gpus_per_node
+        if c.gpus_per_node and world > gpus:
+            raise ValueError(
+                f"parallel needs {world} ranks, cluster has {c.nodes} nodes x {c.gpus_per_node} GPUs = {gpus}: "
+                "lower parallel.dp or raise cluster.nodes"
+            )
+        if self.servers is None:
+            return self
+        engine_gpus = self.rollout.servers * self.rollout.sglang.tp_size
+        if c.gpus_per_node and self.rollout.engine == "sglang":
+            free = gpus if c.colocate else gpus - world
+            if engine_gpus > free:
+                raise ValueError(
+                    f"rollout needs {self.rollout.servers} servers x {self.rollout.sglang.tp_size} GPUs = "
+                    f"{engine_gpus}, {free} are free for it: lower rollout.servers or raise cluster.nodes"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def samples_fit_a_pack(self) -> RunConfig:
+        """The longest sample has data.max_prompt_tokens and the longest answer; both limits are enforced. Supervised
+        examples are checked against the size of a pack when they are read."""
+        if self.servers is None:
+            return self
+        prompt, new = self.data.max_prompt_tokens, self.rollout.longest_answer
+        key = "max_episode_tokens" if self.rollout.max_episode_tokens else "max_new_tokens"
+        longest = prompt + new - 1  # a sample's last token is a label only
+        if longest > self.max_pack_tokens:
+            raise ValueError(
+                f"data.max_prompt_tokens = {prompt} and rollout.{key} = {new} allow samples of {longest} "
+                f"input tokens, a micro-batch holds {self.max_pack_tokens} (train.max_tokens_per_rank * parallel.cp): "
+                f"raise train.max_tokens_per_rank, or lower rollout.{key} or data.max_prompt_tokens"
+            )
+        held = self.rollout.embedded.context_length
+        if self.rollout.max_episode_tokens and self.rollout.engine == "embedded" and prompt + new > held:
+            raise ValueError(
+                f"data.max_prompt_tokens = {prompt} and rollout.max_episode_tokens = {new} allow episodes of "
+                f"{prompt + new} tokens, rollout.embedded.context_length = {held}: raise it, or lower one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def buffer_makes_sense(self) -> RunConfig:
+        self.buffer.check(deterministic=self.alignment.deterministic)
+        return self
+
+    @model_validator(mode="after")
+    def the_best_can_be_found(self) -> RunConfig:
+        self.checkpoint.check(sets=[s.name for s in self.eval_sets], eval_every=self.eval.every)
+        return self
+
+    @property
+    def in_lockstep(self) -> bool:
+        return self.buffer.in_lockstep(deterministic=self.alignment.deterministic)
+
+    @property
+    def in_flight_at_publication(self) -> bool:
+        """Whether samples are in flight at a publication, so that their tokens have several weight versions."""
+        return self.buffer.overlaps(deterministic=self.alignment.deterministic)
+
+    @property
+    def groups_end_by_themselves(self) -> bool:
+        """Whether groups are used as they end, and not only with the others of their round."""
+        return self.in_flight_at_publication or (bool(self.buffer.over_sampling) and not self.in_lockstep)
+
+    @property
+    def routes_belong_to_their_log_probs(self) -> bool:
+        """Whether routes and log-probs have the same weight version: the embedded engine keeps a retracted request's
+        routes, a stock server recomputes them."""
+        retracts = self.in_flight_at_publication and self.publish.pause_mode == "retract"
+        return self.rollout.engine == "embedded" or not retracts
+
+    @model_validator(mode="after")
+    def what_is_replayed_belongs_to_its_log_probs(self) -> RunConfig:
+        if self.replay.mode == "r3" and not self.routes_belong_to_their_log_probs:
+            raise ValueError(
+                f"buffer.max_staleness = {self.buffer.max_staleness} and publish.pause_mode = 'retract': a stock "
+                "server recomputes the routes of retracted requests under the new weights, which do not belong to the "
+                "old log-probs: set publish.pause_mode = 'in_place' or 'abort', or buffer.max_staleness = 0 (or "
+                "replay.mode = 'off')"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def replayed_routes_are_there_to_be_bounded(self) -> RunConfig:
+        given = {k: v for k in ("expert_agreement_min", "layer_agreement_min") if (v := getattr(self.mismatch, k))}
+        if given and self.replay.mode != "r3":
+            key, value = next(iter(given.items()))
+            raise ValueError(
+                f"mismatch.{key} = {value:g} does nothing with replay.mode = {self.replay.mode!r}, which replays no "
+                "route of the rollout: remove it, or set replay.mode = 'r3'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def gates_are_returned_where_they_are_replayed(self) -> RunConfig:
+        wanted = self.replay.gates and self.replay.mode == "r3"
+        if wanted and self.rollout.engine == "sglang":
+            raise ValueError(
+                "replay.gates = true with replay.mode = 'r3', but a stock SGLang server returns no gate weights: set "
+                "rollout.engine = 'embedded', replay.mode = 'r2' or replay.gates = false"
+            )
+        if wanted != self.rollout.embedded.return_gates:
+            use = "needs" if wanted else "does not need"
+            raise ValueError(
+                f"replay.mode = {self.replay.mode!r} with replay.gates = {str(self.replay.gates).lower()} {use} what "
+                f"rollout.embedded.return_gates asks for: set it to {str(wanted).lower()}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def teachers_and_student_are_comparable(self) -> RunConfig:
+        self.distillation.check_run(
+            temperature=self.rollout.temperature,
+            algorithm=self.algorithm,
+            corrected=self.correction.kind != "off",
+            embedded=self.rollout.engine == "embedded",
+        )
+        return self
+
+    @model_validator(mode="after")
+    def algorithm_fits_the_run(self) -> RunConfig:
+        self.algorithm.check_run(
+            longest_answer=self.rollout.longest_answer,
+            group=None if self.distillation.mode == "alone" else self.train.samples_per_group,
+            taught=self.distillation.reference,
+            correction=self.correction.kind,
+            on_breach=self.mismatch.on_breach,
+        )
+        return self
+
+    @model_validator(mode="after")
+    def there_is_a_critic_to_configure(self) -> RunConfig:
+        CRITIC_CHOICES.check(self.critic, {"algorithm.advantage": self.algorithm.advantage})
+        if self.critic.lr is not None and self.critic.lr < self.optimizer.min_lr:
+            raise ValueError(
+                f"critic.lr = {self.critic.lr} is below optimizer.min_lr = {self.optimizer.min_lr}, where its schedule "
+                "starts and ends too: raise it, or lower optimizer.min_lr"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def schedule_fits_the_run(self) -> RunConfig:
+        self.optimizer.over(self.train.optimizer_steps)
+        return self
+
+    @property
+    def bit_exact(self) -> bool:
+        """Whether trainer and rollout compute the same bits; otherwise each only repeats its own."""
+        on_cpus = self.rollout.engine == "embedded" and not self.cluster.gpus_per_node
+        return self.alignment.deterministic and on_cpus
+
+    @property
+    def one_side_rounds(self) -> bool:
+        """Whether one side rounds more than weights: FP8 products in the trainer, or a quantized KV cache."""
+        cache = self.rollout.sglang.kv_cache_dtype if self.rollout.engine == "sglang" else "auto"
+        return self.kernels.fp8 != "none" or cache not in ("auto", "bf16", "bfloat16")
+
+    @property
+    def exact_steps(self) -> bool:
+        """Whether, in addition to `bit_exact`, every step's samples are of the current weights."""
+        return self.bit_exact and not self.buffer.slack
+
+    @property
+    def exact_parts(self) -> tuple[int, int] | None:
+        """Tensor- and expert-tensor-parallel sizes whose sums the embedded engine reproduces; None: not exact."""
+        embedded = self.rollout.engine == "embedded"
+        return (self.parallel.tp, self.parallel.etp) if self.alignment.deterministic and embedded else None
+
+    @model_validator(mode="before")
+    @classmethod
+    def servers_are_deterministic_too(cls, given: Any) -> Any:
+        return without_replay(with_deterministic_servers(given)) if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def both_sides_can_be_deterministic(self) -> RunConfig:
+        if self.alignment.deterministic:
+            check_sides(self.rollout, self.precision, self.cluster.gpus_per_node)
+        return self

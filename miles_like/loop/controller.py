@@ -1,0 +1,93 @@
+"""The training loop, on one page.
+
+`Feed` samples and scores groups in the background. Each step takes the oldest groups, trains on them and publishes the
+new weights; only then are further prompts admitted. With buffer.max_staleness = 0 the next prompts wait for the new
+weights, and the loop is synchronous.
+
+At the boundary of two steps the state of every object is known without asking a server: that is what a checkpoint
+holds. A stop request that comes while the loop waits for samples saves the last boundary, since the trainer has not
+moved; one that comes within a step lets the step end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from miles_like.batch.packer import Packer
+from miles_like.experience.experience import Experience
+from miles_like.loop.evaluation import Evaluator
+from miles_like.loop.feed import Feed
+from miles_like.loop.recorder import Recorder, StepRecord
+from miles_like.loop.saver import Saver
+from miles_like.protocols import Trainer
+from miles_like.types import PublishReport, SampleGroup
+
+
+class ServerChecks(Protocol):
+    """Holds the servers to the trainer. Both methods raise RuntimeError, which ends the run."""
+
+    async def before_training(self, step: int) -> None: ...
+    async def published(self, step: int, report: PublishReport) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Controller:
+    """One run. Override `step` for another data flow: docs/examples/two_passes.py."""
+
+    feed: Feed
+    experience: Experience
+    packer: Packer
+    trainer: Trainer
+    checks: ServerChecks
+    recorder: Recorder
+    evaluator: Evaluator
+    saver: Saver
+
+    async def run(self, *, first: int, steps: int, resumed: bool = False) -> None:
+        """Runs steps first .. steps - 1, fewer where the prompts end; step s trains on weight version s and publishes
+        version s + 1. Raises Stopped on a stop request, once the state is saved."""
+        if not resumed:
+            self.recorder.write_first(first, await self.evaluator.figures(first))
+        self.saver.begin(first)
+        async with self.feed.sampling():
+            for step in range(first, steps):
+                record = self.recorder.begin(step)
+                taken = await self.feed.take(step)
+                if taken is None:
+                    break
+                await self.step(record, self.recorder.sampled(record, taken))
+                await self.after(record, last=step + 1 == steps)
+        done = await self.saver.end(steps)
+        if done < steps:  # the prompts have ended: what is left is discarded, and the last weights are evaluated
+            await self.feed.discard_rest()
+            self.recorder.write_end(done, await self.evaluator.figures(done))
+            await self.saver.flush()
+
+    async def step(self, record: StepRecord, groups: Sequence[SampleGroup]) -> None:
+        """Trains on `groups` and publishes the new weights."""
+        with record.timed("checks"):
+            await self.checks.before_training(record.step)
+        with record.timed("experience"):
+            scored = await self.experience.score(groups)  # by the reference, the critic and the teachers
+            advantages = self.experience.advantages(record.step, scored)
+        with record.timed("train"):
+            report = await self.trainer.train(self.packer.steps(scored, advantages))
+            record.trained(report, await self.experience.learn(scored))
+        self.recorder.check(record)
+        await self.feed.settle()
+        with record.timed("publish"):
+            record.published = await self.trainer.publish(version=record.step + 1)
+        with record.timed("checks"):
+            await self.checks.published(record.step + 1, record.published)
+
+    async def after(self, record: StepRecord, *, last: bool) -> None:
+        """Evaluates, records and saves; then admits prompts for the weights just published."""
+        done = record.step + 1
+        row = self.recorder.row(record, dropped=self.feed.dropped)
+        if self.evaluator.due(done, last=last):
+            row |= await self.evaluator.figures(done)
+        self.recorder.write_step(record, row)
+        await self.saver.boundary(done, last=last)
+        self.feed.published(done)

@@ -1,0 +1,169 @@
+"""Evaluation: answers of the rollout servers to held-out prompts, and their scores. docs/evaluation.md defines the
+figures.
+
+A set is answered greedily (one answer a prompt), sampled (`k` answers a prompt), or both; sets one after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from miles_like.config.eval import EvalSet
+from miles_like.protocols import RewardFn, RolloutEngine
+from miles_like.report.metrics import eval_metrics
+from miles_like.report.progress import PhaseBar
+from miles_like.types import Prompt, SampleGroup, SamplingParams
+from rollout.episodes.groups import run_groups
+from rollout.episodes.pool import EnginePool
+from rollout.prompts.config import DataConfig
+from rollout.prompts.mix import PromptSource
+from rollout.prompts.source import Tokenizer
+from rollout.seeds import seed_of
+
+
+class Examined(RolloutEngine, Protocol):
+    async def flush_cache(self) -> None:
+        """Drops all cached keys and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """A held-out set with its prompts."""
+
+    config: EvalSet
+    prompts: Sequence[Prompt]
+    reward: RewardFn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """Answers to a set, in the order of its prompts."""
+
+    config: EvalSet
+    greedy: Sequence[SampleGroup]  # of one answer each; empty without greedy answers
+    sampled: Sequence[SampleGroup]  # of config.sampled answers each
+
+    def figures(self) -> dict[str, float]:
+        """`eval/{set}/...`"""
+        c, out = self.config, dict[str, float]()
+        avg_1 = f"eval/{c.name}/avg@1"  # of greedy answers, where these are all there are
+        greedy = "greedy" if self.sampled else "avg@1"
+        for groups, k, alone in ((self.greedy, 1, greedy), (self.sampled, c.sampled, "sampled")):
+            found = eval_metrics(groups, name=c.name, k=k) if groups else {}
+            out |= {f"eval/{c.name}/{alone}" if key == avg_1 else key: value for key, value in found.items()}
+        asked = len(self.greedy) + c.sampled * len(self.sampled)
+        scored = sum(s.reward is not None for g in (*self.greedy, *self.sampled) for s in g.samples)
+        return out | {f"eval/{c.name}/unscored_frac": 1 - scored / asked}
+
+
+def held_out(
+    sets: Sequence[EvalSet], data: DataConfig, tokenizer: Tokenizer, reward: Callable[[str | None], RewardFn]
+) -> list[HeldOut]:
+    """Reads the sets. reward: of a name; None is the run's. Raises ValueError naming file and row, or the reward."""
+    out = []
+    for s in sets:
+        worth = reward(s.reward)
+        prompts = PromptSource(data, tokenizer, s.path, compared_by=worth.compares).all()[: s.max_prompts]
+        out.append(HeldOut(config=s, prompts=prompts, reward=worth))
+    return out
+
+
+def _as_they_are(engine: RolloutEngine) -> RolloutEngine:
+    return engine
+
+
+async def answers(
+    engines: Sequence[Examined],
+    held: HeldOut,
+    *,
+    params: SamplingParams,
+    version: int,
+    alone: bool,
+    play: Callable[[RolloutEngine], RolloutEngine] = _as_they_are,
+) -> Answers:
+    """Samples from the whole distribution at the set's temperature, and greedily.
+
+    params: temperature and length of a set that does not set them. alone: no other request is in flight, and the
+    engines drop their prefix caches afterwards: which prefixes are cached changes last bits of the next rollout, so a
+    resumed run and one that never stopped must start from the same cache. play: the episode runner of the run, so that
+    a model is evaluated in the episodes that it is trained in. Raises RuntimeError for an answer with a token of
+    another weight version than `version`.
+    """
+    c, engine = held.config, play(EnginePool(engines))
+    asked = dataclasses.replace(
+        params,
+        temperature=params.temperature if c.temperature is None else c.temperature,
+        max_new_tokens=params.max_new_tokens if c.max_new_tokens is None else c.max_new_tokens,
+        top_p=1.0,
+        top_k=-1,
+    )
+
+    async def ask(n: int, params: SamplingParams) -> list[SampleGroup]:
+        groups = await run_groups(engine, held.prompts, held.reward, n=n, params=params) if n else []
+        _check_versions(groups, version, c.name)
+        return groups
+
+    greedy = await ask(int(c.greedy), dataclasses.replace(asked, temperature=0.0))
+    sampled = await ask(c.sampled, asked)
+    if alone:
+        for e in engines:
+            await e.flush_cache()
+    return Answers(config=c, greedy=greedy, sampled=sampled)
+
+
+async def evaluate(
+    engines: Sequence[Examined],
+    sets: Sequence[HeldOut],
+    *,
+    params: SamplingParams,
+    version: int,
+    alone: bool,
+    play: Callable[[RolloutEngine], RolloutEngine] = _as_they_are,
+) -> dict[str, float]:
+    """`eval/{set}/...` of all sets at a weight version; as `answers`. Nothing for no sets."""
+    out = dict[str, float]()
+    for held in sets:
+        found = await answers(engines, held, params=params, version=version, alone=alone, play=play)
+        out |= found.figures()
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Evaluates published weights on the held-out sets of a run, which `engines` answer.
+
+    every: steps between two evaluations; 0: only before the first and after the last step. seed: of the run. alone,
+    play: as in `answers`.
+    """
+
+    engines: Sequence[Examined]
+    sets: Sequence[HeldOut]
+    params: SamplingParams
+    seed: int
+    alone: bool
+    every: int
+    progress: PhaseBar
+    play: Callable[[RolloutEngine], RolloutEngine] = _as_they_are
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether weights are evaluated after `step` steps."""
+        return last or bool(self.every and step % self.every == 0)
+
+    async def figures(self, version: int) -> dict[str, float]:
+        """`eval/{set}/...` of the weights on the servers, which must be `version`. Raises as `answers`."""
+        self.progress.phase(version, "evaluate")
+        params = dataclasses.replace(self.params, sampling_seed=seed_of(self.seed, f"eval {version}"))
+        return await evaluate(self.engines, self.sets, params=params, version=version, alone=self.alone, play=self.play)
+
+
+def _check_versions(groups: Sequence[SampleGroup], version: int, name: str) -> None:
+    for s in (s for g in groups for s in g.samples):
+        others = sorted({v.version for v in s.versions} - {version})
+        if others:
+            raise RuntimeError(
+                f"eval set {name!r} was to be answered by weight version {version}, but {s.name} has tokens of version "
+                f"{', '.join(map(str, others))}: something else publishes weights to the servers"
+            )

@@ -1,0 +1,86 @@
+"""Sampled groups for training: a background task fills the buffer, each step takes the oldest groups."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from miles_like.loop.buffer import DataBuffer, Taken
+from miles_like.loop.producer import Producer
+from miles_like.loop.stopping import StopRequest
+from miles_like.report.progress import PhaseBar
+
+NO_MORE = "the prompts ended"
+
+
+@dataclass(slots=True, kw_only=True)
+class Feed:
+    """`take` within `sampling`. An exception of the producer is raised by the call that waits for it."""
+
+    buffer: DataBuffer
+    producer: Producer
+    stop: StopRequest
+    progress: PhaseBar
+    _sampling: asyncio.Task[None] | None = field(default=None, init=False)
+
+    @contextlib.asynccontextmanager
+    async def sampling(self) -> AsyncIterator[None]:
+        """Runs the producer beside the body, and cancels it at the end."""
+        self._sampling = task = asyncio.create_task(self.producer.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def take(self, step: int) -> list[Taken] | None:
+        """The groups that `step` trains. None: the run is asked to stop, or too few prompts are left for a step."""
+        if self.stop.asked:
+            return None
+        self.progress.phase(step, "rollout")
+        producer, needed = self._task, self.producer.groups
+        taking = asyncio.create_task(self.buffer.take(needed, version=step))
+        stopping = asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait({taking, stopping, producer}, return_when=asyncio.FIRST_COMPLETED)
+            if producer.done():
+                producer.result()
+                if not taking.done() and self.buffer.enough(needed, version=step):
+                    await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)  # it is being given out
+            return taking.result() if taking.done() else None
+        finally:
+            taking.cancel()
+            stopping.cancel()
+
+    async def settle(self) -> None:
+        """Where groups are sampled step by step, waits until the samples that a full step discarded have ended, so that
+        their abort does not reach an evaluation."""
+        if not self.producer.in_steps:
+            return
+        settling = asyncio.create_task(self.producer.settle())
+        await asyncio.wait({settling, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        if self._task.done() and self._task.exception() is not None:
+            settling.cancel()
+            self._task.result()
+        await settling
+
+    def published(self, version: int) -> None:
+        """Weights `version` are on the servers: the taken groups are trained, and further prompts are admitted."""
+        self.producer.published(version)
+
+    async def discard_rest(self) -> None:
+        """Discards the groups that are left when the prompts have ended."""
+        await self.buffer.discard_all(NO_MORE)
+
+    @property
+    def dropped(self) -> int:
+        """Groups discarded since the run began."""
+        return sum(self.buffer.dropped.values())
+
+    @property
+    def _task(self) -> asyncio.Task[None]:
+        if self._sampling is None:
+            raise RuntimeError("Feed.take outside of `async with feed.sampling()`: nothing is sampled")
+        return self._sampling

@@ -1,0 +1,136 @@
+"""What a run writes about its steps: a row of metrics, readable samples, and the ledger."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol, get_args
+
+from miles_like.algorithms.terms.mismatch import finish
+from miles_like.checkpoint.ledger import Ledger
+from miles_like.loop.buffer import Taken
+from miles_like.loop.rollout_stats import Rewards, total
+from miles_like.loop.step_bounds import StepBounds
+from miles_like.protocols import MetricSink
+from miles_like.report.metrics import rollout_metrics, turn_metrics, write_rollouts
+from miles_like.report.progress import PhaseBar
+from miles_like.report.speed import SpeedMeter
+from miles_like.types import PublishReport, SampleGroup, StepReport
+
+Phase = Literal["experience", "train", "publish", "checks"]
+
+
+class Curriculum(Protocol):
+    """A prompt source that learns from rewards which prompts to rest."""
+
+    def observe(self, measured: Iterable[Rewards]) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class StepRecord:
+    """Measurements of one step, in the order in which the loop makes them."""
+
+    step: int  # steps done before this one
+    progress: PhaseBar
+    began: float = field(default_factory=time.perf_counter)
+    taken: Sequence[Taken] = ()  # what the step trains
+    seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(get_args(Phase), 0.0))
+    rollout: Mapping[str, float] = field(default_factory=dict)  # of the sampled groups
+    metrics: dict[str, float] = field(default_factory=dict)  # of the trainer and of the experience
+    published: PublishReport | None = None
+
+    @contextmanager
+    def timed(self, phase: Phase) -> Iterator[None]:
+        """Adds the seconds of the body to `perf/{phase}_s`."""
+        if phase in ("train", "publish"):
+            self.progress.phase(self.step, phase)
+        began = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - began
+
+    def trained(self, report: StepReport, learned: Mapping[str, float]) -> None:
+        self.metrics = finish(report.metrics) | dict(learned)
+
+
+@dataclass(kw_only=True)
+class Recorder:
+    """Writes the rows of `metrics.jsonl` and the other sinks, `rollouts/step_N.jsonl`, and trained samples into the
+    ledger."""
+
+    sink: MetricSink
+    ledger: Ledger
+    progress: PhaseBar
+    bounds: StepBounds = field(default_factory=StepBounds)
+    speed: SpeedMeter = field(default_factory=SpeedMeter)
+    samples: Path | None = None  # directory; None: samples are not written
+    curriculum: Curriculum | None = None
+    episodes: bool = False  # whether samples have turns
+    tokens_total: int = 0  # response tokens trained since the run began
+    started: float = field(default_factory=time.perf_counter)
+
+    def begin(self, step: int) -> StepRecord:
+        return StepRecord(step=step, progress=self.progress)
+
+    def sampled(self, record: StepRecord, taken: Sequence[Taken]) -> Sequence[SampleGroup]:
+        """The groups of `taken`, whose metrics go into the record."""
+        record.taken, groups = taken, [t.group for t in taken]
+        metrics = rollout_metrics(groups, version=record.step)
+        if self.episodes:
+            metrics |= turn_metrics(groups)
+        self.tokens_total += sum(s.response_len for g in groups for s in g.samples)
+        record.rollout = metrics | {"tokens_total": float(self.tokens_total)}
+        return groups
+
+    def check(self, record: StepRecord) -> None:
+        """Writes the samples of a trained step, then holds its metrics to the run's bounds. The samples come first:
+        they show why a run stops. Raises RuntimeError as `StepBounds.check`."""
+        done = record.step + 1
+        if self.samples is not None:
+            write_rollouts(self.samples / f"step_{done}.jsonl", [t.group for t in record.taken])
+        self.bounds.check(done, record.metrics)
+
+    def row(self, record: StepRecord, *, dropped: int) -> dict[str, float]:
+        """Metrics of a published step. dropped: groups discarded since the run began."""
+        now, report, seconds = time.perf_counter(), record.published, record.seconds
+        if report is None:
+            raise RuntimeError(f"step {record.step} is recorded before its weights are published")
+        groups, step_s = [t.group for t in record.taken], now - record.began
+        stats = total(t.stats for t in record.taken)
+        rollout_s = stats.seconds or step_s  # where prompts are admitted freely, some are always in flight
+        return {
+            **record.rollout,
+            **record.metrics,
+            "perf/experience_s": seconds["experience"],
+            "perf/train_s": seconds["train"],
+            "perf/publish_s": seconds["publish"],
+            "perf/checks_s": seconds["checks"],
+            "perf/pause_s": report.pause_seconds,
+            "sync/bytes": float(report.bytes),
+            "sync/seconds": report.seconds,
+            **stats.metrics(),
+            "perf/rollout_s": rollout_s,
+            "perf/step_s": step_s,
+            **self.speed.metrics(groups, rollout_s=rollout_s, train_s=seconds["train"]),
+            "async/dropped": float(dropped),
+        }
+
+    def write_step(self, record: StepRecord, row: Mapping[str, float]) -> None:
+        """Enters the trained samples into the ledger, then writes the row of the step."""
+        done = record.step + 1
+        for t in record.taken:
+            self.ledger.train(done, t.group_id, t.group)
+        if self.curriculum is not None:
+            self.curriculum.observe([r for t in record.taken for r in t.stats.rewards])
+        self.write_end(done, row)
+
+    def write_first(self, step: int, evaluated: Mapping[str, float]) -> None:
+        """The row of a run that begins."""
+        self.sink.write(step, {"weight_version": float(step), **evaluated})
+
+    def write_end(self, step: int, row: Mapping[str, float]) -> None:
+        """A row with the wall time and the state of the ledger."""
+        wall = {"wall_s": time.perf_counter() - self.started}
+        self.sink.write(step, {"weight_version": float(step), **wall, **row, **self.ledger.metrics()})

@@ -1,0 +1,79 @@
+"""Saves a run at the boundaries of its steps and ends it on a stop request."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from miles_like.checkpoint.writer import RunCheckpoints, Snapshot
+from miles_like.loop.stopping import Deadline, StopRequest
+from miles_like.report.progress import PhaseBar
+
+
+class Stateful(Protocol):
+    """What can be saved between two steps."""
+
+    async def snapshot(self, step: int, whole: bool) -> Snapshot:
+        """State after `step` steps. whole: with the samples in flight on the servers, which are aborted for it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Saver:
+    """every: steps between two checkpoints; 0: only after the last step."""
+
+    state: Stateful
+    checkpoints: RunCheckpoints
+    stop: StopRequest
+    deadline: Deadline
+    progress: PhaseBar
+    every: int
+    _step: int = field(default=0, init=False)  # steps done at the last boundary
+    _snapshot: Snapshot | None = field(default=None, init=False)  # there; None: nothing to save yet
+    _saved: int = field(default=0, init=False)  # steps done in the last checkpoint that was begun
+    _since: float = field(default_factory=time.perf_counter, init=False)  # the last boundary
+
+    def begin(self, step: int) -> None:
+        """The first boundary of this process: `step` steps are done, and nothing is to be saved."""
+        self._step = self._saved = step
+        self._since = time.perf_counter()
+
+    async def boundary(self, step: int, *, last: bool) -> None:
+        """After `step` steps. Saves every `every` steps, after the last one and on a stop request. A checkpoint may be
+        unfinished when this returns, except after the last step."""
+        due = last or self.stop.asked or bool(self.every and step % self.every == 0)
+        self._step, self._snapshot = step, await self.state.snapshot(step, due)
+        if due:
+            await self._save()
+        await self._finish(wait=last or self.stop.asked)
+        now = time.perf_counter()
+        self.deadline.note(step_s=now - self._since)
+        self._since = now
+
+    async def end(self, steps: int) -> int:
+        """Saves the last boundary unless it is saved, waits until the checkpoint is whole, and returns the steps done.
+        Raises Stopped where these are fewer than `steps` because of a stop request."""
+        if self._saved != self._step:
+            await self._save()
+        await self._finish(wait=True)
+        if self._step < steps and self.stop.asked:
+            raise self.stop.stopped(self._step or None)
+        return self._step
+
+    async def flush(self) -> None:
+        """Checks the state as it is now and writes the ledger, without a checkpoint."""
+        await self.state.snapshot(self._step, False)
+
+    async def _save(self) -> None:
+        self.progress.phase(self._step, "save")
+        if self._snapshot is None:
+            raise RuntimeError(f"step {self._step} is saved before a boundary was reached")
+        await self._finish(wait=True)
+        await self.checkpoints.begin(self._step, self._snapshot)
+        await self._finish(wait=not self.checkpoints.asynchronous)
+        self._saved = self._step
+
+    async def _finish(self, *, wait: bool) -> None:
+        seconds = await self.checkpoints.finish(wait=wait)
+        if seconds is not None:
+            self.deadline.note(save_s=seconds)

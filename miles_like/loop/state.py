@@ -1,0 +1,79 @@
+"""State of every part of the loop at the boundary of two steps, and how it is restored.
+
+The trainer's state is in the ranks' checkpoint. This is the rest: prompts consumed, groups that wait or are in flight
+with the samples made of them, the ledger, and the driver's random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from miles_like.checkpoint.random_state import RANDOM, random_state
+from miles_like.checkpoint.run_state import RunState
+from miles_like.checkpoint.writer import Snapshot
+from miles_like.loop.feed import Feed
+from miles_like.loop.recorder import Recorder
+from miles_like.types import SampleGroup
+from rollout.episodes.partial import PartialRollouts
+from rollout.prompts.mix import PromptSource
+
+_READY, _PARTIAL = "ready/", "partial/"  # prefixes of a saved group's key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopState:
+    """The objects of the loop that have state."""
+
+    source: PromptSource
+    feed: Feed
+    recorder: Recorder
+    partial: PartialRollouts
+
+    async def snapshot(self, step: int, whole: bool) -> Snapshot:
+        """The state after `step` steps; the ledger is written up to here.
+
+        whole: with the samples of groups in flight, which the servers abort for it and continue afterwards; otherwise
+        such a group may be saved with fewer tokens, or none.
+        """
+        if whole and self.feed.buffer.in_flight:
+            async with self.partial.suspended():
+                return self._now(step)
+        return self._now(step)
+
+    def _now(self, step: int) -> Snapshot:
+        ledger = self.recorder.ledger
+        ledger.check(self.feed.buffer.group_ids)
+        ledger.flush(step)
+        buffer, ready = self.feed.buffer.state()
+        parts = {
+            "prompts": self.source.state(),
+            "buffer": buffer,
+            "producer": self.feed.producer.state(),
+            "ledger": ledger.state(),
+            RANDOM: random_state(),
+        }
+        groups = {_READY + key: group for key, group in ready.items()}
+        groups |= {_PARTIAL + key: group for key, group in self.partial.state().items()}
+        return Snapshot(parts=parts, groups=groups, tokens_total=self.recorder.tokens_total)
+
+    def restore(self, state: RunState) -> None:
+        """Restores objects that have done nothing yet. Raises ValueError naming what does not fit."""
+        parts = state.parts
+        if missing := {"prompts", "buffer", "producer", "ledger"} - set(parts):
+            raise ValueError(f"the checkpoint of step {state.step} has no {', '.join(sorted(missing))} of the loop")
+        self.recorder.tokens_total = state.tokens_total
+        prompts = parts["prompts"]
+        if not isinstance(prompts, Mapping):
+            raise ValueError(
+                f"the checkpoint of step {state.step} holds {type(prompts).__name__} as the prompts' state"
+            )
+        self.source.restore(prompts)
+        self.recorder.ledger.restore(parts["ledger"])
+        self.feed.buffer.restore(parts["buffer"], _under(_READY, state.groups), self.source.find)
+        self.feed.producer.restore(parts["producer"], version=state.weight_version, find=self.source.find)
+        self.partial.restore(_under(_PARTIAL, state.groups))
+
+
+def _under(prefix: str, groups: Mapping[str, SampleGroup]) -> dict[str, SampleGroup]:
+    return {key.removeprefix(prefix): g for key, g in groups.items() if key.startswith(prefix)}

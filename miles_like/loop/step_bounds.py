@@ -1,0 +1,34 @@
+"""Bounds on the metrics of a step, held before its weights are published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rich.console import Console
+
+from miles_like.algorithms.terms.bounds import Bounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBounds:
+    """What happens to a step that breaks `bounds` is mismatch.on_breach."""
+
+    bounds: Bounds | None = None  # None: every step passes
+    on_breach: Literal["warn", "down_weight", "stop"] = "warn"
+    console: Console = field(default_factory=Console)
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """metrics: of the step that ends as weight version `step`, trained and not published. Raises RuntimeError with
+        on_breach "stop", else prints which bounds it breaks."""
+        broken = "" if self.bounds is None else "; ".join(self.bounds.broken(metrics))
+        if not broken:
+            return
+        if self.on_breach == "stop":
+            raise RuntimeError(
+                f"step {step}: {broken}; its weights are not published. rollouts/step_{step}.jsonl has the samples, "
+                "`miles-like verify` looks for the cause; --resume goes on from the last checkpoint"
+            )
+        done = " (those tokens and samples weighed less)" if self.on_breach == "down_weight" else ""
+        self.console.print(f"{'':12}[yellow]warning:[/] step {step}: {broken}{done}")

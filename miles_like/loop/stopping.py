@@ -1,0 +1,211 @@
+"""Ends a run before its last step: on SIGTERM or at its deadline the run saves its state and exits.
+
+SIGTERM, as batch systems send it, sets a `StopRequest`, which the loop reads where its state can be saved. If the loop
+does not end within `grace_s`, or on a second SIGTERM, it is cancelled: servers are stopped, files closed. As with
+Ctrl-C, no exception is raised inside the code that runs at that moment: a user's reward with a bare `except` would
+swallow it and training would continue. Only code that blocks the event loop for `PATIENCE_S`, or until a further
+SIGTERM, is interrupted. The exit status is 143, saved or not, and 75 (EX_TEMPFAIL of sysexits.h) after the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from types import FrameType
+from typing import Any, TypeVar
+
+import psutil
+
+T = TypeVar("T")
+STATUS = 128 + signal.SIGTERM
+TRY_AGAIN = os.EX_TEMPFAIL
+PATIENCE_S = 10.0
+
+
+class Stopped(Exception):
+    """A run ended before its last step on request. The message names the last checkpoint and how to resume."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status  # of the command
+
+
+class StopRequest:
+    """A request to save and end the run. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.reason = ""  # a sentence, once the stop is requested
+        self.status = STATUS
+
+    @property
+    def asked(self) -> bool:
+        return self._event.is_set()
+
+    def ask(self, reason: str, status: int) -> None:
+        """Requests the stop; the first reason stays."""
+        if not self.asked:
+            self.reason, self.status = reason, status
+            self._event.set()
+
+    async def wait(self) -> None:
+        """Waits until a stop is requested."""
+        await self._event.wait()
+
+    def stopped(self, saved: int | None) -> Stopped:
+        """The exception to raise after a stop. saved: step of the last whole checkpoint."""
+        how = "nothing is saved yet" if saved is None else f"step {saved} is saved, --resume goes on from it"
+        return Stopped(f"{self.reason}: {how}", self.status)
+
+
+class Deadline:
+    """Requests a stop while one more step and a save still fit into `seconds` after `began`."""
+
+    def __init__(
+        self,
+        stop: StopRequest,
+        seconds: float | None,
+        *,
+        began: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """began: by `clock`. seconds: checkpoint.deadline_s; None: no stop is requested."""
+        self._stop, self._seconds, self._clock = stop, seconds, clock
+        self._end = 0.0 if seconds is None else began + seconds
+        self._step_s = 0.0
+        self._save_s: float | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+
+    def note(self, step_s: float = 0.0, save_s: float | None = None) -> None:
+        """Notes that a step took `step_s`, from boundary to boundary, and a save `save_s`. Call in the event loop.
+
+        A step that takes longer than any before it does not return in time to request the stop: a timer requests it
+        while a save still fits, and a loop that waits for samples then saves the boundary before.
+        """
+        if self._seconds is None:
+            return
+        self._step_s = max(self._step_s, step_s)
+        if save_s is not None:
+            self._save_s = max(self._save_s or 0.0, save_s)
+        left = self._end - self._clock()
+        if left < self._step_s + self._reserve:
+            self._ask(left)
+        elif self._alarm is None or step_s > 0 or save_s is not None:
+            self.close()
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_later(left - self._reserve, lambda: self._ask(self._end - self._clock()))
+
+    def close(self) -> None:
+        """Cancels the timer."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    @property
+    def _reserve(self) -> float:
+        """Seconds for a save; before the first save, those of a step."""
+        return self._step_s if self._save_s is None else self._save_s
+
+    def _ask(self, left: float) -> None:
+        save = "no save was seen yet and is taken for as much" if self._save_s is None else f"save {self._save_s:.1f} s"
+        total = self._step_s + self._reserve
+        self._stop.ask(
+            f"checkpoint.deadline_s = {self._seconds:g}: {left:.1f} s are left, the longest step took "
+            f"{self._step_s:.1f} s, {save}: {total:.1f} s together",
+            TRY_AGAIN,
+        )
+
+
+def command_began() -> float:
+    """Start of this process, in seconds as `time.time` counts."""
+    return float(psutil.Process().create_time())
+
+
+def end_in_order() -> None:
+    """Default SIGTERM handler: raises SystemExit in the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(STATUS))
+
+
+def run_to_end(main: Coroutine[Any, Any, T], stop: StopRequest | None = None, grace_s: float = 0.0) -> T:
+    """`asyncio.run`, in which SIGTERM sets `stop` and cancels `main` once after `grace_s`; without `stop` or `grace_s`
+    it cancels at once. The call then ends in SystemExit, whatever the clean-up raises, unless that is `Stopped`."""
+    if threading.current_thread() is not threading.main_thread():
+        return asyncio.run(main)
+    ending = _Ending(stop, grace_s if stop is not None else 0.0)
+    try:
+        return asyncio.run(ending.watched(main))
+    except Stopped:
+        ending.signalled = False  # Stopped has its own exit status
+        raise
+    finally:
+        if ending.signalled:
+            raise SystemExit(STATUS)
+
+
+class _Ending:
+    """Escalates from a stop request to a cancellation to an interrupt: a blocked event loop sees only the last."""
+
+    def __init__(self, stop: StopRequest | None, grace_s: float) -> None:
+        self._stop, self._grace_s = stop, grace_s
+        self.signalled = False  # a SIGTERM has arrived
+        self._asked = False  # the stop request has reached the loop
+        self._cancelled_at: float | None = None
+        self._reached = False  # the cancellation has reached the loop, or the loop has ended
+
+    async def watched(self, main: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._loop = task, asyncio.get_running_loop()
+        before = signal.signal(signal.SIGTERM, self._on_signal)
+        try:
+            return await main
+        finally:
+            self._reached = True
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+    def _on_signal(self, _signal: int, _frame: FrameType | None) -> None:
+        if not self.signalled:
+            self.signalled = True
+            if self._grace_s > 0:
+                self._loop.call_soon_threadsafe(self._ask)
+                self._insist_after(self._grace_s + PATIENCE_S)
+            else:
+                self._order()
+        elif self._cancelled_at is None:
+            if not self._asked:
+                sys.exit(STATUS)
+            self._order()
+        elif not self._reached or time.monotonic() - self._cancelled_at > PATIENCE_S:
+            sys.exit(STATUS)  # earlier it would cut the cleaning up short
+
+    def _ask(self) -> None:
+        self._asked = True
+        if not self._reached:
+            assert self._stop is not None
+            self._stop.ask("SIGTERM", STATUS)
+            self._loop.call_later(self._grace_s, self._order)
+
+    def _order(self) -> None:
+        if self._cancelled_at is None and not self._reached:
+            self._cancelled_at = time.monotonic()
+            self._loop.call_soon_threadsafe(self._cancel)
+            self._insist_after(PATIENCE_S)
+
+    def _cancel(self) -> None:
+        if not self._reached:
+            self._reached = True
+            self._task.cancel()
+
+    def _insist_after(self, seconds: float) -> None:
+        def insist() -> None:
+            if not self._reached:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        again = threading.Timer(seconds, insist)
+        again.daemon = True
+        again.start()

@@ -1,0 +1,103 @@
+"""Convert checkpoints between Hugging Face and Megatron form, in this process, others, or on a cluster's nodes."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megatron_bridge.config import ParallelConfig
+from megatron_bridge.convert.units import ConvertReport, Spread
+from megatron_bridge.families.registry import family_of
+from megatron_bridge.plan.layout import check_layout
+from miles_like.hf.checkpoint import read_config
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertWork:
+    """The processes and the memory of a conversion."""
+
+    memory_limit: int  # bytes, of all processes of one machine
+    workers: int  # processes on each machine
+    ray_address: str | None  # a cluster whose nodes share the work; None: this machine alone
+    timeout_s: float = 1800.0  # without progress of a process on a cluster's node, after which the conversion fails
+
+    def spread(self) -> Spread | None:
+        if self.ray_address is None:
+            return None
+        from miles_like.cluster.node_work import over_nodes
+        from miles_like.cluster.workers import start_ray
+
+        start_ray(self.ray_address)
+        return partial(over_nodes, each=self.workers, timeout_s=self.timeout_s)
+
+
+def to_megatron(
+    hf_dir: Path, out_dir: Path, work: ConvertWork, *, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1
+) -> str:
+    """Convert; return a one-line summary. Raises ValueError for a layout that the model does not fit. `pp` need not
+    divide the number of layers, because shards are not cut by stage."""
+    from megatron_bridge.convert.to_megatron import to_megatron
+
+    dp = ep * etp // math.gcd(ep * etp, tp)  # the least that these experts need
+    hf = read_config(hf_dir)
+    check_layout(ParallelConfig(tp=tp, ep=ep, etp=etp, dp=dp), hf)
+    if pp > (layers := family_of(hf).num_layers(hf)):
+        raise ValueError(f"--pp {pp}: the model has {layers} layers, a stage needs at least one; choose fewer stages")
+    began = time.monotonic()
+    report = to_megatron(
+        hf_dir.resolve(),  # other nodes have other working directories
+        out_dir.resolve(),
+        memory_limit=work.memory_limit,
+        workers=work.workers,
+        spread=work.spread(),
+        tp=tp,
+        etp=etp,
+    )
+    return _summary(report, out_dir, time.monotonic() - began)
+
+
+def to_hf(
+    megatron_dir: Path,
+    out_dir: Path,
+    work: ConvertWork,
+    *,
+    format: str,
+    hf_config: Path | None,
+    lora_alpha: float | None,
+) -> str:
+    """Convert; return a one-line summary."""
+    from megatron_bridge.convert.to_hf import to_hf
+
+    began = time.monotonic()
+    report = to_hf(
+        megatron_dir.resolve(),
+        out_dir.resolve(),
+        format=format,
+        hf_config=hf_config,
+        lora_alpha=lora_alpha,
+        memory_limit=work.memory_limit,
+        workers=work.workers,
+        spread=work.spread(),
+    )
+    return _summary(report, out_dir, time.monotonic() - began)
+
+
+def _summary(report: ConvertReport, out: Path, seconds: float) -> str:
+    kept = f", {report.units_kept} of {report.units} parts kept from an interrupted run" if report.units_kept else ""
+    rate = report.bytes / seconds / 1e9
+    less = f"; left out: {len(report.skipped)} tensors, first {report.skipped[0]}" if report.skipped else ""
+    return (
+        f"{report.tensors:,} tensors, {report.bytes:,} bytes -> {out} in {seconds:.1f} s ({rate:.2f} GB/s{kept}){less}"
+    )
+
+
+def check(directory: Path, *, memory_limit: int, workers: int) -> str:
+    """Verify a converted directory against its manifest; return a one-line summary. Raises ValueError naming the first
+    tensor or file that differs."""
+    from megatron_bridge.convert.check import check
+
+    report = check(directory, memory_limit=memory_limit, workers=workers)
+    return f"{directory} is whole: {report.tensors:,} tensors, {report.files:,} files, {report.bytes:,} bytes"

@@ -1,0 +1,84 @@
+"""The run directory: which entries a run writes, and which directories a run accepts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from miles_like.checkpoint.run_state import kept_steps
+from miles_like.storage.completion import MARKER, files_under
+
+Mode = Literal["auto", "resume", "fresh"]
+LARGE_ENTRIES = ("logs", "tensorboard", "rollouts", "checkpoints")
+# All entries that a run writes; only these are removed when it starts over.
+RUN_FILES = (
+    *LARGE_ENTRIES,
+    "config.toml",
+    "metrics.jsonl",
+    "ledger.jsonl",
+    "report.html",
+    "plots",
+    "published",
+    "verify",
+    MARKER,
+)
+
+
+def check_run_dir(run_dir: Path, mode: Mode) -> None:
+    """Raises ValueError for a directory that the train stage would refuse: with a run that would be lost, without a run
+    to resume, or with foreign files.
+
+    An empty directory can be resumed, because a run may be killed before it writes anything.
+    """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"{run_dir} is a file: give a directory with --run-dir, or a path that does not exist")
+    if mode == "auto":
+        check_nothing_lost(run_dir)
+    if mode != "resume":
+        _own_entries(run_dir)
+    elif not run_dir.is_dir() or ((found := list(run_dir.iterdir())) and not any(map(_of_a_run, found))):
+        raise ValueError(
+            f"--resume: {run_dir} holds no run to resume: start it without --resume (stages that are complete are "
+            "skipped), or give the --run-dir of an existing run"
+        )
+
+
+def check_nothing_lost(run_dir: Path) -> None:
+    """Raises ValueError for a directory with a finished run, or with an unfinished one that has a checkpoint."""
+    if (run_dir / MARKER).exists():
+        raise ValueError(
+            f"{run_dir} holds a finished run of other inputs, or changed since: choose another --run-dir, "
+            "--resume to train it on, or --fresh to replace it"
+        )
+    if kept_steps(there := run_dir / "checkpoints") or (there / "latest").exists():  # the first may be unnamed yet
+        raise ValueError(
+            f"{run_dir} holds an unfinished run with a checkpoint: --resume goes on from it, --fresh starts over"
+        )
+
+
+def _of_a_run(path: Path) -> bool:
+    return path.name in RUN_FILES or path.name.endswith(".partial")
+
+
+def _own_entries(run_dir: Path) -> list[Path]:
+    """Entries of an earlier run. Raises ValueError when there are others."""
+    found = sorted(run_dir.iterdir()) if run_dir.is_dir() else []
+    foreign = [p.name for p in found if not _of_a_run(p)]
+    if foreign:
+        raise ValueError(
+            f"{run_dir} holds {foreign[0]}, which no run writes ({len(foreign)} such entries): "
+            "choose another --run-dir, or move it away; nothing was removed"
+        )
+    return found
+
+
+def clear_run_dir(run_dir: Path) -> None:
+    """Remove the entries of an earlier run. Raises ValueError, and removes nothing, when there are others."""
+    for p in _own_entries(run_dir):
+        shutil.rmtree(p) if p.is_dir() else p.unlink()
+
+
+def summary_files(run_dir: Path) -> list[Path]:
+    """A run's files without logs and checkpoints, which are large or still growing."""
+    return [p for p in files_under(run_dir) if p.relative_to(run_dir).parts[0] not in LARGE_ENTRIES]

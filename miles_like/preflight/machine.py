@@ -1,0 +1,271 @@
+"""Check the machines of a run before its first stage: Ray, nodes, disks, packages, GPUs, ports, servers.
+
+A dry run checks this machine only, and only if the run would use no other.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from miles_like.cluster.node_probe import NodeProbe, ProbeResult, bytes_under, disk_of, gpus
+from miles_like.cluster.placement import plan_placement
+from miles_like.config.run import RunConfig
+from miles_like.pipeline.check_results import CheckResult, NotCheckedError, Outcome, run_check
+from miles_like.pipeline.stages import Stage
+
+ANSWER_S = 5.0  # time limit of a connection to a server or a cluster
+_GIB = 1 << 30
+# size of a checkpoint over that of BF16 weights: BF16 weights, FP32 masters and two FP32 moments
+_CHECKPOINT = 7
+_ENGINES = {"embedded": "rollout.embedded", "sglang": "sglang"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskNeed:
+    """Bytes that a stage will write below a directory."""
+
+    stage: str
+    directory: Path
+    bytes: int
+    on_nodes: bool = False  # on each node, not on the shared file system
+
+
+def disk_needs(config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str]) -> list[DiskNeed]:
+    """The needs of the stages that will run; empty where sizes are known only after the fetch stage."""
+    by_name = {s.name: s for s in stages}
+    bf16, fetched, staged = (by_name[name].size for name in ("convert", "fetch", "stage"))
+    out: list[DiskNeed] = []
+
+    def need(name: str, nbytes: int, directory: Path | None = None, *, on_nodes: bool = False) -> None:
+        if name in to_do and nbytes > 0:
+            where = directory or by_name[name].directory
+            left = nbytes if on_nodes else nbytes - bytes_under(where)  # existing files are kept or replaced
+            out.append(DiskNeed(stage=name, directory=where, bytes=max(left, 0), on_nodes=on_nodes))
+
+    if bf16 is None or fetched is None or staged is None:
+        return []
+    served = staged // config.cluster.nodes - bf16
+    need("fetch", fetched + (2 * bf16 if config.model.make is not None else 0))  # made from BF16 weights and shards
+    need("dequantize", 0 if fetched == bf16 or not by_name["dequantize"].size else bf16)
+    need("convert", bf16)
+    again = 0 if served == fetched else served  # encoded into the cache before it is copied
+    if config.cluster.stage_dir is None:
+        need("stage", served + bf16 + again)
+    else:
+        need("stage", again)
+        need("stage", served + bf16, Path(config.cluster.stage_dir), on_nodes=True)
+    if not config.lora.rank:
+        every, steps, keep = config.checkpoint.every, config.train.steps, config.checkpoint.keep
+        saves = 1 + (steps - 1) // every if every else 1
+        need("train", _CHECKPOINT * bf16 * min(saves, keep + 1))  # one more while it is written
+    return out
+
+
+def check_disks(needs: Sequence[DiskNeed], disks: Callable[[Path], tuple[int, int]], where: str = "") -> None:
+    """Raises ValueError for the first file system that cannot hold the sum of what stages will write to it.
+
+    disks: directory -> (file system, free bytes). where: prefix of the message.
+    """
+    by_device: dict[int, list[DiskNeed]] = {}
+    free: dict[int, int] = {}
+    for n in needs:
+        device, free_bytes = disks(n.directory)
+        by_device.setdefault(device, []).append(n)
+        free[device] = free_bytes
+    for device, of_device in by_device.items():
+        total = sum(n.bytes for n in of_device)
+        if total > free[device]:
+            parts = ", ".join(f"{n.stage} {_gib(n.bytes)}" for n in of_device)
+            raise ValueError(
+                f"{where}the file system of {of_device[0].directory} has {_gib(free[device])} GiB free, the stages "
+                f"will write {_gib(total)} GiB to it ({parts}): free some, or give a larger one with --cache-dir, "
+                "--run-dir or cluster.stage_dir"
+            )
+
+
+def check_directories(directories: Sequence[Path]) -> None:
+    """Raises ValueError for the first that cannot be made or written."""
+    for directory in directories:
+        there = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.lexists(p))
+        if not there.is_dir():
+            raise ValueError(
+                f"{directory} cannot be made: {there} is no directory; give another --run-dir or --cache-dir"
+            )
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(
+                f"{directory} cannot be written: no permission in {there}; give another --run-dir or --cache-dir"
+            )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / _GIB:,.1f}" if nbytes >= _GIB // 10 else f"{nbytes / _GIB:,.4f}"
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError where nothing answers at a Ray cluster's HOST:PORT or ray://HOST:PORT, and for any other text;
+    NotCheckedError for "auto" and "local"."""
+    if address in ("auto", "local"):
+        raise NotCheckedError("Ray finds the cluster itself")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"--ray-address {address!r} is no HOST:PORT: give the one that `ray start --head` prints")
+    _connect(host, int(port), f"no Ray cluster answers at {address}", "start one (`ray start --head`) or leave it out")
+
+
+def check_url(key: str, url: str) -> None:
+    """Raises ValueError where no server accepts connections at a URL's host and port."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    _connect(str(parts.hostname), port, f"{key} = {url!r}: no server answers there", "start it, or correct the address")
+
+
+def _connect(host: str, port: int, failure: str, remedy: str) -> None:
+    try:
+        socket.create_connection((host.strip("[]"), port), timeout=ANSWER_S).close()
+    except (OSError, OverflowError) as e:
+        raise ValueError(f"{failure} ({getattr(e, 'strerror', None) or e}): {remedy}") from None
+
+
+class Machines:
+    """The machine checks of one run."""
+
+    def __init__(
+        self, config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str], ray_address: str | None
+    ) -> None:
+        self.config, self.ray_address = config, ray_address
+        self.trains = "train" in to_do
+        self.needs = disk_needs(config, stages, to_do)
+        self.directories = [s.directory for s in stages if s.name in to_do]
+        self.uses_ray = bool({"stage", "train"} & set(to_do)) or (config.model.make is not None and "fetch" in to_do)
+
+    # a dry run
+
+    def local_checks(self) -> list[CheckResult]:
+        """Checks of this machine; those of other machines are listed as not checked."""
+        c = self.config.cluster
+        out = []
+        if self.ray_address is not None:
+            address = self.ray_address
+            out.append(run_check(f"Ray at {address}", lambda: check_address(address)))
+        others = self._why_others()
+        out.append(run_check("directories", lambda: check_directories(self.directories)))
+        shared = [n for n in self.needs if not n.on_nodes]
+        out.append(run_check("disk space", lambda: self._check_local_disks(shared, others)))
+        if others is None:
+            probe = self._probe(imports=False)()
+            out += [run_check(name, check) for name, check in self._node_checks(0, probe, here=True).items()]
+        elif self.trains:
+            what = "nodes, GPUs, packages and ports" if c.gpus_per_node else "nodes, packages and ports"
+            out.append(CheckResult(what, Outcome.NOT_CHECKED, others))
+        return out
+
+    def _why_others(self) -> str | None:
+        """Why the run uses other machines; None where it uses this one only."""
+        c = self.config.cluster
+        if self.ray_address is not None:
+            return f"they are those of the Ray cluster at {self.ray_address}"
+        if c.nodes > 1:
+            return f"the run is for {c.nodes} nodes"
+        if c.gpus_per_node > (have := gpus()):
+            return f"the run is for {c.gpus_per_node} GPUs, this machine has {have}"
+        return None
+
+    def _check_local_disks(self, needs: Sequence[DiskNeed], others: str | None) -> None:
+        try:
+            check_disks(needs, disk_of)
+        except ValueError as e:
+            if others is None or self.ray_address is not None:
+                raise
+            raise NotCheckedError(f"{others}; here, {e}") from None
+
+    # the start of a run
+
+    def cluster_checks(self) -> list[CheckResult]:
+        """Start or join Ray if a stage needs it, and check every node."""
+        out = [
+            run_check("directories", lambda: check_directories(self.directories)),
+            run_check("disk space", lambda: check_disks([n for n in self.needs if not n.on_nodes], disk_of)),
+        ]
+        if not self.uses_ray:
+            return out
+        from miles_like.cluster.node_work import on_every_node
+        from miles_like.cluster.workers import check_nodes, gpus_of_nodes, start_ray
+
+        ray = run_check("Ray", lambda: start_ray(self.ray_address))
+        out.append(ray)
+        if ray.outcome is not Outcome.OK:
+            return out
+        plan = plan_placement(self.config.cluster, self.config.parallel, self.config.servers)
+        nodes = run_check("nodes", lambda: check_nodes(plan))
+        out.append(nodes)
+        if nodes.outcome is Outcome.OK:
+            probes = on_every_node(self._probe(imports=True))
+            for i, (probe, ray_gpus) in enumerate(zip(probes, gpus_of_nodes(), strict=True)):
+                node: ProbeResult = {**probe, "gpus": ray_gpus}  # ranks get only the GPUs that Ray was started with
+                out += [run_check(name, check) for name, check in self._node_checks(i, node, here=False).items()]
+        return out
+
+    # checks of one node
+
+    def _probe(self, *, imports: bool) -> NodeProbe:
+        """imports: import SGLang, which takes 30 s, in place of only looking for it."""
+        c = self.config
+        paths = tuple(str(n.directory) for n in self.needs if n.on_nodes)
+        if not self.trains:
+            return NodeProbe(paths=paths)
+        found = ["megatron.core", *(["transformer_engine"] if c.kernels.spec == "te" else [])]
+        engine = () if c.servers is None else (_ENGINES[c.rollout.engine],)
+        imported = engine if imports and c.rollout.engine == "sglang" else ()
+        ports = () if c.rollout.port is None else tuple(c.rollout.port + i for i in range(c.rollout.servers))
+        return NodeProbe(
+            paths=paths,
+            found=(*found, *(name for name in engine if name not in imported)),
+            imported=imported,
+            ports=ports if c.servers is not None else (),
+        )
+
+    def _node_checks(self, node: int, probe: ProbeResult, *, here: bool) -> dict[str, Callable[[], None]]:
+        name = "this machine" if here else f"node {node} ({probe['node']})"
+        needs = [n for n in self.needs if n.on_nodes]
+        out: dict[str, Callable[[], None]] = {}
+        if needs:
+            out[f"disk space of {name}"] = lambda: check_disks(
+                needs, lambda path: probe["disks"][str(path)], f"{name}: "
+            )
+        if self.trains:
+            out[f"packages of {name}"] = lambda: self._check_packages(name, probe)
+            out[f"GPUs of {name}"] = lambda: self._check_gpus(node, name, probe)
+        if self.trains and self.config.servers is not None and (port := self.config.rollout.port) is not None:
+            out[f"ports of {name}"] = partial(self._check_ports, node, name, probe, port)
+        return out
+
+    def _check_packages(self, name: str, probe: ProbeResult) -> None:
+        for package, why in probe["missing"].items():
+            key = f"rollout.engine = {self.config.rollout.engine!r}" if package in _ENGINES.values() else "the trainer"
+            other = ", or set rollout.engine = 'embedded'" if package == "sglang" else ""
+            raise ValueError(f"{name} cannot import {package}, which {key} needs ({why}): install it there{other}")
+
+    def _check_gpus(self, node: int, name: str, probe: ProbeResult) -> None:
+        want = self.config.cluster.gpus_per_node
+        plan = plan_placement(self.config.cluster, self.config.parallel, self.config.servers)
+        if node < plan.nodes and probe["gpus"] < want:
+            raise ValueError(
+                f"{name} has {probe['gpus']} GPUs, cluster.gpus_per_node = {want}: lower it, or join a cluster of such "
+                "nodes with --ray-address"
+            )
+
+    def _check_ports(self, node: int, name: str, probe: ProbeResult, first: int) -> None:
+        """first: the port of server 0."""
+        plan = plan_placement(self.config.cluster, self.config.parallel, self.config.servers)
+        for slot in plan.of("rollout"):
+            if slot.node == node and first + slot.index in probe["used"]:
+                raise ValueError(
+                    f"{name}: port {first + slot.index} of rollout server {slot.index} is in use: set rollout.port to "
+                    "another one, or leave it out for any free port"
+                )

@@ -1,0 +1,210 @@
+"""Writes report.html of a run directory: plots, figures, ledger, first and last samples, configuration."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from miles_like.checkpoint.ledger_audit import audit
+from miles_like.limits.regular_files import MIB, check_inside, parse_json, read_own, replace_bytes
+from miles_like.report.plots import TITLES, write_plots
+from miles_like.report.sinks import first_last_best, headline_keys
+
+SHOWN_SAMPLES = 8
+METRICS_BYTES, ROLLOUTS_BYTES, CONFIG_BYTES = 512 * MIB, 1024 * MIB, 16 * MIB  # largest file that is read
+LARGEST = 1e100  # largest metric: far above any real one, and plots can be scaled to it
+_SHOWN = ("index", "prompt", "response", "answer", "reward", "finish")
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1080px; margin: 2em auto;
+  padding: 0 1em; }
+h1 { font-size: 1.5em; margin-bottom: 0; } h2 { font-size: 1.15em; margin-top: 2.2em; }
+.sub { color: #666; margin-top: .2em; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 12px; }
+.plots img { width: 100%; border: 1px solid #e4e4e4; border-radius: 6px; }
+table { border-collapse: collapse; } th, td { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; }
+th { color: #666; font-weight: 600; } tr { border-bottom: 1px solid #eee; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+code, pre { font: 13px/1.45 ui-monospace, monospace; } pre { background: #f6f6f6; padding: 12px; overflow-x: auto; }
+td code { white-space: pre-wrap; overflow-wrap: anywhere; }
+.right { color: #00795a; } .wrong { color: #b04a00; }
+"""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `plots/*.png` and `report.html` into a run directory; returns the path of the latter.
+
+    `config.toml`, `ledger.jsonl` and `rollouts/` are shown when they exist. Raises ValueError when `metrics.jsonl` is
+    missing, empty or damaged.
+    """
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    check_inside(run_dir / "plots", run_dir)
+    images = write_plots(rows, run_dir / "plots")
+    name = html.escape(run_dir.resolve().name)
+    body = "\n".join(
+        [
+            f"<h1>{name}</h1>",
+            f'<p class="sub">{_subtitle(rows)}</p>',
+            '<div class="plots">',
+            *(f'<img src="plots/{p.name}" alt="{TITLES[p.stem]} over optimizer steps">' for p in images),
+            "</div>",
+            "<h2>Figures</h2>",
+            _figures(rows),
+            *_ledger(run_dir / "ledger.jsonl"),
+            *_rollouts(run_dir / "rollouts"),
+            *_config(run_dir / "config.toml"),
+        ]
+    )
+    path = run_dir / "report.html"
+    page = (
+        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width">\n<title>{name}</title>\n'
+        f"<style>{_STYLE}</style>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+    replace_bytes(path, page.encode("utf-8", "backslashreplace"))  # a file's name or text may hold a lone surrogate
+    return path
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Rows of a metrics file, one per step, ascending; null is nan.
+
+    For a step written twice (again after a resume), the later value of each key is used. A last line cut short by a
+    kill is ignored. Raises ValueError for a missing or empty file, one that is no regular file of the directory, or a
+    line that is no JSON object of numbers with a step.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: name the run directory of a run that has trained")
+    lines = _text(path, path.parent, METRICS_BYTES).splitlines(keepends=True)
+    rows: dict[float, dict[str, float]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = parse_json(line)
+        except ValueError as e:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise ValueError(f"{path} line {number} is damaged ({e}): remove that line") from e
+        if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 1 << 53:
+            raise ValueError(f"{path} line {number} is not an object with a step: remove that line")
+        if wrong := [k for k, v in row.items() if not _is_figure(v)]:
+            value = repr(row[wrong[0]])[:40]
+            raise ValueError(
+                f"{path} line {number}: {wrong[0][:80]} is {value}, want a number within {LARGEST:g}: remove that line"
+            )
+        values = {k: math.nan if v is None else float(v) for k, v in row.items()}
+        rows.setdefault(values["step"], {}).update(values)
+    if not rows:
+        raise ValueError(f"{path} has no step yet: wait for the run's first step, or name another run directory")
+    return [rows[s] for s in sorted(rows)]
+
+
+def _is_figure(value: object) -> bool:
+    """Whether `value` is valid for a metric: a number that can be drawn, null, or a number that is not finite (skipped
+    in plots)."""
+    if value is None or isinstance(value, bool):
+        return True
+    return isinstance(value, int | float) and (value != value or abs(value) in (math.inf,) or abs(value) <= LARGEST)
+
+
+def _text(path: Path, directory: Path, limit: int) -> str:
+    """The text of a file in the run directory."""
+    try:
+        return read_own(path, directory, limit).decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is damaged: it is not UTF-8 ({e}); remove it") from None
+
+
+def _subtitle(rows: Sequence[Mapping[str, float]]) -> str:
+    last = rows[-1]
+    parts = [f"{int(last['step'])} optimizer steps"]
+    if math.isfinite(last.get("wall_s", math.nan)):
+        parts.append(f"{last['wall_s']:.0f} s")
+    if math.isfinite(last.get("tokens_total", math.nan)):
+        parts.append(f"{last['tokens_total']:,.0f} response tokens")
+    return " · ".join(parts)
+
+
+def _figures(rows: Sequence[Mapping[str, float]]) -> str:
+    out = ['<table><tr><th>metric</th><th class="n">first</th><th class="n">last</th><th class="n">best</th></tr>']
+    for key in headline_keys(rows):
+        found = first_last_best(rows, key)
+        if found is not None:
+            cells = "".join(f'<td class="n">{"" if v is None else f"{v:.4g}"}</td>' for v in found)
+            out.append(f"<tr><td><code>{html.escape(key)}</code></td>{cells}</tr>")
+    return "\n".join([*out, "</table>"])
+
+
+def _ledger(path: Path) -> list[str]:
+    """The section about issued, trained and discarded samples, from the ledger file alone."""
+    if not path.exists():  # a run without a rollout has no ledger
+        return []
+    check_inside(path, path.parent)
+    found = audit(path)
+    out = ["<h2>Ledger</h2>"]
+    if found.wrong is not None:
+        out.append(f'<p class="wrong">{html.escape(found.wrong)}. Nothing after it is counted here.</p>')
+    elif found.steps:
+        out.append('<p class="right">Every sample issued was trained once, discarded once, or is in flight.</p>')
+    if found.unfinished:
+        out.append(f"<p>{found.unfinished} lines after the last complete step are of an unfinished step.</p>")
+    if not found.steps:
+        return out
+    last = found.steps[-1]
+    rows = [("issued", last.issued), ("trained", last.trained), ("in flight", last.in_flight)]
+    rows += [(f"discarded: {reason}", n) for reason, n in found.reasons.items()]
+    out.append(f'<table><tr><th>until step {last.step}</th><th class="n">samples</th><th class="n">share</th></tr>')
+    out += [
+        f'<tr><td>{html.escape(name)}</td><td class="n">{n:,}</td><td class="n">{n / max(last.issued, 1):.1%}</td></tr>'
+        for name, n in rows
+    ]
+    return [*out, "</table>"]
+
+
+def _rollouts(folder: Path) -> list[str]:
+    """The first sample of each of the first groups, at the first and the last step with a file."""
+    files = {int(m[1]): p for p in folder.glob("step_*.jsonl") if (m := re.fullmatch(r"step_(\d+)\.jsonl", p.name))}
+    out: list[str] = []
+    for step in sorted({min(files), max(files)} if files else ()):
+        firsts = _first_samples(files[step], folder.parent)
+        out.append(f"<h2>Samples at step {step}</h2>")
+        out.append(
+            '<table><tr><th>prompt</th><th>response</th><th>answer</th><th class="n">reward</th><th>end</th></tr>'
+        )
+        out += [_sample_row(s) for s in firsts]
+        out.append("</table>")
+    return out
+
+
+def _first_samples(path: Path, run_dir: Path) -> list[Mapping[str, object]]:
+    """Raises ValueError naming a line that is no sample."""
+    firsts: list[Mapping[str, object]] = []
+    for number, line in enumerate(_text(path, run_dir, ROLLOUTS_BYTES).splitlines(), 1):
+        try:
+            sample = parse_json(line)
+        except ValueError as e:
+            raise ValueError(f"{path} line {number} is damaged ({e}): remove that line") from None
+        missing = [k for k in _SHOWN if not isinstance(sample, dict) or k not in sample]
+        if missing:
+            raise ValueError(f"{path} line {number} is not a sample, it has no {missing[0]!r}: remove that line")
+        if sample["index"] == 0 and len(firsts) < SHOWN_SAMPLES:
+            firsts.append(sample)
+    return firsts
+
+
+def _sample_row(sample: Mapping[str, object]) -> str:
+    reward = sample["reward"] if _is_figure(sample["reward"]) else None
+    positive = isinstance(reward, int | float) and reward > 0
+    texts = "".join(f"<td><code>{html.escape(str(sample[k]))}</code></td>" for k in ("prompt", "response", "answer"))
+    shown = f"{reward:g}" if isinstance(reward, int | float) else ""
+    return (
+        f'<tr>{texts}<td class="n {"right" if positive else "wrong"}">{shown}</td>'
+        f"<td>{html.escape(str(sample['finish']))}</td></tr>"
+    )
+
+
+def _config(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    return ["<h2>Configuration</h2>", f"<pre>{html.escape(_text(path, path.parent, CONFIG_BYTES))}</pre>"]

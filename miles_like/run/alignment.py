@@ -1,0 +1,69 @@
+"""Comparisons of the two sides of a run: before the first step, while it runs, and by `verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+
+from miles_like.algorithms.registry import make_bounds
+from miles_like.cluster.workers import RayTrainer
+from miles_like.run.rollout_side import RolloutSide
+from miles_like.run.trainer_side import packer
+from miles_like.types import Prompt
+from miles_like.verify.allowance import allowance
+from miles_like.verify.live import Comparison, LiveTrainer
+from miles_like.verify.same_bits import check_same_bits
+from miles_like.verify.server_checks import RunChecks
+from rollout.seeds import seed_of
+from rollout.sglang.client import SGLangClient
+
+
+def comparison(rollout: RolloutSide, trainer: RayTrainer, prompts: Sequence[Prompt]) -> Comparison:
+    """Of trainer and servers on samples of `prompts`."""
+    plan, c = rollout.plan, rollout.plan.config
+    bounds = make_bounds(c.mismatch)
+    shape = None if c.replay.gates else plan.routing_shape()  # the gates of corrected routes are not known
+    routed = shape is not None or not plan.family.moe_layers(plan.hf.config)
+    packs = packer(plan, trainer.dp_size, replayed=False)
+    return Comparison(
+        trainer=LiveTrainer(trainer=trainer, pack=packs.batch, shape=shape),
+        replay=c.replay.mode == "r3",
+        prompts=prompts,
+        params=replace(rollout.sampling(0), sampling_seed=seed_of(c.seed, "verify")),
+        bounds=bounds,
+        allowed=allowance(
+            bounds, c.precision, engine=c.rollout.engine, exact=c.bit_exact, more=c.one_side_rounds, routed=routed
+        ),
+    )
+
+
+async def check_bits(rollout: RolloutSide, trainer: RayTrainer, clients: Sequence[SGLangClient]) -> None:
+    """Raises ValueError where log-probabilities are to be exact and cannot be."""
+    c = rollout.plan.config
+    if (shards := c.exact_parts) and c.bit_exact:
+        infos = {client.url: await client.server_info() for client in clients}
+        check_same_bits(trainer.fingerprint(), infos, parts=shards, dtype=rollout.plan.trainer.params_dtype)
+
+
+def server_checks(
+    rollout: RolloutSide,
+    trainer: RayTrainer,
+    clients: Sequence[SGLangClient],
+    prompts: Sequence[Prompt],
+    console: Console,
+) -> RunChecks:
+    """The checks of a run's servers, on samples of `prompts`."""
+    c = rollout.plan.config
+    return RunChecks(
+        clients=clients,
+        comparison=comparison(rollout, trainer, ()),
+        prompts=prompts,
+        check_prompts=c.mismatch.check_prompts,
+        check_every=c.mismatch.check_every,
+        checksums_every=c.mismatch.checksums_every,
+        seed=c.seed,
+        idle=not c.in_flight_at_publication,
+        console=console,
+    )

@@ -1,0 +1,258 @@
+"""`miles-like eval`: a Hugging Face directory answers held-out prompts, without a run.
+
+Its own server is started and stopped, or a running one is asked. Prompts, sampling, rewards and figures are those of a
+run's evaluation (docs/evaluation.md).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from miles_like.config.eval import NAME, EvalConfig, check_measured
+from miles_like.config.load import checked, parse_override, read_tree
+from miles_like.config.reward import RewardConfig
+from miles_like.hf.checkpoint import HFCheckpoint, generation_eos
+from miles_like.hf.checkpoint import read_config as read_hf_config
+from miles_like.loop.evaluation import Answers, HeldOut, answers, held_out
+from miles_like.loop.stopping import run_to_end
+from miles_like.report.metrics import readable
+from miles_like.rewards.load import Rewards
+from miles_like.run.model_plan import run_tokenizer
+from miles_like.section import Section
+from miles_like.types import Finish, SamplingParams
+from rollout.config import RolloutConfig
+from rollout.episodes.runner import make_episode_runner
+from rollout.prompts.config import DataConfig
+from rollout.seeds import seed_of
+from rollout.server_key import ServerKey
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.servers import ServerLaunch, launch_server
+
+
+class AloneConfig(Section):
+    """The sections of a run's configuration that an evaluation reads."""
+
+    seed: int = 0
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    eval: EvalConfig = EvalConfig()
+
+
+def read_config(path: Path | None, overrides: Sequence[str], data: Sequence[str]) -> AloneConfig:
+    """A run's configuration, if `path` names one, and `--data [NAME=]FILE` in place of its sets.
+
+    Raises ValueError for what is wrong in them, and where neither names a set.
+    """
+    known = AloneConfig.model_fields
+    for text in overrides:
+        if (section := next(iter(parse_override(text)))) not in known:
+            raise ValueError(f"--set {text}: an evaluation has no {section!r}, it reads {', '.join(known)}: remove it")
+    tree = {k: v for k, v in read_tree(path, overrides).items() if k in known}
+    given = tree.get("data", {})
+    tree["data"] = given if given.get("sources") else {"train": "", **given}
+    if data:
+        tree["data"].pop("eval", None)
+        tree["eval"] = {**tree.get("eval", {}), "sets": _sets(data)}
+    config = checked(AloneConfig, tree, "--set" if path is None else str(path))
+    if not (sets := config.eval.all_sets(config.data.eval)):
+        raise ValueError("there is nothing to ask: give --data FILE, or a --config with data.eval or eval.sets")
+    check_measured(sets, config.reward.name, played=config.rollout.has_episode_runner)
+    return config
+
+
+def _sets(data: Sequence[str]) -> dict[str, dict[str, str]]:
+    out: dict[str, dict[str, str]] = {}
+    for text in data:
+        before, eq, after = text.partition("=")
+        name, path = (before, after) if eq and NAME.fullmatch(before) else (Path(text.partition(":")[0]).stem, text)
+        if name in out:
+            raise ValueError(
+                f"--data {text}: {name!r} is {out[name]['path']} already: give one another name, NAME=FILE"
+            )
+        out[name] = {"path": path}
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """All sets' answers by one weight version of one model."""
+
+    model: str
+    version: int
+    seconds: float
+    answers: Sequence[Answers] = field(default_factory=tuple)
+
+    def figures(self) -> dict[str, float]:
+        return {key: value for a in self.answers for key, value in a.figures().items()}
+
+    def table(self) -> Table:
+        """A column a set."""
+        columns = [_named(a) for a in self.answers]
+        out = Table("", *(a.config.name for a in self.answers))
+        for name in dict.fromkeys(name for figures in columns for name in figures):
+            out.add_row(name, *(figures.get(name, "") for figures in columns))
+        return out
+
+    def write_json(self, path: Path) -> None:
+        """One flat object."""
+        head = {"model": self.model, "weight_version": self.version, "seconds": round(self.seconds, 3)}
+        path.write_text(json.dumps(head | self.figures(), indent=2) + "\n", encoding="utf-8")
+
+    def write_answers(self, path: Path) -> None:
+        """An object a line and answer; replaces the file."""
+        with path.open("w", encoding="utf-8") as out:
+            for a in self.answers:
+                for mode, groups in (("greedy", a.greedy), ("sampled", a.sampled)):
+                    for g in groups:
+                        for s in g.samples:
+                            line = {"set": a.config.name, "mode": mode, **readable(g, s)}
+                            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def _named(a: Answers) -> dict[str, str]:
+    """What a table says of a set."""
+    samples = [s for g in (*a.greedy, *a.sampled) for s in g.samples]
+    n = max(1, len(samples))
+    return {
+        "prompts": str(len(a.greedy or a.sampled)),
+        "answers": str(len(samples)),
+        **{key.rpartition("/")[2]: f"{value:.4f}" for key, value in a.figures().items()},
+        "cut at the limit": f"{sum(s.finish is Finish.LENGTH for s in samples) / n:.4f}",
+        "tokens an answer": f"{sum(s.response_len for s in samples) / n:.1f}",
+    }
+
+
+class EvalAlone:
+    """Raises ValueError before anything is started: a directory without config, weights or tokenizer, a reward that is
+    not known, prompts that cannot be read.
+
+    attached: the URL of a running server of this model, in place of one that is started here. key: which it asks for.
+    """
+
+    def __init__(
+        self,
+        hf_dir: Path,
+        config: AloneConfig,
+        run_dir: Path,
+        console: Console,
+        attached: str | None,
+        key: ServerKey | None = None,
+    ) -> None:
+        if not (hf_dir / "config.json").is_file():
+            raise ValueError(f"{hf_dir} has no config.json: give the directory of a Hugging Face model")
+        self.hf_dir, self.config, self.logs, self.console = hf_dir, config, run_dir / "logs", console
+        self.hf = HFCheckpoint(hf_dir) if attached is None else None  # with a server the weights may be elsewhere
+        self.attached = attached
+        self.key = key if attached is not None else ServerKey.new()
+        self.tokenizer = run_tokenizer(hf_dir)
+        self.rewards = Rewards(config.reward)
+        sets = config.eval.all_sets(config.data.eval)
+        self.sets: list[HeldOut] = held_out(sets, config.data, self.tokenizer, self.rewards)
+        self.play = make_episode_runner(config.rollout, self.tokenizer)
+
+    def run(self) -> Found:
+        """Raises ValueError or RuntimeError where a server cannot be started or asked. One that was started here is
+        stopped, whatever happens."""
+        began = time.perf_counter()
+        with self._served() as url:
+            version, found = run_to_end(self._ask(url))
+        seconds = time.perf_counter() - began
+        return Found(model=str(self.hf_dir), version=version, seconds=seconds, answers=found)
+
+    @contextmanager
+    def _served(self) -> Iterator[str]:
+        if self.attached is not None:
+            yield self.attached
+            return
+        c = self._rollout()
+        launch = ServerLaunch(
+            model_path=self.hf_dir.resolve(),
+            config=c,
+            port=c.port,
+            log_dir=self.logs.resolve(),
+            return_routed_experts=False,
+            key=self.key,
+        )
+        with launch_server(launch) as handle:
+            yield handle.url
+
+    def _rollout(self) -> RolloutConfig:
+        """With room for the longest prompt and answer in the embedded engine."""
+        c = self.config.rollout
+        new = max(c.longest_answer, *(h.config.max_new_tokens or 0 for h in self.sets), 0)
+        longest = max(len(p.token_ids) for h in self.sets for p in h.prompts) + new
+        e = c.embedded
+        room = {
+            "context_length": max(e.context_length, longest),
+            "max_total_tokens": max(e.max_total_tokens, 2 * longest),
+        }
+        return c.model_copy(update={"embedded": e.model_copy(update=room)})
+
+    async def _ask(self, url: str) -> tuple[int, list[Answers]]:
+        c = self.config
+        client = SGLangClient(
+            url,
+            routing=None,
+            prompts_per_request=c.rollout.prompts_per_request,
+            request_timeout_s=c.rollout.request_timeout_s,
+            samples_from="server" if await self._is_embedded(url) else "client",
+            decode=lambda ids: str(self.tokenizer.decode(ids, skip_special_tokens=True)),
+            log=None if self.attached else self.logs,
+            key=self.key,
+        )
+        try:
+            version = await client.weight_version()
+            params = SamplingParams(
+                max_new_tokens=c.rollout.max_new_tokens,
+                temperature=c.rollout.temperature,
+                stop_token_ids=stop_tokens(self.hf_dir, self.tokenizer.eos_token_id),
+                sampling_seed=seed_of(c.seed, f"eval {version}"),
+            )
+            out = []
+            for held in self.sets:
+                self.console.print(f"{held.config.name}: {len(held.prompts)} prompts", highlight=False)
+                out.append(
+                    await answers(
+                        [client],
+                        held,
+                        params=params,
+                        version=version,
+                        alone=self.attached is None,
+                        play=self.play,
+                    )
+                )
+            return version, out
+        finally:
+            await client.close()
+            await self.rewards.close()
+
+    async def _is_embedded(self, url: str) -> bool:
+        """Raises ValueError for a server of another model. A server without a weight version is set to 0."""
+        client = SGLangClient(url, routing=None, request_timeout_s=self.config.rollout.request_timeout_s, key=self.key)
+        try:
+            info, server = await client.model_info(), await client.server_info()
+            wanted = tuple(read_hf_config(self.hf_dir).get("architectures") or ())
+            if info.architectures and wanted and info.architectures != wanted:
+                raise ValueError(
+                    f"server {url} serves {', '.join(info.architectures)} ({info.model_path}), {self.hf_dir} is "
+                    f"{', '.join(wanted)}: give a server of this model"
+                )
+            if not info.weight_version.isdecimal():  # "default"
+                await client.set_weight_version(0)
+            return server.get("version") == "embedded"
+        finally:
+            await client.close()
+
+
+def stop_tokens(hf_dir: Path, of_tokenizer: int | None) -> tuple[int, ...]:
+    """The tokenizer's end of text, and those that generation_config.json names: chat models end a turn by another."""
+    return tuple(sorted({*(generation_eos(hf_dir) or ()), *(() if of_tokenizer is None else (of_tokenizer,))}))

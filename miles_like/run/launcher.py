@@ -1,0 +1,60 @@
+"""Starts the processes of a run: trainer ranks, critic ranks and rollout servers."""
+
+from __future__ import annotations
+
+import gc
+
+from miles_like.algorithms.registry import make_critic_loss
+from miles_like.cluster.factories import MegatronFactory
+from miles_like.cluster.workers import RayServers, RayTrainer, check_nodes
+from miles_like.config.ranks import critic_config
+from miles_like.protocols import LossFn
+from miles_like.run.model_plan import ModelPlan
+from miles_like.run.rollout_side import RolloutSide
+
+
+class Launcher:
+    """Starts them as Ray actors, on the cluster that this process is connected to."""
+
+    def check(self, plan: ModelPlan) -> None:
+        """Raises ValueError where the cluster has not the GPUs that the placement needs."""
+        check_nodes(plan.placement)
+
+    def trainer(self, plan: ModelPlan, loss: LossFn) -> RayTrainer:
+        """Trainer ranks, with the weights that the run begins with."""
+        timeout_s = plan.config.cluster.timeout_s
+        return RayTrainer(
+            MegatronFactory(plan.trainer, plan.weights, loss, 2 * timeout_s),
+            plan.placement.of("trainer"),
+            dp_size=plan.config.parallel.dp,
+            log_dir=plan.logs,
+            timeout_s=timeout_s,
+        )
+
+    def critic(self, plan: ModelPlan) -> RayTrainer | None:
+        """Critic ranks: the model that the run begins with, with a scalar head. None where the algorithm has none."""
+        config, loss = critic_config(plan.config, plan.trainer), make_critic_loss(plan.config.algorithm)
+        if config is None or loss is None:
+            return None
+        timeout_s = plan.config.cluster.timeout_s
+        return RayTrainer(
+            MegatronFactory(config, plan.weights, loss, 2 * timeout_s),
+            plan.placement.critics(),
+            dp_size=plan.config.parallel.dp,
+            log_dir=plan.logs,
+            timeout_s=timeout_s,
+        )
+
+    def servers(self, rollout: RolloutSide, version: int, *, routing: bool = True) -> RayServers:
+        """Rollout servers with weights `version`. routing: whether they return expert routes, where the run uses
+        them."""
+        plan = rollout.plan
+        launches = [(slot, rollout.launch(slot, version, routing=routing)) for slot in plan.placement.of("rollout")]
+        return RayServers(launches, plan.logs, plan.config.rollout.start_timeout_s)
+
+
+def freeze_gc() -> None:
+    """Moves all objects that exist to the permanent generation of the garbage collector: each full pass over the
+    modules of Ray, torch and transformers would cost a good part of a short iteration."""
+    gc.collect()
+    gc.freeze()

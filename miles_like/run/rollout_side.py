@@ -1,0 +1,111 @@
+"""The rollout's side of a run: its servers, their clients, what is sampled, and how weights reach the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from miles_like.cluster.factories import PublisherRecipe
+from miles_like.cluster.placement import Slot
+from miles_like.protocols import RolloutEngine
+from miles_like.run.model_plan import ModelPlan
+from miles_like.types import SamplingParams
+from rollout.episodes.resuming import RESUMES
+from rollout.episodes.runner import make_episode_runner
+from rollout.seeds import seed_of
+from rollout.server_key import ServerKey
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.servers import ServerLaunch
+from rollout.wire.control import PauseMode
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSide:
+    """key: of every server that the run starts."""
+
+    plan: ModelPlan
+    key: ServerKey = field(default_factory=ServerKey.new)
+
+    @property
+    def resumes(self) -> int:
+        """How often a sample may be aborted by publications before it is trained."""
+        return self.plan.config.buffer.slack + RESUMES
+
+    def episode_runner(self) -> Callable[[RolloutEngine], RolloutEngine]:
+        """Makes, of the engines, one that runs the episodes of the configuration."""
+        return make_episode_runner(self.plan.config.rollout, self.plan.tokenizer, resumes=self.resumes)
+
+    def launch(self, slot: Slot, version: int, *, routing: bool = True) -> ServerLaunch:
+        """How the server of `slot` is started, with weights `version`."""
+        plan, c = self.plan, self.plan.config
+        first_port = c.rollout.port
+        return ServerLaunch(
+            model_path=plan.served.resolve(),
+            config=c.rollout,
+            port=None if first_port is None else first_port + slot.index,
+            log_dir=plan.logs.resolve(),
+            weight_version=version,
+            activations=c.precision.activations,
+            exact=c.exact_parts,
+            bucket_bytes=c.publish.bucket_bytes,
+            node_rank=slot.node_rank,
+            nnodes=slot.nnodes,
+            return_routed_experts=routing and plan.routing_shape() is not None,
+            key=self.key,
+        )
+
+    def client(
+        self, url: str, *, routing: bool = True, ours: bool = True, key: ServerKey | None = None
+    ) -> SGLangClient:
+        """ours: this run started the server, and has its log and key; `key` is that of one it did not start."""
+        plan, c = self.plan, self.plan.config
+        tokenizer = plan.tokenizer
+        return SGLangClient(
+            url,
+            vocabulary=int(plan.hf.config["vocab_size"]),
+            routing=plan.routing_shape() if routing else None,
+            prompts_per_request=c.rollout.prompts_per_request,
+            request_timeout_s=c.rollout.request_timeout_s,
+            pause_mode=PauseMode(c.publish.pause_mode),
+            samples_from="server" if c.rollout.engine == "embedded" else "client",
+            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+            log=plan.logs if ours else None,
+            key=self.key if ours else key,
+        )
+
+    def publisher(self, urls: Sequence[str], *, ours: bool = True, key: ServerKey | None = None) -> PublisherRecipe:
+        """Publishes to the servers at `urls`. ours, key: as of `client`."""
+        plan, c = self.plan, self.plan.config
+        return PublisherRecipe(
+            urls=tuple(urls),
+            kind=c.rollout.engine,
+            spec=plan.spec,
+            config=c.publish,
+            fused=plan.family.bind(plan.hf.config, mtp=True).fused(),
+            tp_size=c.rollout.sglang.tp_size,
+            timeout_s=c.rollout.request_timeout_s,
+            directory=(plan.run_dir / "published").resolve(),
+            hf_config=plan.hf.config,
+            copy_from=plan.served.resolve(),
+            key=self.key if ours else key,
+        )
+
+    def sampling(self, round_index: int) -> SamplingParams:
+        """Of the prompts of one round, which are sampled together: a prompt that comes again in a later round has
+        another seed."""
+        c = self.plan.config
+        return SamplingParams(
+            max_new_tokens=c.rollout.max_new_tokens,
+            temperature=c.rollout.temperature,
+            top_p=c.rollout.top_p,
+            top_k=c.rollout.top_k,
+            stop_token_ids=(_end_of(self.plan),),
+            sampling_seed=seed_of(c.seed, f"step {round_index}"),
+        )
+
+
+def _end_of(plan: ModelPlan) -> int:
+    end = plan.tokenizer.eos_token_id
+    if end is None:
+        raise ValueError(f"the tokenizer of {plan.served} has no end-of-sequence token: set eos_token in its config")
+    return int(end)

@@ -1,0 +1,110 @@
+"""One supervised training run: trainer ranks and examples around the loop, then the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+from miles_like.batch.packer import Packer
+from miles_like.checkpoint import run_state
+from miles_like.cluster.workers import RayTrainer
+from miles_like.config.load import store_config
+from miles_like.loop.saver import Saver
+from miles_like.loop.stopping import Deadline, StopRequest, command_began, run_to_end
+from miles_like.report.html import write_report
+from miles_like.report.progress import PhaseBar
+from miles_like.run.launcher import Launcher, freeze_gc
+from miles_like.run.model_plan import ModelPlan
+from miles_like.run.trainer_side import Resumed, RunFiles, packer, speed_meter
+from miles_like.supervised.data import ExampleReader
+from miles_like.supervised.steps import ExampleFeed, SupervisedLoop, make_objective
+from miles_like.types import SampleGroup
+from rollout.prompts.order import Order
+
+
+def train_supervised(plan: ModelPlan, console: Console, *, resume: bool, launcher: Launcher | None = None) -> None:
+    """Runs the steps of the configuration, from the latest checkpoint with `resume`, and writes the report. Raises as
+    `miles_like.run.train.train` does."""
+    c, launcher = plan.config, launcher or Launcher()
+    launcher.check(plan)
+    objective = make_objective(c.algorithm.name, c.supervised)
+    examples, held_out = read_examples(plan)
+    files = RunFiles(plan, console)
+    resumed = files.resume() if resume else None
+    store_config(c, plan.run_dir / "config.toml")
+    started = time.perf_counter()
+    trainer = launcher.trainer(plan, objective.loss)
+    console.print(
+        f"{'':12}{len(plan.placement.of('trainer'))} trainer ranks up after {time.perf_counter() - started:.0f} s; "
+        f"{len(examples)} examples, held out: {', '.join(f'{n} {len(x)}' for n, x in held_out.items()) or 'none'}"
+    )
+    packs = packer(plan, c.parallel.dp, replayed=True, balanced=True, aggregation=objective.aggregation)
+    stop = StopRequest()
+    run_to_end(_loop(files, resumed, trainer, packs, examples, held_out, stop), stop, c.checkpoint.grace_s)
+    write_report(plan.run_dir)
+    console.print(f"{'':12}report: {plan.run_dir / 'report.html'}")
+
+
+def read_examples(plan: ModelPlan) -> tuple[list[SampleGroup], dict[str, list[SampleGroup]]]:
+    """Training examples, and held-out ones by the name of their set. Raises ValueError as `ExampleReader.read`."""
+    c = plan.config
+    reader = ExampleReader(
+        tokenizer=plan.tokenizer,
+        data=c.data,
+        keys=c.supervised,
+        algorithm=c.algorithm.name,
+        max_tokens=c.max_pack_tokens,
+    )
+    if c.data.train is None:
+        raise ValueError("data.train is not set: name the file of the examples")
+    return reader.read(c.data.train), {s.name: reader.read(s.path)[: s.max_prompts] for s in c.eval_sets}
+
+
+async def _loop(
+    files: RunFiles,
+    resumed: Resumed | None,
+    trainer: RayTrainer,
+    packs: Packer,
+    examples: Sequence[SampleGroup],
+    held_out: Mapping[str, Sequence[SampleGroup]],
+    stop: StopRequest,
+) -> None:
+    plan, c = files.plan, files.plan.config
+    models = {"trainer": trainer}
+    feed = ExampleFeed(examples=examples, order=Order(len(examples), seed=c.seed), groups=c.train.groups_per_step)
+    first = 0
+    if resumed is not None:
+        state = resumed.state
+        first, consumed = state.step, run_state.consumed_rows(state)
+        await resumed.load(models)
+        feed.restore(consumed, state.tokens_total)
+    deadline = Deadline(stop, c.checkpoint.deadline_s, began=command_began())
+    sink = files.sink(first)
+    with PhaseBar(c.train.steps, files.console) as progress:
+        loop = SupervisedLoop(
+            trainer=trainer,
+            feed=feed,
+            packer=packs,
+            held_out={name: packs.examples(groups) for name, groups in held_out.items()},
+            speed=speed_meter(plan),
+            sink=sink,
+            saver=Saver(
+                state=feed,
+                checkpoints=files.checkpoints(models, resumed),
+                stop=stop,
+                deadline=deadline,
+                progress=progress,
+                every=c.checkpoint.every,
+            ),
+            progress=progress,
+            eval_every=c.eval.every,
+        )
+        freeze_gc()
+        try:
+            await loop.run(first=first, steps=c.train.steps)
+        finally:
+            deadline.close()
+            sink.close()
+            await trainer.close()

@@ -1,0 +1,213 @@
+"""The teachers of one run: makes or fetches them, serves or converts them, and stops them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_bridge.convert.manifest import Manifest
+from megatron_bridge.convert.to_megatron import to_megatron
+from megatron_bridge.families.registry import family_of
+from miles_like.cluster.placement import Slot
+from miles_like.cluster.workers import RayServers
+from miles_like.config.distillation import TeacherConfig
+from miles_like.config.run import ConvertConfig, ModelConfig, RunConfig
+from miles_like.experience.teachers import PromptOf, ServerTeacher, Teacher, Teachers, TrainerTeacher
+from miles_like.hf.checkpoint import HFCheckpoint
+from miles_like.hf.teacher_prompt import privileged
+from miles_like.hf.tokenizer import load_tokenizer
+from miles_like.pipeline.fetch import describe, fetch, source_inputs, visible_files
+from miles_like.pipeline.stages import Stage, cache_of, run_stages
+from miles_like.protocols import Trainer
+from miles_like.run.model_plan import RunTokenizer
+from miles_like.storage.completion import files_under, input_key
+from miles_like.types import REFERENCE, Prompt
+from rollout.server_key import ServerKey, read_key
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.servers import ServerLaunch
+
+
+class RunTeachers:
+    """Makes the teachers of a run. Nothing is read or started before `prepare`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        *,
+        student: Mapping[str, Any],  # its config.json
+        tokenizer: RunTokenizer,
+        console: Console,
+        key: ServerKey,  # of the servers that it starts
+    ) -> None:
+        self.key = key
+        self.config, self.section = config, config.distillation
+        self.run_dir, self.student, self.tokenizer, self.console = run_dir, student, tokenizer, console
+        self._paths: dict[str, Path] = {}  # of teachers of weights: a converted directory; of servers: Hugging Face's
+        self._servers: RayServers | None = None
+        self._urls: dict[str, str] = {}
+
+    def prepare(self) -> None:
+        """Makes, fetches and converts teachers, each once for all runs that share the cache. Raises ValueError for
+        weights of another architecture than the student's."""
+        for name, teacher in self.section.teachers.items():
+            if teacher.path is None and teacher.make is None:
+                continue
+            if teacher.kind == "weights" and teacher.path is not None and Manifest.there(Path(teacher.path)):
+                self._paths[name] = Path(teacher.path)
+                continue
+            directory = self._fetched(name, teacher)
+            if teacher.kind == "weights":
+                check_same_shapes(name, HFCheckpoint(directory).config, self.student)
+                directory = self._converted(name, directory)
+            self._paths[name] = directory
+
+    def launch(self) -> None:
+        """Starts the servers of teachers; `wait` waits until they are up."""
+        served = [name for name, t in self.section.teachers.items() if t.kind == "server" and name in self._paths]
+        logs = (self.run_dir / "logs" / "teachers").resolve()
+        launches = []
+        for i, name in enumerate(served):
+            embedded = self.config.rollout.embedded.model_copy(update={"return_gates": False})
+            launch = ServerLaunch(
+                model_path=self._paths[name].resolve(),
+                config=self.config.rollout.model_copy(update={"engine": "embedded", "embedded": embedded}),
+                log_dir=logs,
+                return_routed_experts=False,
+                key=self.key,
+            )
+            launches.append((Slot(role="rollout", index=i, node=0, gpus=()), launch))
+        if launches:
+            self._servers = RayServers(launches, logs, self.config.rollout.start_timeout_s)
+            self._urls = dict.fromkeys(served, "")
+
+    def wait(self) -> None:
+        """Raises RuntimeError when a server did not come up."""
+        if self._servers is not None:
+            self._urls = dict(zip(self._urls, self._servers.wait(), strict=True))
+
+    def stop(self) -> None:
+        if self._servers is not None:
+            self._servers.stop()
+
+    def teachers(
+        self, trainer: Trainer, rollout: Sequence[SGLangClient], pack: Callable[..., Any], prompts: Sequence[Prompt]
+    ) -> Teachers:
+        """The teachers, not started. rollout: clients of the run's servers. Raises ValueError for prompts without a
+        teacher, or that a template does not fit."""
+        made: dict[str, Teacher] = {}
+        for name, config in self.section.teachers.items():
+            prompt_of = self._prompt_of(name, config)
+            if config.kind == "self":
+                for prompt in prompts:
+                    prompt_of(prompt)
+            if config.by_server:
+                made[name] = self._server(name, config, rollout, prompt_of)
+            else:
+                weights = REFERENCE if config.by_reference else f"teacher {name}"
+                path = self._paths.get(name)
+                made[name] = TrainerTeacher(trainer=trainer, weights=weights, pack=pack, path=path, prompt_of=prompt_of)
+        out = Teachers(made, self.section.teacher_of, top_k=self.section.top_k)
+        named = [source for t in self.section.teachers.values() for source in t.sources]
+        out.check(prompts, alone=self.section.mode == "alone", named=named)
+        return out
+
+    def _server(
+        self, name: str, config: TeacherConfig, rollout: Sequence[SGLangClient], prompt_of: PromptOf
+    ) -> ServerTeacher:
+        teacher = ServerTeacher(
+            name=name,
+            clients=rollout,
+            prompt_of=prompt_of,
+            top_k=self.section.top_k,
+            at_once=self.section.sequences_per_request,
+            vocabulary=int(self.student["vocab_size"]),
+            own=False,
+        )
+        if config.kind == "self":
+            return teacher
+        ours = name in self._urls
+        client = SGLangClient(
+            self._urls[name] if ours else str(config.url),
+            routing=None,
+            request_timeout_s=self.section.request_timeout_s,
+            log=self.run_dir / "logs" / "teachers" if ours else None,
+            key=self.key if ours else None if config.key_file is None else read_key(Path(config.key_file)),
+        )
+        return replace(teacher, clients=(client,), other_tokenizer=self._other_tokenizer, own=True)
+
+    def _prompt_of(self, name: str, config: TeacherConfig) -> PromptOf:
+        if config.prompt is None:
+            return lambda prompt: prompt.token_ids
+        return partial(privileged, name, config.prompt, self.tokenizer)
+
+    def _other_tokenizer(self, directory: Path) -> str | None:
+        """How the tokenizer of `directory` differs from the student's; None: it does not."""
+        own, other = self.tokenizer.get_vocab(), load_tokenizer(directory).get_vocab()
+        if own == other:
+            return None
+        differ = [token for token in own if other.get(token) != own[token]]
+        return f"{len(other)} tokens and {len(own)}" + (f", {differ[0]!r} is not the same" if differ else "")
+
+    def _fetched(self, name: str, teacher: TeacherConfig) -> Path:
+        from miles_like.pipeline.make_checkpoint import make_checkpoint
+
+        model = ModelConfig(path=teacher.path or name.replace("/", "-"), make=teacher.make)
+        config = self.config.model_copy(update={"model": model})
+        source = source_inputs(model)
+        return self._staged(
+            "fetch",  # the student's stage, were it the student: the same checkpoint is made once for both
+            source,
+            f"teacher {name}: {describe(model)}",
+            lambda out: fetch(model, out, lambda data: make_checkpoint(config, data, self.console)),
+            visible_files,
+        )
+
+    def _converted(self, name: str, directory: Path) -> Path:
+        c: ConvertConfig = self.config.convert
+
+        def run(out: Path) -> Path:
+            data = out / "data"
+            to_megatron(directory.resolve(), data, memory_limit=int(c.memory_limit_gib * (1 << 30)), workers=c.workers)
+            return data
+
+        files = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(directory.glob("*"))}
+        inputs = {"directory": str(directory.resolve()), "files": files}
+        return self._staged("teacher", inputs, f"teacher {name}: Hugging Face tensors -> Megatron shards", run)
+
+    def _staged(
+        self,
+        stage: str,
+        inputs: Mapping[str, Any],
+        what: str,
+        run: Callable[[Path], Path],
+        listed: Callable[[Path], list[Path]] = files_under,
+    ) -> Path:
+        key = input_key(stage, inputs)
+        directory = cache_of(self.config, self.run_dir) / f"{stage}-{key}"
+        one = Stage(
+            name=stage, what=what, key=key, directory=directory, size=None, run=lambda out, _: run(out), listed=listed
+        )
+        return run_stages([one], [stage], self.console, fresh=False)[stage].root
+
+
+def check_same_shapes(name: str, teacher: Mapping[str, Any], student: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the first tensor that a teacher's config.json has and the student's has not, or in
+    another shape."""
+    a, b = ({p.hf_name: p.shape for p in family_of(hf).bind(hf).places()} for hf in (teacher, student))
+    for tensor in [*a, *b]:
+        if a.get(tensor) != b.get(tensor):
+            raise ValueError(
+                f"teacher {name!r} is of another architecture than the student: {tensor} is "
+                f"{_shape(a.get(tensor))} there and {_shape(b.get(tensor))} here, and its weights are to change places "
+                "with the student's: set kind = 'server', which serves any architecture"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))

@@ -1,0 +1,373 @@
+"""One training run: servers, trainer ranks, prompts and reward around the loop, then the report."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from miles_like.algorithms.distillation import distilled
+from miles_like.algorithms.filters import make_filter
+from miles_like.algorithms.registry import make_algorithm, make_bounds
+from miles_like.algorithms.truncation import make_overlong
+from miles_like.batch.packer import Packer
+from miles_like.cluster.workers import RayTrainer
+from miles_like.config.load import store_config
+from miles_like.config.run import RunConfig
+from miles_like.experience.experience import Experience
+from miles_like.experience.teachers import Teachers
+from miles_like.loop.buffer import DataBuffer
+from miles_like.loop.controller import Controller
+from miles_like.loop.evaluation import Evaluator, HeldOut, held_out
+from miles_like.loop.feed import Feed
+from miles_like.loop.old_tokens import mask_old
+from miles_like.loop.producer import Producer
+from miles_like.loop.recorder import Recorder
+from miles_like.loop.saver import Saver
+from miles_like.loop.state import LoopState
+from miles_like.loop.step_bounds import StepBounds
+from miles_like.loop.stopping import Deadline, StopRequest, command_began, run_to_end
+from miles_like.preflight.checks import check_over_sampling
+from miles_like.protocols import Algorithm, RewardFn, RolloutEngine
+from miles_like.report.html import write_report
+from miles_like.report.progress import PhaseBar
+from miles_like.rewards.load import Rewards
+from miles_like.run.alignment import check_bits, server_checks
+from miles_like.run.launcher import Launcher, freeze_gc
+from miles_like.run.model_plan import ModelPlan
+from miles_like.run.rollout_side import RolloutSide
+from miles_like.run.teachers import RunTeachers
+from miles_like.run.trainer_side import Resumed, RunFiles, packer, speed_meter
+from miles_like.types import Prompt, PublishReport, SampleGroup
+from miles_like.verify.allowance import of_steps
+from miles_like.verify.server_checks import RunChecks
+from rollout.episodes.groups import groups_as_completed
+from rollout.episodes.partial import PartialRollouts
+from rollout.episodes.pool import EnginePool
+from rollout.prompts.contamination import decontaminate
+from rollout.prompts.mix import PromptSource
+from rollout.sglang.client import SGLangClient
+
+
+def run_algorithm(config: RunConfig) -> Algorithm:
+    """The algorithm of the configuration, with the loss of its teachers."""
+    algorithm = make_algorithm(config.algorithm, config.correction, config.mismatch)
+    d = config.distillation
+    if d.mode == "off":
+        return algorithm
+    beta = 1.0 if d.beta is None else d.beta
+    return distilled(algorithm, mode=d.mode, coefficient=d.coefficient, top_k=d.top_k, beta=beta)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """Training prompts, held-out sets and rewards of a run."""
+
+    source: PromptSource
+    held_out: Sequence[HeldOut]
+    rewards: Rewards
+
+
+def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
+    """Raises ValueError naming file and row, or the reward."""
+    c = plan.config
+    rewards = Rewards(c.reward)
+    check_over_sampling(c, rewards(None))
+    source = PromptSource(c.data, plan.tokenizer, seed=c.seed, compared_by=rewards(None).compares)
+    held = held_out(c.eval_sets, c.data, plan.tokenizer, rewards)
+    shared = decontaminate(source, {h.config.name: h.prompts for h in held}, c.data.decontaminate)
+    for sentence in (*source.notes, *shared):
+        console.print(f"{'':12}{sentence}", markup=False, soft_wrap=True)
+    return Prompts(source=source, held_out=held, rewards=rewards)
+
+
+def train(
+    plan: ModelPlan,
+    console: Console,
+    *,
+    resume: bool,
+    launcher: Launcher | None = None,
+    controller: type[Controller] = Controller,
+) -> None:
+    """Runs the steps of the configuration, from the latest checkpoint with `resume`, and writes the report.
+
+    controller: a subclass of Controller runs another loop. Raises ValueError before a process is started where the
+    configuration does not fit, RuntimeError where a process fails, Stopped on a stop request.
+    """
+    launcher = launcher or Launcher()
+    launcher.check(plan)
+    prompts, files = read_prompts(plan, console), RunFiles(plan, console)
+    resumed = files.resume() if resume else None
+    store_config(plan.config, plan.run_dir / "config.toml")
+    rollout, algorithm = RolloutSide(plan=plan), run_algorithm(plan.config)
+    teachers = RunTeachers(
+        plan.config,
+        plan.run_dir,
+        student=plan.hf.config,
+        tokenizer=plan.tokenizer,
+        console=console,
+        key=rollout.key,
+    )
+    teachers.prepare()
+    started = time.perf_counter()
+    with contextlib.ExitStack() as stopping:
+        stopping.callback(teachers.stop)  # first, so also where the run's own servers cannot be started
+        teachers.launch()
+        servers = launcher.servers(rollout, resumed.state.weight_version if resumed else 0)
+        stopping.callback(servers.stop)
+        trainer, critic = launcher.trainer(plan, algorithm.loss), launcher.critic(plan)
+        urls = servers.wait()
+        teachers.wait()
+        critics = "" if critic is None else f" and {len(plan.placement.critics())} of the critic"
+        payload = f"; {shape.payload}" if (shape := plan.routing_shape()) else ""
+        console.print(
+            f"{'':12}{len(plan.placement.of('trainer'))} trainer ranks{critics}, {len(urls)} rollout servers up "
+            f"after {time.perf_counter() - started:.0f} s{payload}"
+        )
+        run = TrainingRun(
+            rollout=rollout,
+            algorithm=algorithm,
+            prompts=prompts,
+            files=files,
+            resumed=resumed,
+            teachers=teachers,
+            trainer=trainer,
+            critic=critic,
+            console=console,
+            controller=controller,
+        )
+        run_to_end(run.loop(urls), run.stop, plan.config.checkpoint.grace_s)
+    write_report(plan.run_dir)
+    console.print(f"{'':12}report: {plan.run_dir / 'report.html'}")
+
+
+class TrainingRun:
+    """A run whose processes are up: composes the objects of the loop, and closes them."""
+
+    def __init__(
+        self,
+        *,
+        rollout: RolloutSide,
+        algorithm: Algorithm,
+        prompts: Prompts,
+        files: RunFiles,
+        resumed: Resumed | None,
+        teachers: RunTeachers,
+        trainer: RayTrainer,
+        critic: RayTrainer | None,
+        console: Console,
+        controller: type[Controller] = Controller,
+    ) -> None:
+        self.plan, self.config = rollout.plan, rollout.plan.config
+        self.rollout, self.algorithm, self.prompts, self.files = rollout, algorithm, prompts, files
+        self.resumed, self.teachers, self.trainer, self.console = resumed, teachers, trainer, console
+        self.models = {"trainer": trainer} | ({} if critic is None else {"critic": critic})
+        self.controller = controller
+        self.stop = StopRequest()
+        self.deadline = Deadline(self.stop, self.config.checkpoint.deadline_s, began=command_began())
+
+    async def loop(self, urls: Sequence[str]) -> None:
+        """Holds the servers at `urls` to the trainer, then runs the loop to its end."""
+        c = self.config
+        clients = [self.rollout.client(url) for url in urls]
+        await check_bits(self.rollout, self.trainer, clients)
+        # the state of an episode and of a user's generate function is not saved: they begin again after a resume
+        partial = PartialRollouts(EnginePool(clients), keep_groups=not c.rollout.has_episode_runner)
+        runner = self.rollout.episode_runner()
+        engine = runner(partial)
+        eval_clients = [self.rollout.client(url, routing=False) for url in urls]
+        self.trainer.connect(self.rollout.publisher(urls))
+        first, published = await self.publish_first()
+        checks = self.checks(clients)
+        await checks.at_start(first, published)
+        packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
+        teachers = self.teachers.teachers(self.trainer, eval_clients, packs.batch, self.prompts.source.all())
+        await teachers.start()
+        with PhaseBar(c.train.steps, self.console) as progress:
+            evaluator = Evaluator(
+                engines=eval_clients,
+                sets=self.prompts.held_out,
+                params=self.rollout.sampling(0),
+                seed=c.seed,
+                alone=not c.in_flight_at_publication,
+                every=c.eval.every,
+                progress=progress,
+                play=runner,
+            )
+            loop = self.compose(engine, partial, evaluator, checks, teachers if c.distillation.on else None, first)
+            freeze_gc()
+            try:
+                await loop.run(first=first, steps=c.train.steps, resumed=self.resumed is not None)
+                if loop.feed.producer.ended and (loop.saver.checkpoints.saved or 0) < c.train.steps:
+                    self.console.print(f"{'':12}the prompts have ended: data.epochs = {c.data.epochs}")
+            finally:
+                self.deadline.close()
+                self.console.print(f"{'':12}{loop.recorder.ledger.close()}", markup=False, soft_wrap=True)
+                loop.recorder.sink.close()
+                await self.prompts.rewards.close()
+                await engine.close()
+                await EnginePool(eval_clients).close()
+                await teachers.close()
+                for ranks in self.models.values():
+                    await ranks.close()
+
+    async def publish_first(self) -> tuple[int, PublishReport | None]:
+        """The first step, and what was published for it: the servers then hold what the trainer computes with."""
+        if self.resumed is not None:
+            await self.resumed.load(self.models)
+            step = self.resumed.state.step
+            return step, await self.trainer.publish(version=step)
+        # codes that another quantizer wrote differ from those that this one makes of their values
+        return 0, await self.trainer.publish(version=0) if self.config.precision.qat else None
+
+    def checks(self, clients: Sequence[SGLangClient]) -> RunChecks:
+        return server_checks(self.rollout, self.trainer, clients, self.prompts.source.all(), self.console)
+
+    def compose(
+        self,
+        engine: RolloutEngine,
+        partial: PartialRollouts,
+        evaluator: Evaluator,
+        checks: RunChecks,
+        teachers: Teachers | None,
+        first: int,
+    ) -> Controller:
+        """The loop, at the state of the checkpoint that the run resumes from."""
+        c, progress = self.config, evaluator.progress
+        sink, ledger = self.files.sink(first), self.files.ledger()
+        recorder = Recorder(
+            sink=sink,
+            ledger=ledger,
+            progress=progress,
+            bounds=StepBounds(
+                bounds=of_steps(make_bounds(c.mismatch), exact=c.exact_steps),
+                on_breach=c.mismatch.on_breach,
+                console=self.console,
+            ),
+            speed=speed_meter(self.plan),
+            samples=self.plan.run_dir / "rollouts",
+            curriculum=self.prompts.source,
+            episodes=c.rollout.has_episode_runner,
+        )
+        feed = self.feed(engine, partial, recorder)
+        state = LoopState(source=self.prompts.source, feed=feed, recorder=recorder, partial=partial)
+        if self.resumed is not None:
+            state.restore(self.resumed.state)
+        packs = self.packer()
+        return self.controller(
+            feed=feed,
+            experience=Experience(
+                algorithm=self.algorithm,
+                packer=packs,
+                trainer=self.trainer,
+                critic=self.models.get("critic"),
+                teachers=teachers,
+                mask_truncated=c.algorithm.mask_truncated,
+                shuffle_seed=c.seed if c.algorithm.shuffle_advantages else None,
+            ),
+            packer=packs,
+            trainer=self.trainer,
+            checks=checks,
+            recorder=recorder,
+            evaluator=evaluator,
+            saver=Saver(
+                state=state,
+                checkpoints=self.files.checkpoints(self.models, self.resumed),
+                stop=self.stop,
+                deadline=self.deadline,
+                progress=progress,
+                every=c.checkpoint.every,
+            ),
+        )
+
+    def packer(self) -> Packer:
+        """How the groups of a step become a batch for each optimizer step."""
+        c = self.config
+        return packer(
+            self.plan,
+            self.trainer.dp_size,
+            replayed=c.replay.mode == "r3",
+            balanced=True,
+            aggregation=self.algorithm.aggregation,
+            constant=c.algorithm.constant(c.rollout.longest_answer),
+            steps=c.train.steps_per_rollout,
+        )
+
+    def feed(self, engine: RolloutEngine, partial: PartialRollouts, recorder: Recorder) -> Feed:
+        c = self.config
+        buffer = DataBuffer(
+            max_staleness=c.buffer.max_staleness,
+            samples=c.train.samples_per_group,
+            ledger=recorder.ledger,
+            backfill=c.in_flight_at_publication,
+            old_tokens=mask_old if c.buffer.old_tokens == "mask" else None,
+        )
+        overlong = make_overlong(c.algorithm, c.rollout.longest_answer)
+        sampler = GroupSampler(
+            rollout=self.rollout,
+            engine=engine,
+            partial=partial,
+            reward=self.prompts.rewards(None),
+            console=self.console,
+        )
+        producer = Producer(
+            groups=c.train.groups_per_step,
+            steps=c.train.steps,
+            buffer=buffer,
+            next_prompts=self.prompts.source.take,
+            rollout=sampler.groups,
+            abort=engine.abort_all,
+            lockstep=c.in_lockstep,
+            over_sampling=c.buffer.over_sampling,
+            refuse=make_filter(c.algorithm.filter),
+            shape=(lambda group: group) if overlong is None else (lambda group: overlong([group])[0]),
+            max_rounds=c.rollout.max_rounds,
+        )
+        return Feed(buffer=buffer, producer=producer, stop=self.stop, progress=recorder.progress)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSampler:
+    """Samples and scores the prompts of one round."""
+
+    rollout: RolloutSide
+    engine: RolloutEngine
+    partial: PartialRollouts
+    reward: RewardFn
+    console: Console
+
+    async def groups(
+        self, round_index: int, prompts: Sequence[Prompt]
+    ) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        """(index of the prompt, its group), as groups end."""
+        c, params = self.rollout.plan.config, self.rollout.sampling(round_index)
+        seed = params.sampling_seed
+        if seed is None:
+            raise RuntimeError("sampling without a seed: a checkpoint could not name the samples in flight")
+        groups = groups_as_completed(
+            self.engine,
+            prompts,
+            self.reward,
+            n=c.train.samples_per_group,
+            params=params,
+            resumes=self.rollout.resumes,
+            prompt_per_request=c.groups_end_by_themselves,
+        )
+        discarded = Counter[str]()
+        try:
+            async with contextlib.aclosing(groups):
+                async for place, group in groups:
+                    discarded += Counter(group.discarded)
+                    self.partial.forget(seed, group.prompt.id)  # no checkpoint is to hold it twice
+                    yield place, group
+        finally:
+            for p in prompts:
+                self.partial.forget(seed, p.id)
+            for reason, n in discarded.most_common():
+                self.console.print(
+                    f"round {round_index}: {n} samples discarded: {reason}", markup=False, soft_wrap=True
+                )

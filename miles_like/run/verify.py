@@ -1,0 +1,290 @@
+"""`verify`: a job's two sides are started on its checkpoint, score the same samples, and the gap is put down to causes.
+
+`train` asks the same of what it has started already, in a short form, before its first step.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from miles_like.checkpoint import run_state
+from miles_like.cluster.factories import CheckpointWriter
+from miles_like.cluster.workers import RayTrainer
+from miles_like.limits.regular_files import parse_json, read_text
+from miles_like.loop.stopping import run_to_end
+from miles_like.run.alignment import check_bits, comparison
+from miles_like.run.launcher import Launcher
+from miles_like.run.model_plan import ModelPlan
+from miles_like.run.rollout_side import RolloutSide
+from miles_like.run.train import run_algorithm
+from miles_like.types import Finish, Prompt, Sample, SampleGroup, VersionSpan
+from miles_like.verify.live import LiveRollout, Published, opaque_evidence, stacked_evidence, weight_evidence
+from miles_like.verify.report import Report
+from miles_like.verify.weights import WeightEvidence
+from quant.hf_config import quantized_config
+from rollout.prompts.mix import PromptSource
+from rollout.server_key import ServerKey
+from rollout.sglang.client import SGLangClient
+from rollout.wire.control import ModelInfo
+
+PROMPTS = 32
+
+
+class VerifyStage:
+    """rollouts: a file of samples that a run kept, which are compared in place of new ones; no server is started.
+    attached: running servers, which are asked in place of ones that are started here; key: what they ask for.
+    overwrite: whether the trainer's weights may be published to them, after theirs were hashed. prompts: how many are
+    sampled."""
+
+    def __init__(
+        self,
+        rollout: RolloutSide,
+        *,
+        launcher: Launcher | None = None,
+        rollouts: Path | None = None,
+        checkpoint: Path | None = None,
+        attached: Sequence[str] = (),
+        key: ServerKey | None = None,
+        overwrite: bool = False,
+        prompts: int | None = None,
+    ) -> None:
+        """checkpoint: a step_N folder of a run, whose weights are compared in place of those it began with. Raises
+        ValueError for one that is not whole, and for samples that are both kept and to be made."""
+        if attached and rollouts is not None:
+            raise ValueError(f"--rollouts {rollouts} asks no server, --server {attached[0]} does: give one of the two")
+        if overwrite and not attached:
+            raise ValueError(
+                "--overwrite replaces the weights of running servers: name them with --server, or remove it"
+            )
+        self.rollout, self.plan, self.config = rollout, rollout.plan, rollout.plan.config
+        self.rollouts, self.checkpoint, self.launcher = rollouts, checkpoint, launcher or Launcher()
+        self.may_publish = overwrite or not attached
+        if prompts is not None and rollouts is not None:
+            raise ValueError(f"--rollouts {rollouts} samples nothing, --prompts {prompts} do: give one of the two")
+        self.key = key
+        self.attached, self.prompts = tuple(attached), PROMPTS if prompts is None else prompts
+        self.version = 0 if checkpoint is None else run_state.load(checkpoint).weight_version
+        self.weights = self.plan.run_dir / "verify" / "weights"  # while they are compared
+
+    def report(self) -> Report:
+        """Raises ValueError or RuntimeError where one side cannot be started or asked."""
+        self.launcher.check(self.plan)
+        kept = None if self.rollouts is None else read_rollouts(self.rollouts, self.version)
+        servers = self.launcher.servers(self.rollout, 0) if kept is None and not self.attached else None
+        try:
+            trainer = self.launcher.trainer(self.plan, run_algorithm(self.config).loss)
+            urls = self.attached if servers is None else servers.wait()
+            return run_to_end(self._compare(trainer, urls, kept))
+        finally:
+            if servers is not None:
+                servers.stop()
+
+    async def meet(self) -> None:
+        """Ask attached servers what they are, before ranks are started. Raises RuntimeError or ValueError for one that
+        is not there, or is not what the job needs."""
+        for url in self.attached:
+            client = self.rollout.client(url, ours=False, key=self.key)
+            try:
+                info = await client.model_info()
+                check_attached(client.url, info, await client.server_info(), self.plan)
+                if not info.weight_version.isdecimal():  # "default", where no version was set
+                    await client.set_weight_version(self.version)
+            finally:
+                await client.close()
+
+    async def _compare(self, trainer: RayTrainer, urls: Sequence[str], kept: Sequence[SampleGroup] | None) -> Report:
+        rollout, data = self.rollout, self.config.data
+        prompts = PromptSource(data, self.plan.tokenizer, seed=self.config.seed).all()
+        compare = comparison(rollout, trainer, prompts[: self.prompts])
+        if self.checkpoint is not None:
+            await trainer.load(self.checkpoint.resolve() / "trainer")
+        clients = [rollout.client(url, ours=not self.attached, key=self.key) for url in urls]
+        try:
+            if kept is not None:
+                return await compare.of(kept, prompts=_now(kept, prompts), weights="no server is asked")
+            await check_bits(rollout, trainer, clients)
+            published = await self._published(trainer)
+            if self.may_publish:
+                trainer.connect(rollout.publisher(urls, ours=not self.attached, key=self.key))
+            live = LiveRollout(
+                client=clients[0],
+                publish=(lambda: trainer.publish(version=self.version)) if self.may_publish else None,
+                sample=lambda: compare.sample(clients),
+                prompts_per_request=self.config.rollout.prompts_per_request,
+            )
+            if not self.attached and (self.config.precision.qat or self.checkpoint is not None):
+                await trainer.publish(version=self.version)  # as a run does before its first step
+            # of what is served before anything is sent to a server that was not started here
+            served = [(await client.checksum()).tensors for client in clients]
+            groups = await compare.sample(clients)
+            weights = await self._weights(clients, served, published, live)
+            return await compare.of(groups, weights=weights, rollout=live)
+        finally:
+            for client in clients:
+                await client.close()
+            await trainer.close()
+            shutil.rmtree(self.weights, ignore_errors=True)
+
+    async def _published(self, trainer: RayTrainer) -> Published:
+        """The trainer's weights as they are before they are encoded."""
+        plan, out = self.plan, self.weights
+        shutil.rmtree(out, ignore_errors=True)
+        config = quantized_config(plan.hf.config, None)
+        trainer.connect(CheckpointWriter(out=out, hf_config=config, spec=None, copy_from=plan.served))
+        await trainer.publish(version=0)
+        return Published(out, plan.spec)
+
+    async def _weights(
+        self,
+        clients: Sequence[SGLangClient],
+        served: Sequence[Mapping[str, str]],
+        published: Published,
+        rollout: LiveRollout,
+    ) -> WeightEvidence | str:
+        """Of the server that holds most that the trainer would not publish; a string is the reason for no comparison.
+
+        served: each server's hashes. Those of the embedded engine are of stored tensors and are compared as they are.
+        With a trainer that does not round, and the weights that the job begins with, codes of the job's checkpoint
+        count as published where they decode to the trainer's weights. Stock SGLang hashes the tensors that it made of
+        the stored ones. On a CPU, in BF16 and on one rank these are made of the trainer's weights here; elsewhere it is
+        published to, where that is allowed, and hashed again.
+        """
+        plan = self.plan
+        if self.config.rollout.engine == "embedded":
+            begins = not self.config.precision.qat and self.checkpoint is None
+            expected = published.hashes(plan.hf if begins else None)
+            of_each = [weight_evidence(published, expected, hashes, plan.hf) for hashes in served]
+        elif found := await self._stacked(clients, served, published):
+            of_each = found
+        elif rollout.publish is None:
+            return _OPAQUE
+        elif plan.spec is not None and not self.config.precision.qat and self.checkpoint is None:
+            return "the first publication replaces the codes of the checkpoint, which another quantizer may have made"
+        else:
+            await rollout.publish()
+            after = [(await client.checksum()).tensors for client in clients]
+            of_each = [opaque_evidence(a, before, published) for a, before in zip(after, served, strict=True)]
+        return max(of_each, key=lambda e: len(e.differing))
+
+    async def _stacked(
+        self, clients: Sequence[SGLangClient], served: Sequence[Mapping[str, str]], published: Published
+    ) -> list[WeightEvidence]:
+        """Empty where what the servers hash is not known."""
+        if self.plan.spec is not None or self.config.rollout.sglang.tp_size > 1:
+            return []
+        devices = [(await client.server_info()).get("device") for client in clients]
+        found = [stacked_evidence(hashes, published) for hashes in served] if set(devices) == {"cpu"} else []
+        known = [evidence for evidence in found if evidence is not None]
+        return known if len(known) == len(served) else []
+
+
+_OPAQUE = (
+    "stock SGLang hashes the fused tensors that it made of the published ones; --overwrite publishes to it, and "
+    "compares its hashes before and after"
+)
+
+
+def check_attached(url: str, info: ModelInfo, server: Mapping[str, Any], plan: ModelPlan) -> None:
+    """server: its resolved arguments. Raises ValueError, with the remedy, for a server of another kind, model or number
+    of ranks than the job's, or one that tells no routes."""
+    rollout, wanted = plan.config.rollout, tuple(plan.hf.config.get("architectures") or ())
+    kind = "embedded" if server.get("version") == "embedded" else "sglang"
+    if kind != rollout.engine:
+        raise ValueError(
+            f"server {url} is {_KINDS[kind]}, rollout.engine = {rollout.engine!r}: --set rollout.engine={kind}"
+        )
+    if info.architectures != wanted:
+        raise ValueError(
+            f"server {url} serves {', '.join(info.architectures) or 'an unnamed model'} ({info.model_path}), "
+            f"{plan.served} is {', '.join(wanted)}: give a server of the job's model"
+        )
+    ranks = int(server.get("tp_size", 1))
+    if kind == "sglang" and ranks != rollout.sglang.tp_size:
+        raise ValueError(
+            f"server {url} has {ranks} tensor-parallel ranks, rollout.sglang.tp_size = {rollout.sglang.tp_size}: "
+            f"--set rollout.sglang.tp_size={ranks}"
+        )
+    if plan.routing_shape() is not None and not server.get("enable_return_routed_experts"):
+        raise ValueError(f"server {url} returns no expert routes: start it with --enable-return-routed-experts")
+
+
+_KINDS = {"embedded": "an embedded engine", "sglang": "stock SGLang"}
+
+
+def _now(kept: Sequence[SampleGroup], prompts: Sequence[Prompt]) -> list[Sequence[int]] | None:
+    """What the prompts of kept samples are made into today; None where one is not among them."""
+    made = {p.id: p.token_ids for p in prompts}
+    ids = [g.prompt.id for g in kept]
+    return [made[i] for i in ids] if all(i in made for i in ids) else None
+
+
+def read_rollouts(path: Path, version: int) -> list[SampleGroup]:
+    """Samples of a `rollouts/step_N.jsonl`, a group each. Raises ValueError for a file without token ids, as older ones
+    are, or of tokens that another weight version than this sampled."""
+    try:
+        lines = read_text(path, ROLLOUTS_BYTES).splitlines()
+    except OSError as e:
+        raise ValueError(f"{path}: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is not a text of UTF-8 ({e}): give a rollouts/step_N.jsonl of a run") from None
+    samples = [_sample(line, f"{path}, line {i + 1}") for i, line in enumerate(lines) if line.strip()]
+    if not samples:
+        raise ValueError(f"{path} holds 0 samples: give a rollouts/step_N.jsonl of a run")
+    versions = sorted({v.version for s in samples for v in s.versions})
+    if versions not in ([], [version]):
+        raise ValueError(
+            f"{path} holds tokens of weight versions {versions}, the trainer has version {version}: give the "
+            "checkpoint of that version (--checkpoint RUN/checkpoints/step_N), and samples of one version"
+        )
+    return [
+        SampleGroup(prompt=Prompt(id=s.prompt_id, token_ids=tuple(s.token_ids.tolist()), answer=""), samples=(s,))
+        for s in samples
+    ]
+
+
+ROLLOUTS_BYTES = 1 << 30  # the most that is read
+_KEPT = ("token_ids", "loss_mask", "logprobs", "prompt_id", "index", "versions", "finish", "response")
+
+
+def _sample(line: str, where: str) -> Sample:
+    try:
+        row: Mapping[str, Any] = parse_json(line)
+    except ValueError as e:
+        raise ValueError(f"{where} is not JSON: {e}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is a JSON {type(row).__name__}, want an object: give a run's rollouts/step_N.jsonl")
+    missing = [k for k in _KEPT if k not in row]
+    if missing:
+        raise ValueError(f"{where} has no {missing[0]!r}: it was kept without; run again to keep samples with tokens")
+    try:
+        return _kept_sample(row, where)
+    except (TypeError, RuntimeError, OverflowError, AttributeError, KeyError) as e:
+        raise ValueError(f"{where} is not as it was kept ({e}); give the file that the run wrote") from None
+
+
+def _kept_sample(row: Mapping[str, Any], where: str) -> Sample:
+    mask = torch.tensor(row["loss_mask"], dtype=torch.bool)
+    sizes = len(row["token_ids"]), len(mask), len(row["logprobs"])
+    if sizes[0] != sizes[1] or sizes[2] != int(mask.sum()):
+        raise ValueError(
+            f"{where} has {sizes[0]} token_ids, a loss_mask of {sizes[1]} with {int(mask.sum())} set, and {sizes[2]} "
+            "logprobs: it is not as it was kept; give the file that the run wrote"
+        )
+    logprobs = torch.zeros(len(mask))
+    logprobs[mask] = torch.tensor(row["logprobs"], dtype=torch.float32)
+    return Sample(
+        prompt_id=str(row["prompt_id"]),
+        index=int(row["index"]),
+        token_ids=torch.tensor(row["token_ids"], dtype=torch.int64),
+        loss_mask=mask,
+        logprobs=logprobs,
+        routing=None,
+        versions=tuple(VersionSpan(*v) for v in row["versions"]),
+        finish=Finish(row["finish"]),
+        text=str(row["response"]),
+    )

@@ -1,0 +1,110 @@
+"""Append-only files of a run, truncated to a checkpoint's position when the run resumes.
+
+A checkpoint stores the length of each file and the SHA-256 of its bytes so far, which the writer updates with every
+write. A resumed run truncates each file to that length, so that it writes the same file as a run that was never
+stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from miles_like.storage.checkpoint_files import DamagedError
+from miles_like.types import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """The first `bytes` bytes of a file."""
+
+    bytes: int
+    sha256: str  # of these bytes
+
+
+class AppendedFile:
+    """Appends to an existing or new file. Each `write` is one system call."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _check_own(path)
+        self._file = path.open("ab")
+        with path.open("rb") as f:
+            self._hash = hashlib.file_digest(f, "sha256")
+        self._bytes = path.stat().st_size
+
+    @property
+    def position(self) -> Position:
+        return Position(bytes=self._bytes, sha256=self._hash.hexdigest())
+
+    def write(self, text: str) -> None:
+        data = text.encode()
+        self._file.write(data)
+        self._file.flush()
+        self._hash.update(data)
+        self._bytes += len(data)
+
+    def sync(self) -> None:
+        """fsync what was written."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def truncate_to(path: Path, to: Position) -> None:
+    """Truncate `path` to a position, and fsync. Raises as `check_prefix` does."""
+    check_prefix(path, to)
+    if path.exists():
+        with path.open("r+b") as f:
+            f.truncate(to.bytes)
+            os.fsync(f.fileno())
+
+
+def check_prefix(path: Path, to: Position) -> None:
+    """Raises DamagedError where the file is shorter than the position, or has other bytes before it."""
+    _check_own(path)
+    if not to.bytes and not path.exists():
+        return
+    remedy = "resume from a checkpoint before it was changed, or use --fresh"
+    if not path.is_file() or (size := path.stat().st_size) < to.bytes:
+        has = f"has {size} bytes" if path.is_file() else "is missing"
+        raise DamagedError(f"{path} {has}, {to.bytes} were written when the checkpoint was saved: {remedy}")
+    digest, left = hashlib.sha256(), to.bytes
+    with path.open("rb") as f:
+        while left:
+            block = f.read(min(left, 1 << 20))
+            digest.update(block)
+            left -= len(block)
+    if digest.hexdigest() != to.sha256:
+        raise DamagedError(f"{path} has other bytes than when the checkpoint was saved: {remedy}")
+
+
+def _check_own(path: Path) -> None:
+    """Raises DamagedError where writing to `path` would write to another file, or to none."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise DamagedError(f"{path} is a link, a device or a directory, not a file that the run wrote: remove it")
+
+
+def positions(files: Mapping[str, AppendedFile]) -> Json:
+    """{name: {bytes, sha256}} of each file, keyed by its name in the run directory, after an fsync of each."""
+    for file in files.values():
+        file.sync()
+    return {name: asdict(file.position) for name, file in files.items()}
+
+
+def truncate_all(run_dir: Path, saved: Json) -> None:
+    """Truncate each file to its position in `saved`, a result of `positions`. Raises DamagedError where one is damaged,
+    before any is truncated."""
+    assert isinstance(saved, Mapping)
+    if wrong := [name for name in saved if Path(name).name != name]:
+        raise DamagedError(f"the checkpoint names {wrong[0]!r}, which is not a file of the run directory")
+    found = {run_dir / name: Position(**cast("Mapping[str, Any]", one)) for name, one in saved.items()}
+    for path, position in found.items():
+        check_prefix(path, position)
+    for path, position in found.items():
+        truncate_to(path, position)

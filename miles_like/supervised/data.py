@@ -1,0 +1,204 @@
+"""Read examples for supervised training: answers, or pairs of a chosen and a rejected answer.
+
+Every row becomes a group that is packed like a rollout's: one sample for an answer, two for a pair, the chosen first.
+Prompt and answer are tokenized separately, so that the tokens before an answer are those that a server would get.
+
+Letters: S tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from miles_like.config.supervised import PAIRS, SupervisedConfig
+from miles_like.types import Finish, Prompt, Sample, SampleGroup
+from rollout.prompts.config import DataConfig
+from rollout.prompts.dataset import read_rows
+from rollout.prompts.schema import ANSWERS, PROMPTS
+from rollout.prompts.source import Tokenizer, as_messages
+from rollout.prompts.written import text_of
+
+Messages = list[dict[str, str]]
+
+
+class EndingTokenizer(Tokenizer, Protocol):
+    """A tokenizer with an end token."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleReader:
+    """Reads rows as groups; the result depends only on the fields and the file."""
+
+    tokenizer: EndingTokenizer
+    data: DataConfig
+    keys: SupervisedConfig
+    algorithm: str  # "sft", "dpo" or "reward_model"
+    max_tokens: int  # input tokens of a micro-batch, which must hold the prompt with its answer, twice for a pair
+
+    def read(self, path: str, limit: int | None = None) -> list[SampleGroup]:
+        """All rows of a file or hub name, or the first `limit`, in order.
+
+        Raises ValueError naming file, row and column for what `read_rows` refuses, a missing column, an empty answer,
+        two equal answers, an example that is too long, and a conversation that the chat template rewrites.
+        """
+        rows, name = read_rows(path, limit), Path(path).stem
+        out = []
+        for i, row in enumerate(rows):
+            try:
+                out.append(self._group(row, f"{name}:{i}"))
+            except ValueError as e:
+                raise ValueError(f"{rows.where(i)}: {e}") from None
+        return out
+
+    def _group(self, row: Mapping[str, Any], name: str) -> SampleGroup:
+        prompt, answers = self._pair(row) if self.algorithm in PAIRS else self._answer(row)
+        samples = tuple(self._sample(prompt, text, column, name, i) for i, (column, text) in enumerate(answers.items()))
+        inputs = sum(len(s.token_ids) - 1 for s in samples)
+        if inputs > self.max_tokens:
+            both = " together" if len(samples) > 1 else ""
+            raise ValueError(
+                f"{' and '.join(map(repr, answers))} with what is asked{both} are {inputs} input tokens, a micro-batch "
+                f"holds {self.max_tokens}: raise train.max_tokens_per_rank, or take the row out"
+            )
+        ids = samples[0].token_ids[: int(samples[0].loss_mask.int().argmax())]
+        return SampleGroup(
+            prompt=Prompt(id=name, token_ids=tuple(ids.tolist()), answer=samples[0].text), samples=samples
+        )
+
+    # prompt and answers of a row, as messages
+
+    def _answer(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Messages]]:
+        column = self.keys.messages_key
+        if row.get(column) is None:
+            key = "data.prompt_key, data.answer_key or supervised.messages_key"
+            answer = self.data.answer_key or ANSWERS[0]
+            return self._prompt(row, key), {answer: self._messages(row, answer, key, role="assistant")}
+        if self.data.template != "chat":
+            raise ValueError(f"column {column!r} holds a conversation: set data.template = 'chat'")
+        if self.data.instruction:
+            raise ValueError(f"data.instruction is not put into the conversations of column {column!r}: remove it")
+        return [], {column: self._messages(row, column, "supervised.messages_key")}
+
+    def _pair(self, row: Mapping[str, Any]) -> tuple[Messages, dict[str, Messages]]:
+        """Answers that are whole conversations, as in Hugging Face's preference sets, begin with the prompt. Without a
+        prompt column, the prompt is their common beginning."""
+        columns = {self.keys.chosen_key: "supervised.chosen_key", self.keys.rejected_key: "supervised.rejected_key"}
+        answers = {column: self._messages(row, column, key, role="assistant") for column, key in columns.items()}
+        bare = [[(m["role"], m["content"].strip()) for m in answer] for answer in answers.values()]
+        if bare[0] == bare[1]:
+            raise ValueError(f"columns {' and '.join(map(repr, answers))} are the same answer: nothing is preferred")
+        whole = all(isinstance(row[column], list) for column in answers)
+        if whole and row.get(self._prompt_key) is None:
+            first, second = answers.values()
+            same = [a == b for a, b in zip(first, second, strict=False)]
+            plain = prompt = first[: [*same, False].index(False)]
+        else:
+            plain, prompt = self._prompt(row, "data.prompt_key", instruction=""), self._prompt(row, "data.prompt_key")
+        n = len(plain)
+        return prompt, {c: answer[n:] if whole and answer[:n] == plain else answer for c, answer in answers.items()}
+
+    @property
+    def _prompt_key(self) -> str:
+        return self.data.prompt_key or PROMPTS[0]
+
+    def _prompt(self, row: Mapping[str, Any], key: str, instruction: str | None = None) -> Messages:
+        out = self._messages(row, self._prompt_key, key, role="user")
+        out[-1]["content"] += self.data.instruction if instruction is None else instruction
+        return out
+
+    def _messages(self, row: Mapping[str, Any], column: str, key: str, role: str = "") -> Messages:
+        """A column's text as one message of `role`, or its list of messages. key: the setting to name in errors."""
+        given = row.get(column)
+        if given is None:
+            have = ", ".join(sorted(k for k, v in row.items() if v is not None))
+            raise ValueError(f"no column {column!r}; it has {have}: set {key}")
+        try:
+            text = given if isinstance(given, list) or not role else text_of(given)
+        except ValueError as e:
+            raise ValueError(f"column {column!r} {e}") from None
+        out = as_messages(text, role=role or "user")
+        if not out or (isinstance(given, list) and self.data.template != "chat"):
+            want = 'text, or with data.template = "chat" a list of messages'
+            raise ValueError(f"column {column!r} is {given!r:.200}, want {want}")
+        return out
+
+    # tokens
+
+    def _sample(self, prompt: Messages, answer: Messages, column: str, name: str, index: int) -> Sample:
+        ids, mask = self._chat(prompt, answer, column) if self.data.template == "chat" else self._plain(prompt, answer)
+        before = mask.index(True)
+        if not 0 < before <= self.data.max_prompt_tokens:
+            raise ValueError(
+                f"{before} tokens come before the answer ({column!r}), data.max_prompt_tokens = "
+                f"{self.data.max_prompt_tokens}, and one is the least: raise it, or take the row out"
+            )
+        if self.algorithm == "reward_model":
+            # the score belongs to the last input token, and a sample's last token is no input
+            ids, mask = [*ids, ids[-1]], [False] * len(ids) + [True]
+        loss_mask = torch.tensor(mask)
+        return Sample(
+            prompt_id=name,
+            index=index,
+            token_ids=torch.tensor(ids),
+            loss_mask=loss_mask,
+            logprobs=torch.zeros(len(ids)),
+            routing=None,
+            versions=(),
+            finish=Finish.STOP,
+            text=answer[-1]["content"] if answer else "",
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)  # templates contain special tokens
+
+    @property
+    def _end(self) -> int:
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no end token (eos_token): a model would not learn where answers end")
+        return int(self.tokenizer.eos_token_id)
+
+    def _plain(self, prompt: Messages, answer: Messages) -> tuple[list[int], list[bool]]:
+        before, after = self._encode(prompt[-1]["content"]), [*self._encode(answer[-1]["content"]), self._end]
+        return before + after, [False] * len(before) + [True] * len(after)
+
+    def _chat(self, prompt: Messages, answer: Messages, column: str) -> tuple[list[int], list[bool]]:
+        """(ids, loss mask). The loss mask covers every assistant message of `answer` up to the end token that the
+        template writes; where it writes none, one is appended to the last."""
+        turns = [i for i, message in enumerate(answer) if message["role"] == "assistant"]
+        if not turns:
+            raise ValueError(f"column {column!r} has no message of the assistant: there is nothing to learn")
+        ids: list[int] = []
+        mask: list[bool] = []
+        done = ""
+        for i in turns:
+            before = self._render([*prompt, *answer[:i]], done, add_generation_prompt=True)
+            through = self._render([*prompt, *answer[: i + 1]], before, add_generation_prompt=False)
+            context, turn = self._encode(before[len(done) :]), self._encode(through[len(before) :])
+            last = len(turn) - turn[::-1].index(self._end) if self._end in turn else None
+            if i == turns[-1]:
+                turn = [*turn, self._end] if last is None else turn[:last]
+                last = len(turn)
+            learnt = len(turn) if last is None else last
+            ids += context + turn
+            mask += [False] * len(context) + [True] * learnt + [False] * (len(turn) - learnt)
+            done = through
+        return ids, mask
+
+    def _render(self, messages: Messages, so_far: str, *, add_generation_prompt: bool) -> str:
+        text = str(
+            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        )
+        if not text.startswith(so_far):
+            raise ValueError(
+                f"the chat template writes the first {len(messages) - 1} messages otherwise once another follows, so "
+                "that no server would see these tokens: give each answer its own row"
+            )
+        return text

@@ -1,0 +1,135 @@
+"""Training on given examples instead of sampled ones: the objectives and the loop.
+
+A step takes the next examples and trains on them once. There is no rollout, no buffer and no publication, so weight
+version s is the weights after s steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from miles_like.algorithms.dpo import DpoLoss
+from miles_like.algorithms.reward_model import BradleyTerryLoss
+from miles_like.algorithms.sft import NllLoss
+from miles_like.batch.packer import Packer
+from miles_like.checkpoint.writer import Snapshot
+from miles_like.config.supervised import SUPERVISED, SupervisedConfig
+from miles_like.loop.saver import Saver
+from miles_like.protocols import LossFn, MetricSink, Trainer
+from miles_like.report.progress import PhaseBar
+from miles_like.report.speed import SpeedMeter
+from miles_like.types import Aggregation, SampleGroup, TrainBatch
+from rollout.prompts.order import Cursor, Order
+
+# metric of the trainer on held-out examples -> its name under eval/{set}/
+_HELD_OUT = {
+    "train/loss": "loss",
+    "train/answer_prob": "answer_prob",
+    "preference/accuracy": "accuracy",
+    "preference/margin": "margin",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A loss, and the aggregation of its tokens; of pairs, the mean over pairs."""
+
+    loss: LossFn
+    aggregation: Aggregation
+
+
+def make_objective(name: str, config: SupervisedConfig) -> Objective:
+    """`name`: algorithm.name, one of SUPERVISED."""
+    assert name in SUPERVISED, name
+    if name == "sft":
+        return Objective(loss=NllLoss(), aggregation=Aggregation(config.aggregation))
+    if name == "dpo":
+        dpo = DpoLoss(kind=config.loss, beta=config.beta, label_smoothing=config.label_smoothing)
+        return Objective(loss=dpo, aggregation=Aggregation.SEQUENCE_MEAN)
+    ranking = BradleyTerryLoss(center_coefficient=config.center_coefficient)
+    return Objective(loss=ranking, aggregation=Aggregation.SEQUENCE_MEAN)
+
+
+async def held_out_metrics(trainer: Trainer, sets: Mapping[str, TrainBatch]) -> dict[str, float]:
+    """`eval/{set}/loss` of each set, and the other metrics of _HELD_OUT that the loss has. Nothing is trained."""
+    out = dict[str, float]()
+    for name, batch in sets.items():
+        found = await trainer.evaluate(batch)
+        out |= {f"eval/{name}/{short}": found[key] for key, short in _HELD_OUT.items() if key in found}
+    return out
+
+
+@dataclass(slots=True, kw_only=True)
+class ExampleFeed:
+    """Examples in the order of the run's seed; its state is the number consumed, counted over epochs."""
+
+    examples: Sequence[SampleGroup]
+    order: Order
+    groups: int  # a step
+    consumed: int = 0
+    tokens_total: int = 0  # response tokens trained
+
+    def take(self) -> list[SampleGroup]:
+        """The examples of the next step."""
+        taken = [self.examples[i] for i in self.order.take(self.groups)]
+        self.consumed += len(taken)
+        self.tokens_total += sum(s.response_len for g in taken for s in g.samples)
+        return taken
+
+    def restore(self, consumed: int, tokens_total: int) -> None:
+        self.consumed, self.tokens_total = consumed, tokens_total
+        self.order.restore(Cursor(*divmod(consumed, len(self.order))))
+
+    async def snapshot(self, step: int, whole: bool) -> Snapshot:
+        return Snapshot(parts={"prompts": self.consumed}, tokens_total=self.tokens_total)
+
+
+@dataclass(kw_only=True)
+class SupervisedLoop:
+    """One run. held_out: batches by the name of their set. eval_every: steps; 0: only before the first and after the
+    last step."""
+
+    trainer: Trainer
+    feed: ExampleFeed
+    packer: Packer
+    held_out: Mapping[str, TrainBatch]
+    speed: SpeedMeter
+    sink: MetricSink
+    saver: Saver
+    progress: PhaseBar
+    eval_every: int
+
+    async def run(self, *, first: int, steps: int) -> int:
+        """Runs steps first .. steps - 1; step s trains on weight version s and ends in version s + 1. On a stop request
+        it saves the step that it has trained and raises Stopped. Returns the steps done."""
+        started = time.perf_counter()
+        self.saver.begin(first)
+        self.saver.deadline.note()
+        if not first:  # a resumed run has written this row
+            self.sink.write(0, {"weight_version": 0.0, **await self._evaluate(0)})
+        for step in range(first, steps):
+            if self.saver.stop.asked:
+                break
+            began = time.perf_counter()
+            self.progress.phase(step, "train")
+            examples = self.feed.take()
+            report = await self.trainer.train([self.packer.examples(examples)])
+            train_s = time.perf_counter() - began
+            tokens = {"tokens_total": float(self.feed.tokens_total)}
+            metrics = {**report.metrics, **tokens, **self.speed.metrics(examples, train_s=train_s)}
+            metrics["perf/train_s"] = train_s
+            metrics.pop("routing/replay_coverage", None)  # there are no routes to replay
+            done, last = step + 1, step + 1 == steps
+            if last or (self.eval_every and done % self.eval_every == 0):
+                metrics |= await self._evaluate(done)
+            now = time.perf_counter()
+            metrics |= {"perf/step_s": now - began, "wall_s": now - started}
+            self.sink.write(done, {"weight_version": float(done), **metrics})
+            await self.saver.boundary(done, last=last)
+        return await self.saver.end(steps)
+
+    async def _evaluate(self, version: int) -> Mapping[str, float]:
+        self.progress.phase(version, "evaluate")
+        return await held_out_metrics(self.trainer, self.held_out)

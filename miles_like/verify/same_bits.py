@@ -1,0 +1,28 @@
+"""Whether trainer and rollout servers compute the same bits: asked before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def check_same_bits(
+    trainer: str | None, servers: Mapping[str, Mapping[str, Any]], *, parts: tuple[int, int], dtype: str
+) -> None:
+    """`trainer`: the fingerprint of its ranks (`quant.exact.selftest`), parts: how many tensor- and
+    expert-tensor-parallel ones there are; servers: URL -> /server_info. Raises ValueError naming a server that computes
+    other sums, in another dtype, or has another fingerprint."""
+    for url, info in servers.items():
+        sums, kept = info.get("exact_parts"), info.get("dtype")
+        if sums is None or tuple(sums) != parts or kept != dtype:
+            raise ValueError(
+                f"alignment.deterministic: {url} was started with --exact-parts {sums} --dtype {kept}, the trainer "
+                f"has parts {list(parts)} and computes in {dtype}: start the server with these, or set it to false"
+            )
+        theirs = info.get("exact_fingerprint")
+        if trainer is None or theirs != trainer:
+            raise ValueError(
+                f"alignment.deterministic: the self-test gives {trainer} on the trainer and {theirs} on {url}, so "
+                "their log-probabilities would differ: run both on one kind of processor with one version of torch, or "
+                "set it to false"
+            )

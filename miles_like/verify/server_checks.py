@@ -1,0 +1,111 @@
+"""What a training run checks of its servers between two steps: the checksums of their weights, and their
+log-probabilities and routes against the trainer's on newly sampled text.
+
+`RunChecks.published` belongs after a publication, while nothing is trained. `RunChecks.before_training` belongs between
+a step's rollout and its training: what happened to the weights since the publication has then spoilt samples that no
+weight was trained on yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from rich.console import Console
+
+from miles_like.types import Prompt, PublishReport
+from miles_like.verify.gate import check_before_start
+from miles_like.verify.live import Comparison
+from miles_like.verify.report import Report
+from rollout.seeds import seed_of
+from rollout.sglang.client import SGLangClient
+
+_Held = Sequence[Mapping[str, str]]  # of each rank of a server: tensor name -> hash
+
+
+@dataclass(slots=True, kw_only=True)
+class RunChecks:
+    """compare: a comparison of `prompts`, of which each check takes `check_prompts`, other ones each time.
+
+    idle: whether the servers have no request under way after a publication; their caches are then emptied again.
+    """
+
+    clients: Sequence[SGLangClient]
+    comparison: Comparison
+    prompts: Sequence[Prompt]
+    check_prompts: int
+    check_every: int  # steps; 0: only `at_start`
+    checksums_every: int  # steps; 0: never
+    seed: int
+    idle: bool
+    console: Console
+    _published: _Held = field(default=())
+
+    async def at_start(self, step: int, report: PublishReport | None) -> None:
+        """Before the first step of a process. Raises ValueError, naming the causes, where the sides differ by more than
+        the precision explains."""
+        await self._note(step, report)
+        if self.check_prompts:
+            began = time.perf_counter()
+            found = await self._of(step).short(self.clients, flush=True)
+            check_before_start(found, self.console, time.perf_counter() - began)
+
+    async def published(self, step: int, report: PublishReport) -> None:
+        """After the publication of `step` trained steps. Raises RuntimeError naming step and causes, where two
+        comparisons, of different samples, both find more than the precision explains: a rare near-tie is in one."""
+        await self._note(step, report)
+        if not (self.check_prompts and self.check_every) or step % self.check_every:
+            return
+        found: list[Report] = []
+        for attempt in range(2):
+            found.append(await self._of(step, attempt).short(self.clients, flush=self.idle))
+            if found[-1].ok:
+                return
+        raise RuntimeError(
+            f"after step {step} trainer and rollout differ: {found[-1].sentence()}. Two comparisons of "
+            f"{self.check_prompts} prompts say so; nothing of this step is saved: `miles-like verify` says what each "
+            "step explains, --resume goes on from the last checkpoint"
+        )
+
+    async def before_training(self, step: int) -> None:
+        """Raises RuntimeError naming server and tensors, where one holds other weights than were published last."""
+        if not (self._due(step) and self._published):
+            return
+        for client, held in zip(self.clients, await self._held(), strict=True):
+            if wrong := differing(self._published, held):
+                shown = f"{', '.join(wrong[:3])}{', ...' if len(wrong) > 3 else ''}"
+                raise RuntimeError(
+                    f"step {step + 1}: server {client.url} holds other weights than were published to it as version "
+                    f"{step}: {len(wrong)} tensors differ ({shown}). Its samples are not trained: check that machine's "
+                    "memory and what else publishes to the server; --resume continues from the last checkpoint"
+                )
+
+    def _due(self, step: int) -> bool:
+        return bool(self.checksums_every) and (step + 1) % self.checksums_every == 0
+
+    async def _note(self, step: int, report: PublishReport | None) -> None:
+        """What the servers hold now is what they are to hold before the next step trains."""
+        self._published = ()
+        if self._due(step):
+            self._published = (report.checksums if report else ()) or (await self._held())[0]
+
+    async def _held(self) -> list[_Held]:
+        return [reply.ranks for reply in await asyncio.gather(*(c.checksum() for c in self.clients))]
+
+    def _of(self, step: int, attempt: int = 0) -> Comparison:
+        n = self.check_prompts
+        first = (step * n + attempt * n) % len(self.prompts)
+        chosen = [*self.prompts[first:], *self.prompts[:first]][:n]
+        seed = seed_of(self.seed, f"verify {step}.{attempt}" if step or attempt else "verify")
+        return replace(self.comparison, prompts=chosen, params=replace(self.comparison.params, sampling_seed=seed))
+
+
+def differing(published: _Held, held: _Held) -> list[str]:
+    """Names of tensors whose hash differs in a rank, or which only one side has, sorted."""
+    if len(published) != len(held):
+        return [f"{len(held)} ranks in place of {len(published)}"]
+    return sorted(
+        {n for a, b in zip(published, held, strict=True) for n in a.keys() | b.keys() if a.get(n) != b.get(n)}
+    )

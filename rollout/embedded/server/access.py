@@ -1,0 +1,110 @@
+"""Access control of the embedded server, as an ASGI middleware."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import orjson
+
+from rollout.server_key import VARIABLE, ServerKey
+from rollout.wire import endpoints
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def check_address(address: str, key: ServerKey | None) -> None:
+    """Raises ValueError, with the remedy, for a server without a key that listens on an address beyond loopback."""
+    if key is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        raise ValueError(
+            f"serving on {address} without a key lets every client replace the weights: give one in the "
+            f"environment variable {VARIABLE} or by --key-file FILE, or serve on 127.0.0.1"
+        )
+
+
+class Access:
+    """Rejects requests before their body is read: those with the Host of another server (DNS rebinding by a web page),
+    those with an Origin (web pages), and, on a server with a key, those without it, except to /health.
+
+    host, address: the configured host, and the address that the socket is bound to.
+    """
+
+    def __init__(self, app: App, *, host: str, address: str, key: ServerKey | None) -> None:
+        self._app = app
+        self._key = key
+        self._host = host
+        bound = ipaddress.ip_address(address.partition("%")[0])
+        self._every_address = bound.is_unspecified
+        self._names = {"localhost", "127.0.0.1", "::1", host.casefold(), str(bound)}
+        if not bound.is_loopback:
+            self._names |= {socket.gethostname().casefold(), socket.getfqdn().casefold()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await _answer(send, *refusal)
+        else:  # a websocket: not supported
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """(status, message) if the request is rejected."""
+        headers = dict(reversed(scope["headers"]))  # the first of headers with the same name
+        host = headers.get(b"host", b"").decode("latin-1")
+        if not self._known(host):
+            return (
+                403,
+                f"Host {host[:200]!r} is not this server: send requests to the address it listens on, {self._host}",
+            )
+        if b"origin" in headers:
+            return 403, "requests of web pages (with an Origin header) are not served"
+        if self._key is None or scope["path"] == endpoints.HEALTH:  # process monitors have no key
+            return None
+        given = headers.get(b"authorization")
+        if given is None:
+            return 401, "this server has a key: send it as `Authorization: Bearer KEY`"
+        if not self._key.admits(scope["path"], given):
+            return 401, f"the key of this request is not the one required for {scope['path'][:200]}"
+        return None
+
+    def _known(self, host: str) -> bool:
+        name = _without_port(host).casefold()
+        if name in self._names:
+            return True
+        return self._every_address and _is_address(name)  # not a domain name, which a web page could rebind
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+async def _answer(send: Send, status: int, message: str) -> None:
+    body = orjson.dumps({"error": {"message": message}})
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),  # do not wait for the unread body
+    ]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

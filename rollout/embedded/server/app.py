@@ -1,0 +1,230 @@
+"""The HTTP server of the embedded engine: `python -m rollout.embedded.server --model-path DIR --port P`.
+
+`handlers.py` implements the endpoints, `limits.py` the bounds on requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import functools
+import gc
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+from rollout.config import PublishConfig
+from rollout.embedded.engine.engine import EngineLimits
+from rollout.embedded.model.exact_ops import operations
+from rollout.embedded.server.access import Access, check_address
+from rollout.embedded.server.handlers import Handlers, answered, http_error
+from rollout.embedded.server.limits import (
+    Arrivals,
+    BodyLimits,
+    BoundedProtocol,
+    RequestLimits,
+    affordable_connections,
+    weights_bytes,
+)
+from rollout.embedded.server.log_limit import LogLimit
+from rollout.embedded.server.openapi import HEALTH_GENERATE, OPENAPI
+from rollout.embedded.server.service import Service
+from rollout.embedded.server.worker import EngineWorker
+from rollout.server_key import ServerKey, given_key
+from rollout.wire import endpoints
+from rollout.wire.bodies import request_bytes
+
+_BUCKET_BYTES = PublishConfig().bucket_bytes
+SERVER_PROMPTS = 64  # prompts of the context length that fit in one request
+_CANDIDATES = 128  # candidates per token that fit in a reply to so many prompts
+
+
+def limits_of(args: argparse.Namespace, service: Service) -> RequestLimits:
+    """Limits from the arguments; the defaults follow from the model and the context length."""
+    given = vars(args)
+    sizes = service.store.fp32_bytes()
+    context = service.engine.limits.context_length
+    weights = weights_bytes(
+        bucket_bytes=given.get("bucket_bytes") or _BUCKET_BYTES, largest=max(sizes), total=sum(sizes)
+    )
+    return RequestLimits(
+        request_bytes=given.get("max_request_bytes") or request_bytes(prompts=SERVER_PROMPTS, context_length=context),
+        weights_bytes=weights,
+        samples=given.get("max_samples_per_request") or RequestLimits.samples,
+        entries=max(RequestLimits.entries, SERVER_PROMPTS * context * _CANDIDATES),
+        connections=affordable_connections(given.get("max_connections") or RequestLimits.connections),
+        arrival_s=given.get("arrival_timeout") or RequestLimits.arrival_s,
+    )
+
+
+def make_app(worker: EngineWorker, args: argparse.Namespace, limits: RequestLimits | None = None) -> FastAPI:
+    """limits: None for those of `limits_of`."""
+    h = Handlers(worker, args, limits or limits_of(args, worker.service))
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    get, post, both = ["GET"], ["POST"], ["GET", "POST"]
+    for path, methods, handler in (
+        (endpoints.GENERATE, ["POST", "PUT"], h.generate),
+        (endpoints.HEALTH, get, h.health),
+        (HEALTH_GENERATE, get, h.health),
+        (endpoints.MODEL_INFO, get, h.model_info),
+        (endpoints.SERVER_INFO, get, h.server_info),
+        (endpoints.FLUSH_CACHE, both, h.flush_cache),
+        (endpoints.ABORT, post, h.abort),
+        (endpoints.PAUSE, post, h.pause),
+        (endpoints.CONTINUE, post, h.resume),
+        (endpoints.BEGIN_UPDATE, post, h.begin_update),
+        (endpoints.UPDATE_FROM_TENSOR, post, h.update_from_tensor),
+        (endpoints.UPDATE_FROM_DISK, post, h.update_from_disk),
+        (endpoints.END_UPDATE, post, h.end_update),
+        (endpoints.UPDATE_VERSION, post, h.update_version),
+        (endpoints.CHECKSUM, both, h.checksum),
+        (OPENAPI, get, h.openapi),
+    ):
+        app.add_route(path, answered(handler), methods=methods)
+    app.add_exception_handler(HTTPException, http_error)
+    return app
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        prog="rollout.embedded.server", description="A CPU engine behind SGLang's HTTP surface."
+    )
+    p.add_argument("--model-path", required=True, help="Hugging Face directory, quantized or not")
+    p.add_argument("--port", type=int, required=True)
+    p.add_argument("--host", default="127.0.0.1")
+    p.add_argument(
+        "--key-file", type=Path, help="file with the key required of requests, instead of MILES_LIKE_SERVER_KEY"
+    )
+    p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of activations")
+    p.add_argument("--weights", choices=("decoded", "codes"), default="decoded", help="how quantized weights are kept")
+    p.add_argument(
+        "--activations", choices=("none", "fp8"), default="none", help="rounding of quantized linears' inputs"
+    )
+    p.add_argument("--max-total-tokens", type=int, default=65536, help="slots of the cache")
+    p.add_argument("--max-running-requests", type=int, default=512)
+    p.add_argument("--context-length", type=int, default=1024)
+    p.add_argument("--weight-version", default="default")
+    for flag, unit in (
+        (
+            "--max-request-bytes",
+            "of a body, except for weights; default: 64 prompts of the context length, at least 1 MiB",
+        ),
+        ("--max-samples-per-request", f"in one request; default: {RequestLimits.samples}"),
+        ("--bucket-bytes", f"of tensors that a publisher sends in one request; default: {_BUCKET_BYTES}"),
+        ("--max-connections", f"at once; default: {RequestLimits.connections}"),
+        ("--arrival-timeout", f"seconds for a request to arrive; default: {RequestLimits.arrival_s:g}"),
+    ):
+        p.add_argument(flag, type=_positive, help=unit)
+    for flag, meaning in (
+        ("--enable-return-routed-experts", "keep the expert ids of each token, for requests that ask for them"),
+        ("--enable-return-routed-weights", "keep the gate weights of routed experts, for requests that ask for them"),
+        ("--disable-radix-cache", "disable the prefix cache: feed every prompt completely"),
+    ):
+        p.add_argument(flag, action="store_true", help=meaning)
+    exact = "compute the same bits as a deterministic trainer with TP tensor- and ETP expert-tensor-parallel ranks"
+    p.add_argument("--exact-parts", type=int, nargs=2, metavar=("TP", "ETP"), help=exact)
+    return p.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 62:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Binds the socket before the model is loaded, so that a port in use is reported at once. Raises ValueError."""
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"port {port} is invalid: give one from 1 to 65535")
+    # with an explicit protocol asyncio disables Nagle's algorithm, which would delay every small answer by 40 ms
+    s = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        s.bind((host, port))
+    except (OSError, TypeError, ValueError) as e:  # TypeError: NUL in the host; ValueError: a label of 64 letters
+        s.close()
+        raise ValueError(f"cannot listen on {host!r}:{port}: {_bind_error(e, port)}") from e
+    return s
+
+
+def _bind_error(e: Exception, port: int) -> str:
+    if not isinstance(e, OSError):
+        return f"{e}; give an address of this machine"
+    code = None if isinstance(e, socket.gaierror) else e.errno
+    if code == errno.EADDRINUSE:
+        return f"{e.strerror}; stop what uses the port or give another port"
+    if code in (errno.EACCES, errno.EPERM):
+        return f"{e.strerror}; port {port} requires permissions that this user lacks, give one from 1024 on"
+    return f"{e.strerror}; give an address of this machine"
+
+
+def serve(args: argparse.Namespace, key: ServerKey | None = None) -> None:
+    """Blocks until the server is stopped. key: required of requests. Raises ValueError when the server cannot start,
+    and for an address beyond loopback without a key."""
+    with _listener(args.host, args.port) as listener:
+        check_address(listener.getsockname()[0], key)
+        _serve_on(listener, args, key)
+
+
+def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey | None) -> None:
+    # One thread here: with a second OpenMP team in the process libgomp stops spinning, and the engine is half as fast.
+    torch.set_num_threads(1)
+    limits = EngineLimits(
+        max_running=args.max_running_requests,
+        max_total_tokens=args.max_total_tokens,
+        context_length=args.context_length,
+        routes=args.enable_return_routed_experts,
+        gates=args.enable_return_routed_weights,
+        prefixes=not args.disable_radix_cache,
+    )
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype]
+    service = Service(
+        Path(args.model_path),
+        limits,
+        dtype=dtype,
+        weights=args.weights,
+        activations=args.activations,
+        version=args.weight_version,
+        ops=operations(args.exact_parts),
+    )
+    worker = EngineWorker(service, threads=args.threads)
+    bounds = limits_of(args, service)
+    app = BodyLimits(make_app(worker, args, bounds), bounds)
+    config = uvicorn.Config(
+        Access(app, host=args.host, address=listener.getsockname()[0], key=key),
+        http=functools.partial(BoundedProtocol, arrivals=Arrivals(bounds)),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+    )
+    log_limit = LogLimit()
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(log_limit)
+    worker.start()
+    gc.freeze()  # exclude modules and weights, which stay, from garbage collection
+    try:
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        worker.stop()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 after an orderly stop; 1, with a message on stderr, when the server cannot start."""
+    try:
+        args = parse(argv)
+        key = given_key(vars(args).pop("key_file"))
+        serve(args, key)
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,362 @@
+"""The endpoints of SGLang's HTTP API that the embedded server implements, one method each.
+
+Unsupported features (streaming, stop strings, penalties, pickled weights) are answered with status 400 and a message,
+never ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import Request
+from fastapi.responses import PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from rollout.embedded.engine.requests import Completed, PromptSpec, specs_of
+from rollout.embedded.server.limits import Refused, RequestLimits, error_body
+from rollout.embedded.server.openapi import document
+from rollout.embedded.server.text import Text
+from rollout.embedded.server.worker import EngineStopped, EngineWorker, Generation
+from rollout.wire import endpoints
+from rollout.wire.bodies import ChecksumBody, EmptyBody, read
+from rollout.wire.checksum import engine_checksum
+from rollout.wire.control import (
+    SAFETENSORS,
+    AbortRequest,
+    BeginUpdate,
+    ChecksumReply,
+    EndUpdate,
+    ModelInfo,
+    Outcome,
+    PauseMode,
+    UpdateFromDisk,
+    UpdateFromTensor,
+    UpdateVersion,
+    decode_safetensors,
+)
+from rollout.wire.generate import GenerateRequest
+from rollout.wire.replies import Json
+from rollout.wire.scores import prompt_entries
+
+_INLINE = 32 << 10  # bytes of a request, or tokens of a reply, up to which the event loop does the work itself
+_MAX_FLUSH_S = 600.0
+_GONE = 499  # nginx's code: the client closed the connection
+_log = logging.getLogger("uvicorn.error")  # written to stderr by uvicorn
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+def _json(body: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json")
+
+
+def _error(message: str, status: int = 400, headers: dict[str, str] | None = None) -> Response:
+    return Response(error_body(message), status, headers, media_type="application/json")
+
+
+def _parsed(raw: bytes) -> Json:
+    try:
+        body = orjson.loads(raw) if raw else {}
+    except ValueError as e:
+        raise ValueError(f"the request is not JSON: {e}") from None
+    if not isinstance(body, dict):
+        raise ValueError(f"the request is a JSON {type(body).__name__}, want an object")
+    return body
+
+
+async def _body(request: Request) -> Json:
+    return await _beside(len(raw := await request.body()), _parsed, raw)
+
+
+async def _beside(size: int, run: Callable[[A], T], argument: A) -> T:
+    """Runs large work in a thread, so that it does not block the event loop."""
+    return await asyncio.to_thread(run, argument) if size > _INLINE else run(argument)
+
+
+def answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Converts the exceptions of a handler into error responses. A ValueError is a client error."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=_GONE)  # never sent, as the connection is closed
+        except Refused as e:
+            return _error(str(e), e.status, {"connection": "close"})
+        except EngineStopped as e:
+            return _error(str(e), HTTPStatus.SERVICE_UNAVAILABLE)
+        except ValueError as e:
+            return _error(str(e))
+        except Exception as e:
+            _log.error("internal error at %s", request.url.path, exc_info=e)
+            what = f"{type(e).__name__}: {e}"
+            return _error(f"internal error at {request.url.path} ({what}); the server's log has the traceback", 500)
+
+    return answer
+
+
+async def http_error(request: Request, e: Exception) -> Response:
+    """The response to a path or method that is not served."""
+    assert isinstance(e, HTTPException)
+    return _error(
+        f"{request.method} {request.url.path} is not served: {e.detail}", e.status_code, dict(e.headers or {})
+    )
+
+
+async def _gone(request: Request) -> None:
+    """Returns when the client has closed the connection. The body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Handlers:
+    """One method per endpoint. A ValueError is a client error and becomes status 400."""
+
+    def __init__(self, worker: EngineWorker, args: argparse.Namespace, limits: RequestLimits) -> None:
+        self.worker = worker
+        self.limits = limits
+        self.service = worker.service
+        self.text = Text.of(Path(args.model_path))
+        self.args = args
+        self.started = time.time()
+        self.document = document(self.service.arch.vocab)
+
+    async def _call(self, run: Callable[[], T], *, drain: bool = False) -> T:
+        return await asyncio.wrap_future(self.worker.call(run, drain=drain))
+
+    # ---- generation
+
+    async def generate(self, request: Request) -> Response:
+        began = time.time()
+        raw = await request.body()
+        parsed, specs, body = await _beside(len(raw), self._parse_generate, raw)
+        done = await self._await_or_abort(request, self.worker.generate(specs))
+
+        def answer(seconds: float) -> Response:
+            replies = self._replies(parsed, specs, done, body, seconds)
+            return _json(replies[0] if parsed.single and parsed.n == 1 else replies)
+
+        return await _beside(sum(len(c.reply.output_ids) for c in done), answer, time.time() - began)
+
+    def _parse_generate(self, raw: bytes) -> tuple[GenerateRequest, list[PromptSpec], Json]:
+        body = _parsed(raw)
+        if "text" in body and "input_ids" not in body:
+            texts = body["text"]
+            self._check_samples(len(texts) if isinstance(texts, list) else 1)
+            body["input_ids"] = self.text.encode(texts)
+        parsed = GenerateRequest.from_json(body)
+        self._check_samples(len(parsed.input_ids) * parsed.n)
+        self._check_entries(parsed)
+        return parsed, specs_of(parsed), body
+
+    def _check_samples(self, samples: int) -> None:
+        if samples > self.limits.samples:
+            raise ValueError(
+                f"{endpoints.GENERATE}: {samples:,} samples in one request, this server takes {self.limits.samples:,}: "
+                "send fewer prompts at once, or start it with --max-samples-per-request"
+            )
+
+    def _check_entries(self, parsed: GenerateRequest) -> None:
+        """Bounds the log-probs in the reply: each sample repeats those of its prompt, so a short request can ask for
+        any number."""
+        if not parsed.return_logprob or parsed.logprob_start_len < 0:
+            return
+        scored = sum(max(0, len(ids) - parsed.logprob_start_len) for ids in parsed.input_ids)
+        if (entries := scored * parsed.n * (1 + parsed.top_logprobs_num)) > self.limits.entries:
+            raise ValueError(
+                f"{endpoints.GENERATE}: {entries:,} log-probabilities of prompts in one reply, this server sends "
+                f"{self.limits.entries:,}: ask for fewer prompts, samples or candidates at once"
+            )
+
+    async def _await_or_abort(self, request: Request, generation: Generation) -> list[Completed]:
+        """The results; aborts the generation, and no other with the same rid, when the client disconnects."""
+        waiter, gone = asyncio.wrap_future(generation.done), asyncio.ensure_future(_gone(request))
+        either: set[asyncio.Future[Any]] = {waiter, gone}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not waiter.done():
+                await asyncio.wrap_future(self.worker.abort(generation))
+            return await waiter
+        finally:
+            gone.cancel()
+            waiter.cancel()  # still pending if the engine stopped before the abort
+
+    def _replies(
+        self,
+        request: GenerateRequest,
+        specs: Sequence[PromptSpec],
+        done: Sequence[Completed],
+        body: Json,
+        seconds: float,
+    ) -> list[Json]:
+        params = body.get("sampling_params") or {}
+        first = (params[0] if params else {}) if isinstance(params, list) else params
+        texts = self.text.decode(
+            [c.reply.output_ids.tolist() for c in done],
+            trim=[c.reply.matched is not None and not first.get("no_stop_trim") for c in done],
+            skip_special=bool(first.get("skip_special_tokens", True)),
+        )
+        out = []
+        for i, c in enumerate(done):
+            one = c.reply.to_json()
+            meta = one["meta_info"]
+            meta["e2e_latency"] = seconds
+            if not request.return_logprob:
+                for key in ("input_token_logprobs", "output_token_logprobs", "output_token_logprobs_length"):
+                    meta.pop(key, None)
+            elif request.logprob_start_len >= 0:
+                ids = specs[i // request.n].token_ids[request.logprob_start_len :]
+                if len(c.prompt_logprobs) == max(0, len(ids) - 1):  # else aborted before the prompt was fed
+                    meta |= prompt_entries(c.prompt_logprobs, ids, c.prompt_top)
+            out.append(one if texts is None else {"text": texts[i]} | one)
+        return out
+
+    async def abort(self, request: Request) -> Response:
+        a = AbortRequest.from_json(await _body(request))
+        await self._call(lambda: self.service.engine.abort(a.rid, everything=a.abort_all))
+        return Response()
+
+    async def pause(self, request: Request) -> Response:
+        mode = PauseMode.from_json(await _body(request))
+        await self._call(lambda: self.service.engine.pause(mode))
+        return _json({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def resume(self, request: Request) -> Response:
+        read(EmptyBody, await _body(request), endpoints.CONTINUE)
+        await self._call(self.service.engine.resume)
+        return _json({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def flush_cache(self, request: Request) -> Response:
+        until = time.monotonic() + _flush_timeout(request.query_params.get("timeout", "0"))
+        while not (idle := await self._call(self.service.engine.flush)) and time.monotonic() < until:
+            if await request.is_disconnected():
+                break
+            await asyncio.sleep(0.05)
+        if idle:
+            return PlainTextResponse("Cache flushed.\n")
+        return PlainTextResponse("Cache not flushed: requests are running or frozen in place.\n", 400)
+
+    # ---- information
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=200 if self.worker.alive else 503)
+
+    async def openapi(self, request: Request) -> Response:
+        return _json(self.document)
+
+    async def model_info(self, request: Request) -> Response:
+        path = str(self.service.model_path)
+        info = ModelInfo(model_path=path, weight_version=self.service.engine.version).to_json()
+        more = {
+            "served_model_name": path,
+            "tokenizer_path": path if self.text.known else None,
+            "load_format": SAFETENSORS,
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": self.service.config.get("model_type"),
+            "architectures": self.service.config.get("architectures"),
+        }
+        return _json(info | more)
+
+    async def server_info(self, request: Request) -> Response:
+        engine = self.service.engine
+        state = {
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "paused": engine.paused,
+            "free_slots": engine.cache.free_pages * engine.cache.page,
+            "generated_tokens": engine.generated,
+        }
+        more = {
+            "max_total_num_tokens": engine.cache.pages * engine.cache.page,
+            "started_ts": self.started,
+            "weights_bytes": self.service.weights_bytes,
+            "weight_version": engine.version,  # the current one, not that of the command line
+            "internal_states": [state],
+            "exact_fingerprint": await self._call(lambda: getattr(engine.model.ops, "fingerprint", None)),
+            "version": "embedded",
+        }
+        return _json(vars(self.args) | more)
+
+    async def checksum(self, request: Request) -> Response:
+        action = read(ChecksumBody, await _body(request), endpoints.CHECKSUM).action
+        if action not in (None, "checksum"):
+            return _json(
+                Outcome(success=False, message=f"action {action!r} is not served: ask for checksum").to_json(), 400
+            )
+        sums = await self._call(lambda: self.service.store.checksums())
+        whole = engine_checksum(sums)
+        return _json(ChecksumReply(per_engine=whole, ranks=(sums,), per_gpu=(whole,)).to_json())
+
+    # ---- weights
+
+    async def begin_update(self, request: Request) -> Response:
+        u = BeginUpdate.from_json(await _body(request))
+        return await self._outcome(lambda: self.service.begin_update(u.weight_version))
+
+    async def update_from_tensor(self, request: Request) -> Response:
+        u = UpdateFromTensor.from_json(await _body(request))
+        if u.load_format != SAFETENSORS or len(u.tensors) != 1:
+            message = f'this server reads one safetensors file in base64: send load_format "{SAFETENSORS}" (no pickle)'
+            return _json(Outcome(success=False, message=message).to_json(), 400)
+        tensors = await asyncio.to_thread(decode_safetensors, u.tensors[0])
+        if u.abort_all_requests:
+            await self._call(lambda: self.service.engine.abort(everything=True))
+        return await self._outcome(
+            lambda: self.service.update(tensors, flush_cache=u.flush_cache, version=u.weight_version)
+        )
+
+    async def end_update(self, request: Request) -> Response:
+        u = EndUpdate.from_json(await _body(request))
+        return await self._outcome(lambda: self.service.end_update(u.weight_version), drain=True)
+
+    async def update_from_disk(self, request: Request) -> Response:
+        u = UpdateFromDisk.from_json(await _body(request))
+        more = {"num_paused_requests": 0}
+        try:  # before waiting for running requests
+            checkpoint = await asyncio.to_thread(self.service.candidate, Path(u.model_path))
+        except ValueError as e:
+            return _json(Outcome(success=False, message=str(e)).to_json() | more, 400)
+        if u.abort_all_requests:
+            await self._call(lambda: self.service.engine.abort(everything=True))
+        return await self._outcome(
+            lambda: self.service.load(checkpoint, flush_cache=u.flush_cache, version=u.weight_version),
+            drain=True,
+            more=more,
+        )
+
+    async def update_version(self, request: Request) -> Response:
+        u = UpdateVersion.from_json(await _body(request))
+
+        def run() -> None:
+            if u.abort_all_requests:
+                self.service.engine.abort(everything=True)
+            self.service.engine.set_version(u.new_version)
+
+        return await self._outcome(run, more={"new_version": u.new_version})
+
+    async def _outcome(self, run: Callable[[], None], *, drain: bool = False, more: Json | None = None) -> Response:
+        try:
+            await self._call(run, drain=drain)
+        except ValueError as e:
+            return _json(Outcome(success=False, message=str(e)).to_json() | (more or {}), 400)
+        return _json(Outcome(success=True, message="Succeeded.").to_json() | (more or {}))
+
+
+def _flush_timeout(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= _MAX_FLUSH_S:
+        raise ValueError(f"timeout = {text[:60]!r}: want seconds from 0 to {_MAX_FLUSH_S:g}")
+    return seconds

@@ -1,0 +1,136 @@
+"""The document at /openapi.json: the models that validate requests, and the responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from rollout.wire import endpoints
+from rollout.wire.bodies import (
+    AbortBody,
+    BeginUpdateBody,
+    Body,
+    ChecksumBody,
+    EmptyBody,
+    EndUpdateBody,
+    GenerateBody,
+    PauseBody,
+    UpdateFromDiskBody,
+    UpdateFromTensorBody,
+    UpdateVersionBody,
+)
+
+Json = dict[str, Any]
+OPENAPI = "/openapi.json"
+HEALTH_GENERATE = "/health_generate"
+_REF = "#/components/schemas/{model}"
+_OUTCOME = "Outcome"
+_BODIES: dict[str, type[Body]] = {
+    endpoints.GENERATE: GenerateBody,
+    endpoints.ABORT: AbortBody,
+    endpoints.PAUSE: PauseBody,
+    endpoints.CONTINUE: EmptyBody,
+    endpoints.BEGIN_UPDATE: BeginUpdateBody,
+    endpoints.UPDATE_FROM_TENSOR: UpdateFromTensorBody,
+    endpoints.UPDATE_FROM_DISK: UpdateFromDiskBody,
+    endpoints.END_UPDATE: EndUpdateBody,
+    endpoints.UPDATE_VERSION: UpdateVersionBody,
+    endpoints.CHECKSUM: ChecksumBody,
+}
+_SAMPLE: Json = {
+    "type": "object",
+    "required": ["output_ids", "meta_info"],
+    "properties": {
+        "text": {"type": "string"},
+        "output_ids": {"type": "array", "items": {"$ref": _REF.format(model="TokenId")}},
+        "meta_info": {
+            "type": "object",
+            "required": ["id", "finish_reason", "prompt_tokens", "completion_tokens", "weight_version"],
+        },
+    },
+}
+_ANSWERS: Json = {
+    "Error": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message"],
+                "properties": {"message": {"type": "string", "minLength": 1}},
+            }
+        },
+    },
+    _OUTCOME: {
+        "type": "object",
+        "required": ["success", "message"],
+        "properties": {"success": {"type": "boolean"}, "message": {"type": "string"}},
+    },
+    "Sample": _SAMPLE,
+    "Generated": {
+        "anyOf": [
+            {"$ref": _REF.format(model="Sample")},
+            {"type": "array", "items": {"$ref": _REF.format(model="Sample")}},
+        ]
+    },
+}
+_OUTCOMES = (
+    endpoints.BEGIN_UPDATE,
+    endpoints.UPDATE_FROM_TENSOR,
+    endpoints.UPDATE_FROM_DISK,
+    endpoints.END_UPDATE,
+    endpoints.UPDATE_VERSION,
+)
+
+
+def document(vocabulary: int) -> Json:
+    """OpenAPI 3.1 document of a server. vocabulary: number of the model's tokens."""
+    models = [(m, "validation") for m in dict.fromkeys(_BODIES.values())]
+    _, schema = models_json_schema(models, ref_template=_REF)  # type: ignore[arg-type]
+    schemas = schema["$defs"] | _ANSWERS
+    schemas["TokenId"] |= {"maximum": vocabulary - 1}
+    paths: Json = {route: {"post": _operation(route, body)} for route, body in _BODIES.items()}
+    paths[endpoints.GENERATE]["put"] = _operation(endpoints.GENERATE, GenerateBody)
+    for route in (endpoints.MODEL_INFO, endpoints.SERVER_INFO, endpoints.CHECKSUM):
+        paths.setdefault(route, {})["get"] = {"responses": _answers({"type": "object"})}
+    for route in (endpoints.HEALTH, HEALTH_GENERATE):
+        paths[route] = {"get": {"responses": {"200": {"description": "serving"}, "503": {"description": "stopped"}}}}
+    timeout = {"name": "timeout", "in": "query", "schema": {"type": "number", "minimum": 0, "maximum": 600}}
+    flushed = {
+        str(status): {"description": text, "content": {"text/plain": {}, "application/json": {}}}
+        for status, text in ((200, "flushed"), (400, "not idle"), (413, "too large"), (503, "stopped"))
+    }
+    paths[endpoints.FLUSH_CACHE] = {m: {"parameters": [timeout], "responses": flushed} for m in ("get", "post")}
+    info = {"title": "miles-like embedded engine", "version": "1", "description": "SGLang's HTTP surface, in part"}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+
+
+def _operation(route: str, body: type[Body]) -> Json:
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=body.__name__)}}}
+    if route in _OUTCOMES:
+        answer: Json | None = {"$ref": _REF.format(model=_OUTCOME)}
+    elif route == endpoints.GENERATE:
+        answer = {"$ref": _REF.format(model="Generated")}
+    else:
+        answer = None if route == endpoints.ABORT else {"type": "object"}
+    return {"requestBody": {"required": False, "content": content}, "responses": _answers(answer)}
+
+
+def _answers(schema: Json | None) -> Json:
+    refused = {"anyOf": [{"$ref": _REF.format(model=m)} for m in ("Error", _OUTCOME)]}
+    failed = {"application/json": {"schema": refused}}
+    texts = {
+        "400": "refused",
+        "401": "no key",
+        "403": "another host or origin",
+        "408": "late",
+        "413": "too large",
+        "431": "long header",
+        "503": "stopped or full",
+    }
+    out: Json = {status: {"description": text, "content": failed} for status, text in texts.items()}
+    done: Json = {"description": "done"}
+    if schema is not None:
+        done["content"] = {"application/json": {"schema": schema}}
+    return {"200": done} | out

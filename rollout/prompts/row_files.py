@@ -1,0 +1,194 @@
+"""Read rows of json, jsonl and parquet files, with every value as it is written in the file.
+
+The standard library parses JSON, and numbers keep their text (rollout/prompts/written.py). Readers that convert rows to
+typed columns change 5 to 5.0 if another row has 0.5, and round integers beyond 64 bits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from rollout.prompts.written import WrittenFloat, integer, number
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Row = dict[str, Any]
+
+MOST_NESTED = 64  # nested objects and lists
+_WHOLE = 1 << 24  # all integers up to it are exact in float32
+_BATCH = 1024  # rows of a parquet file converted at a time
+_SPACE = re.compile(r"[ \t\n\r]*")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+def _constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON value: write null, or leave the column out")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [k for k, _ in pairs]
+        twice = next(k for k in names if names.count(k) > 1)
+        raise ValueError(f"one object has the key {twice!r} twice")
+    return made
+
+
+_DECODER = json.JSONDecoder(
+    parse_float=number, parse_int=integer, parse_constant=_constant, object_pairs_hook=_object, strict=True
+)
+
+
+def jsonl_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    """Yield ("line N" counted from 1, row) for each line that is not blank. A file that starts with `[` is one list.
+
+    Raises ValueError naming the line.
+    """
+    first = True
+    with file.open("rb") as opened:
+        for n, line in enumerate(opened, 1):
+            raw = line.removeprefix(b"\xef\xbb\xbf") if n == 1 else line
+            if not raw.strip():
+                continue
+            if first and raw.lstrip().startswith(b"["):
+                yield from json_rows(file)
+                return
+            first, where = False, f"line {n}"
+            row, _ = _row(_utf8(raw.rstrip(b"\r\n"), where), 0, where, n)
+            yield where, row
+
+
+def json_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    """Yield ("row N" counted from 1, row) for a list of objects, or for consecutive objects.
+
+    Raises ValueError naming the row, or the line of broken JSON.
+    """
+    text = _utf8(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), "its text")
+    at, n, comma = _skip(text, 0), 0, False
+    listed = text.startswith("[", at)
+    if listed:
+        at = _skip(text, at + 1)
+    while at < len(text) and not (listed and not comma and text[at] == "]"):
+        n += 1
+        row, at = _row(text, at, f"row {n}", None)
+        yield f"row {n}", row
+        at = _skip(text, at)
+        comma = listed and text.startswith(",", at)
+        if comma:
+            at = _skip(text, at + 1)
+        elif listed and not text.startswith("]", at):
+            raise ValueError(f"line {_line(text, at)}: want a comma or ] after row {n}")
+    if listed and at == len(text):
+        raise ValueError(f"line {_line(text, at)}: the list does not end with ]")
+    if listed and _skip(text, at + 1) < len(text):
+        raise ValueError(f"line {_line(text, at + 1)}: text after the ] that ends the list")
+
+
+def _row(text: str, at: int, where: str, line: int | None) -> tuple[Row, int]:
+    """The object at `at`, and its end. line: number of the line if `text` is one line, which nothing may follow."""
+    try:
+        found, end = _DECODER.raw_decode(text, _skip(text, at))
+        if line is not None and _skip(text, end) < len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"line {line or e.lineno}: not valid JSON: {e.msg}, column {e.colno}") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested more than {MOST_NESTED} deep") from None
+    except ValueError as e:
+        raise ValueError(f"{where}: {e}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is not an object of columns but {type(found).__name__}")
+    if text.count("[", at, end) + text.count("{", at, end) > MOST_NESTED and _depth(found) > MOST_NESTED:
+        raise ValueError(f"{where} is nested more than {MOST_NESTED} deep")
+    if text.find("\\u", at, end) >= 0 and _SURROGATE.search(json.dumps(found, ensure_ascii=False)):
+        raise ValueError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff) is not a character")
+    return found, end
+
+
+def _skip(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def _line(text: str, at: int) -> int:
+    return text.count("\n", 0, at) + 1
+
+
+def _utf8(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{where} is not UTF-8: byte {e.object[e.start]:#04x} at {e.start}") from None
+
+
+def _depth(value: Any) -> int:
+    deepest, open_ = 0, [(value, 1)]
+    while open_:
+        found, depth = open_.pop()
+        deepest = max(deepest, depth)
+        inside = found.values() if isinstance(found, dict) else found
+        open_ += [(v, depth + 1) for v in inside if isinstance(v, dict | list)]
+    return deepest
+
+
+def parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    """Yield ("row N" counted from 1, row). A column's type determines the text of its values: 5 in a column of doubles
+    is 5.0, and a 16- or 32-bit float has the digits of its precision.
+
+    Raises ValueError for a damaged file and for duplicate column names.
+    """
+    import pyarrow as pa  # slow to import, and only needed here
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as opened:
+            names = opened.schema_arrow.names
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise ValueError(f"two columns are called {twice!r}")
+            n = 0
+            for batch in opened.iter_batches(batch_size=_BATCH):
+                columns = [_converted(c) for c in batch.columns]
+                for values in zip(*columns, strict=True):
+                    n += 1
+                    yield f"row {n}", dict(zip(names, values, strict=True))
+    except (pa.ArrowException, OverflowError) as e:
+        raise ValueError((str(e).strip() or type(e).__name__).splitlines()[0]) from e
+
+
+def _converted(column: pa.Array) -> list[Any]:
+    import pyarrow as pa
+
+    if pa.types.is_time64(column.type):
+        column = column.cast("time64[us]")  # raises for nanoseconds, which Python's times cannot hold
+    values: list[Any] = column.to_pylist()
+    convert = _narrow(column.type)
+    return values if convert is None else [convert(v) for v in values]
+
+
+def _narrow(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """A converter of the type's 16- and 32-bit floats to WrittenFloat; None if it has no such floats."""
+    import pyarrow as pa
+
+    if pa.types.is_float16(kind) or pa.types.is_float32(kind):
+        width = np.float16 if pa.types.is_float16(kind) else np.float32
+        # keep integers: the shortest float16 text of 65504 is 6.55e+04
+        return lambda v: v if v is None or (v % 1 == 0 and abs(v) <= _WHOLE) else WrittenFloat(str(width(v)))
+    if pa.types.is_struct(kind):
+        inside = {f.name: c for f in kind if (c := _narrow(f.type)) is not None}
+        return (lambda v: v and {k: inside[k](x) if k in inside else x for k, x in v.items()}) if inside else None
+    if pa.types.is_map(kind):
+        of_items = _narrow(kind.item_type)
+        return None if of_items is None else lambda v: v and [(k, of_items(x)) for k, x in v]
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        each = _narrow(kind.value_type)
+        return None if each is None else lambda v: v and [each(x) for x in v]
+    return None

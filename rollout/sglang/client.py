@@ -1,0 +1,358 @@
+"""One server, stock SGLang or embedded, as a RolloutEngine over HTTP.
+
+Letters: G samples a prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import orjson
+from torch import Tensor
+
+from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams
+from rollout.concurrency import all_or_first_error
+from rollout.seeds import seed_of
+from rollout.server_key import VARIABLE, ServerKey
+from rollout.server_url import tls
+from rollout.sglang.samples import RoutingShape, SampleReader, empty_samples, routing_rows, version_number
+from rollout.wire import endpoints
+from rollout.wire.control import (
+    AbortRequest,
+    ChecksumReply,
+    ModelInfo,
+    Outcome,
+    PauseMode,
+    UpdateVersion,
+)
+from rollout.wire.generate import GenerateRequest, check_ids, check_tokens, replies_from_json, reply_bytes
+from rollout.wire.replies import Json, error_message
+from rollout.wire.scores import PromptScores, prompt_scores
+from routing_replay.trace import RoutingTrace
+
+_JSON = {"content-type": "application/json"}
+# uvicorn, which SGLang uses too, closes a connection that was idle for 5 s, and httpx by default drops it after the
+# same 5 s: a request sent at that moment fails. Trainer steps of 5 s are common.
+KEEPALIVE_S = 2.0
+PLAIN = {"accept-encoding": "identity"}
+REPLY_BYTES = 64 << 20  # limit on a reply, except those of /generate
+_FLUSH_S = 5.0
+
+
+class RolloutError(RuntimeError):
+    """A request to a server failed. The message names the server, what happened and what to do."""
+
+
+def _rids(count: int) -> tuple[str, ...]:
+    """Unique ids for the prompts of a request, so that a reply to another request is detected."""
+    return tuple(uuid.uuid4().hex for _ in range(count))
+
+
+def failure(error: httpx.HTTPError, *, url: str, endpoint: str, timeout_s: float, log: Path | None) -> RolloutError:
+    """The RolloutError for an exception of httpx. log: the server's, if this run started it."""
+    look = f"see the end of {log}" if log else "see its log"
+    if isinstance(error, httpx.ConnectError) and "[SSL" in str(error):
+        return RolloutError(
+            f"server {url}: the TLS connection for {endpoint} failed ({error}): for a private certificate set "
+            "SSL_CERT_FILE to its authority's file, for a server without TLS use an http:// URL"
+        )
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return RolloutError(f"server {url} cannot be reached for {endpoint}: it is not running or has died; {look}")
+    if isinstance(error, httpx.TimeoutException):
+        return RolloutError(
+            f"server {url} did not answer {endpoint} within {timeout_s:g} s: it hangs or is overloaded; {look}, "
+            "or raise rollout.request_timeout_s"
+        )
+    if isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError):
+        return RolloutError(f"server {url} closed the connection during {endpoint}: it has died or was killed; {look}")
+    return RolloutError(f"server {url} failed at {endpoint}: {type(error).__name__}: {error}; {look}")
+
+
+def read_json(response: httpx.Response, *, url: str, endpoint: str, log: Path | None) -> Any:
+    """The body. Raises RolloutError for HTTP 4xx and 5xx and for a body that is not JSON."""
+    if response.status_code >= 400:
+        text = error_message(response.status_code, response.content)
+        if response.status_code in (401, 403):
+            text += "; give the server's key by --key-file, key_file or the environment variable " + VARIABLE
+        look = f"; see the end of {log}" if log else ""
+        raise RolloutError(f"server {url} refused {endpoint}: {text}{look}")
+    try:
+        return orjson.loads(response.content) if response.content else None
+    except ValueError as e:
+        raise RolloutError(
+            f"server {url} answered {endpoint} with invalid JSON ({e}): is it an SGLang server?"
+        ) from None
+
+
+def check_plain(response: httpx.Response, *, url: str, endpoint: str) -> None:
+    """Raises RolloutError for a compressed reply, before its body is read: the decompressed size has no bound."""
+    coded = response.headers.get("content-encoding", "identity")
+    if coded != "identity":
+        raise RolloutError(f"server {url} compressed its reply to {endpoint} ({coded[:40]}): is there a proxy between?")
+
+
+def check_size(size: int, limit: int, *, url: str, endpoint: str) -> None:
+    """Raises RolloutError if `size`, the bytes of the body read so far, exceeds `limit`."""
+    if size > limit:
+        raise RolloutError(
+            f"server {url} answered {endpoint} with more than {limit:,} bytes, the limit for such a request: "
+            "is it an SGLang server?"
+        )
+
+
+class SGLangClient:
+    """A RolloutEngine. Use it from one event loop.
+
+    samples_from: "server" sends a prompt once with `n`: one prefill for its G samples, and the embedded engine uses a
+    separate random stream for each. "client" sends it G times with different seeds: a stock SGLang server with
+    deterministic inference draws all `n` samples of a request from one seed, so they would be equal, and it does not
+    keep the request's ids for them.
+    decode: token ids -> text, for servers that run without a tokenizer; replaces the text that the server returns.
+    key: the server's key; None if it asks for none.
+    vocabulary: the model's vocabulary size, which every sampled id must be below; None: not checked.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        routing: RoutingShape | None,
+        vocabulary: int | None = None,
+        prompts_per_request: int = 16,
+        request_timeout_s: float = 120.0,
+        pause_mode: PauseMode = PauseMode.RETRACT,
+        samples_from: Literal["server", "client"] = "server",
+        decode: Callable[[Sequence[int]], str] | None = None,
+        log: Path | None = None,
+        key: ServerKey | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._vocabulary = vocabulary
+        self._prompts_per_request = prompts_per_request
+        self._timeout_s = request_timeout_s
+        self._pause_mode = pause_mode
+        self._samples_from = samples_from
+        self._reader = SampleReader(routing=routing, decode=decode)
+        self._log = log
+        self._key = key
+        # No limit on connections: waiting for a free one would look like a server that hangs.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=KEEPALIVE_S)
+        timeout = httpx.Timeout(request_timeout_s, connect=min(10.0, request_timeout_s))
+        self._http = httpx.AsyncClient(
+            base_url=self.url, limits=limits, timeout=timeout, trust_env=False, verify=tls(self.url)
+        )
+
+    async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
+        """`n` samples of each prompt, in order. Raises RolloutError, and then cancels the requests still running."""
+        step = self._prompts_per_request
+        batches = [prompts[i : i + step] for i in range(0, len(prompts), step)]
+        done = await all_or_first_error(self._generate_batch(b, n, params) for b in batches)
+        return [group for groups in done for group in groups]
+
+    async def _generate_batch(self, prompts: Sequence[Prompt], n: int, params: SamplingParams) -> list[SampleGroup]:
+        copies = n if self._samples_from == "client" else 1
+        request = GenerateRequest(
+            input_ids=tuple(p.token_ids for p in prompts for _ in range(copies)),
+            sampling=tuple(
+                replace(params, sampling_seed=self._seed(params, p.id, i)) for p in prompts for i in range(copies)
+            ),
+            n=n // copies,
+            rid=_rids(len(prompts) * copies),
+            return_logprob=True,
+            return_routed_experts=self._reader.routing is not None,
+            return_routed_weights=self._reader.gates,
+        )
+        samples = await self._ask(request, [s for p in prompts for s in empty_samples(p, n)], [()] * (len(prompts) * n))
+        return [SampleGroup(prompt=p, samples=tuple(samples[i * n : (i + 1) * n])) for i, p in enumerate(prompts)]
+
+    async def continue_sample(
+        self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
+    ) -> Sample:
+        """Continue a sample after an environment's tokens, after an abort, or after the token limit.
+
+        All its tokens are sent. At most `max_new_tokens` sampled tokens are appended with log-probs, weight versions
+        and routes; only routes of rows that the sample lacks are requested. The environment's tokens are not under
+        loss. With the parameters of the first part the tokens equal those of an uninterrupted sample (on a stock server
+        with `samples_from` "client" and deterministic inference). Raises RolloutError.
+        """
+        by_client = self._samples_from == "client"
+        request = GenerateRequest(
+            input_ids=((*sample.token_ids.tolist(), *environment),),
+            sampling=(replace(params, sampling_seed=self._seed(params, sample.prompt_id, sample.index)),),
+            sample_index=0 if by_client else sample.index,
+            rid=_rids(1),
+            return_logprob=True,
+            return_routed_experts=self._reader.routing is not None,
+            return_routed_weights=self._reader.gates,
+            routed_experts_start_len=routing_rows(sample),
+        )
+        return (await self._ask(request, [sample], [environment]))[0]
+
+    def _seed(self, params: SamplingParams, prompt_id: str, index: int) -> int | None:
+        """The seed of a request. It includes the sample's index if the client and not the server separates samples."""
+        if params.sampling_seed is None:
+            return None
+        return seed_of(params.sampling_seed, prompt_id, index if self._samples_from == "client" else None)
+
+    async def _ask(
+        self, request: GenerateRequest, samples: Sequence[Sample], environment: Sequence[Sequence[int]]
+    ) -> list[Sample]:
+        body = await self._generated(request)
+        try:
+            check_ids(body, request.reply_ids)
+            replies = replies_from_json(body, want=len(samples), want_logprobs=True)
+            check_tokens(replies, request, self._vocabulary)
+            return self._reader.extend(samples, environment, replies)
+        except ValueError as e:
+            raise RolloutError(f"server {self.url} sent samples that cannot be used: {e}") from e
+
+    async def score(self, sequences: Sequence[Tensor]) -> list[tuple[Tensor, RoutingTrace | None]]:
+        """For each sequence [S] of tokens: log p of tokens 1..S-1 as [S-1] fp32, under the current weights and at
+        temperature 1, and the routes [S-1, L, K]. Samples nothing. Raises RolloutError."""
+        request = GenerateRequest(
+            input_ids=tuple(tuple(t.tolist()) for t in sequences),
+            sampling=(SamplingParams(max_new_tokens=0),) * len(sequences),
+            rid=_rids(len(sequences)),
+            return_logprob=True,
+            logprob_start_len=0,
+            return_routed_experts=self._reader.routing is not None,
+        )
+        body = await self._generated(request)
+        try:
+            check_ids(body, request.reply_ids)
+            return self._reader.scores(sequences, body if isinstance(body, list) else [body])
+        except ValueError as e:
+            raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
+
+    async def score_after(self, sequences: Sequence[Tensor], start: int, *, top: int = 0) -> list[PromptScores]:
+        """For each sequence [S] of tokens: log p of tokens start+1..S-1 under the current weights and at temperature 1,
+        and of the `top` likeliest tokens at each of these positions. Samples nothing. Raises RolloutError."""
+        request = GenerateRequest(
+            input_ids=tuple(tuple(t.tolist()) for t in sequences),
+            sampling=(SamplingParams(max_new_tokens=0),) * len(sequences),
+            rid=_rids(len(sequences)),
+            return_logprob=True,
+            logprob_start_len=start,
+            top_logprobs_num=top,
+        )
+        body = await self._generated(request)
+        replies = body if isinstance(body, list) else [body]
+        try:
+            check_ids(body, request.reply_ids)
+            if len(replies) != len(sequences):
+                raise ValueError(f"{len(replies)} replies to {len(sequences)} prompts")
+            pairs = zip(replies, sequences, strict=True)
+            return [prompt_scores(r, t.numpy(), start=start, top=top) for r, t in pairs]
+        except ValueError as e:
+            raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
+
+    async def _generated(self, request: GenerateRequest) -> Any:
+        limit = reply_bytes(request, self._reader.routes_per_token)
+        return await self._call("POST", endpoints.GENERATE, request.to_json(), limit=limit)
+
+    async def pause(self, mode: PauseMode | None = None) -> None:
+        await self._call("POST", endpoints.PAUSE, (mode or self._pause_mode).to_json())
+
+    async def resume(self) -> None:
+        await self._call("POST", endpoints.CONTINUE, {})
+
+    async def flush_cache(self) -> None:
+        """Clear the KV cache. Raises RolloutError while requests are running or paused in place.
+
+        After its last reply a stock server runs one more step, whose batch it had already started: the request waits
+        for it.
+        """
+        await self._send("POST", f"{endpoints.FLUSH_CACHE}?timeout={_FLUSH_S:g}")
+
+    async def abort(self, rid: str) -> None:
+        """Abort one request. An unknown id is no error."""
+        await self._call("POST", endpoints.ABORT, AbortRequest(rid=rid).to_json())
+
+    async def abort_all(self) -> None:
+        await self._call("POST", endpoints.ABORT, AbortRequest(abort_all=True).to_json())
+
+    async def health(self) -> bool:
+        """Whether /health answers 200. Never raises RolloutError."""
+        try:
+            return (await self._http.get(endpoints.HEALTH)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def model_info(self) -> ModelInfo:
+        body = await self._call("GET", endpoints.MODEL_INFO)
+        try:
+            return ModelInfo.from_json(body)
+        except ValueError as e:
+            raise RolloutError(f"server {self.url}: {e}") from None
+
+    async def server_info(self) -> Json:
+        """All resolved arguments of the server, under its names."""
+        return dict(await self._call("GET", endpoints.SERVER_INFO))
+
+    async def weight_version(self) -> int:
+        try:
+            return version_number((await self.model_info()).weight_version)
+        except ValueError as e:
+            raise RolloutError(f"server {self.url}: {e}") from None
+
+    async def checksum(self) -> ChecksumReply:
+        return ChecksumReply.from_json(await self._call("POST", endpoints.CHECKSUM, {"action": "checksum"}))
+
+    async def begin_weight_update(self) -> None:
+        await self._change(endpoints.BEGIN_UPDATE, {})
+
+    async def end_weight_update(self) -> None:
+        await self._change(endpoints.END_UPDATE, {})
+
+    async def set_weight_version(self, version: int) -> None:
+        body = UpdateVersion(new_version=str(version), abort_all_requests=False)
+        await self._change(endpoints.UPDATE_VERSION, body.to_json())
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _change(self, endpoint: str, body: Json) -> None:
+        outcome = Outcome.from_json(await self._call("POST", endpoint, body), endpoint)
+        if not outcome.success:
+            raise RolloutError(f"server {self.url} refused {endpoint}: {outcome.message}")
+
+    async def _call(self, method: str, endpoint: str, body: Json | None = None, *, limit: int = REPLY_BYTES) -> Any:
+        response = await self._send(method, endpoint, body, limit)
+        return read_json(response, url=self.url, endpoint=endpoint, log=self._log)
+
+    async def _send(
+        self, method: str, endpoint: str, body: Json | None = None, limit: int = REPLY_BYTES
+    ) -> httpx.Response:
+        try:
+            # httpx limits the time of each read, not of all: a very slow reply would never time out.
+            async with asyncio.timeout(self._timeout_s):
+                content = None if body is None else orjson.dumps(body)
+                headers = _JSON if self._key is None else _JSON | self._key.headers(endpoint)
+                response = await self._read(method, endpoint, content, headers | PLAIN, limit)
+        except TimeoutError:
+            error = httpx.ReadTimeout("too slow")
+            raise failure(error, url=self.url, endpoint=endpoint, timeout_s=self._timeout_s, log=self._log) from None
+        except httpx.HTTPError as e:
+            raise failure(e, url=self.url, endpoint=endpoint, timeout_s=self._timeout_s, log=self._log) from e
+        if response.status_code >= 400:
+            read_json(response, url=self.url, endpoint=endpoint, log=self._log)
+        return response
+
+    async def _read(
+        self, method: str, endpoint: str, content: bytes | None, headers: Mapping[str, str], limit: int
+    ) -> httpx.Response:
+        """The complete reply. Raises RolloutError for a compressed one, or for more than `limit` bytes."""
+        parts, size = [], 0
+        async with self._http.stream(method, endpoint, content=content, headers=headers) as response:
+            check_plain(response, url=self.url, endpoint=endpoint)
+            async for part in response.aiter_raw():
+                parts.append(part)
+                size += len(part)
+                check_size(size, limit, url=self.url, endpoint=endpoint)
+        return httpx.Response(response.status_code, content=b"".join(parts))

@@ -1,0 +1,332 @@
+"""Start, await and stop server processes of both engines. Their command lines are pure functions of ServerLaunch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from rollout.config import PublishConfig, RolloutConfig
+from rollout.server_key import ServerKey, environment_with, sglang_key_file
+from rollout.server_url import tls
+from rollout.sglang.client import RolloutError
+from rollout.sglang.format_support import check_directory
+from rollout.wire.bodies import request_bytes
+from rollout.wire.endpoints import HEALTH
+
+_FREE_PORTS = 3  # attempts with a free port
+_POLL_S = 0.1
+_LOG_LINES = 20
+SERVER_PROMPTS = 64  # of context length, the embedded server's default limit for one request
+
+
+class ServerHandle:
+    """A running server process and its child processes. As a context manager it stops them on exit.
+
+    key_file: read by the server when it starts; removed once the server answers or is stopped.
+    """
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path, key_file: Path | None = None) -> None:
+        self.url = url
+        self.log = log
+        self._process = process
+        self._key_file = key_file
+
+    @property
+    def pid(self) -> int:
+        """The leader of the process group, which is rollout.guard."""
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._exit_code() is None
+
+    def _exit_code(self) -> int | None:
+        """None while it runs. An ended leader stays a zombie until `stop`, so that its group's id is not reused."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is None:
+            return None
+        return end.si_status if end.si_code == os.CLD_EXITED else 128 + end.si_status
+
+    def await_ready(self, timeout_s: float) -> None:
+        """Wait until /health answers 200. Raises RolloutError with the end of the log if it does not."""
+        deadline = time.monotonic() + timeout_s
+        with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False, verify=tls(self.url)) as http:
+            while time.monotonic() < deadline:
+                self.check_alive()
+                try:
+                    if http.get(HEALTH).status_code == 200:
+                        self._remove_key_file()
+                        return
+                except httpx.HTTPError:
+                    pass  # not listening yet
+                time.sleep(_POLL_S)
+        raise RolloutError(
+            f"server {self.url} was not ready within {timeout_s:g} s: raise rollout.start_timeout_s or read {self.log}"
+            f", which ends:\n{log_tail(self.log)}"
+        )
+
+    def check_alive(self) -> None:
+        """Raises RolloutError with the end of the log if the process has ended."""
+        code = self._exit_code()
+        if code is not None:
+            how = f"exit code {code}" if code <= 128 else f"signal {signal.Signals(code - 128).name}"
+            raise RolloutError(f"server {self.url} ended with {how}; {self.log} ends:\n{log_tail(self.log)}")
+
+    def _remove_key_file(self) -> None:
+        if self._key_file is not None:
+            self._key_file.unlink(missing_ok=True)
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """Send SIGTERM to the process group and SIGKILL after `grace_s`. Does nothing if it was stopped before."""
+        self._remove_key_file()
+        if self._process.returncode is not None:
+            return
+        if self.alive():
+            os.killpg(self.pid, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        # Even if the leader has ended: a worker process of the server may be left in the group.
+        os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def __enter__(self) -> ServerHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def log_tail(log: Path, lines: int = _LOG_LINES) -> str:
+    """The last lines of a log, which say why a server ended."""
+    if not log.exists():
+        return "(no log)"
+    with log.open("rb") as f:
+        f.seek(max(0, log.stat().st_size - 16384))
+        return "\n".join(f.read().decode("utf-8", "replace").splitlines()[-lines:]) or "(an empty log)"
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that is free now; another process may take it before it is used."""
+    with socket.socket() as s:
+        s.bind((host, 0))
+        return int(s.getsockname()[1])
+
+
+def check_port(port: int, host: str = "127.0.0.1") -> None:
+    """Raises ValueError if the port is in use. A server would notice only after loading the model."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            s.bind((host, port))
+        except OSError as e:
+            raise ValueError(
+                f"port {port} on {host} cannot be used ({e.strerror}): set rollout.port to another one, "
+                "or remove it to use any free port"
+            ) from None
+
+
+def start(
+    command: list[str], *, url: str, log: Path, key: ServerKey | None = None, key_file: Path | None = None
+) -> ServerHandle:
+    """Start `command` in a separate process group that ends with this process. stdout and stderr go to `log`.
+
+    key: passed in the server's environment, and redacted in the log.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    guard = [sys.executable, "-m", "rollout.guard", str(os.getpid()), *command]
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            guard,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment_with(key),
+        )
+    return ServerHandle(url, process, log, key_file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLaunch:
+    """How to start one rollout server, or the part of it that runs on one node. It can be pickled."""
+
+    model_path: Path
+    config: RolloutConfig
+    log_dir: Path
+    port: int | None = None  # None: any free one
+    host: str = "127.0.0.1"
+    weight_version: int = 0
+    return_routed_experts: bool = True  # False for a model without experts: stock SGLang then fails with the flag
+    key: ServerKey | None = None  # the server asks for it; None: it asks for none, and serves loopback only
+    # the embedded engine only
+    activations: str = "none"  # "fp8": round the inputs of quantized linears, as the trainer does
+    exact: tuple[int, int] | None = None  # tensor- and expert-tensor-parallel ranks of a deterministic trainer
+    bucket_bytes: int = PublishConfig().bucket_bytes  # of the tensors that the run publishes in one request
+    # a stock server that spans several nodes
+    node_rank: int = 0
+    nnodes: int = 1
+    dist_init_addr: str | None = None  # HOST:PORT of its first node
+
+
+def embedded_command(launch: ServerLaunch, port: int) -> list[str]:
+    """Command line of the CPU engine. With `exact` it uses the operations of the deterministic trainer."""
+    config, exact = launch.config, launch.exact
+    e = config.embedded
+    uncached = exact is None if e.disable_radix_cache is None else e.disable_radix_cache
+    limits: list[str] = []  # where the run sends more than the server accepts by default
+    if config.prompts_per_request > SERVER_PROMPTS:
+        most = request_bytes(prompts=config.prompts_per_request, context_length=e.context_length)
+        limits += ["--max-request-bytes", str(most)]
+    if launch.bucket_bytes > PublishConfig().bucket_bytes:
+        limits += ["--bucket-bytes", str(launch.bucket_bytes)]
+    return [
+        *(sys.executable, "-m", "rollout.embedded.server"),
+        *("--model-path", str(launch.model_path)),
+        *("--host", launch.host),
+        *("--port", str(port)),
+        *("--threads", str(e.threads)),
+        *("--dtype", e.dtype or ("float32" if exact is None else "bfloat16")),
+        *("--weights", e.weights),
+        *("--activations", launch.activations),
+        *("--max-total-tokens", str(e.max_total_tokens)),
+        *("--max-running-requests", str(e.max_running_requests)),
+        *("--context-length", str(e.context_length)),
+        *("--weight-version", str(launch.weight_version)),
+        *(("--enable-return-routed-experts",) if launch.return_routed_experts else ()),
+        *(("--enable-return-routed-weights",) if e.return_gates else ()),
+        *(("--disable-radix-cache",) if uncached else ()),
+        *(("--exact-parts", *map(str, exact)) if exact is not None else ()),
+        *limits,
+    ]
+
+
+def sglang_command(launch: ServerLaunch, port: int) -> list[str]:
+    """Command line of a stock SGLang 0.5.23 server, for node `node_rank` of the `nnodes` that it spans.
+
+    Attention data parallelism is `--attn-dp-size`: the older `--dp-size N --enable-dp-attention` means the same in
+    0.5.23 but is deprecated, and `--dp-size` now means whole replicas, which refuse weight updates. The server runs
+    without a tokenizer: requests and replies hold token ids, and the client makes the text.
+    Raises ValueError for flags that contradict each other.
+    """
+    f = launch.config.sglang
+    if f.dp_size > 1 and not f.enable_dp_attention:
+        raise ValueError(
+            f"rollout.sglang.dp_size = {f.dp_size} replicas inside one server accept no weight updates: set "
+            "rollout.sglang.enable_dp_attention = true, or dp_size = 1 and raise rollout.servers"
+        )
+    if f.enable_dp_attention and f.tp_size % f.dp_size:
+        raise ValueError(f"rollout.sglang.dp_size = {f.dp_size} does not divide tp_size = {f.tp_size}")
+    if launch.nnodes > 1 and launch.dist_init_addr is None:
+        raise ValueError(f"a server over {launch.nnodes} nodes needs dist_init_addr, HOST:PORT of its first node")
+    flags: list[tuple[str, object]] = [
+        ("--model-path", launch.model_path),
+        ("--host", launch.host),
+        ("--port", port),
+        ("--tp-size", f.tp_size),
+        ("--ep-size", f.ep_size),
+        ("--mem-fraction-static", f.mem_fraction_static),
+        ("--kv-cache-dtype", f.kv_cache_dtype),
+        ("--weight-version", launch.weight_version),
+    ]
+    if f.enable_dp_attention:
+        flags.append(("--attn-dp-size", f.dp_size))
+    if f.moe_a2a_backend != "none":
+        flags += [("--moe-a2a-backend", f.moe_a2a_backend), ("--deepep-mode", f.deepep_mode)]
+    optional: list[tuple[str, object]] = [
+        ("--moe-dense-tp-size", f.moe_dense_tp_size),
+        ("--chunked-prefill-size", f.chunked_prefill_size),
+        ("--max-running-requests", f.max_running_requests),
+        ("--context-length", f.context_length),
+        ("--attention-backend", f.attention_backend),
+    ]
+    flags += [(flag, value) for flag, value in optional if value is not None]
+    if launch.nnodes > 1:
+        flags += [("--nnodes", launch.nnodes), ("--node-rank", launch.node_rank)]
+        flags.append(("--dist-init-addr", launch.dist_init_addr))
+    return [
+        *(sys.executable, "-m", "sglang.launch_server"),
+        *(str(x) for pair in flags for x in pair),
+        "--skip-tokenizer-init",
+        *(("--enable-return-routed-experts",) if launch.return_routed_experts else ()),
+        *(("--enable-memory-saver",) if f.enable_memory_saver else ()),
+        *(("--enable-deterministic-inference",) if f.enable_deterministic_inference else ()),
+    ]
+
+
+def launch_server(launch: ServerLaunch) -> ServerHandle:
+    """Start a server of the engine that `launch.config` names and wait until it answers.
+
+    Only the first node of a stock server serves HTTP: on the others this returns at once.
+    Raises ValueError (port; a format that the engine does not serve) or RolloutError (it did not come up).
+    """
+    engine = launch.config.engine
+    check_directory(engine, launch.model_path, launch.config.sglang)
+    on = _launch_embedded if engine == "embedded" else _launch_sglang
+    return on_a_port(launch.port, launch.host, partial(on, launch))
+
+
+def _launch_embedded(launch: ServerLaunch, port: int) -> ServerHandle:
+    command, log = embedded_command(launch, port), launch.log_dir / f"embedded_{port}.log"
+    return started(command, f"http://{launch.host}:{port}", log, launch.config.start_timeout_s, key=launch.key)
+
+
+def _launch_sglang(launch: ServerLaunch, port: int) -> ServerHandle:
+    command, key, key_file = sglang_command(launch, port), launch.key, None
+    url, log = f"http://{launch.host}:{port}", launch.log_dir / f"sglang_{port}.{launch.node_rank}.log"
+    if key is not None:
+        key_file = sglang_key_file(key)
+        command += ["--config", str(key_file)]
+    if launch.node_rank:
+        return start(command, url=url, log=log, key=key, key_file=key_file)
+    return started(command, url, log, launch.config.start_timeout_s, key=key, key_file=key_file)
+
+
+def on_a_port(port: int | None, host: str, launch: Callable[[int], ServerHandle]) -> ServerHandle:
+    """Call `launch` with `port`, or raise ValueError if the port is in use. With None: use a free port, and try another
+    one if a different program took it before the server did."""
+    if port is not None:
+        check_port(port, host)
+        return launch(port)
+    for _ in range(_FREE_PORTS - 1):
+        try:
+            return launch(free_port(host))
+        except RolloutError as e:
+            if "address already in use" not in str(e).casefold():
+                raise
+    return launch(free_port(host))
+
+
+def started(
+    command: list[str],
+    url: str,
+    log: Path,
+    timeout_s: float,
+    *,
+    key: ServerKey | None = None,
+    key_file: Path | None = None,
+) -> ServerHandle:
+    """`start`, and wait until the server answers. Raises RolloutError, after stopping it, if it does not."""
+    handle = start(command, url=url, log=log, key=key, key_file=key_file)
+    ready = False
+    try:
+        handle.await_ready(timeout_s)
+        ready = True
+    finally:
+        if not ready:
+            handle.stop()
+    return handle

@@ -1,0 +1,331 @@
+"""Requests and replies of SGLang 0.5.23's control endpoints as typed values, and encodings of weights. No I/O.
+
+Defaults are SGLang's. Only the embedded engine reads `load_format` SAFETENSORS, which contains no pickle.
+"""
+
+from __future__ import annotations
+
+import binascii
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import pybase64
+import safetensors
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from miles_like.types import NamedTensor
+from rollout.wire.bodies import (
+    AbortBody,
+    BeginUpdateBody,
+    EndUpdateBody,
+    PauseBody,
+    UpdateFromDiskBody,
+    UpdateFromTensorBody,
+    UpdateVersionBody,
+    read,
+)
+from rollout.wire.endpoints import (
+    ABORT,
+    BEGIN_UPDATE,
+    CHECKSUM,
+    END_UPDATE,
+    MODEL_INFO,
+    PAUSE,
+    UPDATE_FROM_DISK,
+    UPDATE_FROM_TENSOR,
+    UPDATE_VERSION,
+)
+from rollout.wire.replies import Json, an_object, need
+
+SAFETENSORS = "safetensors"
+
+
+class PauseMode(StrEnum):
+    """What /pause_generation does with running requests."""
+
+    ABORT = "abort"  # they end with the tokens sampled so far
+    RETRACT = "retract"  # they return to the queue; their keys and values are recomputed after the pause
+    IN_PLACE = "in_place"  # they are frozen with their keys and values; the cache cannot be flushed meanwhile
+
+    def to_json(self) -> Json:
+        return {"mode": self.value}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> PauseMode:
+        return cls(read(PauseBody, body, PAUSE).mode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequest:
+    """An unknown rid is no error."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+    def to_json(self) -> Json:
+        return {"rid": self.rid, "abort_all": self.abort_all}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> AbortRequest:
+        b = read(AbortBody, body, ABORT)
+        return cls(rid=b.rid or "", abort_all=bool(b.abort_all))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginUpdate:
+    """weight_version: version of the new weights; an extension of this project, which stock servers ignore. In the
+    embedded engine a newer version replaces an update that was begun and not ended."""
+
+    weight_version: str | None = None
+
+    def to_json(self) -> Json:
+        return {"selector": "all"} | _version(self.weight_version)
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> BeginUpdate:
+        return cls(weight_version=read(BeginUpdateBody, body, BEGIN_UPDATE).weight_version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndUpdate:
+    """weight_version: the version given to BeginUpdate, if any; an extension of this project."""
+
+    weight_version: str | None = None
+
+    def to_json(self) -> Json:
+        return _version(self.weight_version)
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> EndUpdate:
+        return cls(weight_version=read(EndUpdateBody, body, END_UPDATE).weight_version)
+
+
+def _version(version: str | None) -> Json:
+    return {} if version is None else {"weight_version": version}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateFromTensor:
+    """Part of the new weights, inline; valid only between BeginUpdate and EndUpdate."""
+
+    tensors: tuple[str, ...]  # base64, one per tensor-parallel rank; SAFETENSORS: exactly one
+    load_format: str | None = None
+    flush_cache: bool = True  # rejected by a server paused IN_PLACE
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+    def to_json(self) -> Json:
+        return {
+            "serialized_named_tensors": list(self.tensors),
+            "load_format": self.load_format,
+            "flush_cache": self.flush_cache,
+            "abort_all_requests": self.abort_all_requests,
+            "weight_version": self.weight_version,
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> UpdateFromTensor:
+        b = read(UpdateFromTensorBody, body, UPDATE_FROM_TENSOR)
+        return cls(
+            tensors=tuple(b.serialized_named_tensors),
+            load_format=b.load_format,
+            flush_cache=b.flush_cache is not False,
+            abort_all_requests=bool(b.abort_all_requests),
+            weight_version=b.weight_version,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateFromDisk:
+    """All new weights from a Hugging Face directory that the server can read; needs no BeginUpdate and EndUpdate."""
+
+    model_path: str
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    keep_pause: bool = False
+
+    def to_json(self) -> Json:
+        return {
+            "model_path": self.model_path,
+            "flush_cache": self.flush_cache,
+            "abort_all_requests": self.abort_all_requests,
+            "weight_version": self.weight_version,
+            "keep_pause": self.keep_pause,
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> UpdateFromDisk:
+        b = read(UpdateFromDiskBody, body, UPDATE_FROM_DISK)
+        return cls(
+            model_path=b.model_path,
+            flush_cache=b.flush_cache is not False,
+            abort_all_requests=bool(b.abort_all_requests),
+            weight_version=b.weight_version,
+            keep_pause=bool(b.keep_pause),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateVersion:
+    new_version: str
+    abort_all_requests: bool = True
+
+    def to_json(self) -> Json:
+        return {"new_version": self.new_version, "abort_all_requests": self.abort_all_requests}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> UpdateVersion:
+        b = read(UpdateVersionBody, body, UPDATE_VERSION)
+        return cls(new_version=b.new_version, abort_all_requests=b.abort_all_requests is not False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Reply to BeginUpdate, UpdateFromTensor, UpdateFromDisk and EndUpdate, with HTTP 200 or 400."""
+
+    success: bool
+    message: str = ""
+
+    def to_json(self) -> Json:
+        return {"success": self.success, "message": self.message}
+
+    @classmethod
+    def from_json(cls, body: object, endpoint: str) -> Outcome:
+        obj = an_object(body, endpoint)
+        return cls(success=bool(need(obj, "success", endpoint)), message=str(obj.get("message") or ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The keys of /model_info that are used. `weight_version` is current; /server_info has that of the launch."""
+
+    model_path: str
+    weight_version: str
+    architectures: tuple[str, ...] = ()  # from its config.json
+    tokenizer_path: str | None = None
+
+    def to_json(self) -> Json:
+        return {
+            "model_path": self.model_path,
+            "weight_version": self.weight_version,
+            "architectures": list(self.architectures),
+            "tokenizer_path": self.tokenizer_path,
+            "is_generation": True,
+        }
+
+    @classmethod
+    def from_json(cls, body: object) -> ModelInfo:
+        obj = an_object(body, MODEL_INFO)
+        return cls(
+            model_path=str(need(obj, "model_path", MODEL_INFO)),
+            weight_version=str(need(obj, "weight_version", MODEL_INFO)),
+            architectures=tuple(obj.get("architectures") or ()),
+            tokenizer_path=obj.get("tokenizer_path"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChecksumReply:
+    """Hashes of a server's weights. A stock server hashes its fused, sharded tensors."""
+
+    per_engine: str  # SHA-256 hex
+    ranks: tuple[Mapping[str, str], ...]  # for each rank: parameter name -> hash; SGLang's have 16 hex digits
+    per_gpu: tuple[str, ...]  # SHA-256 hex
+
+    @property
+    def tensors(self) -> Mapping[str, str]:
+        """Parameter name -> hash. With several ranks, which may hold different shards, names include the rank."""
+        if len(self.ranks) == 1:
+            return self.ranks[0]
+        return {f"{name} (rank {i})": digest for i, rank in enumerate(self.ranks) for name, digest in rank.items()}
+
+    def to_json(self) -> Json:
+        ranks = [
+            {"checksums": dict(r), "per_gpu_checksum": g, "parallelism_info": []}
+            for r, g in zip(self.ranks, self.per_gpu, strict=True)
+        ]
+        return {"success": True, "message": "", "ranks": ranks, "per_engine_checksum": self.per_engine}
+
+    @classmethod
+    def from_json(cls, body: object) -> ChecksumReply:
+        obj = an_object(body, CHECKSUM)
+        ranks = [an_object(r, CHECKSUM) for r in need(obj, "ranks", CHECKSUM)]
+        return cls(
+            per_engine=str(need(obj, "per_engine_checksum", CHECKSUM)),
+            ranks=tuple(dict(need(r, "checksums", CHECKSUM)) for r in ranks),
+            per_gpu=tuple(str(need(r, "per_gpu_checksum", CHECKSUM)) for r in ranks),
+        )
+
+
+def encode_safetensors(tensors: Iterable[NamedTensor]) -> str:
+    """Base64 of a safetensors file. Raises ValueError for a duplicate name."""
+    named: dict[str, Any] = {}
+    for name, tensor in tensors:
+        if name in named:
+            raise ValueError(f"tensor {name!r} occurs twice in one request")
+        named[name] = tensor.detach().cpu().contiguous()
+    # safetensors.torch.save first searches for shared memory, which takes longer than the rest; there is none here
+    flat = {
+        name: safetensors.TensorSpec(
+            dtype=str(t.dtype).removeprefix("torch."), shape=list(t.shape), data_ptr=t.data_ptr(), data_len=t.nbytes
+        )
+        for name, t in named.items()
+    }
+    return pybase64.b64encode_as_string(safetensors.serialize(flat))
+
+
+def decode_safetensors(payload: str) -> list[NamedTensor]:
+    """The inverse of `encode_safetensors`, in the order of names. Raises ValueError for a damaged payload, and for a
+    dtype that torch does not have."""
+    try:
+        named = safetensors.torch.load(pybase64.b64decode(payload, validate=True))
+    except (binascii.Error, UnicodeError) as e:
+        raise ValueError(f"weights are not base64: {e}") from None
+    except SafetensorError as e:
+        raise ValueError(f"weights are not safetensors bytes: {e}") from None
+    except KeyError as e:
+        raise ValueError(f"weights have dtype {e.args[0]}, which this server does not read") from None
+    except (RuntimeError, TypeError, OverflowError) as e:
+        raise ValueError(f"weights cannot be read: {str(e).splitlines()[0]}") from None
+    return [NamedTensor(name, named[name]) for name in sorted(named)]
+
+
+def encode_sglang_pickle(tensors: Iterable[NamedTensor], tp_size: int) -> tuple[str, ...]:
+    """SGLang's encoding: base64 of a pickled [(name, tensor)], the same for each of `tp_size` ranks.
+
+    It is sent only to servers that this run started, and never read here. Tensors are inline and on the CPU; SGLang's
+    loader shards them. The pickle is written opcode by opcode with the globals on SGLang's allow-list: the output of
+    pickle.dumps for an FP8 tensor cannot be read back (an AttributeError that ends the server).
+    """
+    out = [b"\x80\x04]("]  # protocol 4, empty list, mark
+    for name, tensor in tensors:
+        t = tensor.detach().cpu().contiguous()
+        out.append(_opcodes(name) + b"ctorch._utils\n_rebuild_tensor_v3\n(")
+        out.append(b"ctorch.storage\n_load_from_bytes\n" + _opcodes(_stored_bytes(t)) + b"\x85R")
+        out.append(_opcodes(0) + _opcodes(tuple(t.shape)) + _opcodes(t.stride()) + _opcodes(False))
+        out.append(b"ccollections\nOrderedDict\n)R" + f"c{str(t.dtype).replace('.', chr(10))}\n".encode())
+        out.append(b"tR\x86")  # call with all since the mark; pair the result with the name
+    out.append(b"e.")  # append all since the first mark; stop
+    return (pybase64.b64encode_as_string(b"".join(out)),) * tp_size
+
+
+def _opcodes(value: object) -> bytes:
+    """The opcodes that push a plain value: its pickle without header and stop."""
+    return pickle.dumps(value, protocol=3)[2:-1]
+
+
+def _stored_bytes(t: Tensor) -> bytes:
+    """torch.save of the tensor's bytes as a uint8 storage; `_rebuild_tensor_v3` gets the dtype separately."""
+    raw = t.reshape(-1).view(torch.uint8).clone()  # a view would bring its whole storage
+    storage = torch.storage.TypedStorage(wrap_storage=raw.untyped_storage(), dtype=torch.uint8, _internal=True)
+    out = io.BytesIO()
+    torch.save(storage, out, _use_new_zipfile_serialization=False)
+    return out.getvalue()

@@ -1,0 +1,25 @@
+"""The tiers of the suite (tests/support/tiers.py) and the snapshot of refusals (tests/support/refusals.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.refusals import ACCEPT, ONLY, RefusalSnapshot
+
+pytest_plugins = ("tests.support.tiers",)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        ACCEPT, action="store_true", help="write the refusals of the tests that ran to tests/refusals.json"
+    )
+    parser.addoption(ONLY, action="store_true", help="run only the tests that record refusals")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(RefusalSnapshot(config), "refusals")
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """The facts of a refusal, in the id of a test that takes them as a parameter."""
+    return " ".join(map(str, val)) or None if argname == "facts" and isinstance(val, tuple) else None

@@ -1,0 +1,95 @@
+"""The FLOP formula against torch's counter over transformers' models, and against published figures.
+
+Not covered: multi-token prediction beyond its arithmetic, since transformers has no model of it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from megatron_bridge.plan.flops import forward_flops, forward_terms, train_flops
+from tests.support.refusals import refuses
+from tests.support.tiny_models import CONFIGS, transformers_config
+
+DEEPSEEK_V3 = json.loads((Path(__file__).parents[3] / "configs/deepseek_v3/config.json").read_text())
+
+
+def counted(hf: dict[str, Any], n: int, *, backward: bool) -> int:
+    """Of transformers' model on n tokens, with attention and experts in plain matrix products."""
+    cfg = transformers_config(hf)
+    cfg._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(cfg).float()
+    model.requires_grad_(backward)
+    with FlopCounterMode(display=False) as counter:
+        logits = model(torch.arange(n)[None] % hf["vocab_size"], use_cache=False).logits
+        if backward:
+            logits.sum().backward()
+    return counter.get_total_flops()
+
+
+def expected(hf: dict[str, Any], n: int) -> float:
+    """The formula, with the masked half of the attention that transformers computes too."""
+    terms = forward_terms(hf, [n])
+    return sum(terms.values()) + terms["core"] * (2 * n / (n + 1) - 1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("n", [7, 64])
+def test_the_forward_is_what_torch_counts(name: str, n: int) -> None:
+    """Every matrix product of the model is in the formula and nothing else is: exactly, but for the masked half of the
+    attention, which a causal kernel skips."""
+    hf = CONFIGS[name]
+    assert counted(hf, n, backward=False) == pytest.approx(expected(hf, n), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_training_is_three_forwards(name: str) -> None:
+    """Each product has two in backward, less the gradient of what needs none; within 2 %."""
+    hf, n = CONFIGS[name], 64
+    assert counted(hf, n, backward=True) == pytest.approx(3 * expected(hf, n), rel=0.02)
+    assert train_flops(hf, [n]) == 3 * forward_flops(hf, [n])
+
+
+def test_deepseek_v3_has_37_billion_active_parameters() -> None:
+    """arXiv:2412.19437, abstract: 37 B of 671 B activated a token. Without attention's scores a token costs 2 FLOPs a
+    parameter forward, 6 in training; the published figure also counts the embedding, a lookup."""
+    terms = forward_terms(DEEPSEEK_V3, [1])
+    active = (sum(terms.values()) - terms["core"]) / 2
+    embedding = DEEPSEEK_V3["vocab_size"] * DEEPSEEK_V3["hidden_size"]
+    assert active + embedding == pytest.approx(37e9, rel=0.02)
+    one = train_flops(DEEPSEEK_V3, [1])
+    assert one == pytest.approx(6 * active, rel=1e-3)
+
+
+def test_samples_pay_attention_to_themselves_only() -> None:
+    """Packing changes nothing; a longer sample costs more a token, by the closed form h (d_q + d_v) a pair."""
+    hf = CONFIGS["tiny"]
+    assert forward_flops(hf, [10, 20]) == forward_flops(hf, [10]) + forward_flops(hf, [20])
+    heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
+    size = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"] + hf["v_head_dim"]
+    more = forward_flops(hf, [30]) - forward_flops(hf, [10, 20])
+    assert more == 2 * heads * size * layers * (10 * 20)  # the pairs across
+    with refuses(ValueError, 0, 1):
+        forward_flops(hf, [4, 0])
+
+
+def test_the_head_costs_what_has_loss() -> None:
+    hf = CONFIGS["tiny"]
+    less = forward_flops(hf, [30]) - forward_flops(hf, [30], head_rows=12)
+    assert less == 2 * 18 * hf["hidden_size"] * hf["vocab_size"]
+
+
+def test_a_prediction_depth_is_a_layer_a_projection_and_a_head() -> None:
+    """A model with one more layer, and 4 T H^2 plus the head again."""
+    hf, n = CONFIGS["tiny"], 9
+    deeper = {**hf, "num_hidden_layers": hf["num_hidden_layers"] + 1}
+    h, v = hf["hidden_size"], hf["vocab_size"]
+    extra = 4 * n * h * h + 2 * n * h * v
+    assert forward_flops(hf, [n], mtp_depths=1) == forward_flops(deeper, [n]) + extra

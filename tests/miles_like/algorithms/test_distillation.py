@@ -1,0 +1,270 @@
+"""What teachers say lands on the tokens it was said of, whatever prompt they saw and whoever they are.
+
+The server is the embedded engine in this process, the oracle transformers' log-probabilities of the same weights; the
+trainer is one whose log-probabilities are a function of token and predecessor. Not covered: Megatron ranks and a whole
+run (tests/e2e), stock SGLang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from miles_like.batch.packing import pack
+from miles_like.experience.teachers import ServerTeacher, Teachers, TeacherScores, TrainerTeacher
+from miles_like.types import (
+    TAUGHT,
+    TEACHER,
+    TEACHER_CANDIDATES,
+    Finish,
+    Prompt,
+    Sample,
+    SampleGroup,
+    TrainBatch,
+    VersionSpan,
+)
+from rollout.sglang.client import RolloutError, SGLangClient
+from tests.support.embedded_fixtures import oracle, save, served, service
+from tests.support.refusals import refuses
+from tests.support.spawn import free_port
+
+HINT = (40, 41, 42)
+
+
+def answered(prompt: Prompt, index: int, response: Sequence[int], masked: Sequence[int] = ()) -> Sample:
+    """`masked`: places of the response that an environment wrote."""
+    p, r = len(prompt.token_ids), len(response)
+    mask = torch.tensor([False] * p + [i not in masked for i in range(r)], dtype=torch.bool)
+    return Sample(
+        prompt_id=prompt.id,
+        index=index,
+        token_ids=torch.tensor([*prompt.token_ids, *response]),
+        loss_mask=mask,
+        logprobs=torch.zeros(p + r),
+        routing=None,
+        versions=(VersionSpan(0, 0, r),),
+        finish=Finish.STOP,
+        text="",
+    )
+
+
+def groups() -> list[SampleGroup]:
+    """Prompts and answers of several lengths, an environment's tokens in one, an answer without a token in another."""
+    a = Prompt(id="a", token_ids=(5, 9, 33), answer="1", source="x")
+    b = Prompt(id="b", token_ids=(7, 8, 2, 71, 3, 4), answer="2", source="y")
+    return [
+        SampleGroup(prompt=a, samples=(answered(a, 0, [3, 4, 5]), answered(a, 1, [60, 61, 62, 63, 64], masked=[1, 2]))),
+        SampleGroup(prompt=b, samples=(answered(b, 0, [9]), answered(b, 1, []))),
+    ]
+
+
+def hinted(prompt: Prompt) -> tuple[int, ...]:
+    """A longer prompt; the second is longer than the first by more than its own tokens."""
+    return (*HINT * len(prompt.token_ids), *prompt.token_ids)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return oracle()
+
+
+@pytest.fixture(scope="module")
+def url(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(service(save(model, tmp_path_factory.mktemp("teacher")))) as where:
+        yield where
+
+
+@torch.no_grad()
+def told_by(model: Any, prompt: Sequence[int], s: Sample, p: int) -> Tensor:
+    """[R, V] what the model says before each response token, after `prompt`."""
+    response = s.token_ids[p:]
+    ids = torch.cat([torch.tensor(list(prompt)), response])
+    return model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+
+
+async def _scored(teacher: Any, top_k: int = 0, teacher_of: Any = lambda source: "t") -> list[SampleGroup]:
+    teachers = Teachers({"t": teacher}, teacher_of, top_k=top_k)
+    await teachers.start()
+    try:
+        return await teachers.score(groups())
+    finally:
+        await teachers.close()
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 64])
+@pytest.mark.parametrize("privileged", [False, True])
+def test_a_server_s_words_stand_at_the_student_s_places(model: Any, url: str, at_once: int, privileged: bool) -> None:
+    async def run() -> list[SampleGroup]:
+        clients = [SGLangClient(url, routing=None) for _ in range(2)]
+        how = {"prompt_of": hinted} if privileged else {}
+        return await _scored(ServerTeacher(name="t", clients=clients, top_k=4, at_once=at_once, **how), top_k=4)
+
+    for group in asyncio.run(run()):
+        p = len(group.prompt.token_ids)
+        for s in group.samples:
+            said = told_by(model, hinted(group.prompt) if privileged else group.prompt.token_ids, s, p)
+            mask = s.loss_mask
+            assert torch.equal(s.streams[TAUGHT], mask.float())
+            picked = said.gather(1, s.token_ids[p:, None])[:, 0]
+            torch.testing.assert_close(s.streams[TEACHER][mask], picked[mask[p:]], atol=1e-4, rtol=1e-4)
+            values, ids = said.topk(4)
+            assert s.candidates is not None and torch.equal(s.candidates[mask], ids[mask[p:]])
+            torch.testing.assert_close(s.streams[TEACHER_CANDIDATES][mask], values[mask[p:]], atol=1e-4, rtol=1e-4)
+            for stream in (s.streams[TEACHER], s.streams[TEACHER_CANDIDATES], s.candidates):
+                assert stream.shape[0] == len(mask) and not stream[~mask].any()
+
+
+def test_of_many_candidates_fewer_sequences_are_asked_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a reply holds stays the same, and a server's bound on it is not met."""
+    monkeypatch.setattr("miles_like.experience.teachers._CANDIDATES", 3)
+    sizes: list[int] = []
+    score_after = SGLangClient.score_after
+
+    async def counted(self: SGLangClient, texts: Sequence[Tensor], *args: Any, **how: Any) -> Any:
+        sizes.append(len(texts))
+        return await score_after(self, texts, *args, **how)
+
+    monkeypatch.setattr(SGLangClient, "score_after", counted)
+    for top_k, want in ((2, [4]), (5, [2, 2]), (90, [1, 1, 1, 1])):
+        sizes.clear()
+        client = SGLangClient(url, routing=None)
+        asyncio.run(_scored(ServerTeacher(name="t", clients=[client], top_k=top_k, at_once=4), top_k=top_k))
+        assert sizes == want
+
+
+class SpeakingTrainer:
+    """log p of a label is minus (the label + its input / 100): neither place nor length enters."""
+
+    def __init__(self) -> None:
+        self.asked: list[str | None] = []
+        self.loaded: list[tuple[str, Path]] = []
+
+    async def logprobs(self, batch: TrainBatch, *, weights: str | None = None) -> list[list[Tensor]]:
+        self.asked.append(weights)
+        return [[torch.where(m.loss_mask, -(m.labels + m.tokens / 100), 0.0) for m in row] for row in batch.grid]
+
+    async def load_copy(self, name: str, path: Path) -> None:
+        self.loaded.append((name, path))
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_a_trainer_s_words_stand_there_too(dp_size: int) -> None:
+    """With a privileged prompt, over several rows, and where samples share a pack."""
+    trainer: Any = SpeakingTrainer()
+    how = {"pack": partial(pack, dp_size=dp_size, max_tokens=40, replayed=False), "prompt_of": hinted}
+    teacher = TrainerTeacher(trainer=trainer, weights="w", path=Path("d"), **how)
+    for group in asyncio.run(_scored(teacher)):
+        for s in group.samples:
+            ids = s.token_ids.float()
+            want = torch.where(s.loss_mask, -(ids + ids.roll(1) / 100), 0.0)
+            torch.testing.assert_close(s.streams[TEACHER], want)
+            assert torch.equal(s.streams[TAUGHT], s.loss_mask.float())
+    assert trainer.asked == ["w"] and trainer.loaded == [("w", Path("d"))]
+
+
+def test_a_trainer_is_not_asked_about_nothing() -> None:
+    trainer: Any = SpeakingTrainer()
+    empty = [replace(g, samples=tuple(replace(s, loss_mask=s.loss_mask & False) for s in g.samples)) for g in groups()]
+    teacher = TrainerTeacher(trainer=trainer, weights="w", pack=partial(pack, dp_size=1, max_tokens=99))
+    assert not any(len(said.logprobs) for of in asyncio.run(teacher.score(empty)) for said in of)
+    assert not trainer.asked
+
+
+class Constant:
+    """Says one number of every token."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.closed = False
+
+    async def start(self) -> None: ...
+
+    async def score(self, groups: Sequence[SampleGroup]) -> list[list[TeacherScores]]:
+        return [
+            [TeacherScores(torch.full((len(s.token_ids) - len(g.prompt.token_ids),), self.value)) for s in g.samples]
+            for g in groups
+        ]
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def test_each_source_has_its_teacher_and_what_nobody_teaches_says_so() -> None:
+    who: dict[str, str | None] = {"x": "one", "y": "two"}
+    both = Teachers({"one": Constant(-1.0), "two": Constant(-2.0)}, who.get)
+    first, second = asyncio.run(both.score(groups()))
+    assert first.samples[0].streams[TEACHER].tolist() == [0, 0, 0, -1, -1, -1]
+    assert first.samples[1].streams[TEACHER].tolist() == [0, 0, 0, -1, 0, 0, -1, -1]
+    assert second.samples[0].streams[TEACHER].tolist() == [0] * 6 + [-2]
+    found = both.metrics([first, second])
+    assert found["distill/tokens/one"] == 6 and found["distill/tokens/two"] == 1
+    one = Teachers({"one": Constant(-1.0)}, {"x": "one"}.get, top_k=3)
+    _, untaught = asyncio.run(one.score(groups()[1:] * 2))
+    s = untaught.samples[0]
+    assert not s.streams[TAUGHT].any() and not s.streams[TEACHER].any()
+    assert s.candidates is not None and s.candidates.shape == s.streams[TEACHER_CANDIDATES].shape == (7, 3)
+
+
+def test_a_source_that_nobody_teaches_is_refused_where_teachers_are_all_there_is() -> None:
+    prompts = [g.prompt for g in groups()]
+    one = Teachers({"one": Constant(-1.0)}, {"x": "one"}.get)
+    one.check(prompts, alone=False, named=["x"])
+    with refuses(ValueError, "y", "added"):
+        one.check(prompts, alone=True, named=["x"])
+    with refuses(ValueError, "z", "x", "y"):
+        one.check(prompts, alone=False, named=["x", "z"])
+
+
+def test_a_server_that_is_not_there_is_one_sentence() -> None:
+    async def run() -> None:
+        await _scored(
+            ServerTeacher(name="big", clients=[SGLangClient(f"http://127.0.0.1:{free_port()}", routing=None)])
+        )
+
+    with refuses(RolloutError, "big", "/model_info"):
+        asyncio.run(run())
+
+
+def test_a_server_that_dies_between_two_steps_is_one_sentence(model: Any, tmp_path: Path) -> None:
+    async def run(where: str) -> None:
+        teacher = ServerTeacher(name="big", clients=[SGLangClient(where, routing=None)])
+        with refuses(RolloutError, "big"):
+            await teacher.score(groups())
+        await teacher.close()
+
+    with served(service(save(model, tmp_path / "m"))) as where:
+        pass
+    asyncio.run(run(where))
+
+
+def test_another_tokenizer_or_vocabulary_is_refused(url: str) -> None:
+    async def run(**how: Any) -> None:
+        teacher = ServerTeacher(name="big", clients=[SGLangClient(url, routing=None)], top_k=4, **how)
+        await _scored(teacher, top_k=4)
+
+    with refuses(ValueError, "big", 97):
+        asyncio.run(run(other_tokenizer=lambda directory: "97 tokens and 96"))
+    with refuses(RolloutError, 8, "distillation.top_k", 0):
+        asyncio.run(run(vocabulary=8))
+
+
+def test_the_rollout_s_own_clients_stay_open() -> None:
+    class Client:
+        closed = False
+
+        async def close(self) -> None:
+            self.closed = True
+
+    own, lent = Client(), Client()
+    for client, how in ((own, {}), (lent, {"own": False})):
+        wanted: Any = client
+        asyncio.run(ServerTeacher(name="t", clients=[wanted], **how).close())
+    assert own.closed and not lent.closed

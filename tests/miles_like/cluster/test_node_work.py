@@ -1,0 +1,70 @@
+"""Work on a cluster's nodes is bounded by its progress: slow work ends well, a process that hangs or was stopped is
+named, its stacks are kept, and the others are ended.
+
+Not covered: several machines, a node that is lost.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from miles_like.cluster.node_work import on_every_node, over_nodes
+from miles_like.cluster.workers import start_ray, stop_ray
+from tests.support.refusals import refuses
+from tests.support.slow_work import Slow
+
+LIMIT_S = 8.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray() -> Iterator[None]:
+    start_ray(None)
+    yield
+    stop_ray()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_work_that_takes_longer_than_the_limit_ends_well_while_it_makes_progress(tmp_path: Path) -> None:
+    began = time.monotonic()
+    over_nodes(Slow(tmp_path, each_s=3.5), range(6), each=2, timeout_s=LIMIT_S)
+    assert time.monotonic() - began > LIMIT_S
+    assert all((tmp_path / str(i)).is_file() for i in range(6))
+
+    def copies(progress: Callable[[], None]) -> dict[str, int]:
+        for _ in range(4):
+            time.sleep(LIMIT_S / 3)
+            progress()
+        return {"done": 1}
+
+    assert on_every_node(copies, timeout_s=LIMIT_S) == [{"done": 1}]
+
+
+@pytest.mark.parametrize("how", ["hangs", "stopped"])
+def test_a_process_that_makes_no_progress_is_named_and_its_stacks_are_kept(tmp_path: Path, how: str) -> None:
+    with refuses(RuntimeError, 8, "cluster.timeout_s") as e:
+        over_nodes(Slow(tmp_path, how), range(40), each=2, timeout_s=LIMIT_S)
+    sentence = str(e.value)
+    assert "\n" not in sentence
+    found = re.search(r"(/\S+\.err)\b", sentence)  # a stopped one is let go on before it writes them
+    assert found and "slow_work.py" in Path(found[1]).read_text().rpartition("the stacks of process")[2]
+    until = time.monotonic() + 30
+    pids = {int(p.read_text()) for p in tmp_path.glob("*.pid") if not (tmp_path / p.stem).exists()}
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert pids and not any(map(alive, pids))
+
+
+def test_the_first_failure_is_raised_as_it_was(tmp_path: Path) -> None:
+    with refuses(FileNotFoundError, "0.pid"):
+        over_nodes(Slow(tmp_path / "nowhere"), range(4), each=2, timeout_s=LIMIT_S)

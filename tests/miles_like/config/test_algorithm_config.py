@@ -1,0 +1,148 @@
+"""The configuration of an algorithm: presets fill in, parts can be swapped, and what would do nothing is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from miles_like.algorithms.losses.cispo import CispoLoss
+from miles_like.algorithms.losses.clipped import ClippedLoss
+from miles_like.algorithms.losses.gspo import GspoLoss
+from miles_like.algorithms.registry import make_algorithm, make_critic_loss
+from miles_like.config.algorithm import ADVANTAGE_KEYS, OF_GROUPS, PRESETS, AlgorithmConfig, CorrectionConfig
+from miles_like.config.supervised import SUPERVISED
+from miles_like.types import Aggregation
+from tests.miles_like.algorithms.test_advantages import with_values
+from tests.support.made_samples import rewarded
+from tests.support.refusals import Facts, refuses
+
+OWN = "os.path:join"
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *SUPERVISED])
+def test_the_resolved_configuration_reads_back_as_itself(name):
+    """A run resumes from it: nothing that a preset filled in may count as given by hand, or be filled in otherwise."""
+    config = AlgorithmConfig(name=name)
+    assert AlgorithmConfig(**config.model_dump(exclude_none=True)) == config == AlgorithmConfig(**config.model_dump())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_built(name):
+    made = make_algorithm(AlgorithmConfig(name=name), CorrectionConfig())
+    assert made.name == name and isinstance(made.aggregation, Aggregation)
+
+
+def test_presets_by_hand():
+    grpo, gspo = AlgorithmConfig(), AlgorithmConfig(name="gspo", clip_high=1e-3)
+    assert (grpo.advantage, grpo.loss, grpo.aggregation) == ("grpo", "clipped", "token_mean")
+    assert (grpo.clip_low, grpo.clip_high, grpo.normalize_std) == (0.2, 0.28, True)
+    assert (gspo.loss, gspo.aggregation, gspo.clip_low, gspo.clip_high) == ("gspo", "sequence_mean", 3e-4, 1e-3)
+    dapo = AlgorithmConfig(name="dapo")
+    assert (dapo.filter, dapo.overlong_penalty, dapo.clip_high) == ("nonzero_std", 1.0, 0.28)
+    assert AlgorithmConfig(name="dapo", filter="off", overlong_penalty=0).filter == "off"
+    assert AlgorithmConfig(name="ppo").has_critic and not AlgorithmConfig(name="ppo").keeps_reference
+    assert make_critic_loss(AlgorithmConfig(name="ppo", value_clip=0.5)).value_clip == 0.5
+    assert make_critic_loss(AlgorithmConfig()) is None
+    plus = AlgorithmConfig(name="reinforce_pp")
+    assert plus.keeps_reference and plus.reference_stream and plus.kl_estimator == "k1"
+    assert AlgorithmConfig(name="ppo", kl_coefficient=0.1).kl_in == "reward"
+    kl = AlgorithmConfig(kl_coefficient=0.1)
+    assert kl.kl_in == "loss" and not kl.reference_stream
+    assert AlgorithmConfig(name="dpo").keeps_reference
+
+
+def test_any_part_can_be_swapped():
+    """With the bounds of the part that comes, not of the one that goes."""
+    config = AlgorithmConfig(name="dapo", loss="cispo", advantage="rloo")
+    assert (config.clip_low, config.clip_high, config.normalize_std) == (1.0, 4.0, None)
+    assert isinstance(make_algorithm(config, CorrectionConfig()).loss, CispoLoss)
+    assert isinstance(make_algorithm(AlgorithmConfig(loss="gspo"), CorrectionConfig()).loss, GspoLoss)
+    loss = make_algorithm(AlgorithmConfig(clip_low=0.1, clip_high=0.3, clip_dual=3.0), CorrectionConfig()).loss
+    assert loss == ClippedLoss(clip_low=0.1, clip_high=0.3, clip_dual=3.0)
+
+
+def test_the_constant_and_what_it_defaults_to():
+    assert AlgorithmConfig(name="dr_grpo").constant(17) == 17 and AlgorithmConfig().constant(17) is None
+    assert AlgorithmConfig(name="dr_grpo", aggregation_constant=9).constant(17) == 9
+
+
+@pytest.mark.parametrize(
+    ("given", "facts"),
+    [
+        ({"name": "grppo"}, ("algorithm.name", "grppo", "grpo")),
+        ({"advantage": "rlo"}, ("algorithm.advantage", "rlo", "rloo")),
+        ({"loss": "sap"}, ("algorithm.loss", "sap", "sapo")),
+        (
+            {"name": "rloo", "normalize_std": False},
+            ("algorithm.normalize_std", "False", "rloo"),
+        ),
+        ({"name": "sapo", "clip_high": 0.3}, ("algorithm.clip_high", 0.3, "algorithm.loss", "sapo")),
+        ({"tau_pos": 1.0}, ("algorithm.tau_pos", 1.0, "algorithm.loss", "clipped")),
+        ({"gamma": 0.9}, ("algorithm.gamma", 0.9, "algorithm.advantage", "grpo")),
+        ({"kl_estimator": "k1"}, ("algorithm.kl_estimator", "k1", "algorithm.kl_coefficient", 0.0)),
+        (
+            {"kl_coefficient": 0.1, "kl_in": "reward", "kl_unbiased": True},
+            ("algorithm.kl_unbiased", "True", "algorithm.kl_in", "reward"),
+        ),
+        ({"overlong_buffer": 4}, ("algorithm.overlong_buffer", 4, "algorithm.overlong_penalty", 0.0)),
+        (
+            {"aggregation_constant": 4},
+            ("algorithm.aggregation_constant", 4, "token_mean"),
+        ),
+        ({"aggregation": "tokens"}, ("token_mean",)),
+        ({"name": "ppo", "shuffle_advantages": True}, ("algorithm.shuffle_advantages", "algorithm.advantage", "ppo")),
+        ({"name": "maxrl", "overlong_penalty": 1.0}, ("algorithm.overlong_penalty", 1.0, 0)),
+        ({"loss": OWN, "entropy_coefficient": 0.1}, ("algorithm.entropy_coefficient", 0.1, "os.path:join")),
+        ({"loss": OWN, "kl_coefficient": 0.1}, ("algorithm.kl_coefficient", 0.1)),
+        ({"loss": OWN, "clip_low": 0.1}, ("algorithm.clip_low", 0.1, "algorithm.loss", "os.path:join")),
+        ({"name": "sft", "clip_low": 0.1}, ("algorithm.clip_low", 0.1, "algorithm.name", "sft")),
+        ({"name": "dpo", "filter": "nonzero_std"}, ("algorithm.filter", "nonzero_std", "algorithm.name", "dpo")),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given, facts: Facts):
+    with refuses(ValidationError, *facts):
+        AlgorithmConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "run", "facts"),
+    [
+        ({"name": "dapo", "overlong_buffer": 9}, {}, ("algorithm.overlong_buffer", 9, 8)),
+        ({"loss": "decoupled"}, {"correction": "tis"}, ("correction.kind", "tis", "decoupled")),
+        ({"reference_every": 4}, {}, ("algorithm.reference_every", 4)),
+        (
+            {"name": "dapo", "advantage": "ppo"},
+            {"group": 1},
+            ("train.samples_per_group", 1, "algorithm.filter", "nonzero_std"),
+        ),
+        (
+            {"name": "dapo", "filter": "off"},
+            {"group": 1},
+            ("train.samples_per_group", 1, "algorithm.advantage", "grpo"),
+        ),
+        ({"loss": OWN}, {"correction": "mis"}, ("correction.kind", "mis")),
+        ({"loss": OWN}, {"on_breach": "down_weight"}, ("down_weight",)),
+    ],
+)
+def test_what_does_not_fit_the_run_is_refused(given, run, facts: Facts):
+    with refuses(ValueError, *facts):
+        AlgorithmConfig(**given).check_run(
+            **{"longest_answer": 8, "group": 2, "taught": False, "correction": "off", "on_breach": "warn"} | run
+        )
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_KEYS)
+def test_alone_in_a_group_a_sample_teaches_nothing_where_that_is_said(name):
+    """And only there: nobody else is kept from one answer to a prompt."""
+    config = AlgorithmConfig(advantage=name)
+    scored = [with_values(g, 0.3) for g in (rewarded([1.0]), rewarded([0.0]), rewarded([2.0]))]
+    nothing = not any(
+        bool(torch.as_tensor(a).any()) for g in make_algorithm(config, CorrectionConfig()).advantages(scored) for a in g
+    )
+    assert nothing == (name in OF_GROUPS)
+
+
+def test_supervised_names_have_no_rollout():
+    with refuses(ValueError, "sft"):
+        make_algorithm(AlgorithmConfig(name="sft"), CorrectionConfig())

@@ -1,0 +1,429 @@
+"""The loop under fakes: order of events, staleness, and what happens when a part dies.
+
+Not covered here: real trainers and servers (tests/e2e).
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from rich.console import Console
+
+from miles_like.batch.packer import Packer
+from miles_like.checkpoint.ledger import Ledger
+from miles_like.checkpoint.ledger_audit import audit
+from miles_like.checkpoint.writer import Snapshot
+from miles_like.experience.experience import Experience
+from miles_like.loop.buffer import DataBuffer
+from miles_like.loop.controller import Controller
+from miles_like.loop.feed import NO_MORE, Feed
+from miles_like.loop.producer import Producer
+from miles_like.loop.recorder import Recorder
+from miles_like.loop.saver import Saver
+from miles_like.loop.step_bounds import StepBounds
+from miles_like.loop.stopping import Deadline, Stopped, StopRequest
+from miles_like.report.progress import PhaseBar
+from miles_like.types import Finish, Prompt, PublishReport, Sample, SampleGroup, StepReport, TrainBatch, VersionSpan
+from tests.support.refusals import Facts, refuses
+
+
+def group(prompt: Prompt, version: int, *, empty: bool = False) -> SampleGroup:
+    sample = Sample(
+        prompt_id=prompt.id,
+        index=0,
+        token_ids=torch.tensor([1, 2]),
+        loss_mask=torch.tensor([False, not empty]),
+        logprobs=torch.zeros(2),
+        routing=None,
+        versions=(VersionSpan(version, 0, 1),),
+        finish=Finish.STOP,
+        text="",
+        reward=1.0,
+    )
+    return SampleGroup(prompt=prompt, samples=(sample,))
+
+
+class World:
+    """All parts at once: it records what happens and when."""
+
+    dp_size = 1
+    name = "fake"
+    loss = None
+    needs: frozenset[str] = frozenset()
+    steps_per_rollout = 1
+    asynchronous = True  # of checkpoints
+
+    def __init__(
+        self,
+        *,
+        rollout_s: float = 0.0,
+        train_s: float = 0.0,
+        fail_at: int | None = None,
+        stop_at: int | None = None,
+        prompts: int = 10**6,
+    ) -> None:
+        self.version, self.dealt = 0, 0
+        self.unfinished: int | None = None
+        self.rollout_s, self.train_s, self.fail_at = rollout_s, train_s, fail_at
+        self.stop_at, self.prompts = stop_at, prompts
+        self.log: list[str] = []
+        self.rows: list[tuple[int, Mapping[str, float]]] = []
+        self.staleness: list[int] = []
+        self.trained: list[str] = []
+        self.steps = 0  # of the optimizer
+
+    def next_prompts(self, n: int) -> list[Prompt]:
+        first, self.dealt = self.dealt, min(self.dealt + n, self.prompts)
+        return [Prompt(id=str(i), token_ids=(1,), answer="") for i in range(first, self.dealt)]
+
+    async def rollout(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        if wave == self.fail_at:
+            raise RuntimeError("server http://x cannot be reached")
+        version = self.version
+        self.log.append(f"rollout {wave} with {version}")
+        await asyncio.sleep(self.rollout_s)
+        if wave == self.stop_at:
+            self.stop.ask("enough", 9)
+            await asyncio.sleep(60)
+        for i, p in enumerate(prompts):
+            yield i, group(p, version)
+
+    def advantages(self, groups: Sequence[SampleGroup]) -> list[list[float]]:
+        return [[0.0 for _ in g.samples] for g in groups]
+
+    def returns(self, groups: Sequence[SampleGroup]) -> None:
+        """There is no critic."""
+
+    def pack(self, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> Sequence[TrainBatch]:
+        self.staleness += [self.version - g.oldest_version for g in groups]
+        self.trained += [g.prompt.id for g in groups]
+        return ()
+
+    async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
+        self.log.append(f"train {self.version}")
+        self.steps += len(batches)
+        await asyncio.sleep(self.train_s)
+        return StepReport(version=self.version + 1, metrics={"train/loss": 1.0})
+
+    async def publish(self, *, version: int) -> PublishReport:
+        self.version = version
+        return PublishReport(version=version, bytes=3, seconds=0.0, pause_seconds=0.0)
+
+    async def before_training(self, step: int) -> None:
+        """Servers are not checked."""
+
+    async def published(self, step: int, report: PublishReport) -> None:
+        assert report.version == step
+
+    def due(self, step: int, *, last: bool) -> bool:
+        return last or bool(self.eval_every and step % self.eval_every == 0)
+
+    async def figures(self, version: int) -> Mapping[str, float]:
+        assert version == self.version
+        self.log.append(f"eval {version}")
+        return {"eval/x/avg@1": 0.5}
+
+    async def snapshot(self, step: int, whole: bool) -> Snapshot:
+        self.ledger.check(self.buffer.group_ids)
+        self.ledger.flush(step)
+        return Snapshot(parts={"step": step, "whole": whole})
+
+    async def begin(self, step: int, snapshot: Snapshot) -> None:
+        assert self.unfinished is None and snapshot.parts["step"] == step
+        self.log.append(f"save {step}")
+        self.unfinished = step
+
+    async def finish(self, *, wait: bool) -> float | None:
+        """A save takes a step longer than the one it began in, unless it is waited for."""
+        if self.unfinished is not None and (wait or self.version > self.unfinished):
+            self.log.append(f"saved {self.unfinished}")
+            self.unfinished = None
+            return 0.0
+        return None
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.rows.append((step, metrics))
+
+    def run(
+        self,
+        steps: int,
+        *,
+        first: int = 0,
+        max_staleness: int = 0,
+        eval_every: int = 0,
+        save_every: int = 0,
+        producer: Mapping[str, Any] = MappingProxyType({}),
+        ledger: Path | None = None,
+        samples: Path | None = None,
+        bounds: StepBounds | None = None,
+        experience: type[Experience] = Experience,
+    ) -> None:
+        self.version, self.eval_every = first, eval_every
+        self.stop, self.ledger = StopRequest(), Ledger(ledger)
+        backfill = bool(max_staleness) and not producer.get("lockstep")
+        self.buffer = DataBuffer(max_staleness=max_staleness, ledger=self.ledger, backfill=backfill)
+        made = Producer(groups=2, buffer=self.buffer, next_prompts=self.next_prompts, rollout=self.rollout, **producer)
+        made.version = made._step = first
+        progress, fake = PhaseBar(steps, Console(quiet=True)), cast(Any, self)
+        packer: Any = SimpleNamespace(steps=self.pack, steps_per_rollout=1)
+        controller = Controller(
+            feed=Feed(buffer=self.buffer, producer=made, stop=self.stop, progress=progress),
+            experience=experience(algorithm=fake, packer=packer, trainer=fake),
+            packer=packer,
+            trainer=fake,
+            checks=self,
+            recorder=Recorder(
+                sink=fake,
+                ledger=self.ledger,
+                progress=progress,
+                bounds=bounds or StepBounds(),
+                samples=samples,
+            ),
+            evaluator=fake,
+            saver=Saver(
+                state=self,
+                checkpoints=fake,
+                stop=self.stop,
+                deadline=Deadline(self.stop, None, began=0.0),
+                progress=progress,
+                every=save_every,
+            ),
+        )
+        asyncio.run(asyncio.wait_for(controller.run(first=first, steps=steps, resumed=first > 0), 20))
+
+
+def test_the_synchronous_loop_samples_from_the_weights_it_just_published() -> None:
+    """With max_staleness = 0 nothing is off-policy: rollout s uses version s, after train s-1."""
+    world = World(rollout_s=0.001, train_s=0.001)
+    world.run(3, save_every=2)
+    assert world.log == [
+        "eval 0",
+        *("rollout 0 with 0", "train 0"),
+        *("rollout 1 with 1", "train 1", "save 2"),
+        *("rollout 2 with 2", "train 2", "eval 3", "saved 2", "save 3", "saved 3"),
+    ]
+    assert set(world.staleness) == {0}
+    assert [step for step, _ in world.rows] == [0, 1, 2, 3]
+    assert [m["weight_version"] for _, m in world.rows] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_staleness_reaches_its_bound_and_never_exceeds_it(k: int) -> None:
+    """A permit is held from "prompt taken" to "trained and published", so at most k versions can pass in between."""
+    world = World(rollout_s=0.0, train_s=0.002)
+    world.run(8, max_staleness=k)
+    assert max(world.staleness) == k
+    assert world.trained == [str(i) for i in range(16)]  # the oldest admitted first, none lost, none twice
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_run_ends_when_the_last_one_is() -> None:
+    """A save is asked after once a step, and waited for only at the end."""
+    world = World()
+    world.run(5, save_every=2)
+    about = [event for event in world.log if event.startswith(("train", "save"))]
+    assert about == [
+        *("train 0", "train 1", "save 2", "train 2", "saved 2"),
+        *("train 3", "save 4", "train 4", "saved 4", "save 5", "saved 5"),
+    ]
+
+
+def test_a_resumed_loop_begins_at_its_step() -> None:
+    world = World()
+    world.run(5, first=3)
+    assert [step for step, _ in world.rows] == [4, 5], "the row of step 3 was written before"
+    assert world.log == ["rollout 0 with 3", "train 3", "rollout 1 with 4", "train 4", "eval 5", "save 5", "saved 5"]
+
+
+def kept(samples: Path) -> dict[str, list[dict[str, Any]]]:
+    return {p.stem: [json.loads(line) for line in p.read_text().splitlines()] for p in sorted(samples.iterdir())}
+
+
+def test_a_step_that_is_judged_too_bad_leaves_its_samples_and_no_weights(tmp_path: Path) -> None:
+    """They are what a user looks at to see why; the weights of such a step are served to nobody."""
+
+    def judge(step: int, metrics: Mapping[str, float]) -> None:
+        assert metrics == {"train/loss": 1.0}
+        if step == 3:
+            raise RuntimeError("step 3: too bad")
+
+    world = World()
+    with refuses(RuntimeError, 3):
+        world.run(5, bounds=cast(Any, SimpleNamespace(check=judge)), samples=tmp_path)
+    assert {name: len(rows) for name, rows in kept(tmp_path).items()} == {"step_1": 2, "step_2": 2, "step_3": 2}
+    assert world.version == 2 and [step for step, _ in world.rows] == [0, 1, 2]
+
+
+def test_samples_are_kept_as_they_were_sampled(tmp_path: Path) -> None:
+    """A mask that training lays on them is not what the policy said: readers and `verify` want every token."""
+
+    class Masked(Experience):
+        async def score(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+            none = [replace(g.samples[0], loss_mask=torch.zeros(2, dtype=torch.bool)) for g in groups]
+            return [replace(g, samples=(s,)) for g, s in zip(groups, none, strict=True)]
+
+        async def learn(self, groups: Sequence[SampleGroup]) -> dict[str, float]:
+            assert not any(s.loss_mask.any() for g in groups for s in g.samples)
+            return {}
+
+    world = World()
+    world.run(1, experience=Masked, samples=tmp_path)
+    assert [row["loss_mask"] for row in kept(tmp_path)["step_1"]] == [[0, 1], [0, 1]]
+
+
+def test_asked_to_stop_while_it_waits_the_loop_saves_the_last_boundary() -> None:
+    """Nobody waits for the rollout; the weights have not moved since."""
+    world = World(stop_at=3)
+    with refuses(Stopped, 3, "--resume"):
+        world.run(9, save_every=2)
+    assert world.log[-3:] == ["rollout 3 with 3", "save 3", "saved 3"]
+    assert [step for step, _ in world.rows] == [0, 1, 2, 3]
+
+
+def test_asked_to_stop_while_a_checkpoint_is_written_the_loop_waits_for_it() -> None:
+    """It is the one that the sentence names."""
+    world = World(stop_at=2)
+    with refuses(Stopped, 2, "--resume"):
+        world.run(9, save_every=2)
+    assert world.log[-3:] == ["save 2", "rollout 2 with 2", "saved 2"]
+
+
+def test_asked_to_stop_in_a_step_the_loop_ends_it_and_saves() -> None:
+    world = World()
+
+    def judge(step: int, metrics: Mapping[str, float]) -> None:
+        if step == 2:
+            world.stop.ask("enough", 9)
+
+    with refuses(Stopped, 2, "--resume") as stopped:
+        world.run(9, bounds=cast(Any, SimpleNamespace(check=judge)))
+    assert stopped.value.status == 9 and world.log[-3:] == ["train 1", "save 2", "saved 2"]
+
+
+def test_asked_to_stop_before_anything_is_done_nothing_is_saved() -> None:
+    world = World(stop_at=0)
+    with refuses(Stopped, "enough"):
+        world.run(9, save_every=1)
+    assert not [e for e in world.log if e.startswith("save")]
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_a_run_whose_prompts_end_ends_with_its_last_whole_step(k: int, tmp_path: Path) -> None:
+    """It is evaluated and saved, and what is left over is discarded with that reason, in a ledger that is sound."""
+    world = World(prompts=5)
+    world.run(9, max_staleness=k, producer={"lockstep": True}, ledger=tmp_path / "ledger.jsonl")
+    found = audit(tmp_path / "ledger.jsonl")
+    assert found.wrong is None and found.reasons == {NO_MORE: 1}
+    World(prompts=4).run(9, max_staleness=k, producer={"lockstep": True}, ledger=tmp_path / "none_left.jsonl")
+    assert audit(tmp_path / "none_left.jsonl").wrong is None
+    assert [step for step, _ in world.rows] == [0, 1, 2, 2] and world.trained == ["0", "1", "2", "3"]
+    # saved first: who resumes from there comes to the same end
+    assert world.log[-3:] == ["save 2", "saved 2", "eval 2"] and "eval/x/avg@1" in world.rows[-1][1]
+    assert world.ledger.metrics() == {
+        "ledger/issued": 5.0,
+        "ledger/trained": 4.0,
+        "ledger/discarded": 1.0,
+        "ledger/in_flight": 0.0,
+    }
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_in_lockstep_versions_follow_from_the_order_of_admission(k: int) -> None:
+    """Whoever is slower: the trainer or the rollout. Everything sampled under old weights ends before new ones come."""
+    logs = []
+    for slow in ({"rollout_s": 0.003}, {"train_s": 0.003}):
+        world = World(**slow)
+        world.run(6, max_staleness=k, producer={"lockstep": True})
+        assert [f"rollout {s} with {max(0, s - k)}" for s in range(6)] == [
+            e for e in world.log if e.startswith("rollout") and int(e.split()[1]) < 6
+        ]
+        assert world.staleness == [min(s, k) for s in range(6) for _ in range(2)]
+        logs.append(world.rows)
+    drop = ("perf/", "wall_s")
+    plain = [[(s, {n: v for n, v in m.items() if not n.startswith(drop)}) for s, m in rows] for rows in logs]
+    assert plain[0] == plain[1]
+
+
+def test_what_a_full_step_gave_up_is_aborted_before_anybody_is_examined() -> None:
+    """To abort is to abort all that a server has: it would cut answers of an evaluation that has begun."""
+    world = World()
+
+    async def abort() -> None:
+        await asyncio.sleep(0.01)
+        world.log.append("aborted")
+
+    world.run(2, eval_every=1, producer={"over_sampling": 0.5, "abort": abort})
+    seen = [e.split()[0] for e in world.log if e.startswith(("eval", "aborted"))]
+    assert seen == ["eval", *("aborted", "eval") * 2]
+
+
+def test_a_rollout_that_dies_ends_the_run_with_its_own_sentence() -> None:
+    """Not a hang: the loop waits for groups and for the producer's death alike."""
+    world = World(fail_at=2)
+    with refuses(RuntimeError, "http://x"):
+        world.run(5)
+    assert world.version == 2
+
+
+class Unusable(World):
+    """Real packing, of samples that cannot be trained."""
+
+    def __init__(self, *, empty: bool, max_tokens: int, advantage: float) -> None:
+        super().__init__()
+        self.empty, self.max_tokens, self.advantage = empty, max_tokens, advantage
+
+    async def rollout(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        for i, p in enumerate(prompts):
+            yield i, group(p, self.version, empty=self.empty)
+
+    def advantages(self, groups: Sequence[SampleGroup]) -> list[list[float]]:
+        return [[self.advantage for _ in g.samples] for g in groups]
+
+    def pack(self, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> Sequence[TrainBatch]:
+        return Packer(dp_size=1, max_tokens=self.max_tokens).steps(groups, advantages)
+
+
+@pytest.mark.parametrize(
+    ("case", "facts"),
+    [
+        ({"empty": True, "max_tokens": 9, "advantage": 1.0}, (0, 2)),
+        ({"empty": False, "max_tokens": 0, "advantage": 1.0}, ("0/0", 1, 0)),
+        ({"empty": False, "max_tokens": 9, "advantage": float("nan")}, (0, "[nan]")),
+    ],
+)
+def test_a_step_that_cannot_be_trained_ends_the_loop_before_the_trainer_sees_it(case, facts: Facts) -> None:
+    """A rollout of empty answers only is a broken server, not chance: going on would wait for nothing."""
+    world = Unusable(**case)
+    with refuses(ValueError, *facts):
+        world.run(3)
+    assert not any("train" in line for line in world.log) and world.version == 0
+
+
+class Halves(Unusable):
+    """Two optimizer steps a rollout."""
+
+    def pack(self, groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> Sequence[TrainBatch]:
+        return Packer(dp_size=1, max_tokens=9, steps_per_rollout=2).steps(groups, advantages)
+
+
+def test_a_rollout_is_published_once_whatever_its_optimizer_steps() -> None:
+    """Versions, and with them staleness, count publications."""
+    world = Halves(empty=False, max_tokens=9, advantage=1.0)
+    world.run(3)
+    assert world.steps == 6 and world.version == 3
+    assert [m["weight_version"] for _, m in world.rows] == [0, 1, 2, 3]
+
+
+def test_every_row_has_the_timings(tmp_path: Path) -> None:
+    world = World(rollout_s=0.01, train_s=0.01)
+    world.run(1)
+    row = world.rows[-1][1]
+    assert row["perf/rollout_s"] >= 0.009
+    assert row["perf/train_s"] >= 0.009
+    assert row["perf/step_s"] >= row["perf/rollout_s"] + row["perf/train_s"] - 1e-3
+    assert row["sync/bytes"] == 3

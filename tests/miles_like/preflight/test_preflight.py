@@ -1,0 +1,342 @@
+"""What the start of a run checks before its first stage: in what order, of which machine, and with what sentence.
+
+Not covered: real Ray clusters and GPUs; that a right run passes them (tests/e2e).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from miles_like.cluster import node_work, workers
+from miles_like.cluster.node_probe import NodeProbe, is_free
+from miles_like.config.load import load_config, store_config
+from miles_like.config.run import RunConfig
+from miles_like.hf.checkpoint import write_hf
+from miles_like.hf.tokenizer import LazyTokenizer
+from miles_like.pipeline.check_results import CheckResult, Outcome, raise_failures, run_check
+from miles_like.pipeline.run_directory import check_run_dir
+from miles_like.pipeline.stages import STAGES, Stage, plan_stages, run_stages
+from miles_like.preflight import machine as preflight_machine
+from miles_like.preflight.checks import ROWS, Preflight
+from miles_like.preflight.machine import DiskNeed, check_disks, disk_needs
+from miles_like.run import assemble
+from tests.support.fakes import FakeServer
+from tests.support.refusals import Facts, refuses
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+TINY = CONFIGS / "tiny.toml"
+GIB = 1 << 30
+
+
+def planned(config: RunConfig, run_dir: Path) -> list[Stage]:
+    return plan_stages(config, run_dir, assemble.stage_functions(config, Console(quiet=True), None))
+
+
+def start(config: RunConfig, run_dir: Path, ran: list[str]) -> None:
+    """The run, with stages that only note that they ran."""
+    stages = [
+        Stage(name=s.name, what=s.what, key=s.key, directory=s.directory, size=s.size, run=_noting(s.name, ran))
+        for s in planned(config, run_dir)
+    ]
+    run_stages(
+        stages,
+        STAGES,
+        Console(quiet=True),
+        fresh=False,
+        preflight=lambda to_do: Preflight(config, stages, to_do, None, online=True),
+    )
+
+
+def _noting(name: str, ran: list[str]) -> Any:
+    def run(out: Path, _: Any) -> Path:
+        ran.append(name)
+        (out / "data").mkdir(parents=True)
+        return out / "data"
+
+    return run
+
+
+@pytest.fixture
+def one_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A Ray cluster of one node, which answers what the test puts into the dict."""
+    answers: dict[str, Any] = {"started": 0}
+
+    def start_ray(address: str | None) -> None:
+        answers["started"] += 1
+
+    def on_every_node(probe: NodeProbe) -> list[Mapping[str, Any]]:
+        return [probe() | {k: v for k, v in answers.items() if k != "started"}]
+
+    monkeypatch.setattr(workers, "start_ray", start_ray)
+    monkeypatch.setattr(node_work, "on_every_node", on_every_node)
+    monkeypatch.setattr(workers, "node_ids", lambda: ["a"])
+    monkeypatch.setattr(workers, "gpus_of_nodes", lambda: [answers.get("gpus", 0)])
+    yield answers
+
+
+def test_nothing_is_run_before_everything_was_checked(tmp_path: Path, one_node: dict[str, Any]) -> None:
+    """The refused run has made no directory and started no cluster."""
+    ran: list[str] = []
+    for wrong, key in {
+        "reward.name=gsmk8": "reward.name",
+        "data.eval=none.jsonl": "data.eval",
+        "algorithm.filter=nonzro": "algorithm.filter",
+    }.items():
+        with refuses(ValueError, key):
+            start(load_config(TINY, [wrong]), tmp_path / "runs" / "a", ran)
+    assert not ran and not one_node["started"] and not (tmp_path / "runs").exists()
+    start(load_config(TINY), tmp_path / "runs" / "a", ran)
+    assert ran == list(STAGES) and one_node["started"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "answers", "facts"),
+    [
+        ([], {"missing": {"megatron.core": "No module named 'megatron'"}}, ("megatron.core",)),
+        (["rollout.port=21000"], {"used": [21000]}, (21000, 0)),
+        (["rollout.engine=sglang"], {"missing": {"sglang": "libcuda.so.1"}}, ("sglang", "libcuda.so.1")),
+        (["cluster.gpus_per_node=8"], {"gpus": 1}, (0, 1, "cluster.gpus_per_node", 8)),
+        (["cluster.nodes=2"], {}, (1, "cluster.nodes")),
+    ],
+)
+@pytest.mark.slow  # a process imports sglang
+def test_what_a_node_lacks_ends_the_run_before_its_first_stage(
+    tmp_path: Path, one_node: dict[str, Any], sets: list[str], answers: dict[str, Any], facts: Facts
+) -> None:
+    one_node |= answers
+    ran: list[str] = []
+    with refuses(ValueError, *facts):
+        start(load_config(TINY, sets), tmp_path / "runs" / "a", ran)
+    assert not ran
+
+
+class Scores(FakeServer):
+    """Gives every request `reply`."""
+
+    reply = b"1.0"
+
+    def _answer(self, endpoint: str, body: Any) -> tuple[int, Any]:
+        return 200, self.reply
+
+
+def test_a_server_that_scores_is_asked_once(tmp_path: Path, one_node: dict[str, Any]) -> None:
+    """A server that accepts connections may still answer what is no score."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))  # bound, not listening
+        config = load_config(TINY, [f"reward={{name='remote',remote={{url='http://127.0.0.1:{s.getsockname()[1]}'}}}}"])
+        with refuses(ValueError, "reward.remote.url"):
+            start(config, tmp_path / "runs" / "a", [])
+    with Scores() as server:
+        config = load_config(TINY, [f"reward={{name='remote',remote={{url='{server.url}'}}}}"])
+        server.reply = b"<html>"
+        with refuses(ValueError, "<html>", "JSON"):
+            start(config, tmp_path / "runs" / "a", [])
+        server.reply = b"1.0"
+        asked = len(server.calls)
+        start(config, tmp_path / "runs" / "a", [])
+        (body,) = [body for _, body in server.calls[asked:]]
+        assert body["response"] == body["label"] and body["prompt"].endswith("=")
+
+
+def test_a_reward_model_that_is_sent_tokens_waits_for_the_tokenizer(tmp_path: Path, one_node: dict[str, Any]) -> None:
+    """Of a model that is fetched; what stands in for its tokenizer would send ids of another vocabulary."""
+    rows = CONFIGS / "tiny" / "heldout.jsonl"
+    with Scores() as server:
+        server.reply = b'{"embedding": [0.5]}'
+        reward = f"reward={{name='reward_model',reward_model={{url='{server.url}',send='tokens'}}}}"
+        sets = ["model.make=false", "model.path=owner/name", f"data.train={rows}", f"data.eval={rows}", reward]
+        config = load_config(TINY, sets)
+        preflight = Preflight(config, planned(config, tmp_path / "runs" / "a"), STAGES, None, online=True)
+        before = {c.name: c for c in preflight.run()}
+        assert before["reward reward_model"].outcome is Outcome.NOT_CHECKED and not server.calls
+        raise_failures(preflight.fetched(CONFIGS / "tiny"))
+        ((endpoint, body),) = server.calls
+        row = json.loads(rows.read_text().splitlines()[0])
+        ids = LazyTokenizer(CONFIGS / "tiny").encode(row["prompt"] + row["answer"], add_special_tokens=False)
+        assert endpoint == "/classify" and body["input_ids"] == ids
+
+
+def test_at_its_start_a_run_has_a_network(tmp_path: Path, one_node: dict[str, Any]) -> None:
+    """A part that finds none is refused; a dry run lists it as not checked."""
+    (tmp_path / "parts.py").write_text(
+        "async def wrong(prompt, sample):\n    return 1 / 0\n"
+        "def offline(prompt, sample):\n    raise ConnectionRefusedError('no sandbox')\n"
+    )
+    for name, facts in (("wrong", ("ZeroDivisionError", "parts.py:2", 1, 0)), ("offline", ("no sandbox",))):
+        with refuses(ValueError, *facts):
+            start(load_config(TINY, [f"reward.name={tmp_path}/parts.py:{name}"]), tmp_path / "runs" / "a", [])
+
+
+def test_rows_are_held_to_a_tokenizer_that_comes_with_the_model(tmp_path: Path, one_node: dict[str, Any]) -> None:
+    """Right after the fetch, before anything is dequantized or converted."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "1" * 40, "answer": str(i), "id": str(i)}) + "\n" for i in range(3)))
+    sets = ["model.make=false", "model.path=owner/name", f"data.train={rows}", "data.max_prompt_tokens=39"]
+    config = load_config(TINY, [*sets, f"data.eval={rows}"])
+    preflight = Preflight(config, planned(config, tmp_path / "runs" / "a"), STAGES, None, online=True)
+    before = {c.name: c for c in preflight.run()}
+    assert before[str(rows)].outcome is Outcome.NOT_CHECKED and "tokenizer" in before[str(rows)].text
+    with refuses(ValueError, 40, "data.max_prompt_tokens", 39):
+        raise_failures(preflight.fetched(CONFIGS / "tiny"))
+
+
+def test_only_the_first_rows_are_read(tmp_path: Path, one_node: dict[str, Any]) -> None:
+    """A large file is read whole when the run starts to train, not for a dry run."""
+    rows = tmp_path / "rows.jsonl"
+    text = "".join(json.dumps({"prompt": "1+1=", "answer": "2", "id": str(i)}) + "\n" for i in range(ROWS))
+    rows.write_text(text + "broken\n")
+    config = load_config(TINY, [f"data.train={rows}"])
+    raise_failures(Preflight(config, planned(config, tmp_path), ["train"], None, online=False).run())
+    rows.write_text("broken\n" + text)
+    with refuses(ValueError, 1, "JSON"):
+        raise_failures(Preflight(config, planned(config, tmp_path), ["train"], None, online=False).run())
+
+
+def test_disk_is_summed_over_the_stages_of_a_file_system() -> None:
+    """Each alone would fit. The message has needed and free space."""
+    needs = [DiskNeed(stage=s, directory=Path("/a"), bytes=6 * GIB) for s in ("fetch", "convert")]
+    with refuses(ValueError, 10.0, "GiB", 12.0, "GiB", 6.0):
+        check_disks(needs, lambda path: (1, 10 * GIB))
+    check_disks(needs, lambda path: (1, 12 * GIB))
+    check_disks(
+        [*needs, DiskNeed(stage="train", directory=Path("/b"), bytes=9 * GIB)], lambda p: (ord(p.name), 12 * GIB)
+    )
+
+
+def test_disk_needs_are_of_what_each_stage_writes(tmp_path: Path) -> None:
+    """DeepSeek-V3: 671 B parameters in FP8 and BF16; node-local staging counts on each node; what is there already
+    counts no more."""
+    config = load_config(CONFIGS / "deepseek_v3_fp8.toml")
+    stages = planned(config, tmp_path / "a")
+    needs = {(n.stage, n.on_nodes): n for n in disk_needs(config, stages, STAGES)}
+    fp8, bf16 = 673_150_611_808, 1_342_052_868_096
+    assert needs["fetch", False].bytes == fp8
+    assert needs["dequantize", False].bytes == needs["convert", False].bytes == bf16
+    assert needs["stage", True].bytes == fp8 + bf16 and needs["stage", True].directory == Path("/local_nvme/miles-like")
+    assert needs["train", False].bytes == 3 * 7 * bf16  # keep = 2, and the one that is written
+    assert not disk_needs(config, stages, ["train"])[0].on_nodes
+    stages[0].directory.mkdir(parents=True)
+    (stages[0].directory / "half").write_bytes(b"x" * 1000)
+    assert disk_needs(config, stages, ["fetch"])[0].bytes == fp8 - 1000
+    fused = load_config(CONFIGS / "deepseek_v3_fp8.toml", ["convert.fuse=true"])
+    assert "dequantize" not in {n.stage for n in disk_needs(fused, planned(fused, tmp_path / "b"), STAGES)}
+
+
+def test_a_full_disk_is_found_before_the_first_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_node: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(preflight_machine, "disk_of", lambda path: (1, 1 << 20))
+    ran: list[str] = []
+    with refuses(ValueError, "GiB", "GiB"):
+        start(load_config(TINY), tmp_path / "runs" / "a", ran)
+    assert not ran
+
+
+def test_a_disk_that_fills_during_a_stage_is_named_with_free_and_needed_bytes(tmp_path: Path) -> None:
+    def full(out: Path, _: Any) -> Path:
+        raise RuntimeError("half of it was not written") from OSError(28, "No space left on device", "/x")
+
+    def otherwise(out: Path, _: Any) -> Path:
+        raise RuntimeError("something else")
+
+    free = "it names the free space of the disk"
+    for run, fact, unrecorded in ((full, "5,000", free), (otherwise, "something else", "")):
+        stage = Stage(name="convert", what="", key="k", directory=tmp_path / "c" / "d", size=5000, run=run)
+        with refuses((ValueError, RuntimeError), fact, unrecorded=unrecorded):
+            run_stages([stage], ["convert"], Console(quiet=True), fresh=False)
+
+
+def test_a_full_disk_under_the_configuration_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with refuses(ValueError, "config.toml", "--run-dir", unrecorded="it names the free space of the disk"):
+        store_config(load_config(TINY), tmp_path / "config.toml")
+
+
+@pytest.mark.slow
+def test_a_probe_says_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(socket.socket()) as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        assert not is_free(port)
+        told = NodeProbe(paths=(str(tmp_path / "not" / "there"),), found=("json", "no.such"), ports=(port,))()
+    assert told["used"] == [port] and is_free(port)
+    assert list(told["missing"]) == ["no.such"] and told["disks"][str(tmp_path / "not" / "there")][1] > 0
+    (tmp_path / "broken_package.py").write_text("raise OSError('libcuda.so.1')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert "libcuda.so.1" in NodeProbe(imported=("broken_package",))()["missing"]["broken_package"]
+
+
+def test_findings_are_told_at_once_and_once() -> None:
+    raise_failures([CheckResult("a"), CheckResult("b", Outcome.NOT_CHECKED, "elsewhere")])
+    with refuses(ValueError, "b is wrong"):
+        raise_failures([CheckResult("a", Outcome.WRONG, "b is wrong"), CheckResult("c", Outcome.WRONG, "b is wrong")])
+    with refuses(ValueError, 2, "(1)", "(2)"):
+        raise_failures([CheckResult("a", Outcome.WRONG, "b"), CheckResult("c", Outcome.WRONG, "d")])
+
+    def missing() -> None:
+        raise FileNotFoundError(2, "No such file or directory", "x.jsonl")
+
+    assert run_check("a", missing) == CheckResult("a", Outcome.WRONG, "x.jsonl: No such file or directory")
+
+
+@pytest.mark.slow
+def test_the_quick_tokenizer_is_transformers_own(tmp_path: Path) -> None:
+    """On the rows, the end token and a chat; a model without a tokenizer is refused."""
+    quick, whole = LazyTokenizer(CONFIGS / "tiny"), AutoTokenizer.from_pretrained(CONFIGS / "tiny")
+    rows = [json.loads(x)["prompt"] for x in (CONFIGS / "tiny" / "train.jsonl").read_text().splitlines()[:50]]
+    for text in (*rows, "ünï <|eos|> 1\n"):
+        ids = whole.encode(text, add_special_tokens=False)
+        assert quick.encode(text, add_special_tokens=False) == ids
+        assert quick.decode(ids, skip_special_tokens=True) == whole.decode(ids, skip_special_tokens=True)
+    chat = [{"role": "user", "content": "1+1="}]
+    how = {"tokenize": False, "add_generation_prompt": True}
+    assert quick.apply_chat_template(chat, **how) == whole.apply_chat_template(chat, **how)
+    assert quick.eos_token_id == whole.eos_token_id
+    with refuses(ValueError, "tokenizer.json"):
+        LazyTokenizer(tmp_path)
+
+
+def test_a_local_checkpoint_is_checked_before_it_is_fetched(tmp_path: Path, one_node: dict[str, Any]) -> None:
+    write_hf(tmp_path / "model", [("a.weight", torch.ones(2, 2, dtype=torch.bfloat16))], {"model_type": "qwen3"})
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"short")
+    config = load_config(TINY, ["model.make=false", f"model.path={tmp_path}/model"])
+    found = Preflight.__new__(Preflight)
+    found.config, found.online = config, True
+    assert [c.outcome for c in found._model()] == [Outcome.WRONG]
+
+
+def test_a_run_directory_is_refused_or_taken_before_the_first_stage(tmp_path: Path) -> None:
+    """--resume goes on in one that a killed run left empty or half-written, and in no other."""
+    run_dir = tmp_path / "a"
+    with refuses(ValueError, "--resume"):
+        check_run_dir(run_dir, "resume")
+    run_dir.mkdir()
+    check_run_dir(run_dir, "resume")
+    (run_dir / "notes.txt").touch()
+    for mode, facts in (
+        ("resume", ("--resume", "--resume", "--run-dir")),
+        ("auto", ("notes.txt", 1, "--run-dir")),
+        ("fresh", ("notes.txt",)),
+    ):
+        with refuses(ValueError, *facts):
+            check_run_dir(run_dir, mode)  # type: ignore[arg-type]
+    (run_dir / "config.toml.partial").touch()
+    check_run_dir(run_dir, "resume")
+    for mode in ("auto", "resume", "fresh"):
+        with refuses(ValueError, "notes.txt"):
+            check_run_dir(run_dir / "notes.txt", mode)  # type: ignore[arg-type]

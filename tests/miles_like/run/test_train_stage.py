@@ -1,0 +1,299 @@
+"""How a run's configuration reaches its parts: which routes are asked for, kept, and held to their tokens' weights.
+
+Nothing is started. Not covered: the run itself (tests/e2e).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from megatron_bridge.families.registry import family_of
+from miles_like.algorithms.terms.bounds import Bounds
+from miles_like.batch.packer import Packer
+from miles_like.checkpoint.random_state import RANDOM, random_state
+from miles_like.checkpoint.run_state import RunState, save
+from miles_like.checkpoint.writer import Snapshot
+from miles_like.cluster.placement import plan_placement
+from miles_like.config.load import load_config
+from miles_like.config.reward import RewardConfig
+from miles_like.loop.saver import Saver
+from miles_like.loop.stopping import StopRequest
+from miles_like.preflight.checks import check_over_sampling
+from miles_like.report.progress import PhaseBar
+from miles_like.rewards.load import Rewards, scored_by
+from miles_like.run.launcher import Launcher
+from miles_like.run.model_plan import ModelPlan
+from miles_like.run.rollout_side import RolloutSide
+from miles_like.run.train import GroupSampler, Prompts, TrainingRun, run_algorithm, train
+from miles_like.run.trainer_side import LEDGER, METRICS, RunFiles
+from miles_like.storage.appended_file import AppendedFile, positions
+from miles_like.types import Prompt, SampleGroup, SamplingParams, Unit, VersionSpan
+from miles_like.verify.live import Comparison
+from miles_like.verify.report import Cause, Finding, Profile, Report, gap_of
+from rollout.episodes.partial import PartialRollouts
+from rollout.episodes.resuming import EngineWrapper
+from tests.support.made_samples import group, sample
+from tests.support.refusals import refuses
+
+TINY = Path(__file__).parents[3] / "configs" / "tiny.toml"
+STALE_STOCK = ["rollout.engine=sglang", "buffer.max_staleness=1", "publish.pause_mode=retract"]
+
+
+def plan_of(*settings: str, run_dir: Path = Path("run")) -> ModelPlan:
+    """A plan of the tiny model, without a checkpoint."""
+    config = load_config(TINY, list(settings))
+    assert config.model.make is not None
+    hf: dict[str, Any] = json.loads(Path(config.model.make.config).read_text())
+    checkpoint: Any = SimpleNamespace(config=hf)
+    unused: Any = SimpleNamespace(params_dtype="bf16")
+    return ModelPlan(
+        config=config,
+        run_dir=run_dir,
+        served=Path("run"),
+        weights=Path("run"),
+        hf=checkpoint,
+        family=family_of(hf),
+        spec=config.precision.spec(),
+        trainer=unused,
+        placement=plan_placement(config.cluster, config.parallel, config.rollout),
+        tokenizer=AutoTokenizer.from_pretrained(TINY.with_name("tiny")),
+    )
+
+
+def run_of(plan: ModelPlan, trainer: Any = None, **more: Any) -> TrainingRun:
+    """A run of which nothing was started."""
+    console = Console(quiet=True)
+    parts: dict[str, Any] = {
+        "rollout": RolloutSide(plan=plan),
+        "algorithm": run_algorithm(plan.config),
+        "prompts": None,
+        "files": RunFiles(plan, console),
+        "resumed": None,
+        "teachers": None,
+        "critic": None,
+        "console": console,
+    }
+    return TrainingRun(trainer=trainer, **parts | more)
+
+
+@pytest.mark.slow
+def test_teachers_are_stopped_where_the_run_s_own_servers_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their servers are processes of their own and would go on without the run."""
+    happened: list[str] = []
+
+    class Teaching:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda: happened.append(name)
+
+    class NoServers(Launcher):
+        def check(self, plan: ModelPlan) -> None: ...
+
+        def servers(self, rollout: RolloutSide, version: int, *, routing: bool = True) -> Any:
+            raise RuntimeError("rollout server 0: no port is free")
+
+    monkeypatch.setattr("miles_like.run.train.RunTeachers", Teaching)
+    plan, console = plan_of(run_dir=tmp_path), Console(quiet=True)
+    with refuses(RuntimeError, "no port is free"):
+        train(plan, console, resume=False, launcher=NoServers())
+    assert happened == ["prepare", "launch", "stop"]
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "1+1="}\n')
+    bare = {"train": str(tmp_path / "bare.jsonl")}
+    config = plan.config.model_copy(update={"data": plan.config.data.model_copy(update=bare)})
+    happened.clear()
+    with refuses(ValueError, "answer", "exact_number"):
+        train(replace(plan, config=config), console, resume=False, launcher=NoServers())
+    assert not happened  # there is nothing to stop yet
+
+
+def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one sentence that names the cause: no metrics, no samples, no checkpoint of it, and no step is taken."""
+    gap = gap_of([torch.tensor([0.0, -1.0])], [torch.tensor([0.0, -2.0])], [torch.tensor([False, True])])
+    stale = Finding(step="weights", compared="hashes", before=gap, after=None, causes=((Cause.STALE, "w is older"),))
+    none = torch.zeros(0)
+    profile = Profile(position=none, delta=none, layers=(), agreement=none)
+    found = Report(findings=(stale,), profile=profile, bounds=Bounds(), extra={})
+    asked: list[int] = []
+
+    async def short(self: Comparison, clients: Any, *, flush: bool) -> Report:
+        asked.append(len(self.prompts))
+        return found
+
+    async def publish(version: int) -> None:
+        assert version == 0
+
+    monkeypatch.setattr(Comparison, "short", short)
+    trainer: Any = SimpleNamespace(dp_size=1, connect=lambda recipe: None, publish=publish)
+    source: Any = SimpleNamespace(all=lambda: [0] * 20)
+    prompts = Prompts(source=source, held_out=[], rewards=Rewards(RewardConfig()))
+    made = run_of(plan_of(run_dir=tmp_path), trainer, prompts=prompts)
+    with refuses(ValueError, "w", "mismatch.check_prompts", 0) as refused:
+        asyncio.run(made.loop(["http://x"]))
+    assert "\n" not in str(refused.value)
+    assert asked == [8] and list(tmp_path.iterdir()) == []
+    unchecked = run_of(plan_of("mismatch.check_prompts=0"), trainer, prompts=prompts)
+    asyncio.run(unchecked.checks([]).at_start(0, None))
+    assert asked == [8]
+
+
+FILES = {METRICS: '{"step": %d}\n', LEDGER: '{"step":%d,"tickets":0}\n'}
+DAMAGES = {
+    "short": lambda path: path.write_bytes(path.read_bytes()[:10]),
+    "other bytes": lambda path: path.write_text(path.read_text().replace("1", "7", 1)),
+    "missing": lambda path: path.unlink(),
+}
+
+
+def left_at_step_1(run_dir: Path, *settings: str) -> RunFiles:
+    """Files of a run that was killed in step 3, with a checkpoint of step 1."""
+    plan = plan_of(*settings, run_dir=run_dir)
+    made = RunFiles(plan, Console(quiet=True))
+    files = {name: AppendedFile(run_dir / name) for name in FILES}
+    for step in (1, 2):
+        for name, file in files.items():
+            file.write(FILES[name] % step)
+        if step == 1:
+            config = plan.config.model_dump(mode="json")
+            parts = {"config": config, "keep_best": made.best.state(), "files": positions(files)}
+            parts[RANDOM] = random_state()
+            save(plan.checkpoints, RunState(step=1, weight_version=1, tokens_total=9, parts=parts), keep=1)
+    for file in files.values():
+        file.close()
+    return made
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_not_the_run_s_are_named_and_all_stays_as_it_is(tmp_path: Path, name: str, damage: str) -> None:
+    """Cut back unseen, they would be the beginning of a file that no run ever wrote."""
+    made = left_at_step_1(tmp_path)
+    damaged = left_at_step_1(tmp_path / "damaged")
+    DAMAGES[damage](damaged.plan.run_dir / name)
+    before = {p: p.read_bytes() for p in damaged.plan.run_dir.rglob("*") if p.is_file()}
+    with refuses(ValueError, name, "--fresh"):
+        damaged.resume()
+    assert before == {p: p.read_bytes() for p in damaged.plan.run_dir.rglob("*") if p.is_file()}
+    assert made.resume() is not None
+    assert {name: (tmp_path / name).read_text() for name in FILES} == {name: row % 1 for name, row in FILES.items()}
+
+
+def test_the_deadline_knows_how_long_an_asynchronous_save_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its beginning until `latest` names it: to begin it costs next to nothing."""
+    made = left_at_step_1(tmp_path, "checkpoint.asynchronous=true", "checkpoint.deadline_s=100")
+    noted = list[float]()
+    clock, written = [10.0], [False]
+    monkeypatch.setattr("miles_like.checkpoint.writer.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    async def save(folder: Path, *, asynchronous: bool) -> None:
+        assert asynchronous
+        folder.mkdir(parents=True)
+        clock[0] += 1.0
+
+    async def finish_save(*, wait: bool) -> bool:
+        return written[0] or wait
+
+    async def snapshot(step: int, whole: bool) -> Snapshot:
+        return Snapshot(tokens_total=9)
+
+    trainer: Any = SimpleNamespace(save=save, finish_save=finish_save)
+    saver = Saver(
+        state=cast(Any, SimpleNamespace(snapshot=snapshot)),
+        checkpoints=made.checkpoints({"trainer": trainer}, None),
+        stop=StopRequest(),
+        deadline=cast(Any, SimpleNamespace(note=lambda save_s=None, step_s=0.0: noted.extend([save_s] * bool(save_s)))),
+        progress=PhaseBar(3, Console(quiet=True)),
+        every=1,
+    )
+    saver.begin(1)
+
+    async def saves() -> None:
+        await saver.boundary(2, last=False)
+        clock[0] += 20.0
+        await saver.checkpoints.finish(wait=False)
+        assert not noted and (tmp_path / "checkpoints" / "latest").read_text() == "step_1\n"
+        clock[0] += 20.0
+        written[0] = True
+        await saver.end(3)
+        assert noted == [41.0] and (tmp_path / "checkpoints" / "latest").read_text() == "step_2\n"
+
+    asyncio.run(saves())
+
+
+def packs_of(mode: str) -> Packer:
+    run = run_of(plan_of(f"replay.mode={mode}"), SimpleNamespace(dp_size=1))
+    return run.packer()
+
+
+def test_routes_of_other_weights_are_refused_where_they_are_replayed_alone() -> None:
+    whole = sample("p", 0, routing=True)
+    assert whole.routing is not None
+    late = replace(whole, index=1, routing=replace(whole.routing, versions=(VersionSpan(1, 0, len(whole.routing)),)))
+    groups, advantages = [group([whole, late])], [[1.0, -1.0]]
+    with refuses(ValueError, "p/1", 1, 0):
+        packs_of("r3").steps(groups, advantages)
+    for mode in ("r2", "off"):
+        (batch,) = packs_of(mode).steps(groups, advantages)
+        assert batch.loss_tokens == 6 and batch.grid[0][0].routing is not None
+
+
+@pytest.mark.parametrize(("settings", "kept"), [([], True), ([*STALE_STOCK, "replay.mode=off"], False)])
+def test_routes_are_asked_for_where_servers_keep_them_and_by_nobody_who_trains_on_none(
+    settings: list[str], kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers to held-out prompts come from the same servers, without routes."""
+    launched: list[Any] = []
+    monkeypatch.setattr("miles_like.run.launcher.RayServers", lambda launches, _logs, _limit: launched.extend(launches))
+    made = RolloutSide(plan=plan_of(*settings))
+    Launcher().servers(made, 0)
+    assert [launch.return_routed_experts for _, launch in launched] == [kept] * len(launched) and launched
+    for routing in (True, False):
+        assert (made.client("http://x", routing=routing)._reader.routing is not None) == (kept and routing)
+
+
+@pytest.mark.slow
+def test_a_group_that_is_handed_on_is_not_held_for_a_checkpoint_any_more() -> None:
+    """It would be in it twice, and a run that resumes would keep the one that nobody asks for."""
+
+    class Engine(EngineWrapper):
+        async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
+            return [replace(group([sample(p.id, i) for i in range(n)]), prompt=p) for p in prompts]
+
+    partial = PartialRollouts(Engine.__new__(Engine))
+    sampler = GroupSampler(
+        rollout=RolloutSide(plan=plan_of("train.samples_per_group=2")),
+        engine=partial,
+        partial=partial,
+        reward=scored_by(lambda prompt, sample: 0.0),
+        console=Console(quiet=True),
+    )
+    prompts = [Prompt(id=name, token_ids=(1,), answer="1") for name in "pqr"]
+
+    async def held() -> list[int]:
+        return [len(partial.state()) async for _ in sampler.groups(0, prompts)]
+
+    assert asyncio.run(held()) == [2, 1, 0]
+
+
+def test_groups_that_end_together_are_not_over_sampled_to_end_early() -> None:
+    """All would be waited for all the same."""
+    config = load_config(TINY, ["buffer.over_sampling=0.5", "alignment.deterministic=false"])
+    reward = scored_by(lambda prompt, sample: 0.0)
+    check_over_sampling(config, reward)
+    with refuses(ValueError, "buffer.over_sampling", 0.5):
+        check_over_sampling(config, replace(reward, unit=Unit.BATCH))

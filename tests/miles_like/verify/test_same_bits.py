@@ -1,0 +1,140 @@
+"""What is said before a deterministic run starts: by its configuration, and by its two sides to each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from miles_like.algorithms.terms.bounds import Bounds
+from miles_like.config.load import dump_config, load_config
+from miles_like.config.ranks import trainer_config
+from miles_like.config.run import RunConfig
+from miles_like.run.assemble import describe_processes
+from miles_like.verify.allowance import allowance
+from miles_like.verify.same_bits import check_same_bits
+from quant.exact.selftest import fingerprint
+from rollout.sglang import servers
+from rollout.sglang.servers import ServerLaunch
+from tests.support.refusals import Facts, refuses
+from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
+
+TINY = Path(__file__).parents[3] / "configs" / "tiny.toml"
+ON = "alignment.deterministic=true"
+
+
+def launch(config: RunConfig) -> ServerLaunch:
+    return ServerLaunch(model_path=Path("/m"), config=config.rollout, log_dir=Path("/logs"), exact=config.exact_parts)
+
+
+def test_the_flag_reaches_both_sides() -> None:
+    """The engine computes as many parts of a sum as the trainer has ranks for them, in the trainer's dtype."""
+    for changes, want in (([], ["1", "1"]), (["parallel.tp=2", "parallel.dp=1", "parallel.ep=1"], ["2", "1"])):
+        config = load_config(TINY, [ON, *changes])
+        trainer = trainer_config(config, TINY.parent)
+        assert trainer.deterministic
+        command = servers.embedded_command(launch(config), 31000)
+        at = command.index("--exact-parts")
+        assert command[at + 1 : at + 3] == want
+        assert command[command.index("--dtype") + 1] == trainer.params_dtype == "bfloat16"
+    plain = load_config(TINY)
+    command = servers.embedded_command(launch(plain), 31000)
+    assert "--exact-parts" not in command and command[command.index("--dtype") + 1] == "float32"
+    assert not trainer_config(plain, TINY.parent).deterministic
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        (["rollout.engine=sglang"], ("cluster.gpus_per_node", 0, "rollout.engine", "embedded")),
+        (["rollout.embedded.dtype=float32"], ("rollout.embedded.dtype", "float32")),
+        (["precision.qat=false"], ("fp8", "precision.qat")),
+    ],
+)
+def test_sides_that_cannot_agree_are_refused(changes: list[str], facts: Facts) -> None:
+    load_config(TINY, changes)
+    with refuses(ValueError, "alignment.deterministic", *facts):
+        load_config(TINY, [ON, *changes])
+
+
+QWEN = TINY.parent / "qwen3_30b_a3b.toml"
+ON_GPUS = [ON, "kernels.grouped_gemm=false"]
+
+
+@pytest.mark.parametrize(("gpu", "backend"), [("hopper", "fa3"), ("blackwell", "triton")])
+def test_on_gpus_each_side_gets_its_own_settings(gpu: str, backend: str, tmp_path: Path) -> None:
+    """They are in the resolved configuration, the server's command and the ranks' settings; bits that are equal on both
+    sides are promised to nobody, neither to the check at start nor to the bounds."""
+    config = load_config(QWEN, [*ON_GPUS, f"rollout.sglang.gpu={gpu}"])
+    flags = config.rollout.sglang
+    assert (flags.enable_deterministic_inference, flags.attention_backend) == (True, backend)
+    assert not config.bit_exact and config.exact_parts is None
+    allowed = allowance(Bounds(), config.precision, engine="sglang", exact=config.bit_exact)
+    assert allowed == allowance(Bounds(), load_config(QWEN).precision, engine="sglang", exact=False)
+    (tmp_path / "again.toml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.toml") == config
+    told = "\n".join(describe_processes(config, tmp_path))
+    assert f" --attention-backend {backend} " in told and " --enable-deterministic-inference" in told
+    assert "batch invariant forward, NCCL_ALGO=Ring, CUBLAS_WORKSPACE_CONFIG=:4096:8, NVTE_ALLOW_NONDET" in told
+    plain = "\n".join(describe_processes(load_config(QWEN), tmp_path))
+    assert "determin" not in plain and "NCCL_ALGO" not in plain and "--attention-backend" not in plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        (
+            ["rollout.sglang.enable_deterministic_inference=false"],
+            ("rollout.sglang.enable_deterministic_inference",),
+        ),
+        (
+            ["rollout.sglang.attention_backend=flashmla"],
+            ("rollout.sglang.attention_backend", "flashmla"),
+        ),
+    ],
+)
+def test_settings_of_gpus_that_contradict_are_refused(changes: list[str], facts: Facts) -> None:
+    with refuses(ValueError, *facts):
+        load_config(QWEN, [*ON_GPUS, *changes])
+    own = load_config(QWEN, [*ON_GPUS, "rollout.sglang.attention_backend=triton"]).rollout.sglang
+    assert own.attention_backend == "triton" and own.enable_deterministic_inference
+
+
+def test_an_embedded_engine_beside_gpus_is_exact_by_itself() -> None:
+    """Its log-probabilities do not depend on batches; they are not the trainer's bits."""
+    config = load_config(TINY, [ON, "cluster.gpus_per_node=2"])
+    assert config.exact_parts == (1, 1) and not config.bit_exact
+
+
+def test_a_server_of_other_bits_is_named() -> None:
+    alike = {"exact_fingerprint": "abc", "exact_parts": [2, 1], "dtype": "bfloat16"}
+
+    def check(trainer: str | None, **other: Any) -> None:
+        both = {"http://a": alike, "http://b": alike | other}
+        check_same_bits(trainer, both, parts=(2, 1), dtype="bfloat16")
+
+    check("abc")
+    for theirs in ("xyz", None):
+        with refuses(ValueError, "http://b"):
+            check("abc", exact_fingerprint=theirs)
+    with refuses(ValueError, "None"):
+        check(None)
+    for other in ({"exact_parts": [1, 1]}, {"exact_parts": None}, {"dtype": "float32"}):
+        with refuses(ValueError, "http://b", "[2, 1]", "bfloat16"):
+            check("abc", **other)
+
+
+@pytest.mark.slow
+def test_a_server_tells_what_bits_it_computes(tmp_path: Path) -> None:
+    """Of its own process, over HTTP; a server that is not asked to be exact tells nothing."""
+    hf = tiny()
+    path = write_checkpoint(tmp_path / "hf", hf, random_tensors(hf))
+    config = load_config(TINY, [ON]).rollout
+    for exact, want in (((1, 1), fingerprint()), (None, None)):
+        launch = ServerLaunch(model_path=path, config=config, log_dir=tmp_path, exact=exact)
+        with servers.launch_server(launch) as server:
+            told = httpx.get(f"{server.url}/server_info", timeout=60, trust_env=False).json()
+            assert told["exact_fingerprint"] == want
+            assert told["exact_parts"] == (None if exact is None else list(exact)) and told["dtype"]

@@ -1,0 +1,107 @@
+"""Several engines as one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from miles_like.types import SamplingParams
+from rollout.episodes.pool import EnginePool
+from rollout.sglang.client import RolloutError
+from tests.support.fakes import FakeEngine, make_prompt
+from tests.support.refusals import refuses
+
+PARAMS = SamplingParams(max_new_tokens=4)
+PROMPTS = [make_prompt(f"p{i}") for i in range(7)]
+
+
+def test_prompts_are_split_evenly_and_keep_their_order() -> None:
+    """The caller packs by position: a group in another place would be trained with another's advantages."""
+    engines = [FakeEngine(delay_s=0.05), FakeEngine(), FakeEngine(delay_s=0.02)]
+    groups = asyncio.run(EnginePool(engines).generate(PROMPTS, n=2, params=PARAMS))
+    assert [g.prompt for g in groups] == PROMPTS
+    assert [[s.text for s in g.samples] for g in groups] == [[f"p{i}:0", f"p{i}:1"] for i in range(7)]
+    assert sorted(len(e.asked) for e in engines) == [2, 2, 3]
+
+
+def test_a_long_prompt_counts_as_more_load() -> None:
+    """Load is in tokens: one long prompt weighs as many short ones."""
+    engines = [FakeEngine(), FakeEngine()]
+    prompts = [make_prompt("long", tokens=[1] * 100), *(make_prompt(f"s{i}", tokens=[1] * 20) for i in range(4))]
+    asyncio.run(EnginePool(engines).generate(prompts, n=1, params=PARAMS))
+    assert engines[0].asked == ["long"] and len(engines[1].asked) == 4
+
+
+def test_a_second_call_goes_where_the_first_does_not_run() -> None:
+    """Load is of what is in flight over all calls, and is given back when a call ends."""
+
+    async def run() -> None:
+        slow, fast = FakeEngine(delay_s=0.2), FakeEngine()
+        pool = EnginePool([slow, fast])
+        heavy = make_prompt("p0", tokens=[1] * 50)
+        first = asyncio.create_task(pool.generate([heavy], n=1, params=PARAMS))
+        await asyncio.sleep(0.01)
+        await pool.generate(PROMPTS[1:2], n=1, params=PARAMS)
+        assert (slow.asked, fast.asked) == (["p0"], ["p1"])
+        await first
+        await pool.generate(PROMPTS[2:3], n=1, params=PARAMS)
+        assert slow.asked == ["p0", "p2"]
+
+    asyncio.run(run())
+
+
+def test_samples_go_on_where_the_load_is_least() -> None:
+    """A sample weighs what is sent of it and what it may still say, until it returns or fails."""
+
+    async def run() -> None:
+        engines = [FakeEngine(delay_s=0.01), FakeEngine(delay_s=0.01)]
+        pool = EnginePool(engines)
+        (group,) = await pool.generate(PROMPTS[:1], n=5, params=PARAMS)
+        busy = asyncio.create_task(pool.generate([make_prompt("p1", tokens=[1] * 17)], n=1, params=PARAMS))
+        await asyncio.sleep(0)
+        samples = [pool.continue_sample(s, params=PARAMS) for s in group.samples]  # 6 tokens and 4 more each
+        assert [s.name for s in await asyncio.gather(*samples)] == [s.name for s in group.samples]
+        await busy
+        assert [[name for name, _, _ in e.continued] for e in engines] == [["p0/3"], ["p0/0", "p0/1", "p0/2", "p0/4"]]
+        for e in engines:
+            e.error = RolloutError("died")
+        with pytest.raises(RolloutError):
+            await pool.continue_sample(group.samples[0], params=PARAMS)
+        assert pool._load == [0, 0]
+
+    asyncio.run(run())
+
+
+def test_one_engines_error_cancels_the_others() -> None:
+    """A dead server must not leave the step waiting for the rest."""
+    bad, slow = FakeEngine(), FakeEngine(delay_s=10)
+    bad.error = RolloutError("server A has died")
+    with refuses(RolloutError, "server A has died"):
+        asyncio.run(EnginePool([slow, bad]).generate(PROMPTS, n=1, params=PARAMS))
+    assert slow.cancelled
+
+
+def test_versions_must_agree() -> None:
+    """Engines of different versions would mix policies in one batch; the message says which has which."""
+    assert asyncio.run(EnginePool([FakeEngine(version=3), FakeEngine(version=3)]).weight_version()) == 3
+    with refuses(ValueError, 0, 3, 1, 4):
+        asyncio.run(EnginePool([FakeEngine(version=3), FakeEngine(version=4)]).weight_version())
+
+
+def test_control_reaches_every_engine() -> None:
+    """A pool of none is refused."""
+
+    async def run() -> None:
+        engines = [FakeEngine(), FakeEngine()]
+        pool = EnginePool(engines)
+        await pool.pause()
+        assert all(e.paused for e in engines)
+        await pool.resume()
+        assert not any(e.paused for e in engines)
+        await pool.close()
+        assert all(e.closed for e in engines)
+
+    asyncio.run(run())
+    with refuses(ValueError, 0, "rollout.servers", 1):
+        EnginePool([])

@@ -1,0 +1,218 @@
+"""Weights into servers, against servers that keep SGLang's rules about sessions, pauses and flushes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from miles_like.types import NamedTensor
+from quant.hf_config import spec_from_hf
+from quant.spec import QuantFormat, QuantSpec
+from quant.stream import quantize_stream
+from rollout.config import PublishConfig
+from rollout.publish.disk_publisher import DiskPublisher
+from rollout.publish.publisher import TensorPublisher
+from rollout.wire import endpoints
+from tests.support.fakes import FakeServer
+from tests.support.refusals import refuses
+
+SPEC = QuantSpec(format=QuantFormat.FP8, block=(4, 4))
+
+
+def weights(seed: int = 0) -> list[NamedTensor]:
+    g = torch.Generator().manual_seed(seed)
+    names = ["model.embed_tokens.weight"]
+    for i in range(4):
+        names += [f"model.layers.{i}.self_attn.o_proj.weight", f"model.layers.{i}.input_layernorm.weight"]
+    return [NamedTensor(n, torch.randn(6 if "norm" in n else (6, 8), generator=g).bfloat16()) for n in names]
+
+
+def same(a: dict[str, torch.Tensor], b: list[tuple[str, torch.Tensor]]) -> bool:
+    def raw(t: torch.Tensor) -> tuple[Any, ...]:
+        return t.dtype, tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+    return {n: raw(t) for n, t in a.items()} == {n: raw(t) for n, t in b}
+
+
+def publisher(servers: list[FakeServer], **options: Any) -> TensorPublisher:
+    config = PublishConfig(**{k: options.pop(k) for k in ("bucket_bytes", "verify", "pause_mode") if k in options})
+    defaults: dict[str, Any] = {"kind": "embedded", "spec": SPEC, "send": True, "timeout_s": 5.0}
+    return TensorPublisher([s.url for s in servers], config=config, **(defaults | options))
+
+
+@pytest.mark.parametrize("kind", ["embedded", "sglang"])
+@pytest.mark.parametrize("hold_bytes", [1, 1 << 20])
+def test_every_server_holds_the_encoded_stream(kind: str, hold_bytes: int) -> None:
+    """What the servers hold is, bit for bit, what the quantizer gives, whichever buckets and encoding carried it."""
+    encoded = list(quantize_stream(weights(), SPEC))
+    assert any(t.dtype is torch.float8_e4m3fn for _, t in encoded)
+    with FakeServer() as a, FakeServer() as b:
+        report = publisher([a, b], kind=kind, bucket_bytes=150, hold_bytes=hold_bytes).publish(weights(), version=4)
+        assert same(a.weights, encoded) and same(b.weights, encoded)
+        assert (a.version, b.version, a.paused, a.in_session) == ("4", "4", "", False)
+        updates = [body for e, body in a.calls if e == endpoints.UPDATE_FROM_TENSOR]
+    assert report.version == 4 and report.bytes == sum(t.nbytes for _, t in encoded)
+    assert 0 < report.pause_seconds <= report.seconds
+    assert len(updates) > 2
+    assert {u["load_format"] for u in updates} == {"safetensors" if kind == "embedded" else None}
+    assert [u["weight_version"] for u in updates] == [None] * (len(updates) - 1) + ["4"]  # not before it is whole
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_the_order_of_requests(mode: str) -> None:
+    """SGLang refuses updates outside a session, and any flush while paused in place with running requests."""
+    with FakeServer(busy=True) as server:
+        publisher([server], pause_mode=mode).publish(weights(), version=1)
+        flush = [] if mode == "in_place" else [endpoints.FLUSH_CACHE]
+        assert server.endpoints() == [
+            endpoints.PAUSE,
+            endpoints.BEGIN_UPDATE,
+            endpoints.UPDATE_FROM_TENSOR,
+            endpoints.END_UPDATE,
+            *flush,
+            endpoints.CHECKSUM,
+            endpoints.CONTINUE,
+        ]
+        bodies = dict(server.calls)
+    assert bodies[endpoints.PAUSE] == {"mode": mode}
+    assert bodies[endpoints.UPDATE_FROM_TENSOR]["flush_cache"] is False
+    assert bodies[endpoints.UPDATE_FROM_TENSOR]["weight_version"] == "1"
+
+
+def test_encoding_comes_before_the_pause() -> None:
+    """Servers should not wait for the trainer's gathers; only what exceeds hold_bytes is made while they are paused."""
+    with FakeServer() as server:
+        calls: list[int] = []
+
+        def stream() -> Iterator[NamedTensor]:
+            for t in weights():
+                calls.append(len(server.calls))
+                yield t
+
+        publisher([server]).publish(stream(), version=1)
+        assert set(calls) == {0}
+    with FakeServer() as server:
+        calls.clear()
+        publisher([server], spec=None, bucket_bytes=1, hold_bytes=1).publish(stream(), version=2)
+        assert calls[0] == 0 and calls[-1] > 1
+
+
+def test_ranks_that_do_not_send_only_drain() -> None:
+    """The stream is collective: a rank that stopped early would leave the others hanging."""
+    with FakeServer() as server:
+        stream = iter(weights())
+        report = publisher([server], send=False).publish(stream, version=1)
+        assert not server.calls and next(stream, None) is None
+    assert (report.bytes, report.pause_seconds) == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "endpoint", [endpoints.PAUSE, endpoints.BEGIN_UPDATE, endpoints.UPDATE_FROM_TENSOR, endpoints.END_UPDATE]
+)
+@pytest.mark.parametrize("fault", ["reset", "http_500", "hang", "refuse"])
+def test_a_failure_names_the_server_and_leaves_all_paused(endpoint: str, fault: str) -> None:
+    """No server may sample from half an update; and the other trainer ranks must not be left in a collective."""
+    if (endpoint, fault) == (endpoints.PAUSE, "refuse"):
+        return  # a pause has no such answer
+    with FakeServer() as good, FakeServer() as bad:
+        bad.fault = {endpoint: fault}
+        stream = iter(weights())
+        with refuses(RuntimeError, 2, bad.url, "--resume") as caught:
+            publisher([good, bad], timeout_s=0.5, bucket_bytes=100, hold_bytes=1).publish(stream, version=2)
+        assert next(stream, None) is None
+        assert good.paused and endpoints.CONTINUE not in good.endpoints() + bad.endpoints()
+    assert good.url not in str(caught.value)
+
+
+@pytest.mark.parametrize(("fault", "fact"), [("large", "67,108,864"), ("gzip", "gzip")])
+def test_an_answer_without_an_end_or_compressed_is_not_read(fault: str, fact: str) -> None:
+    with FakeServer() as bad:
+        bad.fault = {endpoints.BEGIN_UPDATE: fault}
+        with refuses(RuntimeError, bad.url, fact):
+            publisher([bad], timeout_s=20).publish(iter(weights()), version=2)
+
+
+def test_different_or_damaged_weights_are_found() -> None:
+    """SGLang ignores unknown names with HTTP 200, so success is believed only after the checksums."""
+    with FakeServer() as a, FakeServer() as b:
+        b.corrupt = True
+        with refuses(RuntimeError, "model.embed_tokens.weight"):
+            publisher([a, b]).publish(weights(), version=1)
+        with refuses(RuntimeError, b.url, "model.embed_tokens.weight"):
+            publisher([b]).publish(weights(), version=1)
+        assert b.paused
+        publisher([a, b], verify=False).publish(weights(), version=2)
+    stale = {"stale.weight": torch.zeros(2)}
+    with FakeServer(weights=stale) as server, refuses(RuntimeError, 1, "stale.weight"):
+        publisher([server]).publish(weights(), version=1)
+
+
+def test_an_engine_may_skip_draft_layers() -> None:
+    """An engine that does not draft holds no multi-token-prediction layer; that is no lost weight."""
+    with FakeServer() as server:
+        take = server._update_weights_from_tensor
+
+        def skipping(body: Any) -> Any:
+            out = take(body)
+            server.weights.pop("model.layers.3.input_layernorm.weight", None)
+            return out
+
+        server._update_weights_from_tensor = skipping  # type: ignore[method-assign]
+        publisher([server]).publish(weights(), version=1)
+        assert not server.paused
+
+
+def test_weights_that_cannot_be_published() -> None:
+    """Said before any server is paused; what is found later says that the servers are."""
+    with FakeServer() as server:
+        with refuses(ValueError, "model.embed_tokens.weight"):
+            publisher([server]).publish(weights() + weights()[:1], version=1)
+        with refuses(ValueError):
+            publisher([server]).publish([], version=1)
+        bad = weights()
+        bad[1].tensor[0, 0] = float("nan")
+        with refuses(ValueError, "model.layers.0.self_attn.o_proj.weight"):
+            publisher([server]).publish(bad, version=1)
+        assert not server.calls
+        late = [*weights(), *weights()[:1]]
+        with refuses(RuntimeError, 1, "model.embed_tokens.weight", "--resume"):
+            publisher([server], spec=None, hold_bytes=1, bucket_bytes=1).publish(late, version=1)
+    with refuses(ValueError, "rollout.servers", 1):
+        TensorPublisher([], kind="embedded", spec=None, config=PublishConfig(), send=True)
+
+
+def test_disk_publication(tmp_path: Path) -> None:
+    """Every server reads the same directory; only the newest is kept."""
+    encoded = list(quantize_stream(weights(), SPEC))
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "tokenizer.json").write_text("{}")
+    with FakeServer() as a, FakeServer() as b:
+        pub = DiskPublisher(
+            [a.url, b.url],
+            directory=tmp_path / "weights",
+            hf_config={"model_type": "deepseek_v3"},
+            copy_from=source,
+            spec=SPEC,
+            config=PublishConfig(path="disk"),
+            send=True,
+        )
+        for version in (1, 2):
+            report = pub.publish(weights(), version=version)
+        assert same(a.weights, encoded) and same(b.weights, encoded)
+        assert (a.version, b.version, a.paused) == ("2", "2", "")
+        assert a.endpoints()[:2] == [endpoints.PAUSE, endpoints.UPDATE_FROM_DISK]
+        assert report.bytes == sum(t.nbytes for _, t in encoded)
+        assert [p.name for p in (tmp_path / "weights").iterdir()] == ["version_2"]
+        config = json.loads((tmp_path / "weights/version_2/config.json").read_text())
+        assert config["model_type"] == "deepseek_v3" and spec_from_hf(config) == SPEC
+        b.fault = {endpoints.UPDATE_FROM_DISK: "refuse"}
+        with refuses(RuntimeError, b.url):
+            pub.publish(weights(1), version=3)
+        assert a.paused and b.paused

@@ -1,0 +1,115 @@
+"""The parts of a run that are stand-ins where it is on plain processes (tests/support/local_run.py), and its launcher
+of them."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from miles_like.cluster.factories import MegatronFactory
+from miles_like.cluster.workers import RayTrainer
+from miles_like.protocols import LossFn
+from miles_like.run.launcher import Launcher
+from miles_like.run.model_plan import ModelPlan
+from miles_like.run.rollout_side import RolloutSide
+from rollout.sglang.servers import ServerLaunch, embedded_command
+from tests.support.forked import Forked, Gone
+from tests.support.spawn import free_port
+
+
+class LocalServers:
+    """As RayServers."""
+
+    def __init__(self, processes: Sequence[Forked], arguments: Sequence[Sequence[str]], ports: Sequence[int]) -> None:
+        self._processes, self._ports = processes, ports
+        for process, words in zip(processes, arguments, strict=True):
+            process._line.send_bytes(pickle.dumps(("serve", (words,))))
+
+    def wait(self) -> list[str]:
+        deadline = time.monotonic() + 60
+        for process, port in zip(self._processes, self._ports, strict=True):
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+                    break
+                except ConnectionRefusedError:
+                    if process._line.poll() or time.monotonic() > deadline:
+                        raise RuntimeError(f"{process.who} did not come up: its log says why") from None
+                    time.sleep(0.01)
+        return [f"http://127.0.0.1:{port}" for port in self._ports]
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+class LocalTrainer(RayTrainer):
+    """RayTrainer, whose ranks are called through pipes."""
+
+    put = staticmethod(lambda value: value)
+
+    def __init__(self, factory: Any, ranks: Sequence[Forked], dp_size: int) -> None:
+        self.dp_size, self._ranks, self._version = dp_size, ranks, 0
+        self.under_way = "start"
+        port, world = free_port(), len(ranks)
+        started = [(factory, i, world, "127.0.0.1", port) for i in range(world)]
+        self._places = asyncio.run(self._all("start", started))
+
+    def connect(self, factory: Any) -> None:
+        for rank in self._ranks:
+            rank.call("connect", factory)
+
+    def fingerprint(self) -> str | None:
+        return self._ranks[0].call("fingerprint")
+
+    async def close(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+
+    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        asked = zip(self._ranks, arguments, strict=True)
+        self.under_way = method
+        came = await asyncio.gather(
+            *(asyncio.to_thread(rank.call, method, *a) for rank, a in asked), return_exceptions=True
+        )
+        self.under_way = "rollout"
+        errors = [a for a in came if isinstance(a, BaseException)]
+        for e in sorted(errors, key=lambda e: not isinstance(e, Gone)):
+            raise e
+        return came
+
+
+class LocalLauncher(Launcher):
+    """A Launcher whose processes are already there."""
+
+    def __init__(self, ranks: Sequence[Forked], servers: Sequence[Forked]) -> None:
+        self.ranks, self.server_processes = ranks, servers
+
+    def check(self, plan: ModelPlan) -> None:
+        """There is no Ray cluster."""
+
+    def trainer(self, plan: ModelPlan, loss: LossFn) -> RayTrainer:
+        factory = MegatronFactory(plan.trainer, plan.weights, loss)
+        return LocalTrainer(factory, self.ranks, plan.config.parallel.dp)
+
+    def critic(self, plan: ModelPlan) -> RayTrainer | None:
+        return None
+
+    def servers(self, rollout: RolloutSide, version: int, *, routing: bool = True) -> Any:
+        plan, ports = rollout.plan, [free_port() for _ in self.server_processes]
+        launch = ServerLaunch(
+            model_path=plan.served.resolve(),
+            config=plan.config.rollout,
+            log_dir=plan.logs,
+            weight_version=version,
+            activations=plan.config.precision.activations,
+            exact=plan.config.exact_parts,
+            return_routed_experts=routing and plan.routing_shape() is not None,
+        )
+        commands = [embedded_command(launch, port) for port in ports]
+        words = [command[command.index("rollout.embedded.server") + 1 :] for command in commands]
+        return LocalServers(self.server_processes, words, ports)

@@ -1,0 +1,160 @@
+"""A whole training run on plain processes: what tests/e2e starts through Ray in fifteen seconds starts here in one.
+
+The driver, its trainer ranks and its rollout server are forked from a process that has imported everything (`Runs`).
+Only two parts of a run are stand-ins: `LocalTrainer` calls ranks through pipes where RayTrainer calls actors, and
+`LocalServers` holds server processes (local_parts.py). What they call is the real thing, and so is all else: the stage,
+loop, buffer, checkpoints, clients, publisher, engine, Megatron.
+
+Kills: `tests/support/kill_points.py` is told in each process who it is, and ends one of them where it is asked to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.forked import USERS_ERRORS, Forked, Starter, answers, tail
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs" / "tiny.toml"
+SMALL_MODEL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+}
+QUICK = (  # a deterministic run of little work, which still learns something at each step
+    "alignment.deterministic=true",
+    "precision.format=bf16",
+    "precision.qat=false",
+    "parallel.dp=1",
+    "parallel.ep=1",
+    "train.groups_per_step=4",
+    "train.samples_per_group=2",
+    "train.max_tokens_per_rank=1024",
+    "data.max_prompt_tokens=64",
+    "rollout.max_new_tokens=12",
+    "rollout.request_timeout_s=60.0",
+    "eval.max_prompts=4",
+    "eval.every=2",
+    "mismatch.check_prompts=0",
+    "checkpoint.every=1",
+    "checkpoint.keep=3",
+    "publish.bucket_bytes=20000",
+    "reward.name=tests.support.local_run:low_tokens",
+)
+
+
+def low_tokens(prompt: Any, sample: Any) -> float:
+    """A reward that a random model gets different values of: the share of token ids below 64 in its answer."""
+    answer = sample.token_ids[sample.loss_mask]
+    return float((answer < 64).float().mean()) if len(answer) else 0.0
+
+
+def make_home(where: Path) -> None:
+    """`where`/hf, which servers load, and `where`/megatron, which ranks load: a small model of random weights."""
+    from megatron_bridge.convert.to_megatron import to_megatron
+    from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
+
+    hf = tiny(**SMALL_MODEL)
+    write_checkpoint(where / "hf", hf, random_tensors(hf))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy2(TINY.parent / "tiny" / name, where / "hf" / name)
+    to_megatron(where / "hf", where / "megatron")
+
+
+class _Server:
+    """What a server's process is told: the real command line."""
+
+    def serve(self, arguments: Sequence[str]) -> None:
+        from rollout.embedded.server import app as server
+
+        os._exit(server.main(arguments))
+
+
+# ---- the driver
+
+
+def named(loop: str | None) -> Any:
+    """The Controller of `loop`, the path of a file with one; None: the product's."""
+    from miles_like.loop.controller import Controller
+
+    if loop is None:
+        return Controller
+    found = runpy.run_path(loop).values()
+    return next(c for c in found if isinstance(c, type) and issubclass(c, Controller) and c is not Controller)
+
+
+def drive(run_dir: Path, home: Path, settings: Sequence[str], kill: Any, loop: str | None = None) -> int:
+    """The driver's process: the run from where it stands, to its end; the exit status of the command line."""
+    from rich.console import Console
+
+    from miles_like.cluster.rank import Rank
+    from miles_like.config.load import load_config
+    from miles_like.run import train as train_module
+    from miles_like.run.model_plan import model_plan
+    from tests.support import kill_points
+    from tests.support.local_parts import LocalLauncher
+
+    vars(train_module).update(write_report=lambda run_dir: None)  # pictures: two seconds a run
+    config = load_config(TINY, [*QUICK, *settings])
+    kill_points.arm(run_dir, kill)
+    logs = run_dir / "logs"
+    ranks = [
+        Forked(f"trainer rank {i}", answers(lambda: kill_points.watched_rank(Rank)), logs / f"rank_{i}.log")
+        for i in range(config.parallel.world_size)
+    ]
+    servers = [
+        Forked(f"rollout server {i}", answers(lambda: kill_points.watched_server(_Server)), logs / f"server_{i}.log")
+        for i in range(config.rollout.servers)
+    ]
+    kill_points.introduce(driver=os.getpid(), rank=ranks[-1].pid, server=servers[-1].pid)
+    try:
+        plan = model_plan(config, run_dir, home / "hf", home / "megatron")
+        launcher = LocalLauncher(ranks, servers)
+        kill_points.watch_driver(launcher)
+        console = Console(highlight=False, width=200)
+        train_module.train(plan, console, resume=True, launcher=launcher, controller=named(loop))
+    except USERS_ERRORS as e:
+        traceback.print_exc()
+        print(f"error: {e}", flush=True)
+        return 2
+    finally:
+        for process in (*ranks, *servers):
+            process.kill()
+    return 0
+
+
+# ---- the test's side
+
+
+class Runs(Starter):
+    """Starts runs on the small model of `home`, which it makes."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__("tests.support.local_parts", "tests.support.kill_points")
+        self.home = home
+        assert self.call(home / "home.log", make_home, home) == 0, tail(home / "home.log")
+
+    def run(self, run_dir: Path, settings: Sequence[str] = (), kill: Any = None, loop: str | None = None) -> int:
+        """From where the run stands: its last checkpoint, if it has one. loop: as in `named`."""
+        return self.call(run_dir / "driver.log", drive, run_dir, self.home, settings, kill, loop)
+
+
+# ---- what a run left
+
+
+def untimed(metrics: Path) -> bytes:
+    """metrics.jsonl without its timings."""
+    from miles_like.report.metrics import is_timing
+
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return "".join(json.dumps({k: v for k, v in row.items() if not is_timing(k)}) + "\n" for row in rows).encode()

@@ -1,0 +1,59 @@
+"""A trainer rank that only tells what came to it, where a Ray worker can import it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from miles_like.types import StepReport
+from routing_replay.align import ShardSpec
+from tests.support.made_samples import LAYERS
+
+PLACES = {  # of two ranks: (row of the grid, part)
+    "DP2": [(0, ShardSpec(layers=LAYERS)), (1, ShardSpec(layers=LAYERS))],
+    "TP2": [(0, ShardSpec(layers=LAYERS, multiple=2))] * 2,
+    "CP2": [(0, ShardSpec(layers=LAYERS, cp=2, cp_rank=r)) for r in range(2)],
+    "PP2": [(0, ShardSpec(layers=(layer,))) for layer in LAYERS],
+}
+
+
+@dataclass(frozen=True)
+class Stand:
+    """A rank at one of PLACES; its report is what came."""
+
+    where: str
+
+    def __call__(self, rank: int, world: int, host: str, port: int) -> Any:
+        dp_rank, part = PLACES[self.where][rank]
+        came: list[Any] = []
+
+        class Rank:
+            def __init__(self) -> None:
+                self.dp_rank, self.shard_spec = dp_rank, part
+
+            def train(self, rows: Any, loss_tokens: Any, version: int) -> Any:
+                came[:] = [rows]
+                return StepReport(version=version, metrics={})
+
+            def evaluate(self, row: Any, loss_tokens: int) -> Any:
+                return {}
+
+            def save(self, path: Any, *, asynchronous: bool) -> Any:
+                """The last rank dies, and the others hear of it first."""
+                if rank == world - 1:
+                    time.sleep(0.5)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise RuntimeError("Read error: Connection reset by peer")
+
+            def load_copy(self, name: str, path: Any) -> None:
+                """The last rank never ends."""
+                if rank == world - 1:
+                    time.sleep(3600)
+
+            def finish_save(self, *, wait: bool) -> Any:
+                return came[0]
+
+        return Rank()

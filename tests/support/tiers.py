@@ -1,0 +1,139 @@
+"""The two tiers of the tests, and the order in which their files go to the workers.
+
+A test is `slow` when its file imports something of STARTERS, which start processes: `make check` runs the others. A
+test that starts a process in another way carries `pytest.mark.slow`; without the mark it fails, so nothing that starts
+processes comes back into `make check` unseen.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import multiprocessing.util
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+from tests.support.budget import measured
+
+ROOT = Path(__file__).parents[2]
+
+# A name stands for all that is in it. Functions are named where other names of their module start nothing: free_port.
+STARTERS = (
+    "multiprocessing",
+    "ray",
+    "subprocess",
+    "miles_like.cluster.workers.start_ray",
+    "rollout.sglang.servers.start",
+    "tests.e2e.conftest",
+    "tests.fuzz.served",
+    "tests.support.forked",
+    "tests.support.local_run",
+    "tests.support.mid_run",
+    "tests.support.spawn.run_ranks",
+    "tests.support.spawn.warm_context",
+)
+
+
+@functools.cache
+def starts_processes(path: Path) -> bool:
+    """Whether a test file imports something of STARTERS, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        if any(f"{name}.".startswith(f"{starter}.") for name in names for starter in STARTERS):
+            return True
+    return False
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which a tier runs nothing is not imported."""
+    tier, path = config.option.markexpr, collection_path
+    if tier not in ("slow", "not slow") or path.suffix != ".py" or not path.name.startswith("test_"):
+        return None
+    if starts_processes(path):
+        return True if tier == "not slow" else None
+    return True if tier == "slow" and "mark.slow" not in path.read_text(encoding="utf-8") else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if starts_processes(item.path):
+            item.add_marker(pytest.mark.slow)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: -_seconds(item.path))
+
+
+def _seconds(path: Path) -> float:
+    return measured().get(path.relative_to(ROOT).as_posix(), 0.0) if path.is_relative_to(ROOT) else 0.0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """A file is one worker's, because its tests share fixtures. The longest go first, so that none begins when the
+    other workers are done; xdist's own order is by the number of tests."""
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
+
+
+# ---- a process that is started by a test that is not slow
+
+
+class _Watch:
+    """Lists what the running test starts. There is one in the process: an audit hook cannot be removed."""
+
+    def __init__(self) -> None:
+        self.started: list[str] | None = None  # None: nothing is listed
+        sys.addaudithook(self.hear)
+        spawn = multiprocessing.util.spawnv_passfds  # raises no audit event
+
+        def watched(path: Any, args: Sequence[Any], passfds: Any) -> int:
+            if not any("resource_tracker" in str(a) for a in args):
+                self.hear("multiprocessing", (args,))
+            return spawn(path, args, passfds)
+
+        multiprocessing.util.spawnv_passfds = watched
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.started is not None and event in STARTS:
+            self.started.append(f"{event}{arguments[:2]}"[:300])
+
+
+STARTS = ("multiprocessing", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen")
+
+
+@functools.cache
+def _watch() -> _Watch:
+    return _Watch()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    _watch().started = None if item.get_closest_marker("slow") else []
+    try:
+        return (yield)
+    finally:
+        _watch().started = None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    report = yield
+    started = _watch().started
+    if started and report.passed:
+        report.outcome = "failed"
+        report.longrepr = (
+            f"the test, or a fixture of it, starts a process: {started[0]}. Mark it with pytest.mark.slow, or name "
+            "what its file imports for that in STARTERS of tests/support/tiers.py"
+        )
+        started.clear()
+    return report

@@ -1,0 +1,67 @@
+"""Words that docstrings, comments, messages and command output do not use.
+
+Why it must hold: readers of this field parse plain present-tense English once; personified or archaic phrases twice.
+Not covered: grammar, and docs/ beyond the examples.
+"""
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BANNED = {
+    r"\b(nobody|somebody|anybody|whoever)\b": "name the actor: the server, the user, no request",
+    r"\bwho\b": "name the actor, or use 'which' or 'that'",
+    r"\b(said|told)\b": "reported, sent, configured, requested",
+    r"\banew\b": "again, from the start",
+    r"\bof (its|their|one's|his) own\b": "its own X, a separate X, a custom X",
+    r"\bby name\b": "by its name, in the message, explicitly",
+}
+PATTERN = re.compile("|".join(BANNED), re.IGNORECASE)
+SOURCES = (
+    "miles_like",
+    "megatron_bridge",
+    "rollout",
+    "routing_replay",
+    "quant",
+    "scripts",
+    "benchmarks",
+    "docs/examples",
+)
+FILES = sorted(
+    [p for source in SOURCES for p in (ROOT / source).rglob("*.py")]
+    + list((ROOT / "configs").glob("*.toml"))
+    + [ROOT / "README.md", ROOT / "docs" / "architecture.md"]
+)
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """(line number, text) of comments and strings; of other files than Python's every line."""
+    if path.suffix != ".py":
+        yield from enumerate(path.read_text().splitlines(), 1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING):
+            yield from enumerate(token.string.splitlines(), token.start[0])
+
+
+def found(text: str) -> str | None:
+    match = PATTERN.search(text)
+    return match and match[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_texts_use_the_field_s_words(path: Path) -> None:
+    wrong = [
+        f"{path.name}:{line}: {word!r} in {text.strip()[:100]}" for line, text in texts(path) if (word := found(text))
+    ]
+    assert not wrong, "\n".join([*wrong, "instead: " + "; ".join(f"{k}: {v}" for k, v in BANNED.items())])
+
+
+def test_a_banned_word_is_found_and_a_name_with_it_is_not() -> None:
+    assert found("Nobody asks") == "Nobody" and found("it is told") == "told" and found("by name") == "by name"
+    assert found("reference_told = 1; the whole; anybodys; renamed by names") is None
