@@ -49,9 +49,9 @@ def test_a_test_without_the_mark_that_starts_a_process_fails(tmp_path: Path) -> 
     (tmp_path / "test_watched.py").write_text(WATCHED)
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "tests.support.tiers", "--rootdir", str(ROOT)]
     done = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.count("Mark it with pytest.mark.slow") == 2, done.stdout
-    summary = done.stdout.partition("short test summary info")[2].splitlines()
-    ends = [line.partition(" - ")[0].split() for line in summary if "test_watched.py::" in line]
+    reports, _, summary = done.stdout.partition("short test summary info")
+    assert reports.count("Mark it with pytest.mark.slow") == 2, done.stdout
+    ends = [line.partition(" - ")[0].split() for line in summary.splitlines() if "test_watched.py::" in line]
     assert {test.rpartition("::")[2]: outcome for outcome, test in ends} == {
         "test_quiet": "PASSED",
         "test_loud": "FAILED",

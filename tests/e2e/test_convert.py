@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ from typer.testing import CliRunner
 
 from miles_like.cli import app
 from miles_like.hf.checkpoint import HFCheckpoint
-from miles_like.storage.completion import marker_root
 from tests.e2e.conftest import BEFORE_TRAINING, SMALL, Run
 from tests.support.refusals import Facts, check_refusal
 from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
@@ -30,41 +31,45 @@ def mistaken(*arguments: str) -> str:
     return done.stderr
 
 
-def _outputs(stage: str, home: Path) -> list[Path]:
-    """Roots of a stage's outputs, oldest first."""
-    markers = sorted(home.glob(f"cache/{stage}-*/.complete.json"), key=lambda p: p.stat().st_mtime)
-    return [marker_root(m.parent, json.loads(m.read_text())) for m in markers]
+def _outputs(run: Run, home: Path, *how: str) -> dict[str, Path]:
+    """Stage -> root of its output, which a run that finds all of them complete prints. Other files of this worker may
+    have made theirs in the same cache."""
+    for _ in range(2):
+        done = run("--run-dir", str(home / "convert"), *SMALL, *STAGES, *how)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return {stage: Path(root) for stage, root in re.findall(r"^ *(\w+) +complete, skipped: (.+)$", done.stdout, re.M)}
 
 
 def _tensors(converted: Path) -> Any:
     return json.loads((converted / "manifest.json").read_text())["tensors"]
 
 
+@dataclass(frozen=True)
+class Converted:
+    """Roots of a cache: the FP8 checkpoint, the BF16 directory, its shards, and the shards of the FP8 checkpoint."""
+
+    fetched: Path
+    bf16: Path
+    shards: Path
+    fused: Path
+
+
 @pytest.fixture(scope="module")
-def converted(run: Run, home: Path) -> tuple[Path, Path, Path]:
-    """(BF16 directory, its shards, shards of the FP8 checkpoint itself)."""
-    for how in ((), ("--fuse",)):
-        done = run("--run-dir", str(home / "convert"), *SMALL, *STAGES, *how)
-        assert done.returncode == 0, done.stderr[-3000:]
-    [plain] = [d for d in _outputs("dequantize", home) if d.parent.name.startswith("dequantize")]
-    one, other = _outputs("convert", home)[-2:]
-    return plain, one, other
+def converted(run: Run, home: Path) -> Converted:
+    plain, fused = _outputs(run, home), _outputs(run, home, "--fuse")
+    assert plain["fetch"] == fused["fetch"]
+    return Converted(plain["fetch"], plain["dequantize"], plain["convert"], fused["convert"])
 
 
-def test_fused_shards_are_those_of_the_bf16_directory_and_there_is_none(
-    converted: tuple[Path, Path, Path], home: Path
-) -> None:
-    _, plain, fused = converted
-    assert plain != fused
-    assert _tensors(plain) == _tensors(fused)
+def test_fused_shards_are_those_of_the_bf16_directory_and_there_is_none(converted: Converted, home: Path) -> None:
+    assert converted.shards != converted.fused
+    assert _tensors(converted.shards) == _tensors(converted.fused)
     assert len(list(home.glob("cache/dequantize-*/data"))) == 1
 
 
-def test_there_and_back_on_the_command_line(
-    miles_like: Run, converted: tuple[Path, Path, Path], home: Path, tmp_path: Path
-) -> None:
+def test_there_and_back_on_the_command_line(miles_like: Run, converted: Converted, tmp_path: Path) -> None:
     """Bit for bit what was converted, companions too; and again as FP8, which is what was fetched."""
-    source, shards, _ = converted
+    source, shards = converted.bf16, converted.shards
     done = miles_like("convert", "to-hf", str(shards), str(tmp_path / "hf"), "--memory-limit", "2GiB")
     assert done.returncode == 0, done.stderr[-3000:]
     theirs, ours = HFCheckpoint(source), HFCheckpoint(tmp_path / "hf")
@@ -76,8 +81,7 @@ def test_there_and_back_on_the_command_line(
     assert done.returncode == 0, done.stderr[-3000:]
     done = miles_like("convert", "to-hf", str(tmp_path / "again"), str(tmp_path / "fp8"), "--format", "fp8")
     assert done.returncode == 0, done.stderr[-3000:]
-    [fetched] = set(_outputs("fetch", home))
-    theirs, ours = HFCheckpoint(fetched), HFCheckpoint(tmp_path / "fp8")
+    theirs, ours = HFCheckpoint(converted.fetched), HFCheckpoint(tmp_path / "fp8")
     assert set(theirs.names()) == set(ours.names())
     for name in theirs.names():
         a, b = theirs.read(name), ours.read(name)
@@ -86,8 +90,8 @@ def test_there_and_back_on_the_command_line(
     assert done.returncode == 0 and "is whole" in done.stdout, done.stderr
 
 
-def test_damage_is_named_and_nothing_is_written(converted: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    _, shards, _ = converted
+def test_damage_is_named_and_nothing_is_written(converted: Converted, tmp_path: Path) -> None:
+    shards = converted.shards
     damaged = tmp_path / "damaged"
     subprocess.run(["cp", "-r", str(shards), str(damaged)], check=True)
     victim = max(damaged.glob("*.distcp"), key=lambda p: p.stat().st_size)
@@ -101,8 +105,8 @@ def test_damage_is_named_and_nothing_is_written(converted: tuple[Path, Path, Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_mistake_is_one_sentence(converted: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    source, shards, _ = converted
+def test_a_mistake_is_one_sentence(converted: Converted, tmp_path: Path) -> None:
+    source, shards = converted.bf16, converted.shards
     mistakes: dict[Facts, list[str]] = {
         (16, 3): ["to-megatron", str(source), str(tmp_path / "o"), "--ep", "3"],
         (3, 4): ["to-megatron", str(source), str(tmp_path / "o"), "--pp", "4"],
