@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,48 @@ from miles_like.section import Section
 from rollout.server_url import ServerUrl
 
 Kind = Literal["server", "weights", "self"]
+
+
+class RunningServer(Section):
+    """A server with SGLang's interface and the student's tokenizer."""
+
+    url: ServerUrl
+    key_file: str | None = None
+
+    def described(self) -> str:
+        return f"the server at {self.url}"
+
+
+class StartedServer(Section):
+    """A server that the run starts on a Hugging Face directory, or on the checkpoint that the section describes."""
+
+    source: str | MakeConfig
+
+    def described(self) -> str:
+        return f"an embedded server of {self.source if isinstance(self.source, str) else 'what the run makes'}"
+
+
+class SwappedWeights(Section):
+    """Weights of the student's architecture, a Hugging Face or a torch_dist directory, swapped with the trainer's."""
+
+    path: str
+
+    def described(self) -> str:
+        return f"{self.path}, beside the trainer's weights"
+
+
+class PromptedPolicy(Section):
+    """The policy or the reference, with a separate prompt."""
+
+    prompt: str
+    reference: bool = False  # the initial weights, unless algorithm.reference_every updates them
+
+    def described(self) -> str:
+        weights = "the run's reference weights" if self.reference else "the policy"
+        return f"{weights}, asked {self.prompt!r}"
+
+
+TeacherPart: TypeAlias = RunningServer | StartedServer | SwappedWeights | PromptedPolicy
 
 
 class TeacherConfig(Section):
@@ -71,23 +113,29 @@ class TeacherConfig(Section):
                 "teacher only, e.g. {answer}"
             )
 
-    def described(self) -> str:
-        """A description of one line."""
+    @property
+    def part(self) -> TeacherPart:
+        """The keys of this kind."""
         if self.kind == "self":
-            weights = "the run's reference weights" if self.by_reference else "the policy"
-            return f"{weights}, asked {self.prompt!r}"
+            assert self.prompt is not None, "checked above"
+            return PromptedPolicy(prompt=self.prompt, reference=self.weights == "reference")
+        if self.url is not None:
+            return RunningServer(url=self.url, key_file=self.key_file)
+        source = self.path or self.make
+        assert source is not None, "checked above"
         if self.kind == "weights":
-            return f"{self.path}, beside the trainer's weights"
-        return f"the server at {self.url}" if self.url else f"an embedded server of {self.path or 'what the run makes'}"
+            assert isinstance(source, str), "TEACHER_CHOICES"
+            return SwappedWeights(path=source)
+        return StartedServer(source=source)
 
     @property
     def by_reference(self) -> bool:
-        return self.kind == "self" and self.weights == "reference"
+        return isinstance(self.part, PromptedPolicy) and self.part.reference
 
     @property
     def by_server(self) -> bool:
         """Whether a server scores, at temperature 1; otherwise the trainer scores, at the run's temperature."""
-        return self.kind == "server" or (self.kind == "self" and not self.by_reference)
+        return not isinstance(self.part, SwappedWeights) and not self.by_reference
 
 
 TEACHER_CHOICES = Choices(
@@ -122,7 +170,7 @@ class DistillationConfig(Section):
     def described(self) -> list[str]:
         """One line per teacher."""
         return [
-            f"teacher {name} of {', '.join(map(repr, t.sources)) or 'all other sources'}: {t.described()}"
+            f"teacher {name} of {', '.join(map(repr, t.sources)) or 'all other sources'}: {t.part.described()}"
             for name, t in self.teachers.items()
         ]
 
@@ -146,7 +194,9 @@ class DistillationConfig(Section):
     def requests_are_sent(self) -> DistillationConfig:
         asked = {
             "sequences_per_request": [t for t in self.teachers.values() if t.by_server],
-            "request_timeout_s": [t for t in self.teachers.values() if t.kind == "server"],
+            "request_timeout_s": [
+                t for t in self.teachers.values() if isinstance(t.part, RunningServer | StartedServer)
+            ],
         }
         for key, users in asked.items():
             if self.on and not users and (value := getattr(self, key)) != type(self).model_fields[key].default:
@@ -190,7 +240,7 @@ class DistillationConfig(Section):
                     "and the student would be compared at two temperatures: set rollout.temperature = 1, or have the "
                     "trainer score (kind = 'weights', or 'self' with weights = 'reference')"
                 )
-            if teacher.kind == "server" and teacher.url is None and not embedded:
+            if isinstance(teacher.part, StartedServer) and not embedded:
                 raise ValueError(
                     f"teacher {name!r} has no url, and a run starts servers of teachers only with rollout.engine = "
                     "'embedded', on CPUs: start an SGLang server for it and give its url"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import contextlib
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import regex
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
@@ -11,17 +12,73 @@ from miles_like.config.choices import Choice, Choices, changed, keys
 from miles_like.section import Section
 from rollout.server_url import ServerUrl, on_loopback
 
+# Keys of RewardConfig that limit the calls of a reward
+_PATIENCE = ("timeout_s", "retries", "retry_wait_s")
+_CALLS = ("concurrency", *_PATIENCE)
 
-class ExactConfig(Section):
+
+class Reward(Section):
+    """A reward and its options. `reads`: the keys of RewardConfig that apply to it."""
+
+    reads: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def compares(self) -> bool:
+        """Whether it needs the prompt's answer."""
+        return False
+
+
+class Comparison(Reward):
+    """Compares with the prompt's answer."""
+
+    @property
+    def compares(self) -> bool:
+        return True
+
+
+class ExactNumber(Comparison):
+    pass
+
+
+class Gsm8k(Comparison):
+    pass
+
+
+class MathVerify(Comparison):
+    reads = _PATIENCE  # it may take unbounded time, as every user's pattern
+
+
+class NoReward(Reward):
+    """Always 0."""
+
+
+class FunctionReward(Reward):
+    """A user's function, which is given "" where a prompt has no answer."""
+
+    path: str  # the import path
+    style: Literal["own", "verl", "slime", "trl", "openrlhf"] | None = None  # None: inferred
+    unit: Literal["sample", "group", "batch"] | None = None  # of one call; None: inferred
+    args: dict[str, JsonValue] = Field({})  # `args` of style "slime"
+
+    reads = ("style", "unit", "args", *_CALLS)
+
+
+class ExactConfig(Comparison):
     ignore_case: bool = False
 
 
-class MultipleChoiceConfig(Section):
+class MultipleChoiceConfig(Comparison):
     choices: str = Field("ABCDEFGHIJ", pattern="^[A-Z]+$")  # capital letters that can be chosen
 
 
-class RegexConfig(Section):
+class RegexConfig(Reward):
     pattern: str  # (?P<answer>...): the group's last match must equal the answer; without it: must match
+
+    reads = _PATIENCE
+
+    @property
+    def compares(self) -> bool:
+        return "answer" in regex.compile(self.pattern).groupindex
 
     @field_validator("pattern")
     @classmethod
@@ -33,10 +90,12 @@ THINK = r"\A\s*<think>(?:(?!</?think>).)*</think>(?!.*</?think>)"
 ANSWER = r"\A(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)*</answer>\s*\Z"
 
 
-class FormatConfig(Section):
+class FormatConfig(Reward):
     """Each pattern is a part of the reward; `.` also matches a newline."""
 
     patterns: dict[str, str] = Field({"think": THINK, "answer": ANSWER}, min_length=1)
+
+    reads = _PATIENCE
 
     @field_validator("patterns")
     @classmethod
@@ -44,7 +103,7 @@ class FormatConfig(Section):
         return {name: _pattern(p, f"reward.format.patterns.{name}") for name, p in given.items()}
 
 
-class LengthConfig(Section):
+class LengthConfig(Reward):
     target: int = Field(ge=0)  # response tokens without a penalty
     limit: int = Field(ge=1)  # response tokens with the full penalty; at most rollout.max_new_tokens
     penalty: float = Field(1.0, gt=0)
@@ -56,10 +115,14 @@ class LengthConfig(Section):
         return self
 
 
-class EndpointConfig(Section):
+class EndpointConfig(Reward):
+    """A server computes the reward."""
+
     url: ServerUrl
     key_file: str | None = None  # holds the bearer token, which must not stand in a configuration
     key_over_http: bool = False  # allow sending the key unencrypted to another machine of a trusted network
+
+    reads = _CALLS
 
     @model_validator(mode="after")
     def a_key_is_not_sent_in_the_open(self) -> EndpointConfig:
@@ -128,6 +191,10 @@ class JudgeConfig(EndpointConfig):
     temperature: float = Field(0.0, ge=0)
     max_tokens: int = Field(1024, ge=1)
 
+    @property
+    def compares(self) -> bool:
+        return "{answer}" in self.template
+
     @model_validator(mode="after")
     def it_can_be_read(self) -> JudgeConfig:
         if self.low >= self.high:
@@ -141,12 +208,26 @@ class JudgeConfig(EndpointConfig):
         return self
 
 
-# name -> section with its options
-BUILT_IN: dict[str, type[Section] | None] = {
-    "exact_number": None,
+BuiltIn: TypeAlias = (
+    ExactNumber
+    | ExactConfig
+    | Gsm8k
+    | MathVerify
+    | MultipleChoiceConfig
+    | RegexConfig
+    | FormatConfig
+    | LengthConfig
+    | RemoteConfig
+    | RewardModelConfig
+    | JudgeConfig
+    | NoReward
+)
+# name -> the reward; where it has fields, they are the section [reward.NAME]
+BUILT_IN: dict[str, type[BuiltIn]] = {
+    "exact_number": ExactNumber,
     "exact": ExactConfig,
-    "gsm8k": None,
-    "math_verify": None,
+    "gsm8k": Gsm8k,
+    "math_verify": MathVerify,
     "multiple_choice": MultipleChoiceConfig,
     "regex": RegexConfig,
     "format": FormatConfig,
@@ -154,13 +235,13 @@ BUILT_IN: dict[str, type[Section] | None] = {
     "remote": RemoteConfig,
     "reward_model": RewardModelConfig,
     "judge": JudgeConfig,
-    "none": None,
+    "none": NoReward,
 }
-COMPARE = ("exact_number", "exact", "gsm8k", "math_verify", "multiple_choice")  # always need the prompt's answer
-LOCAL_BUT_SLOW = ("math_verify", "regex", "format")  # may take unbounded time; not retried
-REMOTE = ("remote", "reward_model", "judge")
 DEFAULT = "exact_number"
-_PATIENCE = ("timeout_s", "retries", "retry_wait_s")
+
+
+def has_options(name: object) -> bool:
+    return isinstance(name, str) and name in BUILT_IN and bool(BUILT_IN[name].model_fields)
 
 
 class RewardConfig(Section):
@@ -169,8 +250,8 @@ class RewardConfig(Section):
     style: Literal["own", "verl", "slime", "trl", "openrlhf"] | None = None  # of a function; None: inferred
     unit: Literal["sample", "group", "batch"] | None = None  # of one call of a function; None: inferred
     args: dict[str, JsonValue] = Field({})  # `args` of a function of style "slime"
-    timeout_s: float | None = Field(None, gt=0)  # per attempt; None: 10 s for LOCAL_BUT_SLOW, else 60 s
-    retries: int | None = Field(None, ge=0)  # per sample; None: 0 for LOCAL_BUT_SLOW, else 2
+    timeout_s: float | None = Field(None, gt=0)  # per attempt; None: 60 s, of a local reward 10 s
+    retries: int | None = Field(None, ge=0)  # per sample; None: 2, of a local reward 0
     retry_wait_s: float | None = Field(None, ge=0)  # before the first retry, then doubled; None: 1 s
     concurrency: int | None = Field(None, ge=1)  # concurrent calls of one reward; None: 64
     exact: ExactConfig | None = None
@@ -187,29 +268,33 @@ class RewardConfig(Section):
         """name -> weight of every reward."""
         return dict(self.parts) if self.parts else {self.name or DEFAULT: 1.0}
 
-    def compares(self, name: str) -> bool:
-        """Whether the reward `name` with these options needs the prompt's answer. False for a user's function, which is
-        given "" if there is none."""
-        if name == "regex" and self.regex is not None:
-            return "answer" in regex.compile(self.regex.pattern).groupindex
-        if name == "judge" and self.judge is not None:
-            return "{answer}" in self.judge.template
-        return name in COMPARE
-
-    def named(self, name: str) -> RewardConfig:
-        """The configuration of the reward `name` alone, with the options, time limits and retries that it has here;
-        style, unit and args only if it is one of this configuration's rewards. Raises ValueError if its options are
+    def part(self, name: str) -> BuiltIn | FunctionReward:
+        """The reward `name` with the options that it has here. Raises ValueError if options that it needs are
         missing."""
-        options = getattr(self, name) if BUILT_IN.get(name) is not None else None
-        keys = self._read_by(name) - (set() if name in self.weights else {"style", "unit", "args"})
-        given = {key: value for key in keys if (value := getattr(self, key)) not in (None, {})}
+        if name not in BUILT_IN:
+            return FunctionReward(path=name, style=self.style, unit=self.unit, args=self.args)
+        given: BuiltIn | None = getattr(self, name) if has_options(name) else None
         try:
-            return RewardConfig.model_validate(given | {"name": name} | ({} if options is None else {name: options}))
+            return BUILT_IN[name].model_validate({}) if given is None else given
         except ValidationError as e:
             raise ValueError(
                 f"reward {name!r} needs options: give it to reward.parts with its [reward.{name}], with a weight of 0 "
                 f"if it is not to be trained on ({e.errors()[0]['msg']})"
             ) from None
+
+    def compares(self, name: str) -> bool:
+        """Whether the reward `name` needs the prompt's answer. False where its options are missing."""
+        with contextlib.suppress(ValueError):
+            return self.part(name).compares
+        return False
+
+    def named(self, name: str) -> RewardConfig:
+        """The configuration of the reward `name` alone, with the options, time limits and retries that it has here;
+        style, unit and args only if it is one of this configuration's rewards. Raises ValueError as `part` does."""
+        options = {name: self.part(name)} if has_options(name) else {}
+        keys = self._read_by(name) - (set() if name in self.weights else {"style", "unit", "args"})
+        given = {key: value for key in keys if (value := getattr(self, key)) not in (None, {})}
+        return RewardConfig.model_validate({**given, "name": name, **options})
 
     @model_validator(mode="before")
     @classmethod
@@ -222,7 +307,7 @@ class RewardConfig(Section):
         if not parts and "name" not in given:
             given["name"] = DEFAULT
         for name in names:
-            if isinstance(name, str) and BUILT_IN.get(name) is not None:
+            if has_options(name):
                 given.setdefault(name, {})
         return given
 
@@ -245,13 +330,11 @@ class RewardConfig(Section):
 
     def _read_by(self, name: str) -> set[str]:
         """Keys that the reward `name` reads, beside its options."""
-        if name in LOCAL_BUT_SLOW:
-            return set(_PATIENCE)
-        if name in REMOTE:
-            return {"concurrency", *_PATIENCE}
+        if name in BUILT_IN:
+            return set(BUILT_IN[name].reads)
         if ":" not in name:
             return set()
-        return {"style", "unit", "concurrency", *_PATIENCE} | ({"args"} if self.style in (None, "slime") else set())
+        return set(FunctionReward.reads) - (set() if self.style in (None, "slime") else {"args"})
 
 
 def _pattern(given: str, where: str) -> str:

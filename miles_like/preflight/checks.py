@@ -11,8 +11,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from miles_like.config.distillation import PromptedPolicy, RunningServer, StartedServer, SwappedWeights
 from miles_like.config.make import MakeConfig
-from miles_like.config.reward import REMOTE
+from miles_like.config.reward import EndpointConfig, Reward, RewardModelConfig
 from miles_like.config.run import RunConfig
 from miles_like.hf.tokenizer import LazyTokenizer
 from miles_like.pipeline.check_results import CheckResult, NotCheckedError, Outcome, run_check
@@ -81,7 +82,7 @@ class Preflight:
         late = self._reward_names() if self.config.servers is not None else []
         return [
             *sources,
-            *(self._checked_reward(name) for name in late if self._sends_tokens(name)),
+            *(self._checked_reward(name) for name in late if _sends_tokens(self.config.reward.part(name))),
             *self._teacher_prompts(),
         ]
 
@@ -200,31 +201,29 @@ class Preflight:
     def _checked_reward(self, name: str) -> CheckResult:
         return run_check(f"reward {name}", lambda: self._reward(name))
 
-    def _sends_tokens(self, name: str) -> bool:
-        """Whether the reward sends token ids to a server, which only the model's tokenizer gives."""
-        return name == "reward_model" and getattr(self.config.reward.named(name).reward_model, "send", None) == "tokens"
-
     def _reward(self, name: str) -> None:
         from miles_like.rewards.load import make_reward
 
         config = self.config.reward.named(name)
-        if name in REMOTE:
-            url = getattr(config, name).url
+        reward = config.part(name)
+        if isinstance(reward, EndpointConfig):
             if not self.online:
                 make_reward(config)  # checks its options and its key file
-                raise NotCheckedError(f"the server at {url}")
-            check_url(f"reward.{name}.url", url)  # for a clearer message than a failed call's
-            if self.tokenizer_dir is None and self._sends_tokens(name):
-                raise NotCheckedError(f"the server at {url} gets a request once the model's tokenizer is fetched")
+                raise NotCheckedError(f"the server at {reward.url}")
+            check_url(f"reward.{name}.url", reward.url)  # for a clearer message than a failed call's
+            if self.tokenizer_dir is None and _sends_tokens(reward):
+                raise NotCheckedError(
+                    f"the server at {reward.url} gets a request once the model's tokenizer is fetched"
+                )
         limit_s = min(config.timeout_s or CALL_S, CALL_S if self.online else DRY_CALL_S)
-        reward = make_reward(config.model_copy(update={"retries": 0, "timeout_s": limit_s}))
+        scorer = make_reward(config.model_copy(update={"retries": 0, "timeout_s": limit_s}))
         prompt = self._row()
-        n = 1 if reward.unit is Unit.SAMPLE else min(2, self.config.train.samples_per_group)
+        n = 1 if scorer.unit is Unit.SAMPLE else min(2, self.config.train.samples_per_group)
         from miles_like.preflight.trial_calls import samples_of
 
         samples = samples_of(prompt, self.tokenizer, n, longest=self.config.rollout.max_new_tokens)
         # the scorer applies limit_s itself
-        self._trial(spare_s=5.0).reward(f"reward {name!r}", reward, prompt, samples)
+        self._trial(spare_s=5.0).reward(f"reward {name!r}", scorer, prompt, samples)
 
     def _row(self) -> Prompt:
         if not self.prompts:
@@ -285,16 +284,19 @@ class Preflight:
     def _teachers(self) -> list[CheckResult]:
         section = self.config.distillation
         out: list[CheckResult] = []
-        for name, teacher in section.teachers.items() if section.on else ():
+        for name, config in section.teachers.items() if section.on else ():
             key = f"distillation.teachers.{name}"
-            if teacher.make is not None:
-                out += self._make(f"{key}.make", teacher.make)
-            elif teacher.url is not None and self.online:
-                out.append(run_check(key, partial(check_url, f"{key}.url", teacher.url)))
-            elif teacher.url is not None:
-                out.append(CheckResult(key, Outcome.NOT_CHECKED, f"the server at {teacher.url}"))
-            elif teacher.path is not None:
-                out.append(run_check(key, partial(self._weights, f"{key}.path", teacher.path)))
+            match config.part:
+                case RunningServer(url=url) if self.online:
+                    out.append(run_check(key, partial(check_url, f"{key}.url", url)))
+                case RunningServer(url=url):
+                    out.append(CheckResult(key, Outcome.NOT_CHECKED, f"the server at {url}"))
+                case StartedServer(source=MakeConfig() as make):
+                    out += self._make(f"{key}.make", make)
+                case StartedServer(source=str() as path) | SwappedWeights(path=path):
+                    out.append(run_check(key, partial(self._weights, f"{key}.path", path)))
+                case PromptedPolicy():
+                    pass
         return [*out, *self._teacher_prompts()]
 
     def _weights(self, key: str, path: str) -> None:
@@ -325,6 +327,11 @@ class Preflight:
                     privileged(name, template, self.tokenizer, prompt)
 
         return [run_check("teachers' prompts", templates)]
+
+
+def _sends_tokens(reward: Reward) -> bool:
+    """Whether the reward sends token ids to a server, which only the model's tokenizer gives."""
+    return isinstance(reward, RewardModelConfig) and reward.send == "tokens"
 
 
 class CharacterTokenizer:

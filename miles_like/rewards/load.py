@@ -8,9 +8,27 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import assert_never
 
-from miles_like.config.reward import BUILT_IN, LOCAL_BUT_SLOW, REMOTE, RewardConfig
+from miles_like.config.reward import (
+    BUILT_IN,
+    BuiltIn,
+    EndpointConfig,
+    ExactConfig,
+    ExactNumber,
+    FormatConfig,
+    FunctionReward,
+    Gsm8k,
+    JudgeConfig,
+    LengthConfig,
+    MultipleChoiceConfig,
+    NoReward,
+    RegexConfig,
+    RemoteConfig,
+    RewardConfig,
+    RewardModelConfig,
+)
+from miles_like.config.reward import MathVerify as MathVerifyConfig
 from miles_like.limits.threads import DaemonThreads
 from miles_like.plugins import load
 from miles_like.protocols import RewardFn, SampleReward
@@ -28,24 +46,7 @@ from miles_like.types import Unit
 LOCAL_S, REMOTE_S = 10.0, 60.0  # time limits where the configuration has none
 REMOTE_RETRIES, CALLS, WAIT_S, CLOSE_S = 2, 64, 1.0, 10.0
 
-T = TypeVar("T")
 Function = Callable[..., object]
-# (configuration, time limit) -> the function; RewardConfig guarantees that the options of a named reward are set
-REWARDS: dict[str, Callable[[RewardConfig, float], SampleReward]] = {
-    "exact_number": lambda c, limit_s: exact_number,
-    "exact": lambda c, limit_s: Exact(_given(c.exact)),
-    "gsm8k": lambda c, limit_s: gsm8k,
-    "math_verify": lambda c, limit_s: MathVerify(limit_s=limit_s),
-    "multiple_choice": lambda c, limit_s: MultipleChoice(_given(c.multiple_choice)),
-    "regex": lambda c, limit_s: Regex(_given(c.regex), limit_s=limit_s),
-    "format": lambda c, limit_s: Format(_given(c.format), limit_s=limit_s),
-    "length": lambda c, limit_s: Length(_given(c.length)),
-    "remote": lambda c, limit_s: Remote(_given(c.remote)),
-    "reward_model": lambda c, limit_s: RewardModel(_given(c.reward_model)),
-    "judge": lambda c, limit_s: Judge(_given(c.judge)),
-    "none": lambda c, limit_s: none,
-}
-assert REWARDS.keys() == BUILT_IN.keys()
 
 
 class Rewards:
@@ -95,25 +96,61 @@ def scored_by(function: Function, config: RewardConfig | None = None, *, label: 
 
 
 def _one(name: str, config: RewardConfig) -> Scorer:
-    key, limit_s = "reward.parts" if config.parts else "reward.name", config.timeout_s or LOCAL_S
-    function = load(name, key=key, known={n: partial(make, config, limit_s) for n, make in REWARDS.items()})
-    if name not in REWARDS:
+    key, reward = "reward.parts" if config.parts else "reward.name", config.part(name)
+    if isinstance(reward, FunctionReward):
+        function = load(name, key=key, known=BUILT_IN)
         return scored_by(function, config, label=f"{key} {name!r}")
+    return _built_in(name, reward, config)
+
+
+def _built_in(name: str, reward: BuiltIn, config: RewardConfig) -> Scorer:
+    function, remote = _function(reward, config.timeout_s or LOCAL_S), isinstance(reward, EndpointConfig)
     limits = Limits()
-    if name in REMOTE:
+    if remote:
         limits = _limits(config, REMOTE_S, REMOTE_RETRIES)
-    elif name in LOCAL_BUT_SLOW:  # these functions enforce the time limit themselves
+    elif reward.reads:  # these functions enforce the time limit themselves
         limits = replace(_limits(config, None, 0), timeout_s=None)
     threads = DaemonThreads()
     call, unit = adapt(function, label=name, style="own", unit=Unit.SAMPLE, threads=threads)
     return Scorer(
         call=call,
         unit=unit,
-        slow=name in REMOTE,
-        compares=name if config.compares(name) else None,
+        slow=remote,
+        compares=name if reward.compares else None,
         limits=limits,
         end=partial(_end, function, threads),
     )
+
+
+def _function(reward: BuiltIn, limit_s: float) -> SampleReward:
+    """limit_s: of a call that may take unbounded time."""
+    match reward:
+        case ExactNumber():
+            return exact_number
+        case ExactConfig():
+            return Exact(reward)
+        case Gsm8k():
+            return gsm8k
+        case MathVerifyConfig():
+            return MathVerify(limit_s=limit_s)
+        case MultipleChoiceConfig():
+            return MultipleChoice(reward)
+        case RegexConfig():
+            return Regex(reward, limit_s=limit_s)
+        case FormatConfig():
+            return Format(reward, limit_s=limit_s)
+        case LengthConfig():
+            return Length(reward)
+        case RemoteConfig():
+            return Remote(reward)
+        case RewardModelConfig():
+            return RewardModel(reward)
+        case JudgeConfig():
+            return Judge(reward)
+        case NoReward():
+            return none
+        case _:
+            assert_never(reward)
 
 
 def _limits(c: RewardConfig, timeout_s: float | None, retries: int) -> Limits:
@@ -123,11 +160,6 @@ def _limits(c: RewardConfig, timeout_s: float | None, retries: int) -> Limits:
         retry_wait_s=WAIT_S if c.retry_wait_s is None else c.retry_wait_s,
         concurrency=c.concurrency or CALLS,
     )
-
-
-def _given(options: T | None) -> T:
-    assert options is not None, "RewardConfig has the options of what it names"
-    return options
 
 
 async def _end(function: Function, threads: DaemonThreads) -> None:

@@ -15,9 +15,10 @@ from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.workers import RayServers
-from miles_like.config.distillation import TeacherConfig
+from miles_like.config.distillation import PromptedPolicy, RunningServer, StartedServer, SwappedWeights, TeacherPart
+from miles_like.config.make import MakeConfig
 from miles_like.config.run import ConvertConfig, ModelConfig, RunConfig
-from miles_like.experience.teachers import PromptOf, ServerTeacher, Teacher, Teachers, TrainerTeacher
+from miles_like.experience.teachers import PromptOf, ServerTeacher, Teacher, Teachers, TrainerTeacher, as_it_is
 from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.hf.teacher_prompt import privileged
 from miles_like.hf.tokenizer import load_tokenizer
@@ -55,21 +56,16 @@ class RunTeachers:
     def prepare(self) -> None:
         """Makes, fetches and converts teachers, each once for all runs that share the cache. Raises ValueError for
         weights of another architecture than the student's."""
-        for name, teacher in self.section.teachers.items():
-            if teacher.path is None and teacher.make is None:
-                continue
-            if teacher.kind == "weights" and teacher.path is not None and Manifest.there(Path(teacher.path)):
-                self._paths[name] = Path(teacher.path)
-                continue
-            directory = self._fetched(name, teacher)
-            if teacher.kind == "weights":
-                check_same_shapes(name, HFCheckpoint(directory).config, self.student)
-                directory = self._converted(name, directory)
-            self._paths[name] = directory
+        for name, config in self.section.teachers.items():
+            match config.part:
+                case StartedServer(source=source):
+                    self._paths[name] = self._fetched(name, source)
+                case SwappedWeights(path=path):
+                    self._paths[name] = self._shards(name, path)
 
     def launch(self) -> None:
         """Starts the servers of teachers; `wait` waits until they are up."""
-        served = [name for name, t in self.section.teachers.items() if t.kind == "server" and name in self._paths]
+        served = [name for name, t in self.section.teachers.items() if isinstance(t.part, StartedServer)]
         logs = (self.run_dir / "logs" / "teachers").resolve()
         launches = []
         for i, name in enumerate(served):
@@ -102,12 +98,13 @@ class RunTeachers:
         teacher, or that a template does not fit."""
         made: dict[str, Teacher] = {}
         for name, config in self.section.teachers.items():
-            prompt_of = self._prompt_of(name, config)
-            if config.kind == "self":
+            part, prompt_of = config.part, as_it_is
+            if isinstance(part, PromptedPolicy):
+                prompt_of = partial(privileged, name, part.prompt, self.tokenizer)
                 for prompt in prompts:
                     prompt_of(prompt)
             if config.by_server:
-                made[name] = self._server(name, config, rollout, prompt_of)
+                made[name] = self._server(name, part, rollout, prompt_of)
             else:
                 weights = REFERENCE if config.by_reference else f"teacher {name}"
                 path = self._paths.get(name)
@@ -118,8 +115,9 @@ class RunTeachers:
         return out
 
     def _server(
-        self, name: str, config: TeacherConfig, rollout: Sequence[SGLangClient], prompt_of: PromptOf
+        self, name: str, part: TeacherPart, rollout: Sequence[SGLangClient], prompt_of: PromptOf
     ) -> ServerTeacher:
+        """Of the rollout's servers, unless the teacher has a server."""
         teacher = ServerTeacher(
             name=name,
             clients=rollout,
@@ -129,22 +127,15 @@ class RunTeachers:
             vocabulary=int(self.student["vocab_size"]),
             own=False,
         )
-        if config.kind == "self":
-            return teacher
-        ours = name in self._urls
-        client = SGLangClient(
-            self._urls[name] if ours else str(config.url),
-            routing=None,
-            request_timeout_s=self.section.request_timeout_s,
-            log=self.run_dir / "logs" / "teachers" if ours else None,
-            key=self.key if ours else None if config.key_file is None else read_key(Path(config.key_file)),
-        )
-        return replace(teacher, clients=(client,), other_tokenizer=self._other_tokenizer, own=True)
-
-    def _prompt_of(self, name: str, config: TeacherConfig) -> PromptOf:
-        if config.prompt is None:
-            return lambda prompt: prompt.token_ids
-        return partial(privileged, name, config.prompt, self.tokenizer)
+        client = partial(SGLangClient, routing=None, request_timeout_s=self.section.request_timeout_s)
+        match part:
+            case RunningServer(url=url, key_file=key_file):
+                own = client(url, key=None if key_file is None else read_key(Path(key_file)))
+            case StartedServer():
+                own = client(self._urls[name], log=self.run_dir / "logs" / "teachers", key=self.key)
+            case _:
+                return teacher
+        return replace(teacher, clients=(own,), other_tokenizer=self._other_tokenizer, own=True)
 
     def _other_tokenizer(self, directory: Path) -> str | None:
         """How the tokenizer of `directory` differs from the student's; None: it does not."""
@@ -154,15 +145,25 @@ class RunTeachers:
         differ = [token for token in own if other.get(token) != own[token]]
         return f"{len(other)} tokens and {len(own)}" + (f", {differ[0]!r} is not the same" if differ else "")
 
-    def _fetched(self, name: str, teacher: TeacherConfig) -> Path:
+    def _shards(self, name: str, path: str) -> Path:
+        """A directory of Megatron shards: `path`, or what it is converted to."""
+        if Manifest.there(Path(path)):
+            return Path(path)
+        directory = self._fetched(name, path)
+        check_same_shapes(name, HFCheckpoint(directory).config, self.student)
+        return self._converted(name, directory)
+
+    def _fetched(self, name: str, source: str | MakeConfig) -> Path:
         from miles_like.pipeline.make_checkpoint import make_checkpoint
 
-        model = ModelConfig(path=teacher.path or name.replace("/", "-"), make=teacher.make)
+        if isinstance(source, str):
+            model = ModelConfig(path=source)
+        else:
+            model = ModelConfig(path=name.replace("/", "-"), make=source)
         config = self.config.model_copy(update={"model": model})
-        source = source_inputs(model)
         return self._staged(
             "fetch",  # the student's stage, were it the student: the same checkpoint is made once for both
-            source,
+            source_inputs(model),
             f"teacher {name}: {describe(model)}",
             lambda out: fetch(model, out, lambda data: make_checkpoint(config, data, self.console)),
             visible_files,
