@@ -35,7 +35,7 @@ KILLS = 20
 
 
 def _attempt(hf_dir: Path, out: Path, delay: float | None) -> bool:
-    """Convert in a process of its own, killed after `delay` seconds; whether it came to its end."""
+    """Converts in a separate process, killed after `delay` seconds; returns whether it completed."""
     pid = os.fork()
     if not pid:
         try:

@@ -2,7 +2,7 @@
 
 Experts and gates then both come out of a server's reply, so a trainer whose routers are others still gives the
 rollout's log-probs, and its routers get no gradient. A gate lost, scaled or normalized once more, or at another
-expert's or token's place, shows as a gap; so does a trainer that scores anew, which is what replay without gates does.
+expert's or token's place, shows as a gap; so does a trainer that computes the gates itself (replay without gates).
 
 The embedded engine over HTTP, prompts of unequal length that share their prefill, a trainer of one rank in fp32. Not
 covered: bf16, layouts (test_replay_layouts.py cuts gates as it cuts ids), stock SGLang, which returns none.
@@ -66,7 +66,7 @@ def _one_rank(rank: int, world: int, port: int, where: Path) -> Found:
     ((row),), tokens = batch.grid, batch.loss_tokens
     out["micro-batches"] = len(row)
     bare = [toy.with_trace(m, replace(m.routing, weights=None)) for m in row]
-    for name, gates in (("gates", True), ("scored anew", False)):
+    for name, gates in (("gates", True), ("own gates", False)):
         cfg = toy.config(str(hf), replay={"mode": "r3", "gates": gates})
         with toy.trainer(cfg, rank, world, free_port()) as t:
             t.load_weights(where / "shards")
@@ -91,18 +91,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def test_gates_of_the_engine_are_those_of_the_trainer(found: Found) -> None:
-    """With the same weights nothing changes by them, but that the routers get no gradient; the step goes through."""
-    gates, anew = found["gates"], found["scored anew"]
+    """With the same weights they change nothing, except that the routers get no gradient; the step completes."""
+    gates, scored = found["gates"], found["own gates"]
     assert found["micro-batches"] > 1
-    for metrics, _ in (gates, anew):
+    for metrics, _ in (gates, scored):
         assert metrics["routing/replay_coverage"] == metrics["routing/agreement"] == 1.0
         assert metrics["mismatch/logprob_abs_diff_max"] < 1e-4
-    assert gates[1] == [0.0, 0.0] and min(anew[1]) > 1e-4
+    assert gates[1] == [0.0, 0.0] and min(scored[1]) > 1e-4
     assert found["applied"]["train/grad_norm"] > 0
 
 
 def test_they_count_and_the_trainer_s_own_do_not(found: Found) -> None:
-    gates, anew = found["gates, other routers"], found["scored anew, other routers"]
-    assert max(m["routing/agreement"] for m, _ in (gates, anew)) < 0.5
+    gates, scored = found["gates, other routers"], found["own gates, other routers"]
+    assert max(m["routing/agreement"] for m, _ in (gates, scored)) < 0.5
     assert gates[0]["mismatch/logprob_abs_diff_max"] < 1e-4
-    assert anew[0]["mismatch/logprob_abs_diff_max"] > 1e-2
+    assert scored[0]["mismatch/logprob_abs_diff_max"] > 1e-2

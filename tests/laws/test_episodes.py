@@ -1,8 +1,8 @@
 """Law: an episode of several turns is one sample: its log-probs and routes are those of its tokens as a whole, the
 trainer replays every row of it, and trains on the policy's tokens alone.
 
-Why it must hold: each turn is another request, whose prompt is all that was said before. A row that is asked for twice,
-left out or of another token, and a token of the environment's that slips under loss, would teach what nobody chose.
+Why it must hold: each turn is another request, whose prompt is all earlier text. A row that is requested twice, left
+out or taken from another token, or an environment token that counts in the loss, would train on unsampled tokens.
 
 The embedded engine over HTTP, environment, generate function, advantage and loss of docs/examples by the keys of a
 configuration, a trainer of one rank. Not covered: stock SGLang (test_recorded_sglang.py reads its answers), aborted
@@ -46,7 +46,7 @@ HINTS = RolloutConfig(
     environment=f"{EXAMPLES}/environment.py:Hints", max_turns=3, max_new_tokens=6, max_episode_tokens=40
 )
 TWICE = RolloutConfig(generate=f"{EXAMPLES}/generate.py:twice", max_new_tokens=6, max_episode_tokens=16)
-# of random weights half of what could be said ends a turn, so that most turns end
+# half the vocabulary are stop tokens, so that most turns of random weights end
 PARAMS = SamplingParams(max_new_tokens=6, sampling_seed=5, stop_token_ids=tuple(range(1, 128, 2)))
 G = 4
 
@@ -131,11 +131,11 @@ def _turns(sample: Sample) -> int:
 
 
 def test_the_episodes_have_turns(found: Found) -> None:
-    """Else the law would hold for nothing: some have three, and what the environment said is among them."""
+    """Otherwise the law would hold vacuously: some have three turns, with the environment's text among their tokens."""
     hints, twice = (_samples(replace(found, episodes={k: v})) for k, v in found.episodes.items())
     assert max(_turns(s) for s in hints) == 3 and max(_turns(s) for s in twice) == 2
-    told = [TOKENIZER.decode(s.token_ids[~s.loss_mask].tolist()) for s in hints if _turns(s) > 1]
-    assert told and all(("?" in t) or ("number: " in t) or ("er: " in t) for t in told)
+    hints_text = [TOKENIZER.decode(s.token_ids[~s.loss_mask].tolist()) for s in hints if _turns(s) > 1]
+    assert hints_text and all(("?" in t) or ("number: " in t) or ("er: " in t) for t in hints_text)
     assert all(len(s.token_ids) - len(_prompts("x")[0].token_ids) <= 41 for s in hints)
 
 
@@ -149,7 +149,7 @@ def test_an_episode_is_scored_as_a_whole_is(found: Found) -> None:
 
 
 def test_the_same_seed_is_the_same_episode(found: Found) -> None:
-    """Also what the environment draws: one made anew for each episode draws from its own seed."""
+    """Also what the environment draws: an environment built for each episode draws from that episode's seed."""
     for a, b in zip(found.again, found.episodes["hints"], strict=True):
         assert [s.token_ids.tolist() for s in a.samples] == [s.token_ids.tolist() for s in b.samples]
         assert [s.reward for s in a.samples] == [s.reward for s in b.samples]
@@ -159,8 +159,8 @@ def test_the_trainer_replays_every_row_and_trains_on_the_policy_s_tokens_alone(f
     assert found.replayed["routing/replay_coverage"] == found.replayed["routing/agreement"] == 1.0
     assert found.batch is not None
     rows = [m for row in found.batch.grid for m in row]
-    said = sorted(t for m in rows for t in m.labels[m.loss_mask].tolist())
-    assert said == sorted(t for s in _samples(found) for t in s.token_ids[s.loss_mask].tolist())
-    assert found.batch.loss_tokens == len(said) < sum(len(m.labels) for m in rows) - 8 * 4
+    under_loss = sorted(t for m in rows for t in m.labels[m.loss_mask].tolist())
+    assert under_loss == sorted(t for s in _samples(found) for t in s.token_ids[s.loss_mask].tolist())
+    assert found.batch.loss_tokens == len(under_loss) < sum(len(m.labels) for m in rows) - 8 * 4
     assert math.isfinite(found.trained["train/loss"]) and found.trained["train/grad_norm"] > 0
     assert found.trained["train/is_weight/trunc_frac"] == 0 and abs(found.trained["train/is_weight/max"] - 1) < 1e-3

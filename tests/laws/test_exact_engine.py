@@ -1,8 +1,8 @@
 """Law: with exact operations the engine gives a sample the same tokens and log-probabilities in any company.
 
-In which batch a sample is decoded, in how many pieces its prompt is fed, whether it was interrupted and fed anew,
-whether tokens were decoded or scored, what the cache's pages are, in what form weights are kept and how many threads
-there are: none of these changes a bit. Not covered: other processors.
+In which batch a sample is decoded, in how many pieces its prompt is fed, whether it was interrupted and prefilled
+again, whether tokens were decoded or scored, what the cache's pages are, in what form weights are kept and how many
+threads there are: none of these changes a bit. Not covered: other processors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.exactly import MODELS, generate, prompt_specs
 from tests.support.tiny_models import random_tensors, write_checkpoint
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-Said = list[tuple[list[int], list[float]]]  # of each sample
+Sampled = list[tuple[list[int], list[float]]]  # of each sample
 
 
 @pytest.fixture(scope="module", params=["mla", "gqa"])
@@ -47,22 +47,22 @@ def _engine(path: Path, dtype: str, *, weights: Any = "decoded", parts: int = 1,
     return Service(path, wanted, dtype=DTYPES[dtype], weights=weights, ops=ExactOps(parts)).engine
 
 
-def _said(engine: Engine, specs: list[PromptSpec]) -> Said:
+def _sampled(engine: Engine, specs: list[PromptSpec]) -> Sampled:
     done = generate(engine, specs)
     return [(c.reply.output_ids.tolist(), list(c.reply.logprobs)) for group in done for c in group]  # type: ignore[arg-type]
 
 
-def _together(path: Path, dtype: str, **how: Any) -> Said:
-    return _said(_engine(path, dtype, **how), prompt_specs(0))
+def _together(path: Path, dtype: str, **how: Any) -> Sampled:
+    return _sampled(_engine(path, dtype, **how), prompt_specs(0))
 
 
-def _one_by_one(path: Path, dtype: str) -> Said:
+def _one_by_one(path: Path, dtype: str) -> Sampled:
     engine = _engine(path, dtype)
     return [
-        said
+        sampled
         for spec in prompt_specs(0)
         for i in range(spec.n)
-        for said in _said(engine, [replace(spec, n=1, first_index=i)])
+        for sampled in _sampled(engine, [replace(spec, n=1, first_index=i)])
     ]
 
 
@@ -76,13 +76,13 @@ def _pieces(tokens: int) -> Iterator[None]:
         engine_module._PIECE = stock
 
 
-def _in_pieces(path: Path, dtype: str) -> Said:
+def _in_pieces(path: Path, dtype: str) -> Sampled:
     with _pieces(7):
         return _together(path, dtype)
 
 
-def _interrupted(path: Path, dtype: str) -> Said:
-    """What was decoded before is a part of the prompt that is fed anew."""
+def _interrupted(path: Path, dtype: str) -> Sampled:
+    """The tokens decoded before the interruption are a part of the prompt of the second prefill."""
     engine, out = _engine(path, dtype), []
     groups: list[Any] = [[] for _ in prompt_specs(0)]
     for spec, into in zip(prompt_specs(0), groups, strict=True):
@@ -98,7 +98,7 @@ def _interrupted(path: Path, dtype: str) -> Said:
     return out
 
 
-def _with_threads(threads: int, path: Path, dtype: str) -> Said:
+def _with_threads(threads: int, path: Path, dtype: str) -> Sampled:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -107,7 +107,7 @@ def _with_threads(threads: int, path: Path, dtype: str) -> Said:
         torch.set_num_threads(before)
 
 
-WAYS: dict[str, Callable[[Path, str], Said]] = {
+WAYS: dict[str, Callable[[Path, str], Sampled]] = {
     "one by one": _one_by_one,
     "four at a time": lambda path, dtype: _together(path, dtype, max_running=4),
     "prompts in pieces of 7": _in_pieces,
@@ -121,18 +121,20 @@ WAYS: dict[str, Callable[[Path, str], Said]] = {
 
 
 @pytest.fixture(scope="module")
-def together(checkpoint: Path) -> dict[str, Said]:
+def together(checkpoint: Path) -> dict[str, Sampled]:
     return {dtype: _together(checkpoint, dtype) for dtype in DTYPES}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_sample_is_the_same_in_any_company(way: str, dtype: str, checkpoint: Path, together: dict[str, Said]) -> None:
+def test_a_sample_is_the_same_in_any_company(
+    way: str, dtype: str, checkpoint: Path, together: dict[str, Sampled]
+) -> None:
     assert WAYS[way](checkpoint, dtype) == together[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tokens_are_scored_as_they_were_decoded(dtype: str, checkpoint: Path, together: dict[str, Said]) -> None:
+def test_tokens_are_scored_as_they_were_decoded(dtype: str, checkpoint: Path, together: dict[str, Sampled]) -> None:
     engine, scores = _engine(checkpoint, dtype), []
     prompts = [s for s in prompt_specs(0) for _ in range(s.n)]
     for spec, (ids, _) in zip(prompts, together[dtype], strict=True):
@@ -143,7 +145,7 @@ def test_tokens_are_scored_as_they_were_decoded(dtype: str, checkpoint: Path, to
     assert scores == [logprobs for _, logprobs in together[dtype]]
 
 
-def test_the_law_is_not_blind(checkpoint: Path, together: dict[str, Said]) -> None:
+def test_the_law_is_not_blind(checkpoint: Path, together: dict[str, Sampled]) -> None:
     """Sums in two parts are other sums."""
     other = _together(checkpoint, "float32", parts=2)
     pairs = zip(other, together["float32"], strict=True)

@@ -77,15 +77,17 @@ class _Ranks:
 def _compared(pair: exactly.Pair) -> tuple[bool, bool, bool]:
     """What `verify` puts together of all ranks' answers: whether the tokens are those that were sampled, the
     log-probabilities the rollout's under its own routes and under replayed ones, and the routes the rollout's."""
-    told, layout = sampled(pair.groups(STEPS)), pair.t.config.parallel
+    rollout, layout = sampled(pair.groups(STEPS)), pair.t.config.parallel
     packing = partial(pack, dp_size=layout.dp, max_tokens=150, micro_multiple=layout.micro_multiple, replayed=False)
     ranks: Any = _Ranks(pair.t)
     trainer = LiveTrainer(trainer=ranks, pack=packing, shape=exactly.shape_of(pair.t))
-    own, replayed = (asyncio.run(trainer.score(told.tokens, temperature=1.0, routes=r)) for r in (None, told.routes))
-    assert told.routes is not None and own.routes is not None and replayed.routes is None
-    same = [torch.equal(a, b) for a, b in zip(own.tokens.ids, told.tokens.ids, strict=True)]
-    probs = [torch.equal(a, b) for s in (own, replayed) for a, b in zip(s.logprobs, told.logprobs, strict=True)]
-    routes = [torch.equal(a.sort(-1)[0], b.sort(-1)[0]) for a, b in zip(own.routes, told.routes, strict=True)]
+    own, replayed = (
+        asyncio.run(trainer.score(rollout.tokens, temperature=1.0, routes=r)) for r in (None, rollout.routes)
+    )
+    assert rollout.routes is not None and own.routes is not None and replayed.routes is None
+    same = [torch.equal(a, b) for a, b in zip(own.tokens.ids, rollout.tokens.ids, strict=True)]
+    probs = [torch.equal(a, b) for s in (own, replayed) for a, b in zip(s.logprobs, rollout.logprobs, strict=True)]
+    routes = [torch.equal(a.sort(-1)[0], b.sort(-1)[0]) for a, b in zip(own.routes, rollout.routes, strict=True)]
     return all(same), all(probs), all(routes)
 
 
@@ -119,8 +121,8 @@ def test_log_probabilities_are_exact_in_every_layout(run: dict[str, list[Any]]) 
 
 
 def test_verify_puts_the_ranks_of_every_layout_together(run: dict[str, list[Any]]) -> None:
-    """Each rank told its rows and layers of its row of the batch; the whole is what the engine sampled. A run asks the
-    same before its first step."""
+    """Each rank reports its rows and layers of its row of the batch; the assembled whole is what the engine sampled. A
+    run makes the same comparison before its first step."""
     wrong = {name: ranks for name, ranks in run.items() if any(asked != (True,) * 3 for _, asked in ranks)}
     assert not wrong
 

@@ -63,8 +63,8 @@ def _many_steps(t: Any, where: Path) -> exactly.Found:
 
 
 def _moved(t: Any, where: Path) -> tuple[int, bool]:
-    """Tokens that differ after one weight of a trainer has moved by 1 %, which the engine is not told; whether a step's
-    metrics still say that none does."""
+    """Tokens that differ after one weight of a trainer has moved by 1 %, without a publication to the engine; whether a
+    step's metrics still report that none differs."""
     pair = exactly.Pair(t, where)
     row, tokens = pair.packed(pair.groups(0))
     with torch.no_grad():

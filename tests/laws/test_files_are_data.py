@@ -158,7 +158,7 @@ def _reads(rank: int, world: int, port: int, root: Path) -> dict[str, str]:
             if not name.startswith(SUMS):  # which only a resumed run reads
                 with _words(found, f"other {name} weights"):
                     t.load_weights(path)
-        (root / "saved" / SUMS).unlink()  # as if they had been made anew
+        (root / "saved" / SUMS).unlink()  # as if the files had been rewritten together with their checksums
         for name, plant in [("nothing", None), *PLANTS.items()]:
             for call in CALLS:
                 path = root / f"{name}-{call}"

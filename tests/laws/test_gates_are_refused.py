@@ -69,7 +69,7 @@ def test_gates_that_changed_moved_with_their_ids_or_went_missing() -> None:
 @given(seeds, st.integers(1, 10))
 @CASES
 def test_gates_come_in_pieces_too(seed: int, cut: int) -> None:
-    """And a part of rows and layers holds the seals of its own gates."""
+    """A part of the rows and layers holds the seals of its gates."""
     tokens, trace = gated(seed)
     assert trace.weights is not None
     pieces = []

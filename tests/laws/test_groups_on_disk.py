@@ -1,8 +1,8 @@
 """A group read back from a checkpoint is the group that was written: every field, every tensor, every bit.
 
-A resumed run trains on it. A log-prob that comes back in another last bit, or a seal that is lost, makes another run
-of it, and in the deterministic mode the law of exact resumption fails for a reason that nobody finds. So each field of
-each class is compared, whatever fields there are: one that is added later and is not stored is red here.
+A resumed run trains on it. A log-prob that differs in its last bit, or a lost seal, makes another run of it, and in the
+deterministic mode the law of exact resumption fails without a visible cause. So each field of each class is compared,
+whatever fields there are: one that is added later and is not stored fails here.
 Not covered: columns of a prompt that are tuples come back as lists.
 """
 

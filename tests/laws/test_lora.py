@@ -259,7 +259,7 @@ def test_the_step_does_not_depend_on_the_layout(found: Found, layout: str) -> No
 def test_products_of_layouts_and_a_reference_change_nothing_either(found: Found, name: str) -> None:
     """Virtual stages, context parallelism, query-group attention, draft layers, and a reference that was kept with its
     adapters (and is penalized for leaving): two steps to 1e-5, and the gradient of every adapter to 2e-5 of its norm.
-    Draft layers have no adapters of their own: their loss trains those of the layers below."""
+    Draft layers have no adapters: their loss trains those of the layers below."""
     case, key = SPREAD[name], SPREAD[name].key
     want = found["one"]["spread"][key]
     for rank in found["both"]:
@@ -280,8 +280,8 @@ def test_only_adapters_move(found: Found) -> None:
 
 
 def test_adapters_start_alike_and_reshard_bitwise(found: Found) -> None:
-    """The start is drawn by name, and a checkpoint holds whole adapters: one rank -> TP2 -> EP2 -> one rank is the
-    identity. A run saved in one layout resumes in another."""
+    """The initial values are drawn from the parameter's name, and a checkpoint holds whole adapters: one rank -> TP2 ->
+    EP2 -> one rank is the identity. A run saved in one layout resumes in another."""
     for rank in found["both"]:
         assert rank["other start"] == [] and rank["resharded otherwise"] == []
         for key in ("train/loss", "train/grad_norm"):

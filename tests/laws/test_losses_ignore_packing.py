@@ -141,8 +141,8 @@ def test_the_mean_is_over_pairs_in_any_packing(name):
             streams = {
                 k: torch.zeros(len(m.tokens)) for k in ("entropy", "rollout_logprobs", "advantages", "old_logprobs")
             }
-            said = {"logprobs": table[m.labels], "ref_logprobs": reference[m.labels], "loss_mask": m.loss_mask}
-            loss, _ = PAIRS[name](LossInputs(**said, **streams, cu_seqlens=m.cu_seqlens))
+            given = {"logprobs": table[m.labels], "ref_logprobs": reference[m.labels], "loss_mask": m.loss_mask}
+            loss, _ = PAIRS[name](LossInputs(**given, **streams, cu_seqlens=m.cu_seqlens))
             total = total + torch.where(m.loss_mask, loss * m.weights, 0.0).sum()
         (total / batch.loss_tokens).backward()
         return float(total.detach() / batch.loss_tokens), table.grad

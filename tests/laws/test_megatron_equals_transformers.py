@@ -162,7 +162,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
                     value.add_(torch.randn(value.shape) * (0.3 if "norm" in key or "bias" in key else 0.05))
             out[name] = root, _reference(model, hf["vocab_size"], family_of(hf).num_experts(hf))
             model.save_pretrained(root / "hf")
-            if hf["model_type"] == "kimi_k2":  # which transformers calls by another name
+            if hf["model_type"] == "kimi_k2":  # transformers has another name for it
                 (root / "hf" / "config.json").write_text(json.dumps(hf))
             to_megatron(root / "hf", root / "megatron")
     return out
@@ -199,7 +199,7 @@ def test_experts_are_the_same(name: str, answers: dict[str, tuple[Answer, Answer
 def test_logits_are_equal(name: str, answers: dict[str, tuple[Answer, Answer]]) -> None:
     (theirs, _), (ours, _) = answers[name]
     assert theirs.shape == ours.shape
-    assert float(theirs.std()) > 0.1, "the logits say nothing"
+    assert float(theirs.std()) > 0.1, "the logits are nearly constant"
     assert float((theirs - ours).abs().max()) <= BOUND
 
 
@@ -209,7 +209,7 @@ def test_uneven_stages_give_the_same(
 ) -> None:
     """Logits of the last stage, log-probabilities on each, and each stage's own experts."""
     theirs, chosen = published[name][1]
-    (first, upper, nothing, told), (last, lower, ours, own) = (rank[name] for rank in staged)
+    (first, upper, nothing, received), (last, lower, ours, own) = (rank[name] for rank in staged)
     hf = MODELS[name]
     assert [first, last] == STAGES[name][1]
     assert nothing is None
@@ -217,7 +217,7 @@ def test_uneven_stages_give_the_same(
     assert float((theirs - torch.from_numpy(ours)).abs().max()) <= BOUND
     labels = torch.cat([batch.labels for batch in _row(hf["vocab_size"])])
     want = theirs.log_softmax(-1).gather(1, labels[:, None])[:, 0]
-    for logprobs in (told, own):
+    for logprobs in (received, own):
         assert float((want - torch.from_numpy(logprobs)).abs().max()) <= BOUND
     layers = family_of(hf).moe_layers(hf)
     assert [*upper, *lower] == list(layers)

@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2 recompute": {"dp": 2, "ep": 2, "recompute": "full"},
     "PP2 recompute": {"pp": 2, "first_stage_layers": 2, "recompute": "full"},
 }
-Said = dict[str, str]
+Messages = dict[str, str]
 
 
 class Moody(toy.PolicyGradient):
@@ -76,7 +76,7 @@ def batch(cfg: Any, seed: int = 0) -> tuple[list[list[MicroBatch]], int]:
     return toy.grid(parts, dp=dp, micros=4 // dp)
 
 
-def said(t: Any, rows: Sequence[Sequence[MicroBatch]], tokens: int) -> str:
+def message(t: Any, rows: Sequence[Sequence[MicroBatch]], tokens: int) -> str:
     try:
         t.step(rows[t.dp_rank], tokens, 7)
     except RuntimeError as e:
@@ -99,22 +99,22 @@ def poisoned(rows: list[list[MicroBatch]], d: int, m: int, value: float) -> list
     return [[bad if (i, j) == (d, m) else x for j, x in enumerate(row)] for i, row in enumerate(rows)]
 
 
-def _places(rank: int, world: int, port: int, hf: str, layout: dict[str, Any], expert: tuple[str, int]) -> Said:
+def _places(rank: int, world: int, port: int, hf: str, layout: dict[str, Any], expert: tuple[str, int]) -> Messages:
     """Each kind of cause under one layout. `expert`: (a local expert of `rank` expert[1], with global layer)."""
     loss, out, cfg = Moody(), {}, config(hf, **layout)
     with toy.trainer(cfg, rank, world, port, loss) as t:
         rows, tokens = batch(cfg)
         before = _state(t)
-        out["advantage"] = said(t, poisoned(rows, cfg.parallel.dp - 1, 1, NAN), tokens)
+        out["advantage"] = message(t, poisoned(rows, cfg.parallel.dp - 1, 1, NAN), tokens)
         for mode in ("once", "steep", "slope"):
             loss.mode = mode
-            out[mode] = said(t, rows, tokens)
+            out[mode] = message(t, rows, tokens)
         loss.mode = ""
         steep = module(t, "decoder.layers.1.mlp.shared_experts.linear_fc1") if rank == world - 1 else None
         if cfg.parallel.pp == 2:
             steep = module(t, "decoder.layers.1.mlp.shared_experts.linear_fc1")
         handle = steep and steep.register_forward_hook(lambda m, i, o: (SteepBackward.apply(o[0]), *o[1:]))
-        out["backward"] = said(t, rows, tokens)
+        out["backward"] = message(t, rows, tokens)
         if handle:
             handle.remove()
         out["unharmed"] = str(_same(before, _state(t)))
@@ -123,7 +123,7 @@ def _places(rank: int, world: int, port: int, hf: str, layout: dict[str, Any], e
         if victim is not None:
             with torch.no_grad():
                 victim.weight[0, 0] = NAN
-        out["weight"] = said(t, rows, tokens)
+        out["weight"] = message(t, rows, tokens)
     return out
 
 
@@ -188,16 +188,16 @@ def _left_within(rank: int, world: int, port: int, cfg: Any) -> dict[str, Any]:
         except (KeyError, RuntimeError) as e:
             error = e  # its traceback keeps the schedule's frames
         syncs = all(g.is_last_microbatch for g in groups)
-    said = type(error).__name__
+    raised = type(error).__name__
     del error
     gc.collect()
     sys.unraisablehook = hook
-    return {"said": said, "syncs": syncs, "silent": silent}
+    return {"raised": raised, "syncs": syncs, "silent": silent}
 
 
-def _bad_rows(rank: int, world: int, port: int, hf: str) -> Said:
+def _bad_rows(rank: int, world: int, port: int, hf: str) -> Messages:
     """What only rank 1 is given wrongly."""
-    out: Said = {}
+    out: Messages = {}
     cfg = config(hf, dp=2, ep=2)
     with toy.trainer(cfg, rank, world, port) as t:
         rows, tokens = batch(cfg)
@@ -225,7 +225,7 @@ def _biased(rank: int, world: int, port: int, hf: str) -> dict[str, Any]:
     cfg = config(hf, router_bias_update_rate=1e-2)
     with toy.trainer(cfg, rank, world, port) as t:
         rows, tokens = batch(cfg)
-        out: dict[str, Any] = {"advantage": said(t, poisoned(rows, 0, 1, NAN), tokens)}
+        out: dict[str, Any] = {"advantage": message(t, poisoned(rows, 0, 1, NAN), tokens)}
         out["hooks left"] = sum(bool(p._backward_hooks) for p in t.models[0].parameters())
         before = _state(t)
         try:
@@ -278,7 +278,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_first_place_is_named(found: dict[str, Any], layout: str) -> None:
     """A weight, a loss input, a gradient that arises only backward, squares that overflow, and what does not return:
     in each the sentence has the cause in it, the micro-batch, and the step."""
-    s: Said = found[layout]
+    s: Messages = found[layout]
     for case in ("advantage", "once", "steep", "slope", "backward", "weight"):
         print(case, "::", s[case])
     name, owner = EXPERT[layout]
@@ -341,8 +341,8 @@ def test_what_one_rank_is_given_wrongly_ends_the_call_on_all(found: dict[str, An
 @pytest.mark.parametrize("name", ["left PP2", "left VPP2"])
 def test_an_error_amid_a_pipeline_leaves_nothing_half_done(found: dict[str, Any], name: str) -> None:
     """Pipeline schedules switch gradient reduction off by hand. After an error it is on again at once, and closing the
-    trainer prints nothing of an exception that nobody can catch."""
+    trainer prints nothing of an exception that the caller cannot catch."""
     for rank in found[name]:
-        assert rank["said"] != "NoneType" and rank["syncs"]
+        assert rank["raised"] != "NoneType" and rank["syncs"]
         assert rank["silent"] == []
-    assert found[name][1]["said"] == "KeyError"
+    assert found[name][1]["raised"] == "KeyError"

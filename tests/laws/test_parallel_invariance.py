@@ -122,7 +122,7 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _one_rank(rank: int, world: int, port: int, where: Path) -> tuple[dict[str, Run], dict[str, Run], dict[str, float]]:
-    """The single rank's runs by key, those of other packings by name, and one with idle micro-batches."""
+    """The single rank's runs by key, those of other packings by the packing's name, and one with idle micro-batches."""
     alone = layouts.references(rank, world, port, where, CASES)
     return alone, layouts.in_layouts(rank, world, port, where, RANKS[1]), _idle(rank, world, free_port(), where)
 

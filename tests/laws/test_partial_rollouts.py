@@ -269,9 +269,9 @@ def _samples(groups: Sequence[SampleGroup]) -> list[Sample]:
 def test_an_aborted_sample_is_the_one_that_was_not(found: Found) -> None:
     """Same weights, same seed: tokens, experts and seals are the same, log-probs but for the order of sums. Some were
     cut in the middle, once or twice, some before they began."""
-    said = {s.name: [c.response_len for c in found.cuts if c.name == s.name] for s in _samples(found.whole)}
-    assert any(0 in cuts for cuts in said.values())
-    assert any(len(set(cuts)) == 2 for cuts in said.values())
+    lengths = {s.name: [c.response_len for c in found.cuts if c.name == s.name] for s in _samples(found.whole)}
+    assert any(0 in cuts for cuts in lengths.values())
+    assert any(len(set(cuts)) == 2 for cuts in lengths.values())
     for got, want in zip(_samples(found.aborted), _samples(found.whole), strict=True):
         assert (got.name, got.finish, got.versions) == (want.name, want.finish, want.versions)
         assert got.token_ids.tolist() == want.token_ids.tolist()
@@ -309,8 +309,8 @@ def test_a_publication_makes_partial_rollouts_of_two_versions(found: Found) -> N
 
 
 def test_what_was_sampled_before_keeps_its_routes_and_log_probs(found: Found) -> None:
-    """They are those of the rollout that nothing disturbed. Computed anew under the last weights, some would be others:
-    the law is not blind."""
+    """They are those of the undisturbed rollout. Recomputed under the last weights, some would differ: the law is not
+    blind."""
     flips = 0
     trained = _samples(found.trained[2])
     for got, want, again in zip(trained, _samples(found.whole), found.again, strict=True):

@@ -175,13 +175,17 @@ class World:
             rows = self._rows(mine, kind)
             assert len(rows) == len(spec.token_ids) + n - 1 - min(spec.routing_start or 0, len(spec.token_ids) + n - 1)
             np.testing.assert_array_equal(rows, self._rows(theirs, kind)[: len(rows)])
-        told = got.reply.row_versions
-        assert {told} == {self.label} if isinstance(told, str) else {s.version for s in told or ()} <= {self.label}
+        versions = got.reply.row_versions
+        assert (
+            {versions} == {self.label}
+            if isinstance(versions, str)
+            else {s.version for s in versions or ()} <= {self.label}
+        )
 
-    def _rows(self, told: str | None, kind: str) -> NDArray[np.generic]:
+    def _rows(self, encoded: str | None, kind: str) -> NDArray[np.generic]:
         """[rows, layers * K]."""
         arch = self.engine.model.arch
-        return np.frombuffer(base64.b64decode(told or ""), kind).reshape(-1, arch.layers * arch.routed)
+        return np.frombuffer(base64.b64decode(encoded or ""), kind).reshape(-1, arch.layers * arch.routed)
 
 
 @pytest.mark.parametrize(("model", "piece"), [("mla", 7), ("gqa", 1024)])

@@ -335,7 +335,7 @@ def test_a_reference_is_rounded_like_the_policy_and_a_teacher_is_not(found: list
 
 
 def test_a_checkpoint_brings_back_what_was_computed_with(found: list[Found]) -> None:
-    """Saved while training goes on, read after a further step: rounded anew, to what it was."""
+    """Saved while training continues, read after one further step: rounding again gives the same values."""
     assert found[-1]["copies"]["resumed"]
 
 

@@ -96,7 +96,7 @@ def _transformer(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_module_that_the_model_lacks_is_refused() -> None:
-    """Silently keeping what should have been recomputed is an out-of-memory later; the list that fits is told."""
+    """Silently not recomputing a module leads to out-of-memory later; the message lists the modules that fit."""
     dense = _transformer(num_moe_experts=None, multi_latent_attention=False)
     for transformer, name, fitting in [
         (_transformer(), "moe_act", "'core_attn', 'layernorm', 'mla_up_proj', 'mlp', 'moe', 'shared_experts'"),

@@ -2,8 +2,8 @@
 trained, resumed or laid out since.
 
 They share one model with the weights being trained, so every law here is one of leaving no trace: exchange is a copy of
-bits, forward passes accumulate nothing, and what the loss function is told does not depend on the layout. Not covered:
-pinned memory on CUDA, more than two ranks.
+bits, forward passes accumulate nothing, and the log-probs the loss function receives do not depend on the layout. Not
+covered: pinned memory on CUDA, more than two ranks.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _refused(act: Any, kind: type[Exception] = AssertionError) -> str:
         act()
     except kind as e:
         return str(e)
-    return "nothing was said"
+    return "no error"
 
 
 def _one_model(port: int, hf: str, where: Path, kind: str) -> Found:
@@ -135,14 +135,14 @@ def _one_model(port: int, hf: str, where: Path, kind: str) -> Found:
         except ValueError:
             out["no trace of loading"] = _same(before, _bits(t)) and "gone" not in t.copies
         module._EXCHANGE_ELEMENTS = at_once
-        said = t.logprobs(row, "reference")
-        told = [replace(b, streams={REFERENCE: x}) for b, x in zip(row, said, strict=True)]
+        reference_logprobs = t.logprobs(row, "reference")
+        with_streams = [replace(b, streams={REFERENCE: x}) for b, x in zip(row, reference_logprobs, strict=True)]
         n = sum(int(b.loss_mask.sum()) for b in row)
         asked = t.evaluate(row, n)
-        t.copies.swapped = lambda name: 1 / 0  # nobody is asked twice
-        out["told"] = (asked, t.evaluate(told, n))
+        t.copies.swapped = lambda name: 1 / 0  # no second reference pass
+        out["given"] = (asked, t.evaluate(with_streams, n))
         t.config, t._step.loss = t.config.model_copy(update={"reference_for_loss": False}), NO_KL
-        out["untold"] = sorted(t.evaluate(row, n))
+        out["not given"] = sorted(t.evaluate(row, n))
     return out
 
 
@@ -198,12 +198,12 @@ def _moving(hf: str, where: Path) -> Found:
     with toy.trainer(cfg, 0, 1, free_port(), KL) as t:
         t.load_weights(where / "wide")
         row, _ = _row(t, 9, routes=False)
-        told = [t.logprobs(row)]
+        policy_logprobs = [t.logprobs(row)]
         for step in range(3):
             _train(t, step, step + 1, routes=False)
-            told.append(t.logprobs(row))
+            policy_logprobs.append(t.logprobs(row))
             of = t.logprobs(row, "reference")
-            found["same"].append([i for i, then in enumerate(told) if _same(of, then)])
+            found["same"].append([i for i, then in enumerate(policy_logprobs) if _same(of, then)])
         t.save(where / "moving")
         found["keys"], found["parameters"] = len(_keys(where / "moving")), len(list(t.models[0].parameters()))
         found["reference"] = torch.cat(of).tolist()
@@ -225,11 +225,11 @@ def _layout(rank: int, world: int, port: int, hf: str, start: Path, layout: dict
         dp = layout.get("dp", 1)
         metrics = _train(t, 0, STEPS, dp=dp, routes=False)
         row, _ = _row(t, 9, dp, routes=False)
-        told = torch.cat(t.logprobs(row, "reference"))
+        of_labels = torch.cat(t.logprobs(row, "reference"))
         row = [replace(m, candidates=torch.stack([m.labels, m.labels * 0 + 5], 1)) for m in row]
         both = torch.cat(t.logprobs(row, "reference", candidates=True))
-        assert torch.equal(both[:, 0], told) and torch.equal(torch.cat(t.logprobs(row, "reference")), told)
-        out = {"row": t.dp_rank, "metrics": metrics, "logprobs": told.tolist(), "of token 5": both[:, 1].tolist()}
+        assert torch.equal(both[:, 0], of_labels) and torch.equal(torch.cat(t.logprobs(row, "reference")), of_labels)
+        out = {"row": t.dp_rank, "metrics": metrics, "logprobs": of_labels.tolist(), "of token 5": both[:, 1].tolist()}
         t._step.loss = DpoLoss(beta=0.5)
         few = {"max_tokens": 32, "micro_multiple": t.config.parallel.micro_multiple} if layout else {"max_tokens": 999}
         batch = Packer(dp_size=dp, aggregation=Aggregation.SEQUENCE_MEAN, **few).examples(_pairs())
@@ -291,17 +291,17 @@ def test_a_swap_leaves_no_trace(found: Found, kind: str) -> None:
 def test_the_model_in_exchange_may_not_be_trained_saved_or_published(found: Found, kind: str) -> None:
     """Its optimizer's masters are another model's: a step would mix the two."""
     assert len(found[kind]["refused"]) == 3
-    for said in found[kind]["refused"]:
-        check_refusal(said)
+    for message in found[kind]["refused"]:
+        check_refusal(message)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_from_disk_is_that_model_and_costs_one_model(found: Found, kind: str) -> None:
     """Two names, two models' worth of bytes, also when one is loaded over."""
     assert found[kind]["teacher"]
-    asked, told = found[kind]["told"]  # what the driver has asked already comes with the batch
-    assert asked == told and asked["train/kl_ref"] > 0
-    assert "train/kl_ref" not in found[kind]["untold"]  # a reference for others alone costs no pass
+    asked, given = found[kind]["given"]  # log-probs that the driver has computed come with the batch
+    assert asked == given and asked["train/kl_ref"] > 0
+    assert "train/kl_ref" not in found[kind]["not given"]  # a reference for others alone costs no pass
     assert found[kind]["bytes"] == [found[kind]["model's bytes"]] * 2
 
 
@@ -331,7 +331,7 @@ def test_a_checkpoint_alone_gives_no_reference(found: Found) -> None:
     """It holds the weights that were trained; a step or an evaluation says what to call first, and changes nothing
     (the resumed steps above come after)."""
     assert len(found["no reference"]) == 2
-    assert all("load_weights" in said for said in found["no reference"])
+    assert all("load_weights" in message for message in found["no reference"])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -344,9 +344,9 @@ def test_reference_log_probs_and_penalty_do_not_depend_on_the_layout(found: Foun
     if ranks[0]["row"] == ranks[1]["row"]:
         assert ranks[0]["logprobs"] == ranks[1]["logprobs"]
         ranks = ranks[:1]
-    for said in ("logprobs", "of token 5"):
-        got = [x for rank in ranks for x in rank[said]]
-        assert got == pytest.approx(want[said], abs=1e-5) and min(got) < -1
+    for key in ("logprobs", "of token 5"):
+        got = [x for rank in ranks for x in rank[key]]
+        assert got == pytest.approx(want[key], abs=1e-5) and min(got) < -1
     for mine, one in zip(ranks[0]["metrics"], want["metrics"], strict=True):
         assert mine["train/kl_ref"] == pytest.approx(one["train/kl_ref"], rel=1e-3, abs=1e-6)
         assert mine["train/loss"] == pytest.approx(one["train/loss"], rel=1e-4, abs=1e-5)

@@ -47,18 +47,18 @@ def _session(g: torch.Generator, index: int, layers: tuple[int, ...]) -> Sample:
     sample = empty_sample(Prompt(id=f"p{index}", token_ids=tuple(drawn(1 + index % 4)), answer=""), 0)
     fed: list[int] = []
     for version, after in KINDS[index % len(KINDS)]:
-        said, before, start = drawn(2 + index % 3), len(sample.token_ids) + len(fed), routing_rows(sample)
-        rows = before + len(said) - 1 - start
+        sampled, before, start = drawn(2 + index % 3), len(sample.token_ids) + len(fed), routing_rows(sample)
+        rows = before + len(sampled) - 1 - start
         ids = torch.rand(rows, len(layers), EXPERTS, generator=g).topk(TOP_K, -1).indices.to(torch.uint8)
         trace = RoutingTrace(experts=ids, layers=layers, num_experts=EXPERTS)
         reply = GenerateReply(
             rid="",
-            output_ids=np.array(said),
-            logprobs=-5 * torch.rand(len(said), generator=g).numpy(),
+            output_ids=np.array(sampled),
+            logprobs=-5 * torch.rand(len(sampled), generator=g).numpy(),
             finish=Finish.STOP,
             prompt_tokens=before,
             weight_version=str(version),
-            weight_versions=(WireSpan(str(version), 0, len(said)),),
+            weight_versions=(WireSpan(str(version), 0, len(sampled)),),
             routed_experts=trace.to_wire(num_layers=shape.num_layers),
         )
         sample = SampleReader(routing=shape, decode=lambda _: "").extend([sample], [fed], [reply])[0]
@@ -84,7 +84,7 @@ def shipped(m: MicroBatch, part: ShardSpec) -> MicroBatch:
 
 
 def _wrong(m: MicroBatch, part: ShardSpec, ids: torch.Tensor) -> MicroBatch:
-    """Other ids [T, L, K], sealed anew, so that nothing refuses them."""
+    """Other ids [T, L, K] with seals of their new values, so that no check refuses them."""
     return shipped(toy.with_routes(m, ids), part)
 
 
@@ -206,8 +206,8 @@ def test_the_law_sees_a_wrong_row(single: Any, runs: dict[str, Run], fault: str)
 
 
 def _lively(t: Any) -> None:
-    """Every matrix drawn anew, of the size that keeps its input's: at their small starts experts change no logit. The
-    head's makes distributions of about two nats, as a trained model's are."""
+    """Every matrix is redrawn, of the size that keeps its input's: at their small initial values experts change no
+    logit. The head's makes distributions of about two nats, as a trained model's are."""
     g = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, x in sorted(t.models[0].named_parameters()):

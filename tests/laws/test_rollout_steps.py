@@ -1,8 +1,8 @@
 """Law: several optimizer steps on one rollout are steps like any other, and see one old policy and its routes.
 
-What must hold: the weights after them are those of as many single steps; every step is told the log-probabilities, and
-under R2 given the routes and gates, of the weights that the first began with; each (micro-batch, layer) is asked as
-often as a pass asks it. Models have draft layers, whose routers take no part, and a dense first layer.
+What must hold: the weights after them are those of as many single steps; every step receives the log-probabilities, and
+under R2 the routes and gates, of the weights that the first began with; each (micro-batch, layer) is queried as often
+as a pass queries it. Models have draft layers, whose routers take no part, and a dense first layer.
 
 Not covered: bf16, more than two ranks, TransformerEngine's modules.
 """
@@ -266,7 +266,7 @@ def test_metrics_are_of_all_steps(found: Found) -> None:
 
 def test_every_step_is_told_the_old_policys_log_probs(found: Found) -> None:
     """Those of the weights before the first step with the routes that the update replays: in the first step the very
-    bits that it computes itself, in the second what a forward pass gave before any step. One step is told nothing."""
+    bits that it computes itself, in the second those of a forward pass before any step. A single step receives none."""
     olds, now = ([h[key] for h in found["heard"]] for key in ("old_logprobs", "logprobs"))
     assert _same(olds[:2], now[:2])
     assert _same(olds[2:], found["second, before any step"]) and not _same(olds[2:], now[2:])
@@ -313,7 +313,7 @@ def test_with_one_step_r2_is_the_identity(found: Found, name: str) -> None:
 
 
 def test_gates_that_come_with_the_rollouts_routes_are_replayed_under_r3(found: Found) -> None:
-    """The trainer's own, sent as if by an engine: the identity. An engine that sends experts alone is told so."""
+    """The trainer's own, sent as if by an engine: the identity. Routes without gates are refused."""
     (off, logprobs), (got, again) = found["off, one"], found["r3 gates, one"]
     assert off["train/loss"] == got["train/loss"] and _same(logprobs, again)
     check_refusal(found["r3 no gates"], 0, "replay.gates")

@@ -1,6 +1,6 @@
 """Law: under replay the router's gradient is autograd's of the gathered formula, for experts it would not choose too.
 
-R3 keeps the routers learning: which experts is taken from the record, how much each counts is computed anew. Megatron
+R3 keeps the routers learning: the chosen experts are taken from the record, their gates are recomputed. Megatron
 asks for the choice amid its own computation of the gates, at another place for each kind of router, so that a replay
 which returned the recorded scores, a scattered copy of them or the wrong stage's would train without an error. Replayed
 gates are the contrary: constants, and the identity where they are the router's own.

@@ -30,7 +30,7 @@ Found = tuple[dict[str, Run], dict[str, Run]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """(the single rank's runs by key, the two ranks' by name)."""
+    """(the single rank's runs by key, the two ranks' by the run's name)."""
     where: Path = tmp_path_factory.mktemp("routers")
     alone: list[Any] = run_ranks(
         layouts.references, 1, where, {**CASES, "none": Case("mla")}, timeout_s=layouts.PATIENCE, keep=True

@@ -136,8 +136,8 @@ def test_layers_under_other_numbers() -> None:
 @given(seeds, rows, st.integers(0, 3))
 @CASES
 def test_one_row_of_one_layer_overwritten(seed: int, row: int, col: int) -> None:
-    """Legal ids that are not the ones: an expert not chosen, or two slots exchanged. By chance they may be another
-    row's, and then that is what is said."""
+    """Legal ids that differ from the chosen ones: an expert not chosen, or two slots exchanged. By chance they may be
+    another row's, and then the message names that."""
     tokens, trace = made(seed)
     for ids in (trace.experts[row, col].flip(0), other_expert(trace.experts[row, col])):
         experts = trace.experts.clone()

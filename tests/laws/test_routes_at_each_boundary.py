@@ -1,6 +1,6 @@
-"""Wrong routes stop at the next boundary they come to, by name: a reply, a step that is packed, a rank, a router.
+"""Wrong routes stop at the next boundary they come to, which names the fault: a reply, a packed step, a rank, a router.
 
-Why it must hold: test_routes_are_refused.py shows what the checks can tell; this one shows that nobody goes around
+Why it must hold: test_routes_are_refused.py shows what the checks can tell; this one shows that no path bypasses
 them. Each corruption of "shifted, permuted, dropped, duplicated, out of range, of mixed versions" is made at each place
 where it can happen. Not covered: rows that a server itself has shifted or permuted before it sends them, which nothing
 on the wire would show (their mismatch would: test_replay_layouts.py).
@@ -117,11 +117,11 @@ PACKED: dict[str, tuple[Callable[[], Sample], Facts]] = {
         lambda: sample(replace(trace(), versions=(VersionSpan(0, 0, 5),))),
         (5,),
     ),
-    "of no told version": (
+    "of no reported version": (
         lambda: sample(replace(trace(), versions=None)),
         (3,),
     ),
-    "of tokens of no told version": (
+    "of tokens of no reported version": (
         lambda: sample(trace(), spans=()),
         (3,),
     ),
@@ -150,7 +150,7 @@ def test_routes_of_other_weights_are_compared_with_where_they_are_not_replayed(f
 
 
 def test_what_is_whole_is_packed() -> None:
-    """Of two versions too, each token's row under its own; and where nothing is under loss nothing need be told."""
+    """With two versions too, each token's row under its version; without loss tokens no version is required."""
     both = replace(trace(), versions=(VersionSpan(0, 0, 5), VersionSpan(1, 5, 11)))
     two = replace(sample(both, spans=(VersionSpan(0, 0, 2), VersionSpan(1, 2, 8))), index=4)
     assert packed(sample(trace()), two).loss_tokens == 16

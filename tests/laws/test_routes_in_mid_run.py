@@ -96,7 +96,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _refused(t: Any, train: Any) -> tuple[str, bool]:
-    """(what is said, whether all is as it was)."""
+    """(the message, whether the state is unchanged)."""
     before, done = _state(t), t.steps_done
     try:
         train()
@@ -160,12 +160,12 @@ def test_wrong_routes_are_refused_in_every_shape_and_format(found: Found) -> Non
     assert len(found) == 2 * len(SIDES)
     for case, of in found.items():
         for fault in (*FAULTS, "swapped, two mini-batches"):
-            said, unchanged = of[fault]
-            assert unchanged, (case, fault, said)
+            message, unchanged = of[fault]
+            assert unchanged, (case, fault, message)
             layers = FAULTS[fault.partition(",")[0]][1]
-            named = [i for i in range(DEPTH) if f"layer {i} " in said]
-            assert said.startswith("step 3: ") and named == list(layers), (case, fault, said)
-            reached = re.findall(r"layer \d (\S+) \(bound ([\d.]+)\)", said)
+            named = [i for i in range(DEPTH) if f"layer {i} " in message]
+            assert message.startswith("step 3: ") and named == list(layers), (case, fault, message)
+            reached = re.findall(r"layer \d (\S+) \(bound ([\d.]+)\)", message)
             print(f"{case}, {fault}: " + ", ".join(f"{float(a):.3f} of {float(b):.3f}" for a, b in reached))
 
 
@@ -173,9 +173,13 @@ def test_a_step_whose_routes_were_not_judged_is_refused(found: Found) -> None:
     """In the update, and in the old-log-prob pass before several."""
     for case, of in found.items():
         for fault in ("unmeasured", "unmeasured, two mini-batches"):
-            said, unchanged = of[fault]
-            assert unchanged and said.startswith("step 3: ") and "not measured for layer 1" in said, (case, fault, said)
-            assert [i for i in range(DEPTH) if f"layer {i}" in said] == list(LAYERS), (case, fault, said)
+            message, unchanged = of[fault]
+            assert unchanged and message.startswith("step 3: ") and "not measured for layer 1" in message, (
+                case,
+                fault,
+                message,
+            )
+            assert [i for i in range(DEPTH) if f"layer {i}" in message] == list(LAYERS), (case, fault, message)
 
 
 def test_healthy_steps_pass_in_every_shape_and_format(found: Found) -> None:
@@ -208,9 +212,9 @@ def _two(rank: int, world: int, port: int, where: Path) -> tuple[str, bool]:
 
 def test_every_rank_refuses_alike(tmp_path: Path) -> None:
     """The figures are reduced before they are judged: no rank waits for one that has ended."""
-    (said, unchanged), other = run_ranks(_two, 2, tmp_path)
-    assert (said, unchanged) == other and unchanged
-    assert "layer 1 " in said and "layer 2 " in said
+    (message, unchanged), other = run_ranks(_two, 2, tmp_path)
+    assert (message, unchanged) == other and unchanged
+    assert "layer 1 " in message and "layer 2 " in message
 
 
 # ---- whole runs
@@ -232,7 +236,7 @@ def _steps(run_dir: Path) -> list[int]:
 
 
 def _ended(runs: Runs, run_dir: Path, settings: Sequence[str], plant: str) -> str:
-    """What a run that met the fault said last; it did two steps and no third."""
+    """The last line of the log of a run that met the fault; it did two steps and no third."""
     assert runs.run(run_dir, settings, plant) == 2, tail(run_dir / "driver.log")
     assert _steps(run_dir) == [1, 2] and (run_dir / "checkpoints" / "latest").read_text().strip() == "step_2"
     assert not (run_dir / "rollouts" / "step_3.jsonl").exists()
@@ -242,8 +246,8 @@ def _ended(runs: Runs, run_dir: Path, settings: Sequence[str], plant: str) -> st
 def test_a_run_ends_before_the_step_whose_layers_are_swapped(runs: Runs, tmp_path: Path) -> None:
     """mismatch.on_breach does not soften it; with `--resume` and a server that is right again it goes on."""
     settings = (*KERNELS, "mismatch.kl_max=9", "mismatch.on_breach=down_weight")
-    said = _ended(runs, tmp_path, settings, "swapped")
-    assert "step 3: " in said and "layer 1 " in said and "layer 2 " in said and "layer 3 " not in said
+    message = _ended(runs, tmp_path, settings, "swapped")
+    assert "step 3: " in message and "layer 1 " in message and "layer 2 " in message and "layer 3 " not in message
     assert runs.run(tmp_path, settings) == 0 and _steps(tmp_path) == [1, 2, 3]
 
 
@@ -257,9 +261,9 @@ def test_the_bounds_can_be_switched_off(runs: Runs, tmp_path: Path) -> None:
 def test_a_flipped_bit_of_a_served_tensor_is_found_before_its_samples_train(runs: Runs, tmp_path: Path) -> None:
     """Long after the publication, whose own comparison it does not meet; the next publication would hide it."""
     settings = ("train.steps=3", "mismatch.checksums_every=1", "mismatch.expert_agreement_min=0")
-    said = _ended(runs, tmp_path, [*settings, "mismatch.layer_agreement_min=0"], "flip")
+    message = _ended(runs, tmp_path, [*settings, "mismatch.layer_agreement_min=0"], "flip")
     check_refusal(
-        said, 3, "http://127.0.0.1", 2, 1, "model.layers.2.post_attention_layernorm.weight", unrecorded=LOGGED
+        message, 3, "http://127.0.0.1", 2, 1, "model.layers.2.post_attention_layernorm.weight", unrecorded=LOGGED
     )
 
 
@@ -267,8 +271,8 @@ def test_both_sides_are_compared_again_every_n_steps_and_after_every_resume(runs
     """Log-probabilities come late from step 3 on: what is in a step is only warned of, the comparison ends the run."""
     settings = ("train.steps=3", "mismatch.check_prompts=4", "mismatch.check_every=2")
     assert runs.run(tmp_path, settings, "late logprobs") == 2
-    said = tail(tmp_path / "driver.log", 1)
-    check_refusal(said, 2, "shifted tokens", unrecorded=LOGGED)
+    message = tail(tmp_path / "driver.log", 1)
+    check_refusal(message, 2, "shifted tokens", unrecorded=LOGGED)
     assert _steps(tmp_path) == [1] and (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_1"
     assert runs.run(tmp_path, settings, "late logprobs", version=1) == 2, "after a resume, before its first step"
     check_refusal(tail(tmp_path / "driver.log", 1), "shifted tokens", unrecorded=LOGGED)

@@ -94,7 +94,7 @@ class World:
         self.under_way.append(([sample], [fed], submit(self.service.engine, asked)[0]))
 
     def befall(self) -> None:
-        """Now and then a publication, with whatever pauses come before it, or somebody's abort."""
+        """At random a publication, with the pauses that come before it, or an abort."""
         engine, r = self.service.engine, self.r
         if self.version < VERSIONS and r.random() < 0.12:
             for _ in range(r.choice([1, 1, 2])):
@@ -117,8 +117,8 @@ class World:
                 self.under_way.remove(one)
                 samples, fed, out = one
                 self.cached += len(out) == 1 and out[0].reply.cached_tokens > 0
-                told = [json.loads(json.dumps(c.reply.to_json())) for c in out]
-                replies = [GenerateReply.from_json(t, want_logprobs=True) for t in told]
+                sent = [json.loads(json.dumps(c.reply.to_json())) for c in out]
+                replies = [GenerateReply.from_json(t, want_logprobs=True) for t in sent]
                 for sample in reader.extend(samples, fed, replies):
                     self.go_on(sample)
 

@@ -89,21 +89,21 @@ def _life(rank: int, world: int, port: int, where: Path, model: str) -> Found:
         out["next"] = [dict(t.step(*_row(model, i), 9).metrics) for i in (1, 2)]
         row, tokens = _row(model, 0)
         row[0] = layouts.with_candidates(0, (1, 2, 3), 1, 4)[0][0][0]
-        out["refused"] = _said(lambda: t.step(row, tokens, 9))
+        out["refused"] = _refused(lambda: t.step(row, tokens, 9))
     to_hf(where / "saved", where / "classifier", hf_config=hf)
     out["config"] = json.loads((where / "classifier" / "config.json").read_text())
     theirs = _theirs(where / "classifier", model, MODELS[model]["rms_norm_eps"])
     out["gaps"] = [float((a - b).abs().max()) for a, b in zip(theirs, values, strict=True)]
     out["sizes"] = [float(x.abs().max()) for x in values]
     to_megatron(where / "classifier", where / "back")
-    for name in (hf, where / "classifier"):  # told by the key alone, and by config.json too
+    for name in (hf, where / "classifier"):  # marked as a classifier by the key alone, and by config.json too
         with toy.trainer(_config(name), rank, world, free_port(), Squares()) as t:
             t.load_weights(where / "back")
             again = _values(t, model)
             out[f"back, {name.name}"] = all(torch.equal(a, b) for a, b in zip(again, values, strict=True))
             exported = dict(t.export())
             out["exported"] = sorted(n for n in exported if not n.startswith("model.layers."))
-    out["as a language model"] = _said(lambda: _enter(toy.config(str(where / "classifier"))))
+    out["as a language model"] = _refused(lambda: _enter(toy.config(str(where / "classifier"))))
     return out
 
 
@@ -112,12 +112,12 @@ def _enter(config: Any) -> None:
         pass
 
 
-def _said(act: Any) -> str:
+def _refused(act: Any) -> str:
     try:
         act()
     except ValueError as e:
         return str(e)
-    return "nothing was said"
+    return "no error"
 
 
 def _alone(rank: int, world: int, port: int, where: Path) -> Found:

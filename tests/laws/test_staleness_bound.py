@@ -1,11 +1,12 @@
-"""Law: no token trains weights more than max_staleness versions newer than those that sampled it, whoever is slow.
+"""Law: no token trains weights more than max_staleness versions newer than those that sampled it, whichever part is
+slow.
 
 With room for G (1 + k) groups from admission to publication, the oldest ticket first bounds the staleness by k: all
 that was admitted under version v fits into steps v .. v + k. Passing over a group that is not ready keeps the bound as
 long as what stays behind still fits. Nothing is left out for being stale, no step waits for ever, every sample is
 trained once or discarded once.
 
-An adversary decides who ends next (any group in flight, or the step that trains), how far each group gets before
+An adversary decides what ends next (any group in flight, or the step that trains), how far each group gets before
 publications reach it, which groups a filter refuses. Not covered: real servers (test_partial_rollouts.py), and that
 publications reach what is under way in order (the publisher's to keep).
 
@@ -34,7 +35,7 @@ TRAINER = "the step that trains"
 
 
 class Adversary:
-    """Who waits, waits until it is chosen."""
+    """Each task waits until it is chosen."""
 
     def __init__(self, seed: int, *, refused: float, lazy_trainer: float) -> None:
         self.random = random.Random(seed)
@@ -42,14 +43,14 @@ class Adversary:
         self.waiting: dict[str, asyncio.Future[None]] = {}
         self.grudge = self.random.random()  # how strongly old tickets are held back
 
-    async def chooses(self, who: str) -> None:
-        self.waiting[who] = asyncio.get_running_loop().create_future()
-        await self.waiting[who]
+    async def chooses(self, waiter: str) -> None:
+        self.waiting[waiter] = asyncio.get_running_loop().create_future()
+        await self.waiting[waiter]
 
     async def reigns(self) -> None:
         while True:
             for _ in range(12):
-                await asyncio.sleep(0)  # until everybody waits
+                await asyncio.sleep(0)  # until all tasks wait
             names = sorted(self.waiting, key=lambda w: (len(w), w))
             if not names:
                 continue
@@ -164,8 +165,8 @@ def test_in_lockstep_the_weights_of_a_group_follow_from_its_step_alone(k: int) -
 
 
 def test_back_fill_passes_over_who_is_late() -> None:
-    """Freely, with an adversary who holds the oldest back, younger groups are trained before them: the bound is not
-    kept by waiting for everybody."""
+    """In free mode, with an adversary that holds the oldest group back, younger groups are trained before it: the bound
+    does not require waiting for all groups."""
     order = [t for _, t, _ in looped(3, 2, 2, refused=0.0, lazy_trainer=0.0).trained]
     assert order != sorted(order)
     stale = [s - v for s, _, v in looped(3, 2, 2, refused=0.0, lazy_trainer=0.0).trained]

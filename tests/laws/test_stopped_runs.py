@@ -1,7 +1,7 @@
 """Law: a run that SIGTERM or its deadline has ended, and that is resumed, is the run that was never stopped, byte for
 byte.
 
-Whoever shares a machine is stopped often. A run saves where it stands: the boundary before the step that waits for its
+Runs on a shared machine are stopped often. A run saves where it stands: the boundary before the step that waits for its
 samples, or the one after the step that is trained or published. Neither may lose or repeat anything, in lockstep as in
 a synchronous run; the status says which of the two ended it.
 

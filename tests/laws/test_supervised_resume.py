@@ -1,11 +1,11 @@
 """A run on given answers that is stopped and resumed is the run that never stopped, bit for bit.
 
-One ends with its steps and gets more of them; the others are told to stop by SIGTERM, in the middle of a step after
-which nothing would have been saved.
+One ends with its steps and gets more of them; the others receive SIGTERM in the middle of a step after which nothing
+would have been saved.
 
-Where dealing stands, the optimizer, the reference of DPO and what was counted must all come back, or a resumed run
-trains on other examples, or measures from other weights, and nobody sees it. The stage itself runs here, on one rank in
-its process. Not covered: Ray and several ranks (tests/e2e), a kill in the middle of a save (test_faults).
+The position in the data, the optimizer, the reference of DPO and the counters must all come back; otherwise a resumed
+run silently trains on other examples or measures from other weights. The stage itself runs here, on one rank in its
+process. Not covered: Ray and several ranks (tests/e2e), a kill in the middle of a save (test_faults).
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def test_a_resumed_run_is_the_one_that_never_stopped(found: dict[str, Any], name
     """Weights, the run's state with the driver's generators, and every figure of every step but its times."""
     got = found[name]
     whole, cut = got["rows"]
-    said = (143, "SIGTERM: step 3 is saved, --resume goes on from it")
-    assert got["stopped"] == (None if name == "sft" else said)
+    interrupted = (143, "SIGTERM: step 3 is saved, --resume goes on from it")
+    assert got["stopped"] == (None if name == "sft" else interrupted)
     assert got["weights"] and got["states"][0] == got["states"][1]
     assert [row["step"] for row in cut] == [0, 1, 2, 3, 4]
     assert cut == whole
@@ -192,7 +192,7 @@ def _damages(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def test_any_damage_to_any_file_is_named_and_the_checkpoint_before_is_offered(found: dict[str, Any]) -> None:
     """Removed, cut, one bit flipped: each file of a checkpoint of a real run, by the driver before anything is started;
-    of the ranks' files, the bytes by the ranks, who have to read them anyway."""
+    the bytes of the ranks' files are checked by the ranks, which read them anyway."""
     checkpoints = found["where"] / "sft-cut" / "checkpoints"
     folder = checkpoints / "step_4"
     names = [p for p in sorted(folder.rglob("*")) if p.is_file()]

@@ -1,8 +1,8 @@
 """Law: a rollout that was suspended, saved, and goes on in another process against another server is the one that was
-never touched; and one that nobody wants any more is not computed.
+never touched; and a rollout that is no longer wanted is not computed.
 
 A run is killed at any moment and resumed: tokens sampled twice, a route or a version at the wrong place, or a sample
-that begins anew under other weights would make it another run than the one that was not killed. Saved and read as a
+that restarts under other weights would make it another run than the one that was not killed. Saved and read as a
 checkpoint does. Engines are held in the middle, so that no clock decides.
 
 The embedded engine over HTTP, with plain and with exact operations. Not covered: stock SGLang, episodes of several
@@ -141,13 +141,13 @@ def test_a_rollout_that_goes_on_elsewhere_is_the_one_that_was_not_touched(
         async with world(path, OPS[ops]) as w:
             _same(await _cut(w, tmp_path / "groups", prompt_per_request=apart, tokens=tokens), whole, atol)
         saved = read_groups(tmp_path / "groups")
-        said = sum(s.response_len for s in _samples(list(saved.values())))
+        kept_tokens = sum(s.response_len for s in _samples(list(saved.values())))
         assert {s.response_len for s in _samples(list(saved.values()))} == cuts
         async with world(path, OPS[ops]) as w:
             w.kept.restore(saved)
             assert {k: g.prompt for k, g in w.kept.state().items()} == {k: g.prompt for k, g in saved.items()}
             _same(await w.run(prompt_per_request=apart), whole, atol)
-            assert w.service.engine.generated == sum(s.response_len for s in _samples(whole)) - said
+            assert w.service.engine.generated == sum(s.response_len for s in _samples(whole)) - kept_tokens
             assert {s.name: s.response_len for g in w.kept.state().values() for s in g.samples} == {
                 s.name: s.response_len for s in _samples(whole)
             }

@@ -107,7 +107,7 @@ def _weights(t: Any) -> list[torch.Tensor]:
 
 
 def _loads(rank: int, world: int, spare: int, root: Path, ports: dict[str, int]) -> dict[str, Any]:
-    """Layout -> (bytes read, bytes held) of this rank; damage -> (what was said, whether the weights stayed)."""
+    """Layout -> (bytes read, bytes held) of this rank; damage -> (the message, whether the weights stayed)."""
     from megatron_bridge.trainer import load_weights  # it prepares the process before megatron is imported
 
     out: dict[str, Any] = {}
@@ -123,12 +123,12 @@ def _loads(rank: int, world: int, spare: int, root: Path, ports: dict[str, int])
             for name in DAMAGES:
                 try:
                     load_weights(root / name, t.models, t.optimizer, t.parallel)
-                    said = "nothing"
+                    message = "no error"
                 except ValueError as e:
-                    said = str(e)
+                    message = str(e)
                 with torch.no_grad():
                     same = all(torch.equal(a, b) for a, b in zip(before, _weights(t), strict=True))
-                out[name] = (said, same)
+                out[name] = (message, same)
     return out
 
 
@@ -139,9 +139,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     to_megatron(root / "hf", root / "gridded", tp=2, etp=2)
     other = random_tensors(HF, seed=1)  # what is loaded by mistake would show
     good = converted(root / "other", HF, other)
-    said = {name: damage(Path(shutil.copytree(good, root / name))) for name, damage in DAMAGES.items()}
+    broken = {name: damage(Path(shutil.copytree(good, root / name))) for name, damage in DAMAGES.items()}
     assert path == root / "megatron"
-    return run_ranks(_loads, 2, root, {layout: free_port() for layout in LAYOUTS}, keep=True), said
+    return run_ranks(_loads, 2, root, {layout: free_port() for layout in LAYOUTS}, keep=True), broken
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -157,6 +157,6 @@ def test_damage_is_one_sentence_on_every_rank(damage: str, found: tuple[list[dic
     """Also on the rank whose own bytes are fine."""
     words = {ranks[damage][0] for ranks in found[0]}
     assert len(words) == 1
-    (said,) = words
-    assert found[1][damage] in said and "\n" not in said
+    (message,) = words
+    assert found[1][damage] in message and "\n" not in message
     assert all(ranks[damage][1] for ranks in found[0])

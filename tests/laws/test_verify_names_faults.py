@@ -111,7 +111,7 @@ def _served(b: Bench) -> None:
     }
     for case, tensors in faults.items():
         b.plant(tensors)
-        b.look(case)  # who is mended is healthy again
+        b.look(case)  # a repaired server is healthy again
     for case, ask in {
         "stale and temperature": Ask(temperature=0.6, meant=1.0),
         "stale and shifted": Ask(sends=(LATE,)),

@@ -1,5 +1,5 @@
 """What is published must be what is stored: Hugging Face -> converted -> loaded -> exported is the input, bit for bit,
-in every layout, or the rollout serves a model that nobody trained.
+in every layout, or the rollout serves a model that was never trained.
 
 Two independent oracles: the loaded shards are compared with slices of the Hugging Face tensors taken here by the rules
 of tensor, expert and pipeline parallelism, so that errors of conversion and export cannot cancel; and every rank's
