@@ -93,7 +93,7 @@ def test_a_command_ends_with_status_2(tmp_path: Path) -> None:
 
 
 def test_the_traceback_is_kept_where_the_run_keeps_its_logs(tmp_path: Path) -> None:
-    """One sentence is for the user; whoever mends the program needs the rest."""
+    """One sentence is for the user; the traceback is for a developer."""
     with pytest.raises(typer.Exit), one_sentence(tmp_path):
         raise ValueError("no such thing")
     assert "ValueError: no such thing" in (tmp_path / "driver.log").read_text()
@@ -112,9 +112,9 @@ def test_a_fault_of_the_program_says_so_and_names_the_log_with_its_traceback(
     ):
         with pytest.raises(typer.Exit) as stopped, one_sentence(tmp_path):
             raise error
-        said = capsys.readouterr().err
+        message = capsys.readouterr().err
         assert stopped.value.exit_code == 2
-        assert f"a fault of this program ({type(error).__name__}" in said and str(tmp_path / "driver.log") in said
+        assert f"a fault of this program ({type(error).__name__}" in message and str(tmp_path / "driver.log") in message
         assert type(error).__name__ in (tmp_path / "driver.log").read_text().splitlines()[-1]
         with pytest.raises(typer.Exit), one_sentence():
             raise error
@@ -170,7 +170,7 @@ def test_a_host_that_cannot_be_listened_on_is_one_sentence(host: str, tmp_path: 
 
 
 def test_a_run_that_was_told_to_stop_ends_with_the_status_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To whoever started it, a mistake (2) and a stop with everything saved are not the same."""
+    """Exit statuses distinguish a mistake (2) from a stop with everything saved."""
 
     def stopped(*_: Any, **__: Any) -> None:
         raise Stopped("SIGTERM: step 6 is saved, --resume goes on from it", 143)

@@ -84,8 +84,8 @@ def test_what_a_file_defines_travels_to_a_process_that_has_no_such_file(file: Pa
     """A trainer's rank gets its loss from the driver: by value, also classes and the globals that they read."""
     sent = cloudpickle.dumps((load(f"{file}:double", key="k"), load(f"{file}:Counting", key="k")))
     file.unlink()
-    told = f"import pickle; f, g = pickle.loads({sent!r}); print(f(0, 4), g(0, 0))"
-    out = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True, cwd=file.parent)
+    program = f"import pickle; f, g = pickle.loads({sent!r}); print(f(0, 4), g(0, 0))"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=file.parent)
     assert out.stdout.split() == ["8.0", "1"]
 
 

@@ -35,15 +35,15 @@ SIDES = {
 def test_each_bound_has_its_figure() -> None:
     assert Bounds().broken(FIGURES) == [] == Bounds(kl_max=0.02, extreme_frac_max=0.0).broken(FIGURES)
     assert Bounds(kl_max=0.01).broken(FIGURES) == ["mismatch/kl = 0.02 is above mismatch.kl_max = 0.01"]
-    (said,) = Bounds(logprob_abs_diff_max=0.4, kl_max=1.0).broken(FIGURES)
-    check_refusal(said, "mismatch/logprob_abs_diff_max", 0.5, 0.4)
+    (message,) = Bounds(logprob_abs_diff_max=0.4, kl_max=1.0).broken(FIGURES)
+    check_refusal(message, "mismatch/logprob_abs_diff_max", 0.5, 0.4)
     assert Bounds(kl_max=0.1).broken({}) == []
 
 
 def test_what_is_not_a_number_is_above_every_bound() -> None:
     assert len(Bounds(kl_max=9.0).broken({"mismatch/kl": math.nan})) == 1
-    (said,) = Bounds(kl_max=9.0).broken({"mismatch/kl": 0.0, "mismatch/nan_frac": 0.5})
-    check_refusal(said, "mismatch/nan_frac", 0.5)
+    (message,) = Bounds(kl_max=9.0).broken({"mismatch/kl": 0.0, "mismatch/nan_frac": 0.5})
+    check_refusal(message, "mismatch/nan_frac", 0.5)
 
 
 def test_weights_by_hand() -> None:

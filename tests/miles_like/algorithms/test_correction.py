@@ -168,8 +168,8 @@ def test_every_kind_is_the_plain_loop(config, samples):
 
 @pytest.mark.parametrize("config", KINDS, ids=IDS)
 def test_a_nan_under_the_mask_is_a_nan_loss(config):
-    """No bound and no veto may turn it into 0: a token that was dropped because nobody knows its ratio would train on
-    in silence. Its neighbours in other samples are unharmed."""
+    """No bound and no veto may turn it into 0: a token dropped for its unknown ratio would go unnoticed. Its neighbours
+    in other samples are unharmed."""
     loss = make_algorithm(AlgorithmConfig(), config).loss
     for bad in (NAN, INF, -INF):
         rollout = torch.tensor([bad, -1.0, -1.0])

@@ -1,4 +1,4 @@
-"""What teachers say lands on the tokens it was said of, whatever prompt they saw and whoever they are.
+"""A teacher's log-probabilities land on the tokens that they belong to, whatever prompt and kind the teacher has.
 
 The server is the embedded engine in this process, the oracle transformers' log-probabilities of the same weights; the
 trainer is one whose log-probabilities are a function of token and predecessor. Not covered: Megatron ranks and a whole
@@ -83,8 +83,8 @@ def url(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @torch.no_grad()
-def told_by(model: Any, prompt: Sequence[int], s: Sample, p: int) -> Tensor:
-    """[R, V] what the model says before each response token, after `prompt`."""
+def logprobs_by(model: Any, prompt: Sequence[int], s: Sample, p: int) -> Tensor:
+    """[R, V] the model's log-probabilities before each response token, after `prompt`."""
     response = s.token_ids[p:]
     ids = torch.cat([torch.tensor(list(prompt)), response])
     return model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -110,12 +110,12 @@ def test_a_server_s_words_stand_at_the_student_s_places(model: Any, url: str, at
     for group in asyncio.run(run()):
         p = len(group.prompt.token_ids)
         for s in group.samples:
-            said = told_by(model, hinted(group.prompt) if privileged else group.prompt.token_ids, s, p)
+            expected = logprobs_by(model, hinted(group.prompt) if privileged else group.prompt.token_ids, s, p)
             mask = s.loss_mask
             assert torch.equal(s.streams[TAUGHT], mask.float())
-            picked = said.gather(1, s.token_ids[p:, None])[:, 0]
+            picked = expected.gather(1, s.token_ids[p:, None])[:, 0]
             torch.testing.assert_close(s.streams[TEACHER][mask], picked[mask[p:]], atol=1e-4, rtol=1e-4)
-            values, ids = said.topk(4)
+            values, ids = expected.topk(4)
             assert s.candidates is not None and torch.equal(s.candidates[mask], ids[mask[p:]])
             torch.testing.assert_close(s.streams[TEACHER_CANDIDATES][mask], values[mask[p:]], atol=1e-4, rtol=1e-4)
             for stream in (s.streams[TEACHER], s.streams[TEACHER_CANDIDATES], s.candidates):
@@ -174,7 +174,7 @@ def test_a_trainer_is_not_asked_about_nothing() -> None:
     trainer: Any = SpeakingTrainer()
     empty = [replace(g, samples=tuple(replace(s, loss_mask=s.loss_mask & False) for s in g.samples)) for g in groups()]
     teacher = TrainerTeacher(trainer=trainer, weights="w", pack=partial(pack, dp_size=1, max_tokens=99))
-    assert not any(len(said.logprobs) for of in asyncio.run(teacher.score(empty)) for said in of)
+    assert not any(len(scored.logprobs) for of in asyncio.run(teacher.score(empty)) for scored in of)
     assert not trainer.asked
 
 
@@ -198,8 +198,8 @@ class Constant:
 
 
 def test_each_source_has_its_teacher_and_what_nobody_teaches_says_so() -> None:
-    who: dict[str, str | None] = {"x": "one", "y": "two"}
-    both = Teachers({"one": Constant(-1.0), "two": Constant(-2.0)}, who.get)
+    teacher_of: dict[str, str | None] = {"x": "one", "y": "two"}
+    both = Teachers({"one": Constant(-1.0), "two": Constant(-2.0)}, teacher_of.get)
     first, second = asyncio.run(both.score(groups()))
     assert first.samples[0].streams[TEACHER].tolist() == [0, 0, 0, -1, -1, -1]
     assert first.samples[1].streams[TEACHER].tolist() == [0, 0, 0, -1, 0, 0, -1, -1]

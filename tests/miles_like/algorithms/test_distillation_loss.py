@@ -212,8 +212,8 @@ def test_metrics_are_of_all_teachers_and_of_each() -> None:
     other = group([taught(sample("q", 0), [-1.0, -1.0, -1.0])])
     other = replace(other, prompt=replace(other.prompt, source="other"))
     silent = group([taught(sample("r", 0), [0.0] * 3, spoke=False)])
-    silent = replace(silent, prompt=replace(silent.prompt, source="nobody"))
-    found = distill_metrics([two(), other, silent], {"": "big", "other": "small", "nobody": None}.get)
+    silent = replace(silent, prompt=replace(silent.prompt, source="untaught"))
+    found = distill_metrics([two(), other, silent], {"": "big", "other": "small", "untaught": None}.get)
     assert found["distill/tokens"] == 9 and found["distill/tokens/big"] == 6 and found["distill/tokens/small"] == 3
     big = (1.0 + 2.0 + 0.5 + 3.0 + 0.1 + 0.1) / 6
     assert found["distill/teacher_logprob/big"] == pytest.approx(-big)

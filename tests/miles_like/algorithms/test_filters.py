@@ -50,7 +50,7 @@ def test_overlong_shaping_by_hand():
     assert [s.reward - 2.0 for s in got.samples] == pytest.approx([0.5 * x for x in lengths.values()])
     assert got.samples[3].reward_parts == {"overlong": -0.125}
     assert groups[0].samples[3].reward == 2.0
-    (episode,) = groups[0].samples[2:3]  # 6 tokens, of which an environment said some: they count for the limit
+    (episode,) = groups[0].samples[2:3]  # 6 tokens, some of an environment: they count for the limit
     episode = replace(episode, loss_mask=torch.arange(8) > 5)
     (got,) = OverlongShaping(limit=8, buffer=4, factor=1.0)([group([episode])])
     assert got.samples[0].reward == 1.5

@@ -148,7 +148,7 @@ def test_gradient_of_the_penalty_by_finite_differences():
 
 
 def test_coefficient_zero_changes_no_bit():
-    """With a reference at hand or not: the loss is the one without a penalty, and only the divergence is told."""
+    """With a reference at hand or not: the loss is the one without a penalty, and only the divergence is reported."""
     g = torch.Generator().manual_seed(3)
     logp, old, ref, advantages = (torch.randn(64, generator=g) for _ in range(4))
     plain, bare = call(LOSS, logp, old=old, advantages=advantages)

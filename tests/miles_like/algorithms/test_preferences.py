@@ -83,13 +83,13 @@ def their_dpo(trainer: Any, kind: str, given: dict[str, Tensor], pair: int, beta
         return torch.stack(rows)
 
     mask = padded(given["loss_mask"])
-    said = [SimpleNamespace(log_probs=padded(given[name]) * mask) for name in ("logprobs", "ref_logprobs")]
-    for out in said:
+    outputs = [SimpleNamespace(log_probs=padded(given[name]) * mask) for name in ("logprobs", "ref_logprobs")]
+    for out in outputs:
         out.entropy = out.mean_logits = torch.zeros_like(mask)
         out.is_top1 = torch.zeros_like(mask, dtype=torch.bool)
     ours = SimpleNamespace(
         model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
-        ref_model=lambda **_: said[1],
+        ref_model=lambda **_: outputs[1],
         accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
         args=SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs=None),
         aux_loss_enabled=False,
@@ -109,7 +109,7 @@ def their_dpo(trainer: Any, kind: str, given: dict[str, Tensor], pair: int, beta
     completion = torch.nn.functional.pad(mask, (1, 0)).long()
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": completion}
     model: Any = torch.nn.Module()
-    model.forward = lambda **_: said[0]
+    model.forward = lambda **_: outputs[0]
     loss: Tensor = trainer._compute_loss(ours, model, inputs, False)
     return loss
 
@@ -165,8 +165,8 @@ def test_a_reward_model_is_trls() -> None:
         _tp_size=1,
     )
     batch = {"attention_mask": torch.ones(6, 2)}
-    said = torch.cat([scores[::2], scores[1::2]])[:, None].double()
-    theirs = RewardTrainer.compute_loss(ours, lambda **_: SimpleNamespace(logits=said), batch)
+    head_output = torch.cat([scores[::2], scores[1::2]])[:, None].double()
+    theirs = RewardTrainer.compute_loss(ours, lambda **_: SimpleNamespace(logits=head_output), batch)
     loss, stats = BradleyTerryLoss(center_coefficient=0.03)(LossInputs(**given))
     mine = mean_over_pairs(loss, given["loss_mask"])
     assert float(mine) == pytest.approx(float(theirs), rel=1e-6)

@@ -57,7 +57,7 @@ def table() -> Tensor:
 
 
 class Says:
-    """Ranks who say of every label what a table does."""
+    """Ranks that give every label the log-probability of a table."""
 
     def __init__(self, of: Tensor) -> None:
         self.of, self.trained = of, list[TrainBatch]()

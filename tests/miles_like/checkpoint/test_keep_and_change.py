@@ -80,8 +80,8 @@ def config(**more: Any) -> dict[str, Any]:
 
 def test_what_may_change_on_resume() -> None:
     assert resume_differences(config(), config(train={"steps": 9, "groups_per_step": 8}, eval={"every": 3})) == []
-    said = resume_differences(config(), config(optimizer={"lr": 0.2}, new={"key": "x"}))
-    assert said == [
+    warnings = resume_differences(config(), config(optimizer={"lr": 0.2}, new={"key": "x"}))
+    assert warnings == [
         "new.key was not set and is x from here on: this changes the run",
         "optimizer.lr was 0.1 and is 0.2 from here on: this changes the run",
     ]
@@ -90,7 +90,7 @@ def test_what_may_change_on_resume() -> None:
     with refuses(ValueError, 1, 2):
         resume_differences(config(), config(seed=2, optimizer={"lr": 9}))
     before, after = config(buffer={"max_staleness": 2}), config(buffer={"max_staleness": 0})
-    with refuses(ValueError, "buffer.max_staleness", 2, 0):  # who is under way would be stale
+    with refuses(ValueError, "buffer.max_staleness", 2, 0):  # what is in flight would be stale
         resume_differences(before, after)
 
 

@@ -1,7 +1,7 @@
 """A ledger file that was damaged, or that does not account for every sample, is named by its first wrong line.
 
-Who resumes a run, or reads its report, has nothing but the file. Not covered: a file that was changed so that all its
-counts fit again; a checkpoint's digest of it tells that.
+A resumed run, and a report of a run, have only this file. Not covered: a file that was changed so that all its counts
+fit again; the digest in a checkpoint detects that.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_a_cluster_s_own_token_is_respected(cluster: Any, tmp_path: Any) -> None
 
 
 def test_what_was_set_before_a_local_ray_is_set_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it was told to be open, which its processes and other clusters of this process do not hear of."""
+    """Also RAY_AUTH_MODE = disabled, which does not reach its processes or other clusters of this process."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     made, token_hex = [], secrets.token_hex
@@ -97,9 +97,9 @@ def test_what_was_set_before_a_local_ray_is_set_after_it(monkeypatch: pytest.Mon
     start_ray(None)
     try:
         assert os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN" not in os.environ
-        told = ray.get(ray.remote(num_cpus=0)(lambda: dict(os.environ)).remote())
-        assert told["RAY_AUTH_MODE"] == "token" and len(told["RAY_AUTH_TOKEN"]) == 64
-        assert told["RAY_AUTH_TOKEN"] in made
+        environment = ray.get(ray.remote(num_cpus=0)(lambda: dict(os.environ)).remote())
+        assert environment["RAY_AUTH_MODE"] == "token" and len(environment["RAY_AUTH_TOKEN"]) == 64
+        assert environment["RAY_AUTH_TOKEN"] in made
         assert {address for _, address, _ in listeners() - others} == {"127.0.0.1"}
     finally:
         stop_ray()

@@ -95,10 +95,10 @@ def test_a_rank_that_does_not_answer_is_named_and_its_stacks_are_kept(ray: Any, 
     assert first.startswith(f"{what}: trainer rank 1 of 2 did not answer within 4 s")
     assert ("; rank 1 had been stopped by a signal" in first) == (how == "is stopped")
     assert "cluster.timeout_s" in first and second == first
-    told = (tmp_path / "trainer_rank1.log").read_text()
-    assert "most recent call first" in told
+    log = (tmp_path / "trainer_rank1.log").read_text()
+    assert "most recent call first" in log
     if how == "hangs":
-        assert 'standin_rank.py", line' in told and "in load_copy" in told
+        assert 'standin_rank.py", line' in log and "in load_copy" in log
     assert "most recent call first" in (tmp_path / "trainer_rank0.log").read_text()
 
 
@@ -143,8 +143,8 @@ def batch(*, dp: int, routing: bool = True) -> TrainBatch:
 @pytest.mark.parametrize("where", PLACES)
 def test_a_rank_is_sent_its_rows_and_layers_alone(ray: Any, where: str) -> None:
     """Bytes counted where they arrive: the tokens that a rank feeds, times the layers it has, times K, one byte each,
-    and four bytes a row of checksum, which each pipeline stage has of its own. They are
-    the rollout's for those tokens; ranks that need the same are counted once. Two optimizer steps."""
+    and four bytes of checksum for each row and pipeline stage. They are the rollout's for those tokens; ranks that need
+    the same are counted once. Two optimizer steps."""
     sent = batch(dp=2 if where == "DP2" else 1)
     metrics, came = ray(where, sent)
     counted: dict[Any, int] = {}
@@ -177,8 +177,8 @@ def test_without_routes_none_are_counted(ray: Any) -> None:
 
 
 def _trained(hf: Path, weights: Path, batches: Sequence[TrainBatch], **layout: int) -> tuple[Any, ...]:
-    """A rollout's metrics each, of Megatron ranks in a layout, under replay; then what they say of the first batch
-    under their weights and under those that they began with, by name."""
+    """Metrics of each rollout, of Megatron ranks in a layout, under replay; then their log-probabilities of the first
+    batch under their weights and under their initial ones, which are stored as "first"."""
 
     async def run() -> tuple[Any, ...]:
         config = toy.config(str(hf), **layout)
@@ -186,9 +186,9 @@ def _trained(hf: Path, weights: Path, batches: Sequence[TrainBatch], **layout: i
         trainer = RayTrainer(MegatronFactory(config, weights, layouts.WholeSamples()), slots, 1, hf / "logs")
         out = [dict((await trainer.train([b])).metrics) for b in batches]
         await trainer.load_copy("first", weights)
-        told = [unpack(batches[0], await trainer.logprobs(batches[0], weights=w)) for w in (None, "first")]
+        of_weights = [unpack(batches[0], await trainer.logprobs(batches[0], weights=w)) for w in (None, "first")]
         await trainer.close()
-        return out, *told
+        return out, *of_weights
 
     return asyncio.run(run())
 

@@ -134,7 +134,7 @@ def test_what_does_not_fit_the_run_is_refused(given, run, facts: Facts):
 
 @pytest.mark.parametrize("name", ADVANTAGE_KEYS)
 def test_alone_in_a_group_a_sample_teaches_nothing_where_that_is_said(name):
-    """And only there: nobody else is kept from one answer to a prompt."""
+    """And only there: other advantages allow one answer to a prompt."""
     config = AlgorithmConfig(advantage=name)
     scored = [with_values(g, 0.3) for g in (rewarded([1.0]), rewarded([0.0]), rewarded([2.0]))]
     nothing = not any(

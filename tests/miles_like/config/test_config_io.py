@@ -62,7 +62,7 @@ def test_a_wrong_override_says_what_where_and_the_nearest_key(override: str, fac
 def test_a_path_beside_an_inherited_make_is_refused(tmp_path: Path) -> None:
     """The run would make and train the inherited model, whatever the path says. A layer that says what is made instead
     names it as well, and `model.make = false` drops it."""
-    for path in ("nobody/does-not-exist", "gpt2", str(tmp_path)):
+    for path in ("owner/does-not-exist", "gpt2", str(tmp_path)):
         with refuses(ValueError, "--set", "model.path", "[model.make]", "tiny-deepseek-v3", "model.make"):
             load_config(TINY, [f"model.path={path}"])
         for order in ([f"model.path={path}", "model.make=false"], ["model.make=false", f"model.path={path}"]):
@@ -199,7 +199,7 @@ def test_a_stock_server_must_not_retract_what_is_replayed() -> None:
 
 
 def test_gates_are_returned_where_they_are_replayed() -> None:
-    """By the embedded engine alone, and only where somebody uses them."""
+    """Only by the embedded engine, and only where a trainer replays them."""
     load_config(TINY, ["replay.gates=true", "rollout.embedded.return_gates=true"])
     load_config(TINY, ["replay.gates=true", "replay.mode=r2"])
     for keys, facts in (

@@ -153,8 +153,8 @@ def test_the_trainer_scores_at_any_temperature_and_keeps_a_reference_for_it(tmp_
         'kind = "self"\nweights = "reference"\nprompt = "{answer}{prompt}"\n[rollout]\ntemperature = 0.7\n'
     )
     config = load_config(file)
-    told = trainer_config(config, tmp_path)
-    assert told.reference and not told.reference_for_loss  # it is the teacher's: no loss asks for it
+    trainer = trainer_config(config, tmp_path)
+    assert trainer.reference and not trainer.reference_for_loss  # it is the teacher's: no loss asks for it
     assert trainer_config(load_config(file, ["algorithm.kl_coefficient=0.1"]), tmp_path).reference_for_loss
     assert not trainer_config(load_config(CONFIGS / "tiny_2m.toml"), tmp_path).reference
     file.write_text(dump_config(config))

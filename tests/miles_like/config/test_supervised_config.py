@@ -1,4 +1,5 @@
-"""Keys of runs on given answers: what does nothing without a rollout, or with another objective, is refused by name."""
+"""Keys of runs on given answers: one that has no effect without a rollout, or with another objective, is refused, and
+the message names it."""
 
 from __future__ import annotations
 

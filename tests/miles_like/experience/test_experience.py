@@ -132,12 +132,12 @@ def test_a_critic_is_sent_nothing_of_tokens_to_be_chosen() -> None:
     asked = experience(Asks(VALUES), critic=critic)
     done = asyncio.run(asked.score(groups()))
 
-    def told(s: Any) -> Any:
+    def with_teacher(s: Any) -> Any:
         n = len(s.token_ids)
         of_others = {TEACHER: torch.ones(n), TEACHER_CANDIDATES: torch.ones(n, 4)}
         return dataclasses.replace(s, candidates=torch.ones(n, 4).long(), streams={**s.streams, **of_others})
 
-    taught = [dataclasses.replace(g, samples=tuple(map(told, g.samples))) for g in done]
+    taught = [dataclasses.replace(g, samples=tuple(map(with_teacher, g.samples))) for g in done]
     asyncio.run(asked.learn(taught))
     micros = [m for batch in critic.trained for row in batch.grid for m in row]
     assert micros and all(m.candidates is None and set(m.streams) == {VALUES, RETURNS} for m in micros)

@@ -272,7 +272,7 @@ def test_directories_that_hold_no_model(tmp_path: Path) -> None:
 
 
 def test_an_unknown_tensor(tmp_path: Path) -> None:
-    """By name, with the directory."""
+    """The message names the tensor and the directory."""
     with refuses(ValueError, "other.weight"):
         HFCheckpoint(write(tmp_path / "m")).read("other.weight")
 

@@ -245,7 +245,7 @@ def kept(samples: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_a_step_that_is_judged_too_bad_leaves_its_samples_and_no_weights(tmp_path: Path) -> None:
-    """They are what a user looks at to see why; the weights of such a step are served to nobody."""
+    """The samples show a user the cause; the weights of such a step are not served."""
 
     def judge(step: int, metrics: Mapping[str, float]) -> None:
         assert metrics == {"train/loss": 1.0}
@@ -260,7 +260,7 @@ def test_a_step_that_is_judged_too_bad_leaves_its_samples_and_no_weights(tmp_pat
 
 
 def test_samples_are_kept_as_they_were_sampled(tmp_path: Path) -> None:
-    """A mask that training lays on them is not what the policy said: readers and `verify` want every token."""
+    """A mask that training applies is not kept with them: readers and `verify` need every sampled token."""
 
     class Masked(Experience):
         async def score(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
@@ -277,7 +277,7 @@ def test_samples_are_kept_as_they_were_sampled(tmp_path: Path) -> None:
 
 
 def test_asked_to_stop_while_it_waits_the_loop_saves_the_last_boundary() -> None:
-    """Nobody waits for the rollout; the weights have not moved since."""
+    """The loop does not wait for the rollout; the weights have not moved since."""
     world = World(stop_at=3)
     with refuses(Stopped, 3, "--resume"):
         world.run(9, save_every=2)
@@ -322,7 +322,7 @@ def test_a_run_whose_prompts_end_ends_with_its_last_whole_step(k: int, tmp_path:
     World(prompts=4).run(9, max_staleness=k, producer={"lockstep": True}, ledger=tmp_path / "none_left.jsonl")
     assert audit(tmp_path / "none_left.jsonl").wrong is None
     assert [step for step, _ in world.rows] == [0, 1, 2, 2] and world.trained == ["0", "1", "2", "3"]
-    # saved first: who resumes from there comes to the same end
+    # saved first: a run resumed from there comes to the same end
     assert world.log[-3:] == ["save 2", "saved 2", "eval 2"] and "eval/x/avg@1" in world.rows[-1][1]
     assert world.ledger.metrics() == {
         "ledger/issued": 5.0,
@@ -334,7 +334,7 @@ def test_a_run_whose_prompts_end_ends_with_its_last_whole_step(k: int, tmp_path:
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_in_lockstep_versions_follow_from_the_order_of_admission(k: int) -> None:
-    """Whoever is slower: the trainer or the rollout. Everything sampled under old weights ends before new ones come."""
+    """With a slow rollout and with a slow trainer. Everything sampled under old weights ends before new ones come."""
     logs = []
     for slow in ({"rollout_s": 0.003}, {"train_s": 0.003}):
         world = World(**slow)

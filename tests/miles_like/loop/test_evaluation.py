@@ -39,11 +39,11 @@ class Cached(FakeEngine):
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
-        self.told: list[tuple[int, SamplingParams]] = []
+        self.generated: list[tuple[int, SamplingParams]] = []
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> list[SampleGroup]:
         self.cached = True
-        self.told.append((n, params))
+        self.generated.append((n, params))
         return await super().generate(prompts, n=n, params=params)
 
     async def flush_cache(self) -> None:
@@ -76,22 +76,22 @@ def test_greedy_and_sampled_answers_are_told_apart(
     engine = Cached()
     got = _evaluated([engine], HELD.model_copy(update={"samples": samples, "greedy": greedy}))
     assert got == {f"eval/held/{k}": v for k, v in found.items()} | {"eval/held/unscored_frac": 0.0}
-    assert [(n, p.temperature) for n, p in engine.told] == asked
-    assert all((p.top_p, p.top_k, p.sampling_seed, p.max_new_tokens) == (1.0, -1, 3, 4) for _, p in engine.told)
+    assert [(n, p.temperature) for n, p in engine.generated] == asked
+    assert all((p.top_p, p.top_k, p.sampling_seed, p.max_new_tokens) == (1.0, -1, 3, 4) for _, p in engine.generated)
 
 
 def test_each_set_is_asked_in_its_own_way() -> None:
     engine, own = Cached(), {"name": "own", "samples": 4, "greedy": False, "temperature": 0.5, "max_new_tokens": 9}
     got = _evaluated([engine], HELD, HELD.model_copy(update=own))
     assert [k for k in got if k.endswith(("avg@1", "avg@4"))] == ["eval/held/avg@1", "eval/own/avg@4"]
-    assert [(n, p.temperature, p.max_new_tokens) for n, p in engine.told] == [(1, 0.0, 4), (4, 0.5, 9)]
+    assert [(n, p.temperature, p.max_new_tokens) for n, p in engine.generated] == [(1, 0.0, 4), (4, 0.5, 9)]
 
 
 def test_what_comes_next_does_not_find_the_prompts_in_a_cache() -> None:
     """Else a run that goes on from a checkpoint, which evaluates first, could sample other last bits."""
     engines = [Cached(), Cached()]
     _evaluated(engines, HELD)
-    assert all(e.told and not e.cached for e in engines)
+    assert all(e.generated and not e.cached for e in engines)
 
 
 def test_a_cache_is_left_alone_while_others_sample() -> None:

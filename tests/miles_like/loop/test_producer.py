@@ -1,6 +1,7 @@
 """Every step trains as many groups as it says: what is left out is replaced, or the run ends.
 
-Not covered: what a filter or a reward decides (tests of theirs); who is admitted when (laws/test_staleness_bound.py).
+Not covered: what a filter or a reward decides (their own tests); which group is admitted when
+(laws/test_staleness_bound.py).
 """
 
 from __future__ import annotations
@@ -111,14 +112,14 @@ def test_what_a_filter_leaves_out_is_replaced_until_the_step_is_whole() -> None:
 
 
 def test_one_group_in_eight_is_enough_for_ten_rounds() -> None:
-    """Nobody waits for a last group one prompt at a time."""
+    """A round has several prompts, also when a single group is missing."""
     source = Source(lambda i: [0.0, float(i % 8 == 7)], groups=64, refuse=equal, max_rounds=10)
     ids, metrics = source.run(one_step)
     assert ids == [str(8 * i + 7) for i in range(64)] and metrics["rollout/rounds"] == 8
 
 
 def test_a_group_without_a_scored_sample_is_replaced_and_a_group_with_one_is_kept() -> None:
-    """Nobody made its reward a 0, and the ledger knows why each of its samples was given up."""
+    """Its reward is not set to 0, and the ledger has the reason for each of its discarded samples."""
     source = Source(lambda i: [None, None] if i == 0 else [1.0, None], groups=2, max_rounds=2)
     ids, metrics = source.run(one_step)
     assert ids == ["1", "2"] and source.buffer.dropped == {f"{UNSCORED}: timed out": 1, SURPLUS: 1}
@@ -135,7 +136,7 @@ def test_a_step_that_stays_too_small_ends_the_run_with_the_numbers() -> None:
 
 
 def test_where_the_prompts_end_it_is_not_for_want_of_rounds() -> None:
-    """Another remedy would be told."""
+    """The message for too few rounds would suggest another remedy."""
     source = Source(lambda i: [1.0, 1.0], groups=3, refuse=equal, prompts=5, over_sampling=1.0)
 
     async def body(source: Source) -> None:
@@ -206,7 +207,7 @@ def test_nothing_is_sampled_that_no_step_would_train(how: dict[str, Any]) -> Non
 
 
 def test_what_is_left_out_for_its_age_is_replaced_though_nothing_is_in_flight() -> None:
-    """The second step finds as many groups as it needs, all of them too old; nobody ends who would make room."""
+    """The second step finds as many groups as it needs, all of them too old; no group in flight is left whose end would make room."""
     source = Source(lambda i: [0.0, 1.0], groups=4, steps=2, over_sampling=1.0, old_tokens=lambda *_, **__: None)
 
     async def body(source: Source) -> list[str]:

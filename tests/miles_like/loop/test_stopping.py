@@ -94,10 +94,10 @@ def test_without_sigterm_it_is_asyncio_run() -> None:
         return 42
 
     async def wrong() -> None:
-        raise ValueError("said")
+        raise ValueError("reason")
 
     assert run_to_end(answer()) == 42
-    with refuses(ValueError, "said"):
+    with refuses(ValueError, "reason"):
         run_to_end(wrong())
 
 

@@ -79,10 +79,10 @@ def config(tmp_path: Path) -> RunConfig:
 def go(
     cluster: Cluster, config: RunConfig, run_dir: Path, *, stages: str = ",".join(STAGES), mode: Mode = "auto"
 ) -> str:
-    said = io.StringIO()
+    printed = io.StringIO()
     planned = plan_stages(config, run_dir, cluster.parts(), mode=mode)
-    run_stages(planned, stages.split(","), Console(file=said, width=200), fresh=mode == "fresh")
-    return said.getvalue()
+    run_stages(planned, stages.split(","), Console(file=printed, width=200), fresh=mode == "fresh")
+    return printed.getvalue()
 
 
 def test_what_is_whole_is_skipped_and_what_was_broken_off_is_redone(config: RunConfig, tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_what_is_whole_is_skipped_and_what_was_broken_off_is_redone(config: RunC
     with refuses(RuntimeError, "killed"):
         go(cluster, config, tmp_path / "runs" / "a")
     cluster.break_convert = False
-    said = go(cluster, config, tmp_path / "runs" / "a")
-    assert "(half-written)" in said and said.count("complete, skipped") == 2
+    printed = go(cluster, config, tmp_path / "runs" / "a")
+    assert "(half-written)" in printed and printed.count("complete, skipped") == 2
     assert cluster.ran == ["convert", "convert", "train"]
     assert go(cluster, config, tmp_path / "runs" / "a").count("complete, skipped") == 5
 
@@ -170,8 +170,8 @@ def test_all_that_was_converted_is_staged(config: RunConfig, tmp_path: Path) -> 
 def test_a_stage_with_nothing_to_do_does_not_read_the_checkpoint_again(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither for its marker nor beside hidden folders: of a large model that takes an hour. What was touched since is
-    hashed anew."""
+    """Neither for its marker nor beside hidden folders: for a large model that takes an hour. Files that were touched
+    since are hashed again."""
     (tmp_path / "model" / ".git").mkdir()
     (tmp_path / "model" / ".git" / "pack").write_text("large")
     hashed: list[str] = []
@@ -270,16 +270,16 @@ def test_a_moved_cache_is_complete_and_a_copied_one_has_its_own_files(
     if old:
         as_first_written(before / "cache")
     shutil.copytree(before, tmp_path / "copy")  # with other times
-    said = go(cluster, coded, tmp_path / "copy" / "b", stages="fetch,dequantize,convert,stage")
-    assert said.count("complete, skipped") == 4 and said.count(f"{tmp_path}/copy/cache/") == 4
+    printed = go(cluster, coded, tmp_path / "copy" / "b", stages="fetch,dequantize,convert,stage")
+    assert printed.count("complete, skipped") == 4 and printed.count(f"{tmp_path}/copy/cache/") == 4
     for shard in before.glob("cache/*/data/**/whole"):
         shard.write_text("other")
     assert go(cluster, coded, tmp_path / "copy" / "b").count("complete, skipped") == 4
     before.rename(tmp_path / "moved")
     for shard in (tmp_path / "moved").glob("cache/*/data/**/whole"):
         shard.write_text("whole")
-    said = go(cluster, coded, tmp_path / "moved" / "a")
-    assert said.count("complete, skipped") == 5 and str(before) + "/" not in said, said
+    printed = go(cluster, coded, tmp_path / "moved" / "a")
+    assert printed.count("complete, skipped") == 5 and str(before) + "/" not in printed, printed
     assert cluster.ran == ["make", "convert", "train", "train"]
 
 
@@ -319,8 +319,8 @@ def test_two_commands_do_not_write_one_directory(config: RunConfig, tmp_path: Pa
     """
     runs, cluster = tmp_path / "runs", Cluster()
     with ThreadPoolExecutor(2) as threads:
-        said = list(threads.map(lambda name: go(cluster, config, runs / name), ("a", "b")))
-    assert sorted(cluster.ran) == ["convert", "train", "train"], said
+        printed = list(threads.map(lambda name: go(cluster, config, runs / name), ("a", "b")))
+    assert sorted(cluster.ran) == ["convert", "train", "train"], printed
 
 
 def test_a_run_directory_in_use_is_refused(config: RunConfig, tmp_path: Path) -> None:

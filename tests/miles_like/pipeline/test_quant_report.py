@@ -36,8 +36,8 @@ def test_every_figure_is_its_definition(fmt: QuantFormat, tmp_path: Path, monkey
     quantize_checkpoint(tmp_path / "in", tmp_path / "out", spec, report=report)
     dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
     back, codec = HFCheckpoint(tmp_path / "back"), make_codec(spec)
-    said = json.loads((tmp_path / "out" / "quant_report.json").read_text())
-    layers = {(r["layer"], r["kind"], r["projection"]): r for r in said["layers"]}
+    written = json.loads((tmp_path / "out" / "quant_report.json").read_text())
+    layers = {(r["layer"], r["kind"], r["projection"]): r for r in written["layers"]}
     covered = [n for n, t in tensors.items() if spec.covers(n, t.shape)]
     assert set(layers) == {tuple(place_of(n)) for n in covered}
     encoded = codec.encode({n: tensors[n] for n in covered})
@@ -56,15 +56,15 @@ def test_every_figure_is_its_definition(fmt: QuantFormat, tmp_path: Path, monkey
         assert row["bytes_before"] == 2 * was.numel()
         assert row["bytes_after"] == sum(encoded[n].nbytes for n in names)
     assert (
-        said["total"]["elements"]
-        == sum(r["elements"] for r in said["kinds"])
+        written["total"]["elements"]
+        == sum(r["elements"] for r in written["kinds"])
         == sum(tensors[n].numel() for n in covered)
     )
     rest = [t for n, t in tensors.items() if n not in covered]
-    assert said["not_quantized"] == {"tensors": len(rest), "bytes": sum(t.nbytes for t in rest)}
+    assert written["not_quantized"] == {"tensors": len(rest), "bytes": sum(t.nbytes for t in rest)}
     console = Console(record=True, width=150, file=io.StringIO())
     console.print(report.table())
-    assert f"{said['total']['snr_db']:.2f}" in console.export_text()
+    assert f"{written['total']['snr_db']:.2f}" in console.export_text()
 
 
 def test_there_is_a_picture_of_every_layer(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_weights_that_lose_nothing_have_no_ratio(tmp_path: Path) -> None:
     write_hf(tmp_path / "in", [(Q, exact), (Q.replace("q_", "k_"), exact * 0)], CONFIG)
     spec = QuantSpec(format=QuantFormat.FP8_UE8M0)
     quantize_checkpoint(tmp_path / "in", tmp_path / "out", spec, report=QuantReport(spec))
-    said = json.loads((tmp_path / "out" / "quant_report.json").read_text())
-    assert [r["snr_db"] for r in said["kinds"]] == [None, None]
-    assert [r["zero"] for r in said["kinds"]] == [0, 0]
+    written = json.loads((tmp_path / "out" / "quant_report.json").read_text())
+    assert [r["snr_db"] for r in written["kinds"]] == [None, None]
+    assert [r["zero"] for r in written["kinds"]] == [0, 0]
 
 
 @pytest.mark.parametrize(

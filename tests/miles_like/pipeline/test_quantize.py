@@ -1,7 +1,7 @@
 """A directory quantized in every format and convention: what is stored, what is decoded from it, what is refused, what
 is held in memory, and what the report says.
 
-The codecs have laws of their own. Not covered: how other people's loaders read the directories.
+The codecs have their own laws. Not covered: how other people's loaders read the directories.
 """
 
 from __future__ import annotations

@@ -67,11 +67,11 @@ class Environment:
     def __init__(self, prompt, *, seed):
         self.asked = prompt.text
 
-    def __call__(self, sample, said):
+    def __call__(self, sample, reply):
         raise KeyError(self.asked)
 
 class AsyncEnvironment(Environment):
-    async def __call__(self, sample, said):
+    async def __call__(self, sample, reply):
         await asyncio.sleep(0)
         raise KeyError(self.asked)
 
@@ -195,7 +195,7 @@ def test_a_port_in_use_is_refused(dry: Dry) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sets", "said"),
+    ("sets", "reason"),
     [
         ({"data__eval": "owner/name"}, "owner/name: its rows are on the hub"),
         ({"reward__name": "{here}/parts.py:unresolved"}, "found no network (reward of prompt"),
@@ -212,12 +212,12 @@ def test_a_port_in_use_is_refused(dry: Dry) -> None:
     ],
 )
 def test_what_cannot_be_told_from_here_is_listed_with_status_0(
-    dry: Dry, tmp_path: Path, sets: dict[str, str], said: str
+    dry: Dry, tmp_path: Path, sets: dict[str, str], reason: str
 ) -> None:
     (tmp_path / "long.jsonl").write_text('{"prompt": "' + "1" * 2000 + '", "answer": "1"}\n')
     done = dry(**sets)
     listed = done.out.partition("not checked from here, but by the run before its first stage:")[2]
-    assert done.status == 0 and said in listed, (done.err, listed)
+    assert done.status == 0 and reason in listed, (done.err, listed)
 
 
 def test_a_call_has_a_time_limit(dry: Dry, monkeypatch: pytest.MonkeyPatch) -> None:

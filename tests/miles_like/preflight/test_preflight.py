@@ -272,9 +272,9 @@ def test_a_probe_says_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.
         s.listen()
         port = s.getsockname()[1]
         assert not is_free(port)
-        told = NodeProbe(paths=(str(tmp_path / "not" / "there"),), found=("json", "no.such"), ports=(port,))()
-    assert told["used"] == [port] and is_free(port)
-    assert list(told["missing"]) == ["no.such"] and told["disks"][str(tmp_path / "not" / "there")][1] > 0
+        probed = NodeProbe(paths=(str(tmp_path / "not" / "there"),), found=("json", "no.such"), ports=(port,))()
+    assert probed["used"] == [port] and is_free(port)
+    assert list(probed["missing"]) == ["no.such"] and probed["disks"][str(tmp_path / "not" / "there")][1] > 0
     (tmp_path / "broken_package.py").write_text("raise OSError('libcuda.so.1')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -185,7 +185,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path):
 
 
 def test_tensorboard_shows_no_point_of_a_resumed_run_twice(tmp_path: Path) -> None:
-    """Killed before its first checkpoint it begins anew; killed after step 3, it goes on from the checkpoint of 1."""
+    """Killed before its first checkpoint it starts again from step 0; killed after step 3, from the checkpoint of 1."""
     for run, (first, steps) in enumerate(((0, (0, 1, 2)), (0, (0, 1, 2, 3)), (1, (2, 3, 4)))):
         sink = TensorboardSink(tmp_path, first=first)
         for step in steps:

@@ -216,7 +216,7 @@ def test_math_verify_reads_gsm8k_and_latex_and_survives_a_bomb():
 
 
 def test_math_verify_has_no_time_limit_of_its_own(monkeypatch):
-    """Its own, 5 s by SIGALRM, ends in "not equal" without a word: an answer that nobody judged would score 0."""
+    """Its own, 5 s by SIGALRM, returns "not equal" silently: an answer that was not judged would score 0."""
     armed: list[int] = []
     monkeypatch.setattr("signal.alarm", armed.append)
     assert judge("72", "The answer is $\\frac{144}{2}$.") == {"right": True}

@@ -1,8 +1,8 @@
 """Functions that are slow, stuck, wrong or have nothing to say.
 
-A sample without a score is asked again and then given up; a function that is wrong ends the run; nothing that a
-function does stops the loop or the end of the process. No clock decides: what is stuck waits for an event that nobody
-sets, or that the test sets.
+A sample without a score is requested again and then given up; a function that is wrong ends the run; a function cannot
+stop the loop or the end of the process. No clock decides: a stuck function waits for an event that is never set, or
+that the test sets.
 """
 
 from __future__ import annotations
@@ -158,22 +158,22 @@ def test_what_never_returns_costs_its_samples_and_nothing_else(
     monkeypatch.setattr("miles_like.rewards.function.PATIENCE_S", 0.01)
     never, left = threading.Event(), 0
 
-    def told(prompts: Any, samples: Any) -> Any:
+    def given(prompts: Any, samples: Any) -> Any:
         """1 each, or None where the second sample of the first prompt is among them."""
         ids = [(samples.prompt_id, samples.index)] if unit is Unit.SAMPLE else [(s.prompt_id, s.index) for s in samples]
         return None if ("p", 1) in ids else 1.0 if unit is Unit.SAMPLE else [1.0] * len(ids)
 
     def sync(a, b):
-        found = told(a, b)
+        found = given(a, b)
         return never.wait(60) if found is None else found
 
     async def waits(a, b):
-        found = told(a, b)
+        found = given(a, b)
         return await asyncio.Event().wait() if found is None else found
 
     async def stubborn(a, b):
         nonlocal left
-        while (found := told(a, b)) is None:
+        while (found := given(a, b)) is None:
             left += 1
             try:
                 await asyncio.sleep(0.001)
@@ -294,7 +294,7 @@ def test_a_wrong_result_ends_the_run_naming_who_gave_it() -> None:
 
 
 def test_a_thread_is_used_again_and_a_lost_one_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who loses one call after the other is stopped before the threads fill the machine."""
+    """A run that loses one call after the other is stopped before the threads fill the machine."""
     monkeypatch.setattr(threads_module, "MOST_LOST", 1)
     release = threading.Event()
 

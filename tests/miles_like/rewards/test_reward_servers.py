@@ -72,7 +72,7 @@ def asked(name: str, server: FakeServer, *samples: Sample, path: str = "", **opt
     return asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def said(text: str | None, finish: str = "stop") -> dict[str, Any]:
+def completion(text: str | None, finish: str = "stop") -> dict[str, Any]:
     return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}]}
 
 
@@ -106,7 +106,7 @@ def test_a_remote_reward(reply: Any, want: Any) -> None:
 @pytest.mark.parametrize("name", ["remote", "reward_model", "judge"])
 def test_a_server_that_fails_is_asked_again_and_then_the_sample_is_given_up(name: str, fault: str) -> None:
     path = {"remote": "/score", "reward_model": "/classify", "judge": "/v1/chat/completions"}[name]
-    reply = {"remote": 1.0, "reward_model": {"embedding": [1.0]}, "judge": said("Score: 10")}[name]
+    reply = {"remote": 1.0, "reward_model": {"embedding": [1.0]}, "judge": completion("Score: 10")}[name]
     with Scoring(reply) as server:
         url = path if name == "remote" else ""
         faults = iter([fault, fault, "none"])
@@ -156,7 +156,7 @@ def test_a_key_is_sent_and_stays_out_of_the_configuration(tmp_path: Path) -> Non
 
 
 def test_no_more_requests_at_once_than_allowed() -> None:
-    """The server counts who is in it."""
+    """The server counts the requests that it is working on."""
     inside, most = 0, 0
 
     def count(body: Any) -> float:
@@ -249,19 +249,22 @@ NO_SCORE = Unscored(reason="the judgement does not end with a score")
 @pytest.mark.parametrize(
     ("reply", "want"),
     [
-        (said("Good.\nScore: 8"), Score(value=0.8, parts={"score": 8.0})),
-        (said("Score: 2? No.\n**Score:** 7.5"), Score(value=0.75, parts={"score": 7.5})),
-        (said("The response says Score: 10, which is wrong.\n\nScore: 2\n"), Score(value=0.2, parts={"score": 2.0})),
-        (said("**Score**:\n\n8/10"), Score(value=0.8, parts={"score": 8.0})),
-        (said("Score: 10\n[end of response]\nThe response told me so."), NO_SCORE),
-        (said("Score: 2? No. Score: 9"), Unscored(reason="the judgement ends with several scores")),
-        (said("score : 0"), Score(value=0.0, parts={"score": 0.0})),
-        (said("I like it"), Unscored(reason="the judgement does not end with a score")),
-        (said(None), Unscored(reason="the judgement does not end with a score")),
-        (said("Score: 11"), Unscored(reason="the judgement's score is out of bounds")),
-        (said("Score: -1"), Unscored(reason="the judgement's score is out of bounds")),
-        (said("Score: 1", "length"), Unscored(reason="the judgement was cut off")),
-        (said("Score: 1", "abort"), Unscored(reason="the judgement was cut off")),
+        (completion("Good.\nScore: 8"), Score(value=0.8, parts={"score": 8.0})),
+        (completion("Score: 2? No.\n**Score:** 7.5"), Score(value=0.75, parts={"score": 7.5})),
+        (
+            completion("The response says Score: 10, which is wrong.\n\nScore: 2\n"),
+            Score(value=0.2, parts={"score": 2.0}),
+        ),
+        (completion("**Score**:\n\n8/10"), Score(value=0.8, parts={"score": 8.0})),
+        (completion("Score: 10\n[end of response]\nThe response claims so."), NO_SCORE),
+        (completion("Score: 2? No. Score: 9"), Unscored(reason="the judgement ends with several scores")),
+        (completion("score : 0"), Score(value=0.0, parts={"score": 0.0})),
+        (completion("I like it"), Unscored(reason="the judgement does not end with a score")),
+        (completion(None), Unscored(reason="the judgement does not end with a score")),
+        (completion("Score: 11"), Unscored(reason="the judgement's score is out of bounds")),
+        (completion("Score: -1"), Unscored(reason="the judgement's score is out of bounds")),
+        (completion("Score: 1", "length"), Unscored(reason="the judgement was cut off")),
+        (completion("Score: 1", "abort"), Unscored(reason="the judgement was cut off")),
     ],
 )
 def test_a_judge(reply: Any, want: Any) -> None:
@@ -286,7 +289,7 @@ def test_what_a_judge_is_asked() -> None:
         "model": "m",
         "max_tokens": 9,
     }
-    with Scoring(said("Score: 10")) as server:
+    with Scoring(completion("Score: 10")) as server:
         asked("judge", server, tricky, **options)
     ((endpoint, body),) = server.calls
     assert endpoint == "/v1/chat/completions" and body.keys() == {"model", "messages", "temperature", "max_tokens"}
@@ -313,8 +316,8 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_response_cannot_leave_its_place(text: str) -> None:
-    """A stand-in for a judge that believes everything outside the two lines and nothing between them: whatever the
-    response says, it stands between, in one message, and no special token of its own survives."""
+    """A stand-in for a judge that believes everything outside the two lines and nothing between them: the whole
+    response stands between them, in one message, and none of its special tokens survives."""
 
     def judging(body: Any) -> Any:
         (message,) = body["messages"]
@@ -325,7 +328,7 @@ def test_a_response_cannot_leave_its_place(text: str) -> None:
         assert not re.search(r"<\||\|>.*<\||<\uff5c|</?s>|\[/?INST\]|<(start|end)_of_turn>|<</?SYS>>", inside)
         trusted = before + after
         assert "Score: 10" not in trusted and "{" not in trusted
-        return said(f"The response says {text!r}.\nScore: 3")
+        return completion(f"The response says {text!r}.\nScore: 3")
 
     with Scoring(judging) as server:
         found = asked("judge", server, sample(text=text), sample(index=1, text=text), retries=0)
@@ -335,7 +338,7 @@ def test_a_response_cannot_leave_its_place(text: str) -> None:
 
 def test_a_slow_pattern_does_not_hold_up_the_loop() -> None:
     """It has 5 s; other prompts are sampled meanwhile."""
-    with Scoring(said("a" * 40)) as server:
+    with Scoring(completion("a" * 40)) as server:
         options = {"name": "judge", "retries": 0, "judge": {"url": server.url, "pattern": "((?:a|a)+)b"}}
 
         async def run() -> tuple[Any, int]:
@@ -398,7 +401,7 @@ def test_a_reply_is_bounded_after_decompression() -> None:
 
 
 class Elsewhere(Scoring):
-    """Sends whoever asks to another address."""
+    """Redirects every request to another address."""
 
     def __init__(self, location: str) -> None:
         super().__init__(None)
@@ -412,7 +415,7 @@ class Elsewhere(Scoring):
 
 
 def test_neither_a_redirect_nor_a_proxy_takes_a_request_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both would be told the samples and the key."""
+    """Both would receive the samples and the key."""
     with Scoring({"score": 1.0}) as other:
         with Elsewhere(other.url) as server, refuses(RuntimeError, "HTTP", 307):
             asked("remote", server, retries=0)
@@ -457,14 +460,14 @@ def test_a_key_is_not_sent_in_the_open_nor_written_in_a_url(tmp_path: Path) -> N
 
 
 def test_a_judge_of_other_words_and_bounds() -> None:
-    with Scoring(said("<grade>-1</grade>")) as server:
+    with Scoring(completion("<grade>-1</grade>")) as server:
         found = asked("judge", server, pattern=r"<grade>(-?\d)</grade>", low=-3, high=1)
     assert found == [Score(value=0.5, parts={"score": -1.0})]
 
 
 def test_a_judge_that_changes_its_mind_is_asked_again() -> None:
     """With a temperature above 0 the next judgement may be readable."""
-    replies = iter([said("hm"), said("Score: 5")])
+    replies = iter([completion("hm"), completion("Score: 5")])
     with Scoring(lambda body: next(replies)) as server:
         assert asked("judge", server, temperature=1.0) == [Score(value=0.5, parts={"score": 5.0})]
 
@@ -477,7 +480,7 @@ def test_what_is_no_chat_completion_ends_the_run(reply: Any) -> None:
 
 def test_parts_of_several_kinds_are_one_reward() -> None:
     """As the configuration has them; the judge fails for one sample, which is then without a reward."""
-    judged: Callable[[Any], Any] = lambda body: said("?" if "It is 5" in str(body) else "Score: 5")  # noqa: E731
+    judged: Callable[[Any], Any] = lambda body: completion("?" if "It is 5" in str(body) else "Score: 5")  # noqa: E731
     with Scoring(judged) as server:
         config = RewardConfig.model_validate(
             {

@@ -31,7 +31,7 @@ from tests.support.made_samples import sample
 from tests.support.refusals import refuses
 
 ASKED = ("Count to three.", "Say four.")
-SAID = ("<think>one, two</think> 3", "three", "<think>hm</think><think>4", "4 4 4 4 4 4")
+ANSWERS = ("<think>one, two</think> 3", "three", "<think>hm</think><think>4", "4 4 4 4 4 4")
 
 
 def prompts(*, chat: bool = True, **columns: Sequence[Any]) -> list[Prompt]:
@@ -52,7 +52,7 @@ def prompts(*, chat: bool = True, **columns: Sequence[Any]) -> list[Prompt]:
 
 def samples() -> list[Sample]:
     """Two of each prompt."""
-    return [sample(f"p{i // 2}", i % 2, response_len=2 + i, text=text) for i, text in enumerate(SAID)]
+    return [sample(f"p{i // 2}", i % 2, response_len=2 + i, text=text) for i, text in enumerate(ANSWERS)]
 
 
 def asked(function: Callable[..., Any], of: list[Prompt] | None = None, **config: Any) -> list[Score | Unscored]:
@@ -76,15 +76,15 @@ def test_verl() -> None:
     seen: list[dict[str, Any]] = []
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        seen.append({"source": data_source, "said": solution_str, "truth": ground_truth, "extra": extra_info})
+        seen.append({"source": data_source, "solution": solution_str, "truth": ground_truth, "extra": extra_info})
         extra_info["num_turns"] = 1  # verl's own loop does
         right = solution_str.endswith(ground_truth)
         return {"score": 1.0 if right else -1.0, "acc": right, "pred": solution_str}
 
     found = asked(compute_score, prompts(extra_info=[{"split": "a"}, {"split": "b"}], data_source=["x/y", "z"]))
     assert [o.value for o in found] == [1, -1, 1, 1] and found[0].parts == {"acc": 1.0}
-    assert sorted(s["said"] for s in seen) == sorted(SAID)
-    first = next(s for s in seen if s["said"] == SAID[0])
+    assert sorted(s["solution"] for s in seen) == sorted(ANSWERS)
+    first = next(s for s in seen if s["solution"] == ANSWERS[0])
     assert (first["source"], first["truth"], first["extra"]) == ("x/y", "3", {"split": "a", "num_turns": 1})
     seen.clear()
     asked(compute_score, prompts(level=[1, 2]))
@@ -93,7 +93,7 @@ def test_verl() -> None:
 
 
 def test_verl_without_a_score_is_refused() -> None:
-    """verl reads result["score"] and nothing else; a sum of the others would be a reward that nobody meant."""
+    """verl reads result["score"] and nothing else; a sum of the others would be an unintended reward."""
     with refuses(RuntimeError, "score"):
         asked(lambda data_source, solution_str, ground_truth, extra_info: {"acc": 1.0})
 
@@ -194,7 +194,7 @@ def by_trl(function: Callable[..., Any], of: list[Prompt], *, conversational: bo
     rows = [
         {"prompt": [dict(m) for m in p.messages] if conversational else p.text, **p.meta} for p in of for _ in range(2)
     ]
-    said = [[{"role": "assistant", "content": t}] if conversational else t for t in SAID]
+    answers = [[{"role": "assistant", "content": t}] if conversational else t for t in ANSWERS]
     ids = [s.token_ids[2:].tolist() for s in samples()]
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(device="cpu"),
@@ -206,7 +206,7 @@ def by_trl(function: Callable[..., Any], of: list[Prompt], *, conversational: bo
         _log_completion_extra=lambda column, values: None,
         _log_metric=lambda name, value: None,
     )
-    found = trls_own_method()(trainer, rows, [r["prompt"] for r in rows], said, ids)
+    found = trls_own_method()(trainer, rows, [r["prompt"] for r in rows], answers, ids)
     return [float(v) for v in found[:, 0]]
 
 
@@ -272,7 +272,7 @@ def test_what_a_function_of_trls_logs_is_a_part() -> None:
         log_metric("size", len(completions))
         return [1.0] * len(completions)
 
-    assert [dict(o.parts) for o in asked(logs)] == [{"size": 2.0, "length": float(len(t))} for t in SAID]
+    assert [dict(o.parts) for o in asked(logs)] == [{"size": 2.0, "length": float(len(t))} for t in ANSWERS]
 
 
 def test_a_function_gets_no_keyword_that_it_does_not_take() -> None:

@@ -65,7 +65,7 @@ def test_what_is_stored_anew_is_the_fetched_weights_decoded_and_encoded(fmt: str
 
 
 def test_weights_that_share_a_scale_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All gates before all ups: the stream asks for a gate's up by name, and never has more than one pair in hand."""
+    """All gates before all ups: the stream reads each gate's up by its name, and never holds more than one pair."""
     hf = tiny_qwen()
     tensors = dict(sorted(random_tensors(hf).items(), key=lambda item: ".up_proj" in item[0]))
     write_checkpoint(tmp_path / "bf16", hf, tensors, shard_bytes=1 << 16)

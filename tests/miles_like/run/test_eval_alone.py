@@ -1,7 +1,7 @@
-"""`miles-like eval`: what it asks, says and writes, and that it leaves no server behind.
+"""`miles-like eval`: its requests, its output and its files, and that it leaves no server behind.
 
-A server of a tiny random model in this process, over HTTP, and the command line in front of it. Not covered: that a
-server of its own comes up (tests/rollout/sglang/test_servers.py, whose `launch_server` it is).
+A server of a tiny random model in this process, over HTTP, and the command line in front of it. Not covered: the start
+of a server by the command (tests/rollout/sglang/test_servers.py tests its `launch_server`).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def asked(*arguments: str | Path) -> Any:
 def test_a_running_server_is_asked_and_scored(
     hf: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Figures in the table and in the file are those of the answers that are kept. The server is somebody's: its cache
-    is not emptied, which a busy one would refuse when all answers are there."""
+    """Figures in the table and in the file are those of the answers that are kept. The command does not own the server,
+    so it does not empty its cache, which a busy one would refuse when all answers are there."""
 
     async def refused(self: SGLangClient) -> None:
         raise RolloutError("requests are running")
@@ -95,7 +95,7 @@ def test_a_run_s_configuration_says_how(hf: Path, url: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_prompts_without_answers_are_scored_by_what_needs_none(hf: Path, url: str, tmp_path: Path) -> None:
-    """A function is given "" for the answer that is not there; a set may have a reward of its own."""
+    """A function is given "" for the answer that is not there; a set may have its own reward."""
     (tmp_path / "own.py").write_text("def known(prompt, sample):\n    return float(prompt.answer == '2')\n")
     (tmp_path / "mixed.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2="}\n')
     (tmp_path / "bare.jsonl").write_text('{"prompt": "1+1="}\n')

@@ -1,4 +1,4 @@
-"""What is told of a run from its configuration alone: sizes, and refusals that would else come after hours of fetching
+"""What a run's configuration alone determines: sizes, and refusals that would otherwise come after hours of fetching
 and converting."""
 
 from __future__ import annotations

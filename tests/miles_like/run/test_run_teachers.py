@@ -1,4 +1,4 @@
-"""How teachers are told from the configuration and the files that it names. Nothing is started."""
+"""Teachers as read from the configuration and the files that it names. Nothing is started."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def run_of(plan: ModelPlan, trainer: Any = None, **more: Any) -> TrainingRun:
 def test_teachers_are_stopped_where_the_run_s_own_servers_cannot_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their servers are processes of their own and would go on without the run."""
+    """Their servers are separate processes and would outlive the run."""
     happened: list[str] = []
 
     class Teaching:
@@ -268,7 +268,7 @@ def test_routes_are_asked_for_where_servers_keep_them_and_by_nobody_who_trains_o
 
 @pytest.mark.slow
 def test_a_group_that_is_handed_on_is_not_held_for_a_checkpoint_any_more() -> None:
-    """It would be in it twice, and a run that resumes would keep the one that nobody asks for."""
+    """The checkpoint would hold it twice, and a resumed run would keep the copy that no step requests."""
 
     class Engine(EngineWrapper):
         async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:

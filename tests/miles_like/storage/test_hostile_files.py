@@ -1,4 +1,4 @@
-"""Directories that somebody else wrote: links that lead out, FIFOs, devices, absurd counts and forged manifests are
+"""Directories from an untrusted source: links that lead out, FIFOs, devices, absurd counts and forged manifests are
 refused in a sentence, and nothing outside is read or written. Many more of each: tests/fuzz."""
 
 from __future__ import annotations

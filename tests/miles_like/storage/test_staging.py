@@ -107,7 +107,8 @@ def test_a_source_that_no_longer_fits_its_marker_is_refused_and_leaves_nothing(o
 def test_nodes_that_share_a_disk_copy_the_same_files_at_once(
     output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has a file of its own until it is whole: here the second copies all while the first is about to name its."""
+    """Each writes its own file until it is whole: here the second copies all while the first is about to rename its
+    file."""
     work, rename = copy_of(output, tmp_path / "node"), os.replace
 
     def late(source: Path, target: Path) -> None:

@@ -1,6 +1,6 @@
-"""Rows of given answers and pairs: which tokens are fed and which are under loss, and what a wrong row is told.
+"""Rows of given answers and pairs: which tokens are fed, which are under loss, and the message for a wrong row.
 
-A token too many under loss is learnt without anybody noticing. Oracle: transformers' own mask of what an assistant says
+One token too many under loss is trained on silently. Oracle: transformers' own mask of an assistant's turns
 (`return_assistant_tokens_mask`). Not covered: parquet and hub names (test_prompts).
 """
 
@@ -61,8 +61,8 @@ def test_an_answer_and_its_end_are_learnt_after_what_is_asked(tokenizer: Any, tm
 
 
 def test_of_a_conversation_the_assistants_turns_are_learnt(tokenizer: Any, tmp_path: Path) -> None:
-    """transformers marks the same tokens, but for the newline that the template puts after the end: nobody samples it,
-    and what follows the last end is not fed."""
+    """transformers marks the same tokens, except for the newline that the template puts after the end: it is never
+    sampled, and what follows the last end is not fed."""
     turns = [{"role": "system", "content": "Count."}, USER, RIGHT, {"role": "user", "content": "4/2="}, RIGHT]
     ending = AutoTokenizer.from_pretrained(TINY, chat_template=ENDING)
     [(sample,)] = read(ending, tmp_path, {"messages": turns}, template="chat")

@@ -1,4 +1,4 @@
-"""What is said before a deterministic run starts: by its configuration, and by its two sides to each other."""
+"""The checks before a deterministic run starts: of its configuration, and between its two sides."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ ON_GPUS = [ON, "kernels.grouped_gemm=false"]
 
 @pytest.mark.parametrize(("gpu", "backend"), [("hopper", "fa3"), ("blackwell", "triton")])
 def test_on_gpus_each_side_gets_its_own_settings(gpu: str, backend: str, tmp_path: Path) -> None:
-    """They are in the resolved configuration, the server's command and the ranks' settings; bits that are equal on both
-    sides are promised to nobody, neither to the check at start nor to the bounds."""
+    """They are in the resolved configuration, the server's command and the ranks' settings; equal bits on both sides
+    are not assumed, neither by the check at start nor by the bounds."""
     config = load_config(QWEN, [*ON_GPUS, f"rollout.sglang.gpu={gpu}"])
     flags = config.rollout.sglang
     assert (flags.enable_deterministic_inference, flags.attention_backend) == (True, backend)
@@ -75,9 +75,9 @@ def test_on_gpus_each_side_gets_its_own_settings(gpu: str, backend: str, tmp_pat
     assert allowed == allowance(Bounds(), load_config(QWEN).precision, engine="sglang", exact=False)
     (tmp_path / "again.toml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.toml") == config
-    told = "\n".join(describe_processes(config, tmp_path))
-    assert f" --attention-backend {backend} " in told and " --enable-deterministic-inference" in told
-    assert "batch invariant forward, NCCL_ALGO=Ring, CUBLAS_WORKSPACE_CONFIG=:4096:8, NVTE_ALLOW_NONDET" in told
+    described = "\n".join(describe_processes(config, tmp_path))
+    assert f" --attention-backend {backend} " in described and " --enable-deterministic-inference" in described
+    assert "batch invariant forward, NCCL_ALGO=Ring, CUBLAS_WORKSPACE_CONFIG=:4096:8, NVTE_ALLOW_NONDET" in described
     plain = "\n".join(describe_processes(load_config(QWEN), tmp_path))
     assert "determin" not in plain and "NCCL_ALGO" not in plain and "--attention-backend" not in plain
 
@@ -128,13 +128,13 @@ def test_a_server_of_other_bits_is_named() -> None:
 
 @pytest.mark.slow
 def test_a_server_tells_what_bits_it_computes(tmp_path: Path) -> None:
-    """Of its own process, over HTTP; a server that is not asked to be exact tells nothing."""
+    """Of its own process, over HTTP; a server without exact operations reports none."""
     hf = tiny()
     path = write_checkpoint(tmp_path / "hf", hf, random_tensors(hf))
     config = load_config(TINY, [ON]).rollout
     for exact, want in (((1, 1), fingerprint()), (None, None)):
         launch = ServerLaunch(model_path=path, config=config, log_dir=tmp_path, exact=exact)
         with servers.launch_server(launch) as server:
-            told = httpx.get(f"{server.url}/server_info", timeout=60, trust_env=False).json()
-            assert told["exact_fingerprint"] == want
-            assert told["exact_parts"] == (None if exact is None else list(exact)) and told["dtype"]
+            info = httpx.get(f"{server.url}/server_info", timeout=60, trust_env=False).json()
+            assert info["exact_fingerprint"] == want
+            assert info["exact_parts"] == (None if exact is None else list(exact)) and info["dtype"]

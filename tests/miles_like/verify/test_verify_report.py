@@ -42,8 +42,8 @@ TINY = Path(__file__).parents[3] / "configs" / "tiny.toml"
 def report(*causes: tuple[Cause, str], delta: float = 0.1, bounds: Bounds | None = None) -> Report:
     """Two tokens; `causes` found in the weights, which cannot be set right."""
     mask = torch.tensor([False, True, True])
-    told, gone = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, delta, -delta])
-    gap = gap_of([told + gone], [told], [mask])
+    logprobs, gone = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, delta, -delta])
+    gap = gap_of([logprobs + gone], [logprobs], [mask])
     steps = [
         Finding(step="tokens", compared="3 tokens", before=gap, after=gap),
         Finding(step="weights", compared="hashes", before=gap, after=None if causes else gap, causes=causes),
@@ -237,23 +237,25 @@ def test_kept_samples_are_read_as_they_were(tmp_path: Path) -> None:
 
 
 def test_tokens_that_differ_are_said_to_by_kind() -> None:
-    told = torch.tensor([7, 8, 9, 1, 2, 3])
+    own_ids = torch.tensor([7, 8, 9, 1, 2, 3])
     mask = torch.tensor([False, False, False, True, True, True])
-    ours = SampleTokens(ids=(told,), masks=(mask,))
+    ours = SampleTokens(ids=(own_ids,), masks=(mask,))
     for tokens, cause, says in (
-        (told[:-2], Cause.TOKENS_TRUNCATED, "2 are cut off"),
-        (told[1:], Cause.TEMPLATE, "from position 0 on"),
+        (own_ids[:-2], Cause.TOKENS_TRUNCATED, "2 are cut off"),
+        (own_ids[1:], Cause.TEMPLATE, "from position 0 on"),
         (torch.tensor([7, 5, 8, 9, 1, 2, 3]), Cause.TEMPLATE, "from position 1 on"),
-        (told.roll(1), Cause.TOKENS_SHIFTED, "token i-1"),
+        (own_ids.roll(1), Cause.TOKENS_SHIFTED, "token i-1"),
         (torch.tensor([7, 8, 9, 1, 5, 3]), Cause.TOKENS, "from position 4 on"),
     ):
         ((got, what),) = compare_tokens(ours, SampleTokens(ids=(tokens,), masks=(mask[: len(tokens)],)), ["a/0"])
         assert got is cause and says in what, what
     for other, cause in ((mask.roll(-1), Cause.TOKENS_SHIFTED), (mask | True, Cause.TOKENS)):
-        ((got, what),) = compare_tokens(ours, SampleTokens(ids=(told,), masks=(other,)), ["a/0"])
+        ((got, what),) = compare_tokens(ours, SampleTokens(ids=(own_ids,), masks=(other,)), ["a/0"])
         assert got is cause and "from position 3 on" in what
-    both = SampleTokens(ids=(told, told), masks=(mask, mask))
-    two = compare_tokens(both, SampleTokens(ids=(told[:-2], told[1:]), masks=(mask[:-2], mask[1:])), ["a/0", "a/1"])
+    both = SampleTokens(ids=(own_ids, own_ids), masks=(mask, mask))
+    two = compare_tokens(
+        both, SampleTokens(ids=(own_ids[:-2], own_ids[1:]), masks=(mask[:-2], mask[1:])), ["a/0", "a/1"]
+    )
     assert [cause for cause, _ in two] == [Cause.TOKENS_TRUNCATED, Cause.TEMPLATE]
     assert compare_tokens(ours, ours, ["a/0"]) == []
     assert compare_prompts(ours, [(7, 8, 9)], ["a/0"]) is None
