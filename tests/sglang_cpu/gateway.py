@@ -30,7 +30,7 @@ def gateway(url: str, *, request: Change | None = None, reply: Change | None = N
             sampled = self.path == "/generate" and _samples(json.loads(body))
             if sampled and request is not None:
                 body = _changed(body, request)
-            told = httpx.request(
+            response = httpx.request(
                 self.command,
                 url + self.path,
                 content=body,
@@ -38,9 +38,9 @@ def gateway(url: str, *, request: Change | None = None, reply: Change | None = N
                 timeout=TIMEOUT_S,
                 trust_env=False,
             )
-            content = _changed(told.content, reply) if sampled and reply is not None else told.content
-            self.send_response(told.status_code)
-            self.send_header("content-type", told.headers.get("content-type", "application/json"))
+            content = _changed(response.content, reply) if sampled and reply is not None else response.content
+            self.send_response(response.status_code)
+            self.send_header("content-type", response.headers.get("content-type", "application/json"))
             self.send_header("content-length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)

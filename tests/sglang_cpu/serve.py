@@ -1,4 +1,4 @@
-"""Stock SGLang 0.5.23 on CPU, by the Python of its own virtual environment (`make test-sglang` makes it):
+"""Stock SGLang 0.5.23 on CPU, by the Python of a separate virtual environment (`make test-sglang` makes it):
 
     .venv-sglang/bin/python tests/sglang_cpu/serve.py --model-path HF_DIR --port P [any flag of sglang.launch_server]
 

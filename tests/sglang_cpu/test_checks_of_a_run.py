@@ -34,14 +34,14 @@ CHECKED = (
 
 
 @pytest.mark.parametrize(
-    ("shape", "check_every", "steps", "said"),
+    ("shape", "check_every", "steps", "message"),
     [
         ("deepseek", 0, 2, "step 3: the replayed routes do not belong to these tokens and layers"),
         ("qwen", 1, 1, "after step 2 trainer and rollout differ: routing: routes shifted (all rows are shifted by 1"),
     ],
 )
 def test_healthy_steps_pass_and_shifted_routes_end_the_run(
-    shape: str, check_every: int, steps: int, said: str, tmp_path: Path
+    shape: str, check_every: int, steps: int, message: str, tmp_path: Path
 ) -> None:
     """Routes of version 2 are shifted. Without comparisons in mid-run the step that replays them is refused; with them
     the comparison after that publication already finds it. Checksums are asked before each step trains."""
@@ -68,7 +68,7 @@ def test_healthy_steps_pass_and_shifted_routes_end_the_run(
         [sys.executable, "-c", spoilt, *words], capture_output=True, text=True, timeout=1500, cwd=ROOT, env=env
     )
     assert done.returncode == 2, done.stderr[-3000:]
-    assert said in done.stderr, done.stderr[-3000:]
+    assert message in done.stderr, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "train/loss" in row]
     assert [row["step"] for row in trained] == list(range(1, steps + 1))

@@ -1,5 +1,5 @@
-"""Law: stock SGLang, started with a run's key, answers the run and nobody else, and the key is in no file and on no
-command line.
+"""Law: stock SGLang, started with a run's key, answers that run alone, and the key is in no file and on no command
+line.
 
 SGLang 0.5.23 as it is released, on CPU (`make test-sglang`). Not covered: a server over several nodes.
 """

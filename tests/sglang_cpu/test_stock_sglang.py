@@ -1,7 +1,7 @@
 """Law: stock SGLang is a rollout like the embedded engine: it computes with what the trainer publishes over SGLang's
 own wire, `verify` finds nothing wrong, and a fault on that side is named as what it is.
 
-SGLang 0.5.23 as it is released, on CPU, in an environment of its own (`make test-sglang`); `adaptations` says what it
+SGLang 0.5.23 as it is released, on CPU, in a separate environment (`make test-sglang`); `adaptations` lists what it
 lacks there. Faults are planted where they happen: a tensor in the server, a gateway between the two.
 
 Not covered: CUDA kernels; quantized weights, whose CPU kernels need AMX; several servers, or ranks of one;
@@ -179,12 +179,12 @@ def of_a_request(url: str, ignore_eos: bool, stops: bool, tokens: int, start: in
             return [reply.status_code]
         meta = reply.json()["meta_info"]
         ends = free.index(free[1]) + 1 if stops and not ignore_eos else 4
-        said = meta["finish_reason"]
+        finish = meta["finish_reason"]
         return [
             200,
-            said["type"],
-            said.get("length"),
-            "matched" in said and said["matched"] == free[1],
+            finish["type"],
+            finish.get("length"),
+            "matched" in finish and finish["matched"] == free[1],
             len(reply.json()["output_ids"]) - min(tokens, ends),
             [(value is None, token) for value, token, _ in meta["input_token_logprobs"]],
             len(meta["output_token_logprobs"]) - min(tokens, ends),
@@ -248,9 +248,9 @@ def sampled_at_another_temperature(request: Any) -> None:
 
 def log_probabilities_of_the_next_token(replies: Any) -> None:
     for reply in replies:
-        told = reply["meta_info"]["output_token_logprobs"]
-        moved = [*(p for p, *_ in told[1:]), told[0][0]]
-        reply["meta_info"]["output_token_logprobs"] = [[p, *rest] for p, (_, *rest) in zip(moved, told, strict=True)]
+        entries = reply["meta_info"]["output_token_logprobs"]
+        moved = [*(p for p, *_ in entries[1:]), entries[0][0]]
+        reply["meta_info"]["output_token_logprobs"] = [[p, *rest] for p, (_, *rest) in zip(moved, entries, strict=True)]
 
 
 def routes_of_the_row_before(replies: Any) -> None:

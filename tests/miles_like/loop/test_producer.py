@@ -207,7 +207,7 @@ def test_nothing_is_sampled_that_no_step_would_train(how: dict[str, Any]) -> Non
 
 
 def test_what_is_left_out_for_its_age_is_replaced_though_nothing_is_in_flight() -> None:
-    """The second step finds as many groups as it needs, all of them too old; no group in flight is left whose end would make room."""
+    """The second step finds as many groups as it needs, all of them too old; no group in flight will make room."""
     source = Source(lambda i: [0.0, 1.0], groups=4, steps=2, over_sampling=1.0, old_tokens=lambda *_, **__: None)
 
     async def body(source: Source) -> list[str]:

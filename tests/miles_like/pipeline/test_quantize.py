@@ -98,10 +98,10 @@ def test_what_is_stored_and_what_comes_back(fmt: QuantFormat, convention: str, p
 def test_modelopt_says_it_twice(plain: Path, tmp_path: Path) -> None:
     spec = QuantSpec.of(QuantFormat.NVFP4, convention="modelopt")
     quantize_checkpoint(plain, tmp_path / "out", spec)
-    said = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
+    stored_config = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
     config = HFCheckpoint(tmp_path / "out").config["quantization_config"]
-    assert said["exclude_modules"] == config["ignore"]
-    assert {k: said[k] for k in said if k != "exclude_modules"} == {
+    assert stored_config["exclude_modules"] == config["ignore"]
+    assert {k: stored_config[k] for k in stored_config if k != "exclude_modules"} == {
         "quant_algo": "NVFP4",
         "kv_cache_quant_algo": None,
         "group_size": 16,

@@ -128,7 +128,7 @@ def test_a_server_of_other_bits_is_named() -> None:
 
 @pytest.mark.slow
 def test_a_server_tells_what_bits_it_computes(tmp_path: Path) -> None:
-    """Of its own process, over HTTP; a server without exact operations reports none."""
+    """Its process's, over HTTP; a server without exact operations reports none."""
     hf = tiny()
     path = write_checkpoint(tmp_path / "hf", hf, random_tensors(hf))
     config = load_config(TINY, [ON]).rollout

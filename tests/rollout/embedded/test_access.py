@@ -1,6 +1,6 @@
-"""Law: a rollout server answers the run that holds its key, and nobody else but those who ask for its health.
+"""Law: a rollout server answers the run that holds its key, and other clients only about its health.
 
-The application behind the door is a stand-in that says which paths came through; keys reach real processes through
+The application behind the door is a stand-in that records which paths came through; keys reach real processes through
 `rollout.guard`, as servers' do.
 """
 
@@ -172,9 +172,9 @@ def test_a_server_that_logs_its_key_does_not_log_it(tmp_path: Path) -> None:
         handle.await_ready(60)
         assert not file.exists()
         assert wait_until(lambda: log.stat().st_size > 3_000_000, 20)
-        said = log.read_text()
-        assert "api_key=<server key> admin=<server key>" in said
-        assert KEY.sampling not in said and KEY.control not in said
+        logged = log.read_text()
+        assert "api_key=<server key> admin=<server key>" in logged
+        assert KEY.sampling not in logged and KEY.control not in logged
         arguments = Path(f"/proc/{handle.pid}/cmdline").read_bytes()
         assert KEY.sampling.encode() not in arguments and KEY.control.encode() not in arguments
     file.touch()

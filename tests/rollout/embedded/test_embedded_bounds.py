@@ -96,7 +96,7 @@ def test_an_error_in_a_step_is_told_to_everybody_who_waits(path: Path, monkeypat
 
 
 def test_a_task_behind_a_step_that_fails_is_answered(path: Path, monkeypatch: MonkeyPatch) -> None:
-    """One that waits for running requests to end is in nobody's hands while the step runs."""
+    """A task that waits for running requests to end is no longer in the inbox while the step runs."""
     s = service(path)
     worker = EngineWorker(s, threads=1)
     monkeypatch.setattr("threading.excepthook", lambda args: None)

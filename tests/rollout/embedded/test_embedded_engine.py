@@ -1,4 +1,4 @@
-"""A sample does not depend on who else is served, how its prompt was prefilled, or whether it was interrupted.
+"""A sample does not depend on other requests being served, how its prompt was prefilled, or whether it was interrupted.
 
 Why it must hold: samples are compared within a group and reproduced by seed after a crash; a token that depends on the
 batch makes both meaningless. The oracle of tokens and expert ids is transformers; of batching, the engine alone with
@@ -153,11 +153,11 @@ def test_an_aborted_sample_that_goes_on_is_not_fed_again(engine: Engine) -> None
         engine.step()
     engine.pause(PauseMode.ABORT)
     engine.resume()
-    said = out[0][0].reply.output_ids.tolist()
+    begun = out[0][0].reply.output_ids.tolist()
     fed.clear()
-    (rest,) = run(engine, spec([*B, *said], max_new_tokens=20 - len(said), routing_start=0))[0]
-    assert (len(said), rest.reply.cached_tokens, fed[0]) == (13, 48, 2)
-    assert [*said, *rest.reply.output_ids.tolist()] == want.reply.output_ids.tolist()
+    (rest,) = run(engine, spec([*B, *begun], max_new_tokens=20 - len(begun), routing_start=0))[0]
+    assert (len(begun), rest.reply.cached_tokens, fed[0]) == (13, 48, 2)
+    assert [*begun, *rest.reply.output_ids.tolist()] == want.reply.output_ids.tolist()
     assert rest.reply.routed_experts == want.reply.routed_experts
 
 
@@ -297,7 +297,7 @@ def test_abort_gives_what_there_is(path: Path) -> None:
     out = submit(engine, spec(A, rid="a1", n=3), spec(B, rid="a2", n=2), spec(C, rid="b"))
     for _ in range(4):
         engine.step()
-    engine.abort("nobody")
+    engine.abort("unknown")
     engine.abort("")
     engine.abort("a")
     assert [len(c.reply.output_ids) for c in out[0]] == [4, 4, 4]

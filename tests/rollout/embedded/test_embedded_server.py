@@ -222,9 +222,9 @@ def test_cached_tokens_until_the_cache_is_flushed(http: httpx.Client) -> None:
     two = generate(http, [*ids, *one["output_ids"], 7], params, **asked)
     assert [r["meta_info"]["cached_tokens"] for r in (one, two)] == [0, 48]
     assert http.get("/flush_cache").status_code == 200
-    anew = generate(http, [*ids, *one["output_ids"], 7], params, **asked)
-    assert anew["meta_info"]["cached_tokens"] == 0 and anew["output_ids"] == two["output_ids"]
-    assert anew["meta_info"]["routed_experts"] == two["meta_info"]["routed_experts"]
+    after_flush = generate(http, [*ids, *one["output_ids"], 7], params, **asked)
+    assert after_flush["meta_info"]["cached_tokens"] == 0 and after_flush["output_ids"] == two["output_ids"]
+    assert after_flush["meta_info"]["routed_experts"] == two["meta_info"]["routed_experts"]
 
 
 def test_health_and_info(http: httpx.Client, path: Path) -> None:

@@ -1,8 +1,8 @@
 """The engine serves an FP8 checkpoint's exact decoded values, and replaces weights wholly or not at all.
 
-Why it must hold: trainer and rollout agree on weights through these bytes; a half-applied update is a model nobody
-trained. The oracle of decoding is codes times scales written out by hand, and transformers running on those values. Not
-covered: other formats than block FP8.
+Why it must hold: trainer and rollout agree on weights through these bytes; a half-applied update is a model that was
+never trained. The oracle of decoding is codes times scales written out by hand, and transformers running on those
+values. Not covered: other formats than block FP8.
 """
 
 from __future__ import annotations

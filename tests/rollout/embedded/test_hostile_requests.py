@@ -134,7 +134,7 @@ def test_a_client_that_leaves_ends_its_own_samples_alone(server: Served, client:
         try:
             with pytest.raises(httpx.ReadTimeout):
                 http.post("/generate", content=body("sample-1"), timeout=0.2)
-            _until_waiting(http, 0)  # those of who left are gone
+            _until_waiting(http, 0)  # requests of disconnected clients are gone
             others = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(3)]
             for i, s in enumerate(others):
                 content = body(f"sample-1{i}")

@@ -43,7 +43,7 @@ def test_shares_of_a_step(sizes: list[tuple[int, int]], seed: int) -> None:
     for i in range(len(sizes)):
         out = np.setdiff1d(np.flatnonzero(owner == i), turn)
         if len(out):
-            assert sampled[out].min() >= sampled[turn[owner[turn] == i]].max(), "who has fewest comes first"
+            assert sampled[out].min() >= sampled[turn[owner[turn] == i]].max(), "the fewest tokens come first"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_large_request_beside_small_ones_that_never_end(engine: Engine) -> Non
 
 
 def test_prompts_and_running_samples_share_one_forward_pass(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that arrive one by one cost those who run no pass of their own."""
+    """Requests that arrive one by one need no forward pass separate from that of the running samples."""
     passes = counted(engine, monkeypatch)
     out = submit(engine, spec([5, 9, 3], n=3, max_new_tokens=20))
     engine.step()

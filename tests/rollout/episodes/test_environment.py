@@ -30,9 +30,9 @@ PARAMS = SamplingParams(max_new_tokens=6, sampling_seed=5, stop_token_ids=(END,)
 
 
 class Talker(FakeEngine):
-    """Says its lines in order, a letter a token, each with an end; what does not fit is cut. Notes what it was fed.
+    """Answers its lines in order, a letter a token, each with an end; what does not fit is cut. Records what it is fed.
 
-    aborts: how often each turn comes back aborted, the first time before it said anything, then with a token more.
+    aborts: how often each turn comes back aborted, the first time before its first token, then with a token more.
     """
 
     def __init__(self, *lines: str, aborts: int = 0) -> None:
@@ -51,7 +51,7 @@ class Talker(FakeEngine):
     async def continue_sample(
         self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
     ) -> Sample:
-        self.fed.append((said(environment), params.max_new_tokens))
+        self.fed.append((text_of(environment), params.max_new_tokens))
         return self._turn(sample, environment, params)
 
     def _turn(self, sample: Sample, fed: Sequence[int], params: SamplingParams) -> Sample:
@@ -75,7 +75,7 @@ class Talker(FakeEngine):
         )
 
 
-def said(ids: Sequence[int]) -> str:
+def text_of(ids: Sequence[int]) -> str:
     return bytes(i for i in ids if i != END).decode()
 
 
@@ -94,41 +94,41 @@ def played(
         make,
         EpisodeLimits(max_turns=turns, max_tokens=tokens, call_s=limit),
         encode=lambda text: list(text.encode()),
-        decode=said,
+        decode=text_of,
     )
     (group,) = asyncio.run(episodes.generate([PROMPT], n=n, params=replace(PARAMS, **how)))
     return list(group.samples)
 
 
 class Echo:
-    """Ends at "24", otherwise repeats what it was told; notes it."""
+    """Ends at "24", otherwise repeats the reply. Records the seeds."""
 
     made: list[Any]
 
     def __init__(self, prompt: Prompt, *, seed: int) -> None:
         type(self).made.append((prompt.id, seed))
 
-    def __call__(self, sample: Sample, said: str) -> Observation:
-        return Observation(ends=True, reward=0.5) if said == "24" else Observation(text=f"<{said}>")
+    def __call__(self, sample: Sample, reply: str) -> Observation:
+        return Observation(ends=True, reward=0.5) if reply == "24" else Observation(text=f"<{reply}>")
 
 
 @pytest.fixture(autouse=True)
-def nobody_made_yet() -> None:
+def none_made_yet() -> None:
     Echo.made = []
 
 
 def transcript(sample: Sample) -> str:
-    """What the policy said, and the environment, which `Echo` puts in brackets."""
-    return said(sample.token_ids[len(PROMPT.token_ids) :].tolist())
+    """Text of the policy and of the environment, which `Echo` puts in brackets."""
+    return text_of(sample.token_ids[len(PROMPT.token_ids) :].tolist())
 
 
 def test_turns_follow_each_other_until_the_environment_ends_them() -> None:
-    """Of the environment's tokens none is under loss; an environment for each episode, with a seed of its own that is
-    the same the next time."""
+    """None of the environment's tokens is under loss; each episode has an environment with a separate seed, which is
+    the same in the next run."""
     engine = Talker("7", "8+9", "24")
     a, b = played(engine, Echo, n=2)
     assert transcript(a) == transcript(b) == "7<7>8+9<8+9>24"
-    assert said(a.token_ids[a.loss_mask].tolist()) == "78+924" and a.response_len == 9
+    assert text_of(a.token_ids[a.loss_mask].tolist()) == "78+924" and a.response_len == 9
     assert (a.finish, a.reward, engine.asked) == (Finish.STOP, 0.5, ["p"])
     (_, first), (_, second) = Echo.made
     assert first != second
@@ -141,7 +141,7 @@ def test_turns_follow_each_other_until_the_environment_ends_them() -> None:
     [
         ({"turns": 2}, "7<7>8+9", [("<7>", 6)]),  # the last turn is answered too, but there is no turn after it
         ({"turns": 1}, "7", []),
-        ({"tokens": 5}, "7", []),  # 2 said and 3 fed leave nothing to say
+        ({"tokens": 5}, "7", []),  # 2 sampled and 3 fed tokens leave no budget
         ({"tokens": 7}, "7<7>8+", [("<7>", 2)]),  # and here 2 tokens, which do not end the turn
         ({"max_new_tokens": 2}, "7<7>8+", [("<7>", 2)]),
     ],
@@ -158,7 +158,7 @@ def test_limits_cut_an_episode(limits: dict[str, int], text: str, asked: list[tu
 
 @pytest.mark.parametrize("aborts", [1, 2, 3])
 def test_a_turn_that_was_aborted_is_the_one_that_was_not(aborts: int) -> None:
-    """Before anything was said it is fed the environment's tokens again, after that not; each has its own budget. The
+    """Before its first token it is fed the environment's tokens again, after that not; each has its own budget. The
     third abort of "7" comes with its end: that turn is whole."""
     (whole,) = played(Talker("7", "8+9", "24"), Echo)
     engine = Talker("7", "8+9", "24", aborts=aborts)
@@ -220,7 +220,7 @@ def test_what_a_function_raises_or_returns_is_cut_in_the_sentence() -> None:
     for make, fact in (
         (raises, "Wordy"),
         (lambda prompt, *, seed: raises, "Wordy"),
-        (lambda prompt, *, seed: lambda sample, said: long, "p/0"),
+        (lambda prompt, *, seed: lambda sample, reply: long, "p/0"),
     ):
         with refuses(RuntimeError, fact) as caught:
             played(Talker("7"), make)
@@ -230,7 +230,7 @@ def test_what_a_function_raises_or_returns_is_cut_in_the_sentence() -> None:
     assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
 
 
-async def _sleeps(sample: Sample, said: str) -> Observation:
+async def _sleeps(sample: Sample, reply: str) -> Observation:
     await asyncio.sleep(3600)
     return Observation(ends=True)
 
@@ -259,7 +259,7 @@ def test_functions_are_called_one_at_a_time_and_beside_the_event_loop() -> None:
     inside, most, threads = 0, 0, set()
 
     def make(prompt: Prompt, *, seed: int) -> Any:
-        def answer(sample: Sample, said: str) -> Observation:
+        def answer(sample: Sample, reply: str) -> Observation:
             nonlocal inside, most
             inside += 1
             most = max(most, inside)

@@ -36,7 +36,7 @@ def test_every_sample_gets_its_own_reward() -> None:
 
 @pytest.mark.parametrize("unit", list(Unit))
 def test_a_sample_that_has_a_reward_is_not_scored_again(unit: Unit) -> None:
-    """Its environment gave it; who scores the others is not asked about it, also where it sees a group or batch."""
+    """Its environment gave it; the function that scores the others is not called for it, also for groups or batches."""
 
     class Played(FakeEngine):
         async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> list[SampleGroup]:
@@ -90,8 +90,8 @@ def test_a_reward_that_is_no_number_is_refused(value: object) -> None:
 
 
 def test_aborted_samples_go_on_and_are_scored_whole() -> None:
-    """Each with what is left of its budget and the seed it had: its stream of random numbers goes on. Aborted before it
-    said anything, it starts again from its prompt."""
+    """Each with what is left of its budget and the seed it had: its stream of random numbers goes on. Aborted before
+    its first token, it starts again from its prompt."""
     engine = FakeEngine(aborts=3)
     params = replace(PARAMS, sampling_seed=5)
     groups = asyncio.run(run_groups(engine, PROMPTS, scored_by(by_index), n=2, params=params))
@@ -101,10 +101,10 @@ def test_aborted_samples_go_on_and_are_scored_whole() -> None:
         assert [s.name for s in got.samples] == [s.name for s in want.samples]
         assert [s.token_ids.tolist() for s in got.samples] == [s.token_ids.tolist() for s in want.samples]
     assert sorted(engine.continued) == [
-        (f"{prompt}/{i}", 3 + said, replace(params, max_new_tokens=4 - said))
+        (f"{prompt}/{i}", 3 + done, replace(params, max_new_tokens=4 - done))
         for prompt in "ab"
         for i in range(2)
-        for said in range(3)
+        for done in range(3)
     ]
 
 
@@ -118,19 +118,19 @@ def test_a_sample_that_goes_on_in_vain_is_named_not_scored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "stops", "said", "finish"),
+    ("limit", "stops", "tokens", "finish"),
     [(2, (), [5, 6], Finish.LENGTH), (9, (6,), [5, 6], Finish.STOP), (9, (7,), [5, 6, 7], Finish.STOP)],
 )
 def test_an_abort_with_the_last_token_is_no_abort(
-    limit: int, stops: tuple[int, ...], said: list[int], finish: Finish
+    limit: int, stops: tuple[int, ...], tokens: list[int], finish: Finish
 ) -> None:
-    """Stock SGLang looks whether it was told to abort before it looks at the token. To go on after a stop token, or
-    with nothing left to say, would be another sample. The fake has said 5 and 6 by its third abort; before the first,
-    7 is the last token of its prompt, and it goes on."""
+    """Stock SGLang checks for an abort before it looks at the token. To go on after a stop token, or with no token left
+    to sample, would be another sample. The fake has sampled 5 and 6 by its third abort; before the first, 7 is the last
+    token of its prompt, and it goes on."""
     params = SamplingParams(max_new_tokens=limit, stop_token_ids=stops)
     call = run_groups(FakeEngine(aborts=3), PROMPTS[:1], scored_by(by_index), n=1, params=params, resumes=1)
     (group,) = asyncio.run(call)
-    assert group.samples[0].token_ids.tolist() == [5, 6, 7, *said]
+    assert group.samples[0].token_ids.tolist() == [5, 6, 7, *tokens]
     assert group.samples[0].finish is finish
 
 
@@ -186,7 +186,7 @@ class Unequal(FakeEngine):
 
 def test_a_group_that_ends_is_there_at_once_and_who_has_enough_leaves_nothing_behind() -> None:
     """Over-sampling takes the first that end. The index is of the prompt; a task that went on would hold its request
-    and its reward's processes, for nobody."""
+    and its reward's processes for a discarded result."""
     engine = Unequal()
 
     async def first() -> None:

@@ -43,7 +43,7 @@ def test_it_knows_the_last_of_each_sample_until_its_group_is_over() -> None:
 
 
 def test_what_was_restored_is_not_asked_for_again_and_is_saved_again() -> None:
-    """Also when the next checkpoint comes before anybody asked for it. The other prompts of the call go to a server;
+    """Also when the next checkpoint comes before a request for it. The other prompts of the call go to a server;
     the same prompt under another seed is another rollout."""
 
     async def run() -> None:
@@ -101,7 +101,7 @@ class Late(FakeEngine):
 
 
 def test_while_it_is_suspended_nothing_is_under_way_and_what_comes_waits() -> None:
-    """Also a request that was still on its way when the servers were told to abort."""
+    """Also a request that was still on its way when the servers received the abort."""
 
     async def run() -> None:
         engine = Late(late=2)
@@ -143,16 +143,16 @@ def test_servers_that_cannot_be_told_to_abort_leave_the_gate_open() -> None:
 
 
 def test_only_what_a_suspension_aborted_is_asked_for_again() -> None:
-    """A server that aborts all it is given must still be seen by who counts its aborts."""
+    """A server that aborts every request must remain visible to the code that counts its aborts."""
 
     async def run() -> None:
         engine = FakeEngine(aborts=9)
         kept = PartialRollouts(engine)
         (group,) = await kept.generate([A], n=1, params=PARAMS)
         sample: Sample = group.samples[0]
-        for said in (1, 2, 3, 3, 3):
+        for length in (1, 2, 3, 3, 3):
             sample = await kept.continue_sample(sample, params=PARAMS)
-            assert (sample.response_len, sample.finish) == (said, Finish.ABORT)
+            assert (sample.response_len, sample.finish) == (length, Finish.ABORT)
         assert len(engine.continued) == 5
         engine.delay_s = 60.0
         call = asyncio.create_task(kept.continue_sample(sample, params=PARAMS))
@@ -179,15 +179,15 @@ class Turns(FakeEngine):
 
 
 def test_an_episode_is_suspended_in_its_turn_and_not_kept() -> None:
-    """Its environment's state is not ours: after a resume it begins anew. Kept, its first turn would be taken for the
-    whole sample, or its third for the first."""
+    """The state of its environment is not saved: after a resume it starts again. If it were kept, its first turn would
+    be taken for the whole sample, or its third for the first."""
 
     async def run() -> None:
         engine, answers = Turns(), []
         kept = PartialRollouts(engine, keep_groups=False)
 
         def make(prompt: Prompt, *, seed: int) -> object:
-            def answer(sample: Sample, said: str) -> Observation:
+            def answer(sample: Sample, reply: str) -> Observation:
                 answers.append(len(sample.token_ids))
                 engine.delay_s = 60.0 if len(answers) == 1 else 0.0  # the second turn is under way for long
                 return Observation(ends=True, reward=1.0) if len(answers) == 3 else Observation(token_ids=(8,))

@@ -34,8 +34,8 @@ def found(train: list[Prompt], held: list[Prompt]) -> list[tuple[str, str, bool]
 
 def test_the_same_text_however_it_is_set() -> None:
     """Case, white space and the form of Unicode are no difference; a sign of arithmetic is one, and so is a digit."""
-    train = prompts("Who  wrote\nFaust?", "1+2=", "1-2=", "12=", "ﬁve", "1 + 2 =")
-    held = prompts("who wrote faust?", "1+2=", "five", "1 + 3 =", tag="h")
+    train = prompts("Where  is\nFaust?", "1+2=", "1-2=", "12=", "ﬁve", "1 + 2 =")
+    held = prompts("where is faust?", "1+2=", "five", "1 + 3 =", tag="h")
     assert found(train, held) == [("t0", "h0", True), ("t1", "h1", True), ("t4", "h2", True)]
 
 
@@ -102,13 +102,15 @@ def test_what_becomes_of_them(tmp_path: Path) -> None:
 
     assert decontaminate(train(), held, "off") == ()
     kept = train()
-    (said,) = decontaminate(kept, held, "warn")
-    assert said.startswith("1 of 3 training prompts are also in eval sets (1 with the same text, 0 with 13 consecutive")
-    assert "first is 't1' ('h1' of set)" in said and len(kept) == 3
+    (warning,) = decontaminate(kept, held, "warn")
+    assert warning.startswith(
+        "1 of 3 training prompts are also in eval sets (1 with the same text, 0 with 13 consecutive"
+    )
+    assert "first is 't1' ('h1' of set)" in warning and len(kept) == 3
     whole = train()
     before = whole.state()
-    (said,) = decontaminate(whole, held, "drop")
-    assert said.endswith("removed, 2 remain") and {p.id for p in whole.take(4)} == {"t0", "t2"} and len(whole) == 2
+    (warning,) = decontaminate(whole, held, "drop")
+    assert warning.endswith("removed, 2 remain") and {p.id for p in whole.take(4)} == {"t0", "t2"} and len(whole) == 2
     with refuses(ValueError, "t.jsonl", 2, 3):
         whole.restore(before)
     with refuses(ValueError, 1, 3, "drop"):

@@ -17,7 +17,7 @@ from tests.support.refusals import Facts, refuses
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(__file__).parents[3] / "configs" / "tiny")
 ASKED = [{"role": "user", "content": "1+1="}]
-SAID = {"role": "assistant", "content": "2"}
+ANSWER = {"role": "assistant", "content": "2"}
 
 
 def source(tmp_path: Path, rows: Sequence[dict[str, Any]], *, compared_by: str | None = None, **keys: Any) -> Any:
@@ -76,7 +76,7 @@ def test_slimes_and_trls_rows(tmp_path: Path, row: dict[str, Any], answer: str) 
 
 
 def test_a_hub_name_and_its_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no file is asked of the hub, by name and split. Not covered: what the hub answers."""
+    """A path that is no file is loaded from the hub, with its name and split. Not covered: what the hub answers."""
     asked: list[tuple[str, str]] = []
 
     def load_dataset(name: str, *, split: str) -> datasets.Dataset:
@@ -100,10 +100,10 @@ def test_a_named_key_wins(tmp_path: Path) -> None:
 
 def test_another_reading_is_said_or_refused(tmp_path: Path) -> None:
     """Beside `prompt` and `answer`, the names of old, another column is only mentioned; of others none is preferred."""
-    (said,) = source(tmp_path, [{"prompt": "1+1=", "answer": "2", "label": "two"}]).notes
-    assert said.endswith("answers are read from column 'answer', not from 'label' (data.answer_key)")
-    (said,) = source(tmp_path, [{"prompt": "1+1=", "messages": ASKED}]).notes
-    assert said.endswith("prompts are read from column 'prompt', not from 'messages' (data.prompt_key)")
+    (note,) = source(tmp_path, [{"prompt": "1+1=", "answer": "2", "label": "two"}]).notes
+    assert note.endswith("answers are read from column 'answer', not from 'label' (data.answer_key)")
+    (note,) = source(tmp_path, [{"prompt": "1+1=", "messages": ASKED}]).notes
+    assert note.endswith("prompts are read from column 'prompt', not from 'messages' (data.prompt_key)")
     with refuses(ValueError, "label", "solution", "data.answer_key"):
         source(tmp_path, [{"prompt": "1+1=", "solution": "2", "label": "two"}])
 
@@ -112,9 +112,9 @@ def test_another_reading_is_said_or_refused(tmp_path: Path) -> None:
     ("row", "facts"),
     [
         ({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, ("rows.jsonl", "algorithm.name", "reward_model")),
-        ({"chosen": [*ASKED, SAID], "rejected": ASKED}, ("algorithm.name", "dpo", "reward_model")),
+        ({"chosen": [*ASKED, ANSWER], "rejected": ASKED}, ("algorithm.name", "dpo", "reward_model")),
         ({"prompt": "1+1=", "completion": "2", "label": True}, ("rows.jsonl", "data.prompt_key", "data.answer_key")),
-        ({"messages": [*ASKED, SAID]}, (1, "messages")),
+        ({"messages": [*ASKED, ANSWER]}, (1, "messages")),
         ({"question": "1+1="}, ("prompt", "data.prompt_key")),
     ],
 )

@@ -81,10 +81,10 @@ ACTIONS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(actions=ACTIONS, epochs=st.sampled_from([None, 1, 4]))
 def test_a_saved_position_goes_on_as_if_never_stopped(folder: Path, actions: list[Any], epochs: int | None) -> None:
-    """Saved through JSON at any point, into a source made anew: both deal the same, learn the same and end the same."""
+    """Saved through JSON at any point, into a new source: both deal the same, learn the same and end the same."""
     keys = {"curriculum": CURRICULUM, "epochs": epochs}
     whole, parts = mixed(folder, **keys), mixed(folder, **keys)
-    told = {"p": PASSED, "f": FAILED, "m": MIXED}
+    outcomes = {"p": PASSED, "f": FAILED, "m": MIXED}
     for action in [*actions, 7]:
         if action == "save":
             state = json.loads(json.dumps(parts.state()))
@@ -97,12 +97,12 @@ def test_a_saved_position_goes_on_as_if_never_stopped(folder: Path, actions: lis
         else:
             prompt_id, outcome = action
             for source in (whole, parts):
-                source.observe([(prompt_id, told[outcome])])
+                source.observe([(prompt_id, outcomes[outcome])])
     assert whole.state() == parts.state() and whole.ended == parts.ended
 
 
 def test_a_source_that_ends_leaves_its_share_and_all_end(folder: Path) -> None:
-    """Each row as often as there are epochs, then fewer than were asked for, then none; nobody waits for more."""
+    """Each row as often as there are epochs, then fewer than were asked for, then none; no call waits for more."""
     source = mixed(folder, epochs=2)
     dealt = source.take(19)
     assert not source.ended
@@ -199,7 +199,7 @@ def test_a_file_that_changed_since_the_checkpoint_is_named(folder: Path, tmp_pat
     [
         {"sources": {}},
         {"rests": None},
-        {"rests": {"nobody": 1}},
+        {"rests": {"unknown": 1}},
         {"rests": {"b0": 0}},
         {"sources": {"train": None}},
         {"position": 3},

@@ -56,7 +56,7 @@ def test_every_file_kind_reads_the_same(kind: str, file: str, tmp_path: Path) ->
 
 
 class Bos:
-    """A tokenizer that puts a special token in front unless told not to, as Llama's does."""
+    """A tokenizer that puts a special token in front unless add_special_tokens is false, as Llama's does."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [1] * add_special_tokens + [len(text)]

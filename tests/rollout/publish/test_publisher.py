@@ -168,7 +168,7 @@ def test_an_engine_may_skip_draft_layers() -> None:
 
 
 def test_weights_that_cannot_be_published() -> None:
-    """Said before any server is paused; what is found later says that the servers are."""
+    """Refused before any server is paused; the message of a later fault reports that the servers are paused."""
     with FakeServer() as server:
         with refuses(ValueError, "model.embed_tokens.weight"):
             publisher([server]).publish(weights() + weights()[:1], version=1)

@@ -24,7 +24,7 @@ PARAMS = SamplingParams(max_new_tokens=8, sampling_seed=3)
 
 
 def ask(url: str, call: Callable[[SGLangClient], Awaitable[T]], **options: Any) -> T:
-    """What `call` gives for a client of `url`, in a loop of its own."""
+    """What `call` gives for a client of `url`, in a separate event loop."""
 
     async def run() -> T:
         client = SGLangClient(url, **({"routing": ROUTING, "request_timeout_s": 5.0} | options))

@@ -1,7 +1,8 @@
 """An engine that would change weights, or could not take the next ones, is refused before it is started.
 
-Why it must hold: SGLang ignores tensors it does not know with HTTP 200, and quantizes anew without a word: a run would
-go on with weights nobody trained. Not covered: that SGLang does as its source reads; it has not run here on a GPU.
+Why it must hold: SGLang ignores tensors it does not know with HTTP 200, and quantizes again without a warning: a run
+would go on with weights that were never trained. Not covered: that SGLang does as its source reads; it has not run here
+on a GPU.
 """
 
 from __future__ import annotations

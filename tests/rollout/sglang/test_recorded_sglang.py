@@ -112,7 +112,7 @@ def test_an_aborted_answer_has_the_rows_of_what_it_said(recorded: dict[str, Any]
 
 def test_routes_after_a_retraction_are_of_the_last_weights(recorded: dict[str, Any], model: str) -> None:
     """A retracted request is fed again, all of it, under the weights that are there then. So its rows are not those its
-    first log-probs were computed with, though the spans still say version 0 of them: whoever pairs the two trains other
+    first log-probs were computed with, though the spans still report version 0 for them: pairing the two trains other
     experts than were sampled from."""
     spans = _reply(recorded, "retract").weight_versions
     assert [s.version for s in spans] == ["0", "1"] and spans[0].end > 2
@@ -149,9 +149,9 @@ def test_a_retracted_answer_is_not_replayed_and_one_paused_in_place_is(recorded:
 
 def test_a_sample_goes_on_under_new_weights_with_the_rows_it_had(recorded: dict[str, Any], model: str) -> None:
     """Aborted under version 0 and continued under version 1, which a stock server tells by its spans of tokens alone:
-    the row before the first new token is of the new version, the first reply's rows stay, and of those between, which
-    came out of the cache, nothing is said. The second turn was recorded under the same weights, so its rows are those
-    of one go."""
+    the row before the first new token is of the new version, the first reply's rows stay, and those between, which
+    came out of the cache, have no reported version. The second turn was recorded under the same weights, so its rows
+    are those of one request."""
     reader = SampleReader(routing=RoutingShape(num_layers=3, moe_layers=LAYERS[model], top_k=4, num_experts=16))
     prompt = Prompt(id="p", token_ids=tuple(recorded["whole"]["request"]["input_ids"]), answer="")
     first, second = _reply(recorded, "whole"), _reply(recorded, "second_turn")
@@ -183,8 +183,8 @@ def test_an_abort_that_brings_tokens_without_routes_leaves_the_sample_as_it_was(
     assert kept.finish is Finish.ABORT
     with refuses(ValueError, "routed_experts", "--enable-return-routed-experts"):
         reader.extend([begin], [()], [replace(bare, finish=Finish.LENGTH)])
-    (told,) = SampleReader(routing=None).extend([begin], [()], [bare])
-    assert told.response_len == len(bare.output_ids) > 0
+    (unrouted,) = SampleReader(routing=None).extend([begin], [()], [bare])
+    assert unrouted.response_len == len(bare.output_ids) > 0
 
 
 def test_a_start_beyond_the_prompt_is_refused_in_words(recorded: dict[str, Any]) -> None:

@@ -112,23 +112,23 @@ def test_turns_with_an_environment_between(url: str) -> None:
 
     async def run(c: SGLangClient) -> tuple[Sample, Sample]:
         (group,) = await c.generate([A], n=2, params=params(6))
-        told = await c.continue_sample(group.samples[1], ENVIRONMENT, params=params(4))
-        told = await c.continue_sample(told, ENVIRONMENT[:1], params=params(4))
-        prompt = Prompt(id="a", token_ids=tuple(told.token_ids.tolist()[:-4]), answer="")
+        continued = await c.continue_sample(group.samples[1], ENVIRONMENT, params=params(4))
+        continued = await c.continue_sample(continued, ENVIRONMENT[:1], params=params(4))
+        prompt = Prompt(id="a", token_ids=tuple(continued.token_ids.tolist()[:-4]), answer="")
         await c.flush_cache()
-        return told, await c.continue_sample(empty_sample(prompt, 1), params=params(4))
+        return continued, await c.continue_sample(empty_sample(prompt, 1), params=params(4))
 
-    told, whole = ask(url, run, decode=lambda ids: " ".join(map(str, ids)))
+    continued, whole = ask(url, run, decode=lambda ids: " ".join(map(str, ids)))
     turns = [False] * 5 + [True] * 6 + [False] * 3 + [True] * 4 + [False] + [True] * 4
-    assert told.loss_mask.tolist() == turns
-    assert told.token_ids[11:14].tolist() == list(ENVIRONMENT) and not told.logprobs[11:14].any()
-    assert told.versions == (VersionSpan(0, 0, 6), VersionSpan(0, 9, 13), VersionSpan(0, 14, 18))
-    assert told.text.split() == [str(t) for t in told.token_ids[5:].tolist()]
-    assert bool((told.logprobs[told.loss_mask] < 0).all())
-    assert told.routing is not None and whole.routing is not None
-    assert torch.equal(told.routing.experts, whole.routing.experts)
-    assert told.token_ids.tolist() == whole.token_ids.tolist()
-    torch.testing.assert_close(told.logprobs[-4:], whole.logprobs[-4:], atol=1e-5, rtol=0)
+    assert continued.loss_mask.tolist() == turns
+    assert continued.token_ids[11:14].tolist() == list(ENVIRONMENT) and not continued.logprobs[11:14].any()
+    assert continued.versions == (VersionSpan(0, 0, 6), VersionSpan(0, 9, 13), VersionSpan(0, 14, 18))
+    assert continued.text.split() == [str(t) for t in continued.token_ids[5:].tolist()]
+    assert bool((continued.logprobs[continued.loss_mask] < 0).all())
+    assert continued.routing is not None and whole.routing is not None
+    assert torch.equal(continued.routing.experts, whole.routing.experts)
+    assert continued.token_ids.tolist() == whole.token_ids.tolist()
+    torch.testing.assert_close(continued.logprobs[-4:], whole.logprobs[-4:], atol=1e-5, rtol=0)
 
 
 def test_a_further_turn_is_fed_its_new_tokens_only(path: Path) -> None:
@@ -241,8 +241,8 @@ def test_recomputed_rows_would_be_others_and_are_refused(path: Path) -> None:
     again = submit(s.engine, spec(tokens[:-1], max_new_tokens=1))[0]
     finished(s.engine)
     assert again[0].reply.routed_experts != kept.reply.routed_experts
-    told = (WireSpan("1", 0, len(tokens) - 1),)
-    late = read(A, kept, routed_experts=again[0].reply.routed_experts, row_versions=told)
+    spans = (WireSpan("1", 0, len(tokens) - 1),)
+    late = read(A, kept, routed_experts=again[0].reply.routed_experts, row_versions=spans)
     with refuses(ValueError, "a/0", 4, 1, 0):
         packed(late)
     with refuses(ValueError, "a/0", 4):
@@ -284,7 +284,7 @@ def test_samples_that_start_late_start_under_the_new_weights(path: Path) -> None
 
 
 def test_aborted_while_it_waits_after_a_retraction(path: Path) -> None:
-    """It has what it said, with the rows that belong to it."""
+    """It keeps its sampled tokens, with the rows that belong to them."""
     engine = service(path).engine
     engine.set_version("0")
     out = submit(engine, spec(list(A.token_ids), max_new_tokens=20))
@@ -334,7 +334,7 @@ def _gates_of_transformers(tokens: torch.Tensor) -> list[torch.Tensor]:
 
 def test_gate_weights_come_with_the_routes_they_belong_to(path: Path, url: str) -> None:
     """What the engine weighted each expert's output by, as transformers' router gives it for the same tokens; a
-    retraction keeps them with their ids. Who has none refuses by name."""
+    retraction keeps them with their ids. Routes without gates are refused, naming the missing key."""
     s = service(path, gates=True)
     s.engine.set_version("0")
     out = submit(s.engine, spec(list(A.token_ids), gates=True, n=2), spec(list(A.token_ids)))
@@ -344,9 +344,9 @@ def test_gate_weights_come_with_the_routes_they_belong_to(path: Path, url: str) 
     changed(s, path, "1", 0)
     s.engine.resume()
     finished(s.engine)
-    told = GenerateReply.from_json(out[0][0].reply.to_json(), want_logprobs=True)
+    with_gates = GenerateReply.from_json(out[0][0].reply.to_json(), want_logprobs=True)
     reader = SampleReader(routing=replace(SHAPE, gates=True))
-    (sample,) = reader.extend([empty_sample(A, 0)], [()], [told])
+    (sample,) = reader.extend([empty_sample(A, 0)], [()], [with_gates])
     assert sample.routing is not None and sample.routing.weights is not None
     assert sample.routing.weights.shape == sample.routing.experts.shape
     before = len(A.token_ids) + sample.versions[0].end - 1  # rows of the first weights, which are transformers' too

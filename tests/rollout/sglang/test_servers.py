@@ -116,8 +116,8 @@ def test_a_guard_imports_no_torch() -> None:
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc to see processes")
 @pytest.mark.parametrize("killed", ["parent", "guard"])
 def test_no_server_outlives_who_started_it(tmp_path: Path, killed: str) -> None:
-    """SIGKILL leaves nobody a chance to clean up; a left-over server would hold its port and memory. Ray kills the
-    guards itself, as children of workers whose driver is gone."""
+    """SIGKILL leaves no chance to clean up; a left-over server would hold its port and memory. Ray kills the guards
+    itself, as children of workers whose driver is gone."""
     root = Path(__file__).parents[3]
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True, cwd=root

@@ -72,13 +72,13 @@ def test_a_stock_reply_is_read_field_by_field() -> None:
     assert reply.routed_experts == "AAAAAA=="
 
 
-@pytest.mark.parametrize("told", ["7", (WireSpan("7", 2, 4), WireSpan("8", 4, 7)), (), None])
-def test_versions_of_rows_go_both_ways(told: str | tuple[WireSpan, ...] | None) -> None:
+@pytest.mark.parametrize("versions", ["7", (WireSpan("7", 2, 4), WireSpan("8", 4, 7)), (), None])
+def test_versions_of_rows_go_both_ways(versions: str | tuple[WireSpan, ...] | None) -> None:
     """One word where one version computed all rows, else spans; a stock server, which does not tell, has no key."""
-    reply = replace(GenerateReply.from_json(golden_reply()), row_versions=told)
+    reply = replace(GenerateReply.from_json(golden_reply()), row_versions=versions)
     sent = reply.to_json()
-    assert ("routed_experts_versions" in sent["meta_info"]) == (told is not None)
-    assert GenerateReply.from_json(sent).row_versions == told
+    assert ("routed_experts_versions" in sent["meta_info"]) == (versions is not None)
+    assert GenerateReply.from_json(sent).row_versions == versions
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_null_is_the_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "sentence"),
     [
         (b'{"error": {"message": "too long"}}', "HTTP 400: too long"),
         (b'{"error": "unknown key"}', "HTTP 400: unknown key"),
@@ -287,9 +287,9 @@ def test_null_is_the_default() -> None:
         (b"[1]", "HTTP 400: [1]"),
     ],
 )
-def test_every_error_shape_gives_its_text(body: bytes, said: str) -> None:
+def test_every_error_shape_gives_its_text(body: bytes, sentence: str) -> None:
     """SGLang has three shapes of error; a proxy has its own."""
-    assert error_message(400, body) == said
+    assert error_message(400, body) == sentence
 
 
 def test_control_messages_survive_json() -> None:
@@ -333,7 +333,7 @@ def raw(t: torch.Tensor) -> bytes:
 
 
 def test_safetensors_payload_is_bit_exact() -> None:
-    """Codes and scales must arrive as they were sent, of every dtype and memory layout; order is by name."""
+    """Codes and scales must arrive as they were sent, of every dtype and memory layout; the order is that of the names."""
     back = decode_safetensors(encode_safetensors(some_tensors()))
     want = sorted(some_tensors(), key=lambda t: t.name)
     assert [t.name for t in back] == [t.name for t in want]

@@ -40,7 +40,7 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 
 class Recorder:
-    """Requests by name, with the answers."""
+    """Requests with the answers, each under the name of its case."""
 
     def __init__(self, url: str) -> None:
         self.http = httpx.Client(base_url=url, timeout=300, trust_env=False)
@@ -75,7 +75,7 @@ class Recorder:
             self.http.post("/continue_generation", json={})
             asked.result()
 
-    def said(self, case: str) -> list[int]:
+    def output_ids(self, case: str) -> list[int]:
         found: list[int] = self.cases[case]["answer"]["output_ids"]
         return found
 
@@ -109,7 +109,7 @@ def main(url: str, model: str, out: str, seconds: str) -> None:
     r.ask("start_beyond_prompt", PROMPT, 2, routed_experts_start_len=len(PROMPT) + 1)
     r.paused("retract", float(seconds), other, "1")
     r.paused("in_place", float(seconds), own, "2")
-    retracted = [*PROMPT, 40, *r.said("retract")]
+    retracted = [*PROMPT, 40, *r.output_ids("retract")]
     for case, weights, version in (("retract_under_1", other, "3"), ("retract_under_0", own, "4")):
         r.update(weights, version)
         r.http.post("/flush_cache")
