@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("quant", "routing_replay", "rollout", "megatron_bridge", "miles_like", "scripts")
 MODULES_IN_A_FOLDER = 14
 
-# A folder -> the folders that its modules import, from the ground up. A module that lies in the root of a package is a
-# row of its own. A name stands for its subfolders too: "quant" is quant.spec, quant.formats and the others.
+# A folder -> the folders that its modules import, from the ground up. A module that lies in the root of a package has a
+# separate row. A name stands for its subfolders too: "quant" is quant.spec, quant.formats and the others.
 CONTRACTS = (
     "miles_like.types miles_like.protocols miles_like.plugins miles_like.hf miles_like.limits miles_like.section"
 )

@@ -40,10 +40,10 @@ def test_a_critic_beside_any_of_them(name: str, tmp_path: Path) -> None:
     config = load_config(CONFIGS[0].with_name(f"{name}.toml"), settings)
     assert "a rank of the critic beside each" in "\n".join(describe_processes(config, tmp_path))
     trainer = trainer_config(config, tmp_path)
-    told = critic_config(config, trainer)
-    assert told is not None and TrainerConfig.model_validate(told.model_dump()) == told
-    assert (told.head, told.optimizer.lr, told.replay.mode, told.lora.rank) == ("scalar", 1e-3, "off", 0)
-    assert told.parallel == trainer.parallel
+    critic = critic_config(config, trainer)
+    assert critic is not None and TrainerConfig.model_validate(critic.model_dump()) == critic
+    assert (critic.head, critic.optimizer.lr, critic.replay.mode, critic.lora.rank) == ("scalar", 1e-3, "off", 0)
+    assert critic.parallel == trainer.parallel
     plain = load_config(CONFIGS[0].with_name(f"{name}.toml"))
     assert critic_config(plain, trainer) is None
     with refuses(ValueError, "critic.lr", 1e-09, "optimizer.min_lr", 1e-07):

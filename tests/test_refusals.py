@@ -37,7 +37,7 @@ ENTRIES = {
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Path:
-    """A suite of its own with an accepted snapshot."""
+    """A separate suite with an accepted snapshot."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]")
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
@@ -117,9 +117,11 @@ def test_an_accepted_snapshot_passes(suite: Path) -> None:
 
 def test_a_changed_sentence_fails_until_it_is_accepted(suite: Path) -> None:
     edit(suite, "lower it", "reduce it")
-    told = run(suite, passes=False)
-    assert "- train.lr = 3 in <tmp>/a.toml: lower it" in told and "+ train.lr = 3 in <tmp>/a.toml: reduce it" in told
-    assert f"pytest {ACCEPT} test_it.py" in told and "1 failed, 2 passed" in told
+    output = run(suite, passes=False)
+    assert (
+        "- train.lr = 3 in <tmp>/a.toml: lower it" in output and "+ train.lr = 3 in <tmp>/a.toml: reduce it" in output
+    )
+    assert f"pytest {ACCEPT} test_it.py" in output and "1 failed, 2 passed" in output
     run(suite, ACCEPT, "test_it.py::test_unstable")
     assert entries(suite) == ENTRIES
     assert "3 passed" in run(suite, ACCEPT, ONLY)

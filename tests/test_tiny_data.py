@@ -92,13 +92,13 @@ def test_sloppy_share_is_what_the_readme_says() -> None:
         assert int(row["sloppy"]) != int(row["answer"])  # a reward of exact numbers calls it wrong too
         if len(row["sloppy"]) == len(row["answer"]):
             pairs = zip(row["sloppy"], row["answer"], strict=True)
-            assert sum(said != right for said, right in pairs) == 1, row
+            assert sum(written != right for written, right in pairs) == 1, row
         else:
             assert row["sloppy"] == row["answer"] + row["answer"][-1], row
     readme = (TINY / "README.md").read_text(encoding="utf-8")
-    said = re.search(r"(\d+) of (\d+) rows \([\d.]+%\) are wrong:\s(\d+) write the last digit twice", readme)
-    assert said is not None
-    assert [int(number) for number in said.groups()] == [len(wrong), len(found), len(doubled)]
+    stated = re.search(r"(\d+) of (\d+) rows \([\d.]+%\) are wrong:\s(\d+) write the last digit twice", readme)
+    assert stated is not None
+    assert [int(number) for number in stated.groups()] == [len(wrong), len(found), len(doubled)]
 
 
 def test_files_stay_small() -> None:

@@ -60,7 +60,7 @@ def listening(processes: list[psutil.Process]) -> Iterator[tuple[str, str, int]]
 
 @pytest.fixture(scope="module")
 def seen(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
-    """Two trainer ranks, a server and a driver; then the run is told to stop and does."""
+    """Two trainer ranks, a server and a driver; then the run receives a signal and stops."""
     run_dir = home / "closed"
     with started(run_dir, "--set", "parallel.dp=2", SECRET_OF_THE_RUN=PLANTED) as process:
         in_mid_run(process, run_dir)

@@ -86,13 +86,13 @@ def in_mid_run(process: subprocess.Popen[str], run_dir: Path, within: float = 40
 
 
 def ended(process: subprocess.Popen[str], family: list[psutil.Process]) -> str:
-    """What it said on stderr; it must have ended by itself with status 2 and taken its processes along."""
-    _, said = process.communicate(timeout=180)
-    assert process.returncode == 2, said[-3000:]
-    assert len(said.strip().splitlines()) == 1, said
+    """Its stderr; it must have ended by itself with status 2 and stopped its processes."""
+    _, errors = process.communicate(timeout=180)
+    assert process.returncode == 2, errors[-3000:]
+    assert len(errors.strip().splitlines()) == 1, errors
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive, [p.cmdline() for p in alive]
-    return said
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_a_rollout_server_dies_or_hangs(home: Path, how: signal.Signals, facts: 
         module = "rollout.embedded.server"  # its guard has the same words, further on
         (server,) = [p for p in named(process, module) if p.cmdline()[2] == module]
         server.send_signal(how)
-        said = ended(process, family)
-    assert re.search(r"http://127\.0\.0\.1:\d+ ", said), said
-    check_refusal(said, *facts, unrecorded="it depends on the moment")
+        errors = ended(process, family)
+    assert re.search(r"http://127\.0\.0\.1:\d+ ", errors), errors
+    check_refusal(errors, *facts, unrecorded="it depends on the moment")
     assert not (run_dir / ".complete.json").exists()
 
 
@@ -122,8 +122,8 @@ def test_a_trainer_rank_is_stopped_in_mid_run(home: Path) -> None:
         family = descendants(process)
         ranks = named(process, "ray::_Rank")
         ranks[0].suspend()
-        said = ended(process, family)
-    check_refusal(said, 2, "cluster.timeout_s", unrecorded="it depends on the moment")
+        errors = ended(process, family)
+    check_refusal(errors, 2, "cluster.timeout_s", unrecorded="it depends on the moment")
     for i in range(2):
         assert "most recent call first" in (run_dir / "logs" / f"trainer_rank{i}.log").read_text()
     assert not (run_dir / ".complete.json").exists()
@@ -153,8 +153,8 @@ def test_a_trainer_rank_is_killed_while_a_checkpoint_is_written(home: Path) -> N
         rank = named(process, "ray::_Rank")[0]
         step = stopped_in_mid_save(rank, checkpoints)
         rank.kill()
-        said = ended(process, family)
-    check_refusal(said, "logs/", unrecorded="it depends on the moment")
+        errors = ended(process, family)
+    check_refusal(errors, "logs/", unrecorded="it depends on the moment")
     latest = load_latest(checkpoints)
     assert latest is not None and 1 <= latest[1].step < step
     assert (latest[0] / "trainer" / "metadata.json").exists()
@@ -171,16 +171,16 @@ def test_the_driver_is_told_to_stop(home: Path, how: signal.Signals) -> None:
         in_mid_run(process, run_dir)
         family = descendants(process)
         process.send_signal(how)
-        told, said = process.communicate(timeout=90)
+        output, errors = process.communicate(timeout=90)
         _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive, [p.cmdline() for p in alive]
-    assert process.returncode == 128 + how, said[-3000:]
+    assert process.returncode == 128 + how, errors[-3000:]
     latest = load_latest(run_dir / "checkpoints")
     if how == signal.SIGTERM:
         assert latest is not None
         rows = (run_dir / "metrics.jsonl").read_text().splitlines()
         assert latest[1].step == json.loads(rows[-1])["step"] >= 2
-        assert f"stopped: SIGTERM: step {latest[1].step} is saved, --resume goes on from it" in told
+        assert f"stopped: SIGTERM: step {latest[1].step} is saved, --resume goes on from it" in output
     else:
         assert latest is None
     assert not (run_dir / ".complete.json").exists()
@@ -192,6 +192,6 @@ def test_a_port_in_use_is_said_with_its_number(home: Path) -> None:
         s.listen()
         port = s.getsockname()[1]
         with started(home / "fault-port", *ONE_RANK, "--set", f"rollout.port={port}") as process:
-            said = ended(process, [])
-    check_refusal(said, port, "rollout.port")
+            errors = ended(process, [])
+    check_refusal(errors, port, "rollout.port")
     assert not (home / "fault-port" / ".complete.json").exists()

@@ -92,7 +92,7 @@ class Site:
         return {str(p.relative_to(data)): p.read_bytes() for p in sorted(data.rglob("*")) if p.is_file()}
 
 
-def nobody() -> str:
+def unserved_url() -> str:
     return f"http://127.0.0.1:{free_port()}"
 
 
@@ -116,7 +116,7 @@ def interrupted(home: Path, files: Files) -> SimpleNamespace:
         broken=broken,
         whole=whole,
         asked=asked,
-        skipped=site.run(nobody()),
+        skipped=site.run(unserved_url()),
     )
 
 
@@ -141,7 +141,7 @@ def killed(home: Path, files: Files) -> SimpleNamespace:
     config = site.stage / "data" / "config.json"
     config.write_bytes(config.read_bytes().replace(b"true", b"null", 1))
     marker = (site.stage / MARKER).read_text()
-    damaged = site.run(nobody())
+    damaged = site.run(unserved_url())
     return SimpleNamespace(
         stalled=stalled,
         partial=partial,
@@ -159,7 +159,7 @@ def single(home: Path, files: Files | None, *arguments: str, up: bool = True) ->
     site = Site(home)
     with FakeHub() as hub:
         commit = hub.push(NAME if files is not None else "owner/another", files or {"config.json": b"{}"})
-        done = site.run(hub.url if up else nobody(), *arguments)
+        done = site.run(hub.url if up else unserved_url(), *arguments)
     return SimpleNamespace(site=site, commit=commit, done=done, asked=hub.asked)
 
 
@@ -213,15 +213,15 @@ def file_gets(asked: list[Asked]) -> list[str]:
 
 @of("interrupted")
 def test_a_broken_connection_is_one_sentence_and_nothing_is_marked(story: SimpleNamespace) -> None:
-    """A user must be told that going on is possible, and no later stage may take a part for the whole."""
+    """The message must state that the download can be continued, and no later stage may take a part for the whole."""
     assert_one_sentence(story.broken, NAME)
     assert not story.broken.marked
 
 
 @of("interrupted")
 def test_a_continued_download_fetches_only_what_is_missing(story: SimpleNamespace) -> None:
-    """At 700 GB, files that are whole are not paid for twice. Bytes of the broken file itself are: the client starts
-    a file anew in each process."""
+    """At 700 GB, files that are whole are not downloaded twice. The bytes of the broken file are: the client downloads
+    it again from its first byte in a new process."""
     assert story.whole.status == 0, story.whole.err
     assert file_gets(story.asked) == [LAST]
     assert story.whole.marked
@@ -279,8 +279,8 @@ def test_no_hub_at_all_is_one_sentence_and_leaves_nothing(story: SimpleNamespace
 
 @of("truncated")
 def test_a_truncated_file_is_refused_by_name(story: SimpleNamespace, files: Files) -> None:
-    """The hub serves it in full, as it was pushed: only the file's own header tells. Asking again would bring the same
-    commit, so the way out is said."""
+    """The hub serves it in full, as it was pushed: only the file's own header shows it. Another download would give the
+    same commit, so the message has the way out."""
     total = len(files[SECOND])
     assert_one_sentence(story.done, SECOND, total - 100, total)
     assert_one_sentence(story.done, story.commit, "model.revision", str(story.site.stage))

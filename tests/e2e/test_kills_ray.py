@@ -164,13 +164,13 @@ def whole(run: Any, home: Path) -> Path:
 
 def test_a_run_killed_four_times_is_the_run_that_was_never_killed(whole: Path, run: Any, home: Path) -> None:
     run_dir = home / "killed"
-    said: dict[str, str] = {}
+    errors: dict[str, str] = {}
     for at in (in_generation, in_step, in_publication, in_save):
         after = latest(run_dir)
         with started(run_dir, *RUN, *(["--resume"] if run_dir.exists() else [])) as process:
             seen, family = caught(process, run_dir, at, after)
             if at in (in_step, in_publication):
-                said[at.__name__] = ended(process, family)
+                errors[at.__name__] = ended(process, family)
             else:
                 process.wait(timeout=30)
             ours = [p for p in family if p not in agents(family)]
@@ -180,8 +180,8 @@ def test_a_run_killed_four_times_is_the_run_that_was_never_killed(whole: Path, r
         found = load_latest(run_dir / "checkpoints")
         assert found is not None and found[1].step >= after  # whole, or it would be refused
         assert not (run_dir / ".complete.json").exists()
-    check_refusal(said["in_step"], "logs/", unrecorded="it depends on the moment")
-    check_refusal(said["in_publication"], "--resume", unrecorded="it depends on the moment")
+    check_refusal(errors["in_step"], "logs/", unrecorded="it depends on the moment")
+    check_refusal(errors["in_publication"], "--resume", unrecorded="it depends on the moment")
     done = run("--run-dir", str(run_dir), *RUN, "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
     for step in range(1, STEPS + 1):

@@ -98,7 +98,7 @@ def test_a_damaged_output_is_made_again_and_a_finished_run_is_not_overwritten(
 def taught(run: Run, demo: tuple[Path, str], home: Path) -> dict[str, float]:
     """The metrics of a step without replay, in which each third of the prompts has a teacher of another kind: the
     checkpoint that the run began with, on a server that the run starts and beside the trainer's weights, and the policy
-    itself, which is told the answer."""
+    itself, with the answer in its prompt."""
     rows = [json.loads(x) for x in (ROOT / "configs" / "tiny" / "train.jsonl").read_text().splitlines()[:60]]
     prompts, config = home / "sources.jsonl", home / "taught.toml"
     sources = ("served", "swapped", "hinted")
@@ -125,8 +125,8 @@ def taught(run: Run, demo: tuple[Path, str], home: Path) -> dict[str, float]:
 
 
 def test_every_kind_of_teacher_speaks_of_the_tokens_that_it_was_asked_about(taught: dict[str, float]) -> None:
-    """Weights as the student's say what it says, by rounding and the experts chosen anew; with the answer before its
-    eyes even a model that has learnt nothing says something else. Rewards teach nothing here, yet weights move."""
+    """A teacher with the student's weights agrees with it but for rounding and re-chosen experts; a model that sees the
+    answer differs, even an untrained one. Rewards teach nothing here, yet weights move."""
     own = 0.01
     assert abs(taught["distill/reverse_kl/served"]) < 1e-3
     assert abs(taught["distill/reverse_kl/swapped"]) < own
@@ -137,7 +137,7 @@ def test_every_kind_of_teacher_speaks_of_the_tokens_that_it_was_asked_about(taug
 
 
 def test_replay_off_still_reports_agreement_and_mismatch(taught: dict[str, float]) -> None:
-    """The same metrics with and without replay, or nobody could tell what replay does."""
+    """The same metrics with and without replay, so that the effect of replay can be measured."""
     row = taught
     assert row["routing/replay_coverage"] == 0.0
     assert 0.5 < row["routing/agreement"] <= 1.0

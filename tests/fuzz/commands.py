@@ -18,8 +18,8 @@ def command(*argv: str) -> Outcome:
     """`miles-like argv`: "accepted" with what it printed, or how it refused."""
     result = CliRunner().invoke(cli.app, list(argv), catch_exceptions=True)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
-        told = "".join(traceback.format_exception(result.exception))
-        return Outcome(kind="traceback", words=told)
+        trace = "".join(traceback.format_exception(result.exception))
+        return Outcome(kind="traceback", words=trace)
     if result.exit_code == 0:
         return Outcome(kind="accepted", words=result.stdout)
     return refusal(result.stderr)

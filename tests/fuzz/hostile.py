@@ -1,4 +1,4 @@
-"""Hostile HTTP requests: those that once ended or hung the engine, by name, and random ones of many kinds."""
+"""Hostile HTTP requests: those that once ended or hung the engine, each with a name, and random ones of many kinds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Hostile:
 
 @dataclass(frozen=True)
 class Answer:
-    """status 0: the connection was closed without one; -1: none came in `ANSWER_S`; -2: nobody waited."""
+    """status 0: the connection was closed without one; -1: none came in `ANSWER_S`; -2: the client did not wait."""
 
     status: int
     text: str = ""
@@ -212,7 +212,7 @@ _SAMPLING = (
     *("stream_interval", "beam_width", "nonsense"),
 )
 _HARMLESS = (  # control routes, with nothing that a legitimate client would notice
-    (endpoints.ABORT, {"rid": "nobody"}),
+    (endpoints.ABORT, {"rid": "unknown"}),
     (endpoints.CONTINUE, {}),
     (endpoints.BEGIN_UPDATE, {"selector": "all"}),
     (endpoints.UPDATE_FROM_TENSOR, {"serialized_named_tensors": ["AAAA"], "load_format": "safetensors"}),

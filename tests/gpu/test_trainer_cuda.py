@@ -50,7 +50,7 @@ def _cuda(rank: int, world: int, port: int, hf: str, start: Path, spec: str) -> 
             if micros == 4:
                 out["weights"] = _digest(t)
             out[f"{micros}"] = _train(t, micros)
-        scored = t.score(toy.grid(toy.samples(16), dp=1, micros=4)[0][0])  # goes to who may have no device
+        scored = t.score(toy.grid(toy.samples(16), dp=1, micros=4)[0][0])  # goes to a driver that may have no device
         tensors = [*scored.logprobs, *(own.trace.experts for own in scored.routes)]
         out["scored on"] = {x.device.type for x in tensors} if scored.routes else set()
         saved = start.with_name(f"saved-{spec}")

@@ -19,7 +19,7 @@ Found = dict[str, Any]
 
 
 class Poisoned(toy.NegativeLogLikelihood):
-    """A loss that can be told to overflow, in value or only in gradient."""
+    """A loss that overflows on request, in value or only in gradient."""
 
     mode = ""
 

@@ -115,7 +115,7 @@ def test_tiny_and_huge_weights_stay_finite() -> None:
 
 
 def test_padding_does_not_touch_the_last_blocks_scale() -> None:
-    """The scale of a ragged block is of its own entries alone, however small."""
+    """The scale of a ragged block depends on its entries alone, however small."""
     w = torch.full((5, 9), 1e-3)
     assert torch.unique(encode(w).stored["weight_scale_inv"]).numel() == 1
 
@@ -235,7 +235,7 @@ def test_registry() -> None:
 
 
 def test_a_stack_decodes_as_its_members_do() -> None:
-    """The engine decodes its experts together; each must hold the values of its own codes. Shapes above a block too."""
+    """The engine decodes its experts together; each must hold the values of its codes. Shapes above a block too."""
     codec = Fp8BlockCodec(QuantSpec(format=QuantFormat.FP8))
     for shape in ((64, 128), (130, 200)):
         ws = {f"w{i}": torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(5)}

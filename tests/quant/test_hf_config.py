@@ -135,8 +135,8 @@ def test_what_is_written_is_read_back(spec: QuantSpec, data: st.DataObject) -> N
 
     Lists of names and shell patterns hold only some patterns; with the names of the model's tensors they hold all.
     """
-    said = spec.convention == "compressed-tensors"
-    ignore = tuple(data.draw(st.lists(st.sampled_from(PATTERNS if said else PLAIN), max_size=4, unique=True)))
+    regular = spec.convention == "compressed-tensors"
+    ignore = tuple(data.draw(st.lists(st.sampled_from(PATTERNS if regular else PLAIN), max_size=4, unique=True)))
     spec = QuantSpec(format=spec.format, convention=spec.convention, ignore=ignore)
     some = data.draw(st.lists(names(), min_size=12, max_size=30))
     written = spec_to_hf(spec)
@@ -167,7 +167,7 @@ def test_expressions_mean_what_the_patterns_do() -> None:
 @every_convention
 @pytest.mark.parametrize("scope", ["all", "experts"])
 def test_the_usual_specs_come_back_equal(spec: QuantSpec, scope: Any) -> None:
-    """A checkpoint of one's own is told from a foreign one by comparing specs."""
+    """A checkpoint that the run wrote is distinguished from a foreign one by comparing specs."""
     ours = QuantSpec.of(spec.format, scope, convention=spec.convention)
     assert read(spec_to_hf(ours)) == ours
     config = quantized_config({"a": 1, "quantization_config": {"stale": True}}, ours)
@@ -188,7 +188,7 @@ def test_deepseeks_config_is_read_and_written() -> None:
 
 
 def test_published_configs_are_read() -> None:
-    """With the modules they keep out, by the rule of their own loaders."""
+    """With the modules they keep out, by the rule of the loaders that they are published for."""
     spec = read(KIMI_K2)
     assert (spec.format, spec.block) == (F.INT4, (1, 32))
     expert = "model.layers.1.mlp.experts.{}.down_proj.weight"

@@ -153,10 +153,10 @@ def test_transformers_loads_our_directories(
     write_hf(tmp_path / "out", quantize_stream(named.items(), spec), quantized_config(config, spec, list(named)))
     packed = spec.convention == "compressed-tensors"
     how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if packed else {}
-    loaded, told = AutoModelForCausalLM.from_pretrained(
+    loaded, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True, **how
     )
-    assert not any(told[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     have = dict(loaded.named_parameters())
     codec = make_codec(spec)
     covered = {n: w for n, w in named.items() if spec.covers(n, w.shape)}

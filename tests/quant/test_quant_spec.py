@@ -94,7 +94,7 @@ def test_a_block_has_two_positive_sizes() -> None:
 
 
 def test_a_format_has_its_own_block_and_convention() -> None:
-    """What config.json and the codec need is known from the format where nothing is said."""
+    """What config.json and the codec need is derived from the format where it is not set."""
     assert QuantSpec(format=QuantFormat.INT4).block == (1, 32)
     assert QuantSpec(format=QuantFormat.NVFP4).convention == "compressed-tensors"
     assert QuantSpec(format=QuantFormat.MXFP8).convention == "sglang"
@@ -121,7 +121,7 @@ def test_what_a_format_has_not_is_refused(format: QuantFormat, rest: dict[str, A
 
 
 def test_usual_scope() -> None:
-    """Four bits are for routed experts, eight for every linear, unless it is said."""
+    """Four bits are for routed experts, eight for every linear, unless a scope is given."""
     attention, expert = QUANTIZED[0], "model.layers.3.mlp.experts.255.down_proj.weight"
     for format in QuantFormat:
         if format is not QuantFormat.BF16:

@@ -136,7 +136,7 @@ def test_another_samples_routes_are_strangers() -> None:
 
 def test_a_tie_between_groups_is_no_bad_row() -> None:
     """Half of the experts of one layer, in one row: two groups were as good. In a model of one layer more than half
-    look like a bad row, and it is said that this is not sure."""
+    look like a bad row, and the message marks this as unsure."""
     own = routes(layers=2)
     other = [r.clone() for r in own]
     strange = [e for e in range(32) if e not in own[0][3, 1].tolist()]

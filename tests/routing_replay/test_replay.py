@@ -1,4 +1,4 @@
-"""Tape and recorder: right rows for each key, every row exactly once, every violation by name.
+"""Tape and recorder: right rows for each key, every row exactly once, and a message that names each violation.
 
 Letters: L MoE layers, K experts a token, E experts.
 """
@@ -185,7 +185,7 @@ def test_a_key_recorded_twice_or_of_another_layer() -> None:
 
 
 def test_an_incomplete_record_is_named() -> None:
-    """A router that was not asked, a micro-batch too many or of other rows, gates that were never told."""
+    """A router that was not asked, a micro-batch too many or of other rows, gates that were never recorded."""
     with refuses(ValueError, 3, 4, *ONE, 2):
         recorded(RoutingRecorder(LAYERS, E, FED), skip=(1, 2)).routes()
     with refuses(ValueError, 1, 2, 0, 0):

@@ -61,8 +61,8 @@ def test_round_trip(num_experts: int) -> None:
 
 
 def test_dense_layers_are_zero() -> None:
-    """As SGLang 0.5.23 sends them. All layers turned by one put another's ids there, or leave a layer that nobody told
-    of; only here would that show."""
+    """As SGLang 0.5.23 sends them. All layers rotated by one put another layer's ids there, or leave an MoE layer
+    without ids; only here would that show."""
     ids = np.zeros((6, ALL_LAYERS, K), dtype="<i4")
     ids[:, list(LAYERS)] = make().experts.numpy()
     assert torch.equal(read(payload(ids)).experts, make().experts)

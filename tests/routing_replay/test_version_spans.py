@@ -20,8 +20,8 @@ def drawn(r: random.Random) -> Case:
     s = r.randint(2, 9)
     first = r.randint(1, s)
     mask = torch.tensor([i >= first and (i == first or r.random() < 0.8) for i in range(s)])
-    said = s - first + r.choice([0, 0, 0, -1, 1])
-    tokens = (VersionSpan(r.choice([3, 3, 3, 4]), r.choice([0, 0, 0, 1]), said),) if said > 1 else ()
+    covered = s - first + r.choice([0, 0, 0, -1, 1])
+    tokens = (VersionSpan(r.choice([3, 3, 3, 4]), r.choice([0, 0, 0, 1]), covered),) if covered > 1 else ()
     rows = (VersionSpan(3, r.choice([0, 0, 0, 1]), s - 1),)
     if s > 3 and r.random() < 0.3:
         rows = (VersionSpan(3, 0, 2), VersionSpan(r.choice([3, 4]), 2, s - 1))

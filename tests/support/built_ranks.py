@@ -110,7 +110,7 @@ def build_ranks(hf: dict[str, Any], layout: Mapping[str, Any], ranks: Sequence[i
     )
     # as on a GPU, where parameters are made on the device
     resolved = resolve(config, hf, cuda=True)
-    resolved.transformer["perform_initialization"] = False  # random numbers that nobody will see
+    resolved.transformer["perform_initialization"] = False  # random numbers that are not used
     join = functools.partial(init_parallel, master_addr="", master_port=0, backend="fake", seed=0)
     built = []
     with _nowhere(), _uncollected():

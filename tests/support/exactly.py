@@ -116,7 +116,7 @@ class Pair:
         return quantize_stream(iter(list(self.t.export())), self.spec)
 
     def publish(self) -> None:
-        """As a run does: the exported weights, encoded, by name."""
+        """As a run does: the exported weights, encoded, with their names."""
         stream = self._stream()
         if self.t.parallel.rank:
             return

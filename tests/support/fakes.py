@@ -1,6 +1,6 @@
 """Hand-made stand-ins at the seams: an engine in this process, and a server that speaks SGLang's HTTP on loopback.
 
-The server keeps SGLang 0.5.23's rules about sessions, pauses and flushes, and can be told to misbehave.
+The server keeps SGLang 0.5.23's rules about sessions, pauses and flushes, and has switches to misbehave.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def make_prompt(name: str, *, tokens: Sequence[int] = (5, 6, 7), answer: str = "
 class FakeEngine:
     """A RolloutEngine whose response to a prompt is its own tokens; notes what it was asked for.
 
-    aborts: how often each sample comes back aborted, the first time before it said anything, then with a token more.
-    What waits for `delay_s` when `abort_all` comes has said nothing new.
+    aborts: how often each sample comes back aborted, the first time before its first token, then with a token more.
+    A request that waits for `delay_s` when `abort_all` comes returns no new token.
     """
 
     def __init__(self, *, version: int = 0, delay_s: float = 0.0, aborts: int = 0) -> None:

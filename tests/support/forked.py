@@ -50,16 +50,16 @@ def redirect(path: Path, *descriptors: int) -> None:
 
 
 def _settle_torch() -> None:
-    """First, in a forked process: torch makes its thread pool anew when it is first asked for after a fork, and two
-    threads that asked at once would be told that there is none."""
+    """First, in a forked process: torch recreates its thread pool at its first use after a fork, and if two threads use
+    it at once, torch raises that there is none."""
     torch.set_num_threads(1)
 
 
 class Forked:
     """A process, forked from this one before it has threads, that answers calls through a pipe until it ends."""
 
-    def __init__(self, who: str, serve: Callable[[Connection], None], log: Path) -> None:
-        self.who = who
+    def __init__(self, label: str, serve: Callable[[Connection], None], log: Path) -> None:
+        self.label = label
         self._line, theirs = multiprocessing.Pipe()
         self._there = True
         self.pid = os.fork()
@@ -83,19 +83,19 @@ class Forked:
         theirs.close()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Blocks. Raises RuntimeError with what the process said, or that it is gone."""
+        """Blocks. Raises RuntimeError with the error of the process, or Gone."""
         try:
             self._line.send_bytes(pickle.dumps((method, arguments)))
             error, answer = pickle.loads(self._line.recv_bytes())
         except (EOFError, OSError):
-            raise Gone(f"{self.who}: its process died") from None
+            raise Gone(f"{self.label}: its process died") from None
         if error is not None:
-            raise RuntimeError(f"{self.who}: {error}")
+            raise RuntimeError(f"{self.label}: {error}")
         return answer
 
     def kill(self) -> None:
         if self._there:
-            os.kill(self.pid, signal.SIGKILL)  # until it is waited for nobody else gets its number
+            os.kill(self.pid, signal.SIGKILL)  # until it is waited for, its number is not reused
             os.waitpid(self.pid, 0)
             self._there = False
 

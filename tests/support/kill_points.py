@@ -1,6 +1,6 @@
 """Where a run of tests/support/local_run.py is killed, and the witness that it was there.
 
-Nothing in the product knows of this: each process wraps a function of its own at the point, writes what it sees there
+The product has no code for this: each process wraps a function at the point, writes what it sees there
 into a witness file, to disk, and sends SIGKILL to the victim.
 """
 

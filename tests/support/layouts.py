@@ -165,7 +165,7 @@ def gradients(t: Any, case: Case) -> Iterator[tuple[str, Tensor]]:
         yield from _of_adapters(t)
         return
     for param in (p for chunk in t.chunks for p in chunk.parameters()):
-        # into memory of its own: what is computed in bf16 has its gradient in fp32, and is compared unrounded
+        # into separate memory: what is computed in bf16 has its gradient in fp32, and is compared unrounded
         param.data = param.main_grad.clone()
     yield from t.export()
 
@@ -201,7 +201,7 @@ def bend(t: Any) -> None:
 
 
 def bias(t: Any) -> list[float]:
-    """All routing biases of this rank's layers, told to every rank of its pipeline, in layer order."""
+    """All routing biases of this rank's layers, gathered on every rank of its pipeline, in layer order."""
     from megatron_bridge.model.build import routers
 
     own = [(r.layer_number, r.expert_bias.tolist()) for r in routers(t.chunks) if r.expert_bias is not None]
@@ -217,7 +217,7 @@ def references(rank: int, world: int, port: int, where: Path, cases: Mapping[str
 
 
 def in_layouts(rank: int, world: int, port: int, where: Path, cases: Mapping[str, Case]) -> dict[str, Run]:
-    """The runs of `cases` over all ranks, each in a world of its own."""
+    """The runs of `cases` over all ranks, each in a separate world."""
     out = {}
     for i, (name, case) in enumerate(cases.items()):
         port = agree_on_port(where / f"port-{world}-{i}", rank)

@@ -38,7 +38,7 @@ class LocalServers:
                     break
                 except ConnectionRefusedError:
                     if process._line.poll() or time.monotonic() > deadline:
-                        raise RuntimeError(f"{process.who} did not come up: its log says why") from None
+                        raise RuntimeError(f"{process.label} did not come up: its log says why") from None
                     time.sleep(0.01)
         return [f"http://127.0.0.1:{port}" for port in self._ports]
 

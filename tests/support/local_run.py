@@ -5,7 +5,7 @@ Only two parts of a run are stand-ins: `LocalTrainer` calls ranks through pipes 
 `LocalServers` holds server processes (local_parts.py). What they call is the real thing, and so is all else: the stage,
 loop, buffer, checkpoints, clients, publisher, engine, Megatron.
 
-Kills: `tests/support/kill_points.py` is told in each process who it is, and ends one of them where it is asked to.
+Kills: `tests/support/kill_points.py` knows the pid of each process, and kills one of them at the requested point.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def make_home(where: Path) -> None:
 
 
 class _Server:
-    """What a server's process is told: the real command line."""
+    """A server's process: it gets the real command line."""
 
     def serve(self, arguments: Sequence[str]) -> None:
         from rollout.embedded.server import app as server

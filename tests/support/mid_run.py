@@ -1,7 +1,7 @@
 """Whole runs on plain processes whose server goes wrong in mid-run: what tests/laws/test_routes_in_mid_run.py plants.
 
-What is spoilt is what a server sends, before the driver seals it, or what a server holds: nothing of a transport, whose
-errors seals and checksums of their own find.
+The planted faults are in what a server sends, before the driver seals it, or in what a server holds: not in a
+transport, whose errors are found by its own seals and checksums.
 """
 
 from __future__ import annotations

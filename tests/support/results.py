@@ -15,7 +15,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parents[1] / "RESULTS.md"
 HEAD = """# Last run of all tests
 
-Written by `make test-all`. The long tier of tests/fuzz has tables of its own: [fuzz/RESULTS.md](fuzz/RESULTS.md).
+Written by `make test-all`. The long tier of tests/fuzz has its own tables: [fuzz/RESULTS.md](fuzz/RESULTS.md).
 
 """
 

@@ -1,4 +1,4 @@
-"""Work on numbers that takes its time, or hangs. Of a module of its own, so that Ray's processes find it."""
+"""Work on numbers that is slow, or hangs. In a separate module, so that Ray's processes find it."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _rounded(chunk: Any, model: Any, hf: dict[str, Any], context: Any) -> dict[s
 
 
 def _not_finite(chunk: Any, model: Any) -> list[str]:
-    """What is said of expert 3 of the second of two expert ranks: a gradient as it comes and as summed, the weight."""
+    """The places reported for expert 3 of the second of two expert ranks: a gradient, its sum, the weight."""
     from types import SimpleNamespace
 
     import torch
@@ -111,7 +111,7 @@ def _not_finite(chunk: Any, model: Any) -> list[str]:
     place = SimpleNamespace(ep_rank=1, pp_rank=0, dp_rank=0, rank=1, config=SimpleNamespace(ep=2, pp=1))
     name = "decoder.layers.2.mlp.experts.linear_fc1.weight3"
     weight = dict(model.named_parameters())[name]
-    said = []
+    reported = []
     for act in ("gradient", "sum", "weight"):
         step: Any = SimpleNamespace(parallel=place, chunks=[chunk], loss=None, replay=SimpleNamespace(micro=0))
         watch = _Watch(step)
@@ -124,8 +124,8 @@ def _not_finite(chunk: Any, model: Any) -> list[str]:
         else:
             with torch.no_grad():
                 weight[0, 0] = torch.nan
-        said.append(watch.bad_weight() if act == "weight" else (watch.found or ((), "nothing"))[1])
-    return said
+        reported.append(watch.bad_weight() if act == "weight" else (watch.found or ((), "nothing"))[1])
+    return reported
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ _DEEPSEEK = {
 
 
 def tiny_qwen(**changes: Any) -> dict[str, Any]:
-    """A Qwen3-MoE of the size of the other: 4 heads of 48 over 2 key/value heads, a head of its own size."""
+    """A Qwen3-MoE of the size of the other: 4 heads of 48 over 2 key/value heads, where 4 * 48 is not hidden_size."""
     base = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -173,7 +173,7 @@ KIMI = {
     "kimi_24_experts": tiny_kimi(n_routed_experts=24, num_experts_per_tok=8, n_shared_experts=2, rms_norm_eps=1e-3),
     "kimi_no_q_lora_tied": tiny_kimi(q_lora_rank=None, tie_word_embeddings=True),
     "kimi_two_dense_no_yarn": tiny_kimi(
-        architectures=None,  # told by its model_type alone
+        architectures=None,  # recognized by its model_type alone
         num_hidden_layers=4,
         first_k_dense_replace=2,
         rope_scaling=None,

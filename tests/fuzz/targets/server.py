@@ -1,7 +1,7 @@
 """The embedded server under a storm of hostile requests, with one legitimate client beside them.
 
-The hostile clients stand for other machines: they run in a process of their own that has the processor time nobody else
-wants (SCHED_IDLE), so that what the legitimate client measures is the server and not the machine's other load. Quiet
+The hostile clients stand for other machines: they run in a separate process that gets only idle processor time
+(SCHED_IDLE), so that what the legitimate client measures is the server and not the machine's other load. Quiet
 latencies are measured before and after the storm.
 """
 
@@ -32,7 +32,7 @@ _THREADS = 4  # hostile clients
 
 
 def _storm(url: str, model: Path, where: Path, cases: int, seed: int) -> Counter[str]:
-    """What became of the hostile requests. Runs in a process of its own."""
+    """What became of the hostile requests. Runs in a separate process."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     make = Maker(model, where)
 

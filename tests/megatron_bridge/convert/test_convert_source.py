@@ -70,7 +70,7 @@ def test_any_rows_are_those_of_the_whole_tensor(spec: QuantSpec, tmp_path: Path)
 
 @each_format
 def test_every_part_must_be_there_and_fit(spec: QuantSpec, tmp_path: Path) -> None:
-    """From the headers alone; what an encoder of the other side writes and nobody reads may be missing."""
+    """From the headers alone; leaves that another encoder writes and no reader needs may be missing."""
     codec, stored = make_codec(spec), _stored(spec)
     codes, *others = codec.leaves
     config = {"quantization_config": spec_to_hf(spec)}

@@ -2,8 +2,8 @@
 refuse a damaged checkpoint rather than hand Megatron something that loads (Megatron's loader checks neither dtypes nor
 finiteness, nor that a vocabulary has the right size).
 
-The values and layouts are the weight round trip's law, kills at any moment and the memory limit laws of their own
-(`tests/laws/test_convert_survives.py`). Not covered: the speed.
+The values and layouts are tested by the law of the weight round trip; kills at any moment and the memory limit by
+`tests/laws/test_convert_survives.py`. Not covered: the speed.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def _facts_hold(out: Path) -> None:
         for i, s in metadata.storage_data.items()
         if i.offset is not None
     }
-    told = {(key, p.offset): (p.file, p.start, p.size) for key, fact in manifest.tensors.items() for p in fact.pieces}
-    assert told == where
+    listed = {(key, p.offset): (p.file, p.start, p.size) for key, fact in manifest.tensors.items() for p in fact.pieces}
+    assert listed == where
     for key, fact in manifest.tensors.items():
         described = metadata.state_dict_metadata[key]
         assert (fact.dtype, fact.shape) == (str(described.properties.dtype)[6:], tuple(described.size))
@@ -240,7 +240,7 @@ def test_bf16_routing_bias_widens_exactly(tmp_path: Path) -> None:
 
 
 def test_draft_layers_are_converted_where_the_checkpoint_has_them(tmp_path: Path) -> None:
-    """config.json announces two. What they repeat of the model is skipped, and said so; half of them is refused."""
+    """config.json announces two. Their copies of the model's tensors are skipped and reported; half is refused."""
     hf = tiny(num_nextn_predict_layers=2)
     whole = random_tensors(hf, mtp=True)
     report = to_megatron(write_checkpoint(tmp_path / "whole", hf, whole), tmp_path / "out")

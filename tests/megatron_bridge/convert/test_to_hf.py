@@ -196,7 +196,7 @@ def test_bands_and_who_does_the_work_change_nothing(
 
 def test_killed_at_any_moment_it_resumes_to_the_same_manifest(source: Path, tmp_path: Path) -> None:
     """SIGKILL at 20 random moments, each try over what the one before it left. Nothing has the name until it is whole;
-    in the end every file is that of a run that nobody killed."""
+    in the end every file is that of a run without a kill."""
     moments, straight = random.Random(4), tmp_path / "straight"
     began = time.monotonic()
     to_hf(source, straight, format="fp8", shard_bytes=60_000)

@@ -1,7 +1,7 @@
 """`to_hf` writes, in every format, the directory that `quantize` makes of the BF16 one; and shards converted from a
 quantized directory are those of the decoded one.
 
-What encodes whole weights is the oracle of what encodes them by bands; the codecs have laws of their own. Not covered:
+The encoder of whole weights is the oracle of the encoder of bands; the codecs have their own laws. Not covered:
 FP8's way through the command line and the pipeline, which `test_to_hf.py` and `tests/e2e` have.
 """
 

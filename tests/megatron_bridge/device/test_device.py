@@ -43,18 +43,18 @@ def env() -> device.DeviceEnv:
     ],
 )
 def test_redirects_answer_megatron_only(source: str) -> None:
-    """Megatron writes device="cuda" literally. Anyone else who asks for CUDA without it must still hear so:
-    a silent CPU tensor would hide a bug."""
+    """Megatron writes device="cuda" literally. Any other caller that asks for CUDA where there is none must get the
+    error: a silent CPU tensor would hide a bug."""
     assert _call(source, "megatron.core.anything").device.type == "cpu"  # type: ignore[attr-defined]
     with pytest.raises((RuntimeError, AssertionError)):
-        _call(source, "somebody.else")
+        _call(source, "another.package")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is redirected on CUDA")
 def test_tensor_type_names_lie_to_megatron_only() -> None:
     """Its optimizers compare the name with 'torch.cuda.FloatTensor'; a type conversion is not a question."""
     assert _call("torch.ones(1).type()", "megatron.core.optimizer") == "torch.cuda.FloatTensor"
-    assert _call("torch.ones(1).type()", "somebody.else") == "torch.FloatTensor"
+    assert _call("torch.ones(1).type()", "another.package") == "torch.FloatTensor"
     converted = _call("torch.ones(1).type(torch.float64)", "megatron.core.optimizer")
     assert converted.dtype is torch.float64  # type: ignore[attr-defined]
 
@@ -95,7 +95,7 @@ def test_later_calls_return_the_same_value(env: device.DeviceEnv) -> None:
 
 def test_device_contexts_act_on_shimmed_factories(env: device.DeviceEnv) -> None:
     """transformers builds models under `with torch.device("meta")`; a factory that escapes it leaves weights unfilled.
-    In an interpreter of its own: torch remembers the first such context of a process."""
+    In a separate interpreter: torch remembers the first such context of a process."""
     code = (
         "from megatron_bridge.device.device import init_device; init_device(); import torch\n"
         "with torch.device('meta'):\n"

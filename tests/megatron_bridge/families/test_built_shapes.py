@@ -206,13 +206,13 @@ def _published(name: str, built: list[BuiltRank], monkeypatch: pytest.MonkeyPatc
     described = [rank.exported for rank in built if rank.tp == rank.ep == 0]
     monkeypatch.setattr(hf_export, "gather_objects", lambda mine, group: described)
     layout = layout_of(name)
-    nobody: Any = SimpleNamespace(
+    outside: Any = SimpleNamespace(
         **{f"{kind}_group": _Group(getattr(layout, kind), 0) for kind in ("tp", "ep")},
         etp_group=_Group(layout.etp, 0),
         pp_group=_Group(layout.pp, -1),  # the rank of no stage, so no values are asked for
     )
     hf = read(name)
-    return list(hf_export.ExportPlan([], family_of(hf), hf, nobody, mtp=True).names())
+    return list(hf_export.ExportPlan([], family_of(hf), hf, outside, mtp=True).names())
 
 
 FORMATS = {

@@ -136,7 +136,7 @@ def test_every_name_goes_both_ways(name: str) -> None:
 
 
 def stages(config: ParallelConfig, layers: int) -> list[range]:
-    """Layers of each pipeline stage: the first and the last as told, the rest evenly."""
+    """Layers of each pipeline stage: the first and the last as configured, the rest evenly."""
     first, last = config.first_stage_layers, config.last_stage_layers
     between = layers - (first or 0) - (last or 0)
     even = between // (config.pp - (first is not None) - (last is not None))

@@ -1,4 +1,4 @@
-"""Tokens further ahead, and who has MTP modules."""
+"""Tokens further ahead, and which models have MTP modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is decayed and what is trained, by name, in every layout."""
+"""Which parameters, identified by their names, are decayed and which are trained, in every layout."""
 
 from __future__ import annotations
 
@@ -210,8 +210,8 @@ def test_a_frozen_model_resumes_bitwise(found: Found, layout: str, frozen: str) 
 
 
 def test_matrices_are_decayed_but_for_those_named(found: Found) -> None:
-    """Without a gradient AdamW's step is w -> w (1 - lr * weight_decay), so each parameter shows what its group is
-    told. Megatron leaves the multipliers of groups to its own scheduler, which is not used here."""
+    """Without a gradient AdamW's step is w -> w (1 - lr * weight_decay), so each parameter shows the settings of its
+    group. Megatron leaves the multipliers of groups to its own scheduler, which is not used here."""
     names = {name: kind for rank in found["both"] for name, kind in rank["decay"].items()}
     for name, kind in names.items():
         one_dimensional = "layernorm" in name or "expert_bias" in name

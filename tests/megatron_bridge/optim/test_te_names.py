@@ -67,7 +67,7 @@ def test_every_parameter_has_one_local_name_and_its_shape(
 def test_quantization_aware_training_rounds_the_same_weights_to_the_same_values(
     built: dict[tuple[str, ...], dict[str, Any]], model: str, experts: str
 ) -> None:
-    """Whoever's linears hold them: each weight is rounded, the experts' in one grouped linear too, and what is
+    """With either kind of linears: each weight is rounded, the experts' in one grouped linear too, and what is
     published is the weight before. Not covered: TransformerEngine's own forward; the stand-in's is a matrix product."""
     te, local = built[model, experts]["rounded"], built[model, "local"]["rounded"]
     assert te == local and any(".experts." in name for name in te)

@@ -1,4 +1,4 @@
-"""What quantization-aware training is refused for, told from config.json, and the grid that it trains on."""
+"""The combinations that quantization-aware training refuses from config.json, and the grid that it trains on."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_nothing_is_asked_of_a_run_without_it() -> None:
 
 
 def test_auto_builds_local_modules_where_inputs_are_rounded() -> None:
-    """TransformerEngine's own would compute with inputs that nobody rounded; weights are rounded in either."""
+    """TransformerEngine's own would compute with unrounded inputs; weights are rounded in either."""
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"format": "mxfp8", "activations": "fp8"}, "local"),
         ({"format": "int4", "qat": True}, "te"),

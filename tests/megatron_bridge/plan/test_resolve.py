@@ -297,7 +297,7 @@ def test_what_cannot_work_or_would_do_nothing_is_refused(name: str) -> None:
 
 
 def test_draft_layers_of_a_tied_head_are_refused_over_stages() -> None:
-    """Megatron trains them and then cannot save them: said before anything starts. One stage can."""
+    """Megatron trains them and then cannot save them: refused before anything starts. One stage can."""
     tied = tiny_glm(tie_word_embeddings=True, num_nextn_predict_layers=1)
     assert _resolved(tied, {}, cuda=False, mtp_coefficient=0.1).transformer["mtp_num_layers"] == 1
     with refuses(ValueError, "tie_word_embeddings", "parallel.pp", 2, "parallel.pp", 1):
@@ -305,8 +305,8 @@ def test_draft_layers_of_a_tied_head_are_refused_over_stages() -> None:
 
 
 def test_replay_that_would_do_nothing_is_refused() -> None:
-    """A model without experts has nothing to replay. Mode r3 is the default and passes, as "off" does; what somebody
-    must have asked for is refused with the way out."""
+    """A model without experts has nothing to replay. Mode r3 is the default and passes, as "off" does; settings that a
+    user must have chosen are refused with the way out."""
     for mode in ("r3", "off"):
         assert "num_moe_experts" not in _resolved(tiny_dense(), {}, cuda=False, mode=mode).transformer
     for replay, facts in (

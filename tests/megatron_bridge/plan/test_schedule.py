@@ -118,7 +118,7 @@ def test_a_schedule_that_cannot_be_is_refused(keys: dict[str, Any], facts: Facts
 
 
 def test_a_decay_ends_with_the_run_unless_told() -> None:
-    """The run's length is known to the run; a trainer that was not told refuses to guess."""
+    """The run sets decay_steps from its length; a trainer without it is refused."""
     open_ended = OptimizerConfig(schedule="cosine", warmup_steps=5)
     assert open_ended.over(20).decay_steps == 20 and _config("cosine").over(20).decay_steps == 30
     assert OptimizerConfig(warmup_steps=5).over(3).decay_steps is None

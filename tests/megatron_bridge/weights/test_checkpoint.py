@@ -138,7 +138,7 @@ def _on_a_full_disk(t: Any, rank: int, where: Path) -> Found:
 
 
 def _trouble(rank: int, world: int, port: int, hf: str, where: Path, second_port: int) -> Found:
-    # routing biases move: weights are views, which megatron's writer copies anyway, but a bias has a storage of its own
+    # routing biases move: weights are views, which megatron's writer copies anyway, but a bias has its own storage
     with toy.trainer(toy.config(hf, router_bias_update_rate=1e-2, **LAYOUT), rank, world, port) as t:
         out = {"beside": _beside_the_training(t, where), "full": _on_a_full_disk(t, rank, where)}
     with toy.trainer(toy.config(hf, distributed_optimizer=False, **LAYOUT), rank, world, second_port) as t:
@@ -153,9 +153,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 
 def test_the_state_of_the_other_kind_of_optimizer_is_refused(ranks: list[Found]) -> None:
     """The two store it under different names; half of it would be read as nothing."""
-    for kind, said, _ in (r["other optimizer"] for r in ranks):
+    for kind, message, _ in (r["other optimizer"] for r in ranks):
         assert kind == "ValueError"
-        check_refusal(said, "distributed_optimizer", True, False)
+        check_refusal(message, "distributed_optimizer", True, False)
 
 
 def test_an_asynchronous_checkpoint_is_the_state_at_save_whatever_happens_next(ranks: list[Found]) -> None:
@@ -177,10 +177,10 @@ def test_a_directory_gets_its_name_when_every_writer_is_done(ranks: list[Found])
 def test_a_full_disk_on_one_rank_is_one_sentence_on_all(ranks: list[Found], case: str, guilty: int) -> None:
     """The rank that could write must not wait for the one that could not; nothing half-written stays."""
     for found in (r["full"] for r in ranks):
-        kind, said, seconds = found[case]
+        kind, message, seconds = found[case]
         assert kind == "RuntimeError" and seconds < SOON_S
-        check_refusal(said, guilty, 27, "full")
-        assert "\n" not in said
+        check_refusal(message, guilty, 27, "full")
+        assert "\n" not in message
         assert found["saved at last"]
     assert ranks[0]["full"]["left"] == []  # rank 0 removes it
 
@@ -196,9 +196,9 @@ def test_without_psutil_a_save_is_refused_before_anything_is_written(tmp_path: P
     hf = toy.hf_dir(tmp_path / "hf")
     (tmp_path / "out").mkdir()
     (found,) = run_ranks(_without_psutil, 1, hf, tmp_path / "out", timeout_s=SOON_S, cold=True)
-    kind, said, _ = found["refused"]
+    kind, message, _ = found["refused"]
     assert kind == "ValueError"
-    check_refusal(said, "psutil", "pip install")
+    check_refusal(message, "psutil", "pip install")
     assert found["left"] == []
 
 
@@ -268,7 +268,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Pa
     for p in processes:
         p.start()
     try:
-        kind, said, seconds = results.get(timeout=120)
+        kind, message, seconds = results.get(timeout=120)
         processes[1].join(10)
     except queue.Empty:
         raise AssertionError(f"no sentence within 120 s; exit codes {[p.exitcode for p in processes]}") from None
@@ -278,8 +278,8 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Pa
             p.join()
     assert processes[1].exitcode == -signal.SIGKILL
     assert "__1_0.distcp" in (where / "inside").read_text()  # the witness: its first file was there
-    assert kind == "RuntimeError" and "\n" not in said, said
-    check_refusal(said, "step_2/trainer")
+    assert kind == "RuntimeError" and "\n" not in message, message
+    check_refusal(message, "step_2/trainer")
     assert seconds < SOON_S
     assert not (where / "step_2" / "trainer").exists()
     latest = run_state.load_latest(where)

@@ -333,7 +333,7 @@ def raw(t: torch.Tensor) -> bytes:
 
 
 def test_safetensors_payload_is_bit_exact() -> None:
-    """Codes and scales must arrive as they were sent, of every dtype and memory layout; the order is that of the names."""
+    """Codes and scales must arrive as they were sent, of every dtype and memory layout, ordered by their names."""
     back = decode_safetensors(encode_safetensors(some_tensors()))
     want = sorted(some_tensors(), key=lambda t: t.name)
     assert [t.name for t in back] == [t.name for t in want]

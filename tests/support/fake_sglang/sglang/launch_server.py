@@ -28,8 +28,8 @@ def flags(argv: list[str]) -> argparse.Namespace:
         i = argv.index("--config")
         path = Path(argv[i + 1])
         assert path.suffix in (".yaml", ".yml") and path.stat().st_mode & 0o777 == 0o600
-        said = yaml.safe_load(path.read_text())
-        argv = [word for key, value in said.items() for word in (f"--{key}", str(value))] + argv[:i] + argv[i + 2 :]
+        options = yaml.safe_load(path.read_text())
+        argv = [word for key, value in options.items() for word in (f"--{key}", str(value))] + argv[:i] + argv[i + 2 :]
     p = argparse.ArgumentParser()
     p.add_argument("--api-key")
     p.add_argument("--admin-api-key")
