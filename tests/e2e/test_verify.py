@@ -129,7 +129,7 @@ def kept(run: Run, home: Path) -> Path:
 
 def test_a_deterministic_run_has_no_gap_at_all(kept: Path) -> None:
     """From the configuration to metrics.jsonl: two ranks that share out the experts, a server with exact operations,
-    their fingerprints compared, the samples before the first step, and both steps. The second step has other weights."""
+    their fingerprints compared, the samples before the first step, and both steps. The second has other weights."""
     rows = [json.loads(line) for line in (kept.parents[1] / "metrics.jsonl").read_text().splitlines()][1:]
     names = ("mismatch/logprob_abs_diff_max", "mismatch/kl", "mismatch/extreme_frac", "mismatch/ess")
     assert [[row[name] for name in (*names, "routing/agreement")] for row in rows] == [[0.0, 0.0, 0.0, 1.0, 1.0]] * 2

@@ -1,7 +1,7 @@
 """Where a run of tests/support/local_run.py is killed, and the witness that it was there.
 
-The product has no code for this: each process wraps a function at the point, writes what it sees there
-into a witness file, to disk, and sends SIGKILL to the victim.
+The product has no code for this: each process wraps a function at the point, writes what it sees there into a witness
+file, to disk, and sends SIGKILL to the victim.
 """
 
 from __future__ import annotations
