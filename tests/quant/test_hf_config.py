@@ -135,8 +135,8 @@ def test_what_is_written_is_read_back(spec: QuantSpec, data: st.DataObject) -> N
 
     Lists of names and shell patterns hold only some patterns; with the names of the model's tensors they hold all.
     """
-    regular = spec.convention == "compressed-tensors"
-    ignore = tuple(data.draw(st.lists(st.sampled_from(PATTERNS if regular else PLAIN), max_size=4, unique=True)))
+    patterned = spec.convention == "compressed-tensors"
+    ignore = tuple(data.draw(st.lists(st.sampled_from(PATTERNS if patterned else PLAIN), max_size=4, unique=True)))
     spec = QuantSpec(format=spec.format, convention=spec.convention, ignore=ignore)
     some = data.draw(st.lists(names(), min_size=12, max_size=30))
     written = spec_to_hf(spec)
