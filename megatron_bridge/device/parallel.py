@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
@@ -133,4 +135,6 @@ def close_parallel() -> None:
         # megatron-core 0.16.1 does not reset these two, which would keep their communication threads alive
         mpu._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
         mpu._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
+        for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+            embedding.forward.cache_clear()  # megatron caches by module, which holds the context-parallel group
         dist.destroy_process_group()

@@ -32,7 +32,7 @@ from tests.support.forked import tail
 from tests.support.kill_points import VICTIMS, Kill, witnesses
 from tests.support.local_run import Runs, untimed
 
-STEPS = 6
+STEPS = 8  # each save but the last two is whole before two more publications
 POINTS = ("generation", "step", "publish", "save")
 AT_LEAST = 30
 
