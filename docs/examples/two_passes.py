@@ -2,9 +2,8 @@
 
     python docs/examples/two_passes.py CONFIG RUN_DIR
 
-The second pass trains the same samples on the same expert routes; reference, critic and teachers score them again
-under the weights that the first pass made, and the advantages follow. The run makes CONFIG's checkpoint if it is not
-there, saves and resumes as `miles-like train` does, and publishes once a step.
+The second pass trains the same samples on the same expert routes, scored again under the weights of the first pass.
+The run makes CONFIG's checkpoint if it is not there, saves as `miles-like train` does, and resumes if it has saved.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from miles_like.types import SampleGroup
 
 class TwoPasses(Controller):
     async def step(self, record: StepRecord, groups: Sequence[SampleGroup]) -> None:
+        with record.timed("checks"):
+            await self.checks.before_training(record.step)
         for number in (1, 2):
             with record.timed("experience"):
                 scored = await self.experience.score(groups)
@@ -47,11 +48,11 @@ def main(config_file: str, run_dir: str) -> None:
     from miles_like.run.model_plan import model_plan
     from miles_like.run.train import train
 
-    config, console = load_config(Path(config_file)), Console()
-    made = staged(config, Path(run_dir), console, None)
+    config, console, where = load_config(Path(config_file)), Console(), Path(run_dir)
+    made = staged(config, where, console, None)
     start_ray(None)
-    plan = model_plan(config, Path(run_dir), made / "hf", made / "megatron")
-    train(plan, console, resume=False, controller=TwoPasses)
+    plan = model_plan(config, where, made / "hf", made / "megatron")
+    train(plan, console, resume=(where / "checkpoints" / "latest").exists(), controller=TwoPasses)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class TeacherConfig(Section):
             return PromptedPolicy(prompt=self.prompt, reference=self.weights == "reference")
         if self.url is not None:
             return RunningServer(url=self.url, key_file=self.key_file)
-        source = self.path or self.make
+        source = self.make if self.path is None else self.path
         assert source is not None, "checked above"
         if self.kind == "weights":
             assert isinstance(source, str), "TEACHER_CHOICES"
@@ -263,7 +263,7 @@ class DistillationConfig(Section):
             "algorithm.kl_in": algorithm.kl_in if algorithm.reference_stream else None,
             "algorithm.overlong_penalty": algorithm.overlong_penalty or None,
             "algorithm.filter": algorithm.filter if algorithm.filter == "nonzero_std" else None,
-            **{f"algorithm.{key}": value for key, value in changed(part)},
+            **({} if isinstance(part, Named) else {f"algorithm.{key}": value for key, value in changed(part)}),
         }
         if self.top_k:
             idle |= {"correction": "a kind" if corrected else None}

@@ -48,6 +48,7 @@ class Controller:
     async def run(self, *, first: int, steps: int, resumed: bool = False) -> None:
         """Runs steps first .. steps - 1, fewer where the prompts end; step s trains on weight version s and publishes
         version s + 1. Raises Stopped on a stop request, once the state is saved."""
+        self.recorder.start()
         if not resumed:
             self.recorder.write_first(first, await self.evaluator.figures(first))
         self.saver.begin(first)

@@ -71,6 +71,10 @@ class Recorder:
     tokens_total: int = 0  # response tokens trained since the run began
     started: float = field(default_factory=time.perf_counter)
 
+    def start(self) -> None:
+        """`wall_s` counts from here."""
+        self.started = time.perf_counter()
+
     def begin(self, step: int) -> StepRecord:
         return StepRecord(step=step, progress=self.progress)
 

@@ -38,16 +38,17 @@ class Saver:
         self._step = self._saved = step
         self._since = time.perf_counter()
 
-    async def boundary(self, step: int, *, last: bool) -> None:
+    async def boundary(self, step: int, *, last: bool, step_s: float | None = None) -> None:
         """After `step` steps. Saves every `every` steps, after the last one and on a stop request. A checkpoint may be
-        unfinished when this returns, except after the last step."""
+        unfinished when this returns, except after the last step. step_s: duration of the step for the deadline; None:
+        the time since the last boundary."""
         due = last or self.stop.asked or bool(self.every and step % self.every == 0)
         self._step, self._snapshot = step, await self.state.snapshot(step, due)
         if due:
             await self._save()
         await self._finish(wait=last or self.stop.asked)
         now = time.perf_counter()
-        self.deadline.note(step_s=now - self._since)
+        self.deadline.note(step_s=now - self._since if step_s is None else step_s)
         self._since = now
 
     async def end(self, steps: int) -> int:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from miles_like.cluster.factories import PublisherRecipe
 from miles_like.cluster.placement import Slot
-from miles_like.protocols import RolloutEngine
 from miles_like.run.model_plan import ModelPlan
 from miles_like.types import SamplingParams
 from rollout.episodes.resuming import RESUMES
-from rollout.episodes.runner import make_episode_runner
+from rollout.episodes.runner import EpisodeRunner, make_episode_runner
 from rollout.seeds import seed_of
 from rollout.server_key import ServerKey
 from rollout.sglang.client import SGLangClient
@@ -31,8 +30,8 @@ class RolloutSide:
         """How often a sample may be aborted by publications before it is trained."""
         return self.plan.config.buffer.slack + RESUMES
 
-    def episode_runner(self) -> Callable[[RolloutEngine], RolloutEngine]:
-        """Makes, of the engines, one that runs the episodes of the configuration."""
+    def episode_runner(self) -> EpisodeRunner:
+        """Runs the episodes of the configuration. Raises ValueError for a user's function that does not fit."""
         return make_episode_runner(self.plan.config.rollout, self.plan.tokenizer, resumes=self.resumes)
 
     def launch(self, slot: Slot, version: int, *, routing: bool = True) -> ServerLaunch:

@@ -48,6 +48,7 @@ from miles_like.verify.server_checks import RunChecks
 from rollout.episodes.groups import groups_as_completed
 from rollout.episodes.partial import PartialRollouts
 from rollout.episodes.pool import EnginePool
+from rollout.episodes.runner import EpisodeRunner
 from rollout.prompts.contamination import decontaminate
 from rollout.prompts.mix import PromptSource
 from rollout.sglang.client import SGLangClient
@@ -100,10 +101,11 @@ def train(
     """
     launcher = launcher or Launcher()
     launcher.check(plan)
+    rollout, algorithm = RolloutSide(plan=plan), run_algorithm(plan.config)
+    runner = rollout.episode_runner()
     prompts, files = read_prompts(plan, console), RunFiles(plan, console)
     resumed = files.resume() if resume else None
     store_config(plan.config, plan.run_dir / "config.toml")
-    rollout, algorithm = RolloutSide(plan=plan), run_algorithm(plan.config)
     teachers = RunTeachers(
         plan.config,
         plan.run_dir,
@@ -131,6 +133,7 @@ def train(
         run = TrainingRun(
             rollout=rollout,
             algorithm=algorithm,
+            runner=runner,
             prompts=prompts,
             files=files,
             resumed=resumed,
@@ -153,6 +156,7 @@ class TrainingRun:
         *,
         rollout: RolloutSide,
         algorithm: Algorithm,
+        runner: EpisodeRunner,
         prompts: Prompts,
         files: RunFiles,
         resumed: Resumed | None,
@@ -164,6 +168,7 @@ class TrainingRun:
     ) -> None:
         self.plan, self.config = rollout.plan, rollout.plan.config
         self.rollout, self.algorithm, self.prompts, self.files = rollout, algorithm, prompts, files
+        self.runner = runner
         self.resumed, self.teachers, self.trainer, self.console = resumed, teachers, trainer, console
         self.models = {"trainer": trainer} | ({} if critic is None else {"critic": critic})
         self.controller = controller
@@ -177,8 +182,7 @@ class TrainingRun:
         await check_bits(self.rollout, self.trainer, clients)
         # the state of an episode and of a user's generate function is not saved: they begin again after a resume
         partial = PartialRollouts(EnginePool(clients), keep_groups=not c.rollout.has_episode_runner)
-        runner = self.rollout.episode_runner()
-        engine = runner(partial)
+        engine = self.runner(partial)
         eval_clients = [self.rollout.client(url, routing=False) for url in urls]
         self.trainer.connect(self.rollout.publisher(urls))
         first, published = await self.publish_first()
@@ -196,7 +200,7 @@ class TrainingRun:
                 alone=not c.in_flight_at_publication,
                 every=c.eval.every,
                 progress=progress,
-                play=runner,
+                play=self.runner,
             )
             loop = self.compose(engine, partial, evaluator, checks, teachers if c.distillation.on else None, first)
             freeze_gc()

@@ -62,6 +62,7 @@ class VerifyStage:
                 "--overwrite replaces the weights of running servers: name them with --server, or remove it"
             )
         self.rollout, self.plan, self.config = rollout, rollout.plan, rollout.plan.config
+        self.loss = run_algorithm(self.config).loss
         self.rollouts, self.checkpoint, self.launcher = rollouts, checkpoint, launcher or Launcher()
         self.may_publish = overwrite or not attached
         if prompts is not None and rollouts is not None:
@@ -77,7 +78,7 @@ class VerifyStage:
         kept = None if self.rollouts is None else read_rollouts(self.rollouts, self.version)
         servers = self.launcher.servers(self.rollout, 0) if kept is None and not self.attached else None
         try:
-            trainer = self.launcher.trainer(self.plan, run_algorithm(self.config).loss)
+            trainer = self.launcher.trainer(self.plan, self.loss)
             urls = self.attached if servers is None else servers.wait()
             return run_to_end(self._compare(trainer, urls, kept))
         finally:

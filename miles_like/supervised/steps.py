@@ -127,7 +127,7 @@ class SupervisedLoop:
             now = time.perf_counter()
             metrics |= {"perf/step_s": now - began, "wall_s": now - started}
             self.sink.write(done, {"weight_version": float(done), **metrics})
-            await self.saver.boundary(done, last=last)
+            await self.saver.boundary(done, last=last, step_s=now - began)
         return await self.saver.end(steps)
 
     async def _evaluate(self, version: int) -> Mapping[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 from miles_like.plugins import load
 from miles_like.protocols import GenerateFn, MakeEnvironment, RolloutEngine
@@ -12,10 +13,10 @@ from rollout.episodes.environment import EpisodeLimits, Episodes
 from rollout.episodes.resuming import RESUMES, ResumingEngine
 from rollout.prompts.source import Tokenizer
 
+EpisodeRunner: TypeAlias = Callable[[RolloutEngine], RolloutEngine]
 
-def make_episode_runner(
-    config: RolloutConfig, tokenizer: Tokenizer, *, resumes: int = RESUMES
-) -> Callable[[RolloutEngine], RolloutEngine]:
+
+def make_episode_runner(config: RolloutConfig, tokenizer: Tokenizer, *, resumes: int = RESUMES) -> EpisodeRunner:
     """A function that wraps an engine so that its samples are those the configuration asks for.
 
     Raises ValueError for an import path that cannot be used.

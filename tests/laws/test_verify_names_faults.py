@@ -333,7 +333,7 @@ def test_a_step_that_cannot_be_set_right_says_so(found: Found) -> None:
 
 def test_a_fault_that_is_named_fails_however_small_its_gap(found: Found) -> None:
     for case in ("stale", "the last row", "template of the rollout"):
-        assert found[case][1]["numerics"][0] < 1e-3 and found[case][0]
+        assert found[case][1]["numerics"][0] < 2e-3 and found[case][0]
 
 
 def test_the_report_is_flat_and_drawn(found: Found) -> None:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
+from miles_like.config.algorithm import NAMED
 from miles_like.config.distillation import DistillationConfig, Kind
 from miles_like.config.load import dump_config, load_config
 from tests.support.refusals import Facts, refuses
@@ -122,6 +123,11 @@ def test_what_cannot_work_or_does_nothing_is_refused(given: dict[str, Any], fact
 def test_other_sections_have_their_say(settings: list[str], facts: Facts) -> None:
     with refuses(ValueError, *facts):
         load_config(CONFIGS / "tiny_opd.toml", settings)
+
+
+@pytest.mark.parametrize("advantage", NAMED)
+def test_an_advantage_without_keys_goes_with_teachers_alone(advantage: str) -> None:
+    assert load_config(CONFIGS / "tiny_opd.toml", [f"algorithm.advantage={advantage}"]).distillation.mode == "alone"
 
 
 def test_a_reference_that_teaches_may_move() -> None:

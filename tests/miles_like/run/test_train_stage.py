@@ -75,8 +75,9 @@ def run_of(plan: ModelPlan, trainer: Any = None, **more: Any) -> TrainingRun:
     """A run of which nothing was started."""
     console = Console(quiet=True)
     parts: dict[str, Any] = {
-        "rollout": RolloutSide(plan=plan),
+        "rollout": (rollout := RolloutSide(plan=plan)),
         "algorithm": run_algorithm(plan.config),
+        "runner": rollout.episode_runner(),
         "prompts": None,
         "files": RunFiles(plan, console),
         "resumed": None,
@@ -118,6 +119,29 @@ def test_teachers_are_stopped_where_the_run_s_own_servers_cannot_be_started(
     with refuses(ValueError, "answer", "exact_number"):
         train(replace(plan, config=config), console, resume=False, launcher=NoServers())
     assert not happened  # there is nothing to stop yet
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "fact"),
+    [
+        ("algorithm", {"loss": "nowhere:loss"}, "algorithm.loss"),
+        ("rollout", {"generate": "nowhere:generate"}, "rollout.generate"),
+    ],
+)
+def test_a_plug_in_that_cannot_be_loaded_is_refused_before_anything_is_written(
+    tmp_path: Path, section: str, change: dict[str, str], fact: str
+) -> None:
+    """A resumed run cuts its metrics and its ledger back to the checkpoint, so plug-ins are loaded before."""
+
+    class Fits(Launcher):
+        def check(self, plan: ModelPlan) -> None: ...
+
+    plan = plan_of(run_dir=tmp_path)
+    changed = getattr(plan.config, section).model_copy(update=change)
+    plan = replace(plan, config=plan.config.model_copy(update={section: changed}))
+    with refuses(ValueError, fact, "nowhere"):
+        train(plan, Console(quiet=True), resume=True, launcher=Fits())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
