@@ -98,6 +98,14 @@ def test_a_wrong_fact_type_or_count_fails() -> None:
     assert str(raised.value) == "train.lr = 3"
 
 
+def test_an_unrecorded_sentence_needs_facts() -> None:
+    """It is compared with no snapshot: without facts every sentence passes."""
+    with pytest.raises(ValueError, match="asserts nothing"):
+        check_refusal("train.lr = 3", unrecorded="its own test")
+    with pytest.raises(ValueError, match="asserts nothing"), refuses(KeyError, unrecorded="its own test"):
+        raise KeyError("a")
+
+
 def test_what_differs_between_runs_is_not_in_the_snapshot(tmp_path: Path) -> None:
     for given, stored in (
         (f"{tmp_path}/a/b.toml: no", "<tmp>/a/b.toml: no"),

@@ -21,7 +21,7 @@ import pytest
 
 from miles_like.checkpoint.run_state import load_latest
 from tests.e2e.conftest import ONE_RANK, ROOT, SMALL, command, environment
-from tests.support.refusals import Facts, check_refusal
+from tests.support.refusals import check_refusal
 
 LONG = (
     *SMALL,
@@ -96,11 +96,11 @@ def ended(process: subprocess.Popen[str], family: list[psutil.Process]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("how", "facts"),
-    [(signal.SIGKILL, ()), (signal.SIGSTOP, (8,))],
+    ("how", "cause"),
+    [(signal.SIGKILL, "closed the connection|cannot be reached"), (signal.SIGSTOP, "did not answer .* within 8 s")],
     ids=["dies", "hangs"],
 )
-def test_a_rollout_server_dies_or_hangs(home: Path, how: signal.Signals, facts: Facts) -> None:
+def test_a_rollout_server_dies_or_hangs(home: Path, how: signal.Signals, cause: str) -> None:
     run_dir = home / f"fault-{how.name}"
     with started(run_dir, *ONE_RANK) as process:
         in_mid_run(process, run_dir)
@@ -109,8 +109,7 @@ def test_a_rollout_server_dies_or_hangs(home: Path, how: signal.Signals, facts: 
         (server,) = [p for p in named(process, module) if p.cmdline()[2] == module]
         server.send_signal(how)
         errors = ended(process, family)
-    assert re.search(r"http://127\.0\.0\.1:\d+ ", errors), errors
-    check_refusal(errors, *facts, unrecorded="it depends on the moment")
+    assert re.search(rf"server http://127\.0\.0\.1:\d+ .*({cause})", errors), errors
     assert not (run_dir / ".complete.json").exists()
 
 
@@ -123,7 +122,9 @@ def test_a_trainer_rank_is_stopped_in_mid_run(home: Path) -> None:
         ranks = named(process, "ray::_Rank")
         ranks[0].suspend()
         errors = ended(process, family)
-    check_refusal(errors, 2, "cluster.timeout_s", unrecorded="it depends on the moment")
+    assert re.search(r"\w+: trainer ranks? [01]( and 1)? of 2 did not answer within [\d.]+ s", errors), errors
+    assert re.search(r"; rank [01] had been stopped by a signal", errors), errors
+    check_refusal(errors, "cluster.timeout_s", unrecorded="it depends on the moment")
     for i in range(2):
         assert "most recent call first" in (run_dir / "logs" / f"trainer_rank{i}.log").read_text()
     assert not (run_dir / ".complete.json").exists()
@@ -154,7 +155,7 @@ def test_a_trainer_rank_is_killed_while_a_checkpoint_is_written(home: Path) -> N
         step = stopped_in_mid_save(rank, checkpoints)
         rank.kill()
         errors = ended(process, family)
-    check_refusal(errors, "logs/", unrecorded="it depends on the moment")
+    assert "a worker process died" in errors or "was not written" in errors, errors
     latest = load_latest(checkpoints)
     assert latest is not None and 1 <= latest[1].step < step
     assert (latest[0] / "trainer" / "metadata.json").exists()

@@ -214,7 +214,7 @@ def file_gets(asked: list[Asked]) -> list[str]:
 @of("interrupted")
 def test_a_broken_connection_is_one_sentence_and_nothing_is_marked(story: SimpleNamespace) -> None:
     """The message must state that the download can be continued, and no later stage may take a part for the whole."""
-    assert_one_sentence(story.broken, NAME)
+    assert_one_sentence(story.broken, NAME, "what is downloaded is kept")
     assert not story.broken.marked
 
 
@@ -258,7 +258,7 @@ def test_a_killed_download_is_continued_and_leaves_no_litter(story: SimpleNamesp
 @of("killed")
 def test_a_damaged_file_is_not_taken_for_whole_when_the_hub_is_gone(story: SimpleNamespace) -> None:
     """The client, left to itself, falls back to whatever lies there; a marker would make that final."""
-    assert_one_sentence(story.damaged, NAME)
+    assert_one_sentence(story.damaged, NAME, "could not download")
     assert "config.json was changed" in story.damaged.out
     assert not story.blessed
 
@@ -266,14 +266,14 @@ def test_a_damaged_file_is_not_taken_for_whole_when_the_hub_is_gone(story: Simpl
 @of("unknown")
 def test_an_unknown_repository_is_one_sentence_and_leaves_nothing(story: SimpleNamespace) -> None:
     """A mistyped name is the likeliest mistake of all."""
-    assert_one_sentence(story.done, NAME, "Repository Not Found")
+    assert_one_sentence(story.done, NAME, "Repository Not Found", "check the name")
     assert not list((story.site.home / "runs").rglob(".complete.json"))
 
 
 @of("gone")
 def test_no_hub_at_all_is_one_sentence_and_leaves_nothing(story: SimpleNamespace) -> None:
     """Machines with accelerators often have no way out."""
-    assert_one_sentence(story.done, NAME, "refused")
+    assert_one_sentence(story.done, NAME, "refused", "the network")
     assert not list((story.site.home / "runs").rglob(".complete.json"))
 
 
@@ -282,7 +282,7 @@ def test_a_truncated_file_is_refused_by_name(story: SimpleNamespace, files: File
     """The hub serves it in full, as it was pushed: only the file's own header shows it. Another download would give the
     same commit, so the message has the way out."""
     total = len(files[SECOND])
-    assert_one_sentence(story.done, SECOND, total - 100, total)
+    assert_one_sentence(story.done, f"{SECOND} is truncated: {total - 100} of {total} bytes")
     assert_one_sentence(story.done, story.commit, "model.revision", str(story.site.stage))
     assert not story.done.marked
 

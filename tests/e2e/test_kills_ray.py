@@ -180,8 +180,10 @@ def test_a_run_killed_four_times_is_the_run_that_was_never_killed(whole: Path, r
         found = load_latest(run_dir / "checkpoints")
         assert found is not None and found[1].step >= after  # whole, or it would be refused
         assert not (run_dir / ".complete.json").exists()
-    check_refusal(errors["in_step"], "logs/", unrecorded="it depends on the moment")
-    check_refusal(errors["in_publication"], "--resume", unrecorded="it depends on the moment")
+    moment = "it depends on the moment"
+    check_refusal(errors["in_step"], "a worker process died", "logs/", unrecorded=moment)
+    facts = ("were not published", "restart them", "restart the run with --resume")
+    check_refusal(errors["in_publication"], *facts, unrecorded=moment)
     done = run("--run-dir", str(run_dir), *RUN, "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
     for step in range(1, STEPS + 1):

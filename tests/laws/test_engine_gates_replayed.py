@@ -72,7 +72,9 @@ def _one_rank(rank: int, world: int, port: int, where: Path) -> Found:
             t.load_weights(where / "shards")
             out[name] = _run(t, row, tokens)
             if gates:
-                with refuses(ValueError, "replay.gates", unrecorded="raised in a rank"):
+                with refuses(
+                    ValueError, "has no gates, which replay.gates = true requires", unrecorded="raised in a rank"
+                ):
                     t._step.run(bare, tokens)
                 out["applied"] = t.step(row, tokens, 1).metrics
                 t.load_weights(where / "shards")

@@ -6,6 +6,7 @@ shape and sum, and train without a word. Not covered: gates that the engine capt
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import torch
@@ -42,7 +43,9 @@ def test_gates_of_another_row(seed: int, order: list[int], col: int | None) -> N
     gates[:, columns] = trace.weights[index][:, columns]
     if len(moved):
         layer = ALL if col is None else LAYERS[col]
-        refused(replace(trace, weights=gates), tokens, layer=layer, position=int(moved[0]), unrecorded=DRAWN)
+        wrong, first = replace(trace, weights=gates), int(moved[0])
+        message = refused(wrong, tokens, "of the gate weights alone", layer=layer, position=first, unrecorded=DRAWN)
+        assert re.search("alone, .*(permuted|shifted by)", message), message
 
 
 def test_gates_that_changed_moved_with_their_ids_or_went_missing() -> None:

@@ -13,6 +13,7 @@ the same routes, of two samples (they are interchangeable).
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -85,7 +86,8 @@ def test_permuted_rows(seed: int, order: list[int], seals: bool) -> None:
     moved = (index != torch.arange(11)).nonzero()[:, 0]
     if len(moved):
         first = int(moved[0])
-        refused(with_rows(trace, index, seals=seals), tokens, layer=ALL, position=first, unrecorded=DRAWN)
+        message = refused(with_rows(trace, index, seals=seals), tokens, layer=ALL, position=first, unrecorded=DRAWN)
+        assert re.search("rows are (permuted|shifted by)|rows from there on are shifted by", message), message
 
 
 @given(seeds, rows, rows, kept)
@@ -142,7 +144,10 @@ def test_one_row_of_one_layer_overwritten(seed: int, row: int, col: int) -> None
     for ids in (trace.experts[row, col].flip(0), other_expert(trace.experts[row, col])):
         experts = trace.experts.clone()
         experts[row, col] = ids
-        refused(replace(trace, experts=experts), tokens, layer=LAYERS[col], position=row, unrecorded=DRAWN)
+        wrong = replace(trace, experts=experts)
+        message = refused(wrong, tokens, layer=LAYERS[col], position=row, unrecorded=DRAWN)
+        alike = r"in this layer alone, the row of position \d+ is duplicated"
+        assert re.search(f"1 rows hold ids that do not match their checksums: overwritten|{alike}", message), message
 
 
 def test_every_slot_counts() -> None:
@@ -167,7 +172,8 @@ def test_rows_of_one_layer_shifted(seed: int, col: int, by: int) -> None:
     tokens, trace = made(seed)
     experts = trace.experts.clone()
     experts[:, col] = experts[:, col].roll(by, 0)
-    refused(replace(trace, experts=experts), tokens, "shifted", layer=LAYERS[col], position=0, unrecorded=DRAWN)
+    facts = ("in this layer alone", "all rows are shifted by")
+    refused(replace(trace, experts=experts), tokens, *facts, layer=LAYERS[col], position=0, unrecorded=DRAWN)
 
 
 @given(seeds, st.integers(0, 6))
@@ -179,8 +185,9 @@ def test_routes_of_another_sample(seed: int, shared: int) -> None:
     theirs[shared:] = (theirs[shared:] + 1) % 50
     _, other = made(seed + 1)
     other = replace(other.map_rows(lambda t: t), checksums=None).with_checksums(theirs[:-1])
-    refused(other, tokens, layer=ALL, position=shared, unrecorded=DRAWN)
-    refused(replace(trace, experts=other.experts), tokens, layer=ALL, position=0, unrecorded=DRAWN)
+    refused(other, tokens, "another sample's", layer=ALL, position=shared, unrecorded=DRAWN)
+    theirs_here = replace(trace, experts=other.experts)
+    refused(theirs_here, tokens, "another sample's, or overwritten", layer=ALL, position=0, unrecorded=DRAWN)
 
 
 def test_without_seals_nothing_is_verified() -> None:
@@ -218,11 +225,16 @@ def test_impossible_ids_name_sample_layer_and_position(seed: int, row: int, col:
     }
     at, value = edit[kind]()
     ids[at] = value  # type: ignore[index]
-    fact = ("0..15",) if kind in ("high", "minus") else ()
+    cause = {
+        "high": "outside 0..15",
+        "minus": "outside 0..15",
+        "zero": "all 11 rows are zeros",
+        "dense": "in a layer without experts",
+    }.get(kind, "an expert twice")
     long = torch.cat([torch.zeros(4, dtype=torch.int64), tokens])
     position = 4 + (0 if kind == "zero" else row)
     named = 4 if kind == "dense" else layer
-    with refuses(ValueError, "a/1", named, position, *fact, unrecorded=DRAWN):
+    with refuses(ValueError, "a/1", named, position, cause, unrecorded=DRAWN):
         RoutingTrace.many_from_wire(
             [good, wire(ids)],
             tokens=[long, long],
@@ -264,7 +276,8 @@ def test_mixed_versions(lengths: list[int], at: int, prompt: int) -> None:
     for other in ([VersionSpan(9, bad, bad + 1)], []):
         cut = [VersionSpan(v, max(a, lo), min(b, hi)) for v, a, b in rows for lo, hi in ((0, bad), (bad + 1, 99))]
         mixed = sorted([s for s in cut if s.start < s.end] + other, key=lambda s: s.start)
-        facts = ("p7/3", bad, *([9] if other else []), "publish.pause_mode")
+        cause = "computed under weight version 9" if other else "recomputed under an unknown weight version"
+        facts = ("p7/3", bad, cause, "publish.pause_mode")
         with refuses(ValueError, *facts, unrecorded=DRAWN):
             check_versions(mixed, tokens, mask, sample="p7/3")
     if bad >= prompt:
@@ -300,10 +313,11 @@ def test_pieces_add_up(seed: int, cut: int) -> None:
     assert torch.equal(whole.layer_checksums, trace.layer_checksums) and whole.versions == spans
     for field in ("versions", "layer_checksums", "checksums"):
         for a, b in ((replace(first, **{field: None}), rest), (first, replace(rest, **{field: None}))):
-            with refuses(ValueError, 1, 2, unrecorded=DRAWN):
+            with refuses(ValueError, f"1 of 2 traces have {field.replace('_', ' ')}", unrecorded=DRAWN):
                 a.append(b, cut)
     for wrong in (cut + 1, cut - 1):
-        with refuses(ValueError, wrong, "routed_experts_start_len", cut, unrecorded=DRAWN):
+        kind = "missing" if wrong > cut else "duplicated"
+        with refuses(ValueError, wrong, kind, f"routed_experts_start_len = {cut}", unrecorded=DRAWN):
             piece(0, cut).append(piece(cut, 11), wrong)
 
 

@@ -318,7 +318,8 @@ def test_the_command_ends_with_status_2_and_resumes(tmp_path: Path) -> None:
     done = train("-c", _SPOILT, *words)
     assert done.returncode == 2, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
-    check_refusal(done.stderr, 3, unrecorded="it names measured agreements")
+    cause = "step 3: the replayed routes do not belong to these tokens and layers"
+    check_refusal(done.stderr, cause, unrecorded="it names measured agreements")
     assert _steps(tmp_path / "run") == [1, 2]
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_2"
     done = train("-m", "miles_like.cli", *words, "--resume")

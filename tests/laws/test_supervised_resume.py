@@ -15,6 +15,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -205,7 +206,9 @@ def test_any_damage_to_any_file_is_named_and_the_checkpoint_before_is_offered(fo
             if what == "flipped" and len(whole) > SMALL_FILE and path.parent != folder:
                 continue  # see the test below
             damage()
-            with refuses(ValueError, path, "--from-step", 2, unrecorded="it depends on the order of the files"):
+            with refuses(
+                ValueError, "damaged", path, "--from-step 2", unrecorded="it depends on the order of the files"
+            ):
                 run_state.load_latest(checkpoints)
             path.write_bytes(whole)
     (checkpoints / "latest").unlink()
@@ -226,8 +229,10 @@ def test_ranks_refuse_what_the_driver_does_not_read(found: dict[str, Any]) -> No
             whole = path.read_bytes()
             for _, damage in _damages(path) if path.name != "checksums.json" else ():
                 damage()
-                with refuses(DamagedFileError, "step_4", path.name, unrecorded="it names the files that torch made"):
+                files = "it names the files that torch made"
+                with refuses(DamagedFileError, "step_4 is damaged", path.name, unrecorded=files) as raised:
                     verify_sums(trainer)
+                assert re.search(f"{re.escape(path.name)} (is missing|has other bytes)", str(raised.value))
                 path.write_bytes(whole)
     finally:
         dist.destroy_process_group()

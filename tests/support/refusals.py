@@ -67,8 +67,13 @@ def refuses(
 
 
 def check_refusal(sentence: str, *facts: object, unrecorded: str = "") -> None:
-    """Asserts that a sentence, as printed or as sent in a reply, has every fact, and records it."""
+    """Asserts that a sentence, as printed or as sent in a reply, has every fact, and records it. Raises ValueError for
+    an unrecorded sentence without facts, of which nothing is asserted."""
     __tracebackhide__ = True
+    if unrecorded and not facts:
+        raise ValueError(
+            f"unrecorded={unrecorded!r} without facts asserts nothing: give facts that name the cause, or record it"
+        )
     wanted = Counter(map(str, facts))
     missing = [fact for fact, n in wanted.items() if occurrences(sentence, fact) < n]
     assert not missing, f"not in the message: {', '.join(map(repr, missing))}\nmessage: {sentence}"

@@ -31,7 +31,9 @@ def made(
 
 def refused(
     trace: RoutingTrace, tokens: Tensor, *facts: object, layer: object, position: int, unrecorded: str = ""
-) -> None:
-    """Asserts that the trace is refused for these tokens, with the layers and the first position that are wrong."""
-    with refuses(ValueError, "p7/3", layer, position, *facts, unrecorded=unrecorded):
+) -> str:
+    """Asserts that the trace is refused for these tokens, with the layers and the first position that are wrong.
+    Returns the message."""
+    with refuses(ValueError, "p7/3", layer, position, *facts, unrecorded=unrecorded) as raised:
         trace.verify(tokens, sample="p7/3")
+    return str(raised.value)

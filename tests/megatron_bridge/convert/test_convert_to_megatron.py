@@ -369,7 +369,7 @@ def test_a_draft_layer_s_head_beside_a_tied_embedding_is_that_embedding_too(tmp_
 
 
 def test_a_limit_that_is_too_small_is_refused_with_the_least_that_works(hf_dir: Path, tmp_path: Path) -> None:
-    with refuses(ValueError, 256, "MiB", unrecorded="its numbers are this process's memory"):
+    with refuses(ValueError, "limit of 256 MiB is too small", unrecorded="its numbers are this process's memory"):
         to_megatron(hf_dir, tmp_path / "out", memory_limit=256 * MIB)
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 

@@ -229,11 +229,12 @@ def test_memory_is_divided_or_refused() -> None:
     assert plan_memory(here + 2 * 320 * MIB + 20 * MIB, 2).chunk_bytes == 2 * MIB
     assert plan_memory(here + 320 * MIB + 40 * MIB, 1, separate_process=True).chunk_bytes == 8 * MIB
     assert plan_memory(here + 300 * MIB, 1, names=50_000).chunk_bytes < plan_memory(here + 300 * MIB, 1).chunk_bytes
-    with refuses(ValueError, 200, "MiB", 1, unrecorded="its numbers are this process's memory"):
+    memory = "its numbers are this process's memory"
+    with refuses(ValueError, "limit of 200 MiB is too small", "1 worker(s)", "MiB", unrecorded=memory):
         plan_memory(200 * MIB, 1)
-    with refuses(ValueError, "MiB", 2, unrecorded="its numbers are this process's memory"):
+    with refuses(ValueError, "is too small", "2 worker(s)", "fewer workers", unrecorded=memory):
         plan_memory(here + 500 * MIB, 2)
-    with refuses(ValueError, "MiB", 1, unrecorded="its numbers are this process's memory"):
+    with refuses(ValueError, "is too small", "1 worker(s)", "give a larger limit", unrecorded=memory):
         plan_memory(here + 40 * MIB, 1, least=9 * MIB)
     with refuses(ValueError, 0, 1):
         plan_memory(here, 0)

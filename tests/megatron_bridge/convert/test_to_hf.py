@@ -386,7 +386,7 @@ def test_bad_arguments_are_refused(source: Path, tmp_path: Path) -> None:
         ({"lora_alpha": 4.0}, ("LoRA", "lora_alpha")),
         ({"lora_alpha": float("nan")}, ("lora_alpha", "lora.alpha")),
         ({"hf_config": tmp_path}, ("config.json",)),
-        ({"memory_limit": 10 * MIB}, (10, "MiB")),
+        ({"memory_limit": 10 * MIB}, ("limit of 10 MiB is too small",)),
     ):
         drawn = "it names the memory that this process has" if "memory_limit" in more else ""
         with refuses(ValueError, *facts, unrecorded=drawn):

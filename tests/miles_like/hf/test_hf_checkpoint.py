@@ -320,7 +320,8 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(hf_checkpoint._ShardWriter, "_write", refuse)
-    with refuses(OSError, 28, tmp_path / "m", 0, unrecorded="it names the free space of the disk") as e:
+    facts = ("disk full", tmp_path / "m", "was not written", "0 bytes were written")
+    with refuses(OSError, 28, *facts, unrecorded="it names the free space of the disk") as e:
         write(tmp_path / "m")
     assert e.value.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
@@ -333,6 +334,7 @@ def test_a_disk_too_small_is_noticed_before_the_first_byte(tmp_path: Path) -> No
         raise AssertionError("the stream was drawn")
         yield "a", torch.ones(1)
 
-    with refuses(OSError, 1 << 60, 0, unrecorded="it names the free space of the disk"):
+    facts = ("disk full", f"it needs {1 << 60} bytes", "0 bytes were written")
+    with refuses(OSError, *facts, unrecorded="it names the free space of the disk"):
         write_hf(tmp_path / "m", untouched(), CONFIG, nbytes=1 << 60)
     assert list(tmp_path.iterdir()) == []

@@ -250,9 +250,10 @@ def test_a_disk_that_fills_during_a_stage_is_named_with_free_and_needed_bytes(tm
         raise RuntimeError("something else")
 
     free = "it names the free space of the disk"
-    for run, fact, unrecorded in ((full, "5,000", free), (otherwise, "something else", "")):
+    needed = ("stage convert", "half of it was not written", "bytes free", "5,000")
+    for run, facts, unrecorded in ((full, needed, free), (otherwise, ("something else",), "")):
         stage = Stage(name="convert", what="", key="k", directory=tmp_path / "c" / "d", size=5000, run=run)
-        with refuses((ValueError, RuntimeError), fact, unrecorded=unrecorded):
+        with refuses((ValueError, RuntimeError), *facts, unrecorded=unrecorded):
             run_stages([stage], ["convert"], Console(quiet=True), fresh=False)
 
 
@@ -261,7 +262,9 @@ def test_a_full_disk_under_the_configuration_is_named(tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    with refuses(ValueError, "config.toml", "--run-dir", unrecorded="it names the free space of the disk"):
+    with refuses(
+        ValueError, "config.toml: no space left", "--run-dir", unrecorded="it names the free space of the disk"
+    ):
         store_config(load_config(TINY), tmp_path / "config.toml")
 
 

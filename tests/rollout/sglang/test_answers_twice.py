@@ -84,7 +84,8 @@ def test_an_answer_to_an_earlier_request_is_named() -> None:
 
     async def twice(client: SGLangClient) -> None:
         await client.generate(PROMPTS[:1], n=2, params=PARAMS)
-        with refuses(RolloutError, "/generate", 0, 2, unrecorded="the id of a request is random"):
+        facts = ("/generate", "reply 0 of 2 has id", "this request did not send")
+        with refuses(RolloutError, *facts, unrecorded="the id of a request is random"):
             await client.generate(PROMPTS[1:2], n=2, params=PARAMS)
 
     with Changed(the_first_ever) as server:

@@ -90,7 +90,9 @@ def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
 def test_a_server_that_never_answers(tmp_path: Path) -> None:
     """Named with the setting to raise."""
     server = start(tmp_path, STUBBORN)
-    with refuses(RolloutError, 0.3, "rollout.start_timeout_s", unrecorded="the log may still be empty"):
+    with refuses(
+        RolloutError, "not ready within 0.3 s", "rollout.start_timeout_s", unrecorded="the log may still be empty"
+    ):
         server.await_ready(0.3)
     server.stop(grace_s=0.1)
 
@@ -150,7 +152,7 @@ def test_a_port_in_use_is_said_before_starting(tmp_path: Path) -> None:
 def test_a_failed_launch_leaves_no_process(tmp_path: Path) -> None:
     """The embedded engine with a model that is not there: RolloutError, and nothing runs on."""
     before = set(children(os.getpid()))
-    with refuses(RolloutError, 1, "no_model", unrecorded="the log is named by a free port"):
+    with refuses(RolloutError, "ended with exit code 1", "no_model", unrecorded="the log is named by a free port"):
         servers.launch_server(replace(LAUNCH, model_path=tmp_path / "no_model", log_dir=tmp_path))
     assert not [c for c in set(children(os.getpid())) - before if not gone(c)]
 
@@ -259,5 +261,6 @@ def test_a_free_port_that_somebody_takes_first_is_left_to_him(tmp_path: Path, mo
         with servers.on_a_port(None, "127.0.0.1", on) as server:
             assert not ports and server.url != f"http://127.0.0.1:{taken}"
         monkeypatch.setattr(servers, "free_port", lambda host: taken)
-        with refuses(RolloutError, taken, 1, f"{taken}.log", unrecorded="ends with the traceback of another program"):
+        facts = (taken, "ended with exit code 1", f"{taken}.log")
+        with refuses(RolloutError, *facts, unrecorded="ends with the traceback of another program"):
             servers.on_a_port(None, "127.0.0.1", on)
