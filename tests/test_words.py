@@ -18,9 +18,10 @@ BANNED = {
     r"\bwho\b": "name the actor, or use 'which' or 'that'",
     r"\b(said|told)\b": "reported, sent, configured, requested",
     r"\banew\b": "again, from the start",
-    r"\bof (its|their|one's|his) own\b": "its own X, a separate X, a custom X",
+    r"\bof (its|their|one's|his|your|a user's) own\b": "its own X, a separate X, a custom X",
     r"\bby name\b": "by its name, in the message, explicitly",
 }
+TEXT = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}  # 3.12 on
 PATTERN = re.compile("|".join(BANNED), re.IGNORECASE)
 SOURCES = (
     "miles_like",
@@ -47,7 +48,7 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
         yield from enumerate(path.read_text().splitlines(), 1)
         return
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type in (tokenize.COMMENT, tokenize.STRING):
+        if token.type in TEXT:
             yield from enumerate(token.string.splitlines(), token.start[0])
 
 
@@ -64,6 +65,14 @@ def test_texts_use_the_field_s_words(path: Path) -> None:
     assert not wrong, "\n".join([*wrong, "instead: " + "; ".join(f"{k}: {v}" for k, v in BANNED.items())])
 
 
+def test_the_text_of_an_f_string_is_read(tmp_path: Path) -> None:
+    """On Python 3.12 and later it is not a STRING token."""
+    (tmp_path / "a.py").write_text('x = f"""it was {told}\nby name"""\n')
+    lines = list(texts(tmp_path / "a.py"))
+    assert [line for line, text in lines if "by name" in text] == [2]
+
+
 def test_a_banned_word_is_found_and_a_name_with_it_is_not() -> None:
     assert found("Nobody asks") == "Nobody" and found("it is told") == "told" and found("by name") == "by name"
+    assert found("a part of your own") == "of your own" and found("of a user's own") == "of a user's own"
     assert found("reference_told = 1; the whole; anybodys; renamed by names") is None

@@ -46,8 +46,8 @@ def with_streams(groups: Sequence[SampleGroup], name: str, streams: Sequence[Seq
 class Experience:
     """Scores, advantages and the critic's training, each where the algorithm asks for it.
 
-    mask_truncated: leave samples that were cut at the token limit out of the loss. shuffle_seed: deal the advantages
-    of a step at random over its samples, as a control; None: do not.
+    mask_truncated: leave samples that were cut at the token limit out of the loss. shuffle_seed: permute the
+    advantages of a step at random over its samples, as a control; None: do not.
     """
 
     algorithm: Algorithm

@@ -105,9 +105,9 @@ class ServerTeacher:
         start = min(len(prompt) for prompt, _ in asked) - 1
         texts = [torch.cat([torch.tensor(prompt), response]) for prompt, response in asked]
         scores = await client.score_after(texts, start, top=self.top_k)
-        return [self._said(of, len(response), client) for of, (_, response) in zip(scores, asked, strict=True)]
+        return [self._scores_of(of, len(response), client) for of, (_, response) in zip(scores, asked, strict=True)]
 
-    def _said(self, of: PromptScores, r: int, client: SGLangClient) -> TeacherScores:
+    def _scores_of(self, of: PromptScores, r: int, client: SGLangClient) -> TeacherScores:
         skipped = len(of.logprobs) - r  # of a prompt that is longer than the share's shortest
         logprobs = torch.from_numpy(of.logprobs[skipped:])
         if of.top is None:

@@ -192,7 +192,7 @@ _OPAQUE = (
 
 def check_attached(url: str, info: ModelInfo, server: Mapping[str, Any], plan: ModelPlan) -> None:
     """server: its resolved arguments. Raises ValueError, with the remedy, for a server of another kind, model or number
-    of ranks than the job's, or one that tells no routes."""
+    of ranks than the job's, or one that reports no routes."""
     rollout, wanted = plan.config.rollout, tuple(plan.hf.config.get("architectures") or ())
     kind = "embedded" if server.get("version") == "embedded" else "sglang"
     if kind != rollout.engine:

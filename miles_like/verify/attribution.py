@@ -192,14 +192,14 @@ async def _routing(e: Evidence, s: _State, allowed: Bounds) -> None:
         return
     same = s.same_weights and s.same_quantizer
     exact = same and allowed.kl_max == 0
-    judged = compare_routes(s.routes, s.own.routes, s.sampled.names, same_weights=same)
+    comparison = compare_routes(s.routes, s.own.routes, s.sampled.names, same_weights=same)
     own_gap = gap_of(s.own.logprobs, s.logprobs, tokens.masks)
-    faults: tuple[RouteFault, ...] = judged.faults
+    faults: tuple[RouteFault, ...] = comparison.faults
     if any(fault.kind == "strangers" for fault in faults) and not await _replay_is_worse(e, s, own_gap):
         # another model chose these routes, so that the weights differ and not only the routes
         faults, same, s.same_weights = (), False, False
     causes: list[CauseDetail] = [(_OF_ROUTES[fault.kind], fault.what) for fault in faults]
-    s.routes = judged.corrected
+    s.routes = comparison.corrected
     if same and (rows := await _bad_rows(e, s, exact)):
         causes.append((Cause.BAD_ROWS, _list_rows(rows, s)))
         s.routes = replaced(s.routes, s.own.routes, rows)

@@ -29,7 +29,7 @@ _Held = Sequence[Mapping[str, str]]  # of each rank of a server: tensor name -> 
 class RunChecks:
     """compare: a comparison of `prompts`, of which each check takes `check_prompts`, other ones each time.
 
-    idle: whether the servers have no request under way after a publication; their caches are then emptied again.
+    idle: whether the servers have no request in flight after a publication; their caches are then emptied again.
     """
 
     clients: Sequence[SGLangClient]

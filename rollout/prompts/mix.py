@@ -85,7 +85,7 @@ class PromptSource:
     def take(self, k: int) -> list[Prompt]:
         """The next k prompts, or fewer if all sources end.
 
-        Each comes from the source with the smallest (dealt + 1/2) / weight, the first one of equals: the divisor method
+        Each comes from the source with the smallest (taken + 1/2) / weight, the first one of equals: the divisor method
         of Webster and Sainte-Lague. The share of a source that has ended goes to the others. Within a source every row
         is taken once per epoch, unless it rests.
         """
@@ -94,7 +94,7 @@ class PromptSource:
             open_ = [s for s in self._sources.values() if not s.ended]
             if not open_:
                 break
-            source = min(open_, key=lambda s: (s.dealt + 0.5) / s.weight)
+            source = min(open_, key=lambda s: (s.taken + 0.5) / s.weight)
             prompt = source.next(self._curriculum)
             if prompt is not None:
                 out.append(prompt)

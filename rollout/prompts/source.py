@@ -46,7 +46,7 @@ class Source:
         compared_by: str | None,
         limit: int | None = None,  # read only the first rows
     ) -> None:
-        self.path, self.weight, self.dealt = path, weight, 0
+        self.path, self.weight, self.taken = path, weight, 0
         self.instruction = config.instruction
         rows = read_rows(path, limit)
         found = columns(config, rows, path)
@@ -68,12 +68,12 @@ class Source:
     def next(self, curriculum: Curriculum) -> Prompt | None:
         """The next prompt; None at the end."""
         row = self._order.next(lambda i: curriculum.skips(self.prompts[i].id))
-        self.dealt += row is not None
+        self.taken += row is not None
         return None if row is None else self.prompts[row]
 
     def drop(self, ids: Collection[str]) -> None:
         """Remove prompts before the first `next`. Raises ValueError if none is left."""
-        assert not self.dealt
+        assert not self.taken
         kept = [i for i, p in enumerate(self.prompts) if p.id not in ids]
         if not kept:
             raise ValueError(f"{self.path}: none of its {len(self.prompts)} prompts is left: use other prompts")
@@ -88,7 +88,7 @@ class Source:
             "sha256": self._sha256,
             "epoch": cursor.epoch,
             "position": cursor.position,
-            "dealt": self.dealt,
+            "dealt": self.taken,
         }
 
     def check(self, state: object) -> None:
@@ -108,7 +108,7 @@ class Source:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Return to the position of a state that passes `check`."""
         self._order.restore(Cursor(state["epoch"], state["position"]))
-        self.dealt = state["dealt"]
+        self.taken = state["dealt"]
 
     @functools.cached_property
     def _sha256(self) -> str:
