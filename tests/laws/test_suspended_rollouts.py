@@ -6,7 +6,7 @@ that restarts under other weights would make it another run than the one that wa
 checkpoint does. Engines are held in the middle, so that no clock decides.
 
 The embedded engine over HTTP, with plain and with exact operations. Not covered: stock SGLang, episodes of several
-turns, which are issued again from the start (test_kept.py).
+turns, which are issued again from the start (tests/rollout/episodes/test_partial.py).
 
 Letters: P prompt tokens, G samples a prompt.
 """

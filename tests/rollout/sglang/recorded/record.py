@@ -5,7 +5,7 @@ weights (Qwen3-MoE; DeepSeek-V3 with one dense layer; 16 experts, 4 a token). Th
 `--enable-return-routed-experts --skip-tokenizer-init --weight-version 0`; it unpickles what `update` sends, as that
 version does.
 
-    python tests/rollout/recorded/record.py URL MODEL_DIR OUT.json SECONDS
+    python tests/rollout/sglang/recorded/record.py URL MODEL_DIR OUT.json SECONDS
 
 SECONDS: after which generation is paused in the middle of 60 tokens; try until both spans hold several tokens.
 """
