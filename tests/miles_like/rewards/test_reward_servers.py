@@ -1,8 +1,7 @@
 """Rewards that a server computes: what is sent, what is read, and what becomes of a sample when the server fails.
 
-Against servers on loopback. The forms are those of SGLang 0.5.23 (entrypoints/http_server.py: /classify;
-entrypoints/openai/serving_classify.py and serving_chat.py). Not covered: a real reward model; TLS,
-which is in test_server_url.py.
+Against servers on loopback, in the forms of SGLang 0.5.23 (entrypoints/http_server.py: /classify; serving_classify.py
+and serving_chat.py of entrypoints/openai). Not covered: a real reward model; TLS, which is in test_server_url.py.
 """
 
 from __future__ import annotations
