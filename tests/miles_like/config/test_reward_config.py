@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from miles_like.config.load import checked, dump_config, load_config, read_tree
-from miles_like.config.reward import BUILT_IN, RewardConfig
+from miles_like.config.reward import BUILT_IN, RemoteConfig, RewardConfig
 from miles_like.config.run import RunConfig
 from miles_like.rewards.load import Rewards, make_reward
 from miles_like.types import Unit
@@ -169,3 +169,19 @@ def test_a_reward_that_an_evaluation_names_is_called_as_the_run_calls_it() -> No
     assert (other.timeout_s, other.style, other.args, other.concurrency) == (7, None, {}, 3)
     assert (run.named("math_verify").timeout_s, run.named("math_verify").concurrency) == (7, None)
     assert run.named("gsm8k") == RewardConfig(name="gsm8k")
+
+
+def test_a_key_is_not_sent_in_the_open_nor_written_in_a_url(tmp_path: Path) -> None:
+    section = {"url": "http://10.0.0.7:3000", "key_file": "key"}
+    with refuses(ValueError, "https://"):
+        RemoteConfig.model_validate(section)
+    for given in ({"key_over_http": True}, {"url": "https://10.0.0.7"}, {"url": "http://[::1]:3"}, {"key_file": None}):
+        RemoteConfig.model_validate(section | given)
+    with refuses(ValueError, "key_over_http"):
+        RemoteConfig.model_validate({"url": "https://a", "key_file": "key", "key_over_http": True})
+    path = tmp_path / "run.toml"
+    secret = 'extends = "{}"\n[reward]\nname = "remote"\n[reward.remote]\nurl = "https://me:hunter2@10.0.0.7/x"'
+    path.write_text(secret.format(TINY))
+    with refuses(ValueError, "10.0.0.7/x", "key_file") as caught:
+        load_config(path)
+    assert "hunter2" not in str(caught.value)
