@@ -175,6 +175,20 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+def read_config_file(path: Path) -> dict[str, Any]:
+    """As `read_config`, for a file that the user names: it may have another name and be a link."""
+    try:
+        config: dict[str, Any] = read_json(path, _CONFIG_BYTES)
+    except OSError as e:
+        raise ValueError(f"{path}: {e.strerror}") from None
+    except ValueError as e:
+        raise ValueError(f"{path} is not JSON: {e}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a JSON object: fetch the model's again")
+    check_counts(config, path)  # before a table of that many tensors is built
+    return config
+
+
 def check_counts(config: Mapping[str, Any], path: Path) -> None:
     """Raises ValueError for a count or size of a config.json, read from `path`, that is not within `COUNTS`."""
     for name, (least, most) in COUNTS.items():

@@ -25,8 +25,7 @@ from megatron_bridge.plan.resolve import Resolved, resolve
 from miles_like.cluster.placement import plan_placement
 from miles_like.config.ranks import critic_config, trainer_config
 from miles_like.config.run import ModelConfig, RunConfig
-from miles_like.hf.checkpoint import check_counts
-from miles_like.limits.regular_files import read_json
+from miles_like.hf.checkpoint import read_config_file
 from miles_like.loop.stopping import run_to_end
 from miles_like.pipeline.rollout_checkpoint import served_config
 from miles_like.pipeline.stages import (
@@ -113,28 +112,10 @@ def shut_down() -> None:
         workers.stop_ray()
 
 
-CONFIG_BYTES = 4 << 20  # limit of the size of config.json
-
-
-def _read_config(config_json: Path) -> dict[str, Any]:
-    """A config.json. Unlike `hf.checkpoint.read_config` for any file that the user names, which may have another name
-    and be a link."""
-    try:
-        hf: dict[str, Any] = read_json(config_json, CONFIG_BYTES)
-    except OSError as e:
-        raise ValueError(f"{config_json}: {e.strerror}") from None
-    except ValueError as e:
-        raise ValueError(f"{config_json} is not JSON: {e}") from None
-    if not isinstance(hf, dict):
-        raise ValueError(f"{config_json} is not a JSON object: fetch the model's again")
-    check_counts(hf, config_json)  # before a table of that many tensors is built
-    return hf
-
-
 def fetched_config(model: ModelConfig, config_json: Path) -> dict[str, Any]:
     """The config.json that the fetched checkpoint will have; for a model that is made, with the format of
     `model.make`."""
-    hf = _read_config(config_json)
+    hf = read_config_file(config_json)
     return hf if model.make is None else quantized_config(hf, model.make.spec())
 
 
@@ -143,7 +124,7 @@ def shapes_bytes(config_json: Path, spec: QuantSpec | None = None) -> tuple[int,
 
     spec: the stored format; by default config.json's. Raises ValueError for a shape that the format does not support.
     """
-    hf = _read_config(config_json)
+    hf = read_config_file(config_json)
     return _bytes(hf, spec or spec_from_hf(hf))
 
 
@@ -236,7 +217,7 @@ def _has_experts(config: RunConfig) -> bool:
     path = known_config(config.model)
     if path is None:
         return True
-    hf = _read_config(path)
+    hf = read_config_file(path)
     return bool(family_of(hf).moe_layers(hf))
 
 
