@@ -62,7 +62,6 @@ class VerifyStage:
                 "--overwrite replaces the weights of running servers: name them with --server, or remove it"
             )
         self.rollout, self.plan, self.config = rollout, rollout.plan, rollout.plan.config
-        self.loss = run_algorithm(self.config).loss
         self.rollouts, self.checkpoint, self.launcher = rollouts, checkpoint, launcher or Launcher()
         self.may_publish = overwrite or not attached
         if prompts is not None and rollouts is not None:
@@ -75,10 +74,11 @@ class VerifyStage:
     def report(self) -> Report:
         """Raises ValueError or RuntimeError where one side cannot be started or asked."""
         self.launcher.check(self.plan)
+        loss = run_algorithm(self.config).loss
         kept = None if self.rollouts is None else read_rollouts(self.rollouts, self.version)
         servers = self.launcher.servers(self.rollout, 0) if kept is None and not self.attached else None
         try:
-            trainer = self.launcher.trainer(self.plan, self.loss)
+            trainer = self.launcher.trainer(self.plan, loss)
             urls = self.attached if servers is None else servers.wait()
             return run_to_end(self._compare(trainer, urls, kept))
         finally:

@@ -66,6 +66,6 @@ def test_the_page_has_every_example_and_every_built_in() -> None:
     assert functions().keys() == cases
     for block in blocks("toml"):
         RewardConfig.model_validate(tomllib.loads(block)["reward"])
-    table = re.findall(r"^\| `(\w+)` \|.*\|(.*)\|$", PAGE.split("## A function")[0], re.MULTILINE)
+    table = re.findall(r"^\| `(\w+)` \|.*\|(.*)\|$", PAGE.split("## A custom function")[0], re.MULTILINE)
     options = {name: set(re.findall(r"`(\w+)`", keys)) for name, keys in table}
     assert options == {name: set(c.model_fields) for name, c in BUILT_IN.items()}

@@ -95,7 +95,7 @@ def test_verl() -> None:
 def test_verl_without_a_score_is_refused() -> None:
     """verl reads result["score"] and nothing else; a sum of the others would be an unintended reward."""
     with refuses(RuntimeError, "score"):
-        asked(lambda data_source, solution_str, ground_truth, extra_info: {"acc": 1.0})
+        asked(lambda data_source, solution_str, ground_truth, extra_info: {"acc": 1.0}, concurrency=1)
 
 
 # slime and Miles
@@ -128,7 +128,7 @@ def test_slime_takes_the_reward_that_reward_key_names() -> None:
     found = asked(lambda args, sample: {"math": 1.0, "style": 0.5}, args={"reward_key": "math"})
     assert found == [Score(value=1.0, parts={"style": 0.5})] * 4
     with refuses(RuntimeError, "code"):
-        asked(lambda args, sample: {"math": 1.0}, args={"reward_key": "code"})
+        asked(lambda args, sample: {"math": 1.0}, args={"reward_key": "code"}, concurrency=1)
 
 
 def test_slime_says_what_was_cut_off() -> None:
@@ -162,7 +162,7 @@ def test_openrlhf_in_lists_of_one_and_of_many() -> None:
         assert [Score(value=o.value, parts={k: v for k, v in o.parts.items() if k != "size"}) for o in found] == want
     assert asked(lambda queries, prompts, labels: torch.ones(len(queries)), unit="batch") == [Score(value=1.0)] * 4
     with refuses(RuntimeError, "rewards"):
-        asked(lambda queries, prompts, labels: {"scores": torch.ones(1)})
+        asked(lambda queries, prompts, labels: {"scores": torch.ones(1)}, concurrency=1)
 
 
 # TRL
