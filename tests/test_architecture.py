@@ -233,6 +233,12 @@ def test_folders_stay_small(path: Path) -> None:
     assert len(modules) <= MODULES_IN_A_FOLDER, f"{path} has {len(modules)} modules"
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_tests_lie_where_what_they_test_lies(package: str) -> None:
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests" / package).rglob("test_*.py")}
+    assert not [str(folder) for folder in folders if not (ROOT / folder).is_dir()]
+
+
 @pytest.mark.parametrize("module", [m for m in FILES if inside(m, "quant routing_replay")])
 def test_the_ground_imports_torch_and_numpy_alone(module: str) -> None:
     """quant and routing_replay run inside any process: trainer, server or converter."""
