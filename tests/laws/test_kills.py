@@ -161,7 +161,7 @@ def test_a_run_killed_and_resumed_is_the_run_that_was_never_killed(runs: Runs, n
         killed(runs, where / "killed", settings, blow)
     assert runs.run(where / "killed", settings) == 0, tail(where / "killed" / "driver.log")
     same(where / "killed", where / "whole")
-    waiting = load(where / "whole" / "checkpoints" / "step_4").groups
+    waiting = load(where / "whole" / "checkpoints" / f"step_{STEPS - 2}").groups
     assert bool(waiting) == any("max_staleness" in words for words in settings)  # what waits is saved, and is resumed
     assert audit(where / "whole" / "ledger.jsonl").wrong is None
 
