@@ -214,7 +214,7 @@ class TensorPublisher:
         servers.change(endpoints.BEGIN_UPDATE, BeginUpdate(weight_version=named).to_json())
         for bucket, last in _with_last(buckets):
             request = UpdateFromTensor(
-                tensors=bucket.payload,
+                serialized_named_tensors=list(bucket.payload),
                 load_format=SAFETENSORS if self._kind == "embedded" else None,
                 flush_cache=False,  # flushed once, after the last: a failed flush would fail the update
                 weight_version=str(version) if last else None,

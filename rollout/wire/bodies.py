@@ -1,9 +1,9 @@
 """The JSON bodies of requests as pydantic models, with the type and bounds of each field.
 
-`rollout/wire/generate.py` and `rollout/wire/control.py` validate requests with these models, and the embedded server
-publishes their JSON Schema, so the two always agree. Keys and defaults are SGLang 0.5.23's. As there, unknown top-level
-keys are ignored and unknown keys of `sampling_params` are rejected. The engine checks the bounds that depend on the
-model (vocabulary, context length).
+Those of the control endpoints are in `rollout/wire/control.py`. Requests are validated with these models, and the
+embedded server publishes their JSON Schema, so the two always agree. Keys and defaults are SGLang 0.5.23's. As there,
+unknown top-level keys are ignored and unknown keys of `sampling_params` are rejected. The engine checks the bounds that
+depend on the model (vocabulary, context length).
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ class Body(BaseModel):
     """A strict model: a quoted number is not a number, and 1 is not true."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class EmptyBody(Body):
+    """A request without keys."""
 
 
 class SamplingBody(Body):
@@ -134,69 +138,6 @@ NOT_SERVED = (
     *("input_embeds", "positional_embed_overrides", "image_data", "video_data", "audio_data", "lora_path"),
     *("session_id", "session_params"),
 )
-
-
-class AbortBody(Body):
-    """/abort_request."""
-
-    rid: Annotated[str, Field(max_length=MAX_RID)] | None = ""
-    abort_all: bool | None = False
-
-
-class PauseBody(Body):
-    """/pause_generation."""
-
-    mode: Literal["abort", "retract", "in_place"] = "abort"
-
-
-class EmptyBody(Body):
-    """A request without keys."""
-
-
-class BeginUpdateBody(Body):
-    """/begin_weight_update. `weight_version` is an extension of this project; stock servers ignore it."""
-
-    selector: Literal["all", "target", "draft"] | None = "all"
-    weight_version: Version | None = None
-
-
-class EndUpdateBody(Body):
-    """/end_weight_update. `weight_version` is an extension of this project; stock servers ignore it."""
-
-    weight_version: Version | None = None
-
-
-class UpdateFromTensorBody(Body):
-    """/update_weights_from_tensor."""
-
-    serialized_named_tensors: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=1024)]
-    load_format: Annotated[str, Field(max_length=MAX_VERSION)] | None = None
-    flush_cache: bool | None = True
-    abort_all_requests: bool | None = False
-    weight_version: Version | None = None
-
-
-class UpdateFromDiskBody(Body):
-    """/update_weights_from_disk."""
-
-    model_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
-    flush_cache: bool | None = True
-    abort_all_requests: bool | None = False
-    weight_version: Version | None = None
-    keep_pause: bool | None = False
-
-
-class UpdateVersionBody(Body):
-    """/update_weight_version."""
-
-    new_version: Version
-    abort_all_requests: bool | None = True
-
-
-class ChecksumBody(Body):
-    """/weights_checker."""
-
-    action: Annotated[str, Field(max_length=64)] | None = "checksum"
 
 
 B = TypeVar("B", bound=Body)

@@ -11,26 +11,18 @@ import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pybase64
 import safetensors
 import safetensors.torch
 import torch
+from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator
 from safetensors import SafetensorError
 from torch import Tensor
 
 from miles_like.types import NamedTensor
-from rollout.wire.bodies import (
-    AbortBody,
-    BeginUpdateBody,
-    EndUpdateBody,
-    PauseBody,
-    UpdateFromDiskBody,
-    UpdateFromTensorBody,
-    UpdateVersionBody,
-    read,
-)
+from rollout.wire.bodies import MAX_PATH, MAX_RID, MAX_VERSION, Body, Version, read
 from rollout.wire.endpoints import (
     ABORT,
     BEGIN_UPDATE,
@@ -45,6 +37,10 @@ from rollout.wire.endpoints import (
 from rollout.wire.replies import Json, an_object, need
 
 SAFETENSORS = "safetensors"
+
+
+class PauseBody(Body):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class PauseMode(StrEnum):
@@ -62,129 +58,92 @@ class PauseMode(StrEnum):
         return cls(read(PauseBody, body, PAUSE).mode)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbortRequest:
-    """An unknown rid is no error."""
+Flag = Annotated[bool, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "null"}]})]
 
-    rid: str = ""
-    abort_all: bool = False
+
+class ControlRequest(Body):
+    """A request to ENDPOINT, which client and server hold as this type. Where a field has a default, null stands for
+    it."""
+
+    ENDPOINT: ClassVar[str]
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _default_for_null(cls, value: object, info: ValidationInfo) -> object:
+        field = cls.model_fields[str(info.field_name)]
+        return field.default if value is None and not field.is_required() else value
 
     def to_json(self) -> Json:
-        return {"rid": self.rid, "abort_all": self.abort_all}
+        return self.model_dump()
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> AbortRequest:
-        b = read(AbortBody, body, ABORT)
-        return cls(rid=b.rid or "", abort_all=bool(b.abort_all))
+    def from_json(cls, body: Mapping[str, Any]) -> Self:
+        """Raises ValueError naming the endpoint, the field, its value and the bound."""
+        return read(cls, body, cls.ENDPOINT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeginUpdate:
+class AbortRequest(ControlRequest):
+    """An unknown rid is no error."""
+
+    ENDPOINT = ABORT
+    rid: Annotated[str, Field(max_length=MAX_RID)] | None = ""
+    abort_all: Flag = False
+
+
+class BeginUpdate(ControlRequest):
     """weight_version: version of the new weights; an extension of this project, which stock servers ignore. In the
     embedded engine a newer version replaces an update that was begun and not ended."""
 
-    weight_version: str | None = None
+    ENDPOINT = BEGIN_UPDATE
+    selector: Literal["all", "target", "draft"] | None = "all"
+    weight_version: Version | None = None
 
     def to_json(self) -> Json:
-        return {"selector": "all"} | _version(self.weight_version)
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> BeginUpdate:
-        return cls(weight_version=read(BeginUpdateBody, body, BEGIN_UPDATE).weight_version)
+        return self.model_dump(exclude_none=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndUpdate:
+class EndUpdate(ControlRequest):
     """weight_version: the version given to BeginUpdate, if any; an extension of this project."""
 
-    weight_version: str | None = None
+    ENDPOINT = END_UPDATE
+    weight_version: Version | None = None
 
     def to_json(self) -> Json:
-        return _version(self.weight_version)
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> EndUpdate:
-        return cls(weight_version=read(EndUpdateBody, body, END_UPDATE).weight_version)
+        return self.model_dump(exclude_none=True)
 
 
-def _version(version: str | None) -> Json:
-    return {} if version is None else {"weight_version": version}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateFromTensor:
+class UpdateFromTensor(ControlRequest):
     """Part of the new weights, inline; valid only between BeginUpdate and EndUpdate."""
 
-    tensors: tuple[str, ...]  # base64, one per tensor-parallel rank; SAFETENSORS: exactly one
-    load_format: str | None = None
-    flush_cache: bool = True  # rejected by a server paused IN_PLACE
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-
-    def to_json(self) -> Json:
-        return {
-            "serialized_named_tensors": list(self.tensors),
-            "load_format": self.load_format,
-            "flush_cache": self.flush_cache,
-            "abort_all_requests": self.abort_all_requests,
-            "weight_version": self.weight_version,
-        }
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> UpdateFromTensor:
-        b = read(UpdateFromTensorBody, body, UPDATE_FROM_TENSOR)
-        return cls(
-            tensors=tuple(b.serialized_named_tensors),
-            load_format=b.load_format,
-            flush_cache=b.flush_cache is not False,
-            abort_all_requests=bool(b.abort_all_requests),
-            weight_version=b.weight_version,
-        )
+    ENDPOINT = UPDATE_FROM_TENSOR
+    # base64, one per tensor-parallel rank; SAFETENSORS: exactly one
+    serialized_named_tensors: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=1024)]
+    load_format: Annotated[str, Field(max_length=MAX_VERSION)] | None = None
+    flush_cache: Flag = True  # rejected by a server paused IN_PLACE
+    abort_all_requests: Flag = False
+    weight_version: Version | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateFromDisk:
+class UpdateFromDisk(ControlRequest):
     """All new weights from a Hugging Face directory that the server can read; needs no BeginUpdate and EndUpdate."""
 
-    model_path: str
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    keep_pause: bool = False
-
-    def to_json(self) -> Json:
-        return {
-            "model_path": self.model_path,
-            "flush_cache": self.flush_cache,
-            "abort_all_requests": self.abort_all_requests,
-            "weight_version": self.weight_version,
-            "keep_pause": self.keep_pause,
-        }
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> UpdateFromDisk:
-        b = read(UpdateFromDiskBody, body, UPDATE_FROM_DISK)
-        return cls(
-            model_path=b.model_path,
-            flush_cache=b.flush_cache is not False,
-            abort_all_requests=bool(b.abort_all_requests),
-            weight_version=b.weight_version,
-            keep_pause=bool(b.keep_pause),
-        )
+    ENDPOINT = UPDATE_FROM_DISK
+    model_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
+    flush_cache: Flag = True
+    abort_all_requests: Flag = False
+    weight_version: Version | None = None
+    keep_pause: Flag = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateVersion:
-    new_version: str
-    abort_all_requests: bool = True
+class UpdateVersion(ControlRequest):
+    ENDPOINT = UPDATE_VERSION
+    new_version: Version
+    abort_all_requests: Flag = True
 
-    def to_json(self) -> Json:
-        return {"new_version": self.new_version, "abort_all_requests": self.abort_all_requests}
 
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> UpdateVersion:
-        b = read(UpdateVersionBody, body, UPDATE_VERSION)
-        return cls(new_version=b.new_version, abort_all_requests=b.abort_all_requests is not False)
+class ChecksumRequest(ControlRequest):
+    ENDPOINT = CHECKSUM
+    action: Annotated[str, Field(max_length=64)] | None = "checksum"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

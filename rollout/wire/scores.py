@@ -49,7 +49,7 @@ class PromptScores:
 
 
 def prompt_entries(logprobs: Sequence[float], tokens: Sequence[int], top: PromptTop | None) -> Json:
-    """The keys of `meta_info` for the prompt tokens A..S-1; `logprobs` lacks the first one's. With A = S the lists are
+    """The keys of `meta_info` for the prompt tokens A..S-1; `logprobs` lacks that of token A. With A = S the lists are
     empty, as in SGLang if `logprob_start_len` is the prompt's length."""
     first = [None] if len(tokens) else []
     own = [(p, t, None) for p, t in zip([*first, *logprobs], tokens, strict=True)]

@@ -27,13 +27,14 @@ from rollout.embedded.server.openapi import document
 from rollout.embedded.server.text import Text
 from rollout.embedded.server.worker import EngineStopped, EngineWorker, Generation
 from rollout.wire import endpoints
-from rollout.wire.bodies import ChecksumBody, EmptyBody, read
+from rollout.wire.bodies import EmptyBody, read
 from rollout.wire.checksum import engine_checksum
 from rollout.wire.control import (
     SAFETENSORS,
     AbortRequest,
     BeginUpdate,
     ChecksumReply,
+    ChecksumRequest,
     EndUpdate,
     ModelInfo,
     Outcome,
@@ -166,8 +167,8 @@ class Handlers:
             )
 
     def _check_entries(self, parsed: GenerateRequest) -> None:
-        """Bounds the log-probs in the reply: each sample repeats those of its prompt, so a short request can ask for
-        any number."""
+        """Bounds the log-probs in the reply: each sample repeats those of its prompt, so a short request can cause a
+        reply of any size."""
         if not parsed.return_logprob or parsed.logprob_start_len < 0:
             return
         scored = sum(max(0, len(ids) - parsed.logprob_start_len) for ids in parsed.input_ids)
@@ -222,7 +223,7 @@ class Handlers:
 
     async def abort(self, request: Request) -> Response:
         a = AbortRequest.from_json(await _body(request))
-        await self._call(lambda: self.service.engine.abort(a.rid, everything=a.abort_all))
+        await self._call(lambda: self.service.engine.abort(a.rid or "", everything=a.abort_all))
         return Response()
 
     async def pause(self, request: Request) -> Response:
@@ -288,8 +289,8 @@ class Handlers:
         return _json(vars(self.args) | more)
 
     async def checksum(self, request: Request) -> Response:
-        action = read(ChecksumBody, await _body(request), endpoints.CHECKSUM).action
-        if action not in (None, "checksum"):
+        action = ChecksumRequest.from_json(await _body(request)).action
+        if action != "checksum":
             return _json(
                 Outcome(success=False, message=f"action {action!r} is not served: ask for checksum").to_json(), 400
             )
@@ -305,10 +306,10 @@ class Handlers:
 
     async def update_from_tensor(self, request: Request) -> Response:
         u = UpdateFromTensor.from_json(await _body(request))
-        if u.load_format != SAFETENSORS or len(u.tensors) != 1:
+        if u.load_format != SAFETENSORS or len(u.serialized_named_tensors) != 1:
             message = f'this server reads one safetensors file in base64: send load_format "{SAFETENSORS}" (no pickle)'
             return _json(Outcome(success=False, message=message).to_json(), 400)
-        tensors = await asyncio.to_thread(decode_safetensors, u.tensors[0])
+        tensors = await asyncio.to_thread(decode_safetensors, u.serialized_named_tensors[0])
         if u.abort_all_requests:
             await self._call(lambda: self.service.engine.abort(everything=True))
         return await self._outcome(

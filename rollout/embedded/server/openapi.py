@@ -6,37 +6,28 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from rollout.wire import endpoints
-from rollout.wire.bodies import (
-    AbortBody,
-    BeginUpdateBody,
-    Body,
-    ChecksumBody,
-    EmptyBody,
-    EndUpdateBody,
-    GenerateBody,
-    PauseBody,
-    UpdateFromDiskBody,
-    UpdateFromTensorBody,
-    UpdateVersionBody,
-)
+from rollout.wire import control, endpoints
+from rollout.wire.bodies import Body, EmptyBody, GenerateBody
 
 Json = dict[str, Any]
 OPENAPI = "/openapi.json"
 HEALTH_GENERATE = "/health_generate"
 _REF = "#/components/schemas/{model}"
 _OUTCOME = "Outcome"
+_CONTROL: tuple[type[control.ControlRequest], ...] = (
+    control.AbortRequest,
+    control.BeginUpdate,
+    control.UpdateFromTensor,
+    control.UpdateFromDisk,
+    control.EndUpdate,
+    control.UpdateVersion,
+    control.ChecksumRequest,
+)
 _BODIES: dict[str, type[Body]] = {
     endpoints.GENERATE: GenerateBody,
-    endpoints.ABORT: AbortBody,
-    endpoints.PAUSE: PauseBody,
+    endpoints.PAUSE: control.PauseBody,
     endpoints.CONTINUE: EmptyBody,
-    endpoints.BEGIN_UPDATE: BeginUpdateBody,
-    endpoints.UPDATE_FROM_TENSOR: UpdateFromTensorBody,
-    endpoints.UPDATE_FROM_DISK: UpdateFromDiskBody,
-    endpoints.END_UPDATE: EndUpdateBody,
-    endpoints.UPDATE_VERSION: UpdateVersionBody,
-    endpoints.CHECKSUM: ChecksumBody,
+    **{request.ENDPOINT: request for request in _CONTROL},
 }
 _SAMPLE: Json = {
     "type": "object",

@@ -294,11 +294,14 @@ def test_every_error_shape_gives_its_text(body: bytes, sentence: str) -> None:
 
 def test_control_messages_survive_json() -> None:
     """Fakes, embedded server and client must agree; defaults are SGLang's own."""
-    update = UpdateFromTensor(tensors=("a", "b"), load_format="safetensors", flush_cache=False, weight_version="3")
+    update = UpdateFromTensor(
+        serialized_named_tensors=["a", "b"], load_format="safetensors", flush_cache=False, weight_version="3"
+    )
     assert UpdateFromTensor.from_json(update.to_json()) == update
     disk = UpdateFromDisk(model_path="/m", weight_version="3", keep_pause=True)
     assert UpdateFromDisk.from_json(disk.to_json()) == disk
-    assert UpdateFromDisk.from_json({"model_path": "/m"}).flush_cache
+    for absent in ({}, {"flush_cache": None}):
+        assert UpdateFromDisk.from_json({"model_path": "/m"} | absent).flush_cache is True
     version = UpdateVersion(new_version="3", abort_all_requests=False)
     assert UpdateVersion.from_json(version.to_json()) == version
     assert UpdateVersion.from_json({"new_version": "3"}).abort_all_requests
