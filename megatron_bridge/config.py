@@ -161,8 +161,8 @@ class ReplayConfig(Section):
     before a rollout's first optimizer step. `off`: the routers' current choice. Agreement with the rollout's routes is
     measured in every mode.
 
-    gates, a diagnostic: also replay the weights of the experts' outputs, not only the experts. They are then constants:
-    the routers get no gradient except that of an auxiliary loss, so they do not learn.
+    gates, a diagnostic: also replay the weights of the experts' outputs, not only the experts. These weights are then
+    constants: the routers get no gradient except that of an auxiliary loss and are not trained otherwise.
     """
 
     mode: Literal["r3", "r2", "off"] = "r3"

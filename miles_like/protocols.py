@@ -78,7 +78,7 @@ class Trainer(Protocol):
         """Train on one rollout: one optimizer step per batch, in order."""
 
     async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
-        """Forward only: the loss function's statistics, reduced over the batch."""
+        """The loss function's statistics, reduced over the batch. Forward only."""
 
     async def logprobs(
         self, batch: TrainBatch, *, weights: str | None = None, candidates: bool = False
@@ -145,7 +145,7 @@ class RewardFn(Protocol):
 
     @property
     def unit(self) -> Unit:
-        """The least that one call must contain; it may contain more."""
+        """The smallest set of samples that one call must contain; a call may contain several such sets."""
 
     @property
     def slow(self) -> bool:

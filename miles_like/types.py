@@ -66,7 +66,7 @@ class Prompt:
 
 
 class Unit(StrEnum):
-    """What a reward function is given in one call."""
+    """The samples that a reward function gets in one call."""
 
     SAMPLE = "sample"
     GROUP = "group"  # all samples of a prompt
@@ -153,7 +153,7 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """Used in messages and micro-batches."""
+        """The sample's name in messages and micro-batches."""
         return f"{self.prompt_id}/{self.index}"
 
     @property

@@ -53,8 +53,8 @@ def spec_from_hf(config: Mapping[str, Any]) -> QuantSpec | None:
 
 
 def spec_to_hf(spec: QuantSpec, names: Sequence[str] = ()) -> dict[str, Any]:
-    """The value of `quantization_config`. names: those of all tensors of the model, needed where loaders of other
-    projects must read it: those of FP8 and ModelOpt match full module names only, or most reliably.
+    """The value of `quantization_config`. names: the names of all tensors of the model. Give them for a checkpoint that
+    other projects load: FP8 loaders match full module names only, and ModelOpt loaders match these most reliably.
 
     Raises ValueError for bf16, which has none, and for a pattern of `spec.ignore` that cannot be written without names.
     """

@@ -101,6 +101,7 @@ def to_names(spec: QuantSpec, names: Sequence[str]) -> list[str]:
 
 
 def from_names(entries: Iterable[str]) -> tuple[str, ...]:
+    """The inverse of `to_names`: the entries without the linears that are never quantized here."""
     return tuple(e for e in entries if e not in NEVER_NAME)
 
 

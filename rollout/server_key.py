@@ -1,4 +1,4 @@
-"""The secrets that rollout servers ask for, made once per run and sent as `Authorization: Bearer`.
+"""The secrets that rollout servers require, made once per run and sent as `Authorization: Bearer`.
 
 As in stock SGLang 0.5.23 there are two: one for sampling and queries, one for every endpoint that changes the server.
 They are passed by the environment or in a file of mode 0600, never on a command line, which every user of the machine

@@ -34,7 +34,7 @@ class RouteFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RouteComparison:
-    """The faults of the recorded routes, and the routes without them."""
+    """The faults of the recorded routes, and the routes with these faults corrected."""
 
     faults: tuple[RouteFault, ...]
     corrected: tuple[Tensor, ...]  # [rows, L, K] of each sample; the other side's where they cannot be recovered
@@ -57,7 +57,7 @@ def compare_routes(
     recorded: Sequence[Tensor], own: Sequence[Tensor], names: Sequence[str], *, same_weights: bool = True
 ) -> RouteComparison:
     """Compares the routes [rows, L, K] of each sample from two sides. There is no fault where they differ no more than
-    near-ties do, or in single rows (`bad_rows`). Without `same_weights` it searches only for moved rows and layers.
+    near-ties do, or in single rows (`bad_rows`). Without `same_weights` only moved rows and layers are searched.
 
     Rows moved by up to three positions and layers that hold another layer's routes, in all samples or in one, are
     reported where undoing the move removes more than half of the disagreement; then layers that share no more experts

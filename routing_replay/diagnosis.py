@@ -1,7 +1,7 @@
-"""A sentence on what happened to routes that do not match their checksums.
+"""Describes in a sentence how routes that do not match their checksums were changed.
 
-It is called only after a trace has failed to verify. Rows may have moved with their checksums (then a checksum belongs
-to the token of another position) or without (then the ids of a row match the checksum of another position). The
+`diagnose` is called only after a trace has failed to verify. Rows may have moved with their checksums (then a checksum
+belongs to the token of another position) or without (then the ids of a row match the checksum of another position). The
 checksum of a row less the term of its ids is the term of its token, and the other way round, so both are looked up
 among the rows of the sample; a term found in neither way belongs to another sample.
 
@@ -35,8 +35,8 @@ def diagnose(
     checksums: Tensor,
     layer_checksums: Tensor | None,
 ) -> Finding:
-    """tokens [rows] as fed, experts and weights [rows, L, K], checksums [rows] of which at least one does not match,
-    layer_checksums [L]."""
+    """The fault of one sample's routes. tokens [rows] as fed, experts and weights [rows, L, K], checksums [rows] of
+    which at least one does not match, layer_checksums [L]."""
     of_token = token_term(tokens, torch.arange(len(tokens)))
     of_routes = routes_term(experts, weights, layers)
     sums = layer_sums(experts, weights)

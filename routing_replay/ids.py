@@ -33,7 +33,7 @@ def id_dtype(num_experts: int) -> torch.dtype:
 
 
 def bytes_per_token(*, num_layers: int, moe_layers: int, top_k: int, num_experts: int) -> tuple[int, int]:
-    """Bytes of one token's routes: in a trace, and in the usual format, int32 of all layers."""
+    """(bytes of one token's routes in a trace, bytes in SGLang's format, which is int32 for all layers)."""
     return moe_layers * top_k * id_dtype(num_experts).itemsize, num_layers * top_k * _WIRE_BYTES
 
 

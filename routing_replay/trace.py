@@ -43,7 +43,7 @@ class RoutingTrace:
     """Logical expert ids of the MoE layers, in the router's order within a row, with the checksums of their tokens.
 
     `layer_checksums` and `versions` describe a whole sample; rows selected from it, or joined with other samples' rows,
-    have none. A trace without `checksums` does not come from an engine (the trainer's own routes, R2).
+    have none. A trace without `checksums` does not come from an engine (the trainer's own routes, mode "r2").
     """
 
     experts: Tensor  # [rows, L, K] uint8 (E <= 256) or int16

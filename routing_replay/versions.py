@@ -61,8 +61,8 @@ def check_all_versions(
     *,
     samples: Sequence[str],
 ) -> None:
-    """`check_versions` of each sample; one with a single version and response, the usual case, takes a tenth of the
-    time.
+    """`check_versions` of each sample. A sample with a single version and response, the usual case, takes a tenth of
+    the time of other samples.
 
     Raises the ValueError of the first that fails.
     """

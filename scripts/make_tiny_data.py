@@ -64,7 +64,7 @@ class Expression:
         return self.left, self.op, self.right
 
     def value(self) -> int | None:
-        """The exact result; None where it is no integer in the task's range."""
+        """The exact result; None where it is not an integer in the task's range."""
         left, right = self.left, self.right
         if self.op == "/":
             if right == 0 or left % right:
@@ -146,12 +146,12 @@ def corpus(task: list[Expression]) -> tuple[list[Expression], list[Expression]]:
 
 
 def double_last(answer: str) -> str:
-    """The last digit written twice."""
+    """`answer` with its last digit written twice."""
     return answer + answer[-1]
 
 
 def slip_one(answer: str, rng: random.Random) -> str:
-    """One digit wrong."""
+    """`answer` with one digit, chosen at random, replaced by another."""
     place = rng.randrange(len(answer))
     digits = [digit for digit in "0123456789" if digit != answer[place]]
     return answer[:place] + rng.choice(digits) + answer[place + 1 :]

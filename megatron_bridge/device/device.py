@@ -1,4 +1,5 @@
-"""Chooses the device and makes megatron-core importable on it. The only module that asks whether CUDA is available.
+"""Chooses the device and makes megatron-core importable on it. Modules that build the model get
+the result as a `DeviceEnv`.
 
 On CUDA with TransformerEngine nothing is replaced; otherwise the tables of `shims.py` are installed.
 """

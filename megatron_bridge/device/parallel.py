@@ -37,11 +37,9 @@ class ParallelContext:
     tp_group: ProcessGroup
     pp_group: ProcessGroup
     cp_group: ProcessGroup
-    dp_group: ProcessGroup
     dp_cp_group: ProcessGroup
     ep_group: ProcessGroup
     etp_group: ProcessGroup
-    expert_dp_group: ProcessGroup
     last_stage_rank: int  # global rank of the last stage of this rank's pipeline, which computes the loss
 
     @property
@@ -119,11 +117,9 @@ def init_parallel(
         tp_group=mpu.get_tensor_model_parallel_group(),
         pp_group=mpu.get_pipeline_model_parallel_group(),
         cp_group=mpu.get_context_parallel_group(),
-        dp_group=mpu.get_data_parallel_group(),
         dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
         ep_group=mpu.get_expert_model_parallel_group(),
         etp_group=mpu.get_expert_tensor_parallel_group(),
-        expert_dp_group=mpu.get_expert_data_parallel_group(),
         last_stage_rank=mpu.get_pipeline_model_parallel_last_rank(),
     )
 

@@ -36,7 +36,7 @@ def linear(hf: str, megatron: str, shape: tuple[str, str], split: Split, **optio
 
 
 def bias(hf: str, megatron: str, size: str, *, given: str, **options: Unpack[_Layers]) -> Entry:
-    """The bias of a linear whose outputs are whole on every rank. `biases` adds it where megatron builds none."""
+    """The bias of a linear whose outputs are not sharded. The module `biases` adds it where megatron builds none."""
     return Entry(hf=(hf + ".bias",), megatron=megatron + ".bias", shapes=((size,),), given=given, **options)
 
 

@@ -25,9 +25,9 @@ def use_weight_function(linear: Any, function: WeightFunction, *, published: boo
 
     `function` is called once per forward, and again when a layer is recomputed, so it must be deterministic; gradients
     flow through it. A second call composes: the later function is applied to the earlier one's result. The parameter is
-    unchanged for the optimizer and for checkpoints. It gets two methods that give no gradient: `computed()`, the weight
-    that the linear computes with, and `served()`, the same without the functions that are not `published`, which are
-    applied last because publication does their work itself.
+    unchanged for the optimizer and for checkpoints. The parameter gets two methods that give no gradient: `computed()`,
+    the weight that the linear computes with, and `served()`, the weight after the `published` functions only. Functions
+    that are not `published` are applied last: the publisher makes the same change (such as quantization) itself.
     """
     if not hasattr(linear, "weight_functions"):
         _wrap(linear)

@@ -66,7 +66,7 @@ def _stat(total: float, count: float) -> Stat:
 def check_routes(metrics: Mapping[str, float], bounds: AgreementConfig, layers: Iterable[int], where: str) -> None:
     """Raise RoutingBreach, naming `where` (the step) and the layers, if a bound is missed. metrics: `agreement_stats`
     after reduction; `layers`: those that replay routes, each of which needs a measurement unless both bounds are 0.
-    Every rank decides alike, since the metrics are equal."""
+    All ranks raise or none does, since the metrics are equal on all."""
     replaying = sorted(layers)
     if not replaying or (bounds.overall == 0 and bounds.layer == 0):
         return

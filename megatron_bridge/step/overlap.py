@@ -17,7 +17,7 @@ def connect_overlap(transformer_config: Any, chunks: Sequence[DistributedDataPar
     With virtual stages every pipeline rank starts both at the same point of the schedule, as megatron's training loop
     does by default: a stage that communicates at another time makes the others wait. Without virtual stages backward
     hooks start the reduction and forward hooks the gathering. The model reads the head's weight without calling the
-    module, so it calls the hook that waits for the gathering itself (`await_head`).
+    module; therefore the model itself calls the hook that waits for the gathering (`await_head`).
     """
     ddp = chunks[0].ddp_config
     transformer_config.no_sync_func = _each([_NoSync(chunk) for chunk in chunks])

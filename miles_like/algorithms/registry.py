@@ -69,8 +69,8 @@ class PolicyGradient:
 def make_algorithm(
     config: AlgorithmConfig, correction: CorrectionConfig, mismatch: MismatchConfig | None = None
 ) -> Algorithm:
-    """Raises ValueError for parts that do not fit each other, for a user's part that cannot be loaded, and for an
-    algorithm without a rollout."""
+    """The configured algorithm. Raises ValueError for parts that do not fit each other, for a user's part that cannot
+    be loaded, and for an algorithm without a rollout."""
     penalty = None
     if isinstance(config.penalty, parts.PenaltyInReward):
         penalty = KlPenalty(
@@ -90,13 +90,13 @@ def make_algorithm(
 
 
 def make_critic_loss(config: AlgorithmConfig) -> ValueLoss | None:
-    """None: the algorithm has no critic."""
+    """The loss of the critic; None: the algorithm has no critic."""
     advantage = None if config.supervised else config.advantage_part
     return ValueLoss(value_clip=advantage.value_clip) if isinstance(advantage, parts.Ppo) else None
 
 
 def make_correction(config: CorrectionConfig) -> Correction | None:
-    """None: off."""
+    """The configured correction; None: off."""
     w = config.weights
     if w is None:
         return None

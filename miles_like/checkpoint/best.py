@@ -27,8 +27,8 @@ class KeptBest:
         pass
 
     def decide(self, step: int) -> str | None:
-        """Update the best checkpoint with that of `step`, whose row was written last. Returns a warning, once per run,
-        when the row lacks the metric."""
+        """Make the checkpoint of `step` the best if the last written row is that of `step` and has a better metric.
+        Returns a warning, once per process, if there is no such row or it lacks the metric."""
         if self._metric is None:
             return None
         at, row = self._row
@@ -48,7 +48,7 @@ class KeptBest:
         return {"metric": self._metric, "step": self.step, "value": self.value}
 
     def restore(self, state: Json) -> None:
-        """Restore a saved `state()`, unless the metric is another one now."""
+        """Restore a saved `state()`; ignored if `metric` has changed since."""
         assert isinstance(state, Mapping)
         if state["metric"] == self._metric and self._metric is not None:
             step, value = state["step"], state["value"]

@@ -41,7 +41,8 @@ class Audit:
 
 def audit(path: Path) -> Audit:
     """Reads the whole file. Lines at the end that a killed run leaves (those of a step without its totals, and a line
-    cut short) are no error; a resumed run removes them. Raises OSError where there is no such file."""
+    cut short) are no error; a resumed run removes them. Raises OSError where there is no such file, and
+    ValueError for one of more than LEDGER_BYTES or that is not a regular file."""
     reader = _Reader()
     wrong = None
     lines = read_regular(path, LEDGER_BYTES).split(b"\n")
@@ -70,7 +71,7 @@ class _Reader:
     since: list[Mapping[str, Any]] = field(default_factory=list)  # lines of groups after the last totals
 
     def read(self, line: bytes) -> None:
-        """Raises ValueError where the line is wrong, and leaves the reader unchanged."""
+        """Read the next line. Raises ValueError for a wrong line and leaves the reader unchanged."""
         try:
             row = parse_json(line)
         except ValueError as e:

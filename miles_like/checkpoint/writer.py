@@ -31,7 +31,8 @@ class Snapshot:
 
 @dataclass(slots=True, kw_only=True)
 class RunCheckpoints:
-    """keep, keep_every: which older checkpoints stay. asynchronous: `begin` returns while ranks still write."""
+    """The checkpoints of one run. keep, keep_every: as `keep` and `every` of `run_state.save`. asynchronous: `begin`
+    returns while ranks still write."""
 
     directory: Path
     models: Mapping[str, Trainer]  # every model that is trained, by its folder in a checkpoint
@@ -70,8 +71,8 @@ class RunCheckpoints:
         )
 
     async def finish(self, *, wait: bool) -> float | None:
-        """Moves `latest` on when every rank has written; with `wait` once all have. Returns the seconds since `begin`,
-        or None where no checkpoint became whole."""
+        """Completes the checkpoint and points `latest` at it if every rank has written its files; with `wait`, waits
+        for the ranks. Returns the seconds since `begin`, or None where no checkpoint was completed."""
         if self._saving is None or not all([await m.finish_save(wait=wait) for m in self.models.values()]):
             return None
         run_state.save(self.directory, self._saving, keep=self.keep, every=self.keep_every, best=self.best.step)

@@ -22,7 +22,7 @@ from rollout.server_key import ServerKey
 
 @dataclass(frozen=True, slots=True)
 class MegatronFactory:
-    """One Megatron rank with the weights of a torch_dist directory."""
+    """Makes a Megatron rank with the weights of a torch_dist directory."""
 
     config: TrainerConfig
     weights: Path
@@ -49,7 +49,7 @@ class MegatronFactory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherRecipe:
-    """Publish to running servers."""
+    """Makes a rank's publisher to running servers: a DiskPublisher or a TensorPublisher, by `config.path`."""
 
     urls: tuple[str, ...]
     kind: Literal["embedded", "sglang"]
@@ -91,7 +91,7 @@ class PublisherRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWriter:
-    """A `WeightPublisher` that writes a Hugging Face directory, and the factory of copies of itself for ranks."""
+    """A `WeightPublisher` that writes a Hugging Face directory. Calling it returns a copy for one rank."""
 
     out: Path
     hf_config: dict[str, Any]

@@ -37,7 +37,7 @@ class PlacementPlan:
         return tuple(s for s in self.slots if s.role == role)
 
     def critics(self) -> tuple[Slot, ...]:
-        """Slots of a critic: each rank in the place of the trainer's rank of that number."""
+        """Slots of the critic ranks: each has node and GPUs of the trainer rank of the same number."""
         return tuple(replace(s, role="critic") for s in self.of("trainer"))
 
     @property
@@ -46,8 +46,9 @@ class PlacementPlan:
 
 
 def plan_placement(cluster: ClusterConfig, parallel: ParallelConfig, rollout: RolloutConfig | None) -> PlacementPlan:
-    """rollout: None for a run without servers. Raises ValueError when a server's GPUs neither fit a node nor fill whole
-    nodes, or when there are too few nodes."""
+    """The node and GPUs of each trainer rank and server. rollout: None for a run without servers. Raises ValueError
+    when a server's GPUs neither divide a node nor fill whole nodes, or when `cluster` has too few nodes for the
+    servers."""
     world, per_node = parallel.world_size, cluster.gpus_per_node
     if not per_node:
         ranks = [Slot(role="trainer", index=r, node=r % cluster.nodes, gpus=()) for r in range(world)]

@@ -1,4 +1,4 @@
-"""One trainer rank: puts the parts of a batch together and calls its `RankTrainer`."""
+"""One trainer rank: adds the routes to its micro-batches and calls its `RankTrainer`."""
 
 from __future__ import annotations
 

@@ -297,7 +297,8 @@ class RayTrainer:
     async def logprobs(
         self, batch: TrainBatch, *, weights: str | None = None, candidates: bool = False
     ) -> list[list[Tensor]]:
-        """No routes are sent, because the ranks route themselves. The first rank of each DP shard replies."""
+        """[dp][micro] of [T] fp32, or [T, C] with `candidates`. No routes are sent, because the ranks use their own
+        routers. The first rank of each DP shard replies."""
         rows = [self.put([replace(m, routing=None) for m in row]) for row in batch.grid]
         shards = [shard for shard, _ in self._places]
         replies = [shards.index(shard) == i for i, shard in enumerate(shards)]
@@ -320,7 +321,7 @@ class RayTrainer:
         return all(await self._all("finish_save", [(wait,)] * len(self._ranks)))
 
     async def load(self, path: Path, *, version: int | None = None) -> None:
-        """`version`: of the loaded weights, where no publication follows."""
+        """version: the version of the loaded weights, if no publication follows."""
         await self._all("load", [(path.resolve(),)] * len(self._ranks))
         self._version = self._version if version is None else version
 

@@ -41,7 +41,7 @@ class Choices:
         self.section, self.choices = section, choices
 
     def read(self, given: Keys) -> dict[str, object]:
-        """The keys that the values `given` read, of those that some choice decides on, and their defaults."""
+        """The keys that are read with the values `given`, among the keys of all choices, and their defaults."""
         out: dict[str, object] = {}
         for choice in self.choices:
             if self._active(choice, out):
@@ -50,7 +50,7 @@ class Choices:
         return out
 
     def check(self, section: Section, others: Keys | None = None) -> None:
-        """Raises ValueError for a key that is set and not read; others: values of other sections' keys."""
+        """Raises ValueError for a key that is set but not read. others: keys of other sections -> values."""
         values = {**vars(section), **(others or {})}
         read = self.read(values)
         for key, value in changed(section):
@@ -90,6 +90,6 @@ def part(section: Section, kind: type[P]) -> P:
 
 
 def changed(section: Section) -> list[tuple[str, object]]:
-    """Keys that have another value than their default, and the values."""
+    """(key, value) of the keys whose value is not their default."""
     usual = keys_of(type(section))
     return [(key, value) for key, value in vars(section).items() if value != usual[key]]

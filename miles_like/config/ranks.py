@@ -10,7 +10,7 @@ from quant.spec import QuantFormat
 
 
 def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
-    """Of each trainer rank; `hf_dir` holds the model's config.json."""
+    """The configuration of each trainer rank; `hf_dir` holds the model's config.json."""
     return TrainerConfig(
         hf_config=str(hf_dir.resolve()),
         parallel=run.parallel,
@@ -36,7 +36,7 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
 
 
 def critic_config(run: RunConfig, trainer: TrainerConfig) -> TrainerConfig | None:
-    """Of each critic rank, beside a trainer rank with `trainer`; None: there is no critic.
+    """The configuration of each critic rank, derived from that of the trainer ranks; None: there is no critic.
 
     The critic is not served, so all its weights are trained in BF16: no quantization, routing replay, adapters or draft
     layers.

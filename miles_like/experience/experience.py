@@ -1,5 +1,5 @@
-"""What sampled groups are given before they are trained: scores of the reference, the critic and the teachers,
-advantages; and the training of the critic.
+"""Scores sampled groups by the reference, the critic and the teachers, computes their advantages, and trains the
+critic.
 
 Letters: G samples a prompt, S tokens a sample.
 """
@@ -29,11 +29,11 @@ class Scorer(Protocol):
 
     async def score(self, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]: ...
     def metrics(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
-        """Of groups that were scored."""
+        """Metrics of groups that `score` returned."""
 
 
 def with_streams(groups: Sequence[SampleGroup], name: str, streams: Sequence[Sequence[Tensor]]) -> list[SampleGroup]:
-    """Every sample with one stream more: `streams[g][i]` [S] of `groups[g].samples[i]`."""
+    """The groups with one more stream `name` in each sample: `streams[g][i]` [S] for `groups[g].samples[i]`."""
     return [
         replace(
             g, samples=tuple(replace(s, streams={**s.streams, name: x}) for s, x in zip(g.samples, of, strict=True))
@@ -44,7 +44,7 @@ def with_streams(groups: Sequence[SampleGroup], name: str, streams: Sequence[Seq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """Scores, advantages and the critic's training, each where the algorithm asks for it.
+    """Scores, advantages and the critic's training, each only if the algorithm needs it.
 
     mask_truncated: leave samples that were cut at the token limit out of the loss. shuffle_seed: permute the
     advantages of a step at random over its samples, as a control; None: do not.
@@ -59,8 +59,12 @@ class Experience:
     shuffle_seed: int | None = None
 
     async def score(self, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
-        """The groups with the streams that `algorithm.needs` names: log-probabilities and values [S] of each sample
-        under the current weights, 0 where nothing was sampled. Raises what the ranks and the teachers raise."""
+        """The groups with the streams that `algorithm.needs` names and those of the teachers.
+
+        The streams are [S] per sample: log-probabilities under the reference's weights and values under the critic's
+        current weights, 0 at tokens that were not sampled. Raises ValueError as `mask_truncated`, and the errors of the
+        ranks and of the teachers.
+        """
         if self.mask_truncated:
             groups = mask_truncated(groups, steps=self.packer.steps_per_rollout)
         needs, found = self.algorithm.needs, dict[str, Sequence[Sequence[Tensor]]]()
@@ -77,15 +81,15 @@ class Experience:
         return groups if self.teachers is None else await self.teachers.score(groups)
 
     def advantages(self, step: int, groups: Sequence[SampleGroup]) -> Advantages:
-        """Of scored groups: for each sample a number, or one for each of its tokens."""
+        """Advantages of scored groups: for each sample a number, or [S] fp32, one for each of its tokens."""
         found = self.algorithm.advantages(groups)
         if self.shuffle_seed is None:
             return found
         return shuffle_over_batch(found, seed=seed_of(self.shuffle_seed, f"shuffle {step}"))
 
     async def learn(self, groups: Sequence[SampleGroup]) -> Mapping[str, float]:
-        """Trains the critic, if there is one, on its values of scored groups and the returns. Returns its
-        `critic/...` metrics and those of the teachers."""
+        """Trains the critic, if the algorithm has one, on scored groups and their returns. Returns the critic's
+        `critic/...` metrics and the teachers' metrics."""
         metrics = {} if self.teachers is None else dict(self.teachers.metrics(groups))
         returns = self.algorithm.returns(groups)
         if returns is None or self.critic is None:

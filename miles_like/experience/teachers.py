@@ -38,12 +38,12 @@ _CANDIDATES = 128  # a token; with more, a request holds fewer sequences: server
 
 
 def as_it_is(prompt: Prompt) -> Sequence[int]:
-    """The teacher is fed the student's prompt."""
+    """The student's own prompt tokens, for a teacher without a separate prompt."""
     return prompt.token_ids
 
 
 class TeacherScores(NamedTuple):
-    """Of one sample's response."""
+    """A teacher's scores of one sample's response."""
 
     logprobs: Tensor  # [R] fp32
     candidates: Tensor | None = None  # [R, C] int64, likeliest first
@@ -55,7 +55,7 @@ class Teacher(Protocol):
         """Raises ValueError or RolloutError where this teacher does not fit the student."""
 
     async def score(self, groups: Sequence[SampleGroup]) -> list[list[TeacherScores]]:
-        """[groups][samples]."""
+        """Scores [groups][samples] of the responses."""
 
     async def close(self) -> None: ...
 
@@ -74,7 +74,8 @@ class ServerTeacher:
     own: bool = True  # whether `close` closes the clients; False for those that the rollout uses too
 
     async def start(self) -> None:
-        """Checks that every server answers, and that its tokenizer, where it can be read here, is the student's."""
+        """Checks that every server answers, and that its tokenizer, if its directory can be read here, equals the
+        student's. Raises RolloutError for the former and ValueError for the latter."""
         for client in self.clients:
             try:
                 info = await client.model_info()
@@ -164,12 +165,13 @@ class Teachers:
     def __init__(
         self, teachers: Mapping[str, Teacher], teacher_of: Callable[[str], str | None], *, top_k: int = 0
     ) -> None:
-        """teacher_of: source of a prompt -> name of its teacher; None: no teacher, the reward alone counts."""
+        """teacher_of: source of a prompt -> name of its teacher; None: no teacher, only the reward trains the
+        prompt."""
         self._teachers, self._teacher_of, self._top_k = teachers, teacher_of, top_k
 
     def check(self, prompts: Sequence[Prompt], *, alone: bool, named: Sequence[str]) -> None:
-        """Raises ValueError for a source without a teacher where there is no reward (alone), and for a source that the
-        configuration names (named) and no prompt has."""
+        """Raises ValueError for a source in `named`, the sources in the configuration, that no prompt has and, with
+        `alone` (no reward), for a prompt source without a teacher."""
         sources = {p.source for p in prompts}
         for source in named:
             if source not in sources:
@@ -186,7 +188,7 @@ class Teachers:
             )
 
     async def start(self) -> None:
-        """Raises ValueError or RolloutError where one cannot teach this student."""
+        """Raises ValueError or RolloutError where a teacher does not fit the student."""
         for teacher in self._teachers.values():
             await teacher.start()
 
@@ -232,7 +234,7 @@ class Teachers:
 
 
 def _response(prompt: Prompt, sample: Sample) -> Tensor:
-    """[R] tokens after the prompt, with those of an environment."""
+    """[R] tokens after the prompt, including those of an environment."""
     return sample.token_ids[len(prompt.token_ids) :]
 
 

@@ -1,4 +1,4 @@
-"""A teacher's own prompt, filled in from its configured template and used in place of the student's prompt."""
+"""A teacher's separate prompt, filled in from its configured template and used in place of the student's prompt."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The training loop, on one page.
+"""The training loop.
 
 `Feed` samples and scores groups in the background. Each step takes the oldest groups, trains on them and publishes the
 new weights; only then are further prompts admitted. With buffer.max_staleness = 0 the next prompts wait for the new
 weights, and the loop is synchronous.
 
-At the boundary of two steps the state of every object is known without asking a server: that is what a checkpoint
-holds. A stop request that comes while the loop waits for samples saves the last boundary, since the trainer has not
-moved; one that comes within a step lets the step end.
+At the boundary of two steps the state of every object is known without a request to a server: a checkpoint
+holds this state. After a stop request while the loop waits for samples, the state at the last boundary is saved, since
+the trainer has not changed; after a stop request within a step, the step is completed first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from miles_like.types import PublishReport, SampleGroup
 
 
 class ServerChecks(Protocol):
-    """Holds the servers to the trainer. Both methods raise RuntimeError, which ends the run."""
+    """Checks that the servers agree with the trainer. Both methods raise RuntimeError, which ends the run."""
 
     async def before_training(self, step: int) -> None: ...
     async def published(self, step: int, report: PublishReport) -> None: ...

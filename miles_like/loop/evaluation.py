@@ -62,7 +62,8 @@ class Answers:
 def held_out(
     sets: Sequence[EvalSet], data: DataConfig, tokenizer: Tokenizer, reward: Callable[[str | None], RewardFn]
 ) -> list[HeldOut]:
-    """Reads the sets. reward: of a name; None is the run's. Raises ValueError naming file and row, or the reward."""
+    """Reads the sets. reward: name -> reward; for None the run's. Raises ValueError naming file and row, or the
+    reward."""
     out = []
     for s in sets:
         worth = reward(s.reward)
@@ -84,13 +85,14 @@ async def answers(
     alone: bool,
     play: Callable[[RolloutEngine], RolloutEngine] = _as_they_are,
 ) -> Answers:
-    """Samples from the whole distribution at the set's temperature, and greedily.
+    """Samples answers from the whole distribution at the set's temperature, greedily, or both, as the set is
+    configured.
 
-    params: temperature and length of a set that does not set them. alone: no other request is in flight, and the
-    engines drop their prefix caches afterwards: which prefixes are cached changes last bits of the next rollout, so a
-    resumed run and one that never stopped must start from the same cache. play: the episode runner of the run, so that
-    a model is evaluated in the episodes that it is trained in. Raises RuntimeError for an answer with a token of
-    another weight version than `version`.
+    params: defaults of temperature and length for a set that does not set them. alone: no other request is in flight,
+    and the engines drop their prefix caches afterwards: which prefixes are cached changes last bits of the next
+    rollout, so a resumed run and one that never stopped must start from the same cache. play: the episode runner of the
+    run, so that a model is evaluated in the episodes that it is trained in. Raises RuntimeError for an answer with a
+    token of another weight version than `version`.
     """
     c, engine = held.config, play(EnginePool(engines))
     asked = dataclasses.replace(
@@ -123,7 +125,7 @@ async def evaluate(
     alone: bool,
     play: Callable[[RolloutEngine], RolloutEngine] = _as_they_are,
 ) -> dict[str, float]:
-    """`eval/{set}/...` of all sets at a weight version; as `answers`. Nothing for no sets."""
+    """`eval/{set}/...` of all sets at a weight version; arguments and errors as in `answers`. Empty without sets."""
     out = dict[str, float]()
     for held in sets:
         found = await answers(engines, held, params=params, version=version, alone=alone, play=play)

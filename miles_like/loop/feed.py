@@ -17,7 +17,8 @@ NO_MORE = "the prompts ended"
 
 @dataclass(slots=True, kw_only=True)
 class Feed:
-    """`take` within `sampling`. An exception of the producer is raised by the call that waits for it."""
+    """The groups of a run's steps. Call `take` inside of `sampling`; an exception of the producer is raised by the call
+    that waits for the producer."""
 
     buffer: DataBuffer
     producer: Producer
@@ -27,7 +28,7 @@ class Feed:
 
     @contextlib.asynccontextmanager
     async def sampling(self) -> AsyncIterator[None]:
-        """Runs the producer beside the body, and cancels it at the end."""
+        """Context: runs the producer concurrently with the body, and cancels it at the end."""
         self._sampling = task = asyncio.create_task(self.producer.run())
         try:
             yield
@@ -36,7 +37,7 @@ class Feed:
             await asyncio.wait({task})
 
     async def take(self, step: int) -> list[Taken] | None:
-        """The groups that `step` trains. None: the run is asked to stop, or too few prompts are left for a step."""
+        """The groups that `step` trains. None: a stop is requested, or too few prompts are left for a step."""
         if self.stop.asked:
             return None
         self.progress.phase(step, "rollout")

@@ -16,10 +16,10 @@ def mask_old(group: SampleGroup, *, version: int, max_staleness: int) -> SampleG
     """`group` for a step that trains weights `version`, without loss on tokens sampled by weights older than
     `version - max_staleness`. None: no loss token is left.
 
-    Tokens, streams and routes stay, so later tokens are computed and replayed after the same prefix. `versions` cover
-    the remaining loss tokens, counted from the first of them as everywhere: `oldest_version` is then the oldest version
-    that is trained on. A sample may be left without loss tokens: it trains nothing, its reward still counts in its
-    group's baseline, and the ledger counts it as trained with its group.
+    Tokens, streams and routes do not change, so later tokens are computed and replayed after the same prefix.
+    `versions` cover the remaining loss tokens, counted from the first of them as everywhere: `oldest_version` is then
+    the oldest version that is trained on. A sample may be left without loss tokens: it trains nothing, its reward still
+    counts in its group's baseline, and the ledger counts it as trained with its group.
     """
     oldest = version - max_staleness
     samples = tuple(_masked(s, oldest) for s in group.samples)

@@ -47,10 +47,10 @@ class _Round:
 
 @dataclass(kw_only=True)
 class Producer:
-    """For one event loop: `run` beside the loop that takes from the buffer.
+    """For one event loop: runs concurrently with the loop that takes groups from the buffer.
 
-    over_sampling: share of a step's groups that is admitted beyond them. early_abort: the remaining prompts of a full
-    step are discarded, and `abort` ends them on the servers. lockstep: see the module.
+    over_sampling: groups admitted beyond a step's groups, as a share of these. early_abort: when a step is full, its
+    remaining prompts are discarded and `abort` ends their requests on the servers. lockstep: see the module.
     """
 
     groups: int  # a step
@@ -97,12 +97,12 @@ class Producer:
 
     @property
     def settled(self) -> bool:
-        """Nothing is in flight, and nothing will be before the next publication."""
+        """Whether no group is in flight and none will be before the next publication."""
         return not self._rounds and (self.ended or not self._may_admit())
 
     async def run(self) -> None:
-        """Runs until the prompts end. Raises RuntimeError where `max_rounds` rounds do not fill a step: training on
-        fewer groups would be another run."""
+        """Runs until the prompts end. Raises RuntimeError where `max_rounds` * `groups` sampled prompts do not fill a
+        step: training on fewer groups would give another result."""
         running: set[asyncio.Task[None]] = set()
         restored = list(self._rounds.values())  # in flight when the run was saved
         try:
@@ -251,7 +251,7 @@ class Producer:
             )
 
     def state(self) -> Json:
-        """At the boundary of a step."""
+        """The state at the boundary of two steps, with the keys of run_state.json."""
         return {
             "step": self._step,
             "kept": self._kept,

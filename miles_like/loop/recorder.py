@@ -1,4 +1,4 @@
-"""What a run writes about its steps: a row of metrics, readable samples, and the ledger."""
+"""Writes the records of each step: a row of metrics, readable samples, and entries of the ledger."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Phase = Literal["experience", "train", "publish", "checks"]
 
 
 class Curriculum(Protocol):
-    """A prompt source that learns from rewards which prompts to rest."""
+    """A prompt source that uses rewards to decide which prompts to skip for some epochs."""
 
     def observe(self, measured: Iterable[Rewards]) -> None: ...
 
@@ -72,14 +72,14 @@ class Recorder:
     started: float = field(default_factory=time.perf_counter)
 
     def start(self) -> None:
-        """`wall_s` counts from here."""
+        """Start the clock of the metric `wall_s`."""
         self.started = time.perf_counter()
 
     def begin(self, step: int) -> StepRecord:
         return StepRecord(step=step, progress=self.progress)
 
     def sampled(self, record: StepRecord, taken: Sequence[Taken]) -> Sequence[SampleGroup]:
-        """The groups of `taken`, whose metrics go into the record."""
+        """Returns the groups of `taken` and stores their metrics in the record."""
         record.taken, groups = taken, [t.group for t in taken]
         metrics = rollout_metrics(groups, version=record.step)
         if self.episodes:
@@ -89,8 +89,8 @@ class Recorder:
         return groups
 
     def check(self, record: StepRecord) -> None:
-        """Writes the samples of a trained step, then holds its metrics to the run's bounds. The samples come first:
-        they show why a run stops. Raises RuntimeError as `StepBounds.check`."""
+        """Writes the samples of a trained step, then checks its metrics against the run's bounds. The samples are
+        written first, because they show why a run stops. Raises RuntimeError as `StepBounds.check`."""
         done = record.step + 1
         if self.samples is not None:
             write_rollouts(self.samples / f"step_{done}.jsonl", [t.group for t in record.taken])
@@ -131,10 +131,10 @@ class Recorder:
         self.write_end(done, row)
 
     def write_first(self, step: int, evaluated: Mapping[str, float]) -> None:
-        """The row of a run that begins."""
+        """Writes the row before the first step of a run."""
         self.sink.write(step, {"weight_version": float(step), **evaluated})
 
     def write_end(self, step: int, row: Mapping[str, float]) -> None:
-        """A row with the wall time and the state of the ledger."""
+        """Writes `row` with the wall time in seconds and the totals of the ledger."""
         wall = {"wall_s": time.perf_counter() - self.started}
         self.sink.write(step, {"weight_version": float(step), **wall, **row, **self.ledger.metrics()})

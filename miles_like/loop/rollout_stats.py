@@ -1,5 +1,5 @@
-"""Counts of the sampling that filled a step. They travel with the groups that were kept, so that they belong to the
-step that trains these groups, whatever else was sampled meanwhile."""
+"""Counts of the sampling that filled a step. They are stored with the groups that were kept, so they are reported in
+the step that trains these groups, even if other groups were sampled in the meantime."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RolloutStats:
         }
 
     def state(self) -> Json:
-        """Without the seconds, which differ in a resumed run. The keys are those of run_state.json."""
+        """All counts but the seconds, which differ in a resumed run. The keys are those of run_state.json."""
         return {
             "waves": self.rounds,
             "sampled": self.sampled,

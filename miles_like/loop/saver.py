@@ -12,15 +12,15 @@ from miles_like.report.progress import PhaseBar
 
 
 class Stateful(Protocol):
-    """What can be saved between two steps."""
+    """An object whose state can be saved between two steps."""
 
     async def snapshot(self, step: int, whole: bool) -> Snapshot:
-        """State after `step` steps. whole: with the samples in flight on the servers, which are aborted for it."""
+        """State after `step` steps. whole: include the samples in flight on the servers, which are aborted first."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Saver:
-    """every: steps between two checkpoints; 0: only after the last step."""
+    """Saves the state at step boundaries. every: steps between two checkpoints; 0: only after the last step."""
 
     state: Stateful
     checkpoints: RunCheckpoints
@@ -34,14 +34,14 @@ class Saver:
     _since: float = field(default_factory=time.perf_counter, init=False)  # the last boundary
 
     def begin(self, step: int) -> None:
-        """The first boundary of this process: `step` steps are done, and nothing is to be saved."""
+        """Record the first boundary of this process, after `step` steps; there is nothing to save."""
         self._step = self._saved = step
         self._since = time.perf_counter()
 
     async def boundary(self, step: int, *, last: bool, step_s: float | None = None) -> None:
-        """After `step` steps. Saves every `every` steps, after the last one and on a stop request. A checkpoint may be
-        unfinished when this returns, except after the last step. step_s: duration of the step for the deadline; None:
-        the time since the last boundary."""
+        """Call after `step` steps. Saves every `every` steps, after the last one and on a stop request. A checkpoint
+        may be unfinished when this returns, except after the last step. step_s: duration of the step in seconds, for
+        the deadline; None: the time since the last boundary."""
         due = last or self.stop.asked or bool(self.every and step % self.every == 0)
         self._step, self._snapshot = step, await self.state.snapshot(step, due)
         if due:

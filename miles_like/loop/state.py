@@ -31,10 +31,10 @@ class LoopState:
     partial: PartialRollouts
 
     async def snapshot(self, step: int, whole: bool) -> Snapshot:
-        """The state after `step` steps; the ledger is written up to here.
+        """The state after `step` steps; the ledger file is written up to this step.
 
-        whole: with the samples of groups in flight, which the servers abort for it and continue afterwards; otherwise
-        such a group may be saved with fewer tokens, or none.
+        whole: include all tokens of groups in flight: their requests are aborted first and continued afterwards.
+        Otherwise such a group may be saved with fewer tokens, or none.
         """
         if whole and self.feed.buffer.in_flight:
             async with self.partial.suspended():

@@ -1,4 +1,4 @@
-"""Bounds on the metrics of a step, held before its weights are published."""
+"""Bounds on the metrics of a step, checked before its weights are published."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from miles_like.algorithms.terms.bounds import Bounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBounds:
-    """What happens to a step that breaks `bounds` is mismatch.on_breach."""
+    """Checks steps against `bounds`. on_breach: mismatch.on_breach, the action for a step that exceeds a bound."""
 
     bounds: Bounds | None = None  # None: every step passes
     on_breach: Literal["warn", "down_weight", "stop"] = "warn"
     console: Console = field(default_factory=Console)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """metrics: of the step that ends as weight version `step`, trained and not published. Raises RuntimeError with
-        on_breach "stop", else prints which bounds it breaks."""
+        """metrics: those of the step that ends with weight version `step`, trained but not published. If a bound is
+        exceeded, raises RuntimeError with on_breach "stop", and prints a warning naming the bounds otherwise."""
         broken = "" if self.bounds is None else "; ".join(self.bounds.broken(metrics))
         if not broken:
             return

@@ -64,7 +64,7 @@ class StopRequest:
 
 
 class Deadline:
-    """Requests a stop while one more step and a save still fit into `seconds` after `began`."""
+    """Requests a stop when one more step and a save no longer fit into `seconds` after `began`."""
 
     def __init__(
         self,
@@ -74,7 +74,8 @@ class Deadline:
         began: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """began: by `clock`. seconds: checkpoint.deadline_s; None: no stop is requested."""
+        """began: start of the run by `clock`, in seconds. seconds: checkpoint.deadline_s; None: no stop is
+        requested."""
         self._stop, self._seconds, self._clock = stop, seconds, clock
         self._end = 0.0 if seconds is None else began + seconds
         self._step_s = 0.0

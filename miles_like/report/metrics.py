@@ -89,7 +89,8 @@ def speed_metrics(
 def pass_at_k(*, n: int, correct: int, k: int) -> float:
     """Probability that at least one of k samples, drawn without replacement from n with `correct` right ones, is right.
 
-    1 - C(n - c, k) / C(n, k), the unbiased estimator of HumanEval (arXiv:2107.03374, eq. 1).
+    1 - C(n - c, k) / C(n, k), the unbiased estimator of HumanEval (arXiv:2107.03374, eq. 1). Raises ValueError unless
+    1 <= k <= n and 0 <= correct <= n.
     """
     if not (1 <= k <= n and 0 <= correct <= n):
         raise ValueError(f"pass@{k} of {n} samples with {correct} right: want 1 <= k <= n and 0 <= right <= n")

@@ -21,7 +21,7 @@ from rollout.sglang.client import SGLangClient
 
 
 def comparison(rollout: RolloutSide, trainer: RayTrainer, prompts: Sequence[Prompt]) -> Comparison:
-    """Of trainer and servers on samples of `prompts`."""
+    """The comparison of trainer and servers on samples of `prompts`; nothing is sampled yet."""
     plan, c = rollout.plan, rollout.plan.config
     bounds = make_bounds(c.mismatch)
     shape = None if c.replay.gates else plan.routing_shape()  # the gates of corrected routes are not known
@@ -40,7 +40,8 @@ def comparison(rollout: RolloutSide, trainer: RayTrainer, prompts: Sequence[Prom
 
 
 async def check_bits(rollout: RolloutSide, trainer: RayTrainer, clients: Sequence[SGLangClient]) -> None:
-    """Raises ValueError where log-probabilities are to be exact and cannot be."""
+    """With `alignment.deterministic` on CPU ranks: raises ValueError, as `check_same_bits`, where trainer and servers
+    do not compute the same bits. No other run is checked."""
     c = rollout.plan.config
     if (shards := c.exact_parts) and c.bit_exact:
         infos = {client.url: await client.server_info() for client in clients}
@@ -54,7 +55,7 @@ def server_checks(
     prompts: Sequence[Prompt],
     console: Console,
 ) -> RunChecks:
-    """The checks of a run's servers, on samples of `prompts`."""
+    """The checks of a run's servers between two steps, on samples of `prompts`."""
     c = rollout.plan.config
     return RunChecks(
         clients=clients,

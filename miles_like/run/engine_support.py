@@ -27,7 +27,8 @@ def check_engine(rollout: RolloutConfig, precision: PrecisionConfig, hf: Mapping
 
 
 def check_attention(flags: SGLangFlags, hf: Mapping[str, Any]) -> None:
-    """Raises ValueError for kernels that SGLang has no deterministic form of for this model."""
+    """Raises ValueError for an attention backend that is not deterministic for this model although `flags` request
+    deterministic inference."""
     latent = family_of(hf).transformer_config(hf).get("multi_latent_attention")
     if flags.enable_deterministic_inference and flags.attention_backend == "flashinfer" and latent:
         raise ValueError(
@@ -37,8 +38,8 @@ def check_attention(flags: SGLangFlags, hf: Mapping[str, Any]) -> None:
 
 
 def check_layers(hf: Mapping[str, Any]) -> None:
-    """Raises ValueError for a Qwen3-MoE with dense layers, of which stock SGLang 0.5.23 makes layers of experts whose
-    weights that it never loads: its log-probabilities are nan."""
+    """Raises ValueError for a Qwen3-MoE with dense layers. Stock SGLang 0.5.23 builds expert layers in their place and
+    never loads the weights of these, so its log-probabilities are nan."""
     if hf.get("model_type") != "qwen3_moe":
         return
     family = family_of(hf)
@@ -51,8 +52,8 @@ def check_layers(hf: Mapping[str, Any]) -> None:
 
 
 def check_shapes(hf: Mapping[str, Any], spec: QuantSpec | None) -> None:
-    """Raises ValueError for a weight of a shape that the format cannot hold, and for one that is quantized without
-    another that it shares a scale with: the former with both numbers, each with the remedy."""
+    """Raises ValueError, with the remedy, for a weight of a shape that the format cannot hold (naming both numbers),
+    and for a weight that is quantized without another weight that has the same scale."""
     codec = codec_or_none(spec)
     if codec is None or spec is None:
         return
@@ -65,10 +66,11 @@ def check_shapes(hf: Mapping[str, Any], spec: QuantSpec | None) -> None:
 
 
 def check_engine_shards(flags: SGLangFlags, hf: Mapping[str, Any], spec: QuantSpec | None) -> None:
-    """Whether an SGLang server can multiply with quantized weights as they are scaled, and its ranks share them out
-    without cutting a block or group.
+    """Checks that tp_size is a multiple of ep_size and (with enable_dp_attention) of dp_size, that an SGLang server can
+    multiply by the quantized weights with the scales as stored, and that sharding over its ranks cuts no block or
+    group.
 
-    Raises ValueError, of a division with both numbers: SGLang and vLLM fail on it only while they load.
+    Raises ValueError; for a division, with both numbers. SGLang and vLLM detect this error only while they load.
     """
     for key, part in (("ep_size", flags.ep_size), ("dp_size", flags.dp_size if flags.enable_dp_attention else 1)):
         if flags.tp_size % part:

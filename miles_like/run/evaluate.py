@@ -1,7 +1,7 @@
-"""`miles-like eval`: a Hugging Face directory answers held-out prompts, without a run.
+"""`miles-like eval`: a model in a Hugging Face directory answers held-out prompts, without a run.
 
-Its own server is started and stopped, or a running one is asked. Prompts, sampling, rewards and figures are those of a
-run's evaluation (docs/evaluation.md).
+A server is started for the evaluation and stopped after it, or a running server is used. Prompts, sampling, rewards and
+figures are those of a run's evaluation (docs/evaluation.md).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AloneConfig(Section):
 def read_config(path: Path | None, overrides: Sequence[str], data: Sequence[str]) -> AloneConfig:
     """A run's configuration, if `path` names one, and `--data [NAME=]FILE` in place of its sets.
 
-    Raises ValueError for what is wrong in them, and where neither names a set.
+    Raises ValueError for an invalid configuration, override or `data`, and where neither names a set.
     """
     known = AloneConfig.model_fields
     for text in overrides:
@@ -95,7 +95,7 @@ class Found:
         return {key: value for a in self.answers for key, value in a.figures().items()}
 
     def table(self) -> Table:
-        """A column a set."""
+        """The table for the console, with one column per set."""
         columns = [_named(a) for a in self.answers]
         out = Table("", *(a.config.name for a in self.answers))
         for name in dict.fromkeys(name for figures in columns for name in figures):
@@ -103,12 +103,12 @@ class Found:
         return out
 
     def write_json(self, path: Path) -> None:
-        """One flat object."""
+        """Write model, weight version, duration in seconds and `figures` as one flat JSON object."""
         head = {"model": self.model, "weight_version": self.version, "seconds": round(self.seconds, 3)}
         path.write_text(json.dumps(head | self.figures(), indent=2) + "\n", encoding="utf-8")
 
     def write_answers(self, path: Path) -> None:
-        """An object a line and answer; replaces the file."""
+        """Write one JSON object per answer, each on a line; replaces the file."""
         with path.open("w", encoding="utf-8") as out:
             for a in self.answers:
                 for mode, groups in (("greedy", a.greedy), ("sampled", a.sampled)):
@@ -119,7 +119,7 @@ class Found:
 
 
 def _named(a: Answers) -> dict[str, str]:
-    """What a table says of a set."""
+    """The rows of one set's column: name -> value."""
     samples = [s for g in (*a.greedy, *a.sampled) for s in g.samples]
     n = max(1, len(samples))
     return {
@@ -132,10 +132,10 @@ def _named(a: Answers) -> dict[str, str]:
 
 
 class EvalAlone:
-    """Raises ValueError before anything is started: a directory without config, weights or tokenizer, a reward that is
-    not known, prompts that cannot be read.
+    """One evaluation of a model directory. The constructor raises ValueError, before anything is started, for a
+    directory without config, weights or tokenizer, an unknown reward, and prompts that cannot be read.
 
-    attached: the URL of a running server of this model, in place of one that is started here. key: which it asks for.
+    attached: the URL of a running server of this model, used in place of starting one. key: the key of that server.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class EvalAlone:
         self.play = make_episode_runner(config.rollout, self.tokenizer)
 
     def run(self) -> Found:
-        """Raises ValueError or RuntimeError where a server cannot be started or asked. One that was started here is
-        stopped, whatever happens."""
+        """Raises ValueError or RuntimeError where a server cannot be started or a request fails. A server that was
+        started here is stopped, also after an error."""
         began = time.perf_counter()
         with self._served() as url:
             version, found = run_to_end(self._ask(url))
@@ -186,7 +186,8 @@ class EvalAlone:
             yield handle.url
 
     def _rollout(self) -> RolloutConfig:
-        """With room for the longest prompt and answer in the embedded engine."""
+        """The configuration of the server to start, with room for the longest prompt and answer in the embedded
+        engine."""
         c = self.config.rollout
         new = max(c.longest_answer, *(h.config.max_new_tokens or 0 for h in self.sets), 0)
         longest = max(len(p.token_ids) for h in self.sets for p in h.prompts) + new
@@ -236,7 +237,8 @@ class EvalAlone:
             await self.rewards.close()
 
     async def _is_embedded(self, url: str) -> bool:
-        """Raises ValueError for a server of another model. A server without a weight version is set to 0."""
+        """Whether the server is an embedded engine. Raises ValueError for a server of another model. A server without a
+        weight version is set to version 0."""
         client = SGLangClient(url, routing=None, request_timeout_s=self.config.rollout.request_timeout_s, key=self.key)
         try:
             info, server = await client.model_info(), await client.server_info()
@@ -254,5 +256,6 @@ class EvalAlone:
 
 
 def stop_tokens(hf_dir: Path, of_tokenizer: int | None) -> tuple[int, ...]:
-    """The tokenizer's end of text, and those that generation_config.json names: chat models end a turn by another."""
+    """Ids of the tokenizer's end-of-text token and of the end tokens in generation_config.json, ascending: chat models
+    end a turn with a token other than the end of text."""
     return tuple(sorted({*(generation_eos(hf_dir) or ()), *(() if of_tokenizer is None else (of_tokenizer,))}))

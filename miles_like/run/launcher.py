@@ -14,14 +14,14 @@ from miles_like.run.rollout_side import RolloutSide
 
 
 class Launcher:
-    """Starts them as Ray actors, on the cluster that this process is connected to."""
+    """Starts the processes of a run as Ray actors on the cluster that this process has joined."""
 
     def check(self, plan: ModelPlan) -> None:
-        """Raises ValueError where the cluster has not the GPUs that the placement needs."""
+        """Raises ValueError when the placement needs more nodes than the cluster has."""
         check_nodes(plan.placement)
 
     def trainer(self, plan: ModelPlan, loss: LossFn) -> RayTrainer:
-        """Trainer ranks, with the weights that the run begins with."""
+        """Start the trainer ranks with the run's initial weights."""
         timeout_s = plan.config.cluster.timeout_s
         return RayTrainer(
             MegatronFactory(plan.trainer, plan.weights, loss, 2 * timeout_s),
@@ -32,7 +32,7 @@ class Launcher:
         )
 
     def critic(self, plan: ModelPlan) -> RayTrainer | None:
-        """Critic ranks: the model that the run begins with, with a scalar head. None where the algorithm has none."""
+        """Start the critic ranks: the run's initial model with a scalar head. None: the algorithm has no critic."""
         config, loss = critic_config(plan.config, plan.trainer), make_critic_loss(plan.config.algorithm)
         if config is None or loss is None:
             return None
@@ -46,15 +46,15 @@ class Launcher:
         )
 
     def servers(self, rollout: RolloutSide, version: int, *, routing: bool = True) -> RayServers:
-        """Rollout servers with weights `version`. routing: whether they return expert routes, where the run uses
-        them."""
+        """Begin to start the rollout servers, with their weights numbered `version`. routing: False: the servers return
+        no expert routes; True: they return them if the run uses them."""
         plan = rollout.plan
         launches = [(slot, rollout.launch(slot, version, routing=routing)) for slot in plan.placement.of("rollout")]
         return RayServers(launches, plan.logs, plan.config.rollout.start_timeout_s)
 
 
 def freeze_gc() -> None:
-    """Moves all objects that exist to the permanent generation of the garbage collector: each full pass over the
-    modules of Ray, torch and transformers would cost a good part of a short iteration."""
+    """Moves all existing objects to the permanent generation of the garbage collector: a full collection over the
+    objects of Ray, torch and transformers would take a large part of a short iteration."""
     gc.collect()
     gc.freeze()

@@ -38,7 +38,7 @@ def run_tokenizer(directory: Path) -> RunTokenizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """What both sides of a run are made from. `model_plan` makes one."""
+    """Model, layout and placement that trainer and servers of a run are built from; the result of `model_plan`."""
 
     config: RunConfig
     run_dir: Path
@@ -60,8 +60,8 @@ class ModelPlan:
         return self.run_dir / "logs"
 
     def routing_shape(self) -> RoutingShape | None:
-        """Expert routes that servers return with each token. None for a model without experts, and where the servers
-        would return routes of other weights than computed the log-probabilities."""
+        """The shape of the expert routes that servers return with each token. None for a model without experts, and
+        where routes and log-probabilities of a token may be of different weight versions."""
         hf = self.hf.config
         layers = self.family.moe_layers(hf)
         if not layers or not self.config.routes_belong_to_their_log_probs:
@@ -76,8 +76,8 @@ class ModelPlan:
 
 
 def model_plan(config: RunConfig, run_dir: Path, served: Path, weights: Path) -> ModelPlan:
-    """Reads the config.json of `served`, and starts nothing. Raises ValueError for a layout, precision, engine or
-    cluster that does not fit the model."""
+    """The plan, from the configuration and the config.json of `served`; starts no process. Raises ValueError for a
+    layout, precision, engine or cluster that does not fit the model."""
     hf = HFCheckpoint(served)
     family = family_of(hf.config)
     check_layout(config.parallel, hf.config)

@@ -1,4 +1,4 @@
-"""The rollout's side of a run: its servers, their clients, what is sampled, and how weights reach the servers."""
+"""The rollout side of a run: launch settings of its servers, their clients, sampling parameters, and publishers."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from rollout.wire.control import PauseMode
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSide:
-    """key: of every server that the run starts."""
+    """Makes the objects of a run's rollout side. key: the key of every server that the run starts."""
 
     plan: ModelPlan
     key: ServerKey = field(default_factory=ServerKey.new)
 
     @property
     def resumes(self) -> int:
-        """How often a sample may be aborted by publications before it is trained."""
+        """How often a sample may be resumed: once per publication before it is trained, and RESUMES further times."""
         return self.plan.config.buffer.slack + RESUMES
 
     def episode_runner(self) -> EpisodeRunner:
-        """Runs the episodes of the configuration. Raises ValueError for a user's function that does not fit."""
+        """The configured episode runner. Raises ValueError for a user's function that cannot be loaded or called."""
         return make_episode_runner(self.plan.config.rollout, self.plan.tokenizer, resumes=self.resumes)
 
     def launch(self, slot: Slot, version: int, *, routing: bool = True) -> ServerLaunch:
-        """How the server of `slot` is started, with weights `version`."""
+        """The launch settings of the server in `slot`, whose weights are numbered `version`."""
         plan, c = self.plan, self.plan.config
         first_port = c.rollout.port
         return ServerLaunch(
@@ -56,7 +56,8 @@ class RolloutSide:
     def client(
         self, url: str, *, routing: bool = True, ours: bool = True, key: ServerKey | None = None
     ) -> SGLangClient:
-        """ours: this run started the server, and has its log and key; `key` is that of one it did not start."""
+        """A client of the server at `url`. ours: this run started the server, so its log and key are those of this run;
+        otherwise `key` is the server's key."""
         plan, c = self.plan, self.plan.config
         tokenizer = plan.tokenizer
         return SGLangClient(
@@ -73,7 +74,7 @@ class RolloutSide:
         )
 
     def publisher(self, urls: Sequence[str], *, ours: bool = True, key: ServerKey | None = None) -> PublisherRecipe:
-        """Publishes to the servers at `urls`. ours, key: as of `client`."""
+        """The factory of the publishers to the servers at `urls`. ours, key: as in `client`."""
         plan, c = self.plan, self.plan.config
         return PublisherRecipe(
             urls=tuple(urls),
@@ -90,8 +91,8 @@ class RolloutSide:
         )
 
     def sampling(self, round_index: int) -> SamplingParams:
-        """Of the prompts of one round, which are sampled together: a prompt that comes again in a later round has
-        another seed."""
+        """Sampling parameters of one round of prompts. The seed differs between rounds, so a prompt that is sampled
+        again in a later round has another seed."""
         c = self.plan.config
         return SamplingParams(
             max_new_tokens=c.rollout.max_new_tokens,

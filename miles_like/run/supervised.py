@@ -1,4 +1,4 @@
-"""One supervised training run: trainer ranks and examples around the loop, then the report."""
+"""One supervised training run: reads the examples, starts the trainer ranks, runs the loop and writes the report."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class RunTeachers:
                     self._paths[name] = self._shards(name, path)
 
     def launch(self) -> None:
-        """Starts the servers of teachers; `wait` waits until they are up."""
+        """Begins to start the teachers' servers; `wait` returns when they are up."""
         served = [name for name, t in self.section.teachers.items() if isinstance(t.part, StartedServer)]
         logs = (self.run_dir / "logs" / "teachers").resolve()
         launches = []
@@ -95,7 +95,7 @@ class RunTeachers:
         self, trainer: Trainer, rollout: Sequence[SGLangClient], pack: Callable[..., Any], prompts: Sequence[Prompt]
     ) -> Teachers:
         """The teachers, not started. rollout: clients of the run's servers. Raises ValueError for prompts without a
-        teacher, or that a template does not fit."""
+        teacher, and for prompts that lack a field of a teacher's template."""
         made: dict[str, Teacher] = {}
         for name, config in self.section.teachers.items():
             part, prompt_of = config.part, as_it_is
@@ -117,7 +117,7 @@ class RunTeachers:
     def _server(
         self, name: str, part: TeacherPart, rollout: Sequence[SGLangClient], prompt_of: PromptOf
     ) -> ServerTeacher:
-        """Of the rollout's servers, unless the teacher has a server."""
+        """A teacher on its own server, or, without one, on the rollout's servers."""
         teacher = ServerTeacher(
             name=name,
             clients=rollout,
@@ -146,7 +146,7 @@ class RunTeachers:
         return f"{len(other)} tokens and {len(own)}" + (f", {differ[0]!r} is not the same" if differ else "")
 
     def _shards(self, name: str, path: str) -> Path:
-        """A directory of Megatron shards: `path`, or what it is converted to."""
+        """A directory of Megatron shards: `path` itself, or the conversion of the Hugging Face directory `path`."""
         if Manifest.there(Path(path)):
             return Path(path)
         directory = self._fetched(name, path)

@@ -1,4 +1,5 @@
-"""One training run: servers, trainer ranks, prompts and reward around the loop, then the report."""
+"""One training run: starts servers and trainer ranks, reads prompts and rewards, runs the loop and writes the
+report."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ from rollout.sglang.client import SGLangClient
 
 
 def run_algorithm(config: RunConfig) -> Algorithm:
-    """The algorithm of the configuration, with the loss of its teachers."""
+    """The configured algorithm; with distillation, extended by the advantage or loss of the teachers."""
     algorithm = make_algorithm(config.algorithm, config.correction, config.mismatch)
     d = config.distillation
     if d.mode == "off":
@@ -74,7 +75,8 @@ class Prompts:
 
 
 def read_prompts(plan: ModelPlan, console: Console) -> Prompts:
-    """Raises ValueError naming file and row, or the reward."""
+    """Reads the training prompts and held-out sets and makes the rewards. Raises ValueError naming file and row, or the
+    reward."""
     c = plan.config
     rewards = Rewards(c.reward)
     check_over_sampling(c, rewards(None))
@@ -96,8 +98,8 @@ def train(
 ) -> None:
     """Runs the steps of the configuration, from the latest checkpoint with `resume`, and writes the report.
 
-    controller: a subclass of Controller runs another loop. Raises ValueError before a process is started where the
-    configuration does not fit, RuntimeError where a process fails, Stopped on a stop request.
+    controller: the class of the loop; a subclass of Controller changes its steps. Raises ValueError before a process is
+    started where the configuration does not fit, RuntimeError where a process fails, Stopped on a stop request.
     """
     launcher = launcher or Launcher()
     launcher.check(plan)
@@ -176,7 +178,11 @@ class TrainingRun:
         self.deadline = Deadline(self.stop, self.config.checkpoint.deadline_s, began=command_began())
 
     async def loop(self, urls: Sequence[str]) -> None:
-        """Holds the servers at `urls` to the trainer, then runs the loop to its end."""
+        """Checks that the servers at `urls` agree with the trainer, then runs the loop to its end and closes
+        everything.
+
+        Raises ValueError where they differ by more than the precision explains; otherwise as `Controller.run`.
+        """
         c = self.config
         clients = [self.rollout.client(url) for url in urls]
         await check_bits(self.rollout, self.trainer, clients)
@@ -220,7 +226,9 @@ class TrainingRun:
                     await ranks.close()
 
     async def publish_first(self) -> tuple[int, PublishReport | None]:
-        """The first step, and what was published for it: the servers then hold what the trainer computes with."""
+        """(number of the first step, the report of the publication before it). A resumed run loads its checkpoint and
+        publishes it; a new run publishes only with `precision.qat`, else None. Trainer and servers then compute with
+        the same weights."""
         if self.resumed is not None:
             await self.resumed.load(self.models)
             step = self.resumed.state.step
@@ -240,7 +248,7 @@ class TrainingRun:
         teachers: Teachers | None,
         first: int,
     ) -> Controller:
-        """The loop, at the state of the checkpoint that the run resumes from."""
+        """The loop, restored to the state of the checkpoint if the run resumes from one."""
         c, progress = self.config, evaluator.progress
         sink, ledger = self.files.sink(first), self.files.ledger()
         recorder = Recorder(
@@ -347,7 +355,7 @@ class GroupSampler:
     async def groups(
         self, round_index: int, prompts: Sequence[Prompt]
     ) -> AsyncGenerator[tuple[int, SampleGroup], None]:
-        """(index of the prompt, its group), as groups end."""
+        """Yields (index of the prompt, its scored group) when the group is complete."""
         c, params = self.rollout.plan.config, self.rollout.sampling(round_index)
         seed = params.sampling_seed
         if seed is None:

@@ -1,4 +1,4 @@
-"""The trainer's side of a run: how its samples are packed, which files it writes, and where it resumes."""
+"""The trainer side of a run: how samples are packed, which files the run writes, and where it resumes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def packer(
     constant: int | None = None,
     steps: int = 1,
 ) -> Packer:
-    """How samples become batches of `dp_size` rows. balanced: rows are balanced as train.balance says, else by
+    """The packer of samples into batches of `dp_size` rows. balanced: balance rows by `train.balance`; otherwise by
     tokens."""
     c, hf = plan.config, plan.hf.config
     flops = balanced and c.train.balance == "flops"
@@ -57,7 +57,7 @@ def packer(
 
 
 def speed_meter(plan: ModelPlan) -> SpeedMeter:
-    """perf/mfu needs cluster.peak_tflops."""
+    """The meter of tokens per second and, if cluster.peak_tflops is set, of model FLOPs utilization (perf/mfu)."""
     c, hf = plan.config, plan.hf.config
     depths = plan.family.mtp_layers(hf) if c.train.mtp_coefficient else 0
     peak = c.cluster.peak_tflops
@@ -68,7 +68,7 @@ def speed_meter(plan: ModelPlan) -> SpeedMeter:
 
 
 class Resumed(NamedTuple):
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     folder: Path
     state: RunState
@@ -94,10 +94,12 @@ class RunFiles:
         self.appended: dict[str, AppendedFile] = {}  # name -> file: cut back where a run resumes
 
     def resume(self) -> Resumed | None:
-        """The latest checkpoint. Removes half-written ones, and what was appended to the run's files since it was
-        saved; prints a line for each difference that makes this another run. None where there is no checkpoint: the
-        run begins from its first step. Raises ValueError as `load_latest` does, and for a configuration that cannot
-        go on from it."""
+        """The latest checkpoint; None where there is none: the run then begins from its first step.
+
+        Removes unfinished checkpoints, truncates the run's files to their length in the checkpoint, and prints a line
+        for each changed configuration key (`resume_differences`). Raises ValueError as `load_latest` does, and for a
+        configuration key that may not change on resume.
+        """
         plan = self.plan
         began = run_state.load_latest(plan.checkpoints)
         run_state.clear_unfinished(plan.checkpoints)
@@ -116,7 +118,8 @@ class RunFiles:
         return resumed
 
     def sink(self, first: int = 0) -> MultiSink:
-        """Of a run that begins at step `first`."""
+        """The sinks of a run that begins at step `first`: metrics.jsonl, TensorBoard, the best checkpoint, the
+        console."""
         rows = JsonlSink(self.plan.run_dir / METRICS)
         self.appended[METRICS] = rows.file
         return MultiSink(

@@ -1,6 +1,6 @@
-"""`verify`: a job's two sides are started on its checkpoint, score the same samples, and the gap is put down to causes.
+"""`verify`: starts trainer and servers on a job's checkpoint, scores the same samples on both and attributes the gap.
 
-`train` asks the same of what it has started already, in a short form, before its first step.
+`train` makes a short form of this comparison with its own ranks and servers before its first step.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ PROMPTS = 32
 
 
 class VerifyStage:
-    """rollouts: a file of samples that a run kept, which are compared in place of new ones; no server is started.
-    attached: running servers, which are asked in place of ones that are started here; key: what they ask for.
-    overwrite: whether the trainer's weights may be published to them, after theirs were hashed. prompts: how many are
-    sampled."""
+    """One comparison of trainer and rollout.
+
+    rollouts: a file of samples that a run wrote, compared in place of new samples; no server is started then. attached:
+    URLs of running servers, used in place of starting servers; key: the key of those servers. overwrite: whether the
+    trainer's weights may be published to the attached servers, after the servers' weights were hashed. prompts: number
+    of prompts to sample; None: PROMPTS.
+    """
 
     def __init__(
         self,
@@ -53,8 +56,9 @@ class VerifyStage:
         overwrite: bool = False,
         prompts: int | None = None,
     ) -> None:
-        """checkpoint: a step_N folder of a run, whose weights are compared in place of those it began with. Raises
-        ValueError for one that is not whole, and for samples that are both kept and to be made."""
+        """checkpoint: a step_N folder of a run, whose weights are compared in place of the run's initial weights.
+        Raises ValueError for an incomplete checkpoint, for `rollouts` together with `attached` or `prompts`, and for
+        `overwrite` without `attached`."""
         if attached and rollouts is not None:
             raise ValueError(f"--rollouts {rollouts} asks no server, --server {attached[0]} does: give one of the two")
         if overwrite and not attached:
@@ -72,7 +76,8 @@ class VerifyStage:
         self.weights = self.plan.run_dir / "verify" / "weights"  # while they are compared
 
     def report(self) -> Report:
-        """Raises ValueError or RuntimeError where one side cannot be started or asked."""
+        """Starts what is not running, compares both sides and stops what was started. Raises ValueError or RuntimeError
+        where a rank or server cannot be started or a call to it fails."""
         self.launcher.check(self.plan)
         loss = run_algorithm(self.config).loss
         kept = None if self.rollouts is None else read_rollouts(self.rollouts, self.version)
@@ -86,8 +91,8 @@ class VerifyStage:
                 servers.stop()
 
     async def meet(self) -> None:
-        """Ask attached servers what they are, before ranks are started. Raises RuntimeError or ValueError for one that
-        is not there, or is not what the job needs."""
+        """Query model and settings of the attached servers, before ranks are started. Raises RuntimeError for a server
+        that does not answer and ValueError, as `check_attached`, for one that does not fit the job."""
         for url in self.attached:
             client = self.rollout.client(url, ours=False, key=self.key)
             try:
@@ -132,7 +137,7 @@ class VerifyStage:
             shutil.rmtree(self.weights, ignore_errors=True)
 
     async def _published(self, trainer: RayTrainer) -> Published:
-        """The trainer's weights as they are before they are encoded."""
+        """The trainer's weights before encoding, written to a directory in BF16."""
         plan, out = self.plan, self.weights
         shutil.rmtree(out, ignore_errors=True)
         config = quantized_config(plan.hf.config, None)
@@ -147,13 +152,14 @@ class VerifyStage:
         published: Published,
         rollout: LiveRollout,
     ) -> WeightEvidence | str:
-        """Of the server that holds most that the trainer would not publish; a string is the reason for no comparison.
+        """Evidence of the server with the most differing tensors; a string is the reason why there is no comparison.
 
-        served: each server's hashes. Those of the embedded engine are of stored tensors and are compared as they are.
-        With a trainer that does not round, and the weights that the job begins with, codes of the job's checkpoint
-        count as published where they decode to the trainer's weights. Stock SGLang hashes the tensors that it made of
-        the stored ones. On a CPU, in BF16 and on one rank these are made of the trainer's weights here; elsewhere it is
-        published to, where that is allowed, and hashed again.
+        served: each server's hashes. The embedded engine hashes stored tensors, which are compared directly. Without
+        `precision.qat`, and with the job's initial weights, codes of the job's checkpoint count as published where they
+        decode to the trainer's weights. Stock SGLang hashes the tensors that it derives from the stored ones. For a CPU
+        server with BF16 weights on one rank, the same tensors are derived here from the trainer's weights; for any
+        other, the trainer's weights are published to the server, if that is allowed, and its hashes before and after
+        are compared.
         """
         plan = self.plan
         if self.config.rollout.engine == "embedded":
@@ -175,7 +181,7 @@ class VerifyStage:
     async def _stacked(
         self, clients: Sequence[SGLangClient], served: Sequence[Mapping[str, str]], published: Published
     ) -> list[WeightEvidence]:
-        """Empty where what the servers hash is not known."""
+        """Evidence of each server from its hashes alone; empty where it is unknown which tensors the servers hash."""
         if self.plan.spec is not None or self.config.rollout.sglang.tp_size > 1:
             return []
         devices = [(await client.server_info()).get("device") for client in clients]
@@ -191,8 +197,8 @@ _OPAQUE = (
 
 
 def check_attached(url: str, info: ModelInfo, server: Mapping[str, Any], plan: ModelPlan) -> None:
-    """server: its resolved arguments. Raises ValueError, with the remedy, for a server of another kind, model or number
-    of ranks than the job's, or one that reports no routes."""
+    """server: the resolved arguments of the server at `url`. Raises ValueError, with the remedy, for a server of
+    another kind, model or number of ranks than the job's, or one that reports no routes."""
     rollout, wanted = plan.config.rollout, tuple(plan.hf.config.get("architectures") or ())
     kind = "embedded" if server.get("version") == "embedded" else "sglang"
     if kind != rollout.engine:
@@ -218,15 +224,16 @@ _KINDS = {"embedded": "an embedded engine", "sglang": "stock SGLang"}
 
 
 def _now(kept: Sequence[SampleGroup], prompts: Sequence[Prompt]) -> list[Sequence[int]] | None:
-    """What the prompts of kept samples are made into today; None where one is not among them."""
+    """Tokens of each kept sample's prompt as the tokenizer and template encode it now; None where a prompt is not in
+    `prompts`."""
     made = {p.id: p.token_ids for p in prompts}
     ids = [g.prompt.id for g in kept]
     return [made[i] for i in ids] if all(i in made for i in ids) else None
 
 
 def read_rollouts(path: Path, version: int) -> list[SampleGroup]:
-    """Samples of a `rollouts/step_N.jsonl`, a group each. Raises ValueError for a file without token ids, as older ones
-    are, or of tokens that another weight version than this sampled."""
+    """Samples of a `rollouts/step_N.jsonl`, each as one group. Raises ValueError for a file that cannot be read, holds
+    no samples or lacks token ids (files of older runs do), and for tokens of another weight version than `version`."""
     try:
         lines = read_text(path, ROLLOUTS_BYTES).splitlines()
     except OSError as e:

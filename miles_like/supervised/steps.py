@@ -34,7 +34,7 @@ _HELD_OUT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """A loss, and the aggregation of its tokens; of pairs, the mean over pairs."""
+    """A loss and the aggregation of its token losses; for pairs the aggregation is the mean over pairs."""
 
     loss: LossFn
     aggregation: Aggregation
@@ -88,8 +88,8 @@ class ExampleFeed:
 
 @dataclass(kw_only=True)
 class SupervisedLoop:
-    """One run. held_out: batches by the name of their set. eval_every: steps; 0: only before the first and after the
-    last step."""
+    """The training loop of one run. held_out: set name -> batch. eval_every: steps between two evaluations; 0: only
+    before the first and after the last step."""
 
     trainer: Trainer
     feed: ExampleFeed

@@ -61,7 +61,7 @@ class RolloutScorer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evidence:
-    """All that is compared. A step whose input is None gets the verdict "not compared"."""
+    """The inputs of one comparison. A step whose input is None gets the verdict "not compared"."""
 
     sampled: Sampled
     layers: tuple[int, ...]  # [L] global numbers

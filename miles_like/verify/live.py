@@ -51,7 +51,7 @@ Pack = Callable[[Sequence[SampleGroup], Sequence[Sequence[float]]], TrainBatch]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveTrainer:
-    """All ranks, with samples packed as in training."""
+    """A TrainerScorer over all trainer ranks, with samples packed as in training."""
 
     trainer: RayTrainer
     pack: Pack
@@ -139,7 +139,7 @@ def _routes(micro: MicroBatch, ranks: Sequence[OwnRoutes], shape: RoutingShape) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRollout:
-    """The first server; publication checks that the others hold the same weights."""
+    """A RolloutScorer on the first server; publication checks that the other servers hold the same weights."""
 
     client: SGLangClient
     publish: Callable[[], Awaitable[object]] | None  # the trainer's weights to every server; None: not allowed
@@ -283,7 +283,7 @@ def sampled(groups: Sequence[SampleGroup], prompts: Sequence[Sequence[int]] | No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Compares both sides of one job; holds what all its comparisons share."""
+    """Compares trainer and rollout of one job, with the settings that all comparisons of the job have in common."""
 
     trainer: LiveTrainer
     replay: bool  # whether the run replays the rollout's routes
@@ -314,7 +314,7 @@ class Comparison:
         rollout: RolloutScorer | None = None,
     ) -> Report:
         """Compare given samples. prompts: each group's, as the tokenizer and template encode it now. weights: a string
-        is the reason why they are not compared."""
+        is the reason why weights are not compared. Raises ValueError where no sample has a response token."""
         shape = self.trainer.shape
         evidence = Evidence(
             sampled=sampled(groups, prompts),

@@ -1,4 +1,4 @@
-"""Whether trainer and rollout servers compute the same bits: asked before anything is trained."""
+"""Checks, before training starts, that trainer and rollout servers compute the same bits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 def check_same_bits(
     trainer: str | None, servers: Mapping[str, Mapping[str, Any]], *, parts: tuple[int, int], dtype: str
 ) -> None:
-    """`trainer`: the fingerprint of its ranks (`quant.exact.selftest`), parts: how many tensor- and
-    expert-tensor-parallel ones there are; servers: URL -> /server_info. Raises ValueError naming a server that computes
-    other sums, in another dtype, or has another fingerprint."""
+    """trainer: the fingerprint of the trainer ranks (`quant.exact.selftest`). servers: URL -> reply of /server_info.
+    parts: numbers of tensor-parallel and expert-tensor-parallel trainer ranks. dtype: the trainer's parameter dtype.
+    Raises ValueError naming a server with other parts, another dtype or another fingerprint."""
     for url, info in servers.items():
         sums, kept = info.get("exact_parts"), info.get("dtype")
         if sums is None or tuple(sums) != parts or kept != dtype:

@@ -1,9 +1,9 @@
-"""What a training run checks of its servers between two steps: the checksums of their weights, and their
-log-probabilities and routes against the trainer's on newly sampled text.
+"""Checks of a training run's servers between two steps: checksums of their weights, and their log-probabilities and
+routes against the trainer's on newly sampled text.
 
-`RunChecks.published` belongs after a publication, while nothing is trained. `RunChecks.before_training` belongs between
-a step's rollout and its training: what happened to the weights since the publication has then spoilt samples that no
-weight was trained on yet.
+Call `RunChecks.published` after a publication and before the next training. Call `RunChecks.before_training` between a
+step's rollout and its training: if a server's weights changed after the publication, its samples are rejected before
+any weight is trained on them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ _Held = Sequence[Mapping[str, str]]  # of each rank of a server: tensor name -> 
 
 @dataclass(slots=True, kw_only=True)
 class RunChecks:
-    """compare: a comparison of `prompts`, of which each check takes `check_prompts`, other ones each time.
+    """The checks of one run. Each comparison samples `check_prompts` of `prompts`; the step and the attempt determine
+    which.
 
-    idle: whether the servers have no request in flight after a publication; their caches are then emptied again.
+    comparison: the settings of a comparison; its prompts and its seed are replaced. idle: whether the servers have no
+    request in flight after a publication; their caches are then emptied again.
     """
 
     clients: Sequence[SGLangClient]
@@ -44,8 +46,8 @@ class RunChecks:
     _published: _Held = field(default=())
 
     async def at_start(self, step: int, report: PublishReport | None) -> None:
-        """Before the first step of a process. Raises ValueError, naming the causes, where the sides differ by more than
-        the precision explains."""
+        """Call before the first step of a process. Raises ValueError, naming the causes, where the sides differ by more
+        than the precision explains."""
         await self._note(step, report)
         if self.check_prompts:
             began = time.perf_counter()
@@ -53,8 +55,9 @@ class RunChecks:
             check_before_start(found, self.console, time.perf_counter() - began)
 
     async def published(self, step: int, report: PublishReport) -> None:
-        """After the publication of `step` trained steps. Raises RuntimeError naming step and causes, where two
-        comparisons, of different samples, both find more than the precision explains: a rare near-tie is in one."""
+        """Call after the publication of `step` trained steps. Raises RuntimeError naming step and causes when two
+        comparisons of different samples both exceed what the precision explains; a rare near-tie exceeds it in one
+        comparison only."""
         await self._note(step, report)
         if not (self.check_prompts and self.check_every) or step % self.check_every:
             return
@@ -70,7 +73,8 @@ class RunChecks:
         )
 
     async def before_training(self, step: int) -> None:
-        """Raises RuntimeError naming server and tensors, where one holds other weights than were published last."""
+        """Raises RuntimeError naming server and tensors when a server's weights are not those published last. Checks
+        only every `checksums_every` steps."""
         if not (self._due(step) and self._published):
             return
         for client, held in zip(self.clients, await self._held(), strict=True):
@@ -86,7 +90,7 @@ class RunChecks:
         return bool(self.checksums_every) and (step + 1) % self.checksums_every == 0
 
     async def _note(self, step: int, report: PublishReport | None) -> None:
-        """What the servers hold now is what they are to hold before the next step trains."""
+        """Record the checksums that the servers must still have before the next step trains."""
         self._published = ()
         if self._due(step):
             self._published = (report.checksums if report else ()) or (await self._held())[0]
@@ -103,7 +107,8 @@ class RunChecks:
 
 
 def differing(published: _Held, held: _Held) -> list[str]:
-    """Names of tensors whose hash differs in a rank, or which only one side has, sorted."""
+    """Sorted names of tensors whose hash differs on any rank or that only one side has; one entry with both numbers if
+    the numbers of ranks differ."""
     if len(published) != len(held):
         return [f"{len(held)} ranks in place of {len(published)}"]
     return sorted(

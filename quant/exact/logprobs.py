@@ -44,7 +44,8 @@ def shard_sums(logits: Logits, width: int, labels: Tensor) -> tuple[Tensor, Tens
 
 
 def joined(tops: Sequence[Tensor], sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The results of `shard_sums` of all shards, in order, as those of one shard."""
+    """Combines the results (m [T], sums [2 + L, T]) of `shard_sums` for all shards, from first to last, into the result
+    for the whole vocabulary."""
     top = torch.stack(list(tops)).amax(0)
     below = [s.clone() for s in sums]
     for s, own in zip(below, tops, strict=True):
@@ -53,7 +54,8 @@ def joined(tops: Sequence[Tensor], sums: Sequence[Tensor]) -> tuple[Tensor, Tens
 
 
 def log_sum(top: Tensor, sums: Tensor) -> Tensor:
-    """[T]: log of the sum of e^l. The log-probability of the first label is sums[2] minus that."""
+    """log of the sum of e^l, fp32 [T], from a result of `shard_sums` or `joined`. The log-probability of the first
+    label is sums[2] minus this value."""
     return top + sums[0].log()
 
 

@@ -20,7 +20,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def rmsnorm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    """x [..., D]: torch's rms_norm, in fp32, rounded once after the weight. It works row by row."""
+    """x [..., D]: torch's rms_norm, in fp32, rounded once after the weight; each row depends on itself only."""
     return F.rms_norm(x, (x.shape[-1],), w, eps)
 
 

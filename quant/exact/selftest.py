@@ -2,7 +2,7 @@
 
 Two processes with equal fingerprints have the same torch version, and libraries and processors that compute the same
 bits for a number of shapes. Trainer and rollout compare their fingerprints before training starts: another instruction
-set gives other sums. It takes a fraction of a second.
+set gives other sums. The test takes a fraction of a second.
 
 Letters: T rows, K columns, N outputs, V vocabulary.
 """

@@ -4,9 +4,9 @@ Letters: B weights of one shape, r rows (out) and c columns (in) of a tile; a gr
 
 The scale's code b means 2^(b - 127) and is computed from the bits of the group's amax, never by log2:
 MXFP8  the least power of two not below amax / 448, so that nothing saturates (Transformer Engine's rule);
-MXFP4  2^(floor(log2 amax) - 2), so that values above 6 times that saturate (OCP's rule, nearer on Gaussian weights).
+MXFP4  2^(floor(log2 amax) - 2): values above 6 times the scale saturate (OCP's rule, nearer on Gaussian weights).
 Both are bounded below by b = 0, 2^-127, which is also the scale of a group of zeros. Code = round(w / 2^(b - 127)) to
-nearest even, decode = code * 2^(b - 127); neither product is ever rounded.
+nearest even, decode = code * 2^(b - 127); neither the quotient nor the product is rounded.
 
 Stored: MXFP8 `weight` e4m3 [n, k] and `weight_scale_inv` uint8 [n, k / 32] (SGLang), or `weight_scale`
 (compressed-tensors); MXFP4 `weight_packed` uint8 [n, k / 2], the even column in the low nibble, and `weight_scale`.

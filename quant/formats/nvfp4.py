@@ -10,12 +10,13 @@ S is stored in one of two ways, which only the convention determines. All arithm
 decoding reproduces the encoded values:
 modelopt            `weight` uint8 [n, k / 2], `weight_scale` e4m3 [n, k / 16], `weight_scale_2` fp32 [] = S, and
                     `input_scale` fp32 [] = 1: loaders require it; it applies to activations and is not read here;
-compressed-tensors  `weight_packed`, `weight_scale`, `weight_global_scale` fp32 [1] = 1 / S = 2688 / amax. The
-                    arithmetic, amax_group / 6 * that and s / that, is bit for bit that of compressed-tensors.
+compressed-tensors  `weight_packed`, `weight_scale`, `weight_global_scale` fp32 [1] = G = 1 / S =
+                    2688 / amax. The arithmetic, amax_group / 6 * G and s / G, is bit for bit that of
+                    compressed-tensors.
 Reading one as the other gives values wrong by a factor of 1e6 and more.
 
-Attention projections do not share S here, though engines multiply some of them at once: they are read correctly from
-other checkpoints, but no checkpoint is written with them (`check_bundle`).
+Attention projections do not share S here, although engines multiply some of them at once: quantized attention
+projections are read correctly from other checkpoints, but are not written (`check_bundle`).
 """
 
 from __future__ import annotations

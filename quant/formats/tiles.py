@@ -22,6 +22,7 @@ Tile = tuple[slice, slice]  # rows, columns
 
 
 def tile_elements(device: torch.device) -> int:
+    """Elements of one tile on `device`; on CPU in proportion to the number of PyTorch's threads."""
     return CPU_ELEMENTS * torch.get_num_threads() if device.type == "cpu" else CUDA_ELEMENTS
 
 

@@ -1,8 +1,8 @@
 """Partial rollouts that are saved in a checkpoint and continued after a resume.
 
 PartialRollouts wraps the engines of a run, below the code that resumes aborted samples. It keeps the last state of
-every sample of an unfinished group for the checkpoint. After a resume it returns the restored samples instead of asking
-a server; they are then continued from their tokens, as after any abort.
+every sample of an unfinished group for the checkpoint. After a resume it returns the restored samples instead of
+sending a request; they are then continued from their tokens, as after any abort.
 
     running --suspended()--> new calls wait, and running ones are aborted until none is left: state() is complete
             <--------------- the waiting calls run and continue the aborted samples

@@ -17,7 +17,7 @@ EpisodeRunner: TypeAlias = Callable[[RolloutEngine], RolloutEngine]
 
 
 def make_episode_runner(config: RolloutConfig, tokenizer: Tokenizer, *, resumes: int = RESUMES) -> EpisodeRunner:
-    """A function that wraps an engine so that its samples are those the configuration asks for.
+    """A function that wraps an engine so that its samples are made by the configured runner.
 
     Raises ValueError for an import path that cannot be used.
     """

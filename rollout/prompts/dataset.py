@@ -44,7 +44,7 @@ class Rows(Sequence[Row]):
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether `read_rows` would load it from the hub."""
+    """Whether `read_rows` would load `path` from the hub."""
     file = Path(path)
     return file.suffix not in {*_READERS, ".csv", ".txt", ".gz"} and not file.exists()
 

@@ -114,7 +114,7 @@ class SGLangClient:
     deterministic inference draws all `n` samples of a request from one seed, so they would be equal, and it does not
     keep the request's ids for them.
     decode: token ids -> text, for servers that run without a tokenizer; replaces the text that the server returns.
-    key: the server's key; None if it asks for none.
+    key: the server's key; None if the server requires none.
     vocabulary: the model's vocabulary size, which every sampled id must be below; None: not checked.
     """
 

@@ -89,7 +89,8 @@ class ServerHandle:
             self._key_file.unlink(missing_ok=True)
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """Send SIGTERM to the process group and SIGKILL after `grace_s`. Does nothing if it was stopped before."""
+        """Send SIGTERM to the process group and SIGKILL after `grace_s` seconds. Does nothing if it was stopped
+        before."""
         self._remove_key_file()
         if self._process.returncode is not None:
             return
@@ -112,7 +113,7 @@ class ServerHandle:
 
 
 def log_tail(log: Path, lines: int = _LOG_LINES) -> str:
-    """The last lines of a log, which say why a server ended."""
+    """The last `lines` lines of a server's log, which usually contain the reason why it ended."""
     if not log.exists():
         return "(no log)"
     with log.open("rb") as f:
@@ -128,7 +129,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def check_port(port: int, host: str = "127.0.0.1") -> None:
-    """Raises ValueError if the port is in use. A server would notice only after loading the model."""
+    """Raises ValueError if the port is in use. A server would detect this only after loading the model."""
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
         try:

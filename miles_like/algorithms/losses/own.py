@@ -17,7 +17,8 @@ from miles_like.types import LossInputs, LossOutput
 
 
 class KeywordLossFn(Protocol):
-    """The former signature of `LossFn`, the fields of `LossInputs` as keywords; a user's loss may still have it."""
+    """The former signature of `LossFn`: the fields of `LossInputs` as keywords. It is still accepted for a user's
+    loss."""
 
     def __call__(
         self,

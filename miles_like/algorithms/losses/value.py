@@ -50,8 +50,9 @@ class ValueLoss:
 
 
 def critic_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of the critic's trainer -> those that are logged: `critic/...`, with the explained variance
-    1 - mean (R - v)^2 / var R in place of the means that it is computed from, and the optimizer's as `critic/...`."""
+    """Metrics of the critic's trainer -> the logged metrics, all under `critic/...`: the critic's statistics, with the
+    explained variance 1 - mean (R - v)^2 / var R in place of the means that it is computed from, and the optimizer's
+    grad_norm, lr and skipped."""
     out = {key: value for key, value in metrics.items() if key.startswith("critic/")}
     error, square = out.pop(_ERROR_SQUARE, None), out.pop(_RETURN_SQUARE, None)
     if error is not None and square is not None:

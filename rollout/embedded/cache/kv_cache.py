@@ -101,7 +101,8 @@ class KVCache:
         self._free = OrderedDict.fromkeys(sorted(self._free))
 
     def next_epoch(self) -> None:
-        """Call after the weights or their version have changed."""
+        """Starts an epoch of the weights and forgets all prefixes. Call it after the weights or their version have
+        changed."""
         self.epoch += 1
         self.forget_prefixes()
 

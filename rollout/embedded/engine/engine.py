@@ -47,7 +47,8 @@ class EngineLimits:
 
 
 class Engine:
-    """Call `step` until it returns False; results are passed to each group's `deliver`."""
+    """Runs prompts on one model by continuous batching. Call `step` until it returns False; results are passed to each
+    group's `deliver`."""
 
     def __init__(self, model: Model, limits: EngineLimits, *, version: str = "default") -> None:
         self.model = model
@@ -79,7 +80,7 @@ class Engine:
     # ---- requests
 
     def submit(self, spec: PromptSpec, deliver: Callable[[list[Completed]], None]) -> None:
-        """Raises ValueError when the request can never run."""
+        """Queues one prompt; `deliver` is called with its samples. Raises ValueError when the request can never run."""
         self.queue([self.make_entry(spec, deliver)])
 
     def make_entry(self, spec: PromptSpec, deliver: Callable[[list[Completed]], None]) -> Entry:

@@ -39,9 +39,12 @@ def in_turn(requests: Ints, asked: Ints, sampled: Ints, *, rows: int = STEP_ROWS
 
 
 def quotas(running: Ints, least: int, rows: int) -> Ints:
-    """[R] maximum number of samples of each request in a step, given the number [R] that run: the largest equal share
-    with which all fit into `rows`, where rows that small requests do not use are divided among the larger ones; more
-    than that for `least`, or for every sample to have its turn within `_SLOWEST` steps."""
+    """[R] maximum number of samples of each request in a step. running: [R], number of running samples of each request.
+
+    The maximum is the largest equal share with which all requests fit into `rows`; rows that small requests do not use
+    are divided among the larger ones. It is raised to `least` where the share is smaller, and where a sample would
+    otherwise wait for more than `_SLOWEST` steps.
+    """
     size = np.sort(running)
     level = (rows - (np.cumsum(size) - size)) // np.arange(len(size), 0, -1)  # if all smaller ones run whole
     wanted = level[size > level]

@@ -1,7 +1,7 @@
 """The architecture of a model: attention, rotary positions, the MLP of each layer, the head.
 
-The families read it from a `config.json`; the rest of the engine does not depend on the family. Attention is latent or
-grouped-query.
+Each family reads an architecture from a `config.json`; the rest of the engine does not depend on the family. Attention
+is latent or grouped-query.
 """
 
 from __future__ import annotations

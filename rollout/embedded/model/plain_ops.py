@@ -39,7 +39,7 @@ def grouped_linear(x: Tensor, w: Tensor, counts: Sequence[int], shards: int = 1)
 
 
 def _aligned(t: Tensor) -> bool:
-    """Whether torch's grouped product accepts it: rows must begin at multiples of 16 bytes."""
+    """Whether torch's grouped product accepts `t`: rows must begin at multiples of 16 bytes."""
     return t.shape[-1] * t.element_size() % _ROW_BYTES == 0
 
 

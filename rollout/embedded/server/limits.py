@@ -78,7 +78,7 @@ def affordable_connections(wanted: int) -> int:
 
 
 def error_body(message: str) -> bytes:
-    """SGLang's format of errors."""
+    """The body of an error reply with `message`, in SGLang's format."""
     return orjson.dumps({"error": {"message": message}})
 
 
@@ -124,7 +124,7 @@ class BodyLimits:
 
 
 def _content_length(scope: Scope) -> int:
-    """0 if there is none."""
+    """The request's Content-Length in bytes; 0 if there is none."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and len(value) < 20:
             return int(value)
