@@ -33,23 +33,24 @@ check: $(STAMP)
 test-fast: $(STAMP)
 	$(PYTEST) --numprocesses 2 -m "not slow" --junitxml $(OUT)/check.xml
 
-# all tests, within the budget of tests/budget.toml
+# all tests but those marked long, within the budget of tests/budget.toml
 test: $(STAMP)
-	$(PYTEST) --numprocesses $(JOBS) --junitxml $(OUT)/test.xml
+	$(PYTEST) --numprocesses $(JOBS) -m "not long" --junitxml $(OUT)/test.xml
 	$(BUDGET) $(OUT)/test.xml
 
 # the tests that `make check` leaves out, and the budget of both
 test-slow: $(STAMP)
-	$(PYTEST) --numprocesses $(JOBS) -m slow --junitxml $(OUT)/slow.xml
+	$(PYTEST) --numprocesses $(JOBS) -m "slow and not long" --junitxml $(OUT)/slow.xml
 	$(BUDGET) $(OUT)/check.xml $(OUT)/slow.xml
 
 # the sentences of refusals in tests/refusals.json, written again by the tests that assert them; git diff shows what changed
 snapshot: $(STAMP)
 	$(PYTEST) --numprocesses $(JOBS) --accept-refusals --refusals-only
 
-# the long tier too; the last results are in tests/RESULTS.md and tests/fuzz/RESULTS.md
-test-all: test
-	$(BIN)/python -m tests.support.results $(OUT)/test.xml
+# the long tests too; the last results are in tests/RESULTS.md and tests/fuzz/RESULTS.md
+test-all: $(STAMP)
+	$(PYTEST) --numprocesses $(JOBS) --junitxml $(OUT)/all.xml
+	$(BIN)/python -m tests.support.results $(OUT)/all.xml
 	$(MAKE) fuzz
 
 # stock SGLang on CPU, in an environment of its own: its pins are not ours

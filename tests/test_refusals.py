@@ -47,8 +47,9 @@ def suite(tmp_path: Path) -> Path:
 
 
 def run(suite: Path, *arguments: str, passes: bool = True) -> str:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist", *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"PYTHONPATH": str(ROOT)}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # others take a second
     done = subprocess.run(command, cwd=suite, env=environment, capture_output=True, text=True, timeout=100)
     assert (done.returncode == 0) == passes, done.stdout + done.stderr
     return done.stdout

@@ -1,7 +1,9 @@
-"""`make check` starts no process: the mark follows from what a file imports, and a test without it is watched."""
+"""`make check` starts no process: the mark follows from what a file imports, and a test without it is watched. A test
+that only `make test-all` runs names the one that holds its law in `make test`."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,15 @@ def test_of_a_loud_fixture(loud): ...
 @pytest.mark.slow
 def test_marked(): os.system("true")
 """
+LONG = """
+import pytest
+
+@pytest.mark.slow
+@pytest.mark.long(beside="tests/{beside}")
+def test_long(): ...
+
+def test_short(): ...
+"""
 
 
 @pytest.mark.parametrize(
@@ -45,16 +56,50 @@ def test_a_file_is_slow_by_its_imports(tmp_path: Path, line: str, starts: bool) 
     assert starts_processes(path) == starts
 
 
+def pytest_in(where: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-rA",
+        "-p",
+        "xdist",
+        "-p",
+        "tests.support.tiers",
+        "--rootdir",
+        str(ROOT),
+    ]
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # they take a second
+    return subprocess.run(
+        [*command, *more, str(where)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def outcomes(summary: str) -> dict[str, str]:
+    """Test -> its outcome, of the lines of a report's summary."""
+    ends = [line.partition(" - ")[0].split() for line in summary.splitlines() if ".py::" in line]
+    return {test.rpartition("::")[2]: outcome for outcome, test in ends}
+
+
 def test_a_test_without_the_mark_that_starts_a_process_fails(tmp_path: Path) -> None:
     (tmp_path / "test_watched.py").write_text(WATCHED)
-    command = [sys.executable, "-m", "pytest", "-rA", "-p", "tests.support.tiers", "--rootdir", str(ROOT)]
-    done = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = pytest_in(tmp_path)
     reports, _, summary = done.stdout.partition("short test summary info")
     assert reports.count("Mark it with pytest.mark.slow") == 2, done.stdout
-    ends = [line.partition(" - ")[0].split() for line in summary.splitlines() if "test_watched.py::" in line]
-    assert {test.rpartition("::")[2]: outcome for outcome, test in ends} == {
+    assert outcomes(summary) == {
         "test_quiet": "PASSED",
         "test_loud": "FAILED",
         "test_of_a_loud_fixture": "ERROR",
         "test_marked": "PASSED",
     }
+
+
+def test_a_long_test_runs_in_test_all_only_and_names_the_test_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(LONG.format(beside="test_tiers.py"))
+    for tier, want in (("not long", {"test_short"}), ("slow and not long", set()), ("", {"test_long", "test_short"})):
+        _, _, summary = pytest_in(tmp_path, "-m", tier).stdout.partition("short test summary info")
+        assert outcomes(summary) == dict.fromkeys(want, "PASSED"), tier
+    (tmp_path / "test_it.py").write_text(LONG.format(beside="test_gone.py"))
+    done = pytest_in(tmp_path)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    assert "test_long" in done.stderr and "tests/test_gone.py" in done.stderr

@@ -7,12 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.support.command import ROOT, SCRIPT, Commands
+from tests.support.own_ray import own_ray
 
 SMALL = (
     *("--set", "model.make.max_steps=20"),
@@ -55,8 +56,25 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 
 
 @pytest.fixture(scope="session")
-def run(commands: Commands) -> Run:
-    """As `shell`, without the five seconds of a fresh process's imports."""
+def ray() -> Iterator[Mapping[str, str]]:
+    """The variables of the Ray that `run` and `miles_like` join."""
+    with own_ray() as variables:
+        yield variables
+
+
+@pytest.fixture(scope="session")
+def run(commands: Commands, ray: Mapping[str, str]) -> Run:
+    """As `shell`, without the five seconds of a fresh process's imports, and without those of a Ray's start."""
+
+    def started(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return commands.run(str(SCRIPT), arguments, environment(**ray, **more), LIMIT_S)
+
+    return started
+
+
+@pytest.fixture(scope="session")
+def alone(commands: Commands) -> Run:
+    """As `run`, without a Ray to join: a command that needs one starts it."""
 
     def started(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         return commands.run(str(SCRIPT), arguments, environment(**more), LIMIT_S)
@@ -65,11 +83,11 @@ def run(commands: Commands) -> Run:
 
 
 @pytest.fixture(scope="session")
-def miles_like(commands: Commands) -> Run:
+def miles_like(commands: Commands, ray: Mapping[str, str]) -> Run:
     """`miles-like`, likewise."""
 
     def started(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return commands.run("", arguments, environment(**more), LIMIT_S)
+        return commands.run("", arguments, environment(**ray, **more), LIMIT_S)
 
     return started
 

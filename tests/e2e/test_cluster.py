@@ -76,16 +76,16 @@ def test_a_placement_larger_than_the_cluster_is_refused(shell: Run, two_nodes: s
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_no_cluster_at_the_address_is_one_sentence(run: Run, home: Path) -> None:
-    done = run("--run-dir", str(home / "none"), *ONE_STEP, "--ray-address", "127.0.0.1:1")
+def test_no_cluster_at_the_address_is_one_sentence(alone: Run, home: Path) -> None:
+    done = alone("--run-dir", str(home / "none"), *ONE_STEP, "--ray-address", "127.0.0.1:1")
     assert done.returncode == 2
     check_refusal(done.stderr, "127.0.0.1:1")
 
 
-def test_sglang_as_the_engine_is_the_same_client_and_loop(run: Run, home: Path) -> None:
+def test_sglang_as_the_engine_is_the_same_client_and_loop(alone: Run, home: Path) -> None:
     """Another command line, another encoding of weights, another way to seed: nothing else differs for the loop."""
     path = f"{ROOT / 'tests' / 'support' / 'fake_sglang'}{os.pathsep}{ROOT}"
-    done = run("--run-dir", str(home / "sglang"), *ONE_STEP, "--set", "rollout.engine=sglang", PYTHONPATH=path)
+    done = alone("--run-dir", str(home / "sglang"), *ONE_STEP, "--set", "rollout.engine=sglang", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(x) for x in (home / "sglang" / "metrics.jsonl").read_text().splitlines()]
     assert rows[1]["routing/replay_coverage"] == 1.0

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import ROOT, SMALL, Run
+from tests.e2e.conftest import ONE_RANK, ROOT, SMALL, Run
 from tests.e2e.test_pipeline import metrics
 from tests.e2e.test_verify import REWARD
 
@@ -29,9 +29,9 @@ OF_THE_CLOCK = ("perf/", "wall_s", "sync/seconds")
 @pytest.fixture(scope="module")
 def critic(run: Run, home: Path) -> Path:
     sets = (x for one in SETTINGS for x in ("--set", one))
-    done = run("--run-dir", str(home / "critic"), *SMALL, *sets, PYTHONPATH=str(ROOT))
+    done = run("--run-dir", str(home / "critic"), *SMALL, *ONE_RANK, *sets, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 trainer ranks and 2 of the critic" in done.stdout
+    assert "1 trainer ranks and 1 of the critic" in done.stdout
     return home / "critic"
 
 
@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_is_the_one_that_never_stopped(run: Run, critic: Path
     (again / "checkpoints" / "latest").write_text("step_1\n")
     (again / ".complete.json").unlink()  # or nothing would be left to do
     sets = (x for one in SETTINGS for x in ("--set", one))
-    done = run("--run-dir", str(again), *SMALL, *sets, "--resume", PYTHONPATH=str(ROOT))
+    done = run("--run-dir", str(again), *SMALL, *ONE_RANK, *sets, "--resume", PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("complete, skipped") == 4  # the stages before training
 

@@ -20,6 +20,7 @@ from rollout.embedded.server.service import Service
 from tests.e2e.conftest import ROOT, Run
 from tests.support import tiny_models
 
+LONG = pytest.mark.long(beside="tests/laws/test_megatron_equals_transformers.py")
 CONFIG = ("--config", str(ROOT / "configs" / "tiny_qwen.toml"))
 ONE_STEP = (
     *("--set", "parallel.dp=1", "--set", "parallel.ep=1"),
@@ -39,7 +40,7 @@ def config_of(tmp_path: Path, hf: dict[str, Any]) -> tuple[str, str]:
     return "--set", f"model.make.config={tmp_path}/model.json"
 
 
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("dense", [False, pytest.param(True, marks=LONG)])
 def test_an_iteration(run: Run, tmp_path: Path, dense: bool) -> None:
     model = config_of(tmp_path, tiny_models.tiny_dense(tie_word_embeddings=True)) if dense else ()  # else as shipped
     done = run(*CONFIG, "--run-dir", str(tmp_path / "run"), *ONE_STEP, *model, PYTHONPATH=str(ROOT))

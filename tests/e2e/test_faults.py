@@ -23,18 +23,19 @@ from miles_like.checkpoint.run_state import load_latest
 from tests.e2e.conftest import ONE_RANK, ROOT, SMALL, command, environment
 from tests.support.refusals import check_refusal
 
-LONG = (
+ENDLESS = (
     *SMALL,
     *("--set", "train.steps=500"),
     *("--set", "eval.every=0"),
     *("--set", "rollout.request_timeout_s=8.0"),
 )
+LONG = pytest.mark.long(beside="tests/e2e/test_faults.py")
 
 
 @contextmanager
 def started(run_dir: Path, *more: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        command("--run-dir", str(run_dir), *LONG, *more),
+        command("--run-dir", str(run_dir), *ENDLESS, *more),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -144,6 +145,7 @@ def stopped_in_mid_save(rank: psutil.Process, checkpoints: Path) -> int:
     raise AssertionError("no save was caught within 120 s")
 
 
+@pytest.mark.long(beside="tests/laws/test_kills.py")
 def test_a_trainer_rank_is_killed_while_a_checkpoint_is_written(home: Path) -> None:
     """Written beside the training: `latest` stays at the checkpoint before, which is whole."""
     run_dir = home / "fault-save"
@@ -163,7 +165,7 @@ def test_a_trainer_rank_is_killed_while_a_checkpoint_is_written(home: Path) -> N
     assert not (run_dir / ".complete.json").exists()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=LONG)])
 def test_the_driver_is_told_to_stop(home: Path, how: signal.Signals) -> None:
     """A batch system's SIGTERM and a person's Ctrl-C: no server, rank or Ray process stays behind. Before SIGTERM's end
     the run saves the step that it is at, whole: --resume would go on from there."""

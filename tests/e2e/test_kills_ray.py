@@ -162,6 +162,7 @@ def whole(run: Any, home: Path) -> Path:
     return home / "unkilled"
 
 
+@pytest.mark.long(beside="tests/laws/test_kills.py")
 def test_a_run_killed_four_times_is_the_run_that_was_never_killed(whole: Path, run: Any, home: Path) -> None:
     run_dir = home / "killed"
     errors: dict[str, str] = {}

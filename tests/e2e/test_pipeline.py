@@ -154,6 +154,7 @@ def test_resume_goes_on_from_the_checkpoint(run: Run, demo: tuple[Path, str], ho
     assert rows[-1]["tokens_total"] > rows[3]["tokens_total"]
 
 
+@pytest.mark.long(beside="tests/miles_like/rewards/test_reward_answer_table.py")
 def test_word_problems_run_through_the_same_reader_and_math_verify(
     run: Run, demo: tuple[Path, str], home: Path
 ) -> None:
@@ -203,9 +204,9 @@ def test_a_mistake_is_status_2_to_the_shell_too(shell: Run, tmp_path: Path) -> N
     assert not (tmp_path / "x").exists()
 
 
-def test_a_dry_run_touches_nothing(run: Run, tmp_path: Path) -> None:
+def test_a_dry_run_touches_nothing(alone: Run, tmp_path: Path) -> None:
     config = str(ROOT / "configs" / "deepseek_v3_fp8.toml")
-    done = run("--config", config, "--run-dir", str(tmp_path / "v3"), "--dry-run")
+    done = alone("--config", config, "--run-dir", str(tmp_path / "v3"), "--dry-run")
     assert done.returncode == 0, done.stderr
     assert (
         "--tp-size 32" in done.stdout and "--attn-dp-size 32" in done.stdout and "trainer ranks 120-127" in done.stdout

@@ -15,21 +15,22 @@ from tests.e2e.conftest import ROOT, SMALL, Run
 
 MADE = SMALL[:4]  # the checkpoint that other files' runs make too
 FEW = (*("--set", "train.steps=2"), *("--set", "train.groups_per_step=6"), *("--set", "eval.max_prompts=6"))
-FIGURES = {
-    "sft": "eval/heldout/answer_prob",
-    "dpo": "eval/pairs_heldout/accuracy",
-    "reward_model": "eval/pairs_heldout/accuracy",
-}
+LONG = pytest.mark.long(beside="tests/laws/test_supervised_resume.py")
+FIGURES = [
+    pytest.param("sft", "eval/heldout/answer_prob", id="sft"),
+    pytest.param("dpo", "eval/pairs_heldout/accuracy", id="dpo", marks=LONG),
+    pytest.param("reward_model", "eval/pairs_heldout/accuracy", id="reward_model", marks=LONG),
+]
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_a_run_without_rollout_leaves_what_any_run_does(run: Run, home: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "figure"), FIGURES)
+def test_a_run_without_rollout_leaves_what_any_run_does(run: Run, home: Path, name: str, figure: str) -> None:
     config, out = str(ROOT / "configs" / f"tiny_{name}.toml"), home / name
     done = run("--config", config, "--run-dir", str(out), *MADE, *FEW)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == [0, 1, 2]
-    assert FIGURES[name] in rows[0] and FIGURES[name] in rows[2] and FIGURES[name] not in rows[1]
+    assert figure in rows[0] and figure in rows[2] and figure not in rows[1]
     for left in ("config.toml", "report.html", "plots/loss.png", "checkpoints/latest"):
         assert (out / left).is_file(), left
     assert list((out / "tensorboard").iterdir())

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 from miles_like.config.load import load_config
 from tests.e2e.conftest import ROOT, Run
 from tests.e2e.test_pipeline import metrics
@@ -24,6 +26,7 @@ CHEAP = (
 )
 
 
+@pytest.mark.long(beside="tests/e2e/test_pipeline.py")
 def test_the_shipped_config_distils_from_a_made_teacher_s_candidates(run: Run, home: Path) -> None:
     """Every sampled token is taught, by another model that leaves some probability beside its candidates."""
     assert load_config(CONFIG).distillation.top_k > 0, "the config no longer covers this"

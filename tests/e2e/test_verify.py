@@ -136,6 +136,7 @@ def test_a_deterministic_run_has_no_gap_at_all(kept: Path) -> None:
     assert all(row["train/grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.long(beside="tests/laws/test_verify_names_faults.py")
 def test_kept_samples_are_compared_without_a_server(verify: Verify, kept: Path, tmp_path: Path) -> None:
     """A fault in the file, each log-probability beside its neighbour's token, is what is found."""
     done, found = verify("whole", *ONE_RANK, "--rollouts", str(kept))

@@ -101,7 +101,11 @@ def _in_layouts(rank: int, world: int, port: int, where: Path, cases: list[Case]
     return out
 
 
-@pytest.fixture(scope="module", params=[(2, TWO), (4, FOUR)], ids=["two", "four"])
+LONG = pytest.mark.long(beside="tests/laws/test_exact_layouts.py")
+WORLDS = [pytest.param((2, TWO), id="two"), pytest.param((4, FOUR), id="four", marks=LONG)]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     world, rows = request.param
     cases = [case for of_row in rows.values() for case in of_row]

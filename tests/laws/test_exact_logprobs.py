@@ -10,7 +10,8 @@ CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,25 @@ CASES |= {
     "own routes": ("mla", "bf16", "float32", {"mode": "off"}),
     "r2": ("gqa", "bf16", "bfloat16", {"mode": "r2"}),
 }
+LONG = pytest.mark.long(beside="tests/laws/test_exact_logprobs.py")
+QUICK = (
+    *("mla, bf16, bfloat16", "gqa, fp8, float32", "mla, fp8-ue8m0, bfloat16", "gqa, int4, float32"),
+    *("mla, mxfp8, bfloat16", "gqa, mxfp4, bfloat16", "mla, nvfp4, bfloat16"),
+    *("inputs in FP8", "1024 columns, fp32", "draft layers", "adapters", "temperature 0.7", "own routes", "r2"),
+)
+MODELS = ["mla", pytest.param("gqa", marks=LONG)]
 Found = dict[str, Any]
+Steps = Callable[[str], exactly.Found]
 
 
 _THREADS = (1, 2, 4)
 MANY = {"mla": "bfloat16", "gqa": "float32"}  # model -> dtype of its 20 steps
 
 
-def _many_steps(t: Any, where: Path) -> exactly.Found:
-    """20 steps, in turns with one thread, two and four on either side."""
+def _many_steps(t: Any, where: Path, steps: int) -> exactly.Found:
+    """In turns with one thread, two and four on either side: nine steps have every pair."""
     pair, out = exactly.Pair(t, where), []
-    for step in range(20):
+    for step in range(steps):
         torch.set_num_threads(_THREADS[step % 3])
         groups = pair.groups(step)
         torch.set_num_threads(_THREADS[step // 3 % 3])
@@ -84,64 +93,98 @@ def _toy_row(t: Any) -> tuple[Any, int]:
     return rows[0], tokens
 
 
-def _one_rank(rank: int, world: int, port: int, where: Path) -> Found:
+def _steps(rank: int, world: int, port: int, where: Path, cases: list[str]) -> Found:
     out: Found = {}
-    for name, (model, format, dtype, settings) in CASES.items():
+    for name in cases:
+        model, format, dtype, settings = CASES[name]
         with toy.trainer(exactly.config(where, model, format, dtype, **settings), rank, world, free_port()) as t:
             toy.scramble(t)
             out[name] = exactly.steps(exactly.Pair(t, where / f"{name} served"), STEPS)
-    for model in ("mla", "gqa"):
-        with toy.trainer(exactly.config(where, model, "fp8", MANY[model], lr=1e-2), rank, world, free_port()) as t:
-            toy.scramble(t)
-            out[f"many steps, {model}"] = _many_steps(t, where / f"{model} many")
-        for dtype in ("bfloat16", "float32"):
-            with toy.trainer(exactly.config(where, model, dtype=dtype), rank, world, free_port()) as t:
-                out[f"moved, {model}, {dtype}"] = _moved(t, where / f"{model} {dtype} moved")
-            plain = exactly.config(where, model, dtype=dtype, deterministic=False)
-            with toy.trainer(plain, rank, world, free_port()) as t:
-                pair = exactly.Pair(t, where / f"{model} {dtype} plain")
-                out[f"plain, {model}, {dtype}"] = pair.differing(pair.packed(pair.groups(0))[0])
-                gradients = _gradients(t) if dtype == "float32" else {}
-                start = where / f"{model} start"
-                if gradients:
-                    t.save(start)
-        with toy.trainer(exactly.config(where, model, dtype="float32"), rank, world, free_port()) as t:
-            t.load_weights(start)
-            of_exact = _gradients(t)
-        errors = {n: float((of_exact[n] - g).norm() / g.norm().clamp(min=1e-12)) for n, g in gradients.items()}
-        out[f"gradients, {model}"] = max(errors.items(), key=lambda pair: pair[1])
     return out
 
 
+def _changing(rank: int, world: int, port: int, where: Path, model: str, steps: int) -> exactly.Found:
+    with toy.trainer(exactly.config(where, model, "fp8", MANY[model], lr=1e-2), rank, world, port) as t:
+        toy.scramble(t)
+        return _many_steps(t, where / f"{model} {steps} steps", steps)
+
+
+def _compared(rank: int, world: int, port: int, where: Path, model: str) -> Found:
+    """With a weight that has moved, and with the stock operations."""
+    out: Found = {}
+    for dtype in ("bfloat16", "float32"):
+        with toy.trainer(exactly.config(where, model, dtype=dtype), rank, world, free_port()) as t:
+            out[f"moved, {dtype}"] = _moved(t, where / f"{model} {dtype} moved")
+        plain = exactly.config(where, model, dtype=dtype, deterministic=False)
+        with toy.trainer(plain, rank, world, free_port()) as t:
+            pair = exactly.Pair(t, where / f"{model} {dtype} plain")
+            out[f"plain, {dtype}"] = pair.differing(pair.packed(pair.groups(0))[0])
+            gradients = _gradients(t) if dtype == "float32" else {}
+            start = where / f"{model} start"
+            if gradients:
+                t.save(start)
+    with toy.trainer(exactly.config(where, model, dtype="float32"), rank, world, free_port()) as t:
+        t.load_weights(start)
+        of_exact = _gradients(t)
+    errors = {n: float((of_exact[n] - g).norm() / g.norm().clamp(min=1e-12)) for n, g in gradients.items()}
+    return out | {"gradients": max(errors.items(), key=lambda pair: pair[1])}
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_ranks(_one_rank, 1, tmp_path_factory.mktemp("exact"), timeout_s=900, keep=True)[0]  # type: ignore[no-any-return]
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exact")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_log_probability_is_the_rollouts(case: str, found: Found) -> None:
+@pytest.fixture(scope="module")
+def steps(where: Path) -> Steps:
+    """By case; those of QUICK run together, and so do the others."""
+
+    @functools.cache
+    def of(quick: bool) -> Found:
+        cases = [case for case in CASES if (case in QUICK) == quick]
+        return run_ranks(_steps, 1, where, cases, timeout_s=900, keep=True)[0]  # type: ignore[no-any-return]
+
+    return lambda case: of(case in QUICK)[case]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def compared(where: Path) -> Callable[[str], Found]:
+    """By model."""
+    return functools.cache(lambda model: run_ranks(_compared, 1, where, model, timeout_s=900, keep=True)[0])
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[LONG] * (case not in QUICK)) for case in CASES])
+def test_every_log_probability_is_the_rollouts(case: str, steps: Steps) -> None:
     """Of 120 tokens a step; the engine decodes ten samples together, the trainer is given them in one pack and in
     several, and after an optimizer step new weights are published as codes."""
-    assert found[case] == [(0, 0, True)] * STEPS
+    assert steps(case) == [(0, 0, True)] * STEPS
 
 
-@pytest.mark.parametrize("model", ["mla", "gqa"])
-def test_it_stays_so_while_weights_change(model: str, found: Found) -> None:
-    assert found[f"many steps, {model}"] == [(0, 0, True)] * 20
+@pytest.mark.parametrize(
+    ("model", "steps"),
+    [
+        pytest.param("gqa", 9, id="gqa, nine steps"),
+        pytest.param("mla", 20, id="mla", marks=LONG),
+        pytest.param("gqa", 20, id="gqa", marks=LONG),
+    ],
+)
+def test_it_stays_so_while_weights_change(model: str, steps: int, where: Path) -> None:
+    found = run_ranks(_changing, 1, where, model, steps, timeout_s=900, keep=True)[0]
+    assert found == [(0, 0, True)] * steps
 
 
-@pytest.mark.parametrize("model", ["mla", "gqa"])
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_law_is_not_blind(model: str, dtype: str, found: Found) -> None:
+def test_the_law_is_not_blind(model: str, dtype: str, compared: Callable[[str], Found]) -> None:
     """One weight moved by 1 % is seen; so is, in fp32, a trainer that computes by stock operations (bf16 may round all
     of that away in a model as small as these)."""
-    tokens, unseen = found[f"moved, {model}, {dtype}"]
+    tokens, unseen = compared(model)[f"moved, {dtype}"]
     assert tokens > 60 and not unseen
-    assert dtype == "bfloat16" or found[f"plain, {model}, {dtype}"] > 60
+    assert dtype == "bfloat16" or compared(model)[f"plain, {dtype}"] > 60
 
 
-@pytest.mark.parametrize("model", ["mla", "gqa"])
-def test_gradients_are_those_of_the_stock_operations(model: str, found: Found) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_are_those_of_the_stock_operations(model: str, compared: Callable[[str], Found]) -> None:
     """Only the rounding of forward is another: in fp32 no parameter's gradient moves by more than that."""
-    name, error = found[f"gradients, {model}"]
+    name, error = compared(model)["gradients"]
     assert error < 1e-4, name

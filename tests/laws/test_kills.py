@@ -32,6 +32,7 @@ from tests.support.forked import tail
 from tests.support.kill_points import VICTIMS, Kill, witnesses
 from tests.support.local_run import Runs, untimed
 
+HERE = "tests/laws/test_kills.py"
 STEPS = 8  # each save but the last two is whole before two more publications
 POINTS = ("generation", "step", "publish", "save")
 AT_LEAST = 30
@@ -152,7 +153,9 @@ def same(run_dir: Path, whole: Path) -> None:
     assert untimed(run_dir / "metrics.jsonl") == untimed(whole / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long(beside=HERE)] * (name == "synchronous")) for name in CHAINS]
+)
 def test_a_run_killed_and_resumed_is_the_run_that_was_never_killed(runs: Runs, name: str) -> None:
     chain, where = CHAINS[name], runs.home / name.replace(" ", "-")
     settings = [*chain.settings, f"train.steps={STEPS}"]
@@ -166,6 +169,7 @@ def test_a_run_killed_and_resumed_is_the_run_that_was_never_killed(runs: Runs, n
     assert audit(where / "whole" / "ledger.jsonl").wrong is None
 
 
+@pytest.mark.long(beside="tests/laws/test_free_runs.py")
 def test_a_free_run_killed_and_resumed_loses_nothing_and_trains_nothing_twice(runs: Runs) -> None:
     """Which weights sample a group there follows from the clock, so no two such runs are the same."""
     free = ("checkpoint.every=2", "buffer.max_staleness=2", "buffer.lockstep=false", f"train.steps={STEPS}")
@@ -187,6 +191,7 @@ def test_a_free_run_killed_and_resumed_loses_nothing_and_trains_nothing_twice(ru
     assert max(row.get("async/staleness/max", 0.0) for row in rows) <= 2
 
 
+@pytest.mark.long(beside=HERE)
 def test_every_process_is_killed_at_every_point_and_at_random_ones_thirty_times_in_all(runs: Runs) -> None:
     """By the witnesses of the runs above, not by what was planned."""
     found = [w for where in sorted(runs.home.glob("*/killed")) for w in witnesses(where)]

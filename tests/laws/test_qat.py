@@ -8,6 +8,7 @@ weights are replaced by hand. Not covered: more than two ranks, CUDA.
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,11 +22,13 @@ from torch import Tensor
 
 from quant.stream import dequantize_stream, quantize_stream
 from tests.support import toy
-from tests.support.qat_cases import BF16, FORMATS, MODELS, ONE, TWO, Case
+from tests.support.qat_cases import BF16, FORMATS, MODELS, ONE, QUICK, TWO, Case
 from tests.support.spawn import free_port, run_ranks
 
 Found = dict[str, Any]
+Reports = Callable[[str], list[Found]]  # of a case: one a rank
 STEPS = 2
+LONG = pytest.mark.long(beside="tests/laws/test_qat.py")
 
 
 def _config(where: Path, model: str, precision: dict[str, Any] | None = None, **settings: Any) -> Any:
@@ -88,19 +91,19 @@ def _by_hand(t: Any, values: list[Tensor]) -> None:
         p.copy_(value)
 
 
-def _oracle(where: Path, rank: int, world: int, ports: Callable[[], int], name: str, **settings: Any) -> Found:
+def _oracle(where: Path, rank: int, world: int, ports: Sequence[int], name: str, **settings: Any) -> Found:
     """A step of fake quantization, and one whose forward and backward ran on weights replaced by hand."""
     start, out = where / f"start {name}", []
-    with toy.trainer(_config(where, "mla", **settings), rank, world, ports()) as t:
+    with toy.trainer(_config(where, "mla", **settings), rank, world, ports[0]) as t:
         t.save(start)
-    with toy.trainer(_config(where, "mla", FORMATS["fp8"], **settings), rank, world, ports()) as t:
+    with toy.trainer(_config(where, "mla", FORMATS["fp8"], **settings), rank, world, ports[1]) as t:
         t.load_weights(start)
         t._fake.refresh()
         replaced = [
             (p.computed() if hasattr(p, "computed") else p).detach().clone() for m in t.models for p in m.parameters()
         ]
         out.append(_after_a_step(t, lambda: None))
-    with toy.trainer(_config(where, "mla", **settings), rank, world, ports()) as t:
+    with toy.trainer(_config(where, "mla", **settings), rank, world, ports[2]) as t:
         t.load_weights(start)
         own = [p.detach().clone() for m in t.models for p in m.parameters()]
         _by_hand(t, replaced)
@@ -218,7 +221,7 @@ def _inputs_by_hand(where: Path, rank: int, world: int, port: int, *, activation
         return _step(t, 0)
 
 
-def _mutated(where: Path, rank: int, world: int, ports: dict[str, int]) -> Found:
+def _mutated(where: Path, rank: int, world: int, ports: Sequence[int]) -> Found:
     """The law under rules that are wrong: a cache that is not renewed, and a scale of NVFP4 from a rank's own rows."""
     import megatron_bridge.step.fake_quant as module
 
@@ -226,10 +229,10 @@ def _mutated(where: Path, rank: int, world: int, ports: dict[str, int]) -> Found
     out = {}
     stock = module.FakeQuant.weights_changed, module._shared_amax
     module.FakeQuant.weights_changed = lambda self: None  # type: ignore[method-assign]
-    out["stale"] = _law(where, rank, world, case, "fp8", ports["stale"])["differing"]
+    out["stale"] = _law(where, rank, world, case, "fp8", ports[0])["differing"]
     module.FakeQuant.weights_changed = stock[0]  # type: ignore[method-assign]
     module._shared_amax = lambda weights, codec: None  # type: ignore[assignment]
-    out["own amax"] = _law(where, rank, world, case, "nvfp4", ports["own amax"])["differing"]
+    out["own amax"] = _law(where, rank, world, case, "nvfp4", ports[1])["differing"]
     module._shared_amax = stock[1]
     return out
 
@@ -259,15 +262,19 @@ def _quick_to_close() -> Iterator[None]:
         gc.unfreeze()
 
 
+_SINGLES = {f"{name}: {format}": (case, format) for name, case in ONE.items() for format in case[2]}
+_PAIRS = {f"{name}: {format}": (case, format) for name, case in TWO.items() for format in case[2]}
+_PORTS = 3  # the most that a case takes
+_QUICK_PAIRS = [*(name for name in _PAIRS if name in QUICK), "inputs, TP2", "mutated", "not finite"]
+_LONG_PAIRS = [*(name for name in _PAIRS if name not in QUICK), "oracle TP2"]
+
+
 @_quick_to_close()
 def _one_rank(rank: int, world: int, port: int, where: Path) -> Found:
-    out: Found = {
-        f"{name}: {format}": _law(where, rank, world, case, format, free_port())
-        for name, case in ONE.items()
-        for format in case[2]
-    }
+    out: Found = {name: _law(where, rank, world, *law, free_port()) for name, law in _SINGLES.items()}
     for dtype in ("bfloat16", "float32"):
-        out[f"oracle {dtype}"] = _oracle(where, rank, world, free_port, f"{dtype} 1", dtype=dtype)
+        ports = [free_port() for _ in range(_PORTS)]
+        out[f"oracle {dtype}"] = _oracle(where, rank, world, ports, f"{dtype} 1", dtype=dtype)
     out["copies"] = _copies(where, rank, world, free_port())
     out["inputs"] = _inputs(where, rank, world, free_port(), {})
     out["inputs by hand"] = [_inputs_by_hand(where, rank, world, free_port(), activations=on) for on in (True, False)]
@@ -275,40 +282,46 @@ def _one_rank(rank: int, world: int, port: int, where: Path) -> Found:
 
 
 @_quick_to_close()
-def _two_ranks(rank: int, world: int, port: int, where: Path, ports: dict[str, int]) -> Found:
-    out: Found = {
-        f"{name}: {format}": _law(where, rank, world, case, format, ports[f"{name}: {format}"])
-        for name, case in TWO.items()
-        for format in case[2]
-    }
-    left = iter([ports[f"oracle {i}"] for i in range(3)])
-    out["oracle TP2"] = _oracle(where, rank, world, left.__next__, "TP2", tp=2, etp=2, **BF16)
-    out["inputs"] = _inputs(where, rank, world, ports["inputs"], {"tp": 2, "etp": 2})
-    out["mutated"] = _mutated(where, rank, world, ports)
-    out["not finite"] = _not_finite(where, rank, world, ports["not finite"])
-    return out
+def _two_ranks(rank: int, world: int, port: int, where: Path, ports: dict[str, list[int]]) -> Found:
+    """The cases that `ports` has ports for."""
 
+    def of(name: str, ports: list[int]) -> Any:
+        match name:
+            case "oracle TP2":
+                return _oracle(where, rank, world, ports, "TP2", tp=2, etp=2, **BF16)
+            case "inputs, TP2":
+                return _inputs(where, rank, world, ports[0], {"tp": 2, "etp": 2})
+            case "mutated":
+                return _mutated(where, rank, world, ports)
+            case "not finite":
+                return _not_finite(where, rank, world, ports[0])
+        return _law(where, rank, world, *_PAIRS[name], ports[0])
 
-_SINGLES = [f"{name}: {format}" for name, case in ONE.items() for format in case[2]]
-_PAIRS = [f"{name}: {format}" for name, case in TWO.items() for format in case[2]]
+    return {name: of(name, own) for name, own in ports.items()}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    """One report a rank; the last is the single rank's."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """The long cases of two ranks run when the first of them is asked for."""
     where = tmp_path_factory.mktemp("qat")
     for name, model in MODELS.items():
         toy.hf_dir(where / name, model)
-    (one,) = run_ranks(_one_rank, 1, where, timeout_s=500, keep=True)
-    names = [*_PAIRS, *(f"oracle {i}" for i in range(3)), "inputs", "stale", "own amax", "not finite"]
-    ports = {name: free_port() for name in names}
-    return [*run_ranks(_two_ranks, 2, where, ports, timeout_s=500, keep=True), one]
+    one = run_ranks(_one_rank, 1, where, timeout_s=500, keep=True)
+
+    @functools.cache
+    def two(*, long: bool) -> list[Found]:
+        ports = {name: [free_port() for _ in range(_PORTS)] for name in (_LONG_PAIRS if long else _QUICK_PAIRS)}
+        return run_ranks(_two_ranks, 2, where, ports, timeout_s=500, keep=True)
+
+    return lambda name: [rank[name] for rank in (one if name in one[0] else two(long=name in _LONG_PAIRS))]
 
 
-@pytest.mark.parametrize("name", [*_SINGLES, *_PAIRS])
-def test_what_is_trained_is_what_is_served(name: str, found: list[Found]) -> None:
+@pytest.mark.parametrize(
+    "name", [*_SINGLES, *(pytest.param(name, marks=[LONG] * (name in _LONG_PAIRS)) for name in _PAIRS)]
+)
+def test_what_is_trained_is_what_is_served(name: str, found: Reports) -> None:
     """No element differs after optimizer steps; every covered tensor is rounded, and no other one."""
-    reports = [rank[name] for rank in found if name in rank]
+    reports = found(name)
     assert len(reports) == (1 if name in _SINGLES else 2)
     for r in reports:
         assert r["differing"] == 0, r["where"]
@@ -316,45 +329,45 @@ def test_what_is_trained_is_what_is_served(name: str, found: list[Found]) -> Non
         assert r["not rounded"] == r["changed"] == [] and r["covered"] and r["trained"] != r["before"]
 
 
-@pytest.mark.parametrize("name", ["oracle bfloat16", "oracle float32", "oracle TP2"])
-def test_a_step_is_that_of_weights_replaced_by_hand(name: str, found: list[Found]) -> None:
+@pytest.mark.parametrize("name", ["oracle bfloat16", "oracle float32", pytest.param("oracle TP2", marks=LONG)])
+def test_a_step_is_that_of_weights_replaced_by_hand(name: str, found: Reports) -> None:
     """The gradient of every parameter is that of the rounded weights, bit for bit, and so are the weights after the
     update, which is of the weights that were not rounded."""
-    for r in (rank[name] for rank in found if name in rank):
+    for r in found(name):
         assert r["rounded"] > 20 and r["unmoved"] == 0
         assert (r["gradients"], r["weights"]) == (0, 0)
         got, want = r["metrics"]
         assert got == want
 
 
-def test_a_reference_is_rounded_like_the_policy_and_a_teacher_is_not(found: list[Found]) -> None:
+def test_a_reference_is_rounded_like_the_policy_and_a_teacher_is_not(found: Reports) -> None:
     """Two teachers, asked in turn, are the models that were loaded; the policy keeps its bits, weights and rounded."""
-    r = found[-1]["copies"]
+    (r,) = found("copies")
     assert r["kept"] and r["again"] and not r["left"] and r["differing"] == 0
     assert r["taught"] and r["untouched"]
 
 
-def test_a_checkpoint_brings_back_what_was_computed_with(found: list[Found]) -> None:
+def test_a_checkpoint_brings_back_what_was_computed_with(found: Reports) -> None:
     """Saved while training continues, read after one further step: rounding again gives the same values."""
-    assert found[-1]["copies"]["resumed"]
+    assert found("copies")[0]["resumed"]
 
 
-def test_inputs_are_rounded_for_every_covered_linear(found: list[Found]) -> None:
+def test_inputs_are_rounded_for_every_covered_linear(found: Reports) -> None:
     """As by the formula in hooks; more than the rounding of weights alone, and the same over tensor-parallel ranks
     but for codes that the last bit of a sum moves."""
-    got, (want, without) = found[-1]["inputs"], found[-1]["inputs by hand"]
+    (got,), ((want, without),) = found("inputs"), found("inputs by hand")
     for key in ("train/loss", "train/grad_norm"):
         assert got[0][key] == pytest.approx(want[key], rel=1e-6)
         assert abs(without[key] - want[key]) > 2e-3 * abs(want[key])
-        for rank in found[:2]:
-            assert rank["inputs"][0][key] == pytest.approx(got[0][key], rel=5e-4)
+        for metrics in found("inputs, TP2"):
+            assert metrics[0][key] == pytest.approx(got[0][key], rel=5e-4)
 
 
-def test_the_law_sees_rules_that_are_wrong(found: list[Found]) -> None:
-    for rank in found[:2]:
-        assert all(count > 0 for count in rank["mutated"].values()), rank["mutated"]
+def test_the_law_sees_rules_that_are_wrong(found: Reports) -> None:
+    for differing in found("mutated"):
+        assert all(count > 0 for count in differing.values()), differing
 
 
-def test_a_weight_that_is_not_finite_is_named_on_every_rank(found: list[Found]) -> None:
-    for rank in found[:2]:
-        assert "model.layers.1.mlp.experts.3.down_proj.weight" in rank["not finite"]
+def test_a_weight_that_is_not_finite_is_named_on_every_rank(found: Reports) -> None:
+    for error in found("not finite"):
+        assert "model.layers.1.mlp.experts.3.down_proj.weight" in error

@@ -8,8 +8,9 @@ covered: pinned memory on CUDA, more than two ranks.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.support.spawn import free_port, run_ranks
 from tests.support.tiny_models import tiny
 
 Found = dict[str, Any]
+By = Callable[[str], Any]  # what was found, by kind or by layout
 STEPS = 3
 KL = ClippedLoss(clip_low=0.2, clip_high=0.28, kl_coefficient=0.1)
 NO_KL = replace(KL, kl_coefficient=0.0)
@@ -42,6 +44,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"tp": 2},
     "CP2": {"cp": 2},
 }
+LONG = pytest.mark.long(beside="tests/laws/test_reference_weights.py")
+OF_KINDS = [pytest.param(kind, marks=[LONG] * (kind != "bfloat16")) for kind in KINDS]
+OF_LAYOUTS = [pytest.param(name, marks=[LONG] * (name not in ("PP2, interleaved", "CP2"))) for name in LAYOUTS]
 
 
 class Listening(toy.PolicyGradient):
@@ -96,7 +101,7 @@ def _refused(act: Any, kind: type[Exception] = AssertionError) -> str:
     return "no error"
 
 
-def _one_model(port: int, hf: str, where: Path, kind: str) -> Found:
+def _one_model(rank: int, world: int, port: int, hf: str, where: Path, kind: str) -> Found:
     """A life of one trainer, looked at between its steps."""
     cfg = toy.config(hf, lr=1e-2, reference=True, **KINDS[kind])
     start, out = where / f"start-{kind}", {}
@@ -149,7 +154,7 @@ def _one_model(port: int, hf: str, where: Path, kind: str) -> Found:
 def _alone(rank: int, world: int, port: int, hf: str, wide: str, where: Path) -> Found:
     from megatron_bridge.model import logprobs
 
-    out: Found = {kind: _one_model(free_port(), hf, where, kind) for kind in KINDS}
+    out: Found = {}
     start = where / "start-bfloat16"
     with toy.trainer(toy.config(hf, dtype="bfloat16", mode="off"), 0, 1, free_port(), Listening()) as t:
         t.load_weights(start)
@@ -173,7 +178,7 @@ def _alone(rank: int, world: int, port: int, hf: str, wide: str, where: Path) ->
     with toy.trainer(cfg, 0, 1, free_port(), KL) as t:
         t.load(where / "first")
         row, tokens = _row(t, 1)
-        acts = (partial(t.evaluate, row, tokens), partial(t.step, row, tokens, 2))
+        acts = (functools.partial(t.evaluate, row, tokens), functools.partial(t.step, row, tokens, 2))
         out["no reference"] = [_refused(act, ValueError) for act in acts]
         t.load_weights(start)
         t.load(where / "first")
@@ -248,61 +253,80 @@ def _pairs() -> list[SampleGroup]:
     return out
 
 
-def _pair(rank: int, world: int, port: int, hf: str, start: Path, ports: dict[str, int]) -> Found:
-    out = {name: _layout(rank, world, ports[name], hf, start, layout) for name, layout in LAYOUTS.items()}
+def _moving_over_two(rank: int, world: int, port: int, hf: str, where: Path) -> list[float]:
     cfg = toy.config(hf, mode="off", reference=True, reference_every=2, tp=2)
-    with toy.trainer(cfg, rank, world, ports["moving"], KL) as t:
-        t.load(start.with_name("moving"))
-        out["moving"] = torch.cat(t.logprobs(_row(t, 9, routes=False)[0], "reference")).tolist()
-    return out
+    with toy.trainer(cfg, rank, world, port, KL) as t:
+        t.load(where / "moving")
+        return torch.cat(t.logprobs(_row(t, 9, routes=False)[0], "reference")).tolist()  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    where = tmp_path_factory.mktemp("reference")
-    hf, wide = toy.hf_dir(where / "hf"), toy.hf_dir(where / "hf4", tiny(num_hidden_layers=4))
-    out: Found = run_ranks(_alone, 1, hf, wide, where, keep=True)[0]
-    return out | {
-        "pair": run_ranks(
-            _pair, 2, wide, where / "wide", {name: free_port() for name in (*LAYOUTS, "moving")}, keep=True
-        )
-    }
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reference")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_training_the_reference_is_still_the_initial_model(found: Found, kind: str) -> None:
+@pytest.fixture(scope="module")
+def hf(where: Path) -> str:
+    return toy.hf_dir(where / "hf")
+
+
+@pytest.fixture(scope="module")
+def wide(where: Path) -> str:
+    return toy.hf_dir(where / "hf4", tiny(num_hidden_layers=4))
+
+
+@pytest.fixture(scope="module")
+def one_model(where: Path, hf: str) -> By:
+    """By kind, each when it is first asked for."""
+    return functools.cache(lambda kind: run_ranks(_one_model, 1, hf, where, kind, keep=True)[0])
+
+
+@pytest.fixture(scope="module")
+def found(where: Path, hf: str, wide: str, one_model: By) -> Found:
+    one_model("bfloat16")  # it writes the start of the others
+    return run_ranks(_alone, 1, hf, wide, where, keep=True)[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def pair(where: Path, wide: str, found: Found) -> By:
+    """What two ranks found by layout, each when it is first asked for."""
+    return functools.cache(lambda name: run_ranks(_layout, 2, wide, where / "wide", LAYOUTS[name], keep=True))
+
+
+@pytest.mark.parametrize("kind", OF_KINDS)
+def test_after_training_the_reference_is_still_the_initial_model(one_model: By, kind: str) -> None:
     """Bitwise: log-probs under the copy after three steps are those of the untouched model before the first. The
     routing bias moves too and is part of the weights; the routes are the reference's own, so records do not matter."""
-    got = found[kind]
+    got = one_model(kind)
     assert got["reference is initial"] and got["own routing"]
     assert got["moved"], "three steps changed nothing: the comparison says nothing"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_swap_leaves_no_trace(found: Found, kind: str) -> None:
+@pytest.mark.parametrize("kind", OF_KINDS)
+def test_a_swap_leaves_no_trace(one_model: By, kind: str) -> None:
     """Weights, buffers (the routing bias' counters too), fp32 masters and Adam's moments, bit for bit: after a
     reference pass, after an error inside, after a copy was loaded from disk or could not be."""
-    got = found[kind]
+    got = one_model(kind)
     assert got["there"], "inside, the model must hold other values"
     assert got["no trace"] and got["no trace after an error"] and got["no trace of loading"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_model_in_exchange_may_not_be_trained_saved_or_published(found: Found, kind: str) -> None:
+@pytest.mark.parametrize("kind", OF_KINDS)
+def test_the_model_in_exchange_may_not_be_trained_saved_or_published(one_model: By, kind: str) -> None:
     """Its optimizer's masters are another model's: a step would mix the two."""
-    assert len(found[kind]["refused"]) == 3
-    for message in found[kind]["refused"]:
+    assert len(one_model(kind)["refused"]) == 3
+    for message in one_model(kind)["refused"]:
         check_refusal(message)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_from_disk_is_that_model_and_costs_one_model(found: Found, kind: str) -> None:
+@pytest.mark.parametrize("kind", OF_KINDS)
+def test_a_copy_from_disk_is_that_model_and_costs_one_model(one_model: By, kind: str) -> None:
     """Two names, two models' worth of bytes, also when one is loaded over."""
-    assert found[kind]["teacher"]
-    asked, given = found[kind]["given"]  # log-probs that the driver has computed come with the batch
+    assert one_model(kind)["teacher"]
+    asked, given = one_model(kind)["given"]  # log-probs that the driver has computed come with the batch
     assert asked == given and asked["train/kl_ref"] > 0
-    assert "train/kl_ref" not in found[kind]["not given"]  # a reference for others alone costs no pass
-    assert found[kind]["bytes"] == [found[kind]["model's bytes"]] * 2
+    assert "train/kl_ref" not in one_model(kind)["not given"]  # a reference for others alone costs no pass
+    assert one_model(kind)["bytes"] == [one_model(kind)["model's bytes"]] * 2
 
 
 def test_log_probs_are_those_the_loss_function_gets(found: Found) -> None:
@@ -334,12 +358,12 @@ def test_a_checkpoint_alone_gives_no_reference(found: Found) -> None:
     assert all("load_weights" in message for message in found["no reference"])
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_reference_log_probs_and_penalty_do_not_depend_on_the_layout(found: Found, name: str) -> None:
+@pytest.mark.parametrize("name", OF_LAYOUTS)
+def test_reference_log_probs_and_penalty_do_not_depend_on_the_layout(found: Found, pair: By, name: str) -> None:
     """Each rank keeps its own part; the last stage tells the others. Within 1e-5 of one rank, equal on ranks that share
     a row; a candidate that is the label has its log-probability, bit for bit. Routes are the model's own, whose
     near-ties these seeds do not have."""
-    want, ranks = found["layouts"], [r[name] for r in found["pair"]]
+    want, ranks = found["layouts"], pair(name)
     assert ranks[0]["metrics"] == ranks[1]["metrics"]
     if ranks[0]["row"] == ranks[1]["row"]:
         assert ranks[0]["logprobs"] == ranks[1]["logprobs"]
@@ -354,15 +378,15 @@ def test_reference_log_probs_and_penalty_do_not_depend_on_the_layout(found: Foun
     assert want["metrics"][0]["train/kl_ref"] == 0.0 and want["metrics"][-1]["train/kl_ref"] > 1e-4
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_preferences_do_not_depend_on_the_layout(found: Found, name: str) -> None:
+@pytest.mark.parametrize("name", OF_LAYOUTS)
+def test_preferences_do_not_depend_on_the_layout(found: Found, pair: By, name: str) -> None:
     """A DPO step on pairs, in one pack by one rank and in small ones over two: rewards are log-ratios to the reference
     of whole samples, and the mean is over pairs."""
-    want, got = found["layouts"]["preferred"], found["pair"][0][name]["preferred"]
+    want, got = found["layouts"]["preferred"], pair(name)[0]["preferred"]
     keys = [k for k in want if k.startswith("preference/")] + ["train/loss", "train/grad_norm"]
     assert len(keys) == 8 and abs(want["preference/margin"]) > 1e-3
     assert {k: got[k] for k in keys} == pytest.approx({k: want[k] for k in keys}, rel=2e-3, abs=1e-4)
-    assert found["pair"][1][name]["preferred"] == got
+    assert pair(name)[1]["preferred"] == got
 
 
 def test_a_reference_that_moves_is_the_weights_of_every_second_rollout(found: Found) -> None:
@@ -370,7 +394,7 @@ def test_a_reference_that_moves_is_the_weights_of_every_second_rollout(found: Fo
     assert found["moving"]["same"] == [[0], [2], [2]]
 
 
-def test_a_reference_that_moves_is_saved_and_resumed(found: Found) -> None:
+def test_a_reference_that_moves_is_saved_and_resumed(found: Found, where: Path, wide: str) -> None:
     """A checkpoint holds it, one tensor a parameter or so, and one of a frozen reference holds none. Resumed from it
     alone, the next two steps and all weights after them are bitwise the uninterrupted ones, though the second is
     measured from a reference that was renewed in between; and over two tensor-parallel ranks it is the same model. A
@@ -378,7 +402,8 @@ def test_a_reference_that_moves_is_saved_and_resumed(found: Found) -> None:
     got = found["moving"]
     assert found["moving"]["resumed"] == got["uninterrupted"] and got["same bits"]
     assert not got["frozen keys"] and got["keys"] > 20
-    assert found["pair"][0]["moving"] == pytest.approx(got["reference"], abs=1e-5)
+    over_two = run_ranks(_moving_over_two, 2, wide, where, keep=True)
+    assert over_two[0] == pytest.approx(got["reference"], abs=1e-5)
     check_refusal(got["refused"], "first")
     with refuses(ValueError, "reference_every", 2):
         toy.config("", reference_every=2)

@@ -9,9 +9,11 @@ Not covered: bf16, more than two ranks, TransformerEngine's modules.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,10 +30,14 @@ from tests.support.spawn import free_port, run_ranks
 
 Found = dict[str, Any]
 Rollout = tuple[list[list[MicroBatch]], list[int]]
+Routings = list[tuple[int, int, Tensor, Tensor]]  # (micro-batch, layer, ids, probs) of each
+Updates = Callable[[str, str], tuple[dict[str, float], list[Tensor], Routings]]
+Sharded = Callable[[str, str], list[dict[str, float]]]
 LR = 3e-2  # large enough that one step moves choices of experts
 SCHEDULE = {"lr": LR, "eps": 1e-4, "schedule": "linear", "decay_steps": 8}
 R2 = {"mode": "r2"}
 GATES = {"mode": "r2", "gates": True}
+REPLAYS: dict[str, dict[str, Any]] = {"r2": R2, "gates": GATES, "r3": {}}
 # name -> (what is recomputed, how often each router is asked in an update)
 RECOMPUTED: dict[str, tuple[dict[str, Any], int]] = {
     "kept": ({}, 1),
@@ -45,6 +51,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2": {"cp": 2},
     "EP2": {"dp": 2, "ep": 2},
 }
+LONG = pytest.mark.long(beside="tests/laws/test_rollout_steps.py")
+QUICK = (
+    *(("r2", "kept"), ("r2", "full"), ("r2", "selective, without"), ("gates", "full")),
+    *(("r2", "PP2xVPP2, recomputed"), ("r2", "CP2")),
+)
+
+
+def _each(replays: Iterable[str], how: Iterable[str]) -> list[Any]:
+    """Every replay in every way, long where it is not in QUICK."""
+    return [pytest.param(*pair, marks=[LONG] * (pair not in QUICK)) for pair in itertools.product(replays, how)]
 
 
 class Listening(toy.PolicyGradient):
@@ -98,11 +114,11 @@ def _trainer(hf: str, start: Path, replay: Mapping[str, Any], **more: Any) -> It
 
 
 @contextmanager
-def _watched(t: Any) -> Iterator[list[tuple[int, int, Tensor, Tensor]]]:
-    """(micro-batch, layer, ids, probs) of each routing from here on, in order."""
+def _watched(t: Any) -> Iterator[Routings]:
+    """The routings from here on, in order."""
     from megatron_bridge.model.build import routers
 
-    seen: list[tuple[int, int, Tensor, Tensor]] = []
+    seen: Routings = []
     replay = t._step.replay
     stock, ids = replay.route, torch.empty(0)
 
@@ -197,15 +213,6 @@ def _r2(hf: str, start: Path, out: Found) -> None:
         rows, tokens = _rollout(t, 0)
         t.step(rows[0], tokens[0], 1)
         out["gates, balanced"] = {n: p.main_grad.clone() for n, p in t.models[0].named_parameters()}
-    for kind, (recompute, _) in RECOMPUTED.items():
-        for name, replay in {"r2": R2, "gates": GATES, "r3": {}}.items():
-            if name == "r3" or kind in ("kept", "full"):
-                with _trainer(hf, start, replay, **recompute) as (t, _), _watched(t) as seen:
-                    report = t.train(*_rollout(t, 0), 1)
-                    out[f"{name}, {kind}"] = dict(report.metrics), _bits(t), list(seen)
-        with _trainer(hf, start, R2, **recompute) as (t, _), _watched(t) as seen:
-            t.train(*_rollout(t, 0), 1)
-            out[f"r2, {kind}, asked"] = list(seen)
     with _trainer(hf, start, R2) as (t, _):
         out["r2, no rollout routes"] = dict(t.train(*_rollout(t, 0, routes=False), 1).metrics), _bits(t)
         out["r2, evaluated"] = dict(t.evaluate(_rollout(t, 0)[0][0], _rollout(t, 0)[1][0]))
@@ -224,23 +231,53 @@ def _one_rank(rank: int, world: int, port: int, hf: str, where: Path) -> Found:
     return out
 
 
-def _two_ranks(rank: int, world: int, port: int, hf: str, where: Path) -> Found:
-    out: Found = {}
-    for i, (name, layout) in enumerate(LAYOUTS.items()):
-        for mode in ("r2", "r3"):
-            at = layouts.agree_on_port(where / f"port-{mode}-{i}", rank)
-            with toy.trainer(_config(hf, {"mode": mode}, **layout), rank, world, at) as t:
-                t.load_weights(where / "start")
-                out[f"{mode}, {name}"] = dict(t.train(*_rollout(t, 0, dp=layout.get("dp", 1)), 1).metrics)
-    return out
+def _update(rank: int, world: int, port: int, hf: str, start: Path, name: str, kind: str) -> Any:
+    """Of two steps: metrics, weights, and every routing."""
+    with _trainer(hf, start, REPLAYS[name], **RECOMPUTED[kind][0]) as (t, _), _watched(t) as seen:
+        report = t.train(*_rollout(t, 0), 1)
+        return dict(report.metrics), _bits(t), list(seen)
+
+
+def _in_layout(rank: int, world: int, port: int, hf: str, start: Path, mode: str, name: str) -> dict[str, float]:
+    layout = LAYOUTS[name]
+    with toy.trainer(_config(hf, {"mode": mode}, **layout), rank, world, port) as t:
+        t.load_weights(start)
+        return dict(t.train(*_rollout(t, 0, dp=layout.get("dp", 1)), 1).metrics)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    where = tmp_path_factory.mktemp("steps")
-    hf = toy.hf_dir(where / "hf", layouts.MODELS["mtp"])
-    out: Found = run_ranks(_one_rank, 1, hf, where, keep=True, timeout_s=layouts.PATIENCE)[0]
-    return out | {"two ranks": run_ranks(_two_ranks, 2, hf, where, keep=True, timeout_s=layouts.PATIENCE)}
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("steps")
+
+
+@pytest.fixture(scope="module")
+def hf(where: Path) -> str:
+    return toy.hf_dir(where / "hf", layouts.MODELS["mtp"])
+
+
+@pytest.fixture(scope="module")
+def found(where: Path, hf: str) -> Found:
+    return run_ranks(_one_rank, 1, hf, where, keep=True, timeout_s=layouts.PATIENCE)[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def updates(where: Path, hf: str, found: Found) -> Updates:
+    """By replay and by what is recomputed, each run when it is first asked for."""
+    return functools.cache(
+        lambda name, kind: run_ranks(
+            _update, 1, hf, where / "start", name, kind, keep=True, timeout_s=layouts.PATIENCE
+        )[0]
+    )
+
+
+@pytest.fixture(scope="module")
+def sharded(where: Path, hf: str, found: Found) -> Sharded:
+    """The metrics of both ranks by replay and layout, each run when it is first asked for."""
+    return functools.cache(
+        lambda mode, name: run_ranks(
+            _in_layout, 2, hf, where / "start", mode, name, keep=True, timeout_s=layouts.PATIENCE
+        )
+    )
 
 
 def test_the_steps_of_a_rollout_are_single_steps(found: Found) -> None:
@@ -329,7 +366,7 @@ def test_replayed_gates_are_constants(found: Found) -> None:
             assert bool(found["gates, balanced"][name].any()), name
 
 
-def _passes(seen: list[tuple[int, int, Tensor, Tensor]], asked: int) -> list[list[tuple[int, int, Tensor, Tensor]]]:
+def _passes(seen: Routings, asked: int) -> list[Routings]:
     """The two old-log-prob passes and the two updates, each over two micro-batches and all layers."""
     n = 2 * len(layouts.MOE_LAYERS)
     ends = [n, 2 * n, (2 + asked) * n, (2 + 2 * asked) * n]
@@ -337,24 +374,24 @@ def _passes(seen: list[tuple[int, int, Tensor, Tensor]], asked: int) -> list[lis
     return [seen[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
 
-@pytest.mark.parametrize("kind", RECOMPUTED)
-@pytest.mark.parametrize("mode", ["r2", "r3"])
-def test_each_router_is_asked_once_a_pass_and_once_more_in_recomputation(found: Found, mode: str, kind: str) -> None:
+@pytest.mark.parametrize(("mode", "kind"), _each(["r2", "r3"], RECOMPUTED))
+def test_each_router_is_asked_once_a_pass_and_once_more_in_recomputation(
+    updates: Updates, mode: str, kind: str
+) -> None:
     """Counted at the routers, not at the tape: the old-log-prob pass never recomputes, the update only where the router
     is inside of what is recomputed. The draft layers' routers ask for nothing."""
     asked = RECOMPUTED[kind][1]
-    seen = found[f"r2, {kind}, asked"] if mode == "r2" else found[f"r3, {kind}"][2]
+    _, _, seen = updates(mode, kind)
     keys = {(micro, layer) for micro in (0, 1) for layer in layouts.MOE_LAYERS}
     for times, one in zip((1, 1, asked, asked), _passes(seen, asked), strict=True):
         assert Counter((micro, layer) for micro, layer, _, _ in one) == dict.fromkeys(keys, times)
 
 
-@pytest.mark.parametrize("kind", ["kept", "full"])
-@pytest.mark.parametrize("name", ["r2", "gates"])
-def test_the_second_step_takes_what_was_recorded_before_the_first(found: Found, name: str, kind: str) -> None:
+@pytest.mark.parametrize(("name", "kind"), _each(["r2", "gates"], ["kept", "full"]))
+def test_the_second_step_takes_what_was_recorded_before_the_first(updates: Updates, name: str, kind: str) -> None:
     """Weights have moved, so that its routers would choose otherwise (the metric says so); ids are the recorded ones in
     forward and in recomputation, and with `gates` so are the probabilities, which else are fresh."""
-    metrics, _, seen = found[f"{name}, {kind}"]
+    metrics, _, seen = updates(name, kind)
     assert metrics["routing/update_agreement"] < 1.0
     old = _passes(seen, RECOMPUTED[kind][1])
     for before, update in ((old[0], old[2]), (old[1], old[3])):
@@ -365,27 +402,26 @@ def test_the_second_step_takes_what_was_recorded_before_the_first(found: Found, 
             assert torch.equal(probs, recorded[micro, layer][1]) != moved
 
 
-def test_recomputation_changes_no_bit_of_several_steps(found: Found) -> None:
-    for name in ("r2", "gates", "r3"):
-        assert _same(found[f"{name}, kept"][1], found[f"{name}, full"][1]), name
+@pytest.mark.parametrize("name", ["r2", pytest.param("gates", marks=LONG), pytest.param("r3", marks=LONG)])
+def test_recomputation_changes_no_bit_of_several_steps(updates: Updates, name: str) -> None:
+    assert _same(updates(name, "kept")[1], updates(name, "full")[1])
 
 
-def test_under_r2_the_rollouts_routes_are_looked_at_only(found: Found) -> None:
+def test_under_r2_the_rollouts_routes_are_looked_at_only(found: Found, updates: Updates) -> None:
     """Without them the same weights come out, bit for bit; they say the agreement, and nothing is refused. An
     evaluation has no record and chooses by itself, as the pass that records does."""
-    (metrics, bits, _), (without, same) = found["r2, kept"], found["r2, no rollout routes"]
+    (metrics, bits, _), (without, same) = updates("r2", "kept"), found["r2, no rollout routes"]
     assert _same(bits, same)
     assert metrics["routing/agreement"] < 0.1 and "routing/agreement" not in without
     assert metrics["train/loss"] == without["train/loss"]
     assert found["r2, evaluated"]["routing/replay_coverage"] == 0.0
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("mode", ["r2", "r3"])
-def test_two_steps_do_not_depend_on_the_layout(found: Found, mode: str, name: str) -> None:
+@pytest.mark.parametrize(("mode", "name"), _each(["r2", "r3"], LAYOUTS))
+def test_two_steps_do_not_depend_on_the_layout(updates: Updates, sharded: Sharded, mode: str, name: str) -> None:
     """Each rank records and replays its own rows and layers. No choice is a near-tie with these seeds; sums in
     another order leave 1e-5 after an update."""
-    want, ranks = found[f"{mode}, kept"][0], [r[f"{mode}, {name}"] for r in found["two ranks"]]
+    want, ranks = updates(mode, "kept")[0], sharded(mode, name)
     assert ranks[0] == ranks[1]
     for key in ("train/loss", "train/grad_norm", "train/entropy", "routing/agreement", "routing/update_agreement"):
         assert ranks[0][key] == pytest.approx(want[key], rel=1e-4, abs=1e-6), key

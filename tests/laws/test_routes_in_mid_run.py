@@ -41,7 +41,11 @@ from tests.support.refusals import check_refusal
 from tests.support.spawn import free_port, run_ranks
 
 ROOT = Path(__file__).parents[2]
-SHAPES = ("mla, four layers", "gqa, four layers")
+LONG = pytest.mark.long(beside="tests/laws/test_routes_in_mid_run.py")
+SHAPES = [
+    pytest.param("mla, four layers", id="mla"),
+    pytest.param("gqa, four layers", id="gqa", marks=LONG),
+]
 FAULTS: dict[str, tuple[Change, tuple[int, ...]]] = {  # with the layers that are wrong then
     "shifted": (shifted, LAYERS),
     "swapped": (swapped, (1, 2)),
@@ -138,26 +142,26 @@ def _one(t: Any, where: Path) -> Found:
     return out
 
 
-def _every(rank: int, world: int, port: int, where: Path) -> Found:
+def _every(rank: int, world: int, port: int, where: Path, shape: str) -> Found:
     out: Found = {}
-    for shape in SHAPES:
-        for (format, qat), precision in SIDES.items():
-            at = where / f"{shape} {format} {qat}"
-            how = {"precision": precision, "agreement": _bounds(precision).model_dump()}
-            cfg = exactly.config(at, shape, deterministic=False, **how)
-            with toy.trainer(cfg, 0, 1, free_port()) as t:
-                out[f"{shape}: {format}, {'alike' if qat else 'served alone'}"] = _one(t, at)
+    for (format, qat), precision in SIDES.items():
+        at = where / f"{shape} {format} {qat}"
+        how = {"precision": precision, "agreement": _bounds(precision).model_dump()}
+        cfg = exactly.config(at, shape, deterministic=False, **how)
+        with toy.trainer(cfg, 0, 1, free_port()) as t:
+            out[f"{shape}: {format}, {'alike' if qat else 'served alone'}"] = _one(t, at)
     return out
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_ranks(_every, 1, tmp_path_factory.mktemp("mid-run"), timeout_s=900, keep=True)[0]  # type: ignore[no-any-return]
+@pytest.fixture(scope="module", params=SHAPES)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    where = tmp_path_factory.mktemp("mid-run")
+    return run_ranks(_every, 1, where, request.param, timeout_s=900, keep=True)[0]  # type: ignore[no-any-return]
 
 
 def test_wrong_routes_are_refused_in_every_shape_and_format(found: Found) -> None:
     """Before anything of the step moves, naming step and layers: all that are wrong and no other."""
-    assert len(found) == 2 * len(SIDES)
+    assert len(found) == len(SIDES)
     for case, of in found.items():
         for fault in (*FAULTS, "swapped, two mini-batches"):
             message, unchanged = of[fault]
@@ -294,6 +298,7 @@ _SPOILT = (
 )
 
 
+@LONG
 def test_the_command_ends_with_status_2_and_resumes(tmp_path: Path) -> None:
     """`train` with Ray, two ranks and a server, a random model, and the default bounds; then with a server that is
     right again."""

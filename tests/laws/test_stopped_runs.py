@@ -24,6 +24,7 @@ import pytest
 from tests.support.forked import tail
 from tests.support.local_run import Runs, drive, untimed
 
+LONG = pytest.mark.long(beside="tests/laws/test_stopped_runs.py")
 SETTINGS = ("train.steps=6", "checkpoint.every=0", "eval.every=0")
 # phase, the step it is of, the steps one of which is then saved: samples may come before the signal does
 PLACES = (("rollout", 1, (1, 2)), ("train", 3, (4,)), ("publish", 4, (5,)))
@@ -70,7 +71,7 @@ def latest(run_dir: Path) -> int:
     return int((run_dir / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=LONG), 2])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(runs: Runs, staleness: int) -> None:
     where, settings = runs.home / str(staleness), (*SETTINGS, f"buffer.max_staleness={staleness}")
     whole, cut, log = where / "whole", where / "cut", where / "cut" / "driver.log"

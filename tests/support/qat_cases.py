@@ -59,3 +59,16 @@ TWO: dict[str, Case] = {
     "EP2, weights gathered late": ("mla", BF16 | OVERLAPPED | {"dp": 2, "ep": 2}, SOME),
     "LoRA, TP2 and ETP2": ("mla", BF16 | LORA | {"tp": 2, "etp": 2}, SOME),
 }
+# Of TWO, in `make test`: every layout and every format once.
+QUICK = (
+    "TP2: fp8 of experts",
+    "TP2: int4 of all",
+    "TP2: mxfp4 of all",
+    "TP2 and ETP2, recomputed: nvfp4",
+    "ETP2, fp32: mxfp8",
+    "EP2 without distributed optimizer: fp8-ue8m0",
+    "PP2, recomputed: mxfp4",
+    "PP2xVPP2: int4",
+    "EP2, weights gathered late: fp8",
+    "LoRA, TP2 and ETP2: fp8",
+)

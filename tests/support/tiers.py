@@ -1,8 +1,11 @@
-"""The two tiers of the tests, and the order in which their files go to the workers.
+"""The three tiers of the tests, and the order in which their files go to the workers.
 
 A test is `slow` when its file imports something of STARTERS, which start processes: `make check` runs the others. A
 test that starts a process in another way carries `pytest.mark.slow`; without the mark it fails, so nothing that starts
 processes comes back into `make check` unseen.
+
+`make test` runs both, except tests with `pytest.mark.long(beside=FILE)`, which only `make test-all` runs: further cases
+of a law that a test in FILE holds with cheaper ones in every `make test`.
 """
 
 from __future__ import annotations
@@ -57,11 +60,11 @@ def starts_processes(path: Path) -> bool:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file of which a tier runs nothing is not imported."""
     tier, path = config.option.markexpr, collection_path
-    if tier not in ("slow", "not slow") or path.suffix != ".py" or not path.name.startswith("test_"):
+    if "slow" not in tier or path.suffix != ".py" or not path.name.startswith("test_"):
         return None
     if starts_processes(path):
         return True if tier == "not slow" else None
-    return True if tier == "slow" and "mark.slow" not in path.read_text(encoding="utf-8") else None
+    return True if tier != "not slow" and "mark.slow" not in path.read_text(encoding="utf-8") else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
@@ -69,6 +72,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if starts_processes(item.path):
             item.add_marker(pytest.mark.slow)
+        for long in item.iter_markers("long"):
+            beside = long.kwargs.get("beside", "")
+            if not item.get_closest_marker("slow") or not (ROOT / beside).is_file():
+                raise pytest.UsageError(
+                    f"{item.nodeid} is marked long(beside={beside!r}): want a slow test, and the file of the test that "
+                    "holds its law in `make test`"
+                )
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -_seconds(item.path))
 
