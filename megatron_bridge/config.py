@@ -249,7 +249,7 @@ class TrainerConfig(RecomputeConfig):
     distributed_optimizer: bool = True
     reference: bool = False  # keep the weights that `load_weights` reads
     reference_for_loss: bool = True  # pass the reference's log-probs to the loss: one more forward pass per step
-    reference_every: int = Field(0, ge=0)  # the weights become the reference after every so many rollouts; 0: never
+    reference_every: int = Field(0, ge=0)  # rollouts between updates of the reference to the trained weights; 0: never
     # the vocabulary, or one number per token (`score.weight`, as in transformers' ...ForSequenceClassification), which
     # the loss function then gets as `logprobs`: a critic's values, a reward model's scores
     head: Literal["lm", "scalar"] = "lm"

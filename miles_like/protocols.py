@@ -149,7 +149,7 @@ class RewardFn(Protocol):
 
     @property
     def slow(self) -> bool:
-        """Whether each prompt is scored as soon as it is sampled, while others still are, instead of all at the end."""
+        """Whether each prompt is scored as soon as it is sampled, instead of all prompts after sampling."""
 
     @property
     def compares(self) -> str | None:

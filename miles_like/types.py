@@ -274,13 +274,13 @@ class Stat:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """What a loss function gets of one micro-batch of N samples and T packed tokens. Values are those of the labels.
+    """The arguments of a loss function for one micro-batch of N samples and T packed tokens. Values are of the labels.
 
-    Outside `loss_mask` any value may stand in any of them.
+    Values outside `loss_mask` are arbitrary.
     """
 
-    # [T] fp32, log-probabilities under the weights being trained; carries the gradient. With a scalar head: its number
-    # for each input token that precedes a label under loss, which is a critic's value before that label was chosen.
+    # [T] fp32, log-probabilities under the weights being trained; carries the gradient. With a scalar head: its output
+    # for each input token that precedes a loss token; a critic's is the value before that token was chosen.
     logprobs: Tensor
     entropy: Tensor  # [T] fp32, of the distribution that the label is from; carries the gradient. Scalar head: 0
     rollout_logprobs: Tensor  # [T] fp32, as sampled

@@ -67,7 +67,7 @@ def main() -> int:
     deadline = time.monotonic() + _GRACE_S
     while child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.killpg(0, signal.SIGKILL)  # also what the server has started; the guard itself ends here
+    os.killpg(0, signal.SIGKILL)  # also processes that the server has started, and the guard itself
     return 1
 
 

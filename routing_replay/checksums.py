@@ -9,7 +9,7 @@ The checksum of a row is
 with fixed 64-bit constants drawn by splitmix64 and `l` the layer's global number; where there are gate weights, the
 same sum over their words is added, with other constants. It is a multilinear hash (Lemire, Kaser: Strongly universal
 string hashing is fast, 2014), so two unequal rows agree with a probability below 2^-32. It is computed once, where
-tokens and routes arrive together, and travels with the row. It is a sum over layers, so the checksum of some layers is
+tokens and routes arrive together, and is kept with the row. It is a sum over layers, so the checksum of some layers is
 the whole checksum less the terms of the others, and a pipeline stage can verify its layers alone.
 
 A layer also has a checksum over all rows of a sample, with the positions: it identifies the layer when rows do not

@@ -314,7 +314,7 @@ EXACT_MODULES: dict[type, type] = {
     MaskedRouter: ExactRouter,
 }
 
-# What megatron's modules look up as a module attribute rather than as a submodule: (module, name, replacement).
+# Functions that megatron's modules look up as module attributes, not as submodules: (module, name, replacement).
 _FUNCTIONS: tuple[tuple[Any, str, Any], ...] = (
     (router, "topk_routing_with_score_function", route),
     (moe_layer, "MoEAlltoAllTokenDispatcher", ExactDispatcher),

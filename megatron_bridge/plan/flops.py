@@ -21,7 +21,7 @@ BACKWARD = 2  # in units of forward passes: the gradients of inputs and of weigh
 def forward_terms(
     hf: HFConfig, lengths: Sequence[int], *, head_rows: int | None = None, mtp_depths: int = 0
 ) -> dict[str, float]:
-    """FLOPs of one forward, term by term. `lengths`: inputs of each sample; `head_rows`: labels under loss, the only
+    """FLOPs of one forward, term by term. `lengths`: inputs of each sample; `head_rows`: loss tokens, the only
     rows whose logits the trainer computes (None: all); `mtp_depths`: multi-token prediction layers that are trained.
 
     attention: 2 T (H q + q h d_q + H (c + r) + c h (d_nope + d_v) + h d_v H) per layer for MLA (DeepSeek-V2, arXiv:

@@ -27,7 +27,7 @@ from miles_like.types import LossInputs, LossOutput
 
 _FORWARD, _BACKWARD = 0, 1
 _LOSS_INPUTS = ("logprobs", "rollout_logprobs", "advantages", "ref_logprobs", "old_logprobs", "candidate_logprobs")
-_AFTER = 1 << 30  # micro-batch number of what shows only in the sums over all micro-batches
+_AFTER = 1 << 30  # micro-batch number of values that appear only in the sums over all micro-batches
 _SQUARE_OVERFLOWS = 1e15  # from here on a few thousand squares may leave the range of fp32 (3.4e38)
 
 
@@ -79,7 +79,7 @@ def _locate(step: Step, run: Callable[[], Mapping[str, float]]) -> str:
         watch.check_sums()
     found = [_decode(text) for text in gather_objects(watch.encoded()) if text]
     weight = next((text for text in gather_objects(watch.bad_weight()) if text), "")
-    watch.models.clear()  # a dispatcher keeps a tensor of the graph, whose hooks keep the watch: no collector sees that
+    watch.models.clear()  # a dispatcher keeps a tensor of the graph, whose hooks keep the watch: it is never collected
     if found:
         return f"first {min(found)[1]}" + (f"; {weight}" if weight else "")
     if weight:

@@ -168,7 +168,7 @@ def _common(path: Path) -> dict[str, Any]:
     """The part of a checkpoint that all ranks share. Raises ValueError when it is damaged."""
     try:
         return dict(dist_checkpointing.load_common_state_dict(str(path)))
-    # what torch and megatron raise for an empty, truncated, foreign or missing file
+    # exceptions of torch and megatron for an empty, truncated, foreign or missing file
     except (EOFError, RuntimeError, KeyError, AttributeError, CheckpointingException, pickle.UnpicklingError) as e:
         raise ValueError(
             f"checkpoint {path}: common.pt cannot be read ({reason(e)}): resume from an earlier checkpoint"

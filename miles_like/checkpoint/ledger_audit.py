@@ -13,7 +13,7 @@ from typing import Any
 
 from miles_like.limits.regular_files import parse_json, read_regular
 
-LEDGER_BYTES = 1 << 32  # the most that is read
+LEDGER_BYTES = 1 << 32  # largest file that is read
 _GROUP_KEYS = {"step", "ticket", "prompt", "trained", "discarded"}
 _SAMPLES = ("issued", "trained", "discarded", "in_flight")
 _TOTALS_KEYS = {"step", "tickets", *_SAMPLES}

@@ -1,4 +1,4 @@
-"""Saves and loads the state of the loop: all that a resumed run needs besides the trainer's checkpoint.
+"""Saves and loads the state of the loop: everything that a resumed run needs in addition to the trainer's checkpoint.
 
     checkpoints/step_40/trainer/, critic/    written by the ranks
     checkpoints/step_40/groups.safetensors   samples that are waiting or unfinished (saved_groups.py)
@@ -39,7 +39,7 @@ STATE_FILE = "run_state.json"
 GROUPS_FILE = "groups.safetensors"
 LATEST = "latest"
 FORMAT = 2
-STATE_BYTES, LATEST_BYTES = 256 * MIB, 4096  # the most that is read
+STATE_BYTES, LATEST_BYTES = 256 * MIB, 4096  # largest files that are read
 REMOVED = ".removed"  # suffix of a folder that is being deleted
 
 

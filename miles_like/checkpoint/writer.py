@@ -43,8 +43,8 @@ class RunCheckpoints:
     keep_every: int | None
     asynchronous: bool
     console: Console
-    saved: int | None = None  # step of the last whole checkpoint
-    _saving: RunState | None = field(default=None, init=False)  # of a checkpoint that is not whole yet
+    saved: int | None = None  # step of the last complete checkpoint
+    _saving: RunState | None = field(default=None, init=False)  # of a checkpoint that is not complete yet
     _since: float = field(default=0.0, init=False)  # by time.perf_counter
 
     async def begin(self, step: int, snapshot: Snapshot) -> None:

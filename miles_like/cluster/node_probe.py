@@ -17,7 +17,7 @@ IMPORT_S = 300.0  # time limit of an import in a subprocess; SGLang takes 30 s o
 
 
 class ProbeResult(TypedDict):
-    """What one node has."""
+    """The resources of one node."""
 
     node: str  # host name
     disks: dict[str, tuple[int, int]]  # path -> (device number, free bytes) of its file system

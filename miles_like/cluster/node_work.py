@@ -30,7 +30,7 @@ Job = Callable[[Sequence[int], Alive], R]
 
 DEFAULT_TIMEOUT_S = 1800.0
 _START_S = 300.0  # time limit for Ray to start a process
-_SLICE_S = 5.0  # between two looks at the progress
+_SLICE_S = 5.0  # between two checks of the progress
 _ENDED_S = 60.0  # time limit for a cancelled process to end
 
 

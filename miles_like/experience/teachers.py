@@ -34,7 +34,7 @@ from rollout.sglang.client import RolloutError, SGLangClient
 from rollout.wire.scores import PromptScores
 
 PromptOf = Callable[[Prompt], Sequence[int]]  # prompt tokens that a teacher is fed
-_CANDIDATES = 128  # a token; with more, a request holds fewer sequences: servers bound the size of a reply
+_CANDIDATES = 128  # candidates a token; with more, a request holds fewer sequences: servers bound the size of a reply
 
 
 def as_it_is(prompt: Prompt) -> Sequence[int]:
@@ -254,7 +254,7 @@ def _after_prompt(sample: Sample, prompt: Sequence[int], response: Tensor) -> Sa
 
 
 def _placed(mask: Tensor, of_response: Tensor | None, like: Tensor) -> Tensor:
-    """[S] or [S, C]: scores of the last R tokens, 0 where not under loss."""
+    """[S] or [S, C]: scores of the last R tokens, 0 at tokens that are not loss tokens."""
     out = like.new_zeros(len(mask), *like.shape[1:])
     if of_response is not None and len(of_response):
         out[len(mask) - len(of_response) :] = of_response

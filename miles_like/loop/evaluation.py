@@ -49,7 +49,7 @@ class Answers:
     def figures(self) -> dict[str, float]:
         """`eval/{set}/...`"""
         c, out = self.config, dict[str, float]()
-        avg_1 = f"eval/{c.name}/avg@1"  # of greedy answers, where these are all there are
+        avg_1 = f"eval/{c.name}/avg@1"  # of the greedy answers if nothing is sampled
         greedy = "greedy" if self.sampled else "avg@1"
         for groups, k, alone in ((self.greedy, 1, greedy), (self.sampled, c.sampled, "sampled")):
             found = eval_metrics(groups, name=c.name, k=k) if groups else {}

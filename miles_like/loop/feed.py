@@ -49,7 +49,7 @@ class Feed:
             if producer.done():
                 producer.result()
                 if not taking.done() and self.buffer.enough(needed, version=step):
-                    await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)  # it is being given out
+                    await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)  # `take` has its groups
             return taking.result() if taking.done() else None
         finally:
             taking.cancel()

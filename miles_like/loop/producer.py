@@ -41,7 +41,7 @@ async def _nothing() -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _Round:
-    number: int  # sampling seeds are made of it
+    number: int  # part of the sampling seeds
     group_ids: dict[int, Prompt]  # not yet decided
 
 
@@ -55,7 +55,7 @@ class Producer:
 
     groups: int  # a step
     buffer: DataBuffer
-    next_prompts: Callable[[int], Sequence[Prompt]]  # so many, or fewer when the source ends
+    next_prompts: Callable[[int], Sequence[Prompt]]  # that many, or fewer when the source ends
     rollout: Rollout
     lockstep: bool = False
     over_sampling: float | None = None
@@ -67,12 +67,12 @@ class Producer:
     version: int = 0  # published last
     ended: bool = False  # the source has no more prompts
 
-    _step: int = 0  # that is being filled, from 0
-    _kept: int = 0  # groups for it
-    _tried: int = 0  # groups sampled for it
-    _refused: Counter[str] = field(default_factory=Counter)  # of these
-    _number: int = 0  # of the next round
-    _held: list[Prompt] = field(default_factory=list)  # consumed, for the next round
+    _step: int = 0  # the step that is being filled, from 0
+    _kept: int = 0  # groups kept for `_step`
+    _tried: int = 0  # groups sampled for `_step`
+    _refused: Counter[str] = field(default_factory=Counter)  # reason -> discarded groups of `_tried`
+    _number: int = 0  # number of the next round
+    _held: list[Prompt] = field(default_factory=list)  # prompts taken from the source for the next round
     _rounds: dict[int, _Round] = field(default_factory=dict)
     _stats: RolloutStats = field(default_factory=RolloutStats)  # since the last group that was kept
     _changed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -52,7 +52,7 @@ class Saver:
         self._since = now
 
     async def end(self, steps: int) -> int:
-        """Saves the last boundary unless it is saved, waits until the checkpoint is whole, and returns the steps done.
+        """Saves the last boundary if it is not saved, waits for a complete checkpoint, and returns the steps done.
         Raises Stopped where these are fewer than `steps` because of a stop request."""
         if self._saved != self._step:
             await self._save()

@@ -1,7 +1,7 @@
 """State of every part of the loop at the boundary of two steps, and how it is restored.
 
-The trainer's state is in the ranks' checkpoint. This is the rest: prompts consumed, groups that wait or are in flight
-with the samples made of them, the ledger, and the driver's random numbers.
+The trainer's state is in the ranks' checkpoint. The state here is: prompts consumed, groups that wait or are
+in flight with their samples, the ledger, and the driver's random states.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class StopRequest:
         await self._event.wait()
 
     def stopped(self, saved: int | None) -> Stopped:
-        """The exception to raise after a stop. saved: step of the last whole checkpoint."""
+        """The exception to raise after a stop. saved: step of the last complete checkpoint."""
         how = "nothing is saved yet" if saved is None else f"step {saved} is saved, --resume goes on from it"
         return Stopped(f"{self.reason}: {how}", self.status)
 
@@ -149,7 +149,7 @@ def run_to_end(main: Coroutine[Any, Any, T], stop: StopRequest | None = None, gr
 
 
 class _Ending:
-    """Escalates from a stop request to a cancellation to an interrupt: a blocked event loop sees only the last."""
+    """Escalates from a stop request to a cancellation to an interrupt: a blocked event loop reacts only to the last."""
 
     def __init__(self, stop: StopRequest | None, grace_s: float) -> None:
         self._stop, self._grace_s = stop, grace_s
@@ -182,7 +182,7 @@ class _Ending:
                 sys.exit(STATUS)
             self._order()
         elif not self._reached or time.monotonic() - self._cancelled_at > PATIENCE_S:
-            sys.exit(STATUS)  # earlier it would cut the cleaning up short
+            sys.exit(STATUS)  # earlier it would interrupt the clean-up
 
     def _ask(self) -> None:
         self._asked = True

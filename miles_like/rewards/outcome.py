@@ -1,4 +1,4 @@
-"""Converts what a reward function returned to a Score or an Unscored, or raises ValueError."""
+"""Converts the result of a reward function to a Score or an Unscored, or raises ValueError."""
 
 from __future__ import annotations
 

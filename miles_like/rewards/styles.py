@@ -164,7 +164,7 @@ def _slime_results(returned: Any, n: int, unit: Unit, args: Mapping[str, Json]) 
 
 @dataclass
 class Logged:
-    """What a TRL reward function passed to `log_metric` and `log_extra`."""
+    """The values that a TRL reward function passed to `log_metric` and `log_extra`."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)

@@ -162,7 +162,7 @@ class RunTeachers:
             model = ModelConfig(path=name.replace("/", "-"), make=source)
         config = self.config.model_copy(update={"model": model})
         return self._staged(
-            "fetch",  # the student's stage, were it the student: the same checkpoint is made once for both
+            "fetch",  # as for the student: a checkpoint that both use is made once
             source_inputs(model),
             f"teacher {name}: {describe(model)}",
             lambda out: fetch(model, out, lambda data: make_checkpoint(config, data, self.console)),

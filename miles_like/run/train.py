@@ -233,7 +233,7 @@ class TrainingRun:
             await self.resumed.load(self.models)
             step = self.resumed.state.step
             return step, await self.trainer.publish(version=step)
-        # codes that another quantizer wrote differ from those that this one makes of their values
+        # codes written by another quantizer may differ from those that this quantizer gives for the same values
         return 0, await self.trainer.publish(version=0) if self.config.precision.qat else None
 
     def checks(self, clients: Sequence[SGLangClient]) -> RunChecks:
@@ -374,7 +374,7 @@ class GroupSampler:
             async with contextlib.aclosing(groups):
                 async for place, group in groups:
                     discarded += Counter(group.discarded)
-                    self.partial.forget(seed, group.prompt.id)  # no checkpoint is to hold it twice
+                    self.partial.forget(seed, group.prompt.id)  # so that no checkpoint holds the group twice
                     yield place, group
         finally:
             for p in prompts:

@@ -125,7 +125,7 @@ class VerifyStage:
             )
             if not self.attached and (self.config.precision.qat or self.checkpoint is not None):
                 await trainer.publish(version=self.version)  # as a run does before its first step
-            # of what is served before anything is sent to a server that was not started here
+            # hashes of the served weights, before anything is sent to a server that was not started here
             served = [(await client.checksum()).tensors for client in clients]
             groups = await compare.sample(clients)
             weights = await self._weights(clients, served, published, live)
@@ -255,7 +255,7 @@ def read_rollouts(path: Path, version: int) -> list[SampleGroup]:
     ]
 
 
-ROLLOUTS_BYTES = 1 << 30  # the most that is read
+ROLLOUTS_BYTES = 1 << 30  # largest file that is read
 _KEPT = ("token_ids", "loss_mask", "logprobs", "prompt_id", "index", "versions", "finish", "response")
 
 

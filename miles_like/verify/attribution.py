@@ -175,7 +175,7 @@ async def _tokens(e: Evidence, s: _State) -> None:
         what = f"the rollout's log-probability of response token i is that of token i{-d:+d}"
         causes.append((Cause.TOKENS_SHIFTED, what))
         moved = [shifted(x, m, d) for x, m in zip(s.logprobs, tokens.masks, strict=True)]
-        # the shift leaves no value for the last tokens: the trainer's stand in and add nothing to the gap
+        # after the shift the last tokens have no value: the trainer's are used and add nothing to the gap
         s.logprobs = tuple(torch.where(m.isnan(), o, m) for m, o in zip(moved, s.own.logprobs, strict=True))
         await _measure(e, s)
     compared = f"{sum(map(len, tokens.ids))} tokens of {len(names)} samples"

@@ -1,4 +1,4 @@
-"""What `attribute` compares: samples of the rollout, interfaces to both sides, weight hashes.
+"""Inputs of `attribute`: samples of the rollout, interfaces to both sides, weight hashes.
 
 Letters: S tokens a sample, L MoE layers, K experts a token.
 """

@@ -164,7 +164,7 @@ class LiveRollout:
 
 
 class Published:
-    """What the trainer publishes, computed from the BF16 weights that it wrote into a directory."""
+    """The tensors that the trainer publishes, computed from the BF16 weights that it wrote into a directory."""
 
     def __init__(self, wholes: Path, spec: QuantSpec | None) -> None:
         self._wholes, self.spec = HFCheckpoint(wholes), spec

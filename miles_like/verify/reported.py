@@ -53,7 +53,7 @@ def explains(after: Tensor, before: Tensor, *, fitted: int = 0) -> bool:
     return all_gone or better - worse > _SIGMAS * math.sqrt(better + worse)
 
 
-# ---- of which token
+# ---- token shift
 
 
 def shift_of(own: Sequence[Tensor], reported: Sequence[Tensor], masks: Sequence[Tensor]) -> int:
@@ -85,7 +85,7 @@ def _line_residuals(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-# ---- in which unit, of how much of the vocabulary
+# ---- unit and renormalization
 
 
 def unit_of(own: Sequence[Tensor], reported: Sequence[Tensor], masks: Sequence[Tensor]) -> str | None:
@@ -116,7 +116,7 @@ def is_renormalized(
     return within and higher - lower > _SIGMAS * math.sqrt(higher + lower)
 
 
-# ---- at which temperature
+# ---- temperature
 
 Score = Callable[[float], Awaitable[Sequence[Tensor]]]  # temperature -> [S] per sample, by the trainer
 

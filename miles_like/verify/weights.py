@@ -82,7 +82,7 @@ def _shorten(details: Sequence[str]) -> str:
 
 
 def _explain(e: WeightEvidence, tensor: Callable[[str], Tensor], name: str) -> CauseDetail:
-    """What the server holds as `name` in place of the published tensor."""
+    """The difference between the served tensor `name` and the published one."""
     served = e.served[name]
     if name not in e.published:
         return Cause.WEIGHTS, f"{name} was never published"

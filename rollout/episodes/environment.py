@@ -1,7 +1,7 @@
 """Episodes of several turns: the policy and an environment take turns until the environment ends the episode.
 
-The environment's tokens are part of the sample and never under loss. Log-probs, routes and weight versions of each turn
-stay as they were sampled (`continue_sample`).
+The environment's tokens are part of the sample and never loss tokens. Log-probs, routes and weight versions of each
+turn stay as they were sampled (`continue_sample`).
 
 Letters: G samples a prompt.
 """

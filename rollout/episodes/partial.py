@@ -38,7 +38,7 @@ class PartialRollouts(EngineWrapper):
         super().__init__(engine)
         self._keep_groups = keep_groups
         self._groups: dict[Key, SampleGroup] = {}  # [G] samples as last returned
-        self._restored: dict[Key, SampleGroup] = {}  # not yet asked for
+        self._restored: dict[Key, SampleGroup] = {}  # not requested yet
         self._running = asyncio.Event()  # cleared while suspended
         self._running.set()
         self._calls = 0  # in flight

@@ -12,7 +12,7 @@ RankChecksums: TypeAlias = tuple[Mapping[str, str], ...]  # for each rank of a s
 
 
 class Sent(NamedTuple):
-    """What the sending rank reports. The fields are those of PublishReport."""
+    """The report of the sending rank. The fields are those of PublishReport."""
 
     bytes: int
     pause_seconds: float = 0.0

@@ -177,9 +177,9 @@ class SGLangClient:
         """Continue a sample after an environment's tokens, after an abort, or after the token limit.
 
         All its tokens are sent. At most `max_new_tokens` sampled tokens are appended with log-probs, weight versions
-        and routes; only routes of rows that the sample lacks are requested. The environment's tokens are not under
-        loss. With the parameters of the first part the tokens equal those of an uninterrupted sample (on a stock server
-        with `samples_from` "client" and deterministic inference). Raises RolloutError.
+        and routes; only routes of rows that the sample lacks are requested. The environment's tokens are not loss
+        tokens. With the parameters of the first part the tokens equal those of an uninterrupted sample (on a stock
+        server with `samples_from` "client" and deterministic inference). Raises RolloutError.
         """
         by_client = self._samples_from == "client"
         request = GenerateRequest(

@@ -92,7 +92,7 @@ class SampleReader:
     def extend(
         self, samples: Sequence[Sample], environment: Sequence[Sequence[int]], replies: Sequence[GenerateReply]
     ) -> list[Sample]:
-        """Append to each sample the tokens of its environment, which are not under loss, and its reply.
+        """Append to each sample the tokens of its environment, which are not loss tokens, and its reply.
 
         All samples have equally many routing rows, and the replies contain the rows that follow. A reply that was
         aborted before its first token leaves the sample as it was. Raises ValueError naming the sample for counts that
@@ -230,7 +230,7 @@ def row_versions(reply: GenerateReply, start: int, stop: int) -> list[VersionSpa
     The embedded engine reports them for every row. A stock server does not. There a row was computed when the token
     after it was sampled, unless the request was retracted: then all its keys, values and routes were recomputed under
     the weights that continued it, and in a reply with several versions only the rows of the last version are certain.
-    Rows of a cached prefix may be of older weights; no token under loss follows them.
+    Rows of a cached prefix may be of older weights; no loss token follows them.
     """
     if isinstance(reply.row_versions, str):
         return [VersionSpan(version_number(reply.row_versions), start, stop)] if start < stop else []

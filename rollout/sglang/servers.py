@@ -173,7 +173,7 @@ class ServerLaunch:
     host: str = "127.0.0.1"
     weight_version: int = 0
     return_routed_experts: bool = True  # False for a model without experts: stock SGLang then fails with the flag
-    key: ServerKey | None = None  # the server asks for it; None: it asks for none, and serves loopback only
+    key: ServerKey | None = None  # required of requests; None: no key, and the server listens on loopback only
     # the embedded engine only
     activations: str = "none"  # "fp8": round the inputs of quantized linears, as the trainer does
     exact: tuple[int, int] | None = None  # tensor- and expert-tensor-parallel ranks of a deterministic trainer

@@ -1,6 +1,6 @@
 """The KL penalty in the reward.
 
-Letters: G samples a prompt, R tokens under loss of all samples.
+Letters: G samples a prompt, R loss tokens of all samples.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Generalized advantage estimation from a critic's values.
 
-Letters: S tokens a sample, R tokens under loss of all samples.
+Letters: S tokens a sample, R loss tokens of all samples.
 """
 
 from __future__ import annotations

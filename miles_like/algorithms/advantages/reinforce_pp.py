@@ -1,6 +1,6 @@
 """REINFORCE++: returns of tokens, normalized over the whole rollout.
 
-Letters: S tokens a sample, R tokens under loss of all samples.
+Letters: S tokens a sample, R loss tokens of all samples.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Letters: N samples a pack, T packed tokens.
 
-With Delta_t = log p_old(y_t) - log p_rollout(y_t) over tokens under loss, where p_old is the trainer's probability
+With Delta_t = log p_old(y_t) - log p_rollout(y_t) over loss tokens, where p_old is the trainer's probability
 before the rollout's first optimizer step, a measure rho of a token or of its whole sample is
 
 * token: exp(Delta_t), as in TIS (https://fengyao.notion.site/off-policy-rl) and IcePop (arXiv:2510.18855)
@@ -94,7 +94,7 @@ class Correction:
             )
         else:
             safe = delta.clamp(-SAFE_LOG, SAFE_LOG)
-            k3 = (torch.expm1(safe) - safe).clamp(min=0)  # never below 0 but for rounding
+            k3 = (torch.expm1(safe) - safe).clamp(min=0)  # below 0 only by rounding
             of_sample = sequence_means(k3, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
         return to_tokens(of_sample, cu_seqlens=cu_seqlens, tokens=len(delta))
 

@@ -220,7 +220,7 @@ class Engine:
         self._admission.drop_prefixes()
         entries, rows = [], self._active.tolist()
         jobs = [self._admission.jobs.pop(row) for row in rows]
-        # recomputed under changed weights, the routes would not be those that gave the log-probs
+        # routes that are recomputed under changed weights would not belong to the log-probs
         captured = self._captured(jobs, rows)
         for row, job, kept in zip(rows, jobs, captured, strict=True):
             job.kept_ids, job.kept_logprobs = self._rows.response(row)

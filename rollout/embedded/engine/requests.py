@@ -31,7 +31,7 @@ class PromptSpec:
     first_index: int = 0  # sample i draws from random stream first_index + i
     ignore_eos: bool = False  # also ignores stop_token_ids: the samples end at max_new_tokens only
     logprob_start: int = -1  # first prompt token whose log-prob is requested; -1: none
-    top: int = 0  # number of likeliest tokens whose log-probs are requested at each place after it
+    top: int = 0  # number of likeliest tokens whose log-probs are requested at each position after it
     routing_start: int | None = None  # first position whose experts are requested; None: none
     gates: bool = False  # gate weights are requested too
 
@@ -47,7 +47,7 @@ class Completed:
 
     reply: GenerateReply
     prompt_logprobs: tuple[float, ...]  # of prompt tokens logprob_start+1 .. P-1, from raw logits
-    prompt_top: PromptTop | None = None  # at their places; None: not requested, or never fed
+    prompt_top: PromptTop | None = None  # at the same positions; None: not requested, or never fed
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
