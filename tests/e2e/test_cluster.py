@@ -82,6 +82,7 @@ def test_no_cluster_at_the_address_is_one_sentence(alone: Run, home: Path) -> No
     check_refusal(done.stderr, "127.0.0.1:1")
 
 
+@pytest.mark.long(beside="tests/rollout/sglang/test_servers.py")
 def test_sglang_as_the_engine_is_the_same_client_and_loop(alone: Run, home: Path) -> None:
     """Another command line, another encoding of weights, another way to seed: nothing else differs for the loop."""
     path = f"{ROOT / 'tests' / 'support' / 'fake_sglang'}{os.pathsep}{ROOT}"

@@ -47,6 +47,7 @@ def test_each_part_has_its_say(critic: Path) -> None:
     assert any(r["reward_parts"].get("overlong", 0) < 0 for r in kept)
 
 
+@pytest.mark.long(beside="tests/e2e/test_critic.py")
 def test_a_run_that_goes_on_is_the_one_that_never_stopped(run: Run, critic: Path, home: Path) -> None:
     again = home / "critic_again"
     shutil.copytree(critic, again)

@@ -40,7 +40,7 @@ def config_of(tmp_path: Path, hf: dict[str, Any]) -> tuple[str, str]:
     return "--set", f"model.make.config={tmp_path}/model.json"
 
 
-@pytest.mark.parametrize("dense", [False, pytest.param(True, marks=LONG)])
+@pytest.mark.parametrize("dense", [pytest.param(False, marks=LONG), pytest.param(True, marks=LONG)])
 def test_an_iteration(run: Run, tmp_path: Path, dense: bool) -> None:
     model = config_of(tmp_path, tiny_models.tiny_dense(tie_word_embeddings=True)) if dense else ()  # else as shipped
     done = run(*CONFIG, "--run-dir", str(tmp_path / "run"), *ONE_STEP, *model, PYTHONPATH=str(ROOT))

@@ -114,6 +114,7 @@ def test_a_rollout_server_dies_or_hangs(home: Path, how: signal.Signals, cause: 
     assert not (run_dir / ".complete.json").exists()
 
 
+@pytest.mark.long(beside="tests/miles_like/cluster/test_workers.py")
 def test_a_trainer_rank_is_stopped_in_mid_run(home: Path) -> None:
     """As a deadlocked collective: the other rank waits for it. The stacks of both are kept."""
     run_dir = home / "fault-stopped-rank"

@@ -127,6 +127,7 @@ def kept(run: Run, home: Path) -> Path:
     return home / "kept" / "rollouts" / "step_1.jsonl"
 
 
+@pytest.mark.long(beside="tests/laws/test_exact_logprobs.py")
 def test_a_deterministic_run_has_no_gap_at_all(kept: Path) -> None:
     """From the configuration to metrics.jsonl: two ranks that share out the experts, a server with exact operations,
     their fingerprints compared, the samples before the first step, and both steps. The second has other weights."""

@@ -23,6 +23,7 @@ from megatron_bridge.families.registry import family_of
 from miles_like.hf.checkpoint import write_hf
 from miles_like.types import LossInputs, LossOutput
 from tests.support import layouts, toy
+from tests.support.chosen import chosen, later
 from tests.support.layouts import Case
 from tests.support.refusals import Facts, check_refusal, refuses
 from tests.support.spawn import free_port, run_ranks
@@ -141,7 +142,7 @@ def _refused(config: TrainerConfig, rank: int, world: int, port: int, load: Path
         return str(e)
 
 
-def _one_rank(rank: int, world: int, port: int, hf: str, moe_only: str, where: Path) -> Found:
+def _one_rank(rank: int, world: int, port: int, hf: str, moe_only: str, where: Path, spread: dict[str, Case]) -> Found:
     out: Found = {}
     rows, tokens = toy.grid(toy.samples(8), dp=1, micros=2)
     with toy.trainer(toy.config(hf), rank, world, port) as t:
@@ -171,11 +172,13 @@ def _one_rank(rank: int, world: int, port: int, hf: str, moe_only: str, where: P
     dense = {"rank": 2, "targets": ["attention", "mlp"]}
     out["target"] = _refused(toy.config(moe_only, lora=dense), rank, world, free_port())
     out["adapters lost"] = _refused(toy.config(hf), rank, world, free_port(), where / "bent")
-    out["spread"] = layouts.references(rank, world, port, where, SPREAD)
+    out["spread"] = layouts.references(rank, world, port, where, spread)
     return out
 
 
-def _two_ranks(rank: int, world: int, port: int, hf: str, where: Path, ports: dict[str, int]) -> Found:
+def _two_ranks(
+    rank: int, world: int, port: int, hf: str, where: Path, ports: dict[str, int], spread: dict[str, Case]
+) -> Found:
     out: Found = {}
     for name, layout in LAYOUTS.items():
         with toy.trainer(toy.config(hf, lora=LORA, **layout), rank, world, ports[name]) as t:
@@ -207,18 +210,19 @@ def _two_ranks(rank: int, world: int, port: int, hf: str, where: Path, ports: di
     out["published"] = _published(
         hf, rank, world, [ports["one"], ports["two"]], where / "plain", where / "two", {"tp": 2, "etp": 2}
     )
-    out["spread"] = layouts.in_layouts(rank, world, port, where, SPREAD)
+    out["spread"] = layouts.in_layouts(rank, world, port, where, spread)
     return out
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     where = tmp_path_factory.mktemp("lora")
     hf = toy.hf_dir(where / "hf")
     moe_only = toy.hf_dir(where / "moe_only", toy.hf_config() | {"first_k_dense_replace": 0})
-    (one,) = run_ranks(_one_rank, 1, hf, moe_only, where, timeout_s=500, keep=True)
+    spread = {name: SPREAD[name] for name in chosen(request, "name", SPREAD)}
+    (one,) = run_ranks(_one_rank, 1, hf, moe_only, where, spread, timeout_s=500, keep=True)
     ports = {name: free_port() for name in [*LAYOUTS, "DP2", "one", "two"]}
-    return {"one": one, "both": run_ranks(_two_ranks, 2, hf, where, ports, timeout_s=500, keep=True)}
+    return {"one": one, "both": run_ranks(_two_ranks, 2, hf, where, ports, spread, timeout_s=500, keep=True)}
 
 
 def test_fresh_adapters_change_nothing(found: Found) -> None:
@@ -255,7 +259,10 @@ def test_the_step_does_not_depend_on_the_layout(found: Found, layout: str) -> No
                 assert got[key] == pytest.approx(want[key], rel=1e-5), key
 
 
-@pytest.mark.parametrize("name", SPREAD)
+FIRST = ("PP2xVPP2, with a reference", "TP2, GQA", "CP2xEP2 over the same ranks, MTP")
+
+
+@pytest.mark.parametrize("name", later(SPREAD, FIRST, beside="tests/laws/test_lora.py"))
 def test_products_of_layouts_and_a_reference_change_nothing_either(found: Found, name: str) -> None:
     """Virtual stages, context parallelism, query-group attention, draft layers, and a reference that was kept with its
     adapters (and is penalized for leaving): two steps to 1e-5, and the gradient of every adapter to 2e-5 of its norm.

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support import layouts, toy
+from tests.support.chosen import chosen, later
 from tests.support.layouts import Case, Run
 from tests.support.spawn import free_port, run_ranks
 
@@ -106,8 +107,14 @@ ROUNDED = {
 }
 RANKS = {1: PACKINGS, 2: _cases(TWO) | UNEVEN | ROUNDED, 4: _cases(FOUR)}
 CASES = {name: case for cases in RANKS.values() for name, case in cases.items()}
-LONG = pytest.mark.long(beside="tests/laws/test_parallel_invariance.py")
-EXACT = [pytest.param(name, marks=[LONG] * (name in RANKS[4])) for name in CASES if name not in ROUNDED]
+# of other models than MLA's, the layouts that each adds something to
+FIRST = ("TP2, GQA", "CP2, GQA", "PP2, uneven, dense", "TP2, candidates", "CP2, recomputed, candidates")
+FIRST += ("EP2, scalar head", "PP2xVPP2, MTP", "EP2, GLM", *PACKINGS, *UNEVEN)
+EXACT = later(
+    [name for name in CASES if name not in ROUNDED],
+    first=[name for name in CASES if name not in RANKS[4] and (name.endswith(", MLA") or name in FIRST)],
+    beside="tests/laws/test_parallel_invariance.py",
+)
 
 
 def _idle(rank: int, world: int, port: int, where: Path) -> dict[str, float]:
@@ -144,15 +151,16 @@ def alone(single: Any) -> dict[str, Run]:
 
 
 @pytest.fixture(scope="module")
-def runs(where: Path, single: Any) -> Runs:
+def runs(request: pytest.FixtureRequest, where: Path, single: Any) -> Runs:
     """Case -> its run; those of a number of ranks run when the first of them is asked for."""
 
     @functools.cache
     def of(world: int) -> dict[str, Run]:
         if world == 1:
             return single[1]  # type: ignore[no-any-return]
-        ranks = run_ranks(layouts.in_layouts, world, where, RANKS[world], timeout_s=layouts.PATIENCE, keep=True)
-        for name in RANKS[world]:
+        cases = {name: RANKS[world][name] for name in chosen(request, "name", RANKS[world])}
+        ranks = run_ranks(layouts.in_layouts, world, where, cases, timeout_s=layouts.PATIENCE, keep=True)
+        for name in cases:
             assert all(r[name].metrics == ranks[0][name].metrics for r in ranks), f"{name}: ranks report different ones"
         return ranks[0]  # type: ignore[no-any-return]
 

@@ -23,6 +23,7 @@ from rollout.wire.generate import GenerateReply, WireSpan
 from routing_replay.align import ShardSpec
 from routing_replay.trace import RoutingTrace
 from tests.support import layouts, toy
+from tests.support.chosen import chosen, later
 from tests.support.layouts import Case, Run
 from tests.support.spawn import free_port, run_ranks
 
@@ -172,11 +173,12 @@ def single(where: Path) -> tuple[dict[str, Run], dict[str, Run]]:
 
 
 @pytest.fixture(scope="module")
-def runs(where: Path, single: Any) -> dict[str, Run]:
+def runs(request: pytest.FixtureRequest, where: Path, single: Any) -> dict[str, Run]:
     out: dict[str, Run] = dict(single[1])
     for world in (2, 4):
-        ranks = run_ranks(layouts.in_layouts, world, where, RANKS[world], timeout_s=layouts.PATIENCE, keep=True)
-        out |= ranks[0]
+        cases = {name: RANKS[world][name] for name in chosen(request, "name", RANKS[world])}
+        if cases:
+            out |= run_ranks(layouts.in_layouts, world, where, cases, timeout_s=layouts.PATIENCE, keep=True)[0]
     return out
 
 
@@ -187,7 +189,10 @@ def _agree(want: Run, got: Run) -> bool:
     return same and got.worst[1] < 2e-5
 
 
-@pytest.mark.parametrize("name", CASES)
+FIRST = [*ONE, "TP2 with sequence parallel", "PP2, recomputed in parts", "PP2xVPP2, recomputed", "EP2", "CP2", *DRAFTED]
+
+
+@pytest.mark.parametrize("name", later(CASES, FIRST, beside="tests/laws/test_replay_layouts.py"))
 def test_replay_is_that_of_one_rank(single: Any, runs: dict[str, Run], name: str) -> None:
     """Four distinct experts of eight, random for each token and layer, which are not the routers' own choice; the
     first layer is dense. Ranks are given what `cut_row` makes of a row for them; the rank alone is given whole traces.

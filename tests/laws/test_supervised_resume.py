@@ -31,6 +31,7 @@ from miles_like.checkpoint import run_state
 from miles_like.loop.stopping import Stopped
 from miles_like.storage.checkpoint_files import SMALL as SMALL_FILE
 from miles_like.types import StepReport, TrainBatch
+from tests.support.chosen import chosen, later
 from tests.support.refusals import refuses
 from tests.support.spawn import free_port, run_ranks
 
@@ -40,6 +41,7 @@ SMALL = (
     *("parallel.dp=1", "parallel.ep=1", "train.groups_per_step=5", "eval.every=2", "eval.max_prompts=4"),
     *("checkpoint.every=2", "optimizer.lr=1e-3"),
 )
+CASES = later(NAMES, ("sft", "dpo"), beside="tests/laws/test_supervised_resume.py")
 STEPS = 4
 TIMES = ("perf/", "wall_s")
 
@@ -118,10 +120,10 @@ def _stage(
     return made[0].bits
 
 
-def _runs(rank: int, world: int, port: int, where: Path) -> dict[str, Any]:
+def _runs(rank: int, world: int, port: int, where: Path, asked: Sequence[str]) -> dict[str, Any]:
     _checkpoint(where)
     out: dict[str, Any] = {}
-    for name in NAMES:
+    for name in asked:
         whole, cut = where / f"{name}-whole", where / f"{name}-cut"
         want = _stage(name, where, whole, f"train.steps={STEPS}")
         stopped = None
@@ -151,11 +153,12 @@ def _rows(run_dir: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(_runs, 1, tmp_path_factory.mktemp("supervised"), keep=True)[0]
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    asked = chosen(request, "name", NAMES)
+    return run_ranks(_runs, 1, tmp_path_factory.mktemp("supervised"), asked, keep=True)[0]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_is_the_one_that_never_stopped(found: dict[str, Any], name: str) -> None:
     """Weights, the run's state with the driver's generators, and every figure of every step but its times."""
     got = found[name]
@@ -167,7 +170,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(found: dict[str, Any], name
     assert cut == whole
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_held_out_examples_are_measured_at_start_on_the_interval_and_at_the_end(
     found: dict[str, Any], name: str
 ) -> None:

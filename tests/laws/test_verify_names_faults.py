@@ -12,7 +12,7 @@ Not covered: a fault that both sides share; one in a single token's log-probabil
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,6 +41,12 @@ LATE = logprobs(lambda x: np.roll(x, 1))
 LATE_ROWS = routes(lambda ids: np.roll(ids, 1, 0), **ROUTES)
 ROTATED = routes(lambda ids: np.roll(ids, 1, 1), **ROUTES)
 Found = dict[str, Any]
+LONG = pytest.mark.long(beside="tests/laws/test_verify_names_faults.py")
+# both shapes of attention in every format, and a dense model; those that `make test` looks at
+EVERY = [(model, format) for model in ("mla", "gqa") for format in exactly.FORMATS] + [("dense", "bf16")]
+FIRST = [("mla", "bf16"), ("gqa", "bf16"), ("dense", "bf16"), ("mla", "fp8"), ("gqa", "int4")]
+OTHERS = [case for case in EVERY if case not in FIRST]
+UNROUNDED = list(itertools.product(("mla", "gqa"), ("fp8", "int4")))
 
 
 def _tokens(b: Bench) -> None:
@@ -165,11 +171,9 @@ def _routes(b: Bench) -> None:
     b.look("shifted log-probs and temperature", Ask(sends=(LATE,), temperature=0.6, meant=1.0))
 
 
-def _healthy(where: Path) -> Found:
-    """Both shapes, every format, models that were never trained: they hardly tell tokens apart. Then a trainer that
-    does not round what it publishes quantized."""
+def _healthy(where: Path, cases: Sequence[tuple[str, str]]) -> Found:
+    """Models that were never trained: they hardly tell tokens apart."""
     out: Found = {}
-    cases = [(model, format) for model in ("mla", "gqa") for format in exactly.FORMATS] + [("dense", "bf16")]
     for model, format in cases:
         at = where / f"{model} {format}"
         with toy.trainer(exactly.config(at, model, format, deterministic=False), 0, 1, free_port()) as t:
@@ -182,7 +186,13 @@ def _healthy(where: Path) -> Found:
                 b.look("shifted log-probs, few", replace(FEW, sends=(LATE,)), weights=False)
                 b.look("temperature, few", replace(FEW, temperature=0.7, meant=1.0), weights=False)
             out |= {f"{case}: {model}, {format}": found for case, found in b.found.items()}
-    for model, format in itertools.product(("mla", "gqa"), ("fp8", "int4")):
+    return out
+
+
+def _healthy_unrounded(where: Path, cases: Sequence[tuple[str, str]]) -> Found:
+    """A trainer that does not round what it publishes quantized."""
+    out: Found = {}
+    for model, format in cases:
         precision = exactly.FORMATS[format] | {"qat": False, "allow_without_qat": format == "int4"}
         at = where / f"{model} {format}, served alone"
         with toy.trainer(exactly.config(at, model, deterministic=False, precision=precision), 0, 1, free_port()) as t:
@@ -222,12 +232,21 @@ def _one_rank(rank: int, world: int, port: int, where: Path) -> Found:
         for look in (_tokens, _sampling, _served, _rounded, _routes):
             look(b)
         b.look("healthy again", Ask(replay=True))
-    return b.found | _healthy(where) | _exact(where)
+    return b.found | _healthy(where, FIRST) | _healthy_unrounded(where, UNROUNDED[:1]) | _exact(where)
+
+
+def _other_formats(rank: int, world: int, port: int, where: Path) -> Found:
+    return _healthy(where, OTHERS) | _healthy_unrounded(where, UNROUNDED[1:])
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return run_ranks(_one_rank, 1, tmp_path_factory.mktemp("verify"), timeout_s=600, keep=True)[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(_other_formats, 1, tmp_path_factory.mktemp("others"), timeout_s=600, keep=True)[0]  # type: ignore[no-any-return]
 
 
 SHIFTED, TEMPERATURE = ("tokens", Cause.TOKENS_SHIFTED), ("sampling", Cause.TEMPERATURE)
@@ -296,7 +315,7 @@ def test_each_cause_is_named_and_no_other(found: Found) -> None:
 def test_a_healthy_pair_has_no_cause(found: Found) -> None:
     """Though both sides compute by other kernels, and differ."""
     healthy = [case for case in found if case.startswith("healthy")]
-    assert len(healthy) == 5 + 2 * 15 + 2 * 4 + 1
+    assert len(healthy) == 5 + 2 * len(FIRST) + 2 * 1 + 1
     assert not {case: found[case][2] for case in healthy if found[case][0]}
     assert all((found[case][1]["weights"][0] > 0) == (case != "healthy, exact") for case in healthy)
 
@@ -304,8 +323,16 @@ def test_a_healthy_pair_has_no_cause(found: Found) -> None:
 def test_a_bound_below_what_kernels_leave_is_nobodys_fault(found: Found) -> None:
     """Routes are none of the causes, as long as replaying them brings both sides nearer."""
     tight = [case for case in found if case.startswith("tight")]
-    assert len(tight) == 15
+    assert len(tight) == len(FIRST)
     assert not {case: found[case][2] for case in tight if set(found[case][0]) - {("numerics", Cause.NUMERICS)}}
+
+
+@LONG
+def test_a_healthy_pair_of_any_other_format_has_no_cause(others: Found) -> None:
+    healthy, tight = ([c for c in others if c.startswith(start)] for start in ("healthy", "tight"))
+    assert len(healthy) == 2 * len(OTHERS) + 2 * 3 and len(tight) == len(OTHERS)
+    assert not {case: others[case][2] for case in healthy if others[case][0]}
+    assert not {case: others[case][2] for case in tight if set(others[case][0]) - {("numerics", Cause.NUMERICS)}}
 
 
 def test_causes_are_named_in_a_model_that_was_never_trained(found: Found) -> None:

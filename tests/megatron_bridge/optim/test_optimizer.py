@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support import toy
+from tests.support.chosen import chosen
 from tests.support.refusals import check_refusal
 from tests.support.spawn import free_port, run_ranks
 from tests.support.tiny_models import tiny_dense
@@ -54,6 +55,8 @@ CASES = [
     ("EP2", "all but experts"),
     ("TP2", "all but experts"),
 ]
+LONG = ("embedding", "one layer")  # the other patterns meet every layout
+LATER = [pytest.mark.long(beside="tests/megatron_bridge/optim/test_optimizer.py")]
 
 
 def _config(hf: str, frozen: str, **layout: Any) -> Any:
@@ -148,9 +151,11 @@ def _tied(rank: int, world: int, port: int, hf: str, port_too: int) -> Found:
     return out
 
 
-def _two_ranks(rank: int, world: int, port: int, hf: str, where: Path, ports: dict[str, int]) -> Found:
+def _two_ranks(
+    rank: int, world: int, port: int, hf: str, where: Path, ports: dict[str, int], asked: list[tuple[str, str]]
+) -> Found:
     out: Found = {}
-    for layout, frozen in CASES:
+    for layout, frozen in asked:
         case = f"{frozen}, {layout}"
         with toy.trainer(_config(hf, frozen, **LAYOUTS[layout]), rank, world, ports[case]) as t:
             t.load_weights(where / "start")
@@ -164,12 +169,13 @@ def _two_ranks(rank: int, world: int, port: int, hf: str, where: Path, ports: di
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    where = tmp_path_factory.mktemp("optimizer")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    where, frozen = tmp_path_factory.mktemp("optimizer"), chosen(request, "frozen", FROZEN)
+    asked = [case for case in CASES if case[1] in frozen]
     hf = toy.hf_dir(where / "hf")
     (one,) = run_ranks(_one_rank, 1, hf, where, {name: free_port() for name in FROZEN}, keep=True)
     names = [*(f"{f}, {layout}" for layout, f in CASES), "decay", "typo", "all", "decay typo", "one expert"]
-    both = run_ranks(_two_ranks, 2, hf, where, {name: free_port() for name in names}, keep=True)
+    both = run_ranks(_two_ranks, 2, hf, where, {name: free_port() for name in names}, asked, keep=True)
     return {"one": one, "both": both}
 
 
@@ -177,7 +183,7 @@ def _is_frozen(frozen: str, name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in FROZEN[frozen])
 
 
-@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("frozen", [pytest.param(frozen, marks=LATER * (frozen in LONG)) for frozen in FROZEN])
 def test_exactly_what_is_named_stays(found: Found, frozen: str) -> None:
     """Stages count their layers and expert ranks their experts from 0: a pattern means the global number everywhere.
     What is frozen is published as it was, bit for bit."""
@@ -192,7 +198,7 @@ def test_exactly_what_is_named_stays(found: Found, frozen: str) -> None:
     assert len(kept[0]) == {"nothing": 0, "embedding": 1, "a layer's experts": 49}.get(frozen, len(kept[0]))
 
 
-@pytest.mark.parametrize(("layout", "frozen"), CASES)
+@pytest.mark.parametrize(("layout", "frozen"), [pytest.param(*case, marks=LATER * (case[1] in LONG)) for case in CASES])
 def test_loss_and_norm_do_not_depend_on_the_layout(found: Found, layout: str, frozen: str) -> None:
     """Recomputation would silently drop the gradients of a layer whose input needs none, and a wholly frozen stage
     could not run backward: activations require gradients from the embedding on."""
@@ -202,7 +208,7 @@ def test_loss_and_norm_do_not_depend_on_the_layout(found: Found, layout: str, fr
                 assert got[key] == pytest.approx(want[key], rel=1e-5), key
 
 
-@pytest.mark.parametrize(("layout", "frozen"), CASES)
+@pytest.mark.parametrize(("layout", "frozen"), [pytest.param(*case, marks=LATER * (case[1] in LONG)) for case in CASES])
 def test_a_frozen_model_resumes_bitwise(found: Found, layout: str, frozen: str) -> None:
     """Also where a rank, a stage or a kind of parameter has nothing to train, hence no optimizer state."""
     for run in (rank[f"{frozen}, {layout}"] for rank in found["both"]):
