@@ -26,9 +26,8 @@ def comparison(rollout: RolloutSide, trainer: RayTrainer, prompts: Sequence[Prom
     bounds = make_bounds(c.mismatch)
     shape = None if c.replay.gates else plan.routing_shape()  # the gates of corrected routes are not known
     routed = shape is not None or not plan.family.moe_layers(plan.hf.config)
-    packs = packer(plan, trainer.dp_size, replayed=False)
     return Comparison(
-        trainer=LiveTrainer(trainer=trainer, pack=packs.batch, shape=shape),
+        trainer=LiveTrainer(trainer=trainer, packer=packer(plan, trainer.dp_size, replayed=False), shape=shape),
         replay=c.replay.mode == "r3",
         prompts=prompts,
         params=replace(rollout.sampling(0), sampling_seed=seed_of(c.seed, "verify")),
