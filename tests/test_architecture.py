@@ -239,6 +239,25 @@ def test_tests_lie_where_what_they_test_lies(package: str) -> None:
     assert not [str(folder) for folder in folders if not (ROOT / folder).is_dir()]
 
 
+def test_the_loop_is_a_page_of_named_objects() -> None:
+    """A reader's "go to definition" works at every line of the loop, and another loop is short."""
+    text = FILES["miles_like.loop.controller"].read_text()
+    assert len(text.splitlines()) < 100
+    assert len((ROOT / "docs" / "examples" / "two_passes.py").read_text().splitlines()) < 60
+    for module, name in (("controller", "Controller"), ("producer", "Producer"), ("evaluation", "Evaluator")):
+        tree = ast.parse(FILES[f"miles_like.loop.{module}"].read_text())
+        (found,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
+        fields = [n for n in found.body if isinstance(n, ast.AnnAssign)]
+        assert fields and not [ast.unparse(f) for f in fields if "Callable" in ast.unparse(f.annotation)], name
+
+
+def test_no_file_names_a_folder_outside_of_the_repository() -> None:
+    outside = "../" + "shared"
+    folders = [ROOT / folder for folder in (*PACKAGES, "tests", "docs", "benchmarks", "configs")]
+    files = [f for folder in folders for f in folder.rglob("*") if f.suffix in {".py", ".md", ".toml", ".json"}]
+    assert not [str(f) for f in [*files, ROOT / "README.md"] if outside in f.read_text()]
+
+
 @pytest.mark.parametrize("module", [m for m in FILES if inside(m, "quant routing_replay")])
 def test_the_ground_imports_torch_and_numpy_alone(module: str) -> None:
     """quant and routing_replay run inside any process: trainer, server or converter."""
