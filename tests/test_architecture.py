@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("quant", "routing_replay", "rollout", "megatron_bridge", "miles_like", "scripts")
 MODULES_IN_A_FOLDER = 14
+TESTED_ELSEWHERE = ("scripts",)  # folders without a folder of tests: tests/e2e runs the scripts
 
 # A folder -> the folders that its modules import, from the ground up. A module that lies in the root of a package has a
 # separate row. A name stands for its subfolders too: "quant" is quant.spec, quant.formats and the others.
@@ -237,6 +238,8 @@ def test_folders_stay_small(path: Path) -> None:
 def test_tests_lie_where_what_they_test_lies(package: str) -> None:
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests" / package).rglob("test_*.py")}
     assert not [str(folder) for folder in folders if not (ROOT / folder).is_dir()]
+    sources = {path.parent.relative_to(ROOT) for module, path in FILES.items() if inside(module, package)}
+    assert {str(folder) for folder in sources - folders} == {f for f in TESTED_ELSEWHERE if inside(f, package)}
 
 
 def test_the_loop_is_a_page_of_named_objects() -> None:

@@ -156,7 +156,9 @@ def test_resume_goes_on_from_the_checkpoint(run: Run, demo: tuple[Path, str], ho
     assert rows[-1]["tokens_total"] > rows[3]["tokens_total"]
 
 
-def test_the_example_of_another_loop_runs_as_its_command(commands: Commands, ray: Mapping[str, str], home: Path) -> None:
+def test_the_example_of_another_loop_runs_as_its_command(
+    commands: Commands, ray: Mapping[str, str], home: Path
+) -> None:
     """docs/examples/two_passes.py CONFIG RUN_DIR; what its loop does is held by tests/laws/test_other_loop.py."""
     settings = {
         "extends": str(ROOT / "configs" / "tiny.toml"),
@@ -175,7 +177,7 @@ def test_the_example_of_another_loop_runs_as_its_command(commands: Commands, ray
     assert (run_dir / "report.html").is_file()
 
 
-@pytest.mark.long(beside="tests/miles_like/rewards/test_reward_answer_table.py")
+@pytest.mark.long(beside="tests/miles_like/rewards/maths/test_answer_table.py")
 def test_word_problems_run_through_the_same_reader_and_math_verify(
     run: Run, demo: tuple[Path, str], home: Path
 ) -> None:

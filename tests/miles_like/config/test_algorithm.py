@@ -13,7 +13,7 @@ from miles_like.algorithms.registry import make_algorithm, make_critic_loss
 from miles_like.config.algorithm import ADVANTAGE_KEYS, OF_GROUPS, PRESETS, AlgorithmConfig, CorrectionConfig
 from miles_like.config.supervised import SUPERVISED
 from miles_like.types import Aggregation
-from tests.miles_like.algorithms.test_advantages import with_values
+from tests.miles_like.algorithms.advantages.test_advantages import with_values
 from tests.support.made_samples import rewarded
 from tests.support.refusals import Facts, refuses
 

@@ -1,6 +1,6 @@
 """What one request or one failure may cost the others: nothing that lasts.
 
-Why it must hold: see tests/rollout/embedded/test_hostile_requests.py; here are the parts, in this process. Not
+Why it must hold: see tests/rollout/embedded/server/test_hostile_requests.py; here are the parts, in this process. Not
 covered: memory that the allocator keeps.
 """
 
