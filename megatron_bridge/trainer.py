@@ -31,15 +31,15 @@ from megatron_bridge.optim.optimizer import NonFiniteGradient, apply_gradients, 
 from megatron_bridge.optim.param_names import matching  # noqa: E402
 from megatron_bridge.plan.deterministic import environment  # noqa: E402
 from megatron_bridge.plan.layout import check_layout  # noqa: E402
+from megatron_bridge.plan.lr_schedule import learning_rate  # noqa: E402
 from megatron_bridge.plan.precision import trained_spec  # noqa: E402
 from megatron_bridge.plan.recompute import routes_again  # noqa: E402
 from megatron_bridge.plan.resolve import resolve  # noqa: E402
-from megatron_bridge.plan.schedule import learning_rate  # noqa: E402
-from megatron_bridge.step.agreement import RoutingBreach, check_routes  # noqa: E402
 from megatron_bridge.step.fake_quant import FakeQuant  # noqa: E402
 from megatron_bridge.step.nonfinite import RoutingBias, explain  # noqa: E402
 from megatron_bridge.step.overlap import connect_overlap, finish_param_gather  # noqa: E402
 from megatron_bridge.step.replay_hook import RoutingReplay  # noqa: E402
+from megatron_bridge.step.routing_check import RoutingBreach, check_routes  # noqa: E402
 from megatron_bridge.step.stats import Stats, combine, values  # noqa: E402
 from megatron_bridge.step.step import OldPolicy, Step  # noqa: E402
 from megatron_bridge.weights.checkpoint import begin_save, host_copy, load_checkpoint, load_host_copy, load_weights  # noqa: E402

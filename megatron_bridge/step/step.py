@@ -23,9 +23,9 @@ from megatron_bridge.device.collective_errors import check_equal, raise_on_every
 from megatron_bridge.device.parallel import ParallelContext
 from megatron_bridge.model.build import unwrap
 from megatron_bridge.model.mtp import mtp_loss
-from megatron_bridge.step.agreement import COVERAGE, agreement_stats
 from megatron_bridge.step.overlap import leave_no_sync
 from megatron_bridge.step.replay_hook import RoutingReplay, Source
+from megatron_bridge.step.routing_check import COVERAGE, agreement_stats
 from megatron_bridge.step.shard import Shard, gather_tokens, shard
 from megatron_bridge.step.stats import Stats, reduce_stats, values
 from miles_like.protocols import LossFn

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from pytest import MonkeyPatch
 
 from miles_like.types import Finish, SamplingParams
-from rollout.embedded.engine.rows import Rows
+from rollout.embedded.engine.running import Rows
 from rollout.embedded.model import plain_ops
 from rollout.embedded.server.limits import RequestLimits, affordable_connections, weights_bytes
 from rollout.embedded.server.log_limit import LogLimit
