@@ -120,7 +120,7 @@ def _flattened(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[floa
     names = names_of(samples)
     if traces:
         sample_names = [s.name for s in samples]
-        RoutingTrace.verify_all(traces, [s.token_ids for s in samples], samples=sample_names)
+        RoutingTrace.check_all(traces, [s.token_ids for s in samples], samples=sample_names)
         if replayed:
             spans, masks = [s.versions for s in samples], [s.loss_mask for s in samples]
             check_all_versions([t.versions for t in traces], spans, masks, samples=sample_names)

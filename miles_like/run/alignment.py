@@ -42,9 +42,9 @@ async def check_bits(rollout: RolloutSide, trainer: RayTrainer, clients: Sequenc
     """With `alignment.deterministic` on CPU ranks: raises ValueError, as `check_same_bits`, where trainer and servers
     do not compute the same bits. No other run is checked."""
     c = rollout.plan.config
-    if (shards := c.exact_parts) and c.bit_exact:
+    if (shards := c.tp_shards) and c.bit_exact:
         infos = {client.url: await client.server_info() for client in clients}
-        check_same_bits(trainer.fingerprint(), infos, parts=shards, dtype=rollout.plan.trainer.params_dtype)
+        check_same_bits(trainer.fingerprint(), infos, tp_shards=shards, dtype=rollout.plan.trainer.params_dtype)
 
 
 def server_checks(

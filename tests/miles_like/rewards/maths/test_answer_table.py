@@ -58,7 +58,7 @@ def test_the_table_has_every_kind() -> None:
 def test_a_row(row: tuple[str, ...]) -> None:
     _, gold, response, *want, _ = row
     response = response.replace("⏎", "\n")
-    judged = math_worker.judge(gold, response)
+    judged = math_worker.compare(gold, response)
     assert [
         verdict(exact_number, gold, response),
         verdict(gsm8k, gold, response),
