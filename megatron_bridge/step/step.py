@@ -44,7 +44,7 @@ class OldPolicy:
 
     logprobs: Sequence[Tensor]  # [T] fp32 per micro-batch: of labels with loss, 0 elsewhere
     routes: Sequence[OwnRoutes] | None  # per micro-batch, of this rank's rows and layers: what r2 replays
-    agreement: Mapping[str, Stat]  # of the routers' own choice with the rollout's, over all ranks: agreement.py
+    agreement: Mapping[str, Stat]  # of the routers' own choice with the rollout's, over all ranks: routing_check.py
 
 
 class Step:
