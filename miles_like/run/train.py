@@ -106,14 +106,10 @@ def train(
     runner = rollout.episode_runner()
     prompts, files = read_prompts(plan, console), RunFiles(plan, console)
     resumed = files.resume() if resume else None
+    plan.run_dir.mkdir(parents=True, exist_ok=True)
     store_config(plan.config, plan.run_dir / "config.toml")
     teachers = RunTeachers(
-        plan.config,
-        plan.run_dir,
-        student=plan.hf.config,
-        tokenizer=plan.tokenizer,
-        console=console,
-        key=rollout.key,
+        plan.config, plan.run_dir, student=plan.hf.config, tokenizer=plan.tokenizer, console=console, key=rollout.key
     )
     teachers.prepare()
     started = time.perf_counter()
