@@ -74,7 +74,7 @@ def of_one_sample(turns: int) -> dict[str, float]:
 
     trace = read()
     figures["read_ms"] = median_ms(read, turns)
-    figures["verify_ms"] = median_ms(lambda: trace.verify(tokens, sample="a/0"), turns)
+    figures["verify_ms"] = median_ms(lambda: trace.check_tokens(tokens, sample="a/0"), turns)
     for name, part in PARTS.items():
         cut = cut_routes(trace, ["a/0"], ends, part)
         fed = fed_routes(cut, ["a/0"], tokens[:-1], ends, part)

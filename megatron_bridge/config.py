@@ -179,7 +179,7 @@ class ReplayConfig(Section):
 
 class AgreementConfig(Section):
     """Minimum shares of the replayed experts that the trainer's own routers must choose too, checked in every step with
-    `replay.mode = "r3"` before its optimizer step (agreement.py)."""
+    `replay.mode = "r3"` before its optimizer step (routing_check.py)."""
 
     overall: float = Field(0.0, ge=0, le=1)  # over all layers; 0: not checked
     layer: float | None = Field(0.0, ge=0, le=1)  # of each layer; 0: not checked; None: derived from `explained`

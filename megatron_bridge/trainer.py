@@ -31,15 +31,15 @@ from megatron_bridge.optim.optimizer import NonFiniteGradient, apply_gradients, 
 from megatron_bridge.optim.param_names import matching  # noqa: E402
 from megatron_bridge.plan.deterministic import environment  # noqa: E402
 from megatron_bridge.plan.layout import check_layout  # noqa: E402
+from megatron_bridge.plan.lr_schedule import learning_rate  # noqa: E402
 from megatron_bridge.plan.precision import trained_spec  # noqa: E402
 from megatron_bridge.plan.recompute import routes_again  # noqa: E402
 from megatron_bridge.plan.resolve import resolve  # noqa: E402
-from megatron_bridge.plan.schedule import learning_rate  # noqa: E402
-from megatron_bridge.step.agreement import RoutingBreach, check_routes  # noqa: E402
 from megatron_bridge.step.fake_quant import FakeQuant  # noqa: E402
 from megatron_bridge.step.nonfinite import RoutingBias, explain  # noqa: E402
 from megatron_bridge.step.overlap import connect_overlap, finish_param_gather  # noqa: E402
 from megatron_bridge.step.replay_hook import RoutingReplay  # noqa: E402
+from megatron_bridge.step.routing_check import RoutingBreach, check_routes  # noqa: E402
 from megatron_bridge.step.stats import Stats, combine, values  # noqa: E402
 from megatron_bridge.step.step import OldPolicy, Step  # noqa: E402
 from megatron_bridge.weights.checkpoint import begin_save, host_copy, load_checkpoint, load_host_copy, load_weights  # noqa: E402
@@ -137,16 +137,16 @@ class MegatronTrainer:
         """The rows and layers of that shard's routes that this rank needs."""
         return self._step.shard_spec
 
-    def step(self, row: Sequence[MicroBatch], loss_tokens: int, version: int) -> StepReport:
+    def step(self, shard: Sequence[MicroBatch], loss_tokens: int, version: int) -> StepReport:
         """`train` on a rollout that is one mini-batch."""
-        return self.train([row], [loss_tokens], version)
+        return self.train([shard], [loss_tokens], version)
 
-    def train(self, rows: Sequence[Sequence[MicroBatch]], loss_tokens: Sequence[int], version: int) -> StepReport:
-        """Run all optimizer steps of one rollout, one per entry of `rows` (this rank's micro-batches of a mini-batch);
-        `version` is the weight version after them.
+    def train(self, shards: Sequence[Sequence[MicroBatch]], loss_tokens: Sequence[int], version: int) -> StepReport:
+        """Run all optimizer steps of one rollout, one per entry of `shards` (this rank's micro-batches of a
+        mini-batch); `version` is the weight version after them.
 
-        With several steps, or with replay.mode "r2", an old-log-prob pass over all rows under the current weights comes
-        first. With `config.reference_every` the weights become the reference after every so many versions.
+        With several steps, or with replay.mode "r2", an old-log-prob pass over all shards under the current weights
+        comes first. With `config.reference_every` the weights become the reference after every so many versions.
 
         Metrics cover all steps: means over tokens, maxima over all, `train/grad_norm` and `train/skipped` as means over
         steps, and the last step's learning rate.
@@ -162,16 +162,16 @@ class MegatronTrainer:
         step does not advance the learning-rate schedule.
         """
         self.copies.assert_not_swapped()
-        assert len(rows) == len(loss_tokens) >= 1, "a number of loss tokens for each of one or more rows"
-        refs, olds = self._reference_logprobs(rows), self._old_policies(rows)
+        assert len(shards) == len(loss_tokens) >= 1, "a number of loss tokens for each of one or more shards"
+        refs, olds = self._reference_logprobs(shards), self._old_policies(shards)
         found: list[Stats] = []
         checked = [dict(old.agreement) for old in olds if old is not None]
         if checked:
             self._check_routes(combine(checked), f"step {version}")
-        for i, (row, n, ref, old) in enumerate(zip(rows, loss_tokens, refs, olds, strict=True)):
-            where = f"step {version}" + (f" (optimizer step {i + 1} of {len(rows)})" if len(rows) > 1 else "")
+        for i, (shard, n, ref, old) in enumerate(zip(shards, loss_tokens, refs, olds, strict=True)):
+            where = f"step {version}" + (f" (optimizer step {i + 1} of {len(shards)})" if len(shards) > 1 else "")
             lr = learning_rate(self.config.optimizer, self.steps_done)
-            found.append(self._update(partial(self._step.stats, row, n, refs=ref, old=old), lr, where, not checked))
+            found.append(self._update(partial(self._step.stats, shard, n, refs=ref, old=old), lr, where, not checked))
         found += checked
         if (every := self.config.reference_every) and version % every == 0:
             self.copies.keep(REFERENCE)
@@ -210,12 +210,12 @@ class MegatronTrainer:
         if self.config.replay.mode == "r3":
             check_routes(values(stats), self.config.agreement, self.family.moe_layers(self.hf), where)
 
-    def evaluate(self, row: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]:
+    def evaluate(self, shard: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]:
         """The loss function's statistics and train/loss, forward only; no state changes."""
-        return self._step.run(row, loss_tokens, forward_only=True, refs=self._reference_logprobs([row])[0])
+        return self._step.run(shard, loss_tokens, forward_only=True, refs=self._reference_logprobs([shard])[0])
 
     def logprobs(
-        self, row: Sequence[MicroBatch], weights: str | None = None, *, candidates: bool = False
+        self, shard: Sequence[MicroBatch], weights: str | None = None, *, candidates: bool = False
     ) -> list[Tensor]:
         """[T] fp32 for every micro-batch, the same on every rank of the data-parallel shard: of labels with loss, 0
         elsewhere; with `candidates` of MicroBatch.candidates, [T, C].
@@ -224,43 +224,43 @@ class MegatronTrainer:
         regardless of `replay.mode`; no state changes. Raises ValueError when there is no such copy.
         """
         with self.copies.swapped(weights) if weights is not None else nullcontext():
-            return self._step.logprobs(row, candidates=candidates)
+            return self._step.logprobs(shard, candidates=candidates)
 
     def load_copy(self, name: str, path: Path) -> None:
         """Load a converted `torch_dist` directory as a named copy in host memory; raises as `WeightCopies.load`."""
         self.copies.load(name, path)
 
-    def score(self, row: Sequence[MicroBatch], *, temperature: float | None = None, replay: bool = False) -> Scored:
+    def score(self, shard: Sequence[MicroBatch], *, temperature: float | None = None, replay: bool = False) -> Scored:
         """Log-probabilities and routes of this rank's micro-batches under the current weights, at `temperature` (None:
         the run's); see Step.score. No state changes."""
         of_run = [model.temperature for model in self.models]
         try:
             for model in self.models:
                 model.temperature = of_run[0] if temperature is None else temperature
-            return self._step.score(row, replay=replay)
+            return self._step.score(shard, replay=replay)
         finally:
             for model, own in zip(self.models, of_run, strict=True):
                 model.temperature = own
 
-    def _reference_logprobs(self, rows: Sequence[Sequence[MicroBatch]]) -> Sequence[list[Tensor] | None]:
+    def _reference_logprobs(self, shards: Sequence[Sequence[MicroBatch]]) -> Sequence[list[Tensor] | None]:
         # scored before: the batches carry the reference's log-probs
-        scored = all(REFERENCE in batch.streams for row in rows for batch in row)
+        scored = all(REFERENCE in batch.streams for shard in shards for batch in shard)
         if scored or not (self.config.reference and self.config.reference_for_loss):
-            return [None] * len(rows)
+            return [None] * len(shards)
         if REFERENCE not in self.copies:
             raise ValueError(
                 "reference = true, but there are no reference weights, since load keeps none: call load_weights with "
                 "the run's initial weights, then load"
             )
         with self.copies.swapped(REFERENCE):
-            return [self._step.logprobs(row) for row in rows]
+            return [self._step.logprobs(shard) for shard in shards]
 
-    def _old_policies(self, rows: Sequence[Sequence[MicroBatch]]) -> Sequence[OldPolicy | None]:
+    def _old_policies(self, shards: Sequence[Sequence[MicroBatch]]) -> Sequence[OldPolicy | None]:
         """The old-log-prob passes. With a single optimizer step only r2 needs one, to record routes: the old log-probs
         are the update's own."""
-        if len(rows) == 1 and self.config.replay.mode != "r2":
+        if len(shards) == 1 and self.config.replay.mode != "r2":
             return [None]
-        return [self._step.old_policy(row) for row in rows]
+        return [self._step.old_policy(shard) for shard in shards]
 
     def _round(self) -> None:
         """Refresh the rounded weights. The policy and the reference compute with rounding, a teacher without."""

@@ -235,7 +235,7 @@ class MetricSink(Protocol):
 class RankTrainer(Protocol):
     """One rank of the trainer; every call except `dp_rank` and `shard_spec` is collective.
 
-    Routes of a DP shard (`row`) are whole, or only this rank's part.
+    Routes of a DP shard (`shard`) are whole, or only this rank's part.
     """
 
     @property
@@ -246,15 +246,15 @@ class RankTrainer(Protocol):
     def fingerprint(self) -> str | None:
         """Hash of a numerical self-test, equal on all ranks; None unless the trainer is deterministic."""
 
-    def train(self, rows: Sequence[Sequence[MicroBatch]], loss_tokens: Sequence[int], version: int) -> StepReport:
-        """One rollout: an optimizer step for each of `rows`, in order; `version` is the weight version afterwards."""
+    def train(self, shards: Sequence[Sequence[MicroBatch]], loss_tokens: Sequence[int], version: int) -> StepReport:
+        """One rollout: an optimizer step for each of `shards`, in order; `version` is the weight version afterwards."""
 
-    def evaluate(self, row: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]: ...
-    def score(self, row: Sequence[MicroBatch], *, temperature: float | None = None, replay: bool = False) -> Scored:
+    def evaluate(self, shard: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]: ...
+    def score(self, shard: Sequence[MicroBatch], *, temperature: float | None = None, replay: bool = False) -> Scored:
         """Log-probs under the current weights, and the routers' choice; with `replay` the rollout's routes are used."""
 
     def logprobs(
-        self, row: Sequence[MicroBatch], weights: str | None = None, *, candidates: bool = False
+        self, shard: Sequence[MicroBatch], weights: str | None = None, *, candidates: bool = False
     ) -> list[Tensor]:
         """Of each micro-batch, equal on every rank of the DP shard; as `Trainer.logprobs`."""
 

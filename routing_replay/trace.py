@@ -116,7 +116,7 @@ class RoutingTrace:
             else self.layer_checksums + gate_sums(weights, start=start),
         )
 
-    def verify(self, tokens: Tensor, *, sample: str) -> None:
+    def check_tokens(self, tokens: Tensor, *, sample: str) -> None:
         """Verifies that these are all S-1 routes of `tokens` [S], each at its position.
 
         Raises ValueError naming sample, layer, position and fault: rows missing, shifted, permuted or duplicated;
@@ -139,7 +139,7 @@ class RoutingTrace:
         raise ValueError(f"{where(sample, found.layers, first)}: {found.what}")
 
     @staticmethod
-    def verify_all(traces: Sequence[RoutingTrace], tokens: Sequence[Tensor], *, samples: Sequence[str]) -> None:
+    def check_all(traces: Sequence[RoutingTrace], tokens: Sequence[Tensor], *, samples: Sequence[str]) -> None:
         """`verify` of all samples of a step in one pass. Raises the ValueError of the first that fails."""
         rows = [t.shape[0] - 1 for t in tokens]
         if traces and all(t.checksums is not None and len(t) == n for t, n in zip(traces, rows, strict=True)):
@@ -150,7 +150,7 @@ class RoutingTrace:
             if torch.equal(now, whole.checksums):
                 return
         for trace, own, sample in zip(traces, tokens, samples, strict=True):
-            trace.verify(own, sample=sample)
+            trace.check_tokens(own, sample=sample)
 
     # ---- rows
 

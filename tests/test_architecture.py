@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("quant", "routing_replay", "rollout", "megatron_bridge", "miles_like", "scripts")
 MODULES_IN_A_FOLDER = 14
+TESTED_ELSEWHERE = ("scripts",)  # folders without a folder of tests: tests/e2e runs the scripts
 
 # A folder -> the folders that its modules import, from the ground up. A module that lies in the root of a package has a
 # separate row. A name stands for its subfolders too: "quant" is quant.spec, quant.formats and the others.
@@ -237,6 +238,27 @@ def test_folders_stay_small(path: Path) -> None:
 def test_tests_lie_where_what_they_test_lies(package: str) -> None:
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests" / package).rglob("test_*.py")}
     assert not [str(folder) for folder in folders if not (ROOT / folder).is_dir()]
+    sources = {path.parent.relative_to(ROOT) for module, path in FILES.items() if inside(module, package)}
+    assert {str(folder) for folder in sources - folders} == {f for f in TESTED_ELSEWHERE if inside(f, package)}
+
+
+def test_the_loop_is_a_page_of_named_objects() -> None:
+    """A reader's "go to definition" works at every line of the loop, and another loop is short."""
+    text = FILES["miles_like.loop.controller"].read_text()
+    assert len(text.splitlines()) < 100
+    assert len((ROOT / "docs" / "examples" / "two_passes.py").read_text().splitlines()) < 60
+    for module, name in (("controller", "Controller"), ("producer", "Producer"), ("evaluation", "Evaluator")):
+        tree = ast.parse(FILES[f"miles_like.loop.{module}"].read_text())
+        (found,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
+        fields = [n for n in found.body if isinstance(n, ast.AnnAssign)]
+        assert fields and not [ast.unparse(f) for f in fields if "Callable" in ast.unparse(f.annotation)], name
+
+
+def test_no_file_names_a_folder_outside_of_the_repository() -> None:
+    outside = "../" + "shared"
+    folders = [ROOT / folder for folder in (*PACKAGES, "tests", "docs", "benchmarks", "configs")]
+    files = [f for folder in folders for f in folder.rglob("*") if f.suffix in {".py", ".md", ".toml", ".json"}]
+    assert not [str(f) for f in [*files, ROOT / "README.md"] if outside in f.read_text()]
 
 
 @pytest.mark.parametrize("module", [m for m in FILES if inside(m, "quant routing_replay")])

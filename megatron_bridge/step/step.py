@@ -23,9 +23,9 @@ from megatron_bridge.device.collective_errors import check_equal, raise_on_every
 from megatron_bridge.device.parallel import ParallelContext
 from megatron_bridge.model.build import unwrap
 from megatron_bridge.model.mtp import mtp_loss
-from megatron_bridge.step.agreement import COVERAGE, agreement_stats
 from megatron_bridge.step.overlap import leave_no_sync
 from megatron_bridge.step.replay_hook import RoutingReplay, Source
+from megatron_bridge.step.routing_check import COVERAGE, agreement_stats
 from megatron_bridge.step.shard import Shard, gather_tokens, shard
 from megatron_bridge.step.stats import Stats, reduce_stats, values
 from miles_like.protocols import LossFn
@@ -44,7 +44,7 @@ class OldPolicy:
 
     logprobs: Sequence[Tensor]  # [T] fp32 per micro-batch: of labels with loss, 0 elsewhere
     routes: Sequence[OwnRoutes] | None  # per micro-batch, of this rank's rows and layers: what r2 replays
-    agreement: Mapping[str, Stat]  # of the routers' own choice with the rollout's, over all ranks: agreement.py
+    agreement: Mapping[str, Stat]  # of the routers' own choice with the rollout's, over all ranks: routing_check.py
 
 
 class Step:
@@ -75,18 +75,18 @@ class Step:
 
     def run(
         self,
-        row: Sequence[MicroBatch],
+        batches: Sequence[MicroBatch],
         loss_tokens: int,
         *,
         forward_only: bool = False,
         refs: Sequence[Tensor] | None = None,
     ) -> dict[str, float]:
         """`stats` as numbers."""
-        return values(self.stats(row, loss_tokens, forward_only=forward_only, refs=refs))
+        return values(self.stats(batches, loss_tokens, forward_only=forward_only, refs=refs))
 
     def stats(
         self,
-        row: Sequence[MicroBatch],
+        batches: Sequence[MicroBatch],
         loss_tokens: int,
         *,
         forward_only: bool = False,
@@ -106,7 +106,7 @@ class Step:
         if loss_tokens < 1:
             raise ValueError(f"a batch with {loss_tokens} loss tokens has nothing to train on: drop it")
         routes = None if old is None else old.routes
-        shards = self._shards(row, forward_only=forward_only, routes=routes)
+        shards = self._shards(batches, forward_only=forward_only, routes=routes)
         self.config.finalize_model_grads_func = partial(_finalize, loss_tokens, self.parallel)
         if not forward_only:
             for chunk in self.chunks:
@@ -119,29 +119,31 @@ class Step:
             raise ValueError(f"loss_tokens = {loss_tokens}, but the loss masks of all ranks have {count} tokens")
         return stats | self._routing(updated=old is not None)
 
-    def logprobs(self, row: Sequence[MicroBatch], *, candidates: bool = False) -> list[Tensor]:
+    def logprobs(self, batches: Sequence[MicroBatch], *, candidates: bool = False) -> list[Tensor]:
         """[T] fp32 for each micro-batch, on every rank of the data-parallel shard: log-probability of each label with
         loss, 0 elsewhere; or those of its candidates, [T, C]. Collective. Forward only, with the routers' own choices;
         no state changes."""
         return self._pass_logprobs(
-            self._shards(row if candidates else _without_candidates(row), forward_only=True, source="own")
+            self._shards(batches if candidates else _without_candidates(batches), forward_only=True, source="own")
         )
 
-    def score(self, row: Sequence[MicroBatch], *, replay: bool) -> Scored:
+    def score(self, batches: Sequence[MicroBatch], *, replay: bool) -> Scored:
         """Each micro-batch's log-probabilities and the choices of this rank's routers. With `replay` the experts are
         the rollout's, regardless of replay.mode, and no choices are returned. Results are on the CPU, since the caller
         may run on a machine without a device. Collective; raises as `logprobs`, and for missing routes to replay."""
-        row = _without_candidates(row)
-        logprobs = self._pass_logprobs(self._shards(row, forward_only=True, source="rollout" if replay else "record"))
+        batches = _without_candidates(batches)
+        logprobs = self._pass_logprobs(
+            self._shards(batches, forward_only=True, source="rollout" if replay else "record")
+        )
         routes = () if replay else tuple(self.replay.recorded())
         return Scored(logprobs=[x.cpu() for x in logprobs], routes=[own.on_cpu() for own in routes])
 
-    def old_policy(self, row: Sequence[MicroBatch]) -> OldPolicy:
+    def old_policy(self, batches: Sequence[MicroBatch]) -> OldPolicy:
         """The old-log-prob pass over a mini-batch: as `logprobs`, but with the routes that its update will replay,
         which are the rollout's in mode r3, and the routers' own, recorded here, in r2. Collective; raises as `stats`.
         """
-        record, row = self.replay.mode == "r2", _without_candidates(row)
-        logprobs = self._pass_logprobs(self._shards(row, forward_only=True, source="record" if record else "mode"))
+        record, batches = self.replay.mode == "r2", _without_candidates(batches)
+        logprobs = self._pass_logprobs(self._shards(batches, forward_only=True, source="record" if record else "mode"))
         routes = self.replay.recorded() if record else None
         own = {k: stat for k, stat in self._routing(updated=False).items() if k != COVERAGE}
         return OldPolicy(logprobs=logprobs, routes=routes, agreement=own)
@@ -159,7 +161,7 @@ class Step:
 
     def _shards(
         self,
-        row: Sequence[MicroBatch],
+        batches: Sequence[MicroBatch],
         *,
         forward_only: bool,
         source: Source = "mode",
@@ -169,14 +171,14 @@ class Step:
         experts, out = self.config.num_moe_experts or 0, list[Shard]()
         stages, error = self.parallel.config.pp, None
         try:
-            if not row:
+            if not batches:
                 raise ValueError("a data-parallel rank without micro-batches: give each at least one")
-            if len(self.chunks) > 1 and len(row) % stages:
+            if len(self.chunks) > 1 and len(batches) % stages:
                 raise ValueError(
-                    f"{len(row)} micro-batches are not divisible by the {stages} stages of an interleaved pipeline "
+                    f"{len(batches)} micro-batches are not divisible by the {stages} stages of an interleaved pipeline "
                     f"(parallel.vpp = {len(self.chunks)}): pack with micro_multiple = {stages}"
                 )
-            for batch in row:
+            for batch in batches:
                 if self.scalar and batch.candidates is not None:
                     raise ValueError("candidates for a model with a scalar head, which predicts no tokens: remove them")
                 _check_vocabulary(batch, self.vocab)
@@ -288,9 +290,9 @@ class Step:
         return coverage | agreement_stats(of_layers, self.config.moe_router_topk, updated=updated)
 
 
-def _without_candidates(row: Sequence[MicroBatch]) -> list[MicroBatch]:
+def _without_candidates(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Drop the candidates, which would be scored in addition to the labels."""
-    return [batch if batch.candidates is None else replace(batch, candidates=None) for batch in row]
+    return [batch if batch.candidates is None else replace(batch, candidates=None) for batch in batches]
 
 
 def _check_vocabulary(batch: MicroBatch, size: int) -> None:

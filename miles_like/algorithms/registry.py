@@ -22,9 +22,9 @@ from miles_like.algorithms.advantages.reinforce_pp_baseline import whitened_base
 from miles_like.algorithms.advantages.rloo import leave_one_out
 from miles_like.algorithms.losses.cispo import CispoLoss
 from miles_like.algorithms.losses.clipped import ClippedLoss
+from miles_like.algorithms.losses.custom import KeywordLoss, KeywordLossFn, OwnLoss
 from miles_like.algorithms.losses.decoupled import behaviour_weights
 from miles_like.algorithms.losses.gspo import GspoLoss
-from miles_like.algorithms.losses.own import KeywordLoss, KeywordLossFn, OwnLoss
 from miles_like.algorithms.losses.reinforce import ReinforceLoss
 from miles_like.algorithms.losses.sapo import SapoLoss
 from miles_like.algorithms.losses.value import ValueLoss

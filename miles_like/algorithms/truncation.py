@@ -29,13 +29,11 @@ class OverlongShaping:
         if not 0 < self.buffer <= self.limit:
             raise ValueError(f"a buffer of {self.buffer} tokens below a limit of {self.limit}: give 1 to {self.limit}")
 
-    def __call__(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-        """The groups with reduced rewards; the difference is in `reward_parts["overlong"]`. Raises ValueError for a
+    def shape(self, group: SampleGroup) -> SampleGroup:
+        """The group with reduced rewards; the difference is in `reward_parts["overlong"]`. Raises ValueError for a
         sample without a reward."""
-        return [
-            replace(g, samples=tuple(self._shaped(g.prompt, s, r) for s, r in zip(g.samples, g.rewards, strict=True)))
-            for g in groups
-        ]
+        scored = zip(group.samples, group.rewards, strict=True)
+        return replace(group, samples=tuple(self._shaped(group.prompt, s, r) for s, r in scored))
 
     def _shaped(self, prompt: Prompt, sample: Sample, reward: float) -> Sample:
         n = len(sample.token_ids) - len(prompt.token_ids)

@@ -120,7 +120,7 @@ def _flattened(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[floa
     names = names_of(samples)
     if traces:
         sample_names = [s.name for s in samples]
-        RoutingTrace.verify_all(traces, [s.token_ids for s in samples], samples=sample_names)
+        RoutingTrace.check_all(traces, [s.token_ids for s in samples], samples=sample_names)
         if replayed:
             spans, masks = [s.versions for s in samples], [s.loss_mask for s in samples]
             check_all_versions([t.versions for t in traces], spans, masks, samples=sample_names)
@@ -138,10 +138,10 @@ def _flattened(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[floa
     )
 
 
-def cut_row(row: Sequence[MicroBatch], part: ShardSpec) -> list[RankRoutes | None]:
+def cut_shard(shard: Sequence[MicroBatch], part: ShardSpec) -> list[RankRoutes | None]:
     """The routes of each micro-batch that the ranks of `part` need. Raises ValueError as `cut_routes` does."""
     out: list[RankRoutes | None] = []
-    for m in row:
+    for m in shard:
         assert not isinstance(m.routing, RankRoutes), "routes that are cut cannot be cut again"
         out.append(None if m.routing is None else cut_routes(m.routing, m.samples, m.cu_seqlens, part))
     return out

@@ -17,11 +17,11 @@ from routing_replay.rank_routes import RankRoutes
 TrainerFactory = Callable[[int, int, str, int], RankTrainer]  # (rank, world, host, port)
 PublisherFactory = Callable[[bool], WeightPublisher]  # (does this rank send?)
 Place = tuple[int, ShardSpec]  # (DP shard of a rank, the part of the shard's routes that it needs)
-RowRoutes = Sequence[RankRoutes | None]  # [micro]
+ShardRoutes = Sequence[RankRoutes | None]  # [micro]
 
 
-def _with_routes(row: Sequence[MicroBatch], routes: RowRoutes) -> list[MicroBatch]:
-    return [replace(m, routing=r) for m, r in zip(row, routes, strict=True)]
+def _with_routes(shard: Sequence[MicroBatch], routes: ShardRoutes) -> list[MicroBatch]:
+    return [replace(m, routing=r) for m, r in zip(shard, routes, strict=True)]
 
 
 class Rank:
@@ -40,20 +40,20 @@ class Rank:
     def connect(self, factory: PublisherFactory) -> None:
         self.publisher = factory(self.rank == 0)
 
-    def train(self, loss_tokens: Sequence[int], version: int, *rows: Any) -> StepReport:
-        """`rows`: for each optimizer step the shard of its batch, then the routes of that shard."""
-        whole = [_with_routes(row, routes) for row, routes in zip(rows[::2], rows[1::2], strict=True)]
+    def train(self, loss_tokens: Sequence[int], version: int, *shards: Any) -> StepReport:
+        """`shards`: for each optimizer step the shard of its batch, then the routes of that shard."""
+        whole = [_with_routes(shard, routes) for shard, routes in zip(shards[::2], shards[1::2], strict=True)]
         return self.trainer.train(whole, loss_tokens, version)
 
-    def evaluate(self, row: Sequence[MicroBatch], routes: RowRoutes, loss_tokens: int) -> Mapping[str, float]:
-        return self.trainer.evaluate(_with_routes(row, routes), loss_tokens)
+    def evaluate(self, shard: Sequence[MicroBatch], routes: ShardRoutes, loss_tokens: int) -> Mapping[str, float]:
+        return self.trainer.evaluate(_with_routes(shard, routes), loss_tokens)
 
-    def score(self, row: Sequence[MicroBatch], routes: RowRoutes, temperature: float, replay: bool) -> Scored:
-        return self.trainer.score(_with_routes(row, routes), temperature=temperature, replay=replay)
+    def score(self, shard: Sequence[MicroBatch], routes: ShardRoutes, temperature: float, replay: bool) -> Scored:
+        return self.trainer.score(_with_routes(shard, routes), temperature=temperature, replay=replay)
 
-    def logprobs(self, row: Sequence[MicroBatch], weights: str | None, candidates: bool, reply: bool) -> list[Tensor]:
+    def logprobs(self, shard: Sequence[MicroBatch], weights: str | None, candidates: bool, reply: bool) -> list[Tensor]:
         """reply: return the result; False for the other ranks of a shard, whose results are equal."""
-        found = self.trainer.logprobs(row, weights, candidates=candidates)
+        found = self.trainer.logprobs(shard, weights, candidates=candidates)
         return [x.cpu() for x in found] if reply else []
 
     def load_copy(self, name: str, path: Path) -> None:

@@ -27,7 +27,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
 from torch import Tensor
 
-from miles_like.batch.packing import cut_row
+from miles_like.batch.packing import cut_shard
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
 from miles_like.cluster.node_work import DEFAULT_TIMEOUT_S, living_nodes, node_ids
 from miles_like.cluster.placement import PlacementPlan, Slot
@@ -278,7 +278,7 @@ class RayTrainer:
         # references must be top-level arguments: Ray does not fetch nested ones
         reports = await self._all("train", [(*fixed, *chain(*refs)) for refs in zip(*shipped, strict=True)])
         report: StepReport = reports[0]
-        if all(m.routing is None for batch in batches for row in batch.grid for m in row):
+        if all(m.routing is None for batch in batches for shard in batch.grid for m in shard):
             return report
         return replace(report, metrics={**report.metrics, "routing/bytes": float(sum(nbytes))})
 
@@ -292,17 +292,17 @@ class RayTrainer:
         """(its DP shard, its result) of every rank. Forward only."""
         shipped, _ = self._ship(batch)
         scores = await self._all("score", [(*refs, temperature, replay) for refs in shipped])
-        return [(row, scored) for (row, _), scored in zip(self._places, scores, strict=True)]
+        return [(shard, scored) for (shard, _), scored in zip(self._places, scores, strict=True)]
 
     async def logprobs(
         self, batch: TrainBatch, *, weights: str | None = None, candidates: bool = False
     ) -> list[list[Tensor]]:
         """[dp][micro] of [T] fp32, or [T, C] with `candidates`. No routes are sent, because the ranks use their own
         routers. The first rank of each DP shard replies."""
-        rows = [self.put([replace(m, routing=None) for m in row]) for row in batch.grid]
+        sent = [self.put([replace(m, routing=None) for m in shard]) for shard in batch.grid]
         shards = [shard for shard, _ in self._places]
         replies = [shards.index(shard) == i for i, shard in enumerate(shards)]
-        arguments = [(rows[shard], weights, candidates, reply) for shard, reply in zip(shards, replies, strict=True)]
+        arguments = [(sent[shard], weights, candidates, reply) for shard, reply in zip(shards, replies, strict=True)]
         answers = await self._all("logprobs", arguments)
         return [answers[shards.index(shard)] for shard in range(len(batch.grid))]
 
@@ -332,11 +332,11 @@ class RayTrainer:
     def _ship(self, batch: TrainBatch) -> tuple[list[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]]], int]:
         """Put a batch into the object store: for each rank (its DP shard without routes, its part of the shard's
         routes), and the bytes of all those parts. Ranks that need the same shard or part share one object."""
-        rows = [self.put([replace(m, routing=None) for m in row]) for row in batch.grid]
-        cut = {(dp, part): cut_row(batch.grid[dp], part) for dp, part in dict.fromkeys(self._places)}
+        sent = [self.put([replace(m, routing=None) for m in shard]) for shard in batch.grid]
+        cut = {(dp, part): cut_shard(batch.grid[dp], part) for dp, part in dict.fromkeys(self._places)}
         puts = {place: self.put(routes) for place, routes in cut.items()}
         nbytes = sum(r.nbytes for routes in cut.values() for r in routes if r is not None)
-        return [(rows[place[0]], puts[place]) for place in self._places], nbytes
+        return [(sent[place[0]], puts[place]) for place in self._places], nbytes
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         began, limit = self._begin_call(method)

@@ -105,7 +105,7 @@ LOSSES: dict[str, type[Loss]] = {
 ADVANTAGE_KEYS = {name: keys_of(kind) for name, kind in ADVANTAGES.items()} | {name: keys() for name in NAMED}
 LOSS_KEYS = {name: keys_of(kind) for name, kind in LOSSES.items()}
 TOKEN_LEVEL = ("reinforce_pp", "ppo")  # advantages of tokens; the others are of samples
-OF_GROUPS = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline")  # always 0 with one sample per prompt
+GROUP_LEVEL = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline")  # always 0 with one sample per prompt
 # name -> what it changes. Clip bounds are defaults of the loss, so that any part can be replaced.
 PRESETS: dict[str, dict[str, str | float]] = {
     "grpo": {},
@@ -278,7 +278,7 @@ class AlgorithmConfig(Section):
                 "train.samples_per_group = 1 with algorithm.filter = 'nonzero_std', which discards every group of one "
                 "sample: raise it, or set algorithm.filter = 'off'"
             )
-        if group == 1 and self.advantage in OF_GROUPS:
+        if group == 1 and self.advantage in GROUP_LEVEL:
             raise ValueError(
                 f"train.samples_per_group = 1 with algorithm.advantage = {self.advantage!r}, which is 0 for a group of "
                 "one sample: raise it, or set algorithm.advantage to 'reinforce', 'reinforce_pp' or 'ppo'"

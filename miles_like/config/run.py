@@ -392,7 +392,7 @@ class RunConfig(Section):
         return self.bit_exact and not self.buffer.slack
 
     @property
-    def exact_parts(self) -> tuple[int, int] | None:
+    def tp_shards(self) -> tuple[int, int] | None:
         """Tensor- and expert-tensor-parallel sizes whose sums the embedded engine reproduces; None: not exact."""
         embedded = self.rollout.engine == "embedded"
         return (self.parallel.tp, self.parallel.etp) if self.alignment.deterministic and embedded else None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from miles_like.algorithms.distillation import distill_metrics
+from miles_like.batch.packer import Packer
 from miles_like.batch.unpacking import streams_of
 from miles_like.protocols import Trainer
 from miles_like.types import (
@@ -27,7 +28,6 @@ from miles_like.types import (
     Prompt,
     Sample,
     SampleGroup,
-    TrainBatch,
 )
 from rollout.concurrency import all_or_first_error
 from rollout.sglang.client import RolloutError, SGLangClient
@@ -132,7 +132,7 @@ class TrainerTeacher:
 
     trainer: Trainer
     weights: str  # their name in the trainer
-    pack: Callable[[Sequence[SampleGroup], Sequence[Sequence[float]]], TrainBatch]
+    packer: Packer
     path: Path | None = None  # converted directory to load; None: the trainer has the weights
     prompt_of: PromptOf = as_it_is
 
@@ -151,7 +151,7 @@ class TrainerTeacher:
         ]
         if not any(s.response_len for g in asked for s in g.samples):
             return [[TeacherScores(torch.zeros(0)) for _ in g.samples] for g in groups]
-        batch = self.pack(asked, [[0.0] * len(g.samples) for g in asked])
+        batch = self.packer.batch(asked)
         streams = streams_of(asked, batch, await self.trainer.logprobs(batch, weights=self.weights))
         return [[TeacherScores(stream[a:]) for stream in of] for of, a in zip(streams, lengths, strict=True)]
 

@@ -18,23 +18,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from miles_like.checkpoint.ledger import Ledger
+from miles_like.loop.old_tokens import mask_old
 from miles_like.loop.rollout_stats import RolloutStats
 from miles_like.types import Json, Prompt, SampleGroup
 
 STALE = "stale"
-
-
-class OldTokens(Protocol):
-    """Selects the part of a group with old tokens that is trained; None: no part of it (old_tokens.mask_old)."""
-
-    def __call__(self, group: SampleGroup, *, version: int, max_staleness: int) -> SampleGroup | None: ...
-
-
-def _nothing() -> None:
-    """No-op callback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +51,8 @@ class DataBuffer:
 
     max_staleness: weight versions between the oldest token of a group and the weights that it trains; 0 is on-policy.
     samples: number of samples requested per group. ledger: accounts for every group. backfill: take younger groups in
-    place of older ones that are not ready. old_tokens: selects what is trained of a group with tokens older than the
-    bound; None: such a group is discarded.
+    place of older ones that are not ready. mask_old_tokens: a group with tokens older than the bound is trained without
+    them (old_tokens.mask_old), and discarded if none is left; without it every such group is discarded.
     """
 
     def __init__(
@@ -71,7 +62,7 @@ class DataBuffer:
         samples: int = 1,
         ledger: Ledger | None = None,
         backfill: bool = False,
-        old_tokens: OldTokens | None = None,
+        mask_old_tokens: bool = False,
     ) -> None:
         if max_staleness < 0:
             raise ValueError(f"max_staleness {max_staleness} must be at least 0")
@@ -79,12 +70,12 @@ class DataBuffer:
         self._samples = samples
         self._ledger = Ledger(None) if ledger is None else ledger
         self._backfill = backfill
-        self._old_tokens = old_tokens
+        self._mask_old_tokens = mask_old_tokens
         self._next_id = 0
         self._waiting: dict[int, _Entry] = {}  # by group id, ascending
         self._training = 0  # groups taken by the current step
         self._changed = asyncio.Condition()
-        self.on_room: Callable[[], None] = _nothing  # called when a group is discarded
+        self.producer_wake = asyncio.Event()  # set when a group is discarded, so that there is room for a prompt
         self._dropped: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -98,8 +89,8 @@ class DataBuffer:
     @property
     def slack(self) -> int:
         """Largest number of weight versions between a group's admission and its training: max_staleness, or one more
-        with `old_tokens`, which masks the tokens that are too old."""
-        return self.max_staleness + (self._old_tokens is not None)
+        with `mask_old_tokens`."""
+        return self.max_staleness + self._mask_old_tokens
 
     @property
     def outstanding(self) -> int:
@@ -155,7 +146,7 @@ class DataBuffer:
         """The n oldest groups, to be trained by weights `version`, as soon as they are ready.
 
         A group with a token older than `version - max_staleness` is discarded as stale and does not count towards n, so
-        the producer admits another prompt for it; with `old_tokens` it may stay without those tokens.
+        the producer admits another prompt for it; with `mask_old_tokens` it may stay without those tokens.
         """
         async with self._changed:
             while True:
@@ -198,8 +189,8 @@ class DataBuffer:
             if entry.group is None or version - entry.group.oldest_version <= self.max_staleness:
                 continue
             left = None
-            if self._old_tokens is not None:
-                left = self._old_tokens(entry.group, version=version, max_staleness=self.max_staleness)
+            if self._mask_old_tokens:
+                left = mask_old(entry.group, version=version, max_staleness=self.max_staleness)
             if left is None:
                 self._drop(group_id, STALE, entry.group)
             else:
@@ -208,7 +199,7 @@ class DataBuffer:
     def _drop(self, group_id: int, reason: str, group: SampleGroup | None) -> None:
         """group: where it has ended; some of its samples may have been discarded before, for other reasons."""
         del self._waiting[group_id]
-        self.on_room()
+        self.producer_wake.set()
         self._dropped[reason] += 1
         self._ledger.discard(group_id, reason, discarded_samples=None if group is None else group.discarded)
 

@@ -18,6 +18,7 @@ from miles_like.report.progress import PhaseBar
 from miles_like.types import Prompt, SampleGroup, SamplingParams
 from rollout.episodes.groups import run_groups
 from rollout.episodes.pool import EnginePool
+from rollout.episodes.runner import SINGLE_TURN, EpisodeRunner
 from rollout.prompts.config import DataConfig
 from rollout.prompts.mix import PromptSource
 from rollout.prompts.source import Tokenizer
@@ -72,10 +73,6 @@ def held_out(
     return out
 
 
-def _as_they_are(engine: RolloutEngine) -> RolloutEngine:
-    return engine
-
-
 async def answers(
     engines: Sequence[Examined],
     held: HeldOut,
@@ -83,18 +80,18 @@ async def answers(
     params: SamplingParams,
     version: int,
     alone: bool,
-    play: Callable[[RolloutEngine], RolloutEngine] = _as_they_are,
+    runner: EpisodeRunner = SINGLE_TURN,
 ) -> Answers:
     """Samples answers from the whole distribution at the set's temperature, greedily, or both, as the set is
     configured.
 
     params: defaults of temperature and length for a set that does not set them. alone: no other request is in flight,
     and the engines drop their prefix caches afterwards: which prefixes are cached changes last bits of the next
-    rollout, so a resumed run and one that never stopped must start from the same cache. play: the episode runner of the
-    run, so that a model is evaluated in the episodes that it is trained in. Raises RuntimeError for an answer with a
+    rollout, so a resumed run and one that never stopped must start from the same cache. runner: the run's, so that a
+    model is evaluated in the episodes that it is trained in. Raises RuntimeError for an answer with a
     token of another weight version than `version`.
     """
-    c, engine = held.config, play(EnginePool(engines))
+    c, engine = held.config, runner.wrap(EnginePool(engines))
     asked = dataclasses.replace(
         params,
         temperature=params.temperature if c.temperature is None else c.temperature,
@@ -123,12 +120,12 @@ async def evaluate(
     params: SamplingParams,
     version: int,
     alone: bool,
-    play: Callable[[RolloutEngine], RolloutEngine] = _as_they_are,
+    runner: EpisodeRunner = SINGLE_TURN,
 ) -> dict[str, float]:
     """`eval/{set}/...` of all sets at a weight version; arguments and errors as in `answers`. Empty without sets."""
     out = dict[str, float]()
     for held in sets:
-        found = await answers(engines, held, params=params, version=version, alone=alone, play=play)
+        found = await answers(engines, held, params=params, version=version, alone=alone, runner=runner)
         out |= found.figures()
     return out
 
@@ -138,7 +135,7 @@ class Evaluator:
     """Evaluates published weights on the held-out sets of a run, which `engines` answer.
 
     every: steps between two evaluations; 0: only before the first and after the last step. seed: of the run. alone,
-    play: as in `answers`.
+    runner: as in `answers`.
     """
 
     engines: Sequence[Examined]
@@ -148,7 +145,7 @@ class Evaluator:
     alone: bool
     every: int
     progress: PhaseBar
-    play: Callable[[RolloutEngine], RolloutEngine] = _as_they_are
+    runner: EpisodeRunner = SINGLE_TURN
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether weights are evaluated after `step` steps."""
@@ -158,7 +155,9 @@ class Evaluator:
         """`eval/{set}/...` of the weights on the servers, which must be `version`. Raises as `answers`."""
         self.progress.phase(version, "evaluate")
         params = dataclasses.replace(self.params, sampling_seed=seed_of(self.seed, f"eval {version}"))
-        return await evaluate(self.engines, self.sets, params=params, version=version, alone=self.alone, play=self.play)
+        return await evaluate(
+            self.engines, self.sets, params=params, version=version, alone=self.alone, runner=self.runner
+        )
 
 
 def _check_versions(groups: Sequence[SampleGroup], version: int, name: str) -> None:

@@ -2,7 +2,7 @@
 
 Prompts are sampled in rounds, which are admitted
 
-in steps  (max_staleness = 0 without old_tokens, and lockstep) one round at a time, for one training step after the
+in steps  (max_staleness = 0 without mask_old_tokens, and lockstep) one round at a time, for one training step after the
           other, at most max_staleness steps ahead of the weights. The groups of a round are accepted or discarded in
           the order of their ids. Discarded ones are replaced by a further round, as large as is likely to fill the
           step; groups beyond the step's need are discarded. With lockstep a publication waits until no more may be
@@ -20,23 +20,35 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from miles_like.algorithms.truncation import OverlongShaping
 from miles_like.loop.buffer import DataBuffer
 from miles_like.loop.rollout_stats import RolloutStats
+from miles_like.protocols import GroupFilter
 from miles_like.types import Json, Prompt, SampleGroup
 
 UNSCORED = "no sample was scored"
 SURPLUS = "more than the step needs"
 
-# (round, prompts) -> (index of the prompt, its sampled and scored group), as groups end
-Rollout = Callable[[int, Sequence[Prompt]], AsyncGenerator[tuple[int, SampleGroup], None]]
+
+class PromptStream(Protocol):
+    """The prompts of a run in the order of their sampling (rollout.prompts.mix.PromptSource)."""
+
+    def take(self, n: int) -> Sequence[Prompt]:
+        """The next n prompts; fewer when the source ends."""
 
 
-async def _nothing() -> None:
-    """No-op callback."""
+class GroupSampler(Protocol):
+    """Samples and scores the prompts of a round (run.train.EngineSampler)."""
+
+    def groups(self, round_index: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+        """Yields (index of the prompt, its scored group) when the group is complete."""
+
+    async def abort(self) -> None:
+        """Ends all requests that are in flight on the servers."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,18 +62,17 @@ class Producer:
     """For one event loop: runs concurrently with the loop that takes groups from the buffer.
 
     over_sampling: groups admitted beyond a step's groups, as a share of these. early_abort: when a step is full, its
-    remaining prompts are discarded and `abort` ends their requests on the servers. lockstep: see the module.
+    remaining prompts are discarded and `sampler.abort` ends their requests on the servers. lockstep: see the module.
     """
 
     groups: int  # a step
     buffer: DataBuffer
-    next_prompts: Callable[[int], Sequence[Prompt]]  # that many, or fewer when the source ends
-    rollout: Rollout
+    source: PromptStream
+    sampler: GroupSampler
+    filter: GroupFilter | None = None  # discards groups; None: every group with a scored sample is trained
+    overlong: OverlongShaping | None = None  # reduces rewards of the groups that are kept; None: rewards stay
     lockstep: bool = False
     over_sampling: float | None = None
-    refuse: Callable[[SampleGroup], str | None] = lambda group: None  # the reason to discard a group
-    shape: Callable[[SampleGroup], SampleGroup] = lambda group: group  # changes rewards of a group that is kept
-    abort: Callable[[], Awaitable[None]] = _nothing
     steps: int = 1 << 62  # of the run: no prompt is sampled that no step would train
     max_rounds: int = 1  # prompts sampled for one step, as a multiple of `groups`
     version: int = 0  # published last
@@ -75,11 +86,7 @@ class Producer:
     _held: list[Prompt] = field(default_factory=list)  # prompts taken from the source for the next round
     _rounds: dict[int, _Round] = field(default_factory=dict)
     _stats: RolloutStats = field(default_factory=RolloutStats)  # since the last group that was kept
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _decided: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.buffer.on_room = self._changed.set
 
     @property
     def in_steps(self) -> bool:
@@ -107,7 +114,7 @@ class Producer:
         restored = list(self._rounds.values())  # in flight when the run was saved
         try:
             while True:
-                self._changed.clear()
+                self.buffer.producer_wake.clear()
                 for task in [t for t in running if t.done()]:
                     running.remove(task)
                     task.result()
@@ -115,10 +122,10 @@ class Producer:
                 restored = []
                 for round_ in rounds:
                     running.add(task := asyncio.create_task(self._sampled(round_)))
-                    task.add_done_callback(lambda _: self._changed.set())
+                    task.add_done_callback(lambda _: self.buffer.producer_wake.set())
                 if self.ended and not running:
                     return
-                await self._changed.wait()
+                await self.buffer.producer_wake.wait()
         finally:
             for task in running:
                 task.cancel()
@@ -129,7 +136,7 @@ class Producer:
         """Weights `version` are on the servers: the taken groups are trained."""
         self.buffer.trained()
         self.version = version
-        self._changed.set()
+        self.buffer.producer_wake.set()
 
     async def settle(self) -> None:
         """Waits until `settled`."""
@@ -159,7 +166,7 @@ class Producer:
     def _next_prompts(self, n: int) -> list[Prompt]:
         """The next prompts, up to n or until one repeats: a seed is made of round and prompt, so twice in one round it
         would get the same answers."""
-        there = [*self._held, *self.next_prompts(max(n - len(self._held), 0))]
+        there = [*self._held, *self.source.take(max(n - len(self._held), 0))]
         prompts, ids = list[Prompt](), set[str]()
         for prompt in there[:n]:
             if prompt.id in ids:
@@ -194,7 +201,7 @@ class Producer:
                 self._stats.seconds += since - began
 
         done: dict[int, SampleGroup] = {}
-        async with contextlib.aclosing(self.rollout(round_.number, list(round_.group_ids.values()))) as groups:
+        async with contextlib.aclosing(self.sampler.groups(round_.number, list(round_.group_ids.values()))) as groups:
             async for place, group in groups:
                 if self.in_steps and not self.early_abort:
                     done[group_ids[place]] = group
@@ -207,7 +214,7 @@ class Producer:
             timed()
         await self._decide(round_, dict(sorted(done.items())))
         if round_.group_ids:
-            await self.abort()
+            await self.sampler.abort()
             for group_id in list(round_.group_ids):
                 await self.buffer.discard(group_id, reason=SURPLUS)
         del self._rounds[round_.number]
@@ -216,7 +223,7 @@ class Producer:
 
     async def _decide(self, round_: _Round, ended: Mapping[int, SampleGroup]) -> None:
         """Keeps or discards groups that have ended, in their order."""
-        refused = {t: self.refuse(g) if g.samples else _why_empty(g) for t, g in ended.items()}
+        refused = {t: self._why_discarded(g) for t, g in ended.items()}
         for group_id, group in ended.items():
             self._stats.count(group, refused[group_id])
             self._tried += 1
@@ -231,10 +238,17 @@ class Producer:
             else:
                 self._kept += 1
                 stats, self._stats = self._stats, RolloutStats()
-                await self.buffer.put(group_id, self.shape(group), stats)
+                kept = group if self.overlong is None else self.overlong.shape(group)
+                await self.buffer.put(group_id, kept, stats)
             del round_.group_ids[group_id]
         if not self.in_steps:
             self._next_step()
+
+    def _why_discarded(self, group: SampleGroup) -> str | None:
+        """None: the group is worth training."""
+        if not group.samples:
+            return _why_empty(group)
+        return None if self.filter is None else self.filter(group)
 
     def _next_step(self) -> None:
         if self._kept >= self.groups:

@@ -111,7 +111,7 @@ class Trial:
         """Run one episode of the environment, or call the generate function once, with an engine whose response to
         every prompt is its row's answer."""
         what = "rollout.environment" if config.environment else "rollout.generate"
-        engine: RolloutEngine = make_episode_runner(config, tokenizer)(_AnswerEngine(tokenizer))
+        engine: RolloutEngine = make_episode_runner(config, tokenizer).wrap(_AnswerEngine(tokenizer))
         params = SamplingParams(max_new_tokens=config.max_new_tokens, sampling_seed=0)
 
         async def generate() -> None:

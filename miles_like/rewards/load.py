@@ -32,6 +32,7 @@ from miles_like.config.reward import MathVerify as MathVerifyConfig
 from miles_like.limits.threads import DaemonThreads
 from miles_like.plugins import load
 from miles_like.protocols import RewardFn, SampleReward
+from miles_like.rewards.form import Format, Length, none
 from miles_like.rewards.function import adapt, is_async
 from miles_like.rewards.judges.judge import Judge
 from miles_like.rewards.judges.remote import Remote
@@ -39,7 +40,6 @@ from miles_like.rewards.judges.reward_model import RewardModel
 from miles_like.rewards.maths.answers import Exact, MultipleChoice, Regex, exact_number, gsm8k
 from miles_like.rewards.maths.math_verify import MathVerify
 from miles_like.rewards.scorer import Limits, Scorer
-from miles_like.rewards.shape import Format, Length, none
 from miles_like.rewards.weighted import Weighted
 from miles_like.types import Unit
 

@@ -26,9 +26,8 @@ def comparison(rollout: RolloutSide, trainer: RayTrainer, prompts: Sequence[Prom
     bounds = make_bounds(c.mismatch)
     shape = None if c.replay.gates else plan.routing_shape()  # the gates of corrected routes are not known
     routed = shape is not None or not plan.family.moe_layers(plan.hf.config)
-    packs = packer(plan, trainer.dp_size, replayed=False)
     return Comparison(
-        trainer=LiveTrainer(trainer=trainer, pack=packs.batch, shape=shape),
+        trainer=LiveTrainer(trainer=trainer, packer=packer(plan, trainer.dp_size, replayed=False), shape=shape),
         replay=c.replay.mode == "r3",
         prompts=prompts,
         params=replace(rollout.sampling(0), sampling_seed=seed_of(c.seed, "verify")),
@@ -43,9 +42,9 @@ async def check_bits(rollout: RolloutSide, trainer: RayTrainer, clients: Sequenc
     """With `alignment.deterministic` on CPU ranks: raises ValueError, as `check_same_bits`, where trainer and servers
     do not compute the same bits. No other run is checked."""
     c = rollout.plan.config
-    if (shards := c.exact_parts) and c.bit_exact:
+    if (shards := c.tp_shards) and c.bit_exact:
         infos = {client.url: await client.server_info() for client in clients}
-        check_same_bits(trainer.fingerprint(), infos, parts=shards, dtype=rollout.plan.trainer.params_dtype)
+        check_same_bits(trainer.fingerprint(), infos, tp_shards=shards, dtype=rollout.plan.trainer.params_dtype)
 
 
 def server_checks(

@@ -195,7 +195,7 @@ def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
         config=config.rollout,
         log_dir=run_dir / "logs",
         activations=config.precision.activations,
-        exact=config.exact_parts,
+        exact=config.tp_shards,
         bucket_bytes=config.publish.bucket_bytes,
         return_routed_experts=_has_experts(config),
     )
@@ -243,7 +243,7 @@ def verify(
     prompts: int | None = None,
 ) -> tuple[AlignmentReport, list[Path]]:
     """Start both sides on the job's checkpoint, made if it does not exist, and compare them; plots are written to
-    `run_dir`/verify. key_file: of attached servers. For the other options see `VerifyStage`. Raises ValueError or
+    `run_dir`/verify. key_file: of attached servers. For the other options see `VerifyRun`. Raises ValueError or
     RuntimeError."""
     from rollout.server_key import given_key
 
@@ -252,12 +252,12 @@ def verify(
     from miles_like.cluster.workers import start_ray
     from miles_like.run.model_plan import model_plan
     from miles_like.run.rollout_side import RolloutSide
-    from miles_like.run.verify import VerifyStage
+    from miles_like.run.verify import VerifyRun
     from miles_like.verify.plots import write_plots
 
     run_dir.mkdir(parents=True, exist_ok=True)
     plan = model_plan(config, run_dir, root / "hf", root / "megatron")
-    stage = VerifyStage(
+    run = VerifyRun(
         RolloutSide(plan=plan),
         key=key,
         rollouts=rollouts,
@@ -266,7 +266,7 @@ def verify(
         overwrite=overwrite,
         prompts=prompts,
     )
-    run_to_end(stage.meet())
+    run_to_end(run.meet())
     start_ray(ray_address)
-    found = stage.report()
+    found = run.report()
     return found, write_plots(found, run_dir / "verify")

@@ -157,7 +157,7 @@ class EvalAlone:
         self.rewards = Rewards(config.reward)
         sets = config.eval.all_sets(config.data.eval)
         self.sets: list[HeldOut] = held_out(sets, config.data, self.tokenizer, self.rewards)
-        self.play = make_episode_runner(config.rollout, self.tokenizer)
+        self.runner = make_episode_runner(config.rollout, self.tokenizer)
 
     def run(self) -> Found:
         """Raises ValueError or RuntimeError where a server cannot be started or a request fails. A server that was
@@ -228,7 +228,7 @@ class EvalAlone:
                         params=params,
                         version=version,
                         alone=self.attached is None,
-                        play=self.play,
+                        runner=self.runner,
                     )
                 )
             return version, out

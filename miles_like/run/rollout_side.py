@@ -45,7 +45,7 @@ class RolloutSide:
             log_dir=plan.logs.resolve(),
             weight_version=version,
             activations=c.precision.activations,
-            exact=c.exact_parts,
+            exact=c.tp_shards,
             bucket_bytes=c.publish.bucket_bytes,
             node_rank=slot.node_rank,
             nnodes=slot.nnodes,

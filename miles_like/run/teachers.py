@@ -13,6 +13,7 @@ from rich.console import Console
 from megatron_bridge.convert.manifest import Manifest
 from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
+from miles_like.batch.packer import Packer
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.workers import RayServers
 from miles_like.config.distillation import PromptedPolicy, RunningServer, StartedServer, SwappedWeights, TeacherPart
@@ -92,7 +93,7 @@ class RunTeachers:
             self._servers.stop()
 
     def teachers(
-        self, trainer: Trainer, rollout: Sequence[SGLangClient], pack: Callable[..., Any], prompts: Sequence[Prompt]
+        self, trainer: Trainer, rollout: Sequence[SGLangClient], packer: Packer, prompts: Sequence[Prompt]
     ) -> Teachers:
         """The teachers, not started. rollout: clients of the run's servers. Raises ValueError for prompts without a
         teacher, and for prompts that lack a field of a teacher's template."""
@@ -108,7 +109,9 @@ class RunTeachers:
             else:
                 weights = REFERENCE if config.by_reference else f"teacher {name}"
                 path = self._paths.get(name)
-                made[name] = TrainerTeacher(trainer=trainer, weights=weights, pack=pack, path=path, prompt_of=prompt_of)
+                made[name] = TrainerTeacher(
+                    trainer=trainer, weights=weights, packer=packer, path=path, prompt_of=prompt_of
+                )
         out = Teachers(made, self.section.teacher_of, top_k=self.section.top_k)
         named = [source for t in self.section.teachers.values() for source in t.sources]
         out.check(prompts, alone=self.section.mode == "alone", named=named)

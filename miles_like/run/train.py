@@ -25,7 +25,6 @@ from miles_like.loop.buffer import DataBuffer
 from miles_like.loop.controller import Controller
 from miles_like.loop.evaluation import Evaluator, HeldOut, held_out
 from miles_like.loop.feed import Feed
-from miles_like.loop.old_tokens import mask_old
 from miles_like.loop.producer import Producer
 from miles_like.loop.recorder import Recorder
 from miles_like.loop.saver import Saver
@@ -107,14 +106,10 @@ def train(
     runner = rollout.episode_runner()
     prompts, files = read_prompts(plan, console), RunFiles(plan, console)
     resumed = files.resume() if resume else None
+    plan.run_dir.mkdir(parents=True, exist_ok=True)
     store_config(plan.config, plan.run_dir / "config.toml")
     teachers = RunTeachers(
-        plan.config,
-        plan.run_dir,
-        student=plan.hf.config,
-        tokenizer=plan.tokenizer,
-        console=console,
-        key=rollout.key,
+        plan.config, plan.run_dir, student=plan.hf.config, tokenizer=plan.tokenizer, console=console, key=rollout.key
     )
     teachers.prepare()
     started = time.perf_counter()
@@ -188,14 +183,14 @@ class TrainingRun:
         await check_bits(self.rollout, self.trainer, clients)
         # the state of an episode and of a user's generate function is not saved: they begin again after a resume
         partial = PartialRollouts(EnginePool(clients), keep_groups=not c.rollout.has_episode_runner)
-        engine = self.runner(partial)
+        engine = self.runner.wrap(partial)
         eval_clients = [self.rollout.client(url, routing=False) for url in urls]
         self.trainer.connect(self.rollout.publisher(urls))
         first, published = await self.publish_first()
         checks = self.checks(clients)
         await checks.at_start(first, published)
         packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
-        teachers = self.teachers.teachers(self.trainer, eval_clients, packs.batch, self.prompts.source.all())
+        teachers = self.teachers.teachers(self.trainer, eval_clients, packs, self.prompts.source.all())
         await teachers.start()
         with PhaseBar(c.train.steps, self.console) as progress:
             evaluator = Evaluator(
@@ -206,7 +201,7 @@ class TrainingRun:
                 alone=not c.in_flight_at_publication,
                 every=c.eval.every,
                 progress=progress,
-                play=self.runner,
+                runner=self.runner,
             )
             loop = self.compose(engine, partial, evaluator, checks, teachers if c.distillation.on else None, first)
             freeze_gc()
@@ -316,10 +311,9 @@ class TrainingRun:
             samples=c.train.samples_per_group,
             ledger=recorder.ledger,
             backfill=c.in_flight_at_publication,
-            old_tokens=mask_old if c.buffer.old_tokens == "mask" else None,
+            mask_old_tokens=c.buffer.old_tokens == "mask",
         )
-        overlong = make_overlong(c.algorithm, c.rollout.longest_answer)
-        sampler = GroupSampler(
+        sampler = EngineSampler(
             rollout=self.rollout,
             engine=engine,
             partial=partial,
@@ -330,21 +324,20 @@ class TrainingRun:
             groups=c.train.groups_per_step,
             steps=c.train.steps,
             buffer=buffer,
-            next_prompts=self.prompts.source.take,
-            rollout=sampler.groups,
-            abort=engine.abort_all,
+            source=self.prompts.source,
+            sampler=sampler,
+            filter=make_filter(c.algorithm.filter),
+            overlong=make_overlong(c.algorithm, c.rollout.longest_answer),
             lockstep=c.in_lockstep,
             over_sampling=c.buffer.over_sampling,
-            refuse=make_filter(c.algorithm.filter),
-            shape=(lambda group: group) if overlong is None else (lambda group: overlong([group])[0]),
             max_rounds=c.rollout.max_rounds,
         )
         return Feed(buffer=buffer, producer=producer, stop=self.stop, progress=recorder.progress)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSampler:
-    """Samples and scores the prompts of one round."""
+class EngineSampler:
+    """The GroupSampler of a run: rollout servers sample, the run's reward scores."""
 
     rollout: RolloutSide
     engine: RolloutEngine
@@ -383,3 +376,6 @@ class GroupSampler:
                 self.console.print(
                     f"round {round_index}: {n} samples discarded: {reason}", markup=False, soft_wrap=True
                 )
+
+    async def abort(self) -> None:
+        await self.engine.abort_all()

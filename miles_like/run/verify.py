@@ -35,7 +35,7 @@ from rollout.wire.control import ModelInfo
 PROMPTS = 32
 
 
-class VerifyStage:
+class VerifyRun:
     """One comparison of trainer and rollout.
 
     rollouts: a file of samples that a run wrote, compared in place of new samples; no server is started then. attached:

@@ -21,7 +21,7 @@ from rollout.prompts.config import DataConfig
 from rollout.prompts.dataset import read_rows
 from rollout.prompts.schema import ANSWERS, PROMPTS
 from rollout.prompts.source import Tokenizer, as_messages
-from rollout.prompts.written import text_of
+from rollout.prompts.values import text_of
 
 Messages = list[dict[str, str]]
 

@@ -76,8 +76,8 @@ def agreement_bounds(
     A bound that is None is derived; 0 disables the check. With `exact`, where both sides compute the same bits, every
     row agrees. Otherwise `overall` is the share that the precision explains, which is lower where weights have changed
     since the rollout (`stale`), and a layer's bound is derived from it and from the share that neighbouring rows have
-    in common in each step (megatron_bridge/step/agreement.py). Random sets share top_k / num_experts. exact, more: as
-    in `allowance`.
+    in common in each step (megatron_bridge/step/routing_check.py). Random sets share top_k / num_experts. exact, more:
+    as in `allowance`.
 
     Raises ValueError where random experts reach a given bound, or where a derived bound is too close to their share.
     """

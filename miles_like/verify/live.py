@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from miles_like.algorithms.terms.bounds import Bounds
+from miles_like.batch.packer import Packer
 from miles_like.batch.unpacking import unpack
 from miles_like.cluster.workers import RayTrainer
 from miles_like.hf.checkpoint import HFCheckpoint
@@ -46,7 +47,6 @@ from routing_replay.trace import RoutingTrace
 
 _PROMPT = Prompt(id="verify", token_ids=(0,), answer="")  # placeholder: samples carry their prompt tokens themselves
 _SHORT = 256  # tokens per answer in the short comparison, where a run samples tens of thousands
-Pack = Callable[[Sequence[SampleGroup], Sequence[Sequence[float]]], TrainBatch]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +54,12 @@ class LiveTrainer:
     """A TrainerScorer over all trainer ranks, with samples packed as in training."""
 
     trainer: RayTrainer
-    pack: Pack
+    packer: Packer
     shape: RoutingShape | None  # None: a dense model
 
     async def score(self, tokens: SampleTokens, *, temperature: float, routes: Sequence[Tensor] | None) -> Scores:
         samples = [self._sample(tokens, i, None if routes is None else routes[i]) for i in range(len(tokens.ids))]
-        batch = self.pack([SampleGroup(prompt=_PROMPT, samples=tuple(samples))], [[0.0] * len(samples)])
+        batch = self.packer.batch([SampleGroup(prompt=_PROMPT, samples=tuple(samples))])
         replay = routes is not None
         found = merged(batch, await self.trainer.score(batch, temperature=temperature, replay=replay), self.shape)
         pairs = [found[s.name] for s in samples]

@@ -7,17 +7,17 @@ from typing import Any
 
 
 def check_same_bits(
-    trainer: str | None, servers: Mapping[str, Mapping[str, Any]], *, parts: tuple[int, int], dtype: str
+    trainer: str | None, servers: Mapping[str, Mapping[str, Any]], *, tp_shards: tuple[int, int], dtype: str
 ) -> None:
     """trainer: the fingerprint of the trainer ranks (`quant.exact.selftest`). servers: URL -> reply of /server_info.
-    parts: numbers of tensor-parallel and expert-tensor-parallel trainer ranks. dtype: the trainer's parameter dtype.
-    Raises ValueError naming a server with other parts, another dtype or another fingerprint."""
+    tp_shards: numbers of tensor-parallel and expert-tensor-parallel trainer ranks. dtype: the trainer's parameter
+    dtype. Raises ValueError naming a server with other shards, another dtype or another fingerprint."""
     for url, info in servers.items():
         sums, kept = info.get("exact_parts"), info.get("dtype")
-        if sums is None or tuple(sums) != parts or kept != dtype:
+        if sums is None or tuple(sums) != tp_shards or kept != dtype:
             raise ValueError(
                 f"alignment.deterministic: {url} was started with --exact-parts {sums} --dtype {kept}, the trainer "
-                f"has parts {list(parts)} and computes in {dtype}: start the server with these, or set it to false"
+                f"has parts {list(tp_shards)} and computes in {dtype}: start the server with these, or set it to false"
             )
         theirs = info.get("exact_fingerprint")
         if trainer is None or theirs != trainer:

@@ -1,9 +1,9 @@
-"""Choice of the episode runner: single-turn sampling, episodes with an environment, or a user's generate function."""
+"""Episode runners: single-turn sampling, episodes with an environment, or a user's generate function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Protocol
 
 from miles_like.plugins import load
 from miles_like.protocols import GenerateFn, MakeEnvironment, RolloutEngine
@@ -13,27 +13,69 @@ from rollout.episodes.environment import EpisodeLimits, Episodes
 from rollout.episodes.resuming import RESUMES, ResumingEngine
 from rollout.prompts.source import Tokenizer
 
-EpisodeRunner: TypeAlias = Callable[[RolloutEngine], RolloutEngine]
+
+class EpisodeRunner(Protocol):
+    """How a run makes the samples of its prompts."""
+
+    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
+        """An engine whose samples are whole episodes, the tokens of which `engine` samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class SingleTurn:
+    """One answer a sample: the engine as it is."""
+
+    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
+        return engine
+
+
+SINGLE_TURN = SingleTurn()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentEpisodes:
+    """Turns of model and environment (rollout.environment). resumes: how often an aborted turn is continued."""
+
+    make: MakeEnvironment
+    limits: EpisodeLimits
+    tokenizer: Tokenizer
+    resumes: int = RESUMES
+
+    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
+        return Episodes(
+            ResumingEngine(engine, self.resumes),
+            self.make,
+            self.limits,
+            encode=lambda text: self.tokenizer.encode(text, add_special_tokens=False),
+            decode=lambda ids: str(self.tokenizer.decode(ids, skip_special_tokens=True)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedEpisodes:
+    """Samples of a user's function (rollout.generate). max_tokens: after the prompt. call_s: seconds that one call of
+    the function may take. resumes: how often an aborted generation is continued."""
+
+    function: GenerateFn
+    max_tokens: int
+    call_s: float
+    resumes: int = RESUMES
+
+    def wrap(self, engine: RolloutEngine) -> RolloutEngine:
+        return CustomGenerate(
+            ResumingEngine(engine, self.resumes), self.function, max_tokens=self.max_tokens, call_s=self.call_s
+        )
 
 
 def make_episode_runner(config: RolloutConfig, tokenizer: Tokenizer, *, resumes: int = RESUMES) -> EpisodeRunner:
-    """A function that wraps an engine so that its samples are made by the configured runner.
-
-    Raises ValueError for an import path that cannot be used.
-    """
+    """The configured runner. Raises ValueError for an import path that cannot be used."""
     if config.environment is not None:
         make: MakeEnvironment = load(config.environment, MakeEnvironment, key="rollout.environment")
         limits = EpisodeLimits(max_turns=config.turns, max_tokens=config.longest_answer, call_s=config.call_timeout_s)
-        return lambda engine: Episodes(
-            ResumingEngine(engine, resumes),
-            make,
-            limits,
-            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
-            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-        )
+        return EnvironmentEpisodes(make=make, limits=limits, tokenizer=tokenizer, resumes=resumes)
     if config.generate is not None:
         function: GenerateFn = load(config.generate, GenerateFn, key="rollout.generate")
-        return lambda engine: CustomGenerate(
-            ResumingEngine(engine, resumes), function, max_tokens=config.longest_answer, call_s=config.call_timeout_s
+        return GeneratedEpisodes(
+            function=function, max_tokens=config.longest_answer, call_s=config.call_timeout_s, resumes=resumes
         )
-    return lambda engine: engine
+    return SINGLE_TURN

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, overload
 
 from rollout.prompts.row_files import json_rows, jsonl_rows, parquet_rows
-from rollout.prompts.written import text_of
+from rollout.prompts.values import text_of
 
 Row: TypeAlias = Mapping[str, Any]
 

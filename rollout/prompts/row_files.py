@@ -1,6 +1,6 @@
 """Read rows of json, jsonl and parquet files, with every value as it is written in the file.
 
-The standard library parses JSON, and numbers keep their text (rollout/prompts/written.py). Readers that convert rows to
+The standard library parses JSON, and numbers keep their text (rollout/prompts/values.py). Readers that convert rows to
 typed columns change 5 to 5.0 if another row has 0.5, and round integers beyond 64 bits.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from rollout.prompts.written import WrittenFloat, integer, number
+from rollout.prompts.values import WrittenFloat, integer, number
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -14,7 +14,7 @@ from rollout.prompts.curriculum import Curriculum
 from rollout.prompts.dataset import MissingColumn, Row, Rows, column, read_rows, text_column
 from rollout.prompts.order import Cursor, Order
 from rollout.prompts.schema import Columns, columns, given_ids, source_of
-from rollout.prompts.written import as_json
+from rollout.prompts.values import as_json
 
 
 class Tokenizer(Protocol):

@@ -16,7 +16,7 @@ from quant.spec import QuantSpec
 from quant.stream import quantize_stream
 from rollout.config import PublishConfig
 from rollout.publish.publication import RankChecksums, Sent, publish_stream
-from rollout.publish.publisher import ServerSet, flush_cache, verify
+from rollout.publish.publisher import ServerSet, compare_checksums, flush_cache
 from rollout.server_key import ServerKey
 from rollout.sglang.client import RolloutError
 from rollout.wire import endpoints
@@ -86,7 +86,7 @@ class DiskPublisher:
             servers.change(endpoints.UPDATE_FROM_DISK, request.to_json())
             flush_cache(servers, self._mode)
             if self._config.verify:
-                checksums = verify(servers, None)
+                checksums = compare_checksums(servers, None)
             servers.ask(endpoints.CONTINUE, {})
         except RolloutError as e:
             raise RuntimeError(

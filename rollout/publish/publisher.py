@@ -227,7 +227,7 @@ class TensorPublisher:
         if not self._config.verify:
             return total, ()
         sent = {name: h for f in hashed for name, h in f.result().items()}
-        return total, verify(servers, sent if self._kind == "embedded" else None)
+        return total, compare_checksums(servers, sent if self._kind == "embedded" else None)
 
     def _encoded(self, stream: Iterator[NamedTensor]) -> Iterator[_Bucket]:
         hashed = self._config.verify and self._kind == "embedded"
@@ -252,7 +252,7 @@ def flush_cache(servers: ServerSet, mode: PauseMode) -> None:
         servers.ask(endpoints.FLUSH_CACHE, {})
 
 
-def verify(servers: ServerSet, sent: dict[str, str] | None) -> RankChecksums:
+def compare_checksums(servers: ServerSet, sent: dict[str, str] | None) -> RankChecksums:
     """Check that all servers report equal checksums, and that these equal `sent` if given. Raises RolloutError.
     Returns the checksums.
 

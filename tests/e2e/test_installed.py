@@ -31,6 +31,23 @@ for name in sys.argv[1:]:
         importlib.import_module(found.name)
         print(found.name)
 """
+IMPORT_ALONE = """
+import importlib, os, pkgutil, sys
+from megatron_bridge.device.device import init_device
+init_device()  # before anything imports megatron
+import megatron.core.dist_checkpointing, megatron.core.distributed, megatron.core.models.gpt, megatron.core.optimizer
+import matplotlib.pyplot, ray, rich.console, safetensors, torch, transformers, typer  # libraries: once for all children
+for name in sys.argv[1:]:
+    package = importlib.import_module(name)
+    for found in pkgutil.walk_packages(package.__path__, name + "."):
+        child = os.fork()  # so that no module is there because another one imported it
+        if child == 0:
+            importlib.import_module(found.name)
+            print(found.name, flush=True)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            sys.exit(f"{found.name} cannot be imported alone")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +84,23 @@ def _run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
 
 
+def modules() -> set[str]:
+    files = [f.relative_to(ROOT) for package in PACKAGES for f in (ROOT / package).rglob("*.py")]
+    return {".".join(f.with_suffix("").parts).removesuffix(".__init__") for f in files} - set(PACKAGES)
+
+
 def test_every_module_of_the_checkout_is_installed_and_imported(python: Path, tmp_path: Path) -> None:
     done = _run([str(python), "-c", IMPORT, *PACKAGES], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    want = {
-        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for package in PACKAGES
-        for f in (ROOT / package).rglob("*.py")
-    }
-    assert want - set(PACKAGES) == set(done.stdout.split())
+    assert modules() == set(done.stdout.split())
+
+
+@pytest.mark.long(beside="tests/e2e/test_installed.py")
+def test_every_module_is_imported_before_all_others(python: Path, tmp_path: Path) -> None:
+    """Each in a process that has libraries and none of our modules but the device's."""
+    done = _run([str(python), "-c", IMPORT_ALONE, *PACKAGES], tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert modules() == set(done.stdout.split())
 
 
 def test_the_wheel_has_the_demo_and_no_tests(wheel: Path) -> None:

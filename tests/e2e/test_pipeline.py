@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from typer.testing import CliRunner
 
 from miles_like.config.load import load_config
 from scripts import run_deepseek
-from tests.e2e.conftest import ONE_RANK, ROOT, SMALL, Run
+from tests.e2e.conftest import LIMIT_S, ONE_RANK, ROOT, SMALL, Run, environment
+from tests.support.command import Commands
 from tests.support.refusals import Facts, check_refusal
 
 
@@ -154,7 +156,28 @@ def test_resume_goes_on_from_the_checkpoint(run: Run, demo: tuple[Path, str], ho
     assert rows[-1]["tokens_total"] > rows[3]["tokens_total"]
 
 
-@pytest.mark.long(beside="tests/miles_like/rewards/test_reward_answer_table.py")
+def test_the_example_of_another_loop_runs_as_its_command(
+    commands: Commands, ray: Mapping[str, str], home: Path
+) -> None:
+    """docs/examples/two_passes.py CONFIG RUN_DIR; what its loop does is held by tests/laws/test_other_loop.py."""
+    settings = {
+        "extends": str(ROOT / "configs" / "tiny.toml"),
+        "model": {"make": {"max_steps": 20, "check_every": 10}},  # as SMALL: the checkpoint is there
+        "parallel": {"dp": 1, "ep": 1},
+        "train": {"steps": 1, "groups_per_step": 2, "samples_per_group": 2},
+        "eval": {"max_prompts": 2, "every": 0},
+    }
+    config, run_dir = home / "two_passes.toml", home / "two_passes"
+    config.write_text(tomli_w.dumps(settings))
+    script = str(ROOT / "docs" / "examples" / "two_passes.py")
+    done = commands.run(script, (str(config), str(run_dir)), environment(**ray), LIMIT_S)
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    rows = metrics(run_dir)
+    assert [row["weight_version"] for row in rows] == [0, 1] and "first_pass/train/loss" in rows[1]
+    assert (run_dir / "report.html").is_file()
+
+
+@pytest.mark.long(beside="tests/miles_like/rewards/maths/test_answer_table.py")
 def test_word_problems_run_through_the_same_reader_and_math_verify(
     run: Run, demo: tuple[Path, str], home: Path
 ) -> None:

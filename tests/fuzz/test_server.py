@@ -1,9 +1,9 @@
 """Bounded tier of the target `server`: hostile requests beside a legitimate client, and requests drawn from the
 server's own OpenAPI schema.
 
-Why it must hold: see tests/rollout/embedded/test_hostile_requests.py. The schema is held to what the server does: what
-it calls invalid is refused, and every answer has a status, a content type and a body that it declares. Not covered:
-latencies, which the long tier measures.
+Why it must hold: see tests/rollout/embedded/server/test_hostile_requests.py. The schema is held to what the server
+does: what it calls invalid is refused, and every answer has a status, a content type and a body that it declares. Not
+covered: latencies, which the long tier measures.
 """
 
 from __future__ import annotations

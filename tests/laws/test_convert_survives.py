@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from megatron_bridge.convert.manifest import MANIFEST, Manifest
-from megatron_bridge.convert.memory import MIB
+from megatron_bridge.convert.memory_limit import MIB
 from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.to_megatron import convert_source
 from megatron_bridge.families.registry import family_of

@@ -75,7 +75,7 @@ async def _reward(prompt: Prompt, sample: Sample) -> float:
 
 async def _play(client: SGLangClient, found: Found, trainer: Any) -> None:
     for kind, config in (("hints", HINTS), ("twice", TWICE), ("again", HINTS)):
-        engine = make_episode_runner(config, TOKENIZER)(client)
+        engine = make_episode_runner(config, TOKENIZER).wrap(client)
         prompts = _prompts("hints" if kind == "again" else kind)
         found.episodes[kind] = await run_groups(engine, prompts, scored_by(_reward), n=G, params=PARAMS)
         await client.flush_cache()

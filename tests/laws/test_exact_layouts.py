@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_bridge.config import KernelsConfig, ParallelConfig, PrecisionConfig, TrainerConfig
 from megatron_bridge.plan.resolve import resolve
-from miles_like.batch.packing import pack
+from miles_like.batch.packer import Packer
 from miles_like.types import Scored, TrainBatch
 from miles_like.verify.live import LiveTrainer, sampled
 from tests.support import exactly, layouts, toy
@@ -78,9 +77,9 @@ def _compared(pair: exactly.Pair) -> tuple[bool, bool, bool]:
     """What `verify` puts together of all ranks' answers: whether the tokens are those that were sampled, the
     log-probabilities the rollout's under its own routes and under replayed ones, and the routes the rollout's."""
     rollout, layout = sampled(pair.groups(STEPS)), pair.t.config.parallel
-    packing = partial(pack, dp_size=layout.dp, max_tokens=150, micro_multiple=layout.micro_multiple, replayed=False)
+    packer = Packer(dp_size=layout.dp, max_tokens=150, micro_multiple=layout.micro_multiple, replayed=False)
     ranks: Any = _Ranks(pair.t)
-    trainer = LiveTrainer(trainer=ranks, pack=packing, shape=exactly.shape_of(pair.t))
+    trainer = LiveTrainer(trainer=ranks, packer=packer, shape=exactly.shape_of(pair.t))
     own, replayed = (
         asyncio.run(trainer.score(rollout.tokens, temperature=1.0, routes=r)) for r in (None, rollout.routes)
     )

@@ -34,7 +34,7 @@ def gated(seed: int) -> tuple[Tensor, RoutingTrace]:
 def test_gates_of_another_row(seed: int, order: list[int], col: int | None) -> None:
     """Shifted, permuted: of all layers or of one, the ids where they were."""
     tokens, trace = gated(seed)
-    trace.verify(tokens, sample="p7/3")
+    trace.check_tokens(tokens, sample="p7/3")
     index = torch.tensor(order)
     moved = (index != torch.arange(11)).nonzero()[:, 0]
     assert trace.weights is not None
@@ -65,8 +65,8 @@ def test_gates_that_changed_moved_with_their_ids_or_went_missing() -> None:
     swapped = replace(trace, weights=trace.weights[:, [1, 0, 2, 3]])
     refused(swapped, tokens, 11, layer="1-2", position=0)
     with refuses(ValueError, "p7/3", 3, 6):
-        RoutingTrace.verify_all([trace, replace(trace, weights=bit)], [tokens] * 2, samples=["a/0", "p7/3"])
-    RoutingTrace.verify_all([trace, trace], [tokens] * 2, samples=["a/0", "p7/3"])
+        RoutingTrace.check_all([trace, replace(trace, weights=bit)], [tokens] * 2, samples=["a/0", "p7/3"])
+    RoutingTrace.check_all([trace, trace], [tokens] * 2, samples=["a/0", "p7/3"])
 
 
 @given(seeds, st.integers(1, 10))
@@ -80,7 +80,7 @@ def test_gates_come_in_pieces_too(seed: int, cut: int) -> None:
         plain = RoutingTrace(experts=trace.experts[a:b], layers=LAYERS, num_experts=16)
         pieces.append(plain.with_checksums(tokens[a:b], start=a).with_gates(trace.weights[a:b], start=a))
     whole = pieces[0].append(pieces[1], cut)
-    whole.verify(tokens, sample="a/0")
+    whole.check_tokens(tokens, sample="a/0")
     assert whole.layer_checksums is not None and trace.layer_checksums is not None and trace.checksums is not None
     assert torch.equal(whole.layer_checksums, trace.layer_checksums)
     again = replace(trace, checksums=None, layer_checksums=None).with_checksums(tokens[:-1])

@@ -111,7 +111,7 @@ def test_every_field_comes_back_bit_by_bit(tmp_path: Path) -> None:
     write_groups(tmp_path / "groups", groups)
     same(read_groups(tmp_path / "groups"), groups)
     for trace in (s.routing for s in read_groups(tmp_path / "groups")["ticket 7"].samples if s.routing):
-        trace.verify(groups["ticket 7"].samples[1].token_ids, sample="p/1")
+        trace.check_tokens(groups["ticket 7"].samples[1].token_ids, sample="p/1")
     assert before  # the samples without routes, streams and rewards are in there too
 
 

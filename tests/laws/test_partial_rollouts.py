@@ -112,6 +112,16 @@ class Found:
     again: list[Sample] = field(default_factory=list)  # step 1's samples of the run, all routed by the last weights
 
 
+class Dealt:
+    """The prompts of all steps in their order."""
+
+    def __init__(self) -> None:
+        self.left = (p for step in range(STEPS + 2) for p in _prompts(step))
+
+    def take(self, n: int) -> list[Prompt]:
+        return list(itertools.islice(self.left, n))
+
+
 @dataclass(kw_only=True)
 class Trained(Controller):
     """Notes the groups of each step."""
@@ -151,7 +161,7 @@ class World:
         self.found.aborted = await under_way
         self.found.cuts, self.pool.continued = self.pool.continued, []
 
-    async def rollout(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+    async def groups(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
         """One step's prompts after the other; each but the first is in the middle when a publication comes."""
         for at in range(0, len(prompts), 3):
             step = int(prompts[at].id.split(".")[0])
@@ -161,6 +171,9 @@ class World:
                 groups = await self.run_groups(step, prompts[at : at + 3])
             for i, group in enumerate(groups):
                 yield at + i, group
+
+    async def abort(self) -> None:
+        """No step is over-sampled."""
 
     async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
         return self.trainer.train([b.grid[0] for b in batches], [b.loss_tokens for b in batches], 0)  # type: ignore[no-any-return]
@@ -184,12 +197,11 @@ class World:
 
         ledger, stop = Ledger(None), StopRequest()
         buffer = DataBuffer(max_staleness=1, samples=G, ledger=ledger)
-        dealt = (p for step in range(STEPS + 2) for p in _prompts(step))
         producer = Producer(
             groups=len(_prompts(0)),
             buffer=buffer,
-            next_prompts=lambda n: list(itertools.islice(dealt, n)),
-            rollout=self.rollout,
+            source=Dealt(),
+            sampler=self,
         )
         progress, packer, me = PhaseBar(STEPS, Console(quiet=True)), Packer(**HOW), cast(Any, self)
         algorithm = make_algorithm(AlgorithmConfig(), CorrectionConfig())

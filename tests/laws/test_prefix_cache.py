@@ -6,7 +6,7 @@ filled it, while it is written to, or in the place of another, would change toke
 weights, and nothing else would tell. After each event every page has as many users as hold it, or is free.
 
 Samples under way while weights changed are not compared (test_rows_under_changing_weights.py), only what may come of
-their pages. Not covered: plain operations, where a sample is the same to rounding (test_embedded_engine.py).
+their pages. Not covered: plain operations, where a sample is the same to rounding (test_engine.py).
 """
 
 from __future__ import annotations

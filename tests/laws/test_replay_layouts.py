@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from miles_like.algorithms.losses.clipped import ClippedLoss
-from miles_like.batch.packing import cut_row, pack
+from miles_like.batch.packing import cut_shard, pack
 from miles_like.types import Finish, MicroBatch, Prompt, Sample, SampleGroup
 from rollout.sglang.samples import RoutingShape, SampleReader, empty_sample, routing_rows
 from rollout.wire.generate import GenerateReply, WireSpan
@@ -81,7 +81,7 @@ def sessions(seed: int, layers: tuple[int, ...], dp: int, micros: int) -> layout
 
 def shipped(m: MicroBatch, part: ShardSpec) -> MicroBatch:
     """As the driver would send it to a rank: without the rows and layers that the rank has no use for."""
-    return replace(m, routing=cut_row([m], part)[0])
+    return replace(m, routing=cut_shard([m], part)[0])
 
 
 def _wrong(m: MicroBatch, part: ShardSpec, ids: torch.Tensor) -> MicroBatch:
@@ -195,9 +195,9 @@ FIRST = [*ONE, "TP2 with sequence parallel", "PP2, recomputed in parts", "PP2xVP
 @pytest.mark.parametrize("name", later(CASES, FIRST, beside="tests/laws/test_replay_layouts.py"))
 def test_replay_is_that_of_one_rank(single: Any, runs: dict[str, Run], name: str) -> None:
     """Four distinct experts of eight, random for each token and layer, which are not the routers' own choice; the
-    first layer is dense. Ranks are given what `cut_row` makes of a row for them; the rank alone is given whole traces.
-    The same sums in another order: fp32 rounding may differ, a row of another token may not. Not covered: more than
-    four ranks; that a driver asks for the right part (tests/miles_like/cluster/test_workers.py)."""
+    first layer is dense. Ranks are given what `cut_shard` makes of a shard for them; the rank alone is given whole
+    traces. The same sums in another order: fp32 rounding may differ, a row of another token may not. Not covered: more
+    than four ranks; that a driver asks for the right part (tests/miles_like/cluster/test_workers.py)."""
     want, got = single[0][CASES[name].key], runs[name]
     assert _agree(want, got), (name, got.worst, want.metrics, got.metrics)
     assert all(m["routing/replay_coverage"] == 1.0 and m["routing/agreement"] < 0.05 for m in got.metrics)

@@ -52,7 +52,7 @@ seeds, rows, kept = st.integers(0, 2**31), st.integers(0, 10), st.booleans()
 def test_what_is_whole_passes(seed: int, n: int, model: tuple[int, int]) -> None:
     """And goes through the wire unchanged, seals included."""
     tokens, trace = made(seed, tokens=n, experts=model[0], k=model[1])
-    trace.verify(tokens, sample="a/0")
+    trace.check_tokens(tokens, sample="a/0")
     back = RoutingTrace.from_wire(
         trace.to_wire(num_layers=6), tokens=tokens, num_layers=6, layers=LAYERS, top_k=model[1], num_experts=model[0]
     )
@@ -192,7 +192,7 @@ def test_routes_of_another_sample(seed: int, shared: int) -> None:
 
 def test_without_seals_nothing_is_verified() -> None:
     with refuses(ValueError, "p7/3"):
-        made(5, sealed=False)[1].verify(made(5)[0], sample="p7/3")
+        made(5, sealed=False)[1].check_tokens(made(5)[0], sample="p7/3")
 
 
 # ---- ids that no router can have chosen
@@ -308,7 +308,7 @@ def test_pieces_add_up(seed: int, cut: int) -> None:
 
     first, rest = piece(0, cut), piece(cut, 11)
     whole = first.append(rest, cut)
-    whole.verify(tokens, sample="a/0")
+    whole.check_tokens(tokens, sample="a/0")
     assert whole.layer_checksums is not None and trace.layer_checksums is not None
     assert torch.equal(whole.layer_checksums, trace.layer_checksums) and whole.versions == spans
     for field in ("versions", "layer_checksums", "checksums"):

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_like.batch.packing import cut_row
+from miles_like.batch.packing import cut_shard
 from miles_like.types import Finish, Sample, VersionSpan
 from routing_replay.align import ShardSpec
 from routing_replay.rank_routes import RankRoutes, fed_routes
@@ -166,7 +166,7 @@ PART = ShardSpec(layers=(2, 3), cp=2, cp_rank=0, multiple=2)
 def sent(edit: Callable[[RankRoutes], RankRoutes]) -> RoutingTrace:
     """What the rank of PART feeds of a sample after `edit` on the way there."""
     [[m]] = packed(sample(trace())).grid
-    [routes] = cut_row([m], PART)
+    [routes] = cut_shard([m], PART)
     assert routes is not None
     return fed_routes(edit(routes), m.samples, m.tokens, m.cu_seqlens, PART)
 

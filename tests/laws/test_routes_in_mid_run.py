@@ -31,7 +31,7 @@ import pytest
 import torch
 
 from megatron_bridge.config import AgreementConfig, PrecisionConfig
-from megatron_bridge.step.agreement import RoutingBreach, layer_bound
+from megatron_bridge.step.routing_check import RoutingBreach, layer_bound
 from miles_like.verify.allowance import agreement_bounds
 from tests.support import exactly, toy
 from tests.support.forked import tail

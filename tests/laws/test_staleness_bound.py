@@ -74,18 +74,18 @@ class Loop:
         self.producer = Producer(
             groups=groups,
             buffer=self.buffer,
-            next_prompts=self.deal,
-            rollout=self.rollout,
-            refuse=lambda g: "refused" if adversary.random.random() < adversary.refused else None,
+            source=self,
+            sampler=self,
+            filter=lambda group: "refused" if adversary.random.random() < adversary.refused else None,
             max_rounds=1000,
             **how,
         )
 
-    def deal(self, n: int) -> list[Prompt]:
+    def take(self, n: int) -> list[Prompt]:
         self.prompts += n
         return [Prompt(id=str(i), token_ids=(1,), answer="") for i in range(self.prompts - n, self.prompts)]
 
-    async def rollout(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+    async def groups(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
         began = self.version
         left = {str(p.id): i for i, p in enumerate(prompts)}
         tasks = {asyncio.create_task(self.adversary.chooses(p)): p for p in left}
@@ -99,6 +99,9 @@ class Loop:
             for t, name in tasks.items():
                 t.cancel()
                 self.adversary.waiting.pop(name, None)
+
+    async def abort(self) -> None:
+        """Requests end when their task is cancelled."""
 
     async def run(self) -> None:
         running = asyncio.create_task(self.producer.run())

@@ -102,7 +102,7 @@ def _same(got: Sequence[SampleGroup], want: Sequence[SampleGroup], atol: float) 
         assert a.routing is not None and b.routing is not None
         assert torch.equal(a.routing.experts, b.routing.experts)
         assert a.routing.versions == b.routing.versions
-        a.routing.verify(a.token_ids, sample=a.name)
+        a.routing.check_tokens(a.token_ids, sample=a.name)
 
 
 async def _cut(w: World, file: Path, *, prompt_per_request: bool, tokens: int) -> list[SampleGroup]:
@@ -184,7 +184,7 @@ def test_under_new_weights_what_was_sampled_stays(path: Path, tmp_path: Path) ->
             assert s.routing is not None
             edges = [(0, 0, p + at - 1 if at else 0), (1, p + at - 1 if at else 0, len(s.token_ids) - 1)]
             assert s.routing.versions == tuple(VersionSpan(*e) for e in edges if e[1] < e[2])
-            s.routing.verify(s.token_ids, sample=s.name)
+            s.routing.check_tokens(s.token_ids, sample=s.name)
             if old is not None and at:
                 assert torch.equal(s.token_ids[: p + at], old.token_ids)
                 assert torch.equal(s.logprobs[: p + at], old.logprobs)

@@ -218,4 +218,4 @@ def test_group_filter(tmp_path: Path) -> None:
 def test_environment_and_generate(tmp_path: Path) -> None:
     tokenizer: Any = None  # nothing is played here
     for name, kind in (("environment", Episodes), ("generate", CustomGenerate)):
-        assert isinstance(make_episode_runner(configured(name, tmp_path).rollout, tokenizer)(FakeEngine()), kind)
+        assert isinstance(make_episode_runner(configured(name, tmp_path).rollout, tokenizer).wrap(FakeEngine()), kind)

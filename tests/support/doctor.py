@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from miles_like.algorithms.terms.bounds import Bounds
-from miles_like.batch.packing import pack
+from miles_like.batch.packer import Advantages, Packer
 from miles_like.types import NamedTensor, Sample, SampleGroup, SamplingParams, TrainBatch
 from miles_like.verify.attribution import attribute
 from miles_like.verify.evidence import Evidence, Sampled, SampleTokens
@@ -69,6 +69,16 @@ class _Ranks:
 
     async def score(self, batch: TrainBatch, *, temperature: float, replay: bool) -> list[tuple[int, Any]]:
         return [(0, self.t.score(batch.grid[0], temperature=temperature, replay=replay))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Packer(Packer):
+    """Packs the groups as `ask` changes them."""
+
+    ask: Ask
+
+    def batch(self, groups: Sequence[SampleGroup], advantages: Advantages | None = None) -> TrainBatch:
+        return super().batch(self.ask.packs(groups), advantages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +155,6 @@ class Bench:
         """What `verify` says of it; without `weights` as before a run's first step."""
         ask = ask or Ask()
 
-        def packed(groups: Sequence[SampleGroup], advantages: Sequence[Sequence[float]]) -> TrainBatch:
-            return pack(ask.packs(groups), advantages, dp_size=1, max_tokens=4096, replayed=False)
-
         ranks: Any = _Ranks(self.t)
         evidence = Evidence(
             sampled=self.sampled(ask),
@@ -155,7 +162,9 @@ class Bench:
             temperature=ask.temperature if ask.meant is None else ask.meant,
             top_p=ask.top_p,
             top_k=ask.top_k,
-            trainer=LiveTrainer(trainer=ranks, pack=packed, shape=self.shape),
+            trainer=LiveTrainer(
+                trainer=ranks, packer=_Packer(dp_size=1, max_tokens=4096, replayed=False, ask=ask), shape=self.shape
+            ),
             replay=ask.replay,
             weights=self._hashes(self.engine_of(ask)) if weights else "not part of this check",
             rollout=_Engine(bench=self, ask=ask) if weights else None,

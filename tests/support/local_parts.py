@@ -107,7 +107,7 @@ class LocalLauncher(Launcher):
             log_dir=plan.logs,
             weight_version=version,
             activations=plan.config.precision.activations,
-            exact=plan.config.exact_parts,
+            exact=plan.config.tp_shards,
             return_routed_experts=routing and plan.routing_shape() is not None,
         )
         commands = [embedded_command(launch, port) for port in ports]

@@ -35,5 +35,5 @@ def refused(
     """Asserts that the trace is refused for these tokens, with the layers and the first position that are wrong.
     Returns the message."""
     with refuses(ValueError, "p7/3", layer, position, *facts, unrecorded=unrecorded) as raised:
-        trace.verify(tokens, sample="p7/3")
+        trace.check_tokens(tokens, sample="p7/3")
     return str(raised.value)

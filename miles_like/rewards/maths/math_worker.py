@@ -28,7 +28,7 @@ VERIFYING = {"timeout_seconds": None}
 MEMORY = 2 << 30  # bytes of address space; with all imports 0.2 GiB are used
 
 
-def judge(gold: str, answer: str) -> dict[str, object]:
+def compare(gold: str, answer: str) -> dict[str, object]:
     """{"right": bool} or, when the gold answer itself does not parse, {"error": why}.
 
     Alternatives ("5 or 6") are compared as sets: each of the response must equal one of the gold answer, and vice
@@ -128,7 +128,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         allow(request["limit_s"])
-        print(json.dumps(judge(request["gold"], request["answer"])), file=replies, flush=True)
+        print(json.dumps(compare(request["gold"], request["answer"])), file=replies, flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rollout.embedded.cache.kv_cache import KVCache
 from rollout.embedded.engine.requests import Entry, Job, PromptSpec
-from rollout.embedded.engine.rows import Rows
+from rollout.embedded.engine.running import Rows
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

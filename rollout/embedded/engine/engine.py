@@ -19,10 +19,10 @@ from miles_like.types import Finish
 from rollout.embedded.cache.kv_cache import KVCache
 from rollout.embedded.engine.admission import Admission, Admitted
 from rollout.embedded.engine.capture import RouteCapture, RoutingRows
+from rollout.embedded.engine.fair_share import in_turn
 from rollout.embedded.engine.requests import Completed, Entry, Group, Job, PromptSpec
-from rollout.embedded.engine.rows import Rows
+from rollout.embedded.engine.running import Rows
 from rollout.embedded.engine.sampler import sample, stream_keys
-from rollout.embedded.engine.turns import in_turn
 from rollout.embedded.model.batch import ForwardBatch
 from rollout.embedded.model.layout import SequenceRows, joined, lay_out, lay_out_decode
 from rollout.embedded.model.model import Model

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_bridge.convert import units
 from megatron_bridge.convert.manifest import MANIFEST, Manifest
-from megatron_bridge.convert.memory import Memory
+from megatron_bridge.convert.memory_limit import Memory
 from megatron_bridge.convert.to_hf import to_hf
 from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.convert.torch_dist import TorchDist

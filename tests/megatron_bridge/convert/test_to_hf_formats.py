@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.convert.manifest import Manifest
-from megatron_bridge.convert.memory import Memory
+from megatron_bridge.convert.memory_limit import Memory
 from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.to_hf import to_hf
 from megatron_bridge.convert.to_megatron import convert_source, to_megatron

@@ -46,13 +46,13 @@ def test_overlong_shaping_by_hand():
     """DAPO's eq. 13 with a limit of 10 and a buffer of 4: nothing up to 6, then a quarter a token, no more than 1."""
     lengths = {0: 0, 5: 0, 6: 0, 7: -0.25, 9: -0.75, 10: -1, 12: -1}
     groups = [group([sample("p", i, response_len=n, reward=2.0) for i, n in enumerate(lengths)])]
-    (got,) = OverlongShaping(limit=10, buffer=4, factor=0.5)(groups)
+    got = OverlongShaping(limit=10, buffer=4, factor=0.5).shape(groups[0])
     assert [s.reward - 2.0 for s in got.samples] == pytest.approx([0.5 * x for x in lengths.values()])
     assert got.samples[3].reward_parts == {"overlong": -0.125}
     assert groups[0].samples[3].reward == 2.0
     (episode,) = groups[0].samples[2:3]  # 6 tokens, some of an environment: they count for the limit
     episode = replace(episode, loss_mask=torch.arange(8) > 5)
-    (got,) = OverlongShaping(limit=8, buffer=4, factor=1.0)([group([episode])])
+    got = OverlongShaping(limit=8, buffer=4, factor=1.0).shape(group([episode]))
     assert got.samples[0].reward == 1.5
     with refuses(ValueError, 11, 10):
         OverlongShaping(limit=10, buffer=11, factor=1.0)

@@ -103,7 +103,7 @@ def step(
     mismatch = MismatchConfig(kl_max=0.01, on_breach="down_weight")
     algorithm = make_algorithm(config, correction, mismatch)
     overlong = make_overlong(config, LIMIT)
-    groups = rollout() if overlong is None else overlong(rollout())
+    groups = rollout() if overlong is None else [overlong.shape(g) for g in rollout()]
     ref, critic = table() + 0.1 * torch.sin(torch.arange(TOKENS)), Says(table() + 1)
     weigh: dict[str, Any] = {"aggregation": algorithm.aggregation, "constant": config.constant(LIMIT)}
     packer = Packer(steps_per_rollout=steps, **how, **weigh)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from miles_like.checkpoint.ledger import Ledger
 from miles_like.loop.buffer import DataBuffer, Taken
 from miles_like.loop.rollout_stats import RolloutStats
-from miles_like.types import Prompt, SampleGroup
+from miles_like.types import Prompt, SampleGroup, VersionSpan
 from tests.support.made_samples import rewarded
 from tests.support.refusals import refuses
 
@@ -126,15 +127,16 @@ def test_old_tokens_are_taken_out_of_a_group_that_is_too_old_for_them() -> None:
     """One that has none left is dropped."""
 
     async def run() -> None:
-        def left(group: SampleGroup, *, version: int, max_staleness: int) -> SampleGroup | None:
-            assert (version, max_staleness) == (2, 0)
-            return made(group.prompt.id, 2) if group.prompt.id == "some" else None
-
-        buffer = buffered(0, old_tokens=left)
-        for t, name in zip(admitted(buffer, "some", "none", version=1), ("some", "none"), strict=True):
-            await buffer.put(t, made(name, 1))
+        buffer = buffered(0, mask_old_tokens=True)
+        groups = made("some", 1), made("none", 1)
+        first, second = groups[0].samples
+        young = replace(first, versions=(VersionSpan(1, 0, 2), VersionSpan(2, 2, 3)))
+        groups = replace(groups[0], samples=(young, second)), groups[1]
+        for t, g in zip(admitted(buffer, "some", "none", version=1), groups, strict=True):
+            await buffer.put(t, g)
         (taken,) = await buffer.take(1, version=2)
         assert taken.group.prompt.id == "some" and taken.group.oldest_version == 2
+        assert [s.response_len for s in taken.group.samples] == [1, 0]
         assert buffer.dropped == {"stale": 1}
 
     asyncio.run(run())

@@ -78,11 +78,11 @@ class World:
         self.trained: list[str] = []
         self.steps = 0  # of the optimizer
 
-    def next_prompts(self, n: int) -> list[Prompt]:
+    def take(self, n: int) -> list[Prompt]:
         first, self.dealt = self.dealt, min(self.dealt + n, self.prompts)
         return [Prompt(id=str(i), token_ids=(1,), answer="") for i in range(first, self.dealt)]
 
-    async def rollout(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+    async def groups(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
         if wave == self.fail_at:
             raise RuntimeError("server http://x cannot be reached")
         version = self.version
@@ -93,6 +93,10 @@ class World:
             await asyncio.sleep(60)
         for i, p in enumerate(prompts):
             yield i, group(p, version)
+
+    async def abort(self) -> None:
+        await asyncio.sleep(0.01)
+        self.log.append("aborted")
 
     def advantages(self, groups: Sequence[SampleGroup]) -> list[list[float]]:
         return [[0.0 for _ in g.samples] for g in groups]
@@ -168,7 +172,7 @@ class World:
         self.stop, self.ledger = StopRequest(), Ledger(ledger)
         backfill = bool(max_staleness) and not producer.get("lockstep")
         self.buffer = DataBuffer(max_staleness=max_staleness, ledger=self.ledger, backfill=backfill)
-        made = Producer(groups=2, buffer=self.buffer, next_prompts=self.next_prompts, rollout=self.rollout, **producer)
+        made = Producer(groups=2, buffer=self.buffer, source=self, sampler=self, **producer)
         made.version = made._step = first
         progress, fake = PhaseBar(steps, Console(quiet=True)), cast(Any, self)
         packer: Any = SimpleNamespace(steps=self.pack, steps_per_rollout=1)
@@ -352,12 +356,7 @@ def test_in_lockstep_versions_follow_from_the_order_of_admission(k: int) -> None
 def test_what_a_full_step_gave_up_is_aborted_before_anybody_is_examined() -> None:
     """To abort is to abort all that a server has: it would cut answers of an evaluation that has begun."""
     world = World()
-
-    async def abort() -> None:
-        await asyncio.sleep(0.01)
-        world.log.append("aborted")
-
-    world.run(2, eval_every=1, producer={"over_sampling": 0.5, "abort": abort})
+    world.run(2, eval_every=1, producer={"over_sampling": 0.5})
     seen = [e.split()[0] for e in world.log if e.startswith(("eval", "aborted"))]
     assert seen == ["eval", *("aborted", "eval") * 2]
 
@@ -377,9 +376,13 @@ class Unusable(World):
         super().__init__()
         self.empty, self.max_tokens, self.advantage = empty, max_tokens, advantage
 
-    async def rollout(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+    async def groups(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
         for i, p in enumerate(prompts):
             yield i, group(p, self.version, empty=self.empty)
+
+    async def abort(self) -> None:
+        await asyncio.sleep(0.01)
+        self.log.append("aborted")
 
     def advantages(self, groups: Sequence[SampleGroup]) -> list[list[float]]:
         return [[self.advantage for _ in g.samples] for g in groups]

@@ -28,7 +28,7 @@ Body = Callable[["Source"], Awaitable[Any]]
 class Source:
     """Prompt i is answered with two samples of reward `rewards(i)`, when `ready(i)` returns."""
 
-    def __init__(self, rewards: Any, *, k: int = 0, prompts: int = 10**6, old_tokens: Any = None, **how: Any) -> None:
+    def __init__(self, rewards: Any, *, k: int = 0, prompts: int = 10**6, masked: bool = False, **how: Any) -> None:
         self.next, self.last, self.rewards = 0, prompts, rewards
         self.asked = list[tuple[int, list[str]]]()
         self.aborts = 0
@@ -36,12 +36,11 @@ class Source:
         self.late: set[str] = set()
         self.ledger = Ledger(None)
         backfill = k > 0 and not how.get("lockstep")
-        more = {"ledger": self.ledger, "backfill": backfill, "old_tokens": old_tokens}
+        more = {"ledger": self.ledger, "backfill": backfill, "mask_old_tokens": masked}
         self.buffer = DataBuffer(max_staleness=k, samples=2, **more)
-        parts = {"buffer": self.buffer, "next_prompts": self.deal, "rollout": self.rollout, "abort": self.abort}
-        self.producer = Producer(**parts, **how)
+        self.producer = Producer(buffer=self.buffer, source=self, sampler=self, **how)
 
-    def deal(self, n: int) -> list[Prompt]:
+    def take(self, n: int) -> list[Prompt]:
         first, self.next = self.next, min(self.next + n, self.last)
         return [self.prompt(str(i)) for i in range(first, self.next)]
 
@@ -51,7 +50,7 @@ class Source:
     async def abort(self) -> None:
         self.aborts += 1
 
-    async def rollout(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
+    async def groups(self, wave: int, prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, SampleGroup], None]:
         self.asked.append((wave, [p.id for p in prompts]))
         for i, p in enumerate(prompts):
             if p.id not in self.late:
@@ -102,7 +101,7 @@ def equal(group: SampleGroup) -> str | None:
 def test_what_a_filter_leaves_out_is_replaced_until_the_step_is_whole() -> None:
     """Of every three prompts one has equal rewards: groups come in the order admitted, none twice. The second wave
     samples as many prompts as fill the step at the share kept so far, and what is too much is not trained."""
-    source = Source(lambda i: [0.0, float(i % 3 != 0)], groups=4, refuse=equal, max_rounds=5)
+    source = Source(lambda i: [0.0, float(i % 3 != 0)], groups=4, filter=equal, max_rounds=5)
     ids, metrics = source.run(one_step)
     assert ids == ["1", "2", "4", "5"]
     assert source.asked == [(0, ["0", "1", "2", "3"]), (1, ["4", "5", "6", "7"])]
@@ -113,7 +112,7 @@ def test_what_a_filter_leaves_out_is_replaced_until_the_step_is_whole() -> None:
 
 def test_one_group_in_eight_is_enough_for_ten_rounds() -> None:
     """A round has several prompts, also when a single group is missing."""
-    source = Source(lambda i: [0.0, float(i % 8 == 7)], groups=64, refuse=equal, max_rounds=10)
+    source = Source(lambda i: [0.0, float(i % 8 == 7)], groups=64, filter=equal, max_rounds=10)
     ids, metrics = source.run(one_step)
     assert ids == [str(8 * i + 7) for i in range(64)] and metrics["rollout/rounds"] == 8
 
@@ -128,7 +127,7 @@ def test_a_group_without_a_scored_sample_is_replaced_and_a_group_with_one_is_kep
 
 
 def test_a_step_that_stays_too_small_ends_the_run_with_the_numbers() -> None:
-    source = Source(lambda i: [1.0, 1.0], groups=3, refuse=equal, max_rounds=2)
+    source = Source(lambda i: [1.0, 1.0], groups=3, filter=equal, max_rounds=2)
     facts = (0, 0, 3, 6, 6, 6, "rollout.max_rounds", 2)
     with refuses(RuntimeError, *facts):
         source.run(one_step)
@@ -137,7 +136,7 @@ def test_a_step_that_stays_too_small_ends_the_run_with_the_numbers() -> None:
 
 def test_where_the_prompts_end_it_is_not_for_want_of_rounds() -> None:
     """The message for too few rounds would suggest another remedy."""
-    source = Source(lambda i: [1.0, 1.0], groups=3, refuse=equal, prompts=5, over_sampling=1.0)
+    source = Source(lambda i: [1.0, 1.0], groups=3, filter=equal, prompts=5, over_sampling=1.0)
 
     async def body(source: Source) -> None:
         await source.running
@@ -191,7 +190,7 @@ def test_a_source_that_ends_ends_the_producer_and_not_in_the_middle_of_a_step() 
 @pytest.mark.parametrize("how", [{}, {"k": 2}, {"k": 2, "lockstep": True}])
 def test_nothing_is_sampled_that_no_step_would_train(how: dict[str, Any]) -> None:
     """Not even what a run that goes on would have sampled ahead; of what a filter leaves out there are others."""
-    source = Source(lambda i: [0.0, float(i % 3 != 0)], groups=2, steps=3, refuse=equal, max_rounds=9, **how)
+    source = Source(lambda i: [0.0, float(i % 3 != 0)], groups=2, steps=3, filter=equal, max_rounds=9, **how)
 
     async def body(source: Source) -> None:
         for version in range(3):
@@ -208,7 +207,7 @@ def test_nothing_is_sampled_that_no_step_would_train(how: dict[str, Any]) -> Non
 
 def test_what_is_left_out_for_its_age_is_replaced_though_nothing_is_in_flight() -> None:
     """The second step finds as many groups as it needs, all of them too old; no group in flight will make room."""
-    source = Source(lambda i: [0.0, 1.0], groups=4, steps=2, over_sampling=1.0, old_tokens=lambda *_, **__: None)
+    source = Source(lambda i: [0.0, 1.0], groups=4, steps=2, over_sampling=1.0, masked=True)
 
     async def body(source: Source) -> list[str]:
         await source.step(0)
@@ -221,7 +220,7 @@ def test_what_is_left_out_for_its_age_is_replaced_though_nothing_is_in_flight() 
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_a_producer_goes_on_where_it_was(lockstep: bool) -> None:
     """What was in flight is sampled again, in waves of the same numbers: its seeds are made of them."""
-    how = {"groups": 2, "k": 1, "refuse": equal, "max_rounds": 9, "lockstep": lockstep}
+    how = {"groups": 2, "k": 1, "filter": equal, "max_rounds": 9, "lockstep": lockstep}
     first = Source(lambda i: [0.0, float(i % 3 != 0)], **how)
     first.late = set() if lockstep else {"2", "4"}
 
@@ -271,7 +270,7 @@ def test_a_prompt_that_comes_again_is_of_another_wave(lockstep: bool) -> None:
     and so would be their samples. A producer that goes on in between has what it held back."""
 
     class Few(Source):
-        def deal(self, n: int) -> list[Prompt]:
+        def take(self, n: int) -> list[Prompt]:
             self.next += n
             return [self.prompt(str(i % 3)) for i in range(self.next - n, self.next)]
 

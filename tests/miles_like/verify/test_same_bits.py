@@ -26,7 +26,7 @@ ON = "alignment.deterministic=true"
 
 
 def launch(config: RunConfig) -> ServerLaunch:
-    return ServerLaunch(model_path=Path("/m"), config=config.rollout, log_dir=Path("/logs"), exact=config.exact_parts)
+    return ServerLaunch(model_path=Path("/m"), config=config.rollout, log_dir=Path("/logs"), exact=config.tp_shards)
 
 
 def test_the_flag_reaches_both_sides() -> None:
@@ -70,7 +70,7 @@ def test_on_gpus_each_side_gets_its_own_settings(gpu: str, backend: str, tmp_pat
     config = load_config(QWEN, [*ON_GPUS, f"rollout.sglang.gpu={gpu}"])
     flags = config.rollout.sglang
     assert (flags.enable_deterministic_inference, flags.attention_backend) == (True, backend)
-    assert not config.bit_exact and config.exact_parts is None
+    assert not config.bit_exact and config.tp_shards is None
     allowed = allowance(Bounds(), config.precision, engine="sglang", exact=config.bit_exact)
     assert allowed == allowance(Bounds(), load_config(QWEN).precision, engine="sglang", exact=False)
     (tmp_path / "again.toml").write_text(dump_config(config))
@@ -105,7 +105,7 @@ def test_settings_of_gpus_that_contradict_are_refused(changes: list[str], facts:
 def test_an_embedded_engine_beside_gpus_is_exact_by_itself() -> None:
     """Its log-probabilities do not depend on batches; they are not the trainer's bits."""
     config = load_config(TINY, [ON, "cluster.gpus_per_node=2"])
-    assert config.exact_parts == (1, 1) and not config.bit_exact
+    assert config.tp_shards == (1, 1) and not config.bit_exact
 
 
 def test_a_server_of_other_bits_is_named() -> None:
@@ -113,7 +113,7 @@ def test_a_server_of_other_bits_is_named() -> None:
 
     def check(trainer: str | None, **other: Any) -> None:
         both = {"http://a": alike, "http://b": alike | other}
-        check_same_bits(trainer, both, parts=(2, 1), dtype="bfloat16")
+        check_same_bits(trainer, both, tp_shards=(2, 1), dtype="bfloat16")
 
     check("abc")
     for theirs in ("xyz", None):

@@ -30,8 +30,8 @@ from miles_like.verify.allowance import allowance, of_steps
 from miles_like.verify.attribution import _bad_rows, _beyond
 from miles_like.verify.evidence import SampleTokens
 from miles_like.verify.gate import check_before_start
+from miles_like.verify.logprob_convention import explains
 from miles_like.verify.report import Cause, Finding, Profile, Report, gap_of
-from miles_like.verify.reported import explains
 from miles_like.verify.tokens import compare_prompts, compare_tokens, shifted
 from tests.support.made_samples import group, sample
 from tests.support.refusals import check_refusal, refuses

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 from rollout.prompts.config import DataConfig
 from rollout.prompts.dataset import read_rows
 from rollout.prompts.mix import PromptSource
-from rollout.prompts.written import WrittenFloat
+from rollout.prompts.values import WrittenFloat
 from tests.support.refusals import Facts, refuses
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny"

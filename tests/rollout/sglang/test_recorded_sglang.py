@@ -167,7 +167,7 @@ def test_a_sample_goes_on_under_new_weights_with_the_rows_it_had(recorded: dict[
     assert sample.routing.versions[0] == VersionSpan(0, 0, FED)
     assert sample.routing.versions[-1] == VersionSpan(1, second.prompt_tokens - 1, len(sample.routing))
     assert torch.equal(sample.routing.experts, _rows(recorded, "second_turn_whole", model))
-    sample.routing.verify(sample.token_ids, sample=sample.name)
+    sample.routing.check_tokens(sample.token_ids, sample=sample.name)
 
 
 def test_an_abort_that_brings_tokens_without_routes_leaves_the_sample_as_it_was(

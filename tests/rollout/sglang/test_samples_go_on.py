@@ -76,7 +76,7 @@ def same(got: Sample, want: Sample) -> None:
     assert got.routing.checksums is not None and want.routing.checksums is not None
     assert torch.equal(got.routing.checksums, want.routing.checksums)
     assert (got.versions, got.routing.versions) == (want.versions, want.routing.versions)
-    got.routing.verify(got.token_ids, sample="a/0")
+    got.routing.check_tokens(got.token_ids, sample="a/0")
 
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 0.0}])

@@ -11,7 +11,7 @@ from typing import Any
 
 from miles_like.rewards.weighted import Weighted
 from miles_like.types import Score, Unit, Unscored
-from tests.miles_like.rewards.test_reward_scorer import asked, patient
+from tests.miles_like.rewards.test_scorer import asked, patient
 from tests.support.refusals import refuses
 
 

@@ -35,7 +35,7 @@ from miles_like.rewards.load import Rewards, scored_by
 from miles_like.run.launcher import Launcher
 from miles_like.run.model_plan import ModelPlan
 from miles_like.run.rollout_side import RolloutSide
-from miles_like.run.train import GroupSampler, Prompts, TrainingRun, run_algorithm, train
+from miles_like.run.train import EngineSampler, Prompts, TrainingRun, run_algorithm, train
 from miles_like.run.trainer_side import LEDGER, METRICS, RunFiles
 from miles_like.storage.appended_file import AppendedFile, positions
 from miles_like.types import Prompt, SampleGroup, SamplingParams, Unit, VersionSpan
@@ -299,7 +299,7 @@ def test_a_group_that_is_handed_on_is_not_held_for_a_checkpoint_any_more() -> No
             return [replace(group([sample(p.id, i) for i in range(n)]), prompt=p) for p in prompts]
 
     partial = PartialRollouts(Engine.__new__(Engine))
-    sampler = GroupSampler(
+    sampler = EngineSampler(
         rollout=RolloutSide(plan=plan_of("train.samples_per_group=2")),
         engine=partial,
         partial=partial,

@@ -14,7 +14,7 @@ import pytest
 from miles_like.config.reward import ExactConfig, MultipleChoiceConfig, RegexConfig
 from miles_like.rewards.maths.answers import Exact, MultipleChoice, Regex, exact_number, gsm8k
 from miles_like.rewards.maths.math_verify import MathVerify
-from miles_like.rewards.maths.math_worker import judge
+from miles_like.rewards.maths.math_worker import compare
 from miles_like.types import Finish, Unscored
 from tests.support.made_samples import group, sample
 from tests.support.refusals import refuses
@@ -219,7 +219,7 @@ def test_math_verify_has_no_time_limit_of_its_own(monkeypatch):
     """Its own, 5 s by SIGALRM, returns "not equal" silently: an answer that was not judged would score 0."""
     armed: list[int] = []
     monkeypatch.setattr("signal.alarm", armed.append)
-    assert judge("72", "The answer is $\\frac{144}{2}$.") == {"right": True}
+    assert compare("72", "The answer is $\\frac{144}{2}$.") == {"right": True}
     assert not armed
 
 

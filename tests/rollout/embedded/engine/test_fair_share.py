@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.embedded.engine.engine import Engine
-from rollout.embedded.engine.turns import STEP_ROWS, in_turn, quotas
+from rollout.embedded.engine.fair_share import STEP_ROWS, in_turn, quotas
 from tests.support.embedded_fixtures import oracle, run, save, service, spec, submit
 
 requests = st.lists(st.tuples(st.integers(1, 80), st.integers(0, 40)), min_size=1, max_size=40)

@@ -1,7 +1,7 @@
 """A damaged Hugging Face checkpoint is refused by `to_megatron` in words that name the file or the tensor, and leaves
 nothing: Megatron's loader checks neither dtypes nor finiteness, nor that a vocabulary has the right size.
 
-Not covered: quantized tensors, which `test_convert_source.py` damages.
+Not covered: quantized tensors, which `test_source.py` damages.
 """
 
 from __future__ import annotations

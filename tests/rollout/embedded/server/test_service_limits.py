@@ -1,6 +1,6 @@
 """What one request or one failure may cost the others: nothing that lasts.
 
-Why it must hold: see tests/rollout/embedded/test_hostile_requests.py; here are the parts, in this process. Not
+Why it must hold: see tests/rollout/embedded/server/test_hostile_requests.py; here are the parts, in this process. Not
 covered: memory that the allocator keeps.
 """
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from pytest import MonkeyPatch
 
 from miles_like.types import Finish, SamplingParams
-from rollout.embedded.engine.rows import Rows
+from rollout.embedded.engine.running import Rows
 from rollout.embedded.model import plain_ops
 from rollout.embedded.server.limits import RequestLimits, affordable_connections, weights_bytes
 from rollout.embedded.server.log_limit import LogLimit

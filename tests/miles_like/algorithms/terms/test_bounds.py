@@ -134,6 +134,6 @@ def test_what_becomes_of_a_step() -> None:
 
 
 def test_every_figure_is_documented() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
     for key in Bounds(kl_max=0.1).weights(**SIDES)[1]:
         assert f"`{key}`" in page, key

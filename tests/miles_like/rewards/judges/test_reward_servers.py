@@ -37,7 +37,7 @@ PROMPT = Prompt(
     messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}),
     meta={"level": 2, "tags": ["a"]},
 )
-TINY = Path(__file__).parents[3] / "configs" / "tiny"
+TINY = Path(__file__).parents[4] / "configs" / "tiny"
 
 
 class Scoring(FakeServer):

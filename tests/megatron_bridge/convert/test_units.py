@@ -22,7 +22,7 @@ import psutil
 import pytest
 import xxhash
 
-from megatron_bridge.convert.memory import MIB, plan_memory
+from megatron_bridge.convert.memory_limit import MIB, plan_memory
 from megatron_bridge.convert.units import (
     HashedFile,
     building,

@@ -293,7 +293,9 @@ def own_advantage(groups):
 def test_parts_of_one_s_own():
     """By import path, held to their Protocols; a module's function is pickled by its name."""
     algorithm = make_algorithm(
-        AlgorithmConfig(loss="tests.miles_like.algorithms.test_losses:own_loss", advantage=f"{__file__}:own_advantage"),
+        AlgorithmConfig(
+            loss="tests.miles_like.algorithms.losses.test_losses:own_loss", advantage=f"{__file__}:own_advantage"
+        ),
         CorrectionConfig(),
     )
     assert algorithm.advantages([]) == []
@@ -338,7 +340,7 @@ def test_figures_that_make_no_sense_are_refused():
 
 
 def test_every_figure_is_documented():
-    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
     new, rest = batch()
     stats = dict(call(ValueLoss(value_clip=0.2), new[:3].float(), **VALUE)[1])
     keys = set(critic_metrics({k: value(s) for k, s in stats.items()} | {"train/lr": 1.0, "train/grad_norm": 1.0}))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_like.batch.packing import pack
+from miles_like.batch.packer import Packer
 from miles_like.experience.teachers import ServerTeacher, Teachers, TeacherScores, TrainerTeacher
 from miles_like.types import (
     TAUGHT,
@@ -159,7 +158,7 @@ class SpeakingTrainer:
 def test_a_trainer_s_words_stand_there_too(dp_size: int) -> None:
     """With a privileged prompt, over several rows, and where samples share a pack."""
     trainer: Any = SpeakingTrainer()
-    how = {"pack": partial(pack, dp_size=dp_size, max_tokens=40, replayed=False), "prompt_of": hinted}
+    how = {"packer": Packer(dp_size=dp_size, max_tokens=40, replayed=False), "prompt_of": hinted}
     teacher = TrainerTeacher(trainer=trainer, weights="w", path=Path("d"), **how)
     for group in asyncio.run(_scored(teacher)):
         for s in group.samples:
@@ -173,7 +172,7 @@ def test_a_trainer_s_words_stand_there_too(dp_size: int) -> None:
 def test_a_trainer_is_not_asked_about_nothing() -> None:
     trainer: Any = SpeakingTrainer()
     empty = [replace(g, samples=tuple(replace(s, loss_mask=s.loss_mask & False) for s in g.samples)) for g in groups()]
-    teacher = TrainerTeacher(trainer=trainer, weights="w", pack=partial(pack, dp_size=1, max_tokens=99))
+    teacher = TrainerTeacher(trainer=trainer, weights="w", packer=Packer(dp_size=1, max_tokens=99))
     assert not any(len(scored.logprobs) for of in asyncio.run(teacher.score(empty)) for scored in of)
     assert not trainer.asked
 

@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from megatron_bridge.config import OptimizerConfig, TrainerConfig
 from megatron_bridge.device.device import init_device
-from megatron_bridge.plan.schedule import learning_rate
+from megatron_bridge.plan.lr_schedule import learning_rate
 from tests.support import toy
 from tests.support.refusals import Facts, refuses
 

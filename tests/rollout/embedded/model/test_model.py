@@ -64,7 +64,7 @@ OWN: dict[str, dict[str, Any]] = {
     "glm_no_dense_layer": GLM | {"first_k_dense_replace": 0, "num_key_value_heads": 1},
 }
 CONFIGS = tiny_models.CONFIGS | tiny_models.KIMI | OWN
-PUBLISHED = {path.parent.name: path for path in (Path(__file__).parents[3] / "configs").glob("*/config.json")}
+PUBLISHED = {path.parent.name: path for path in (Path(__file__).parents[4] / "configs").glob("*/config.json")}
 
 
 def _ours(reference: Any, tmp_path: Path, config: dict[str, Any] | None = None) -> tuple[Model, KVCache]:

@@ -31,7 +31,7 @@ from miles_like.rewards.maths import answer_text, math_worker
 from miles_like.rewards.maths.answers import exact_number, gsm8k
 from tests.support.made_samples import group, sample
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PAGE = (ROOT / "docs" / "rewards.md").read_text()
 TABLE = re.findall(r"^\| ([\w ]+) \| `(.*?)` \| `(.*?)` \| (.) \| (.) \| (.) \| (.*?) ?\|$", PAGE, re.MULTILINE)
 KINDS = {"dollars", "answer tags", "Unicode minus", "exponents", "repeating decimals", "thousands", "inequalities"}
@@ -58,7 +58,7 @@ def test_the_table_has_every_kind() -> None:
 def test_a_row(row: tuple[str, ...]) -> None:
     _, gold, response, *want, _ = row
     response = response.replace("⏎", "\n")
-    judged = math_worker.judge(gold, response)
+    judged = math_worker.compare(gold, response)
     assert [
         verdict(exact_number, gold, response),
         verdict(gsm8k, gold, response),

@@ -299,7 +299,7 @@ def test_what_is_outside_the_mask_changes_nothing(name, config, junk):
 
 
 def test_every_figure_is_documented():
-    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
     for _, config in LOSSES:
         new, rest = batch(0)
         _, stats = run(make_algorithm(AlgorithmConfig(), config).loss, new, **rest)

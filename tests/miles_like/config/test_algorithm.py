@@ -10,10 +10,10 @@ from miles_like.algorithms.losses.cispo import CispoLoss
 from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.algorithms.losses.gspo import GspoLoss
 from miles_like.algorithms.registry import make_algorithm, make_critic_loss
-from miles_like.config.algorithm import ADVANTAGE_KEYS, OF_GROUPS, PRESETS, AlgorithmConfig, CorrectionConfig
+from miles_like.config.algorithm import ADVANTAGE_KEYS, GROUP_LEVEL, PRESETS, AlgorithmConfig, CorrectionConfig
 from miles_like.config.supervised import SUPERVISED
 from miles_like.types import Aggregation
-from tests.miles_like.algorithms.test_advantages import with_values
+from tests.miles_like.algorithms.advantages.test_advantages import with_values
 from tests.support.made_samples import rewarded
 from tests.support.refusals import Facts, refuses
 
@@ -140,7 +140,7 @@ def test_alone_in_a_group_a_sample_teaches_nothing_where_that_is_said(name):
     nothing = not any(
         bool(torch.as_tensor(a).any()) for g in make_algorithm(config, CorrectionConfig()).advantages(scored) for a in g
     )
-    assert nothing == (name in OF_GROUPS)
+    assert nothing == (name in GROUP_LEVEL)
 
 
 def test_supervised_names_have_no_rollout():
