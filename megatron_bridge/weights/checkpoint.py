@@ -28,6 +28,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_bridge.convert.torch_archive import reason
+from megatron_bridge.device.collective_errors import first_line
 from megatron_bridge.device.parallel import ParallelContext
 from megatron_bridge.device.rng import KEY as RNG
 from megatron_bridge.device.rng import derive_rng_state, rng_state, set_rng_state
@@ -38,7 +39,7 @@ from megatron_bridge.model.lora import ADAPTERS, check_adapters, reset_adapters
 from megatron_bridge.optim.optimizer import prime_state
 from megatron_bridge.optim.te_names import checkpoint_state, is_extra
 from megatron_bridge.weights.checkpoint_sums import verify_sums
-from megatron_bridge.weights.checkpoint_writer import CheckpointSave, first_line
+from megatron_bridge.weights.checkpoint_writer import CheckpointSave
 from megatron_bridge.weights.verified_load import load_verified, open_verified
 from miles_like.limits.regular_files import check_inside, open_regular, read_json
 

@@ -6,6 +6,7 @@ Letters: G samples a prompt.
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -58,8 +59,9 @@ def failure(error: httpx.HTTPError, *, url: str, endpoint: str, timeout_s: float
     """The RolloutError for an exception of httpx. log: the server's, if this run started it."""
     look = f"see the end of {log}" if log else "see its log"
     if isinstance(error, httpx.ConnectError) and "[SSL" in str(error):
+        reason = re.sub(r" \(_ssl\.c:\d+\)", "", str(error))  # a line of CPython's source
         return RolloutError(
-            f"server {url}: the TLS connection for {endpoint} failed ({error}): for a private certificate set "
+            f"server {url}: the TLS connection for {endpoint} failed ({reason}): for a private certificate set "
             "SSL_CERT_FILE to its authority's file, for a server without TLS use an http:// URL"
         )
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
