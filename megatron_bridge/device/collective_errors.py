@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-
 _LOST_PEER = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|remote process exited", re.IGNORECASE)
 _SOURCE_LINE = re.compile(r"\[?\S+\.(cc|cpp|cu|h|hpp):\d+\]?:? *")  # that a library puts before its message
 

@@ -10,6 +10,7 @@ derived from (seed, step, the rank's position).
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -160,9 +161,16 @@ def _check_small_files(path: Path) -> None:
         for name in (CONFIG_FNAME, COMMON_STATE_FNAME):
             check_inside(path / name, path)
         os.close(open_regular(path / COMMON_STATE_FNAME))
-        CheckpointingConfig(**read_json(path / CONFIG_FNAME, _CONFIG_BYTES))
-    except (ValueError, TypeError, OSError) as e:
+        _check_backends(read_json(path / CONFIG_FNAME, _CONFIG_BYTES))
+    except (ValueError, OSError) as e:
         raise ValueError(f"checkpoint {path}: {reason(e)}: copy or convert it again") from None
+
+
+def _check_backends(found: object) -> None:
+    """Raise ValueError unless `found`, the content of metadata.json, has the keys of megatron's CheckpointingConfig."""
+    known = {field.name for field in dataclasses.fields(CheckpointingConfig)}
+    if not isinstance(found, dict) or "sharded_backend" not in found or not set(found) <= known:
+        raise ValueError(f"{CONFIG_FNAME} is not one that a save writes, an object with {', '.join(sorted(known))}")
 
 
 def _common(path: Path) -> dict[str, Any]:
