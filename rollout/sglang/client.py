@@ -27,9 +27,11 @@ from rollout.wire import endpoints
 from rollout.wire.control import (
     AbortRequest,
     ChecksumReply,
+    ChecksumRequest,
     ModelInfo,
     Outcome,
     PauseMode,
+    PauseRequest,
     UpdateVersion,
 )
 from rollout.wire.generate import GenerateRequest, check_ids, check_tokens, replies_from_json, reply_bytes
@@ -259,7 +261,7 @@ class SGLangClient:
         return await self._call("POST", endpoints.GENERATE, request.to_json(), limit=limit)
 
     async def pause(self, mode: PauseMode | None = None) -> None:
-        await self._call("POST", endpoints.PAUSE, (mode or self._pause_mode).to_json())
+        await self._call("POST", endpoints.PAUSE, PauseRequest(mode=mode or self._pause_mode).to_json())
 
     async def resume(self) -> None:
         await self._call("POST", endpoints.CONTINUE, {})
@@ -289,7 +291,7 @@ class SGLangClient:
     async def model_info(self) -> ModelInfo:
         body = await self._call("GET", endpoints.MODEL_INFO)
         try:
-            return ModelInfo.from_json(body)
+            return ModelInfo.from_json(body, endpoints.MODEL_INFO)
         except ValueError as e:
             raise RolloutError(f"server {self.url}: {e}") from None
 
@@ -304,7 +306,8 @@ class SGLangClient:
             raise RolloutError(f"server {self.url}: {e}") from None
 
     async def checksum(self) -> ChecksumReply:
-        return ChecksumReply.from_json(await self._call("POST", endpoints.CHECKSUM, {"action": "checksum"}))
+        body = await self._call("POST", endpoints.CHECKSUM, ChecksumRequest().to_json())
+        return ChecksumReply.from_json(body, endpoints.CHECKSUM)
 
     async def begin_weight_update(self) -> None:
         await self._change(endpoints.BEGIN_UPDATE, {})

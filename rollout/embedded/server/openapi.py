@@ -14,7 +14,8 @@ OPENAPI = "/openapi.json"
 HEALTH_GENERATE = "/health_generate"
 _REF = "#/components/schemas/{model}"
 _OUTCOME = "Outcome"
-_CONTROL: tuple[type[control.ControlRequest], ...] = (
+_CONTROL: tuple[type[control.Request], ...] = (
+    control.PauseRequest,
     control.AbortRequest,
     control.BeginUpdate,
     control.UpdateFromTensor,
@@ -25,7 +26,6 @@ _CONTROL: tuple[type[control.ControlRequest], ...] = (
 )
 _BODIES: dict[str, type[Body]] = {
     endpoints.GENERATE: GenerateBody,
-    endpoints.PAUSE: control.PauseBody,
     endpoints.CONTINUE: EmptyBody,
     **{request.ENDPOINT: request for request in _CONTROL},
 }
