@@ -88,7 +88,7 @@ def cpu_seconds() -> float:
     """Of this process and all that it started and has not ended yet; Ray's workers live as long as it does."""
     me = psutil.Process()
     times = [p.cpu_times() for p in (me, *me.children(recursive=True))]
-    return sum(t.user + t.system + t.children_user + t.children_system for t in times)
+    return float(sum(t.user + t.system + t.children_user + t.children_system for t in times))
 
 
 def figures(path: Path) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def figures(path: Path) -> dict[str, Any]:
         "staleness_max": max(_of(rows, "async/staleness/max"), default=0.0),
         "clip_frac": statistics.fmean(clipped) if clipped else None,
         "skipped": sum(_of(rows, "train/skipped")),
-        "reward_last": (_of(rows, "rollout/reward/mean") or [None])[-1],
+        "reward_last": rewards[-1] if (rewards := _of(rows, "rollout/reward/mean")) else None,
     }
 
 

@@ -49,8 +49,10 @@ SIDES = {
 }
 GOALS = {"deterministic_abs_diff_max": 0.0, "deterministic_sets_differ": 0.0, "plain_k3_max": 1e-3}
 TOKENS = 1000  # at least, of responses in a row
-HEAD = ("model", "weights", "sides", "tokens", "sets differ")
-HEAD += tuple(f"{what}{of}" for of in (", own routes", ", R3") for what in ("mean", "k3", "max"))
+HEAD = (
+    *("model", "weights", "sides", "tokens", "sets differ"),
+    *(f"{what}{of}" for of in (", own routes", ", R3") for what in ("mean", "k3", "max")),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

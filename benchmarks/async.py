@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from figures import add_write, finish
-from long_tail import ROOT, crafted_config, warmed_up_config
+from figures import ROOT, add_write, finish
+from long_tail import crafted_config, warmed_up_config
 from rich.console import Console
 from rich.table import Table
 from vs_trl import pin
@@ -60,7 +60,7 @@ class Run:
     def samples_per_s(self) -> float:
         first, last = WARM, len(self.rows) - 2  # the last row's clock is after an evaluation
         samples = sum(len(step) for step in self.lengths[first:last])
-        return samples / (self.rows[last]["wall_s"] - self.rows[first]["wall_s"])
+        return samples / float(self.rows[last]["wall_s"] - self.rows[first]["wall_s"])
 
     @property
     def accuracy(self) -> float:
@@ -68,7 +68,7 @@ class Run:
         return float(self.rows[-1][key])
 
     def median(self, key: str) -> float:
-        return statistics.median(row[key] for row in self.rows[1 + WARM :])
+        return float(statistics.median(row[key] for row in self.rows[1 + WARM :]))
 
 
 def run(config: Path, run_dir: Path, settings: Sequence[str]) -> Run:

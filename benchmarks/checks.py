@@ -60,12 +60,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         try:
             (side,) = by_turns({"r3": (config, True)}, Path(home), iterations=6 if quick else 30)
-            served = HFCheckpoint(side.stage.served)
+            served = HFCheckpoint(side.rollout.plan.served)
             held = list(served.stream())
             hashes_ms = median_ms(lambda: [tensor_checksum(name, x) for name, x in held], 3 if quick else 9)
         finally:
             assemble.shut_down()
-    hf, family = side.stage.hf.config, side.stage.family
+    hf, family = side.rollout.plan.hf.config, side.rollout.plan.family
     step_s = medians(side)["iteration_s"]
     rows = config.train.groups_per_step * config.train.samples_per_group * 15  # tokens, of a prompt and its answer
     shape = (len(family.moe_layers(hf)), family.num_experts(hf), family.top_k(hf))

@@ -14,6 +14,7 @@ small experts and of a ragged shape show what a call costs.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -157,6 +158,11 @@ def ways(codec: Codec, bundle: dict[str, Tensor]) -> dict[str, Callable[[], obje
     }
 
 
+def _in_threads(count: int, call: Callable[[], object]) -> None:
+    torch.set_num_threads(count)
+    call()
+
+
 def measure(fmt: QuantFormat, threads: int, turns: int) -> dict[str, float]:
     codec = make_codec(QuantSpec(format=fmt, convention=CONVENTION.get(fmt, "")))
     figures: dict[str, float] = {}
@@ -180,7 +186,7 @@ def scaling(codec: Codec, threads: int, turns: int) -> dict[str, float]:
     work: dict[str, Callable[[], object]] = {}
     for name, call in ways(codec, bundles()[""]).items():
         for count in (1, threads):
-            work[f"{name}{count}"] = lambda call=call, count=count: (torch.set_num_threads(count), call())
+            work[f"{name}{count}"] = functools.partial(_in_threads, count, call)
     took = by_turns(work, turns, time.perf_counter)
     return {
         f"{codec.spec.format}_{name}_threads": _ratio(took[f"{name}1"], took[f"{name}{threads}"])

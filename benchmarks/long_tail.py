@@ -14,7 +14,8 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from vs_trl import ROOT, Lengths, checkpoint
+from figures import ROOT
+from vs_trl import Lengths, checkpoint
 
 from miles_like.config.load import load_config
 from miles_like.config.run import ModelConfig, RunConfig

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import types
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +67,7 @@ class Clock:
     """Seconds of each part, of the outermost one that is running in a thread."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self._inside = threading.local()
 
     @contextmanager
@@ -152,10 +152,10 @@ class Marks:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.rows: list[tuple[float, Counter[str]]] = []
+        self.rows: list[tuple[float, dict[str, float]]] = []
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.rows.append((time.perf_counter(), Counter(self._clock.seconds)))
+        self.rows.append((time.perf_counter(), defaultdict(float, self._clock.seconds)))
 
     def close(self) -> None:
         """Nothing is open."""
@@ -178,12 +178,13 @@ def measure(clock: Clock, home: Path, staleness: int, steps: int, every: int) ->
     run_dir.mkdir()
     start_ray(None)
     root = assemble.staged(config, run_dir, console, None)
-    Watched.marks, train_module.RunFiles = Marks(clock), Watched
+    Watched.marks = Marks(clock)
+    vars(train_module).update(RunFiles=Watched)
     train_module.train(model_plan(config, run_dir, root / "hf", root / "megatron"), console, resume=False)
     rows = Watched.marks.rows
     # step s is between rows s - 1 and s; its checkpoint comes after row s, so it is in the next one
     found = [
-        (step, (b - a, after - before))
+        (step, (b - a, defaultdict(float, {part: s - before[part] for part, s in after.items()})))
         for step, ((a, before), (b, after)) in enumerate(itertools.pairwise(rows), 1)
         if WARM < step < steps
     ]

@@ -105,7 +105,7 @@ def main() -> int:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     batches = [256, 512]
-    formats = list(OF_GOALS) if args.quick else [f for f in QuantFormat if f is not QuantFormat.BF16]
+    formats: list[QuantFormat] = list(OF_GOALS) if args.quick else [f for f in QuantFormat if f is not QuantFormat.BF16]
     with tempfile.TemporaryDirectory() as path, torch.inference_mode():
         services = serve(Path(path), formats, batches[-1])
         ratios = measure(services, batches, 8 if args.quick else 24, 5 if args.quick else 9)

@@ -22,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,6 +56,11 @@ def long_sample() -> tuple[torch.Tensor, str]:
     return torch.randint(0, 1000, (TOKENS,), generator=g), trace.to_wire(num_layers=LAYERS)
 
 
+def _shipped(cut: object) -> object:
+    """`cut` as a rank gets it from another process."""
+    return pickle.loads(pickle.dumps(cut, protocol=5))
+
+
 def of_one_sample(turns: int) -> dict[str, float]:
     tokens, wire = long_sample()
     ends = torch.tensor([0, TOKENS - 1], dtype=torch.int32)
@@ -79,11 +85,9 @@ def of_one_sample(turns: int) -> dict[str, float]:
         cut = cut_routes(trace, ["a/0"], ends, part)
         fed = fed_routes(cut, ["a/0"], tokens[:-1], ends, part)
         figures[f"shipped_bytes_a_token{name}"] = cut.nbytes / (TOKENS - 1)
-        figures[f"cut_ms{name}"] = median_ms(lambda part=part: cut_routes(trace, ["a/0"], ends, part), turns)
-        figures[f"ship_ms{name}"] = median_ms(lambda cut=cut: pickle.loads(pickle.dumps(cut, protocol=5)), turns)
-        figures[f"receive_ms{name}"] = median_ms(
-            lambda cut=cut, part=part: fed_routes(cut, ["a/0"], tokens[:-1], ends, part), turns
-        )
+        figures[f"cut_ms{name}"] = median_ms(partial(cut_routes, trace, ["a/0"], ends, part), turns)
+        figures[f"ship_ms{name}"] = median_ms(partial(_shipped, cut), turns)
+        figures[f"receive_ms{name}"] = median_ms(partial(fed_routes, cut, ["a/0"], tokens[:-1], ends, part), turns)
         figures[f"replay_ms{name}"] = median_ms(replay, turns)
     figures["sample_ms"] = sum(figures[f"{what}_ms"] for what in ("read", "verify", "cut", "ship", "receive", "replay"))
     figures["int32_bytes_of_shipped"] = figures["int32_bytes_a_token"] / figures["shipped_bytes_a_token"]

@@ -17,6 +17,7 @@ cores.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import multiprocessing
@@ -45,7 +46,7 @@ from routing_replay.trace import RoutingTrace
 ROOT = Path(__file__).resolve().parent.parent
 GOALS = {"ratio_min": 1.0, "logprob_memory_share_max": 0.125}
 VOCAB, TOKENS, HIDDEN = 129_280, 4096, 128  # of the memory figure
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "1 rank": {},
     "TP2": {"tp": 2},
     "PP2": {"pp": 2},
@@ -165,7 +166,7 @@ def make_trainer(
         precision=PrecisionConfig(),
         optimizer=OPTIMIZER,
         replay=replay or ReplayConfig(),
-        params_dtype=dtype,  # type: ignore[arg-type]
+        params_dtype=dtype,
     )
     world = config.parallel.world_size
     t = MegatronTrainer(config, rank=rank, world_size=world, master_addr="127.0.0.1", master_port=port, loss=LOSS)
@@ -230,6 +231,7 @@ def _logprob_memory(port: int, found: Any) -> None:
         labels = torch.randint(0, vocab, (rows, 1))
         before = _status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+        assert dist.group.WORLD is not None
         out, _ = label_logprobs(hidden, weight, labels, temperature=1.0, memory=memory, group=dist.group.WORLD)
         out.sum().backward()
         return _status("VmHWM") - before - hidden.nbytes - weight.nbytes
@@ -264,7 +266,7 @@ def _rank(rank: int, folder: Path, names: Sequence[str], ports: Sequence[int], r
             row = batch.grid[trainer.dp_rank]
             for _ in range(2):
                 trainer.step(row, batch.loss_tokens, 1)
-            took = [seconds_of(lambda t=trainer, r=row, n=batch.loss_tokens: t.step(r, n, 1)) for _ in range(rounds)]
+            took = [seconds_of(functools.partial(trainer.step, row, batch.loss_tokens, 1)) for _ in range(rounds)]
             trainer.close()
             if rank == 0:
                 found.put((name, statistics.median(took)))

@@ -31,8 +31,9 @@ class Plain:
 
     def __init__(self, hf: dict[str, Any], dtype: torch.dtype) -> None:
         torch.manual_seed(0)
-        config = DeepseekV3Config(**copy.deepcopy(hf), attn_implementation="sdpa")
-        self.model = DeepseekV3ForCausalLM(config).to(torch.bfloat16).to(dtype)
+        config = DeepseekV3Config(**copy.deepcopy(hf) | {"attn_implementation": "sdpa"})
+        model: Any = DeepseekV3ForCausalLM(config)
+        self.model = model.to(torch.bfloat16).to(dtype)
         for module in self.gates:
             module.e_score_correction_bias = module.e_score_correction_bias.float()
         self.optimizer = torch.optim.AdamW(

@@ -32,7 +32,7 @@ class TrlWork:
     max_new_tokens: int
     dtype: str
     optimizer: OptimizerConfig
-    clip: tuple[float, float]
+    clip: tuple[float | None, float | None]
     core: int
     scratch: Path
 
@@ -80,7 +80,7 @@ def _trainer(work: TrlWork, pipe: Any) -> Any:
         lengths[:] = [len(ids) for ids in completion_ids]
         return digits(completions)
 
-    class Turns(TrainerCallback):  # type: ignore[misc]
+    class Turns(TrainerCallback):
         """From "go" to the end of the step: whatever the Trainer does between two steps is in it."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

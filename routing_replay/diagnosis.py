@@ -1,9 +1,10 @@
-"""Describes in a sentence how routes that do not match their checksums were changed.
+"""Describes in a sentence how routes that do not match their checksums were changed: rows or layers that moved, another
+sample's routes, overwritten ones.
 
 `diagnose` is called only after a trace has failed to verify. Rows may have moved with their checksums (then a checksum
 belongs to the token of another position) or without (then the ids of a row match the checksum of another position). The
 checksum of a row less the term of its ids is the term of its token, and the other way round, so both are looked up
-among the rows of the sample; a term found in neither way belongs to another sample.
+among the rows of the sample.
 
 Letters: rows, L MoE layers, K experts per token. Routes: ids, and gate weights where there are any.
 """
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from routing_replay.checksums import expert_term, gate_term, layer_sums, layer_terms, routes_term, token_term
+from routing_replay.checksums import layer_sums, layer_terms, routes_term, token_term
 
 _ALIKE = 8  # rows equal to the first that are tried as the origin of a shift
 
@@ -45,34 +46,13 @@ def diagnose(
         return Finding(layers, "the routes are complete, but belong to other tokens: another sample's")
     if moved := _moved(checksums - of_routes, of_token) or _moved(of_routes, checksums - of_token):
         return Finding(layers, moved)
-    if layer_checksums is not None and (
-        moved := _exchanged(sums, layers, layer_checksums) or _renumbered(sums, layers, layer_checksums)
-    ):
-        return Finding(broken, moved)
-    for subject, term in _partial_terms(experts, weights, layers, broken):
-        if moved := _moved(term, checksums - of_token - of_routes + term):
-            return Finding(broken, f"{subject}, {moved}")
+    if layer_checksums is not None and (exchanged := _exchanged(sums, layers, layer_checksums)):
+        return Finding(broken, exchanged)
     wrong = int((of_token + of_routes != checksums).sum())
     what = "ids" if weights is None else "ids or gate weights"
     if len(broken) == len(layers) > 1 and wrong > 1:
         return Finding(broken, f"{wrong} rows do not match their checksums: another sample's, or overwritten")
     return Finding(broken, f"{wrong} rows hold {what} that do not match their checksums: overwritten")
-
-
-def _partial_terms(
-    experts: Tensor, weights: Tensor | None, layers: tuple[int, ...], broken: tuple[int, ...]
-) -> list[tuple[str, Tensor]]:
-    """Each subset of the routes that may have moved alone: its name in the message, and its term [rows]."""
-    found = []
-    col = [layers.index(layer) for layer in broken]
-    if len(broken) == 1:
-        found.append(
-            ("in this layer alone", routes_term(experts[:, col], None if weights is None else weights[:, col], broken))
-        )
-    if weights is not None:
-        found.append(("of the gate weights alone", gate_term(weights[:, col], broken)))
-        found.append(("of the ids without their gate weights", expert_term(experts[:, col], broken)))
-    return found
 
 
 def _broken(sums: Tensor, layers: tuple[int, ...], layer_checksums: Tensor | None) -> tuple[int, ...]:
@@ -94,17 +74,6 @@ def _exchanged(sums: Tensor, layers: tuple[int, ...], layer_checksums: Tensor) -
     return f"layers are {kind}: {shown}{', ...' if len(found) > 3 else ''}"
 
 
-def _renumbered(sums: Tensor, layers: tuple[int, ...], layer_checksums: Tensor) -> str:
-    """Which layers have a checksum made under another number; empty unless each broken layer has one."""
-    known = layer_terms(range(max(layers) + 64)).tolist()
-    numbers = [known.index(n) if n in known else -1 for n in (layer_checksums - sums).tolist()]
-    found = [(a, b) for a, b in zip(layers, numbers, strict=True) if a != b]
-    if any(b < 0 for _, b in found):
-        return ""
-    shown = ", ".join(f"layer {a} has the checksum of layer {b}" for a, b in found[:3])
-    return f"layers have other numbers: {shown}{', ...' if len(found) > 3 else ''}"
-
-
 def _lookup(wanted: Tensor, among: Tensor) -> Tensor:
     """[n] int64: the first index of each of `wanted` in `among`; -1 where it is absent."""
     ordered, order = among.sort(stable=True)
@@ -115,21 +84,16 @@ def _lookup(wanted: Tensor, among: Tensor) -> Tensor:
 def _moved(now: Tensor, was: Tensor) -> str:
     """How rows moved whose terms [rows] were `was` and are `now`; empty when they are no rearrangement."""
     rows, bad = len(now), (now != was).nonzero()[:, 0]
-    for d in (1, -1, 2, -2, 3, -3):  # checked first: equal rows may come from several places
-        if rows > 2 * abs(d) and torch.equal(now, was.roll(-d)):
-            return f"all rows are shifted by {-d}"
-    for p in (was == now[0]).nonzero()[:_ALIKE, 0].tolist():
-        if p and torch.equal(now, was.roll(-p)):
-            return f"all rows are shifted by {rows - p}"
+    alike = (was == now[0]).nonzero()[:_ALIKE, 0].tolist()
+    for by in (1, -1, 2, -2, 3, -3, *(rows - p for p in alike)):  # checked first: equal rows may come from several
+        if torch.equal(now, was.roll(by)):
+            return f"all rows are shifted by {by}"
     source = _lookup(now[bad], was)
     if bool((source < 0).any()):
         return ""
-    where = torch.arange(rows)
-    where[bad] = source
     steps = set((source - bad).tolist())
     if len(steps) == 1 and len(bad) > 1 and int(bad[-1] - bad[0]) == len(bad) - 1:
         return f"rows from there on are shifted by {-steps.pop()}"
-    if len(set(where.tolist())) == rows:
-        turn = set((torch.arange(rows) - where).remainder(rows).tolist())
-        return f"all rows are shifted by {turn.pop()}" if len(turn) == 1 else f"{len(bad)} rows are permuted"
+    if len(set(source.tolist())) == len(bad) and set(source.tolist()) == set(bad.tolist()):
+        return f"{len(bad)} rows are permuted"
     return f"the row of position {int(source[0])} is duplicated"

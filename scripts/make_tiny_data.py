@@ -184,7 +184,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[], unk_token=UNKNOWN)
     tokenizer = Tokenizer(model)  # BPE without merges splits into characters
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,

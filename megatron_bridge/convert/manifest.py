@@ -111,7 +111,7 @@ class Manifest:
                     name: Fact(_text(fact["dtype"]), _counts(fact["shape"]), tuple(_piece(p) for p in fact["pieces"]))
                     for name, fact in value["tensors"].items()
                 },
-                files={_inner(name): _file_fact(**fact) for name, fact in value["files"].items()},
+                files={_inner(name): _file_fact(fact) for name, fact in value["files"].items()},
                 skipped=tuple(map(_text, value["skipped"])),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
@@ -149,8 +149,10 @@ def _piece(stored: list[Any]) -> Piece:
     return Piece(_inner(file), start, size, _text(digest), offset, sizes)
 
 
-def _file_fact(size: object, sha256: object) -> FileFact:
-    return FileFact(_counts((size,))[0], _text(sha256))
+def _file_fact(fact: Mapping[str, object]) -> FileFact:
+    if wrong := set(fact) - {"size", "sha256"}:
+        raise ValueError(f"a file has {', '.join(sorted(wrong))}")
+    return FileFact(_counts((fact["size"],))[0], _text(fact["sha256"]))
 
 
 def _counts(found: Any) -> tuple[int, ...]:

@@ -66,11 +66,13 @@ def reencoded(raw: bytes, name: str) -> bytes:
 
 
 def reason(error: Exception) -> str:
-    """The first line of torch.load's error, without its advice to load with weights_only=False."""
+    """What torch.load found: the first line of its error, without the advice of how such a file may have come about or
+    to load it with weights_only=False."""
     named = re.search(r"GLOBAL:? `?([\w.]+)", str(error), re.IGNORECASE)
     if "weights_only" in str(error):
         return f"it refers to {named[1] if named else 'a class'}, which does not belong in a checkpoint"
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line.partition(". ")[0] if line.startswith("PytorchStreamReader") else line
 
 
 def spans(sizes: Sequence[int], inside: Sequence[int], box: Sequence[int]) -> Iterator[tuple[int, int]]:

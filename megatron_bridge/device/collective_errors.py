@@ -4,11 +4,26 @@ in their next collective until its timeout.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+_LOST_PEER = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|remote process exited", re.IGNORECASE)
+_SOURCE_LINE = re.compile(r"\[?\S+\.(cc|cpp|cu|h|hpp):\d+\]?:? *")  # that a library puts before its message
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message without lines of a library's source, or its type if the message is empty. A
+    collective that lost a peer is one sentence, for gloo and NCCL word it in several ways, one by race."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    if _SOURCE_LINE.search(lines[0]) and _LOST_PEER.search(lines[0]):
+        return "another rank's connection was lost, it was killed or ran out of memory: see the ranks' logs"
+    return _SOURCE_LINE.sub("", lines[0])
 
 
 def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from megatron_bridge.families.keywords import TransformerKeywords
+
 HFConfig = Mapping[str, Any]  # a parsed config.json
 SCORE = "score.weight"  # name of the scalar head in transformers and in checkpoints
 LM, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # suffixes of architecture names
@@ -116,7 +118,7 @@ class Family:
     model_types: frozenset[str]
     table: tuple[Entry, ...]
     dims: Callable[[HFConfig], Mapping[str, int]]
-    transformer_config: Callable[[HFConfig], dict[str, Any]]
+    transformer_config: Callable[[HFConfig], TransformerKeywords]
     rotary_base: Callable[[HFConfig], float]
     rotary_percent: Callable[[HFConfig], float] = lambda hf: 1.0
     moe_layers: Callable[[HFConfig], tuple[int, ...]] = lambda hf: ()

@@ -8,11 +8,11 @@ pairs (x0, x1) as the checkpoint's own code does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from megatron_bridge.families import entries, settings
 from megatron_bridge.families.base import Entry, Family, HFConfig, Split, Where
 from megatron_bridge.families.entries import bias, linear, norm
+from megatron_bridge.families.keywords import TransformerKeywords
 
 NAME = "deepseek"
 # SGLang 0.5.23 concatenates q_a_proj, if present, with kv_a_proj_with_mqa to fused_qkv_a_proj_with_mqa, tensor by
@@ -99,7 +99,7 @@ def _refuse_unsupported(hf: HFConfig) -> None:
         raise ValueError(f"config.json: num_key_value_heads = {kv_heads} differs from num_attention_heads = {heads}")
 
 
-def _rope(hf: HFConfig) -> dict[str, Any]:
+def _rope(hf: HFConfig) -> TransformerKeywords:
     """MLA's rotary keywords."""
     kind, base, rope = settings.rope(hf, NAME, ("default", "yarn"))
     if kind == "default":
@@ -126,7 +126,7 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
     }
 
 
-def _attention_config(hf: HFConfig, dims: Mapping[str, int]) -> dict[str, Any]:
+def _attention_config(hf: HFConfig, dims: Mapping[str, int]) -> TransformerKeywords:
     return {
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -138,7 +138,7 @@ def _attention_config(hf: HFConfig, dims: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _transformer_config(hf: HFConfig) -> dict[str, Any]:
+def _transformer_config(hf: HFConfig) -> TransformerKeywords:
     _refuse_unsupported(hf)
     dims = _dims(hf)
     return (

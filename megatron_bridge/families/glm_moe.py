@@ -8,10 +8,9 @@ channels need no reordering. The draft layer's names are DeepSeek-V3's.
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_bridge.families import entries, settings
 from megatron_bridge.families.base import Entry, Family, HFConfig, Where
+from megatron_bridge.families.keywords import TransformerKeywords
 
 NAME = "glm_moe"
 
@@ -58,7 +57,7 @@ def _rotary_percent(hf: HFConfig) -> float:
     return float(share)
 
 
-def _transformer_config(hf: HFConfig) -> dict[str, Any]:
+def _transformer_config(hf: HFConfig) -> TransformerKeywords:
     settings.refuse_unsupported(hf, NAME, _REQUIRED, settings.ONLY | settings.ONLY_SIGMOID)
     _rotary_percent(hf)
     dims = _dims(hf)

@@ -6,10 +6,9 @@ of megatron-core 0.16.1. Both rotate halves of a head, so rotary channels need n
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_bridge.families import entries, settings
 from megatron_bridge.families.base import Entry, Family, HFConfig
+from megatron_bridge.families.keywords import TransformerKeywords
 
 NAME = "qwen_dense"
 
@@ -31,7 +30,7 @@ def _rotary_base(hf: HFConfig) -> float:
     return settings.rope(hf, NAME)[1]
 
 
-def _transformer_config(hf: HFConfig) -> dict[str, Any]:
+def _transformer_config(hf: HFConfig) -> TransformerKeywords:
     settings.refuse_unsupported(hf, NAME, settings.REQUIRED, settings.ONLY | settings.ONLY_FULL_ATTENTION)
     _rotary_base(hf)
     dims = _dims(hf)

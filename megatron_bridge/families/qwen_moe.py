@@ -6,10 +6,9 @@ Sources: Qwen3 report (arXiv 2505.09388), `modeling_qwen3_moe.py` of transformer
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_bridge.families import entries, settings
 from megatron_bridge.families.base import Entry, Family, HFConfig, Where
+from megatron_bridge.families.keywords import TransformerKeywords
 
 NAME = "qwen_moe"
 
@@ -59,7 +58,7 @@ def _rotary_base(hf: HFConfig) -> float:
     return settings.rope(hf, NAME)[1]
 
 
-def _transformer_config(hf: HFConfig) -> dict[str, Any]:
+def _transformer_config(hf: HFConfig) -> TransformerKeywords:
     _refuse_unsupported(hf)
     _rotary_base(hf)
     dims = _dims(hf)

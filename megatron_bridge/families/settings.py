@@ -13,6 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from megatron_bridge.families.base import HFConfig, is_scalar
+from megatron_bridge.families.keywords import TransformerKeywords
 
 REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 REQUIRED_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
@@ -129,7 +130,7 @@ def layers_after_dense(hf: HFConfig) -> tuple[int, ...]:
 # keywords
 
 
-def decoder(hf: HFConfig, dims: Mapping[str, int], moe_layers: Iterable[int] = ()) -> dict[str, Any]:
+def decoder(hf: HFConfig, dims: Mapping[str, int], moe_layers: Iterable[int] = ()) -> TransformerKeywords:
     """Keywords of every model: pre-norm layers of RMSNorm and SwiGLU."""
     moe = set(moe_layers)
     return {
@@ -150,7 +151,7 @@ def decoder(hf: HFConfig, dims: Mapping[str, int], moe_layers: Iterable[int] = (
     }
 
 
-def grouped_attention(hf: HFConfig, dims: Mapping[str, int]) -> dict[str, Any]:
+def grouped_attention(hf: HFConfig, dims: Mapping[str, int]) -> TransformerKeywords:
     """Keywords of grouped-query attention. Raises ValueError when heads do not divide into groups."""
     heads, kv_heads = hf["num_attention_heads"], dims["kv_heads"]
     if heads % kv_heads:
@@ -165,7 +166,7 @@ def grouped_attention(hf: HFConfig, dims: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def experts(dims: Mapping[str, int]) -> dict[str, Any]:
+def experts(dims: Mapping[str, int]) -> TransformerKeywords:
     """Keywords of routed and shared experts."""
     return {
         "num_moe_experts": dims["experts"],
@@ -177,7 +178,7 @@ def experts(dims: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def sigmoid_router(hf: HFConfig, dims: Mapping[str, int]) -> dict[str, Any]:
+def sigmoid_router(hf: HFConfig, dims: Mapping[str, int]) -> TransformerKeywords:
     """Keywords of DeepSeek-V3's router (arXiv 2412.19437, section 2.1.2): sigmoid scores, a bias that affects only the
     selection, gates normalized to sum to 1 and scaled. Raises ValueError when no layer has experts, for a single
     expert per token, and for expert groups that megatron ranks differently."""

@@ -173,7 +173,7 @@ def _build_chunk(
 
 def transformer_config(resolved: Resolved) -> TransformerConfig:
     """Megatron's TransformerConfig or MLATransformerConfig."""
-    settings = dict(resolved.transformer)
+    settings = resolved.transformer.copy()
     if resolved.forward == "batch invariant":  # megatron supports it only with flash attention
         settings |= {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash}
     return (MLATransformerConfig if resolved.multi_latent_attention else TransformerConfig)(**settings)

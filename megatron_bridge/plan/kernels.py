@@ -6,11 +6,13 @@ A key that would have no effect on this device, in this layout or for this model
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_bridge.config import KernelsConfig, TrainerConfig
 from megatron_bridge.families.base import HFConfig, Split
+from megatron_bridge.families.keywords import TransformerKeywords
 from megatron_bridge.families.registry import family_of
+from megatron_bridge.plan.keywords import DdpKeywords, OptimizerKeywords
 
 Spec = Literal["local", "te"]
 Capability = tuple[int, int]  # CUDA compute capability (major, minor)
@@ -155,7 +157,7 @@ def _linears(config: TrainerConfig, hf: HFConfig) -> list[tuple[str, int, int]]:
     return found
 
 
-def _refuse_experts(config: TrainerConfig, architecture: dict[str, Any]) -> None:
+def _refuse_experts(config: TrainerConfig, architecture: TransformerKeywords) -> None:
     kernels, layout = config.kernels, config.parallel
     if kernels.flex_backend != "deepep" and kernels.dispatcher != "flex":
         raise ValueError(
@@ -211,10 +213,10 @@ def token_multiple(config: TrainerConfig) -> int:
     return 1 if config.kernels.fp8 == "none" else _ROWS[config.kernels.fp8]
 
 
-def transformer_arguments(config: TrainerConfig, *, experts: bool) -> dict[str, Any]:
+def transformer_arguments(config: TrainerConfig, *, experts: bool) -> TransformerKeywords:
     """Keyword arguments for TransformerConfig; fusions without a config key are off."""
     kernels = config.kernels
-    out: dict[str, Any] = {
+    out: TransformerKeywords = {
         "bias_activation_fusion": kernels.swiglu_fusion,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -241,10 +243,10 @@ def transformer_arguments(config: TrainerConfig, *, experts: bool) -> dict[str, 
     return out
 
 
-def ddp_arguments(config: TrainerConfig) -> dict[str, Any]:
+def ddp_arguments(config: TrainerConfig) -> DdpKeywords:
     """Keyword arguments for DistributedDataParallelConfig."""
     kernels = config.kernels
-    out: dict[str, Any] = {
+    out: DdpKeywords = {
         "use_distributed_optimizer": config.distributed_optimizer,
         "grad_reduce_in_fp32": True,
         "bucket_size": None,  # megatron's default when gradients are reduced during backward
@@ -258,10 +260,10 @@ def ddp_arguments(config: TrainerConfig) -> dict[str, Any]:
     return out
 
 
-def optimizer_arguments(config: TrainerConfig) -> dict[str, Any]:
+def optimizer_arguments(config: TrainerConfig) -> OptimizerKeywords:
     """Keyword arguments for megatron's OptimizerConfig."""
     kernels = config.kernels
-    out: dict[str, Any] = {"overlap_param_gather": kernels.overlap_param_gather}
+    out: OptimizerKeywords = {"overlap_param_gather": kernels.overlap_param_gather}
     if kernels.fp8 != "none":
         out["fp8_recipe"] = kernels.fp8
     if kernels.offload_optimizer > 0:

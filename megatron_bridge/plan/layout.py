@@ -6,11 +6,9 @@ both numbers and the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_bridge.config import ParallelConfig
 from megatron_bridge.families.base import HFConfig
+from megatron_bridge.families.keywords import TransformerKeywords
 from megatron_bridge.families.registry import family_of
 
 
@@ -33,7 +31,7 @@ def check_layout(config: ParallelConfig, hf: HFConfig) -> None:
     _check_stages(config, architecture["num_layers"])
 
 
-def _check_tensor_parallel(config: ParallelConfig, model: Mapping[str, Any], vocab: int) -> None:
+def _check_tensor_parallel(config: ParallelConfig, model: TransformerKeywords, vocab: int) -> None:
     experts, tp = model.get("num_moe_experts"), config.tp
     if tp > 1 and not config.sequence_parallel:
         raise ValueError(
@@ -53,12 +51,12 @@ def _check_tensor_parallel(config: ParallelConfig, model: Mapping[str, Any], voc
             raise ValueError(f"{width} {what} are not divisible by parallel.tp = {tp}: choose a divisor")
 
 
-def _has_dense(model: Mapping[str, Any]) -> bool:
+def _has_dense(model: TransformerKeywords) -> bool:
     """Whether some layer has an MLP without experts."""
     return model.get("num_moe_experts") is None or not all(model.get("moe_layer_freq") or ())
 
 
-def _check_experts(config: ParallelConfig, model: Mapping[str, Any]) -> None:
+def _check_experts(config: ParallelConfig, model: TransformerKeywords) -> None:
     experts = model.get("num_moe_experts")
     for name, size in (("ep", config.ep), ("etp", config.etp)):
         if experts is None and size > 1:

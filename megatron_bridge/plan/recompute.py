@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_bridge.config import TrainerConfig
+from megatron_bridge.families.keywords import TransformerKeywords
 
 
-def recompute_settings(config: TrainerConfig, transformer: Mapping[str, Any]) -> dict[str, Any]:
+def recompute_settings(config: TrainerConfig, transformer: TransformerKeywords) -> TransformerKeywords:
     """Keyword arguments for megatron's TransformerConfig; `transformer`: those that model and layout determine.
 
     "selective" without names selects modules that are cheap to recompute for the memory they use: core attention, MLA's
@@ -22,25 +20,24 @@ def recompute_settings(config: TrainerConfig, transformer: Mapping[str, Any]) ->
     wrong = sorted(set(config.recompute_modules) - set(fitting))
     if wrong:
         raise ValueError(f"recompute_modules: {wrong} do not fit this model: choose among {fitting}")
-    default = [name for name in ("core_attn", "mla_up_proj", "moe") if name in fitting]
+    default = [name for name in fitting if name in ("core_attn", "mla_up_proj", "moe")]
     return {"recompute_granularity": "selective", "recompute_modules": list(config.recompute_modules) or default}
 
 
-def routes_again(transformer: Mapping[str, Any]) -> bool:
+def routes_again(transformer: TransformerKeywords) -> bool:
     """Whether routers run again in backward."""
     kind = transformer.get("recompute_granularity")
     return kind == "full" or (kind == "selective" and "moe" in transformer["recompute_modules"])
 
 
-def _fitting(transformer: Mapping[str, Any]) -> list[str]:
+def _fitting(transformer: TransformerKeywords) -> list[str]:
     """Megatron's names of the model's modules that can be recomputed."""
     moe = transformer.get("num_moe_experts") is not None
-    freq = transformer.get("moe_layer_freq", 1)  # one number, or a list with one per layer
     fits = {
         "core_attn": True,
         "layernorm": True,
         "mla_up_proj": bool(transformer.get("multi_latent_attention")),
-        "mlp": not moe or (freq != 1 and (not isinstance(freq, list) or 0 in freq)),  # of dense layers
+        "mlp": not moe or 0 in transformer.get("moe_layer_freq", []),  # of dense layers
         "moe": moe,
         "moe_act": bool(transformer.get("moe_grouped_gemm")),
         "shared_experts": moe

@@ -6,12 +6,12 @@ Imports no megatron and needs no CUDA: a cluster's settings can be computed and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from megatron_bridge.config import TrainerConfig
 from megatron_bridge.families.base import HFConfig
+from megatron_bridge.families.keywords import TransformerKeywords
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.deterministic import Forward, choose_forward
 from megatron_bridge.plan.kernels import (
@@ -23,6 +23,7 @@ from megatron_bridge.plan.kernels import (
     token_multiple,
     transformer_arguments,
 )
+from megatron_bridge.plan.keywords import DdpKeywords, OptimizerKeywords
 from megatron_bridge.plan.precision import check_precision
 from megatron_bridge.plan.recompute import recompute_settings
 
@@ -34,9 +35,9 @@ class Resolved:
     spec: Spec  # module implementation
     forward: Forward  # forward implementation
     multi_latent_attention: bool  # MLATransformerConfig rather than TransformerConfig
-    transformer: dict[str, Any]  # TransformerConfig
-    ddp: dict[str, Any]  # DistributedDataParallelConfig
-    optimizer: dict[str, Any]  # megatron's OptimizerConfig
+    transformer: TransformerKeywords
+    ddp: DdpKeywords
+    optimizer: OptimizerKeywords
     token_multiple: int  # rows of a rank's slice of a pack are a multiple of this
 
 
@@ -52,7 +53,7 @@ def resolve(
     spec = choose_spec(config, hf, cuda=cuda, te=te, capability=capability)
     check_precision(config, hf, te=spec == "te")
     dtype = torch.bfloat16 if config.params_dtype == "bfloat16" else torch.float32
-    family = dict(family_of(hf).transformer_config(hf))
+    family = family_of(hf).transformer_config(hf)
     latent = bool(family.get("multi_latent_attention"))
     forward = choose_forward(config, cuda=cuda, spec=spec, latent=latent)
     transformer = family | _layout(config) | _precision(dtype)
@@ -81,9 +82,9 @@ def resolve(
     )
 
 
-def _layout(config: TrainerConfig) -> dict[str, Any]:
+def _layout(config: TrainerConfig) -> TransformerKeywords:
     layout = config.parallel
-    out: dict[str, Any] = {
+    out: TransformerKeywords = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp,
@@ -108,7 +109,7 @@ def _layout(config: TrainerConfig) -> dict[str, Any]:
     return out
 
 
-def _precision(dtype: torch.dtype) -> dict[str, Any]:
+def _precision(dtype: torch.dtype) -> TransformerKeywords:
     return {
         "bf16": dtype is torch.bfloat16,
         "params_dtype": dtype,
@@ -117,7 +118,7 @@ def _precision(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _moe(config: TrainerConfig) -> dict[str, Any]:
+def _moe(config: TrainerConfig) -> TransformerKeywords:
     return {
         "moe_enable_routing_replay": True,
         "moe_router_load_balancing_type": "aux_loss" if config.router_aux_loss else "none",
@@ -137,7 +138,7 @@ def _no_experts(config: TrainerConfig) -> None:
         raise ValueError("replay.mode = 'r2', but the model has no experts to replay: set it to 'off'")
 
 
-def _mtp(config: TrainerConfig, hf: HFConfig) -> dict[str, Any]:
+def _mtp(config: TrainerConfig, hf: HFConfig) -> TransformerKeywords:
     if not config.mtp_coefficient:
         return {}
     depths = family_of(hf).mtp_layers(hf)
@@ -154,7 +155,7 @@ def _mtp(config: TrainerConfig, hf: HFConfig) -> dict[str, Any]:
     return {"mtp_num_layers": depths}
 
 
-def _optimizer(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any]:
+def _optimizer(config: TrainerConfig, dtype: torch.dtype) -> OptimizerKeywords:
     own = config.optimizer
     return {
         "optimizer": "adam",

@@ -10,6 +10,7 @@ derived from (seed, step, the rank's position).
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_bridge.convert.torch_archive import reason
+from megatron_bridge.device.collective_errors import first_line
 from megatron_bridge.device.parallel import ParallelContext
 from megatron_bridge.device.rng import KEY as RNG
 from megatron_bridge.device.rng import derive_rng_state, rng_state, set_rng_state
@@ -38,7 +40,7 @@ from megatron_bridge.model.lora import ADAPTERS, check_adapters, reset_adapters
 from megatron_bridge.optim.optimizer import prime_state
 from megatron_bridge.optim.te_names import checkpoint_state, is_extra
 from megatron_bridge.weights.checkpoint_sums import verify_sums
-from megatron_bridge.weights.checkpoint_writer import CheckpointSave, first_line
+from megatron_bridge.weights.checkpoint_writer import CheckpointSave
 from megatron_bridge.weights.verified_load import load_verified, open_verified
 from miles_like.limits.regular_files import check_inside, open_regular, read_json
 
@@ -159,9 +161,16 @@ def _check_small_files(path: Path) -> None:
         for name in (CONFIG_FNAME, COMMON_STATE_FNAME):
             check_inside(path / name, path)
         os.close(open_regular(path / COMMON_STATE_FNAME))
-        CheckpointingConfig(**read_json(path / CONFIG_FNAME, _CONFIG_BYTES))
-    except (ValueError, TypeError, OSError) as e:
+        _check_backends(read_json(path / CONFIG_FNAME, _CONFIG_BYTES))
+    except (ValueError, OSError) as e:
         raise ValueError(f"checkpoint {path}: {reason(e)}: copy or convert it again") from None
+
+
+def _check_backends(found: object) -> None:
+    """Raise ValueError unless `found`, the content of metadata.json, has the keys of megatron's CheckpointingConfig."""
+    known = {field.name for field in dataclasses.fields(CheckpointingConfig)}
+    if not isinstance(found, dict) or "sharded_backend" not in found or not set(found) <= known:
+        raise ValueError(f"{CONFIG_FNAME} is not one that a save writes, an object with {', '.join(sorted(known))}")
 
 
 def _common(path: Path) -> dict[str, Any]:

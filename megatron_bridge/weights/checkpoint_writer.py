@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-from megatron_bridge.device.collective_errors import gather_objects
+from megatron_bridge.device.collective_errors import first_line, gather_objects
 from megatron_bridge.weights.checkpoint_sums import checksum, write_sums
 
 BACKEND, VERSION = "torch_dist", 1
@@ -170,9 +170,3 @@ class CheckpointSave:
 def _with_tensors(bucket: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     file, key, (objects, tensors) = bucket
     return file, key, (objects, [(item, change(tensor)) for item, tensor in tensors])
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if the message is empty."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

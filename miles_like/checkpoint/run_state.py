@@ -19,9 +19,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from miles_like.checkpoint.run_state_schema import check_state
+from miles_like.checkpoint.run_state_schema import RunStateKeys, check_state
 from miles_like.checkpoint.saved_groups import read_groups, write_groups
 from miles_like.hf.checkpoint import sync_path
 from miles_like.limits.regular_files import MIB, read_json, read_regular
@@ -152,9 +151,15 @@ def check_kept(checkpoints: Path, step: int) -> None:
 def load(folder: Path) -> RunState:
     """The state in a checkpoint folder. Raises DamagedError, a ValueError, naming a missing or damaged file."""
     found = _manifest(folder)
-    check_files(folder, found.pop("files"))
+    check_files(folder, found["files"])
     try:
-        return RunState(**found, groups=read_groups(folder / GROUPS_FILE))
+        return RunState(
+            step=found["step"],
+            weight_version=found["weight_version"],
+            tokens_total=found["tokens_total"],
+            parts=found["parts"],
+            groups=read_groups(folder / GROUPS_FILE),
+        )
     except ValueError as e:
         raise DamagedError(f"checkpoint {folder.name} is damaged: {e}") from e
 
@@ -201,7 +206,7 @@ def _earlier_checkpoint_hint(folder: Path) -> str:
     return "there is no complete one before it: start again with --fresh"
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _manifest(folder: Path) -> RunStateKeys:
     """The content of run_state.json, verified, without format and sum."""
     path = folder / STATE_FILE
     broken = f"checkpoint {folder.name} is damaged: {path}"
@@ -222,12 +227,12 @@ def _manifest(folder: Path) -> dict[str, Any]:
             f"{path} has format {version}, this program reads {FORMAT}: resume with the version that wrote it"
         )
     try:
-        check_state(found)
+        state = check_state(found)
     except ValueError as e:
         raise DamagedError(f"{broken} has an invalid value: {e}") from None
-    if folder.name != f"step_{found['step']}":
-        raise DamagedError(f"{broken} has step {found['step']}: the checkpoint was moved or mixed")
-    return found
+    if folder.name != f"step_{state['step']}":
+        raise DamagedError(f"{broken} has step {state['step']}: the checkpoint was moved or mixed")
+    return state
 
 
 def _latest(checkpoints: Path, kept: list[int]) -> Path | None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict, cast
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, RootModel, StrictInt, ValidationError
 
 from miles_like.checkpoint.random_state import RANDOM
+from miles_like.storage.checkpoint_files import FileFact as StoredFact
+from miles_like.types import Json
 
 DEEPEST = 100
 Count = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
@@ -138,15 +140,24 @@ PARTS: Mapping[str, type[BaseModel]] = {
 }
 
 
-def check_state(found: object) -> dict[str, Any]:
+class RunStateKeys(TypedDict):
+    """What `RunStateFile` describes, as parsed JSON: a part's state is the component's own."""
+
+    step: int
+    weight_version: int
+    tokens_total: int
+    parts: dict[str, Json]
+    files: dict[str, StoredFact]
+
+
+def check_state(found: object) -> RunStateKeys:
     """The content of run_state.json, without its format and sum. Raises ValueError naming the first invalid value."""
     _check_depth(found)
     checked = _checked(RunStateFile, found, "")
     for name, part in checked.parts.items():
         if name in PARTS:
             _checked(PARTS[name], part, f"parts.{name}.")
-    assert isinstance(found, dict)
-    return found
+    return cast("RunStateKeys", found)
 
 
 def _checked(model: type[BaseModel], value: object, where: str) -> Any:

@@ -25,7 +25,6 @@ from routing_replay.versions import VersionSpan
 
 JSON = "json"
 _ON_DISK = {"checksums": "seals", "layer_checksums": "layer_seals"}  # fields of RoutingTrace with another name there
-_FIELDS = {stored: field for field, stored in _ON_DISK.items()}
 ReadTensor = Callable[[tuple[str, int, Sequence[int]]], Tensor]  # (dtype, index of the first element, shape) -> tensor
 
 
@@ -87,11 +86,26 @@ def read_groups(path: Path) -> dict[str, SampleGroup]:
         raise ValueError(f"{path} is damaged: it holds an invalid group ({type(e).__name__}: {e})") from e
 
 
+def _check_keys(value: Mapping[str, Any], kind: type[SampleGroup | Prompt | Sample | RoutingTrace]) -> None:
+    """Raises ValueError unless `value` has exactly the keys that `write_groups` writes for a `kind`."""
+    wanted = {_ON_DISK.get(f.name, f.name) for f in fields(kind)}
+    if wrong := wanted ^ set(value):
+        raise ValueError(f"a {kind.__name__} with or without {', '.join(sorted(wrong))}")
+
+
 def _group(value: Mapping[str, Any], tensor: ReadTensor) -> SampleGroup:
+    _check_keys(value, SampleGroup)
     prompt = value["prompt"]
+    _check_keys(prompt, Prompt)
     return SampleGroup(
         prompt=Prompt(
-            **{**prompt, "token_ids": tuple(prompt["token_ids"]), "messages": tuple(prompt["messages"])},
+            id=prompt["id"],
+            token_ids=tuple(prompt["token_ids"]),
+            answer=prompt["answer"],
+            text=prompt["text"],
+            source=prompt["source"],
+            messages=tuple(prompt["messages"]),
+            meta=prompt["meta"],
         ),
         samples=tuple(_sample(s, tensor) for s in value["samples"]),
         discarded=value["discarded"],
@@ -99,31 +113,34 @@ def _group(value: Mapping[str, Any], tensor: ReadTensor) -> SampleGroup:
 
 
 def _sample(value: Mapping[str, Any], tensor: ReadTensor) -> Sample:
-    whole = {name: tensor(value[name]) for name in ("token_ids", "loss_mask", "logprobs")}
-    candidates = value["candidates"]
+    _check_keys(value, Sample)
     return Sample(
-        **{
-            **value,
-            **whole,
-            "routing": None if value["routing"] is None else _trace(value["routing"], tensor),
-            "versions": _spans(value["versions"]),
-            "finish": Finish(value["finish"]),
-            "streams": {name: tensor(place) for name, place in value["streams"].items()},
-            "candidates": None if candidates is None else tensor(candidates),
-        }
+        prompt_id=value["prompt_id"],
+        index=value["index"],
+        token_ids=tensor(value["token_ids"]),
+        loss_mask=tensor(value["loss_mask"]),
+        logprobs=tensor(value["logprobs"]),
+        routing=None if value["routing"] is None else _trace(value["routing"], tensor),
+        versions=_spans(value["versions"]),
+        finish=Finish(value["finish"]),
+        text=value["text"],
+        reward=value["reward"],
+        reward_parts=value["reward_parts"],
+        streams={name: tensor(place) for name, place in value["streams"].items()},
+        candidates=None if value["candidates"] is None else tensor(value["candidates"]),
     )
 
 
 def _trace(value: Mapping[str, Any], tensor: ReadTensor) -> RoutingTrace:
-    stored = ("experts", "seals", "layer_seals", "weights")
-    tensors = {name: None if value[name] is None else tensor(value[name]) for name in stored}
-    versions = value["versions"]
+    _check_keys(value, RoutingTrace)
     return RoutingTrace(
-        **{
-            **{_FIELDS.get(name, name): item for name, item in {**value, **tensors}.items()},
-            "layers": tuple(value["layers"]),
-            "versions": None if versions is None else _spans(versions),
-        }
+        experts=tensor(value["experts"]),
+        layers=tuple(value["layers"]),
+        num_experts=value["num_experts"],
+        checksums=None if value["seals"] is None else tensor(value["seals"]),
+        layer_checksums=None if value["layer_seals"] is None else tensor(value["layer_seals"]),
+        versions=None if value["versions"] is None else _spans(value["versions"]),
+        weights=None if value["weights"] is None else tensor(value["weights"]),
     )
 
 

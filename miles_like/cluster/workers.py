@@ -19,12 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
 from miles_like.batch.packing import cut_shard
@@ -49,6 +50,13 @@ _AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_W
 _before_local: dict[str, str | None] = {}  # values of _AUTH from before this process started a local Ray
 
 
+class _Logging(TypedDict):
+    """Keywords of ray.init that keep its own messages out of a run's output."""
+
+    logging_level: int
+    log_to_driver: bool
+
+
 def start_ray(address: str | None) -> None:
     """Join the cluster at `address` or RAY_ADDRESS; without either start a local one for this process.
 
@@ -62,7 +70,7 @@ def start_ray(address: str | None) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # the default of 15 would slow the training down
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # each rank has another environment: none is idle
     address = address or os.environ.get("RAY_ADDRESS")
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    quiet: _Logging = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address is None:
         _start_local(quiet)
         end_in_order()
@@ -91,7 +99,7 @@ def _refused(error: BaseException | None) -> bool:
     )
 
 
-def _start_local(quiet: Mapping[str, Any]) -> None:
+def _start_local(quiet: _Logging) -> None:
     """Raises RuntimeError, with no process left, when Ray does not start."""
     _before_local.update({name: os.environ.get(name) for name in _AUTH})
     _apply_auth(
@@ -168,7 +176,16 @@ def check_nodes(plan: PlacementPlan) -> None:
 _SHARE_OF_GPU = {"trainer": 0.6, "rollout": 0.4, "critic": 0.0}  # makes Ray put one of each on a GPU
 
 
-def _options(slot: Slot) -> dict[str, Any]:
+class _ActorOptions(TypedDict):
+    """Keywords of `options` of a Ray actor's class."""
+
+    num_cpus: int
+    num_gpus: float
+    scheduling_strategy: NodeAffinitySchedulingStrategy
+    runtime_env: dict[str, dict[str, str]]
+
+
+def _options(slot: Slot) -> _ActorOptions:
     nodes = node_ids()
     # one thread per rank of a CPU run: the ranks share the cores
     environment = {"OMP_NUM_THREADS": "1"} if not slot.gpus else {}

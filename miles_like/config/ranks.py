@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal, TypedDict
 
-from megatron_bridge.config import LoraConfig, PrecisionConfig, ReplayConfig, TrainerConfig
+from megatron_bridge.config import LoraConfig, OptimizerConfig, PrecisionConfig, ReplayConfig, TrainerConfig
 from miles_like.config.run import RunConfig
 from quant.spec import QuantFormat
 
@@ -35,6 +36,19 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
     )
 
 
+class _CriticKeys(TypedDict):
+    """Fields of TrainerConfig that a critic has otherwise than the trainer."""
+
+    head: Literal["lm", "scalar"]
+    optimizer: OptimizerConfig
+    precision: PrecisionConfig
+    replay: ReplayConfig
+    lora: LoraConfig
+    reference: bool
+    reference_every: int
+    mtp_coefficient: float
+
+
 def critic_config(run: RunConfig, trainer: TrainerConfig) -> TrainerConfig | None:
     """The configuration of each critic rank, derived from that of the trainer ranks; None: there is no critic.
 
@@ -44,9 +58,9 @@ def critic_config(run: RunConfig, trainer: TrainerConfig) -> TrainerConfig | Non
     if not run.algorithm.has_critic:
         return None
     lr = trainer.optimizer.lr if run.critic.lr is None else run.critic.lr
-    own = {
+    own: _CriticKeys = {
         "head": "scalar",
-        "optimizer": trainer.optimizer.model_copy(update={"lr": lr}),
+        "optimizer": trainer.optimizer.model_copy(update={"lr": lr}),  # its min_lr may be larger: the critic keeps it
         "precision": PrecisionConfig(format=QuantFormat.BF16),
         "replay": ReplayConfig(mode="off"),
         "lora": LoraConfig(),
@@ -54,4 +68,4 @@ def critic_config(run: RunConfig, trainer: TrainerConfig) -> TrainerConfig | Non
         "reference_every": 0,
         "mtp_coefficient": 0.0,
     }
-    return trainer.model_copy(update=own)
+    return TrainerConfig.model_validate({**dict(trainer), **own})

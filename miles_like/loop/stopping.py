@@ -10,6 +10,7 @@ SIGTERM, is interrupted. The exit status is 143, saved or not, and 75 (EX_TEMPFA
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -63,6 +64,23 @@ class StopRequest:
         return Stopped(f"{self.reason}: {how}", self.status)
 
 
+class _Timer:
+    """At most one pending call, made by a thread: it also comes while the event loop is blocked."""
+
+    pending: threading.Timer | None = None
+
+    def set(self, seconds: float, call: Callable[[], None]) -> None:
+        """Makes `call` after so many seconds, instead of the call that was pending."""
+        self.cancel()
+        self.pending = threading.Timer(seconds, call)
+        self.pending.daemon = True
+        self.pending.start()
+
+    def cancel(self) -> None:
+        if self.pending is not None:
+            self.pending.cancel()
+
+
 class Deadline:
     """Requests a stop when one more step and a save no longer fit into `seconds` after `began`."""
 
@@ -80,7 +98,7 @@ class Deadline:
         self._end = 0.0 if seconds is None else began + seconds
         self._step_s = 0.0
         self._save_s: float | None = None
-        self._alarm: asyncio.TimerHandle | None = None
+        self._timer = _Timer()
 
     def note(self, step_s: float = 0.0, save_s: float | None = None) -> None:
         """Notes that a step took `step_s`, from boundary to boundary, and a save `save_s`. Call in the event loop.
@@ -96,15 +114,13 @@ class Deadline:
         left = self._end - self._clock()
         if left < self._step_s + self._reserve:
             self._ask(left)
-        elif self._alarm is None or step_s > 0 or save_s is not None:
-            self.close()
+        elif self._timer.pending is None or step_s > 0 or save_s is not None:
             loop = asyncio.get_running_loop()
-            self._alarm = loop.call_later(left - self._reserve, lambda: self._ask(self._end - self._clock()))
+            self._timer.set(left - self._reserve, lambda: _call_in(loop, lambda: self._ask(self._end - self._clock())))
 
     def close(self) -> None:
         """Cancels the timer."""
-        if self._alarm is not None:
-            self._alarm.cancel()
+        self._timer.cancel()
 
     @property
     def _reserve(self) -> float:
@@ -119,6 +135,12 @@ class Deadline:
             f"{self._step_s:.1f} s, {save}: {total:.1f} s together",
             TRY_AGAIN,
         )
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Makes the call in the loop, from another thread or a signal handler; no call where the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
 
 
 def command_began() -> float:
@@ -149,7 +171,8 @@ def run_to_end(main: Coroutine[Any, Any, T], stop: StopRequest | None = None, gr
 
 
 class _Ending:
-    """Escalates from a stop request to a cancellation to an interrupt: a blocked event loop reacts only to the last."""
+    """Escalates from a stop request to a cancellation to an interrupt, at further signals or when its timer ends: a
+    blocked event loop reacts only to the last."""
 
     def __init__(self, stop: StopRequest | None, grace_s: float) -> None:
         self._stop, self._grace_s = stop, grace_s
@@ -157,6 +180,7 @@ class _Ending:
         self._asked = False  # the stop request has reached the loop
         self._cancelled_at: float | None = None
         self._reached = False  # the cancellation has reached the loop, or the loop has ended
+        self._timer = _Timer()
 
     async def watched(self, main: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
@@ -167,14 +191,15 @@ class _Ending:
             return await main
         finally:
             self._reached = True
+            self._timer.cancel()
             signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
     def _on_signal(self, _signal: int, _frame: FrameType | None) -> None:
         if not self.signalled:
             self.signalled = True
             if self._grace_s > 0:
-                self._loop.call_soon_threadsafe(self._ask)
-                self._insist_after(self._grace_s + PATIENCE_S)
+                _call_in(self._loop, self._ask)
+                self._timer.set(self._grace_s, self._grace_is_over)
             else:
                 self._order()
         elif self._cancelled_at is None:
@@ -189,24 +214,24 @@ class _Ending:
         if not self._reached:
             assert self._stop is not None
             self._stop.ask("SIGTERM", STATUS)
-            self._loop.call_later(self._grace_s, self._order)
+
+    def _grace_is_over(self) -> None:
+        if self._asked:
+            self._order()
+        else:  # the loop is blocked
+            self._timer.set(PATIENCE_S, self._insist)
 
     def _order(self) -> None:
         if self._cancelled_at is None and not self._reached:
             self._cancelled_at = time.monotonic()
-            self._loop.call_soon_threadsafe(self._cancel)
-            self._insist_after(PATIENCE_S)
+            _call_in(self._loop, self._cancel)
+            self._timer.set(PATIENCE_S, self._insist)
 
     def _cancel(self) -> None:
         if not self._reached:
             self._reached = True
             self._task.cancel()
 
-    def _insist_after(self, seconds: float) -> None:
-        def insist() -> None:
-            if not self._reached:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        again = threading.Timer(seconds, insist)
-        again.daemon = True
-        again.start()
+    def _insist(self) -> None:
+        if not self._reached:
+            os.kill(os.getpid(), signal.SIGTERM)

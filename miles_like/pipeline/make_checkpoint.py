@@ -36,7 +36,6 @@ from quant.hf_config import quantized_config
 from quant.spec import QuantFormat
 from rollout.prompts.config import DataConfig
 
-_HAS_BIAS = "moe_router_enable_expert_bias"
 _BIAS_RATE = 1e-3  # DeepSeek-V3's (arXiv 2412.19437, section 4.2)
 
 
@@ -132,7 +131,8 @@ def _progress_printer(console: Console, make: MakeConfig) -> Callable[[int, floa
 def _trainer_config(config: RunConfig, make: MakeConfig, hf_dir: Path, hf_config: dict[str, Any]) -> TrainerConfig:
     rate = make.router_bias_update_rate
     if rate is None:
-        rate = _BIAS_RATE if family_of(hf_config).transformer_config(hf_config).get(_HAS_BIAS) else 0.0
+        keywords = family_of(hf_config).transformer_config(hf_config)
+        rate = _BIAS_RATE if keywords.get("moe_router_enable_expert_bias") else 0.0
     return TrainerConfig(
         hf_config=str(hf_dir),
         parallel=config.parallel,

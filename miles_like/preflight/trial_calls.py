@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -182,15 +182,15 @@ def _sample(prompt: Prompt, index: int, response: Sequence[int], text: str) -> S
     )
 
 
-def _check_advantages(found: object, groups: Sequence[SampleGroup]) -> None:
+def _check_advantages(found: Any, groups: Sequence[SampleGroup]) -> None:
     want = [len(g.samples) for g in groups]
     try:
-        have = [len(of_group) for of_group in found]  # type: ignore[attr-defined]
+        have = [len(of_group) for of_group in found]
     except TypeError:
         raise RuntimeError(f"it gave {found!r:.200}: want a list of numbers for each group") from None
     if have != want:
         raise RuntimeError(f"it gave {have} advantages for groups of {want} samples: want one each")
-    for group, of_group in zip(groups, found, strict=True):  # type: ignore[call-overload]
+    for group, of_group in zip(groups, found, strict=True):
         for sample, one in zip(group.samples, of_group, strict=True):
             if isinstance(one, Tensor) and one.numel() > 1 and one.shape != sample.token_ids.shape:
                 raise RuntimeError(

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from miles_like.storage.checkpoint_files import DamagedError
 from miles_like.types import Json
@@ -97,13 +97,18 @@ def positions(files: Mapping[str, AppendedFile]) -> Json:
     return {name: asdict(file.position) for name, file in files.items()}
 
 
+def _position(saved: Json) -> Position:
+    place = cast("Mapping[str, object]", saved)  # as `run_state_schema.FilePosition` has checked it
+    return Position(bytes=cast(int, place["bytes"]), sha256=cast(str, place["sha256"]))
+
+
 def truncate_all(run_dir: Path, saved: Json) -> None:
     """Truncate each file to its position in `saved`, a result of `positions`. Raises DamagedError where one is damaged,
     before any is truncated."""
     assert isinstance(saved, Mapping)
     if wrong := [name for name in saved if Path(name).name != name]:
         raise DamagedError(f"the checkpoint names {wrong[0]!r}, which is not a file of the run directory")
-    found = {run_dir / name: Position(**cast("Mapping[str, Any]", one)) for name, one in saved.items()}
+    found = {run_dir / name: _position(one) for name, one in saved.items()}
     for path, position in found.items():
         check_prefix(path, position)
     for path, position in found.items():

@@ -96,7 +96,7 @@ class RunChecks:
             self._published = (report.checksums if report else ()) or (await self._held())[0]
 
     async def _held(self) -> list[_Held]:
-        return [reply.ranks for reply in await asyncio.gather(*(c.checksum() for c in self.clients))]
+        return [reply.per_rank for reply in await asyncio.gather(*(c.checksum() for c in self.clients))]
 
     def _of(self, step: int, attempt: int = 0) -> Comparison:
         n = self.check_prompts

@@ -62,12 +62,14 @@ def log_sum(top: Tensor, sums: Tensor) -> Tensor:
 def logprob(logits: Tensor, target: Tensor, shards: int = 1) -> Tensor:
     """logits [T, V] of any float dtype, target int64 [T] -> natural log-probabilities fp32 [T], summed in `shards`."""
     width = logits.shape[1] // shards
-    found = [
-        shard_sums(lambda a, b, s=s: logits[:, s + a : s + b].float().clone(), width, (target - s)[:, None])  # type: ignore[misc]
-        for s in range(0, logits.shape[1], width)
-    ]
+    found = [shard_sums(_columns(logits, s), width, (target - s)[:, None]) for s in range(0, logits.shape[1], width)]
     top, sums = joined(*zip(*found, strict=True)) if shards > 1 else found[0]
     return sums[2] - log_sum(top, sums)
+
+
+def _columns(logits: Tensor, start: int) -> Callable[[int, int], Tensor]:
+    """Copies of columns a to b of the shard that begins at column `start`, in fp32."""
+    return lambda a, b: logits[:, start + a : start + b].float().clone()
 
 
 def _below(sums: Tensor, gap: Tensor) -> None:

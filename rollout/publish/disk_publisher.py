@@ -20,7 +20,7 @@ from rollout.publish.publisher import ServerSet, compare_checksums, flush_cache
 from rollout.server_key import ServerKey
 from rollout.sglang.client import RolloutError
 from rollout.wire import endpoints
-from rollout.wire.control import PauseMode, UpdateFromDisk
+from rollout.wire.control import PauseMode, PauseRequest, UpdateFromDisk
 
 
 class DiskPublisher:
@@ -79,7 +79,7 @@ class DiskPublisher:
         servers = ServerSet(self._urls, self._timeout_s, self._key)
         began = time.perf_counter()
         try:
-            servers.ask(endpoints.PAUSE, self._mode.to_json())
+            servers.ask(endpoints.PAUSE, PauseRequest(mode=self._mode).to_json())
             request = UpdateFromDisk(
                 model_path=str(path), flush_cache=False, weight_version=str(version), keep_pause=True
             )

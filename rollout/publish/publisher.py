@@ -41,9 +41,11 @@ from rollout.wire.control import (
     SAFETENSORS,
     BeginUpdate,
     ChecksumReply,
+    ChecksumRequest,
     EndUpdate,
     Outcome,
     PauseMode,
+    PauseRequest,
     UpdateFromTensor,
     encode_safetensors,
     encode_sglang_pickle,
@@ -118,8 +120,10 @@ class ServerSet:
                 raise RolloutError(f"server {url} refused {endpoint}: {outcome.message}")
 
     def checksums(self) -> list[ChecksumReply]:
-        answers = self.ask(endpoints.CHECKSUM, {"action": "checksum"})
-        return [_parsed(u, ChecksumReply.from_json, a) for u, a in zip(self.urls, answers, strict=True)]
+        answers = self.ask(endpoints.CHECKSUM, ChecksumRequest().to_json())
+        return [
+            _parsed(u, ChecksumReply.from_json, a, endpoints.CHECKSUM) for u, a in zip(self.urls, answers, strict=True)
+        ]
 
     def _all(self, call: Callable[[str], T]) -> list[T]:
         if len(self.urls) == 1:  # a thread would not run beside this one
@@ -196,7 +200,7 @@ class TensorPublisher:
         servers = ServerSet(self._urls, self._timeout_s, self._key)
         began = time.perf_counter()
         try:
-            servers.ask(endpoints.PAUSE, self._mode.to_json())
+            servers.ask(endpoints.PAUSE, PauseRequest(mode=self._mode).to_json())
             nbytes, checksums = self._update(servers, itertools.chain(_emptying(held), buckets), version)
             servers.ask(endpoints.CONTINUE, {})
         except (RolloutError, ValueError) as e:  # ValueError: a later tensor cannot be encoded
@@ -261,14 +265,14 @@ def compare_checksums(servers: ServerSet, sent: dict[str, str] | None) -> RankCh
     replies = servers.checksums()
     first = replies[0]
     for url, reply in zip(servers.urls[1:], replies[1:], strict=True):
-        if reply.per_engine != first.per_engine:
+        if reply.per_engine_checksum != first.per_engine_checksum:
             which = _differing(first.tensors, reply.tensors)
             raise RolloutError(f"servers {servers.urls[0]} and {url} hold different weights ({which})")
-    held = first.ranks[0]
+    held = first.ranks[0].checksums
     if sent is not None and any(sent.get(n) != c for n, c in held.items()):
         which = _differing({n: sent.get(n) for n in held}, held)
         raise RolloutError(f"server {servers.urls[0]} holds weights that differ from those sent ({which})")
-    return first.ranks
+    return first.per_rank
 
 
 def _differing(a: Mapping[str, str | None], b: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ Letters: G samples a prompt.
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,9 +27,11 @@ from rollout.wire import endpoints
 from rollout.wire.control import (
     AbortRequest,
     ChecksumReply,
+    ChecksumRequest,
     ModelInfo,
     Outcome,
     PauseMode,
+    PauseRequest,
     UpdateVersion,
 )
 from rollout.wire.generate import GenerateRequest, check_ids, check_tokens, replies_from_json, reply_bytes
@@ -58,8 +61,9 @@ def failure(error: httpx.HTTPError, *, url: str, endpoint: str, timeout_s: float
     """The RolloutError for an exception of httpx. log: the server's, if this run started it."""
     look = f"see the end of {log}" if log else "see its log"
     if isinstance(error, httpx.ConnectError) and "[SSL" in str(error):
+        reason = re.sub(r" \(_ssl\.c:\d+\)", "", str(error))  # a line of CPython's source
         return RolloutError(
-            f"server {url}: the TLS connection for {endpoint} failed ({error}): for a private certificate set "
+            f"server {url}: the TLS connection for {endpoint} failed ({reason}): for a private certificate set "
             "SSL_CERT_FILE to its authority's file, for a server without TLS use an http:// URL"
         )
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
@@ -257,7 +261,7 @@ class SGLangClient:
         return await self._call("POST", endpoints.GENERATE, request.to_json(), limit=limit)
 
     async def pause(self, mode: PauseMode | None = None) -> None:
-        await self._call("POST", endpoints.PAUSE, (mode or self._pause_mode).to_json())
+        await self._call("POST", endpoints.PAUSE, PauseRequest(mode=mode or self._pause_mode).to_json())
 
     async def resume(self) -> None:
         await self._call("POST", endpoints.CONTINUE, {})
@@ -287,7 +291,7 @@ class SGLangClient:
     async def model_info(self) -> ModelInfo:
         body = await self._call("GET", endpoints.MODEL_INFO)
         try:
-            return ModelInfo.from_json(body)
+            return ModelInfo.from_json(body, endpoints.MODEL_INFO)
         except ValueError as e:
             raise RolloutError(f"server {self.url}: {e}") from None
 
@@ -302,7 +306,8 @@ class SGLangClient:
             raise RolloutError(f"server {self.url}: {e}") from None
 
     async def checksum(self) -> ChecksumReply:
-        return ChecksumReply.from_json(await self._call("POST", endpoints.CHECKSUM, {"action": "checksum"}))
+        body = await self._call("POST", endpoints.CHECKSUM, ChecksumRequest().to_json())
+        return ChecksumReply.from_json(body, endpoints.CHECKSUM)
 
     async def begin_weight_update(self) -> None:
         await self._change(endpoints.BEGIN_UPDATE, {})

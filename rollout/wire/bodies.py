@@ -185,7 +185,7 @@ def _problem(kind: str, ctx: Mapping[str, Any], value: str) -> str:
     }
     bounds |= {"too_long": "at most {max_length} entries", "string_too_long": "at most {max_length} characters"}
     bounds |= {"too_short": "at least {min_length} entries", "string_too_short": "at least {min_length} characters"}
-    bounds |= {"literal_error": "one of {expected}", "finite_number": "a finite number"}
+    bounds |= {"literal_error": "one of {expected}", "enum": "one of {expected}", "finite_number": "a finite number"}
     if kind in bounds:
         return f"{value}, want {bounds[kind].format(**ctx)}"
     return f"{value} cannot be read ({kind.replace('_', ' ')})".strip()

@@ -9,7 +9,6 @@ import binascii
 import io
 import pickle
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -17,7 +16,7 @@ import pybase64
 import safetensors
 import safetensors.torch
 import torch
-from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -28,19 +27,14 @@ from rollout.wire.endpoints import (
     BEGIN_UPDATE,
     CHECKSUM,
     END_UPDATE,
-    MODEL_INFO,
     PAUSE,
     UPDATE_FROM_DISK,
     UPDATE_FROM_TENSOR,
     UPDATE_VERSION,
 )
-from rollout.wire.replies import Json, an_object, need
+from rollout.wire.replies import Json, Reply, Text
 
 SAFETENSORS = "safetensors"
-
-
-class PauseBody(Body):
-    mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class PauseMode(StrEnum):
@@ -50,28 +44,14 @@ class PauseMode(StrEnum):
     RETRACT = "retract"  # they return to the queue; their keys and values are recomputed after the pause
     IN_PLACE = "in_place"  # they are frozen with their keys and values; the cache cannot be flushed meanwhile
 
-    def to_json(self) -> Json:
-        return {"mode": self.value}
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> PauseMode:
-        return cls(read(PauseBody, body, PAUSE).mode)
-
 
 Flag = Annotated[bool, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "null"}]})]
 
 
-class ControlRequest(Body):
-    """A request to ENDPOINT, which client and server hold as this type. Where a field has a default, null stands for
-    it."""
+class Request(Body):
+    """A request to ENDPOINT, which client and server hold as this type."""
 
     ENDPOINT: ClassVar[str]
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _default_for_null(cls, value: object, info: ValidationInfo) -> object:
-        field = cls.model_fields[str(info.field_name)]
-        return field.default if value is None and not field.is_required() else value
 
     def to_json(self) -> Json:
         return self.model_dump()
@@ -80,6 +60,24 @@ class ControlRequest(Body):
     def from_json(cls, body: Mapping[str, Any]) -> Self:
         """Raises ValueError naming the endpoint, the field, its value and the bound."""
         return read(cls, body, cls.ENDPOINT)
+
+
+class PauseRequest(Request):
+    ENDPOINT = PAUSE
+    mode: Annotated[PauseMode, Field(strict=False)] = PauseMode.ABORT  # strict would refuse the mode's text
+
+    def to_json(self) -> Json:
+        return self.model_dump(mode="json")
+
+
+class ControlRequest(Request):
+    """A request in which null stands for the default of a field that has one."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _default_for_null(cls, value: object, info: ValidationInfo) -> object:
+        field = cls.model_fields[str(info.field_name)]
+        return field.default if value is None and not field.is_required() else value
 
 
 class AbortRequest(ControlRequest):
@@ -146,82 +144,50 @@ class ChecksumRequest(ControlRequest):
     action: Annotated[str, Field(max_length=64)] | None = "checksum"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(Reply):
     """Reply to BeginUpdate, UpdateFromTensor, UpdateFromDisk and EndUpdate, with HTTP 200 or 400."""
 
     success: bool
-    message: str = ""
-
-    def to_json(self) -> Json:
-        return {"success": self.success, "message": self.message}
-
-    @classmethod
-    def from_json(cls, body: object, endpoint: str) -> Outcome:
-        obj = an_object(body, endpoint)
-        return cls(success=bool(need(obj, "success", endpoint)), message=str(obj.get("message") or ""))
+    message: Text = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
+class ModelInfo(Reply):
     """The keys of /model_info that are used. `weight_version` is current; /server_info has that of the launch."""
 
     model_path: str
     weight_version: str
-    architectures: tuple[str, ...] = ()  # from its config.json
+    architectures: Annotated[tuple[str, ...], BeforeValidator(lambda names: names or ())] = ()  # from its config.json
     tokenizer_path: str | None = None
-
-    def to_json(self) -> Json:
-        return {
-            "model_path": self.model_path,
-            "weight_version": self.weight_version,
-            "architectures": list(self.architectures),
-            "tokenizer_path": self.tokenizer_path,
-            "is_generation": True,
-        }
-
-    @classmethod
-    def from_json(cls, body: object) -> ModelInfo:
-        obj = an_object(body, MODEL_INFO)
-        return cls(
-            model_path=str(need(obj, "model_path", MODEL_INFO)),
-            weight_version=str(need(obj, "weight_version", MODEL_INFO)),
-            architectures=tuple(obj.get("architectures") or ()),
-            tokenizer_path=obj.get("tokenizer_path"),
-        )
+    is_generation: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChecksumReply:
+class RankReply(Reply):
+    """Hashes of one rank of a server."""
+
+    checksums: dict[str, str]  # parameter name -> hash; SGLang's have 16 hex digits
+    per_gpu_checksum: str  # SHA-256 hex
+    parallelism_info: Any = Field(default_factory=list)
+
+
+class ChecksumReply(Reply):
     """Hashes of a server's weights. A stock server hashes its fused, sharded tensors."""
 
-    per_engine: str  # SHA-256 hex
-    ranks: tuple[Mapping[str, str], ...]  # for each rank: parameter name -> hash; SGLang's have 16 hex digits
-    per_gpu: tuple[str, ...]  # SHA-256 hex
+    success: bool = True
+    message: Text = ""
+    ranks: tuple[RankReply, ...]
+    per_engine_checksum: str  # SHA-256 hex
+
+    @property
+    def per_rank(self) -> tuple[Mapping[str, str], ...]:
+        """For each rank: parameter name -> hash."""
+        return tuple(rank.checksums for rank in self.ranks)
 
     @property
     def tensors(self) -> Mapping[str, str]:
         """Parameter name -> hash. With several ranks, which may hold different shards, names include the rank."""
         if len(self.ranks) == 1:
-            return self.ranks[0]
-        return {f"{name} (rank {i})": digest for i, rank in enumerate(self.ranks) for name, digest in rank.items()}
-
-    def to_json(self) -> Json:
-        ranks = [
-            {"checksums": dict(r), "per_gpu_checksum": g, "parallelism_info": []}
-            for r, g in zip(self.ranks, self.per_gpu, strict=True)
-        ]
-        return {"success": True, "message": "", "ranks": ranks, "per_engine_checksum": self.per_engine}
-
-    @classmethod
-    def from_json(cls, body: object) -> ChecksumReply:
-        obj = an_object(body, CHECKSUM)
-        ranks = [an_object(r, CHECKSUM) for r in need(obj, "ranks", CHECKSUM)]
-        return cls(
-            per_engine=str(need(obj, "per_engine_checksum", CHECKSUM)),
-            ranks=tuple(dict(need(r, "checksums", CHECKSUM)) for r in ranks),
-            per_gpu=tuple(str(need(r, "per_gpu_checksum", CHECKSUM)) for r in ranks),
-        )
+            return self.ranks[0].checksums
+        return {f"{name} (rank {i})": digest for i, rank in enumerate(self.per_rank) for name, digest in rank.items()}
 
 
 def encode_safetensors(tensors: Iterable[NamedTensor]) -> str:

@@ -1,12 +1,16 @@
-"""Checked access to the JSON of a reply, and the text of an error reply."""
+"""Replies as typed values, checked access to the JSON of a reply, and the text of an error reply."""
 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 Json: TypeAlias = dict[str, Any]
+Text = Annotated[str, BeforeValidator(lambda text: str(text or ""))]  # null and what is no text are made one
 
 
 def an_object(value: object, endpoint: str) -> Mapping[str, Any]:
@@ -21,6 +25,28 @@ def need(obj: Mapping[str, Any], key: str, endpoint: str) -> Any:
     if key not in obj:
         raise ValueError(f"{endpoint}: the reply has no {key!r} (it has {', '.join(sorted(obj)) or 'nothing'})")
     return obj[key]
+
+
+class Reply(BaseModel):
+    """A reply to a control request, which client and server hold as this type. Other keys are ignored: stock servers
+    send more."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
+
+    def to_json(self) -> Json:
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def from_json(cls, body: object, endpoint: str) -> Self:
+        """Raises ValueError naming the endpoint, and the key that is missing or its value."""
+        try:
+            return cls.model_validate(an_object(body, endpoint))
+        except ValidationError as e:
+            error = e.errors(include_url=False)[0]
+        key = ".".join(map(str, error["loc"]))
+        if error["type"] == "missing":
+            need(error["input"], str(error["loc"][-1]), endpoint)
+        raise ValueError(f"{endpoint}: the reply has {key} = {reprlib.repr(error['input'])}: {error['msg']}")
 
 
 def error_message(status: int, body: bytes) -> str:

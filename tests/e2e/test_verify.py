@@ -86,7 +86,7 @@ def other(home: Path) -> Iterator[tuple[str, set[str], Path]]:
 def checksums(url: str) -> Mapping[str, str]:
     servers = ServerSet([url], 60)
     try:
-        return servers.checksums()[0].ranks[0]
+        return servers.checksums()[0].ranks[0].checksums
     finally:
         servers.close()
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -138,16 +138,14 @@ def test_layers_under_other_numbers() -> None:
 @given(seeds, rows, st.integers(0, 3))
 @CASES
 def test_one_row_of_one_layer_overwritten(seed: int, row: int, col: int) -> None:
-    """Legal ids that differ from the chosen ones: an expert not chosen, or two slots exchanged. By chance they may be
-    another row's, and then the message names that."""
+    """Legal ids that differ from the chosen ones: an expert not chosen, or two slots exchanged."""
     tokens, trace = made(seed)
     for ids in (trace.experts[row, col].flip(0), other_expert(trace.experts[row, col])):
         experts = trace.experts.clone()
         experts[row, col] = ids
         wrong = replace(trace, experts=experts)
-        message = refused(wrong, tokens, layer=LAYERS[col], position=row, unrecorded=DRAWN)
-        alike = r"in this layer alone, the row of position \d+ is duplicated"
-        assert re.search(f"1 rows hold ids that do not match their checksums: overwritten|{alike}", message), message
+        facts = ("1 rows hold ids", "overwritten")
+        refused(wrong, tokens, *facts, layer=LAYERS[col], position=row, unrecorded=DRAWN)
 
 
 def test_every_slot_counts() -> None:
@@ -166,14 +164,14 @@ def other_expert(ids: Tensor) -> Tensor:
 
 
 @given(seeds, st.integers(0, 3), st.integers(1, 9))
-@example(570, 2, 4)  # two of its rows are alike
 @CASES
 def test_rows_of_one_layer_shifted(seed: int, col: int, by: int) -> None:
     tokens, trace = made(seed)
     experts = trace.experts.clone()
     experts[:, col] = experts[:, col].roll(by, 0)
-    facts = ("in this layer alone", "all rows are shifted by")
-    refused(replace(trace, experts=experts), tokens, *facts, layer=LAYERS[col], position=0, unrecorded=DRAWN)
+    wrong = (experts[:, col] != trace.experts[:, col]).any(-1).nonzero()[:, 0]
+    moved, facts = replace(trace, experts=experts), (len(wrong), "overwritten")
+    refused(moved, tokens, *facts, layer=LAYERS[col], position=int(wrong[0]), unrecorded=DRAWN)
 
 
 @given(seeds, st.integers(0, 6))

@@ -105,7 +105,7 @@ def verify(job: Job, url: str, *more: str) -> tuple[subprocess.CompletedProcess[
 def checksums(url: str) -> Mapping[str, str]:
     servers = ServerSet([url], 60)
     try:
-        return servers.checksums()[0].ranks[0]
+        return servers.checksums()[0].ranks[0].checksums
     finally:
         servers.close()
 

@@ -62,7 +62,7 @@ def _nowhere() -> Iterator[None]:
     def fake_store(host: str, port: int, **ranks: Any) -> Any:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        return FakeStore()  # type: ignore[no-untyped-call]
+        return FakeStore()
 
     def fake_group(ranks: Sequence[int], **kwargs: Any) -> Any:
         if dist.get_rank() not in ranks:  # what the stock function returns, after some time

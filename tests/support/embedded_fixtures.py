@@ -149,7 +149,8 @@ def spec(ids: list[int], **changes: Any) -> PromptSpec:
     """One prompt; sampling keys and request keys in one."""
     keys = {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "sampling_seed"}
     params = {"max_new_tokens": 12, "sampling_seed": 7} | {k: v for k, v in changes.items() if k in keys}
-    rest = {"rid": "r", "ignore_eos": True, "routing_start": 0} | {k: v for k, v in changes.items() if k not in keys}
+    rest: dict[str, Any] = {"rid": "r", "ignore_eos": True, "routing_start": 0}
+    rest |= {k: v for k, v in changes.items() if k not in keys}
     return PromptSpec(token_ids=tuple(ids), sampling=SamplingParams(**params), **rest)
 
 

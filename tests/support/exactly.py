@@ -175,7 +175,7 @@ class Pair:
 def config(where: Path, model: str, format: str = "bf16", dtype: str = "bfloat16", **settings: Any) -> Any:
     """Of a deterministic trainer in replay.mode r3."""
     hf = toy.hf_dir(where / f"{model}-{dtype}", MODELS[model] | {"torch_dtype": dtype})
-    how = {"deterministic": True, "precision": FORMATS[format]} | settings
+    how: dict[str, Any] = {"deterministic": True, "precision": FORMATS[format]} | settings
     return toy.config(hf, dtype=dtype, **how)
 
 

@@ -217,6 +217,7 @@ class FakeServer:
         if fault in ("large", "gzip"):
             self._flood(h, fault)
             return
+        out: Any
         if fault == "http_400":
             status, out = 400, {"error": {"message": "the request is wrong"}}
         elif fault == "http_500":
@@ -329,7 +330,7 @@ class FakeServer:
             return 400, {"success": False, "message": "no weight update is open"}
         payload = body["serialized_named_tensors"][0]
         if body["load_format"] == "safetensors":
-            tensors = [tuple(t) for t in decode_safetensors(payload)]
+            tensors: Any = decode_safetensors(payload)
         else:
             tensors = pickle.loads(base64.b64decode(payload))
         self.weights |= {n: torch.zeros_like(t) if self.corrupt else t for n, t in tensors}

@@ -109,6 +109,7 @@ def answers(target: Callable[[], Any]) -> Callable[[Connection], None]:
 
     def serve(line: Connection) -> None:
         own = target()
+        answer: tuple[str | None, Any]
         while True:
             method, arguments = pickle.loads(line.recv_bytes())
             try:
@@ -184,7 +185,8 @@ class Starter:
                 os.killpg(pid, signal.SIGKILL)
             self.line.recv_bytes()
             raise AssertionError(f"not done within {timeout_s:g} s; {log} ends:\n{tail(log)}")
-        return pickle.loads(self.line.recv_bytes())
+        status: int = pickle.loads(self.line.recv_bytes())
+        return status
 
 
 def tail(log: Path, lines: int = 30) -> str:

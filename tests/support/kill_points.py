@@ -89,7 +89,7 @@ def watched_server(target: Any) -> Any:
             _strike(version=self.version, generated=self.generated - began[self.version], running=len(of_rollout))
         return worked
 
-    Engine.step = watched
+    Engine.step = watched  # type: ignore[method-assign]
     return target()
 
 
@@ -97,12 +97,11 @@ def watched_server(target: Any) -> Any:
 
 
 def watched_rank(rank_class: type) -> Any:
-    from megatron_bridge.weights import checkpoint_writer
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync as writer
 
-    writer = checkpoint_writer.FileSystemWriterAsync
     write = writer.write_preloaded_data
 
-    class Watched(rank_class):
+    class Watched(rank_class):  # type: ignore[misc]
         def start(self, *arguments: Any) -> Any:
             place = super().start(*arguments)
             _watch_optimizer(self.trainer, self.rank)
@@ -136,6 +135,8 @@ def _watch_optimizer(trainer: Any, rank: int) -> None:
     part = trainer.optimizer.chained_optimizers[-1]
     step, copy = part.step_with_ready_grads, part._copy_main_params_to_model_params
 
+    held: Any = None
+
     def masters() -> list[Any]:
         return [p for group in part.optimizer.param_groups for p in group["params"]]
 
@@ -162,7 +163,6 @@ def _watch_optimizer(trainer: Any, rank: int) -> None:
             _strike(masters_moved=moved(held[0], masters()), models_moved=moved(held[1], models()))
         return copy()
 
-    held: Any = None
     part.step_with_ready_grads, part._copy_main_params_to_model_params = watched_step, watched_copy
 
 
@@ -180,7 +180,7 @@ def _watch_buckets(version: int) -> None:
         change(self, endpoint, body)
         sent += endpoint == endpoints.UPDATE_FROM_TENSOR
 
-    publisher.ServerSet.change = watched
+    publisher.ServerSet.change = watched  # type: ignore[method-assign]
 
 
 # ---- the driver

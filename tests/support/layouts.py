@@ -255,7 +255,7 @@ def _run(rank: int, world: int, port: int, where: Path, case: Case, *, write: bo
     if write:
         torch.save(found, whole)
         if cfg.params_dtype == "bfloat16":
-            exactly = toy.config(hf, **case.settings | {"dtype": "float32"})
+            exactly = toy.config(hf, **{**case.settings, "dtype": "float32"})
             with toy.trainer(exactly, rank, world, free_port(), WholeSamples()) as t:
                 t.load_weights(start)
                 torch.save({name: x.clone() for name, x in gradients(t, case)}, exact)

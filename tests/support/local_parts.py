@@ -50,10 +50,10 @@ class LocalServers:
 class LocalTrainer(RayTrainer):
     """RayTrainer, whose ranks are called through pipes."""
 
-    put = staticmethod(lambda value: value)
+    put = staticmethod(lambda value: value)  # type: ignore[assignment]
 
     def __init__(self, factory: Any, ranks: Sequence[Forked], dp_size: int) -> None:
-        self.dp_size, self._ranks, self._version = dp_size, ranks, 0
+        self.dp_size, self._ranks, self._version = dp_size, list(ranks), 0
         self.under_way = "start"
         port, world = free_port(), len(ranks)
         started = [(factory, i, world, "127.0.0.1", port) for i in range(world)]
@@ -64,7 +64,8 @@ class LocalTrainer(RayTrainer):
             rank.call("connect", factory)
 
     def fingerprint(self) -> str | None:
-        return self._ranks[0].call("fingerprint")
+        found: str | None = self._ranks[0].call("fingerprint")
+        return found
 
     async def close(self) -> None:
         for rank in self._ranks:

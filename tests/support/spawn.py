@@ -17,18 +17,18 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # where there is CUDA its runtime is up once megatron is imported, and does not live through a fork
-_WARM = "spawn" if Path("/dev/nvidiactl").exists() else "forkserver"
+_WARM: Literal["spawn", "forkserver"] = "spawn" if Path("/dev/nvidiactl").exists() else "forkserver"
 multiprocessing.set_forkserver_preload(["tests.support.warm"])
 
 
-def warm_context() -> BaseContext:
+def warm_context() -> ForkServerContext | SpawnContext:
     """Of processes that begin with torch and megatron imported."""
-    return multiprocessing.get_context(_WARM)
+    return multiprocessing.get_context("spawn") if _WARM == "spawn" else multiprocessing.get_context("forkserver")
 
 
 def free_port() -> int:
@@ -71,7 +71,7 @@ def _serve(line: Connection) -> None:
 class _Rank:
     """A process and the line to it."""
 
-    def __init__(self, context: BaseContext) -> None:
+    def __init__(self, context: ForkServerContext | SpawnContext) -> None:
         self.line, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,))
         self.process.start()

@@ -74,7 +74,9 @@ def _rounded(chunk: Any, model: Any, hf: dict[str, Any], context: Any) -> dict[s
 
     tensors = family_of(hf).bind(hf, mtp=bool(model.config.mtp_num_layers))
     precision = PrecisionConfig(format="fp8", block=(16, 16), qat=True)
-    fake = FakeQuant([chunk], context, tensors, precision.spec(), precision, torch.device("cpu"))
+    spec = precision.spec()
+    assert spec is not None
+    fake = FakeQuant([chunk], context, tensors, spec, precision, torch.device("cpu"))
     with torch.no_grad():
         for name, p in model.named_parameters():
             seed = int(hashlib.sha256(local_name(name).encode()).hexdigest()[:12], 16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -78,8 +78,8 @@ def pack(parts: Sequence[MicroBatch]) -> MicroBatch:
     """Samples end to end in one micro-batch."""
     ends = torch.tensor([0] + [len(p.tokens) for p in parts]).cumsum(0).to(torch.int32)
     names = ("tokens", "labels", "positions", "loss_mask", "advantages", "rollout_logprobs")
-    joined: Mapping[str, Tensor] = {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
-    routing = [p.routing for p in parts if p.routing is not None]
+    joined: dict[str, Any] = {name: torch.cat([getattr(p, name) for p in parts]) for name in names}
+    routing = [p.routing for p in parts if isinstance(p.routing, RoutingTrace)]
     return MicroBatch(
         samples=tuple(name for p in parts for name in p.samples),
         cu_seqlens=ends,
@@ -174,4 +174,5 @@ def scramble(t: Any) -> None:
 
 
 def hf_config() -> dict[str, Any]:
-    return json.loads(TINY.read_text())
+    found: dict[str, Any] = json.loads(TINY.read_text())
+    return found

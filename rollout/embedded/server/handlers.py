@@ -38,7 +38,8 @@ from rollout.wire.control import (
     EndUpdate,
     ModelInfo,
     Outcome,
-    PauseMode,
+    PauseRequest,
+    RankReply,
     UpdateFromDisk,
     UpdateFromTensor,
     UpdateVersion,
@@ -227,7 +228,7 @@ class Handlers:
         return Response()
 
     async def pause(self, request: Request) -> Response:
-        mode = PauseMode.from_json(await _body(request))
+        mode = PauseRequest.from_json(await _body(request)).mode
         await self._call(lambda: self.service.engine.pause(mode))
         return _json({"message": "Generation paused successfully.", "status": "ok"})
 
@@ -296,7 +297,8 @@ class Handlers:
             )
         sums = await self._call(lambda: self.service.store.checksums())
         whole = engine_checksum(sums)
-        return _json(ChecksumReply(per_engine=whole, ranks=(sums,), per_gpu=(whole,)).to_json())
+        rank = RankReply(checksums=sums, per_gpu_checksum=whole)
+        return _json(ChecksumReply(ranks=(rank,), per_engine_checksum=whole).to_json())
 
     # ---- weights
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -190,8 +190,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal: tuple[HTTPStatus, str] | None = None
         self._more = False  # whether another request arrived before the answer to the last one
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
         self._begin()
         if len(self.connections) > self._limits.connections and not self._make_room():
             self._close(HTTPStatus.SERVICE_UNAVAILABLE, f"this server has {self._limits.connections} connections")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from rollout.wire import control, endpoints
 from rollout.wire.bodies import Body, EmptyBody, GenerateBody
@@ -14,7 +14,8 @@ OPENAPI = "/openapi.json"
 HEALTH_GENERATE = "/health_generate"
 _REF = "#/components/schemas/{model}"
 _OUTCOME = "Outcome"
-_CONTROL: tuple[type[control.ControlRequest], ...] = (
+_CONTROL: tuple[type[control.Request], ...] = (
+    control.PauseRequest,
     control.AbortRequest,
     control.BeginUpdate,
     control.UpdateFromTensor,
@@ -25,7 +26,6 @@ _CONTROL: tuple[type[control.ControlRequest], ...] = (
 )
 _BODIES: dict[str, type[Body]] = {
     endpoints.GENERATE: GenerateBody,
-    endpoints.PAUSE: control.PauseBody,
     endpoints.CONTINUE: EmptyBody,
     **{request.ENDPOINT: request for request in _CONTROL},
 }
@@ -77,8 +77,8 @@ _OUTCOMES = (
 
 def document(vocabulary: int) -> Json:
     """OpenAPI 3.1 document of a server. vocabulary: number of the model's tokens."""
-    models = [(m, "validation") for m in dict.fromkeys(_BODIES.values())]
-    _, schema = models_json_schema(models, ref_template=_REF)  # type: ignore[arg-type]
+    models: list[tuple[type[Body], JsonSchemaMode]] = [(m, "validation") for m in dict.fromkeys(_BODIES.values())]
+    _, schema = models_json_schema(models, ref_template=_REF)
     schemas = schema["$defs"] | _ANSWERS
     schemas["TokenId"] |= {"maximum": vocabulary - 1}
     paths: Json = {route: {"post": _operation(route, body)} for route, body in _BODIES.items()}

@@ -23,6 +23,8 @@ from megatron_bridge.convert.torch_dist import TorchDist, spans
 from tests.support.converted import write_manifest
 from tests.support.refusals import Facts, refuses
 
+ZIPFILE = "the reason is the words of zipfile, which differ between versions of Python"
+
 
 def _saved(path: Path) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(0)
@@ -75,7 +77,7 @@ def test_no_flipped_byte_of_a_chunk_goes_unseen(tmp_path: Path) -> None:
     for at in range(piece.start, piece.start + piece.size, 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         for box in (value.shape, (5,)):
-            with refuses(ValueError, "__0_0.distcp", "[0]"):
+            with refuses(ValueError, "__0_0.distcp", "row at [0]", "copy or convert", unrecorded=ZIPFILE):
                 TorchDist(tmp_path).read("row", [0], box)
 
 

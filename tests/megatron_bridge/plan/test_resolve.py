@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E40
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig  # noqa: E402
 
+from megatron_bridge.families.keywords import TransformerKeywords  # noqa: E402
 from megatron_bridge.plan.deterministic import environment  # noqa: E402
+from megatron_bridge.plan.keywords import DdpKeywords, OptimizerKeywords  # noqa: E402
 from megatron_bridge.plan.resolve import Resolved, resolve  # noqa: E402
 from miles_like.config.load import load_config  # noqa: E402
 from miles_like.config.ranks import trainer_config  # noqa: E402
@@ -70,6 +73,19 @@ def test_the_shipped_deepseek_recipe_is_what_megatron_takes_for_128_h100() -> No
     assert (tf.tensor_model_parallel_size, tf.expert_model_parallel_size, tf.sequence_parallel) == (8, 16, True)
     assert ddp.overlap_grad_reduce and ddp.overlap_param_gather and ddp.use_distributed_optimizer
     assert optimizer.overlap_param_gather and not optimizer.optimizer_cpu_offload
+
+
+@pytest.mark.parametrize(
+    ("keywords", "theirs"),
+    [
+        (TransformerKeywords, MLATransformerConfig),
+        (DdpKeywords, DistributedDataParallelConfig),
+        (OptimizerKeywords, OptimizerConfig),
+    ],
+)
+def test_keywords_are_fields_of_megatrons_classes(keywords: type, theirs: type) -> None:
+    """mypy holds what is built to the keywords, this holds the keywords to megatron. Not covered: the types."""
+    assert not set(keywords.__annotations__) - {field.name for field in dataclasses.fields(theirs)}
 
 
 def test_the_deepseek_recipe_passes_with_blockwise_fp8_too() -> None:

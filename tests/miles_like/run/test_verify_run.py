@@ -17,7 +17,7 @@ from miles_like.verify.live import opaque_evidence
 from rollout.config import RolloutConfig
 from rollout.sglang.client import RolloutError, SGLangClient
 from rollout.sglang.servers import free_port
-from rollout.wire.control import ChecksumReply, ModelInfo
+from rollout.wire.control import ChecksumReply, ModelInfo, RankReply
 from tests.support.refusals import Facts, refuses
 
 URL = "http://10.0.0.7:30000"
@@ -89,7 +89,12 @@ def test_kept_samples_ask_no_server() -> None:
 def test_every_rank_of_a_server_is_compared() -> None:
     """Stock SGLang of two ranks, the second of which held other values of one tensor until the publication."""
     before, after = (
-        ChecksumReply(per_engine="", ranks=({"a": "1", "b": "2"}, {"a": "3", "b": of}), per_gpu=("", ""))
+        ChecksumReply(
+            per_engine_checksum="",
+            ranks=tuple(
+                RankReply(checksums=names, per_gpu_checksum="") for names in ({"a": "1", "b": "2"}, {"a": "3", "b": of})
+            ),
+        )
         for of in ("4", "5")
     )
     published: Any = SimpleNamespace(whole=None, spec=None)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from miles_like.types import PublishReport, SamplingParams
 from miles_like.verify.server_checks import RunChecks, differing
-from rollout.wire.control import ChecksumReply
+from rollout.wire.control import ChecksumReply, RankReply
 from tests.support.refusals import refuses
 
 HELD = {"a": "1", "b": "2"}
@@ -33,7 +33,7 @@ class Server:
 
     async def checksum(self) -> ChecksumReply:
         self.asked += 1
-        return ChecksumReply(per_engine="", ranks=(dict(self.held),), per_gpu=("",))
+        return ChecksumReply(per_engine_checksum="", ranks=(RankReply(checksums=dict(self.held), per_gpu_checksum=""),))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from rollout.wire.control import (
     ModelInfo,
     Outcome,
     PauseMode,
+    PauseRequest,
+    RankReply,
     UpdateFromDisk,
     UpdateFromTensor,
     UpdateVersion,
@@ -31,7 +33,7 @@ from rollout.wire.control import (
     encode_sglang_pickle,
 )
 from rollout.wire.generate import GenerateReply, GenerateRequest, WireSpan, replies_from_json
-from rollout.wire.replies import error_message
+from rollout.wire.replies import Reply, error_message
 from tests.support.refusals import Facts, refuses
 
 
@@ -305,20 +307,66 @@ def test_control_messages_survive_json() -> None:
     version = UpdateVersion(new_version="3", abort_all_requests=False)
     assert UpdateVersion.from_json(version.to_json()) == version
     assert UpdateVersion.from_json({"new_version": "3"}).abort_all_requests
-    assert PauseMode.from_json({}) is PauseMode.ABORT
-    assert [PauseMode.from_json(m.to_json()) for m in PauseMode] == list(PauseMode)
+    assert PauseRequest.from_json({}).mode is PauseMode.ABORT
+    assert [PauseRequest.from_json({"mode": m.value}).mode for m in PauseMode] == list(PauseMode)
+    assert PauseRequest(mode=PauseMode.IN_PLACE).to_json() == {"mode": "in_place"}
     assert AbortRequest.from_json(AbortRequest(rid="a").to_json()) == AbortRequest(rid="a")
     info = ModelInfo(model_path="/m", weight_version="3")
-    assert ModelInfo.from_json(info.to_json()) == info
-    sums = ChecksumReply(per_engine="e", ranks=({"w": "1"}, {"w": "2"}), per_gpu=("a", "b"))
-    assert ChecksumReply.from_json(sums.to_json()) == sums
+    assert ModelInfo.from_json(info.to_json(), endpoints.MODEL_INFO) == info
+    ranks = tuple(RankReply(checksums={"w": n}, per_gpu_checksum=gpu) for n, gpu in (("1", "a"), ("2", "b")))
+    sums = ChecksumReply(ranks=ranks, per_engine_checksum="e")
+    assert ChecksumReply.from_json(sums.to_json(), endpoints.CHECKSUM) == sums
     assert Outcome.from_json({"success": False, "message": "no"}, endpoints.BEGIN_UPDATE) == Outcome(
         success=False, message="no"
     )
-    with refuses(ValueError, "gently"):
-        PauseMode.from_json({"mode": "gently"})
+    for mode in ("gently", None):
+        with refuses(ValueError, mode, "abort", "retract", "in_place"):
+            PauseRequest.from_json({"mode": mode})
     with refuses(ValueError, "model_path"):
         UpdateFromDisk.from_json({})
+
+
+def test_replies_have_sglangs_keys() -> None:
+    """Those of SGLang 0.5.23's sources that the client reads or the embedded server sends."""
+    assert Outcome(success=True, message="Succeeded.").to_json() == {"success": True, "message": "Succeeded."}
+    assert ModelInfo(model_path="/m", weight_version="3", architectures=("A",)).to_json() == {
+        "model_path": "/m",
+        "weight_version": "3",
+        "architectures": ["A"],
+        "tokenizer_path": None,
+        "is_generation": True,
+    }
+    rank = RankReply(checksums={"w": "1"}, per_gpu_checksum="g")
+    assert ChecksumReply(ranks=(rank,), per_engine_checksum="e").to_json() == {
+        "success": True,
+        "message": "",
+        "ranks": [{"checksums": {"w": "1"}, "per_gpu_checksum": "g", "parallelism_info": []}],
+        "per_engine_checksum": "e",
+    }
+
+
+def test_replies_of_stock_servers_are_read() -> None:
+    """They have other keys too, and null where there is nothing to say."""
+    stock = {"model_path": "/m", "weight_version": 3, "architectures": None, "preferred_sampling_params": None}
+    assert ModelInfo.from_json(stock, endpoints.MODEL_INFO) == ModelInfo(model_path="/m", weight_version="3")
+    outcome = Outcome.from_json({"success": True, "message": None, "num_paused_requests": 0}, endpoints.END_UPDATE)
+    assert outcome == Outcome(success=True)
+
+
+@pytest.mark.parametrize(
+    ("reply", "body", "facts"),
+    [
+        (Outcome, {"message": "no"}, ("success", "message")),
+        (Outcome, [True], ("list", "object")),
+        (ModelInfo, {"model_path": ["/m"], "weight_version": "3"}, ("model_path", "/m")),
+        (ChecksumReply, {"success": False, "message": "no"}, ("ranks", "message, success")),
+        (ChecksumReply, {"per_engine_checksum": "e", "ranks": [{"checksums": {}}]}, ("per_gpu_checksum", "checksums")),
+        (ChecksumReply, {"per_engine_checksum": "e", "ranks": [7]}, ("ranks.0", 7)),
+    ],
+)
+def test_what_is_wrong_in_a_reply_is_named(reply: type[Reply], body: object, facts: Facts) -> None:
+    with refuses(ValueError, "/weights_checker", *facts):
+        reply.from_json(body, endpoints.CHECKSUM)
 
 
 def some_tensors() -> list[NamedTensor]:

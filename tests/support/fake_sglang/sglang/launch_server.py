@@ -104,7 +104,11 @@ def main() -> None:
     print(f"server_args={vars(args)}", flush=True)  # SGLang logs its keys too
     key = ServerKey(args.api_key, args.admin_api_key) if args.api_key else None
     stock = server.make_app
-    server.make_app = lambda worker, a, limits: StockBodies(stock(worker, a, limits), a)  # type: ignore[assignment,return-value]
+
+    def bodies(worker: Any, a: Any, limits: Any) -> Any:
+        return StockBodies(stock(worker, a, limits), a)
+
+    server.make_app = bodies  # type: ignore[assignment]  # an ASGI app is all that uvicorn needs
     server.serve(args, key)
 
 

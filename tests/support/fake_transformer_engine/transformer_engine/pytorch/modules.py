@@ -38,6 +38,8 @@ def _share(out_features: int, in_features: int, tp_size: int, parallel_mode: str
 
 
 class Linear(_Module):
+    weight: Tensor
+
     def __init__(
         self,
         in_features: int,
