@@ -57,7 +57,7 @@ class Side:
         self.rollout, self.config, self.algorithm = rollout, plan.config, run_algorithm(plan.config)
         self.engine: SGLangClient = rollout.client(url, routing=routing)
         self.trainer = RayTrainer(
-            MegatronFactory(plan.trainer, plan.weights, self.algorithm.loss),
+            MegatronFactory(plan.model.trainer, plan.weights, self.algorithm.loss),
             plan.placement.of("trainer"),
             dp_size=self.config.parallel.dp,
             log_dir=plan.run_dir / f"logs-{name}",

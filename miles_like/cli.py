@@ -36,6 +36,7 @@ from miles_like.pipeline.stages import (
     stages_to_do,
 )
 from miles_like.run import assemble
+from miles_like.run.model_plan import PlannedModel
 from rollout.server_key import given_key
 from rollout.server_url import server_url
 
@@ -94,7 +95,9 @@ def pipeline(
         given = ["convert.fuse=true"] if fuse else []
         given += [] if cache_dir is None else [tomli_w.dumps({"cache_dir": str(cache_dir.resolve())}).strip()]
         config = load_config(config_path, [*overrides, *given])
-        functions = assemble.stage_functions(config, console, ray_address or os.environ.get("RAY_ADDRESS") or None)
+        model = assemble.known_model(config)
+        address = ray_address or os.environ.get("RAY_ADDRESS") or None
+        functions = assemble.stage_functions(config, model, console, address)
         mode: Mode = "resume" if resume else "fresh" if fresh else "auto"
         planned = plan_stages(config, run_dir, functions, mode=mode, from_step=from_step)
         selected = parse_stages(stages)
@@ -103,7 +106,7 @@ def pipeline(
         if dry_run:
             checks = functions.preflight(planned, to_do, False).run()
             raise_failures(checks)
-            print_plan(console, config, planned, selected, run_dir)
+            print_plan(console, config, model, planned, selected, run_dir)
             print_not_checked(console, checks)
             return
         console.print(f"[bold]{'cache':>10}[/]  {escape(describe_cache(config, run_dir))}", soft_wrap=True)
@@ -119,7 +122,14 @@ def pipeline(
             assemble.shut_down()
 
 
-def print_plan(console: Console, config: RunConfig, planned: list[Stage], selected: list[str], run_dir: Path) -> None:
+def print_plan(
+    console: Console,
+    config: RunConfig,
+    model: PlannedModel | None,
+    planned: list[Stage],
+    selected: list[str],
+    run_dir: Path,
+) -> None:
     """Print each stage's state, directory and bytes; processes and commands; the resolved configuration."""
     console.print(f"[bold]{'cache':>10}[/]  {escape(describe_cache(config, run_dir))}", soft_wrap=True)
     for stage in planned:
@@ -130,7 +140,7 @@ def print_plan(console: Console, config: RunConfig, planned: list[Stage], select
         done = state or "complete, would be skipped"
         console.print(f"{'':12}{size} -> {stage.directory}  [{done}]", markup=False, soft_wrap=True)
     console.print()
-    for line in assemble.describe_processes(config, run_dir):
+    for line in assemble.describe_processes(config, run_dir, model):
         console.print(line, markup=False, soft_wrap=True)
     console.print()
     console.print(dump_config(config), markup=False, soft_wrap=True)

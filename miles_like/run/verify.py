@@ -143,7 +143,7 @@ class VerifyStage:
         config = quantized_config(plan.hf.config, None)
         trainer.connect(CheckpointWriter(out=out, hf_config=config, spec=None, copy_from=plan.served))
         await trainer.publish(version=0)
-        return Published(out, plan.spec)
+        return Published(out, plan.model.spec)
 
     async def _weights(
         self,
@@ -170,7 +170,7 @@ class VerifyStage:
             of_each = found
         elif rollout.publish is None:
             return _OPAQUE
-        elif plan.spec is not None and not self.config.precision.qat and self.checkpoint is None:
+        elif plan.model.spec is not None and not self.config.precision.qat and self.checkpoint is None:
             return "the first publication replaces the codes of the checkpoint, which another quantizer may have made"
         else:
             await rollout.publish()
@@ -182,7 +182,7 @@ class VerifyStage:
         self, clients: Sequence[SGLangClient], served: Sequence[Mapping[str, str]], published: Published
     ) -> list[WeightEvidence]:
         """Evidence of each server from its hashes alone; empty where it is unknown which tensors the servers hash."""
-        if self.plan.spec is not None or self.config.rollout.sglang.tp_size > 1:
+        if self.plan.model.spec is not None or self.config.rollout.sglang.tp_size > 1:
             return []
         devices = [(await client.server_info()).get("device") for client in clients]
         found = [stacked_evidence(hashes, published) for hashes in served] if set(devices) == {"cpu"} else []
@@ -216,7 +216,7 @@ def check_attached(url: str, info: ModelInfo, server: Mapping[str, Any], plan: M
             f"server {url} has {ranks} tensor-parallel ranks, rollout.sglang.tp_size = {rollout.sglang.tp_size}: "
             f"--set rollout.sglang.tp_size={ranks}"
         )
-    if plan.routing_shape() is not None and not server.get("enable_return_routed_experts"):
+    if plan.model.routing is not None and not server.get("enable_return_routed_experts"):
         raise ValueError(f"server {url} returns no expert routes: start it with --enable-return-routed-experts")
 
 

@@ -32,7 +32,7 @@ def job(engine: str = "sglang", *, experts: bool = True) -> Any:
         hf=SimpleNamespace(config={"architectures": ["Qwen3MoeForCausalLM"]}),
         served=Path("/served"),
         run_dir=Path("/run"),
-        routing_shape=lambda: object() if experts else None,
+        model=SimpleNamespace(routing=object() if experts else None),
     )
 
 
