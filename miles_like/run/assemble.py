@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -39,6 +39,9 @@ from quant.hf_config import quantized_config
 from quant.registry import codec_or_none
 from quant.spec import QuantSpec
 from rollout.sglang.servers import embedded_command, sglang_command
+
+if TYPE_CHECKING:
+    from miles_like.run.verify import VerifyOptions
 
 
 def stage_functions(
@@ -190,40 +193,17 @@ def staged(config: RunConfig, run_dir: Path, console: Console, ray_address: str 
 
 
 def verify(
-    config: RunConfig,
-    run_dir: Path,
-    console: Console,
-    ray_address: str | None,
-    *,
-    key_file: Path | None = None,
-    rollouts: Path | None = None,
-    checkpoint: Path | None = None,
-    attached: Sequence[str] = (),
-    overwrite: bool = False,
-    prompts: int | None = None,
+    config: RunConfig, run_dir: Path, console: Console, ray_address: str | None, options: VerifyOptions
 ) -> tuple[AlignmentReport, list[Path]]:
     """Start both sides on the job's checkpoint, made if it does not exist, and compare them; plots are written to
-    `run_dir`/verify. key_file: of attached servers. For the other options see `VerifyStage`. Raises ValueError or
-    RuntimeError."""
-    from rollout.server_key import given_key
-
-    key = given_key(key_file)
+    `run_dir`/verify. Raises ValueError or RuntimeError."""
     root = staged(config, run_dir, console, ray_address)
     from miles_like.cluster.workers import start_ray
     from miles_like.run.verify import VerifyStage
     from miles_like.verify.plots import write_plots
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    plan = model_plan(config, run_dir, root / "hf", root / "megatron")
-    stage = VerifyStage(
-        RolloutSide(plan=plan),
-        key=key,
-        rollouts=rollouts,
-        checkpoint=checkpoint,
-        attached=attached,
-        overwrite=overwrite,
-        prompts=prompts,
-    )
+    stage = VerifyStage(RolloutSide(plan=model_plan(config, run_dir, root / "hf", root / "megatron")), options)
     run_to_end(stage.meet())
     start_ray(ray_address)
     found = stage.report()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,42 +36,38 @@ from rollout.wire.control import ModelInfo
 PROMPTS = 32
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """What a comparison takes in place of what it starts."""
+
+    rollouts: Path | None = None  # a file of samples that a run wrote; no server is started then
+    checkpoint: Path | None = None  # a step_N folder of a run, in place of the run's initial weights
+    attached: Sequence[str] = ()  # URLs of running servers
+    key: ServerKey | None = None  # of those servers
+    overwrite: bool = False  # the trainer's weights may be published to them, after their weights were hashed
+    prompts: int | None = None  # number of prompts to sample; None: PROMPTS
+
+
 class VerifyStage:
-    """One comparison of trainer and rollout.
+    """One comparison of trainer and rollout."""
 
-    rollouts: a file of samples that a run wrote, compared in place of new samples; no server is started then. attached:
-    URLs of running servers, used in place of starting servers; key: the key of those servers. overwrite: whether the
-    trainer's weights may be published to the attached servers, after the servers' weights were hashed. prompts: number
-    of prompts to sample; None: PROMPTS.
-    """
-
-    def __init__(
-        self,
-        rollout: RolloutSide,
-        *,
-        launcher: Launcher | None = None,
-        rollouts: Path | None = None,
-        checkpoint: Path | None = None,
-        attached: Sequence[str] = (),
-        key: ServerKey | None = None,
-        overwrite: bool = False,
-        prompts: int | None = None,
-    ) -> None:
-        """checkpoint: a step_N folder of a run, whose weights are compared in place of the run's initial weights.
-        Raises ValueError for an incomplete checkpoint, for `rollouts` together with `attached` or `prompts`, and for
+    def __init__(self, rollout: RolloutSide, options: VerifyOptions, *, launcher: Launcher | None = None) -> None:
+        """Raises ValueError for an incomplete checkpoint, for `rollouts` together with `attached` or `prompts`, and for
         `overwrite` without `attached`."""
+        rollouts, checkpoint = options.rollouts, options.checkpoint
+        attached, prompts = options.attached, options.prompts
         if attached and rollouts is not None:
             raise ValueError(f"--rollouts {rollouts} asks no server, --server {attached[0]} does: give one of the two")
-        if overwrite and not attached:
+        if options.overwrite and not attached:
             raise ValueError(
                 "--overwrite replaces the weights of running servers: name them with --server, or remove it"
             )
         self.rollout, self.plan, self.config = rollout, rollout.plan, rollout.plan.config
         self.rollouts, self.checkpoint, self.launcher = rollouts, checkpoint, launcher or Launcher()
-        self.may_publish = overwrite or not attached
+        self.may_publish = options.overwrite or not attached
         if prompts is not None and rollouts is not None:
             raise ValueError(f"--rollouts {rollouts} samples nothing, --prompts {prompts} do: give one of the two")
-        self.key = key
+        self.key = options.key
         self.attached, self.prompts = tuple(attached), PROMPTS if prompts is None else prompts
         self.version = 0 if checkpoint is None else run_state.load(checkpoint).weight_version
         self.weights = self.plan.run_dir / "verify" / "weights"  # while they are compared
