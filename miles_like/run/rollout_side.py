@@ -13,6 +13,8 @@ from miles_like.run.model_plan import ModelPlan
 from miles_like.types import SamplingParams
 from rollout.episodes.resuming import RESUMES
 from rollout.episodes.runner import EpisodeRunner, make_episode_runner
+from rollout.publish.disk_publisher import SharedDirectory
+from rollout.publish.publication import PublishTarget
 from rollout.seeds import seed_of
 from rollout.server_key import ServerKey
 from rollout.sglang.client import SGLangClient
@@ -83,19 +85,18 @@ class RolloutSide:
     def publisher(self, urls: Sequence[str], *, ours: bool = True, key: ServerKey | None = None) -> PublisherRecipe:
         """The factory of the publishers to the servers at `urls`. ours, key: as in `client`."""
         plan, c = self.plan, self.plan.config
-        return PublisherRecipe(
+        hf, shared = plan.hf.config, (plan.run_dir / "published").resolve()
+        target = PublishTarget(
             urls=tuple(urls),
             kind=c.rollout.engine,
             spec=plan.model.spec,
             config=c.publish,
-            fused=plan.model.family.bind(plan.hf.config, mtp=True).fused(),
+            fused=plan.model.family.bind(hf, mtp=True).fused(),
             tp_size=c.rollout.sglang.tp_size,
             timeout_s=c.rollout.request_timeout_s,
-            directory=(plan.run_dir / "published").resolve(),
-            hf_config=plan.hf.config,
-            copy_from=plan.served.resolve(),
             key=self.key if ours else key,
         )
+        return PublisherRecipe(target, SharedDirectory(path=shared, hf_config=hf, copy_from=plan.served.resolve()))
 
     def sampling(self, round_index: int) -> SamplingParams:
         """Sampling parameters of one round of prompts. The seed differs between rounds, so a prompt that is sampled
