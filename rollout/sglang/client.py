@@ -304,12 +304,6 @@ class SGLangClient:
     async def checksum(self) -> ChecksumReply:
         return ChecksumReply.from_json(await self._call("POST", endpoints.CHECKSUM, {"action": "checksum"}))
 
-    async def begin_weight_update(self) -> None:
-        await self._change(endpoints.BEGIN_UPDATE, {})
-
-    async def end_weight_update(self) -> None:
-        await self._change(endpoints.END_UPDATE, {})
-
     async def set_weight_version(self, version: int) -> None:
         body = UpdateVersion(new_version=str(version), abort_all_requests=False)
         await self._change(endpoints.UPDATE_VERSION, body.to_json())

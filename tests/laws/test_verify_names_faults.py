@@ -26,7 +26,7 @@ from torch import Tensor
 
 from miles_like.algorithms.terms.bounds import Bounds
 from miles_like.verify.plots import write_plots
-from miles_like.verify.report import STEPS, Cause
+from miles_like.verify.report import Cause
 from quant.spec import QuantFormat, QuantSpec
 from rollout.embedded.engine import engine, sampler
 from tests.support import exactly, toy
@@ -41,6 +41,7 @@ LATE = logprobs(lambda x: np.roll(x, 1))
 LATE_ROWS = routes(lambda ids: np.roll(ids, 1, 0), **ROUTES)
 ROTATED = routes(lambda ids: np.roll(ids, 1, 1), **ROUTES)
 Found = dict[str, Any]
+STEPS = ("weights", "quantizer", "tokens", "routing", "sampling", "numerics")  # of a comparison, in order
 
 
 def _tokens(b: Bench) -> None:
