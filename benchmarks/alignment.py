@@ -34,6 +34,7 @@ from rich.table import Table
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
 from miles_like.run import assemble
+from miles_like.run.verify import VerifyOptions
 from miles_like.verify.report import Report
 from quant.spec import QuantFormat
 from rollout.sglang.servers import free_port, start
@@ -140,7 +141,7 @@ class Study:
         while True:
             run = self.home / f"{shape}-{weights.value}-{sides}".replace(" ", "-").lower()
             quiet = Console(quiet=True)
-            found, _ = assemble.verify(config, run, quiet, None, attached=servers, prompts=prompts)
+            found, _ = assemble.verify(config, run, quiet, None, VerifyOptions(attached=servers, prompts=prompts))
             if found.initial_gap.tokens >= TOKENS:
                 break
             prompts *= 2

@@ -65,7 +65,7 @@ def main() -> None:
             hashes_ms = median_ms(lambda: [tensor_checksum(name, x) for name, x in held], 3 if quick else 9)
         finally:
             assemble.shut_down()
-    hf, family = side.rollout.plan.hf.config, side.rollout.plan.family
+    hf, family = side.rollout.plan.hf.config, side.rollout.plan.model.family
     step_s = medians(side)["iteration_s"]
     rows = config.train.groups_per_step * config.train.samples_per_group * 15  # tokens, of a prompt and its answer
     shape = (len(family.moe_layers(hf)), family.num_experts(hf), family.top_k(hf))

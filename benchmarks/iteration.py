@@ -57,7 +57,7 @@ class Side:
         self.rollout, self.config, self.algorithm = rollout, plan.config, run_algorithm(plan.config)
         self.engine: SGLangClient = rollout.client(url, routing=routing)
         self.trainer = RayTrainer(
-            MegatronFactory(plan.trainer, plan.weights, self.algorithm.loss),
+            MegatronFactory(plan.model.trainer, plan.weights, self.algorithm.loss),
             plan.placement.of("trainer"),
             dp_size=self.config.parallel.dp,
             log_dir=plan.run_dir / f"logs-{name}",
@@ -141,7 +141,9 @@ def by_turns(ways: Mapping[str, tuple[RunConfig, bool]], home: Path, iterations:
     all have the first one's checkpoint."""
     console, run_dir = Console(stderr=True), home / "run"
     configs = [config for config, _ in ways.values()]
-    stages = plan_stages(configs[0], run_dir, assemble.stage_functions(configs[0], console, None))
+    stages = plan_stages(
+        configs[0], run_dir, assemble.stage_functions(configs[0], assemble.known_model(configs[0]), console, None)
+    )
     run_stages(stages, ("fetch", "dequantize", "convert", "stage"), console, fresh=False)
     data = stages[3].directory / "data"
     start_ray(None)

@@ -204,8 +204,8 @@ def measure(lengths: Lengths, home: Path, rounds: int) -> tuple[dict[str, Taken]
     root = assemble.staged(config, run_dir, console, None)
     start_ray(None)
     plan = model_plan(config, run_dir, root / "hf", root / "megatron")
-    in_fp32 = plan.trainer.model_copy(update={"params_dtype": "float32"})  # TRL's default, and its masters'
-    rollout = RolloutSide(plan=dataclasses.replace(plan, trainer=in_fp32))
+    in_fp32 = plan.model.trainer.model_copy(update={"params_dtype": "float32"})  # TRL's default, and its masters'
+    rollout = RolloutSide(plan=dataclasses.replace(plan, model=dataclasses.replace(plan.model, trainer=in_fp32)))
     source = PromptSource(config.data, plan.tokenizer, config.data.train)
     prompts = [p.text for p in PromptSource(config.data, plan.tokenizer, config.data.train).take(PROMPTS * 200)]
     servers = Launcher().servers(rollout, 0)

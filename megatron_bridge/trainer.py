@@ -24,8 +24,7 @@ from megatron_bridge.config import TrainerConfig  # noqa: E402
 from megatron_bridge.device.collective_errors import gather_objects  # noqa: E402
 from megatron_bridge.device.cuda_settings import use_deterministic_kernels  # noqa: E402
 from megatron_bridge.device.parallel import close_parallel, init_parallel  # noqa: E402
-from megatron_bridge.families.base import is_scalar  # noqa: E402
-from megatron_bridge.families.registry import family_of, with_scalar_head  # noqa: E402
+from megatron_bridge.families.registry import family_of  # noqa: E402
 from megatron_bridge.model.build import build_model, unwrap  # noqa: E402
 from megatron_bridge.optim.optimizer import NonFiniteGradient, apply_gradients, build_optimizer  # noqa: E402
 from megatron_bridge.optim.param_names import matching  # noqa: E402
@@ -34,7 +33,7 @@ from megatron_bridge.plan.layout import check_layout  # noqa: E402
 from megatron_bridge.plan.lr_schedule import learning_rate  # noqa: E402
 from megatron_bridge.plan.precision import trained_spec  # noqa: E402
 from megatron_bridge.plan.recompute import routes_again  # noqa: E402
-from megatron_bridge.plan.resolve import resolve  # noqa: E402
+from megatron_bridge.plan.resolve import resolve, trained_config  # noqa: E402
 from megatron_bridge.step.fake_quant import FakeQuant  # noqa: E402
 from megatron_bridge.step.nonfinite import RoutingBias, explain  # noqa: E402
 from megatron_bridge.step.overlap import connect_overlap, finish_param_gather  # noqa: E402
@@ -55,11 +54,6 @@ from routing_replay.align import ShardSpec  # noqa: E402
 _log = logging.getLogger(__name__)
 
 
-def read_hf_config(directory: Path) -> dict[str, object]:
-    """The config.json of a model directory. Raises ValueError when it is missing or not a JSON object."""
-    return read_config(directory)
-
-
 class MegatronTrainer:
     """One trainer rank in its own process. `rank` and `world_size` count trainer ranks only. timeout_s: of a
     collective.
@@ -78,7 +72,7 @@ class MegatronTrainer:
         loss: LossFn,
         timeout_s: float = 600.0,
     ) -> None:
-        self.config, self.hf = config, _head_config(config, read_hf_config(Path(config.hf_config)))
+        self.config, self.hf = config, trained_config(config, read_config(Path(config.hf_config)))
         self.family = family_of(self.hf)
         check_layout(config.parallel, self.hf)
         resolved = resolve(
@@ -350,18 +344,6 @@ class MegatronTrainer:
         vars(self).clear()
         close_parallel()
         gc.collect()
-
-
-def _head_config(config: TrainerConfig, hf: dict[str, object]) -> dict[str, object]:
-    """The trained model's config.json. Raises ValueError for a scalar model with head = "lm"."""
-    if config.head == "scalar":
-        return with_scalar_head(hf)
-    if is_scalar(hf):
-        raise ValueError(
-            f"{config.hf_config}: config.json names {hf['architectures']}, which has no vocabulary head: set head = "
-            "'scalar', or give a language model"
-        )
-    return hf
 
 
 def _agreed_fingerprint() -> str:

@@ -36,6 +36,7 @@ from miles_like.pipeline.stages import (
     stages_to_do,
 )
 from miles_like.run import assemble
+from miles_like.run.model_plan import PlannedModel
 from rollout.server_key import given_key
 from rollout.server_url import server_url
 
@@ -68,21 +69,21 @@ def check_writable(path: Path) -> None:
         path.unlink()
 
 
+@app.command("train")
 def pipeline(
-    config_path: Path,
-    run_dir: Path,
-    *,
-    stages: str = ",".join(STAGES),
-    overrides: list[str],
-    fuse: bool = False,
+    config: Path,
+    run_dir: Annotated[Path, typer.Option("--run-dir")],
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
+    fuse: Annotated[bool, typer.Option("--fuse", help="decode while converting: no BF16 directory")] = False,
     resume: bool = False,
-    from_step: int | None = None,
+    from_step: FromStepOption = None,
     fresh: bool = False,
-    dry_run: bool = False,
-    ray_address: str | None = None,
-    cache_dir: Path | None = None,
+    dry_run: DryRunOption = False,
+    ray_address: Annotated[str | None, typer.Option("--ray-address")] = None,
+    cache_dir: CacheOption = None,
+    stages: Annotated[str, typer.Option("--stages", hidden=True)] = ",".join(STAGES),  # of scripts/run_deepseek.py
 ) -> None:
-    """Run (or with `dry_run` only print) the selected stages of a configuration."""
+    """Run all five stages of a configuration, which ends in a trained model."""
     console = Console()
     with one_sentence(run_dir / "logs"):
         resume = resume or from_step is not None
@@ -93,20 +94,22 @@ def pipeline(
             check_kept(run_dir / "checkpoints", from_step)
         given = ["convert.fuse=true"] if fuse else []
         given += [] if cache_dir is None else [tomli_w.dumps({"cache_dir": str(cache_dir.resolve())}).strip()]
-        config = load_config(config_path, [*overrides, *given])
-        functions = assemble.stage_functions(config, console, ray_address or os.environ.get("RAY_ADDRESS") or None)
+        loaded = load_config(config, [*overrides, *given])
+        model = assemble.known_model(loaded)
+        address = ray_address or os.environ.get("RAY_ADDRESS") or None
+        functions = assemble.stage_functions(loaded, model, console, address)
         mode: Mode = "resume" if resume else "fresh" if fresh else "auto"
-        planned = plan_stages(config, run_dir, functions, mode=mode, from_step=from_step)
+        planned = plan_stages(loaded, run_dir, functions, mode=mode, from_step=from_step)
         selected = parse_stages(stages)
         if "train" in (to_do := stages_to_do(planned, selected, fresh=fresh)):
             check_run_dir(run_dir, mode)
         if dry_run:
             checks = functions.preflight(planned, to_do, False).run()
             raise_failures(checks)
-            print_plan(console, config, planned, selected, run_dir)
+            print_plan(console, loaded, model, planned, selected, run_dir)
             print_not_checked(console, checks)
             return
-        console.print(f"[bold]{'cache':>10}[/]  {escape(describe_cache(config, run_dir))}", soft_wrap=True)
+        console.print(f"[bold]{'cache':>10}[/]  {escape(describe_cache(loaded, run_dir))}", soft_wrap=True)
         try:
             run_stages(
                 planned,
@@ -119,7 +122,14 @@ def pipeline(
             assemble.shut_down()
 
 
-def print_plan(console: Console, config: RunConfig, planned: list[Stage], selected: list[str], run_dir: Path) -> None:
+def print_plan(
+    console: Console,
+    config: RunConfig,
+    model: PlannedModel | None,
+    planned: list[Stage],
+    selected: list[str],
+    run_dir: Path,
+) -> None:
     """Print each stage's state, directory and bytes; processes and commands; the resolved configuration."""
     console.print(f"[bold]{'cache':>10}[/]  {escape(describe_cache(config, run_dir))}", soft_wrap=True)
     for stage in planned:
@@ -130,7 +140,7 @@ def print_plan(console: Console, config: RunConfig, planned: list[Stage], select
         done = state or "complete, would be skipped"
         console.print(f"{'':12}{size} -> {stage.directory}  [{done}]", markup=False, soft_wrap=True)
     console.print()
-    for line in assemble.describe_processes(config, run_dir):
+    for line in assemble.describe_processes(config, run_dir, model):
         console.print(line, markup=False, soft_wrap=True)
     console.print()
     console.print(dump_config(config), markup=False, soft_wrap=True)
@@ -143,34 +153,6 @@ def print_not_checked(console: Console, checks: Sequence[CheckResult]) -> None:
         console.print("[bold]not checked from here[/], but by the run before its first stage:")
     for line in lines:
         console.print(f"{'':12}{line}", markup=False, soft_wrap=True)
-
-
-@app.command()
-def train(
-    config: Path,
-    run_dir: Annotated[Path, typer.Option("--run-dir")],
-    overrides: SetOption = [],  # noqa: B006  typer does not change the default
-    fuse: Annotated[bool, typer.Option("--fuse", help="decode while converting: no BF16 directory")] = False,
-    resume: bool = False,
-    from_step: FromStepOption = None,
-    fresh: bool = False,
-    dry_run: DryRunOption = False,
-    ray_address: Annotated[str | None, typer.Option("--ray-address")] = None,
-    cache_dir: CacheOption = None,
-) -> None:
-    """Run all five stages of a configuration, which ends in a trained model."""
-    pipeline(
-        config,
-        run_dir,
-        overrides=overrides,
-        fuse=fuse,
-        resume=resume,
-        from_step=from_step,
-        fresh=fresh,
-        dry_run=dry_run,
-        ray_address=ray_address,
-        cache_dir=cache_dir,
-    )
 
 
 @app.command()
@@ -357,18 +339,18 @@ def verify(
         for url in server or ():
             server_url(url)
         try:
-            found, plots = assemble.verify(
-                loaded,
-                run_dir,
-                console,
-                ray_address,
-                key_file=key_file,
+            from miles_like.run.verify import VerifyOptions
+
+            key = given_key(key_file)
+            options = VerifyOptions(
                 rollouts=rollouts,
                 checkpoint=checkpoint,
                 attached=server or (),
+                key=key,
                 overwrite=overwrite,
                 prompts=prompts,
             )
+            found, plots = assemble.verify(loaded, run_dir, console, ray_address, options)
         finally:
             assemble.shut_down()
         console.print(found.table())

@@ -94,7 +94,7 @@ RULES = {
     " miles_like.algorithms miles_like.batch miles_like.checkpoint miles_like.experience miles_like.report",
     "miles_like.supervised": f"{CONTRACTS} rollout.prompts miles_like.config miles_like.algorithms miles_like.batch"
     " miles_like.checkpoint miles_like.loop miles_like.report",
-    "miles_like.cluster": f"{CONTRACTS} quant routing_replay rollout.config rollout.publish rollout.server_key"
+    "miles_like.cluster": f"{CONTRACTS} quant routing_replay rollout.config rollout.publish"
     " rollout.sglang megatron_bridge.config megatron_bridge.trainer miles_like.batch miles_like.config miles_like.loop",
     "miles_like.verify": f"{CONTRACTS} quant routing_replay rollout.episodes rollout.publish rollout.seeds"
     " rollout.sglang rollout.wire megatron_bridge.config miles_like.algorithms.terms miles_like.batch"

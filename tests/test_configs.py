@@ -12,7 +12,7 @@ from megatron_bridge.plan.layout import check_layout
 from megatron_bridge.plan.precision import served_spec
 from miles_like.config.load import dump_config, load_config
 from miles_like.config.ranks import critic_config, trainer_config
-from miles_like.run.assemble import describe_processes
+from miles_like.run.assemble import describe_processes, known_model
 from miles_like.run.engine_support import check_engine
 from tests.support.refusals import refuses
 
@@ -30,7 +30,7 @@ def test_a_shipped_configuration_plans(path: Path, tmp_path: Path) -> None:
     check_layout(config.parallel, hf)
     check_engine(config.rollout, config.precision, hf)
     assert served_spec(config.precision, hf) is None or config.precision.format != "bf16"
-    assert describe_processes(config, tmp_path)
+    assert describe_processes(config, tmp_path, known_model(config))
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_int4_qat", "qwen3_30b_a3b_fp8", "deepseek_v3_fp8"])
@@ -38,7 +38,7 @@ def test_a_critic_beside_any_of_them(name: str, tmp_path: Path) -> None:
     """Whatever the policy is rounded, adapted or replayed to, the critic is a model that its ranks can build."""
     settings = ["algorithm.name=ppo", "critic.lr=1e-3"]
     config = load_config(CONFIGS[0].with_name(f"{name}.toml"), settings)
-    assert "a rank of the critic beside each" in "\n".join(describe_processes(config, tmp_path))
+    assert "a rank of the critic beside each" in "\n".join(describe_processes(config, tmp_path, known_model(config)))
     trainer = trainer_config(config, tmp_path)
     critic = critic_config(config, trainer)
     assert critic is not None and TrainerConfig.model_validate(critic.model_dump()) == critic

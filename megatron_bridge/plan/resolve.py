@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_bridge.config import TrainerConfig
-from megatron_bridge.families.base import HFConfig
+from megatron_bridge.families.base import HFConfig, is_scalar
 from megatron_bridge.families.keywords import TransformerKeywords
-from megatron_bridge.families.registry import family_of
+from megatron_bridge.families.registry import family_of, with_scalar_head
 from megatron_bridge.plan.deterministic import Forward, choose_forward
 from megatron_bridge.plan.kernels import (
     Capability,
@@ -39,6 +39,19 @@ class Resolved:
     ddp: DdpKeywords
     optimizer: OptimizerKeywords
     token_multiple: int  # rows of a rank's slice of a pack are a multiple of this
+
+
+def trained_config(config: TrainerConfig, hf: HFConfig) -> HFConfig:
+    """The config.json of the model that a rank trains, which has the head that `config` names. Raises ValueError for a
+    scalar model with head = "lm"."""
+    if config.head == "scalar":
+        return with_scalar_head(hf)
+    if is_scalar(hf):
+        raise ValueError(
+            f"{config.hf_config}: config.json names {hf['architectures']}, which has no vocabulary head: set head = "
+            "'scalar', or give a language model"
+        )
+    return hf
 
 
 def resolve(

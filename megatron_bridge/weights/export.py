@@ -64,32 +64,16 @@ class _Slot:
     tensor: Tensor | None  # the parameter that holds this rank's shard; None if another stage owns it
 
 
-def export_hf(
-    model_chunks: Sequence[torch.nn.Module],
-    family: Family,
-    hf_config: HFConfig,
-    parallel: ExportGroups,
-    *,
-    mtp: bool = False,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> Iterator[NamedTensor]:
-    """Yield every Hugging Face tensor of the model once, in the same order on all ranks.
+class ExportPlan:
+    """The buckets of a model, computed once and used for every export. Construction is collective with pipeline stages.
 
     `model_chunks` are this rank's GPTModels of either spec (one per virtual stage), wrapped or not. `mtp`: they include
     the draft layers; tensors that a draft layer's checkpoint repeats (embedding, head) are repeated here.
-    `bucket_bytes` limits the size of a gathered bucket, in bytes of complete tensors. A yielded tensor may share memory
-    with its bucket or with the model: use or copy it before the next optimizer step. gate_proj is followed by its
-    up_proj.
+    `bucket_bytes` limits the size of a gathered bucket, in bytes of complete tensors.
 
     Raises ValueError for a parameter that is not in the family's table, and AssertionError when the stages together do
     not hold every tensor of the model.
     """
-    return ExportPlan(model_chunks, family, hf_config, parallel, mtp=mtp, bucket_bytes=bucket_bytes).export()
-
-
-class ExportPlan:
-    """The buckets of a model, computed once and used for every export. Construction is collective with pipeline stages.
-    Arguments and errors as of `export_hf`."""
 
     def __init__(
         self,
@@ -117,8 +101,10 @@ class ExportPlan:
             yield from self._exporter.names(bucket)
 
     def export(self, *, computed: bool = False) -> Iterator[NamedTensor]:
-        """The stream of the parameters' current values; `computed`: of the weights that the model computes with, which
-        are rounded in quantization-aware training. Draining it is collective."""
+        """Yield every Hugging Face tensor of the model once, in the same order on all ranks, with the parameters'
+        current values; `computed`: of the weights that the model computes with, which are rounded in quantization-aware
+        training. gate_proj is followed by its up_proj. A tensor may share memory with its bucket or with the model: use
+        or copy it before the next optimizer step. Draining the iterator is collective."""
         for bucket in self._buckets:
             yield from self._exporter.export(bucket, _computed if computed else _served)
 

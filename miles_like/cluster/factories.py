@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_bridge.config import TrainerConfig
 from miles_like.hf.checkpoint import write_hf
@@ -13,11 +13,9 @@ from miles_like.protocols import LossFn, RankTrainer, WeightPublisher
 from miles_like.types import NamedTensor, PublishReport
 from quant.spec import QuantSpec
 from quant.stream import quantize_stream
-from rollout.config import PublishConfig
-from rollout.publish.disk_publisher import DiskPublisher
-from rollout.publish.publication import Sent, publish_stream
+from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.publication import PublishTarget, Sent, publish_stream
 from rollout.publish.publisher import TensorPublisher
-from rollout.server_key import ServerKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,46 +45,17 @@ class MegatronFactory:
         return trainer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PublisherRecipe:
-    """Makes a rank's publisher to running servers: a DiskPublisher or a TensorPublisher, by `config.path`."""
+    """Makes a rank's publisher to running servers: a DiskPublisher or a TensorPublisher, by `PublishConfig.path`."""
 
-    urls: tuple[str, ...]
-    kind: Literal["embedded", "sglang"]
-    spec: QuantSpec | None
-    config: PublishConfig
-    fused: tuple[tuple[str, ...], ...]  # groups of tensors that one request must hold together, of the model's family
-    tp_size: int
-    timeout_s: float
-    directory: Path  # for PublishConfig.path "disk"
-    hf_config: dict[str, Any]
-    copy_from: Path
-    key: ServerKey | None = None
+    target: PublishTarget
+    shared: SharedDirectory  # for path "disk"
 
     def __call__(self, send: bool) -> WeightPublisher:
-        if self.config.path == "disk":  # servers load the directory in one call, so tp_size and fused do not matter
-            return DiskPublisher(
-                self.urls,
-                directory=self.directory,
-                hf_config=self.hf_config,
-                copy_from=self.copy_from,
-                spec=self.spec,
-                config=self.config,
-                send=send,
-                timeout_s=self.timeout_s,
-                key=self.key,
-            )
-        return TensorPublisher(
-            self.urls,
-            kind=self.kind,
-            spec=self.spec,
-            config=self.config,
-            send=send,
-            fused=self.fused,
-            tp_size=self.tp_size,
-            timeout_s=self.timeout_s,
-            key=self.key,
-        )
+        if self.target.config.path == "disk":
+            return DiskPublisher(self.target, self.shared, send=send)
+        return TensorPublisher(self.target, send=send)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

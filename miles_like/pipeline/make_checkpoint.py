@@ -7,7 +7,6 @@ will use -> Hugging Face FP8, or another format. Except for the random weights, 
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import tempfile
 import time
@@ -28,7 +27,7 @@ from miles_like.cluster.workers import RayTrainer, check_nodes
 from miles_like.config.make import MakeConfig
 from miles_like.config.run import RunConfig
 from miles_like.config.supervised import SupervisedConfig
-from miles_like.hf.checkpoint import write_hf
+from miles_like.hf.checkpoint import read_config_file, write_hf
 from miles_like.pipeline.warmup import random_weights, warm_up
 from miles_like.supervised.data import EndingTokenizer, ExampleReader
 from miles_like.types import SampleGroup
@@ -44,7 +43,7 @@ def make_checkpoint(config: RunConfig, out: Path, console: Console) -> None:
     target."""
     make = config.model.make
     assert make is not None
-    hf_config = json.loads(Path(make.config).read_text(encoding="utf-8"))
+    hf_config = read_config_file(Path(make.config))
     scratch = Path(tempfile.mkdtemp(prefix="make-", dir=out.parent))
     try:
         bf16, shards = scratch / "bf16", scratch / "megatron"

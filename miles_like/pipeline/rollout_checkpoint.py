@@ -1,27 +1,18 @@
-"""The rollout's checkpoint: its format, and its conversion from the fetched one."""
+"""Converts the fetched checkpoint to the one that the rollout serves."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from megatron_bridge.config import PrecisionConfig
 from megatron_bridge.convert.source import Source
-from megatron_bridge.plan.precision import served_spec
 from miles_like.hf.checkpoint import write_hf
 from miles_like.pipeline.quantize import in_bundles
 from quant.hf_config import quantized_config
 from quant.spec import QuantSpec
 from quant.stream import quantize_stream
-
-
-def served_config(precision: PrecisionConfig, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of the served checkpoint. Raises as `served_spec`."""
-    return quantized_config(hf, served_spec(precision, hf))
 
 
 def store_served(fetched: Path, out: Path, spec: QuantSpec | None) -> None:

@@ -121,7 +121,7 @@ class StageFunctions:
     convert: Callable[[Path, Path], None]  # Hugging Face directory -> torch_dist directory
     on_every_node: Callable[[StageFiles], Sequence[Mapping[str, Any]]]
     train: Callable[[RunConfig, Path, Path, Path, bool], None]  # (config, run_dir, served HF, weights, resume)
-    sizes: Callable[[Path], Sizes]  # config.json -> bytes; raises ValueError for a model that the run does not support
+    sizes: Sizes | None  # of the model; None: known once it is fetched
     # (all stages, names of those that will run, whether to use network and cluster) -> the checks
     preflight: Callable[[Sequence[Stage], Sequence[str], bool], Preflight] = field(default=lambda *_: NoChecks())
 
@@ -150,8 +150,7 @@ def plan_stages(
     checkpoint to resume from, if not the latest."""
     assert from_step is None or mode == "resume", mode
     cache = cache_of(config, run_dir)
-    known = known_config(config.model)
-    size = functions.sizes(known) if known is not None else None
+    size = functions.sizes
     bf16 = None if size is None else size.bf16
     source = source_inputs(config.model)
     key = input_key("fetch", source)
@@ -467,17 +466,6 @@ def _data(config: RunConfig) -> dict[str, str]:
     paths = {"eval": config.data.eval} | {name: s.path for name, s in config.data.train_sources().items()}
     # an absolute path must be a file; a relative one may be a hub name
     return {k: content(Path(p)) for k, p in paths.items() if p and (Path(p).is_absolute() or Path(p).is_file())}
-
-
-def known_config(model: ModelConfig) -> Path | None:
-    """A config.json of the model that exists before anything is fetched; None where there is none."""
-    if model.make is not None:
-        return Path(model.make.config)
-    known = model.config or (model.path if _is_local(model) else None)
-    if known is None:
-        return None
-    path = Path(known)
-    return path / "config.json" if path.is_dir() else path
 
 
 def _is_local(model: ModelConfig) -> bool:

@@ -9,12 +9,12 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from miles_like.cluster.node_probe import NodeProbe, ProbeResult, bytes_under, disk_of, gpus
-from miles_like.cluster.placement import plan_placement
+from miles_like.cluster.placement import PlacementPlan, plan_placement
 from miles_like.config.run import RunConfig
 from miles_like.pipeline.check_results import CheckResult, NotCheckedError, Outcome, run_check
 from miles_like.pipeline.stages import Stage
@@ -144,6 +144,11 @@ class Machines:
         self.directories = [s.directory for s in stages if s.name in to_do]
         self.uses_ray = bool({"stage", "train"} & set(to_do)) or (config.model.make is not None and "fetch" in to_do)
 
+    @cached_property
+    def placement(self) -> PlacementPlan:
+        """Raises ValueError as `plan_placement`."""
+        return plan_placement(self.config.cluster, self.config.parallel, self.config.servers)
+
     # a dry run
 
     def local_checks(self) -> list[CheckResult]:
@@ -201,8 +206,7 @@ class Machines:
         out.append(ray)
         if ray.outcome is not Outcome.OK:
             return out
-        plan = plan_placement(self.config.cluster, self.config.parallel, self.config.servers)
-        nodes = run_check("nodes", lambda: check_nodes(plan))
+        nodes = run_check("nodes", lambda: check_nodes(self.placement))
         out.append(nodes)
         if nodes.outcome is Outcome.OK:
             probes = on_every_node(self._probe(imports=True))
@@ -253,8 +257,7 @@ class Machines:
 
     def _check_gpus(self, node: int, name: str, probe: ProbeResult) -> None:
         want = self.config.cluster.gpus_per_node
-        plan = plan_placement(self.config.cluster, self.config.parallel, self.config.servers)
-        if node < plan.nodes and probe["gpus"] < want:
+        if node < self.placement.nodes and probe["gpus"] < want:
             raise ValueError(
                 f"{name} has {probe['gpus']} GPUs, cluster.gpus_per_node = {want}: lower it, or join a cluster of such "
                 "nodes with --ray-address"
@@ -262,8 +265,7 @@ class Machines:
 
     def _check_ports(self, node: int, name: str, probe: ProbeResult, first: int) -> None:
         """first: the port of server 0."""
-        plan = plan_placement(self.config.cluster, self.config.parallel, self.config.servers)
-        for slot in plan.of("rollout"):
+        for slot in self.placement.of("rollout"):
             if slot.node == node and first + slot.index in probe["used"]:
                 raise ValueError(
                     f"{name}: port {first + slot.index} of rollout server {slot.index} is in use: set rollout.port to "

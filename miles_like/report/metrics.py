@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,11 +15,6 @@ from miles_like.types import Finish, Sample, SampleGroup
 
 # metrics that differ between two runs with the same bits
 TIMINGS = ("wall_s", "perf/", "sync/seconds")
-
-
-def is_timing(key: str) -> bool:
-    """Whether a metric measures time rather than a computed value."""
-    return key.startswith(TIMINGS)
 
 
 def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str, float]:
@@ -49,11 +43,6 @@ def rollout_metrics(groups: Sequence[SampleGroup], *, version: int) -> dict[str,
         "async/staleness/mean": statistics.fmean(staleness),
         "async/staleness/max": float(max(staleness)),
     }
-
-
-def discards(groups: Sequence[SampleGroup]) -> Counter[str]:
-    """Numbers of discarded samples by reason."""
-    return sum((Counter(g.discarded) for g in groups), Counter())
 
 
 def turn_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:

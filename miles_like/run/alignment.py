@@ -24,8 +24,8 @@ def comparison(rollout: RolloutSide, trainer: RayTrainer, prompts: Sequence[Prom
     """The comparison of trainer and servers on samples of `prompts`; nothing is sampled yet."""
     plan, c = rollout.plan, rollout.plan.config
     bounds = make_bounds(c.mismatch)
-    shape = None if c.replay.gates else plan.routing_shape()  # the gates of corrected routes are not known
-    routed = shape is not None or not plan.family.moe_layers(plan.hf.config)
+    shape = None if c.replay.gates else plan.model.routing  # the gates of corrected routes are not known
+    routed = shape is not None or not plan.model.family.moe_layers(plan.hf.config)
     return Comparison(
         trainer=LiveTrainer(trainer=trainer, packer=packer(plan, trainer.dp_size, replayed=False), shape=shape),
         replay=c.replay.mode == "r3",
@@ -44,7 +44,7 @@ async def check_bits(rollout: RolloutSide, trainer: RayTrainer, clients: Sequenc
     c = rollout.plan.config
     if (shards := c.tp_shards) and c.bit_exact:
         infos = {client.url: await client.server_info() for client in clients}
-        check_same_bits(trainer.fingerprint(), infos, tp_shards=shards, dtype=rollout.plan.trainer.params_dtype)
+        check_same_bits(trainer.fingerprint(), infos, tp_shards=shards, dtype=rollout.plan.model.trainer.params_dtype)
 
 
 def server_checks(

@@ -11,44 +11,43 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from megatron_bridge.config import TrainerConfig
-from megatron_bridge.families.registry import family_of, with_scalar_head
+from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.deterministic import environment
 from megatron_bridge.plan.kernels import describe_kernels
-from megatron_bridge.plan.layout import check_layout
-from megatron_bridge.plan.precision import served_spec
-from megatron_bridge.plan.resolve import Resolved, resolve
 from miles_like.cluster.placement import plan_placement
-from miles_like.config.ranks import critic_config, trainer_config
-from miles_like.config.run import ModelConfig, RunConfig
+from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import read_config_file
 from miles_like.loop.stopping import run_to_end
-from miles_like.pipeline.rollout_checkpoint import served_config
 from miles_like.pipeline.stages import (
     Preflight,
     Sizes,
     Stage,
     StageFunctions,
     cache_of,
-    known_config,
     plan_stages,
     run_stages,
 )
-from miles_like.run.engine_support import check_engine
+from miles_like.run.model_plan import PlannedModel, model_plan, planned_model
+from miles_like.run.rollout_side import RolloutSide, server_launch
 from miles_like.storage.staging import StageFiles
 from miles_like.verify.report import Report as AlignmentReport
-from quant.hf_config import quantized_config, spec_from_hf
+from quant.hf_config import quantized_config
 from quant.registry import codec_or_none
 from quant.spec import QuantSpec
-from rollout.sglang.servers import ServerLaunch, embedded_command, sglang_command
+from rollout.sglang.servers import embedded_command, sglang_command
+
+if TYPE_CHECKING:
+    from miles_like.run.verify import VerifyOptions
 
 
-def stage_functions(config: RunConfig, console: Console, ray_address: str | None) -> StageFunctions:
-    """The functions of the five stages; the first that uses Ray starts it."""
+def stage_functions(
+    config: RunConfig, model: PlannedModel | None, console: Console, ray_address: str | None
+) -> StageFunctions:
+    """The functions of the five stages; the first that uses Ray starts it. model: None: known once it is fetched."""
 
     def make(config: RunConfig, out: Path) -> None:
         from miles_like.cluster.workers import start_ray
@@ -66,7 +65,6 @@ def stage_functions(config: RunConfig, console: Console, ray_address: str | None
 
     def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
         from miles_like.cluster.workers import start_ray
-        from miles_like.run.model_plan import model_plan
 
         start_ray(ray_address)
         if config.servers is None:
@@ -77,15 +75,6 @@ def stage_functions(config: RunConfig, console: Console, ray_address: str | None
             from miles_like.run.train import train as train_with_rollout
 
             train_with_rollout(model_plan(config, run_dir, served, weights), console, resume=resume)
-
-    def sizes(config_json: Path) -> Sizes:
-        hf = fetched_config(config.model, config_json)
-        check_layout(config.parallel, hf)
-        if config.servers is not None:
-            check_engine(config.servers, config.precision, hf)
-        _resolved(config, config_json)
-        fetched, bf16 = _bytes(hf, spec_from_hf(hf))
-        return Sizes(fetched=fetched, bf16=bf16, served=_bytes(hf, served_spec(config.precision, hf))[0])
 
     def convert(hf_dir: Path, out: Path) -> None:
         from miles_like.pipeline.convert import ConvertWork, to_megatron
@@ -101,7 +90,12 @@ def stage_functions(config: RunConfig, console: Console, ray_address: str | None
         return Preflight(config, stages, to_do, ray_address, online=online)
 
     return StageFunctions(
-        make=make, convert=convert, on_every_node=stage, train=train, sizes=sizes, preflight=preflight
+        make=make,
+        convert=convert,
+        on_every_node=stage,
+        train=train,
+        sizes=None if model is None else _sizes(model),
+        preflight=preflight,
     )
 
 
@@ -112,23 +106,26 @@ def shut_down() -> None:
         workers.stop_ray()
 
 
-def fetched_config(model: ModelConfig, config_json: Path) -> dict[str, Any]:
-    """The config.json that the fetched checkpoint will have; for a model that is made, with the format of
-    `model.make`."""
-    hf = read_config_file(config_json)
-    return hf if model.make is None else quantized_config(hf, model.make.spec())
+def known_model(config: RunConfig) -> PlannedModel | None:
+    """The plan of the model, from a config.json that exists before anything is fetched; None where there is none. For a
+    model that is made, with the format of `model.make`. Raises ValueError as `planned_model`."""
+    given, make = config.model, config.model.make
+    path = Path(make.config if make is not None else given.config or given.path)
+    if make is None and given.config is None and not path.is_dir():
+        return None
+    path = path / "config.json" if path.is_dir() else path
+    hf = read_config_file(path)
+    return planned_model(config, hf if make is None else quantized_config(hf, make.spec()), path.parent)
 
 
-def shapes_bytes(config_json: Path, spec: QuantSpec | None = None) -> tuple[int, int]:
-    """(bytes as stored, bytes in BF16) of a model with this config.json, from the family's table; nothing is loaded.
-
-    spec: the stored format; by default config.json's. Raises ValueError for a shape that the format does not support.
-    """
-    hf = read_config_file(config_json)
-    return _bytes(hf, spec or spec_from_hf(hf))
+def _sizes(model: PlannedModel) -> Sizes:
+    fetched, bf16 = checkpoint_bytes(model.hf, model.stored)
+    return Sizes(fetched=fetched, bf16=bf16, served=checkpoint_bytes(model.hf, model.spec)[0])
 
 
-def _bytes(hf: Mapping[str, Any], spec: QuantSpec | None) -> tuple[int, int]:
+def checkpoint_bytes(hf: Mapping[str, Any], spec: QuantSpec | None) -> tuple[int, int]:
+    """(bytes stored as `spec` says, bytes in BF16) of a model with this config.json; nothing is loaded. Raises
+    ValueError for a shape that the format does not support."""
     tensors, codec = family_of(hf).bind(hf), codec_or_none(spec)
     stored = bf16 = 0
     for place, count in tensors.kinds(each_expert=spec is not None and spec.may_split_experts):
@@ -143,40 +140,14 @@ def _bytes(hf: Mapping[str, Any], spec: QuantSpec | None) -> tuple[int, int]:
     return stored, bf16
 
 
-def describe_trainer(config: RunConfig) -> str:
-    """The kernels of the trainer's ranks, in one line, assuming that GPU ranks have TransformerEngine.
-
-    Raises ValueError for settings that the model, layout or device does not support.
-    """
-    path = known_config(config.model)
-    if path is None:
-        return "kernels: checked once the model is fetched"
-    trainer, resolved = _resolved(config, path)
-    if resolved.forward == "stock":
-        return describe_kernels(trainer, resolved.spec)
-    variables = [f"{name}={values[0]}" for name, values in environment(resolved.forward).items()]
-    return ", ".join([describe_kernels(trainer, resolved.spec), f"{resolved.forward} forward", *variables])
-
-
-def _resolved(config: RunConfig, config_json: Path) -> tuple[TrainerConfig, Resolved]:
-    """Each trainer rank's configuration, resolved. Raises ValueError for settings that the model, layout or device does
-    not support."""
-    cuda = config.cluster.gpus_per_node > 0
-    trainer, hf = trainer_config(config, config_json.parent), fetched_config(config.model, config_json)
-    hf = served_config(config.precision, hf)
-    if (critic := critic_config(config, trainer)) is not None:
-        resolve(critic, with_scalar_head(hf), cuda=cuda, te=cuda)
-    return trainer, resolve(trainer, hf, cuda=cuda, te=cuda)
-
-
-def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
-    """Nodes, ranks and server command lines, as `--dry-run` prints them."""
+def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | None) -> list[str]:
+    """Nodes, ranks and server command lines, as `--dry-run` prints them. model: None: not known yet."""
     plan = plan_placement(config.cluster, config.parallel, config.servers)
     p = config.parallel
     lines = [
         f"layout: TP{p.tp} x PP{p.pp} x CP{p.cp} x DP{p.dp}, EP{p.ep} x ETP{p.etp} over the same {p.world_size} ranks"
     ]
-    lines.append(describe_trainer(config))
+    lines.append("kernels: checked once the model is fetched" if model is None else _describe_trainer(model))
     for node in range(plan.nodes):
         ranks = [s.index for s in plan.of("trainer") if s.node == node]
         servers = [
@@ -189,83 +160,50 @@ def describe_processes(config: RunConfig, run_dir: Path) -> list[str]:
             trainer += ", a rank of the critic beside each"
         lines.append(f"node {node}: {trainer}; rollout server {', '.join(servers) or 'none'}")
     stage = config.cluster.stage_dir
-    model = (Path(stage) / "stage-..." if stage else cache_of(config, run_dir) / "stage-..." / "data") / "hf"
-    launch = ServerLaunch(
-        model_path=model,
-        config=config.rollout,
-        log_dir=run_dir / "logs",
-        activations=config.precision.activations,
-        exact=config.tp_shards,
-        bucket_bytes=config.publish.bucket_bytes,
-        return_routed_experts=_has_experts(config),
-    )
+    served = (Path(stage) / "stage-..." if stage else cache_of(config, run_dir) / "stage-..." / "data") / "hf"
+    routes = model is None or model.routing is not None
     for s in plan.of("rollout"):
+        launch = server_launch(config, served, run_dir / "logs", s, routes=routes)
         port = (config.rollout.port or 30000) + s.index
         if config.rollout.engine == "embedded":
             command = embedded_command(launch, port)
         else:
             head = next(x for x in plan.of("rollout") if x.index == s.index and x.node_rank == 0)
             address = f"NODE{head.node}:{20000 + s.index}" if s.nnodes > 1 else None
-            part = replace(launch, host=f"NODE{s.node}", node_rank=s.node_rank, nnodes=s.nnodes, dist_init_addr=address)
-            command = sglang_command(part, port)
+            command = sglang_command(replace(launch, host=f"NODE{s.node}", dist_init_addr=address), port)
         lines.append(f"node {s.node} runs: {' '.join(command)}")
     return [*lines, *config.distillation.described()]
 
 
-def _has_experts(config: RunConfig) -> bool:
-    """Whether the model has experts; true for a model whose config.json is not known yet."""
-    path = known_config(config.model)
-    if path is None:
-        return True
-    hf = read_config_file(path)
-    return bool(family_of(hf).moe_layers(hf))
+def _describe_trainer(model: PlannedModel) -> str:
+    """The kernels of the trainer's ranks, in one line, assuming that GPU ranks have TransformerEngine."""
+    resolved, kernels = model.resolved, describe_kernels(model.trainer, model.resolved.spec)
+    if resolved.forward == "stock":
+        return kernels
+    variables = [f"{name}={values[0]}" for name, values in environment(resolved.forward).items()]
+    return ", ".join([kernels, f"{resolved.forward} forward", *variables])
 
 
 def staged(config: RunConfig, run_dir: Path, console: Console, ray_address: str | None) -> Path:
     """The directory of the job's checkpoint, made if it does not exist, with the folders `hf` (for servers) and
     `megatron`."""
-    functions = stage_functions(config, console, ray_address)
+    functions = stage_functions(config, known_model(config), console, ray_address)
     *before, _ = plan_stages(config, run_dir, functions, mode="fresh")
     return run_stages(before, [s.name for s in before], console, fresh=False)["stage"].root
 
 
 def verify(
-    config: RunConfig,
-    run_dir: Path,
-    console: Console,
-    ray_address: str | None,
-    *,
-    key_file: Path | None = None,
-    rollouts: Path | None = None,
-    checkpoint: Path | None = None,
-    attached: Sequence[str] = (),
-    overwrite: bool = False,
-    prompts: int | None = None,
+    config: RunConfig, run_dir: Path, console: Console, ray_address: str | None, options: VerifyOptions
 ) -> tuple[AlignmentReport, list[Path]]:
     """Start both sides on the job's checkpoint, made if it does not exist, and compare them; plots are written to
-    `run_dir`/verify. key_file: of attached servers. For the other options see `VerifyRun`. Raises ValueError or
-    RuntimeError."""
-    from rollout.server_key import given_key
-
-    key = given_key(key_file)
+    `run_dir`/verify. Raises ValueError or RuntimeError."""
     root = staged(config, run_dir, console, ray_address)
     from miles_like.cluster.workers import start_ray
-    from miles_like.run.model_plan import model_plan
-    from miles_like.run.rollout_side import RolloutSide
     from miles_like.run.verify import VerifyRun
     from miles_like.verify.plots import write_plots
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    plan = model_plan(config, run_dir, root / "hf", root / "megatron")
-    run = VerifyRun(
-        RolloutSide(plan=plan),
-        key=key,
-        rollouts=rollouts,
-        checkpoint=checkpoint,
-        attached=attached,
-        overwrite=overwrite,
-        prompts=prompts,
-    )
+    run = VerifyRun(RolloutSide(plan=model_plan(config, run_dir, root / "hf", root / "megatron")), options)
     run_to_end(run.meet())
     start_ray(ray_address)
     found = run.report()

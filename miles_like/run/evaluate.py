@@ -147,10 +147,10 @@ class EvalAlone:
         attached: str | None,
         key: ServerKey | None = None,
     ) -> None:
-        if not (hf_dir / "config.json").is_file():
-            raise ValueError(f"{hf_dir} has no config.json: give the directory of a Hugging Face model")
         self.hf_dir, self.config, self.logs, self.console = hf_dir, config, run_dir / "logs", console
-        self.hf = HFCheckpoint(hf_dir) if attached is None else None  # with a server the weights may be elsewhere
+        # with a running server the weights may be elsewhere
+        hf = HFCheckpoint(hf_dir).config if attached is None else read_hf_config(hf_dir)
+        self.architectures = tuple(hf.get("architectures") or ())
         self.attached = attached
         self.key = key if attached is not None else ServerKey.new()
         self.tokenizer = run_tokenizer(hf_dir)
@@ -241,8 +241,7 @@ class EvalAlone:
         weight version is set to version 0."""
         client = SGLangClient(url, routing=None, request_timeout_s=self.config.rollout.request_timeout_s, key=self.key)
         try:
-            info, server = await client.model_info(), await client.server_info()
-            wanted = tuple(read_hf_config(self.hf_dir).get("architectures") or ())
+            info, server, wanted = await client.model_info(), await client.server_info(), self.architectures
             if info.architectures and wanted and info.architectures != wanted:
                 raise ValueError(
                     f"server {url} serves {', '.join(info.architectures)} ({info.model_path}), {self.hf_dir} is "

@@ -7,7 +7,6 @@ import gc
 from miles_like.algorithms.registry import make_critic_loss
 from miles_like.cluster.factories import MegatronFactory
 from miles_like.cluster.workers import RayServers, RayTrainer, check_nodes
-from miles_like.config.ranks import critic_config
 from miles_like.protocols import LossFn
 from miles_like.run.model_plan import ModelPlan
 from miles_like.run.rollout_side import RolloutSide
@@ -24,7 +23,7 @@ class Launcher:
         """Start the trainer ranks with the run's initial weights."""
         timeout_s = plan.config.cluster.timeout_s
         return RayTrainer(
-            MegatronFactory(plan.trainer, plan.weights, loss, 2 * timeout_s),
+            MegatronFactory(plan.model.trainer, plan.weights, loss, 2 * timeout_s),
             plan.placement.of("trainer"),
             dp_size=plan.config.parallel.dp,
             log_dir=plan.logs,
@@ -33,7 +32,7 @@ class Launcher:
 
     def critic(self, plan: ModelPlan) -> RayTrainer | None:
         """Start the critic ranks: the run's initial model with a scalar head. None: the algorithm has no critic."""
-        config, loss = critic_config(plan.config, plan.trainer), make_critic_loss(plan.config.algorithm)
+        config, loss = plan.model.critic, make_critic_loss(plan.config.algorithm)
         if config is None or loss is None:
             return None
         timeout_s = plan.config.cluster.timeout_s

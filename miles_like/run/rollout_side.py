@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from miles_like.cluster.factories import PublisherRecipe
 from miles_like.cluster.placement import Slot
+from miles_like.config.run import RunConfig
 from miles_like.run.model_plan import ModelPlan
 from miles_like.types import SamplingParams
 from rollout.episodes.resuming import RESUMES
 from rollout.episodes.runner import EpisodeRunner, make_episode_runner
+from rollout.publish.disk_publisher import SharedDirectory
+from rollout.publish.publication import PublishTarget
 from rollout.seeds import seed_of
 from rollout.server_key import ServerKey
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.servers import ServerLaunch
 from rollout.wire.control import PauseMode
+
+
+def server_launch(config: RunConfig, served: Path, logs: Path, slot: Slot, *, routes: bool) -> ServerLaunch:
+    """The launch settings of the server in `slot` with the model in `served`, for a dry run and for a run. routes: the
+    server returns the expert routes of its tokens."""
+    first_port = config.rollout.port
+    return ServerLaunch(
+        model_path=served,
+        config=config.rollout,
+        port=None if first_port is None else first_port + slot.index,
+        log_dir=logs,
+        activations=config.precision.activations,
+        exact=config.tp_shards,
+        bucket_bytes=config.publish.bucket_bytes,
+        node_rank=slot.node_rank,
+        nnodes=slot.nnodes,
+        return_routed_experts=routes,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,22 +58,9 @@ class RolloutSide:
 
     def launch(self, slot: Slot, version: int, *, routing: bool = True) -> ServerLaunch:
         """The launch settings of the server in `slot`, whose weights are numbered `version`."""
-        plan, c = self.plan, self.plan.config
-        first_port = c.rollout.port
-        return ServerLaunch(
-            model_path=plan.served.resolve(),
-            config=c.rollout,
-            port=None if first_port is None else first_port + slot.index,
-            log_dir=plan.logs.resolve(),
-            weight_version=version,
-            activations=c.precision.activations,
-            exact=c.tp_shards,
-            bucket_bytes=c.publish.bucket_bytes,
-            node_rank=slot.node_rank,
-            nnodes=slot.nnodes,
-            return_routed_experts=routing and plan.routing_shape() is not None,
-            key=self.key,
-        )
+        plan, routes = self.plan, routing and self.plan.model.routing is not None
+        launch = server_launch(plan.config, plan.served.resolve(), plan.logs.resolve(), slot, routes=routes)
+        return replace(launch, weight_version=version, key=self.key)
 
     def client(
         self, url: str, *, routing: bool = True, ours: bool = True, key: ServerKey | None = None
@@ -63,7 +72,7 @@ class RolloutSide:
         return SGLangClient(
             url,
             vocabulary=int(plan.hf.config["vocab_size"]),
-            routing=plan.routing_shape() if routing else None,
+            routing=plan.model.routing if routing else None,
             prompts_per_request=c.rollout.prompts_per_request,
             request_timeout_s=c.rollout.request_timeout_s,
             pause_mode=PauseMode(c.publish.pause_mode),
@@ -76,19 +85,18 @@ class RolloutSide:
     def publisher(self, urls: Sequence[str], *, ours: bool = True, key: ServerKey | None = None) -> PublisherRecipe:
         """The factory of the publishers to the servers at `urls`. ours, key: as in `client`."""
         plan, c = self.plan, self.plan.config
-        return PublisherRecipe(
+        hf, shared = plan.hf.config, (plan.run_dir / "published").resolve()
+        target = PublishTarget(
             urls=tuple(urls),
             kind=c.rollout.engine,
-            spec=plan.spec,
+            spec=plan.model.spec,
             config=c.publish,
-            fused=plan.family.bind(plan.hf.config, mtp=True).fused(),
+            fused=plan.model.family.bind(hf, mtp=True).fused(),
             tp_size=c.rollout.sglang.tp_size,
             timeout_s=c.rollout.request_timeout_s,
-            directory=(plan.run_dir / "published").resolve(),
-            hf_config=plan.hf.config,
-            copy_from=plan.served.resolve(),
             key=self.key if ours else key,
         )
+        return PublisherRecipe(target, SharedDirectory(path=shared, hf_config=hf, copy_from=plan.served.resolve()))
 
     def sampling(self, round_index: int) -> SamplingParams:
         """Sampling parameters of one round of prompts. The seed differs between rounds, so a prompt that is sampled

@@ -122,7 +122,7 @@ def train(
         urls = servers.wait()
         teachers.wait()
         critics = "" if critic is None else f" and {len(plan.placement.critics())} of the critic"
-        payload = f"; {shape.payload}" if (shape := plan.routing_shape()) else ""
+        payload = f"; {shape.payload}" if (shape := plan.model.routing) else ""
         console.print(
             f"{'':12}{len(plan.placement.of('trainer'))} trainer ranks{critics}, {len(urls)} rollout servers up "
             f"after {time.perf_counter() - started:.0f} s{payload}"

@@ -59,7 +59,7 @@ def packer(
 def speed_meter(plan: ModelPlan) -> SpeedMeter:
     """The meter of tokens per second and, if cluster.peak_tflops is set, of model FLOPs utilization (perf/mfu)."""
     c, hf = plan.config, plan.hf.config
-    depths = plan.family.mtp_layers(hf) if c.train.mtp_coefficient else 0
+    depths = plan.model.family.mtp_layers(hf) if c.train.mtp_coefficient else 0
     peak = c.cluster.peak_tflops
     return SpeedMeter(
         flops=lambda lengths, labels: train_flops(hf, lengths, head_rows=labels, mtp_depths=depths),

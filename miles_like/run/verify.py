@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,42 +36,38 @@ from rollout.wire.control import ModelInfo
 PROMPTS = 32
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """What a comparison takes in place of what it starts."""
+
+    rollouts: Path | None = None  # a file of samples that a run wrote; no server is started then
+    checkpoint: Path | None = None  # a step_N folder of a run, in place of the run's initial weights
+    attached: Sequence[str] = ()  # URLs of running servers
+    key: ServerKey | None = None  # of those servers
+    overwrite: bool = False  # the trainer's weights may be published to them, after their weights were hashed
+    prompts: int | None = None  # number of prompts to sample; None: PROMPTS
+
+
 class VerifyRun:
-    """One comparison of trainer and rollout.
+    """One comparison of trainer and rollout."""
 
-    rollouts: a file of samples that a run wrote, compared in place of new samples; no server is started then. attached:
-    URLs of running servers, used in place of starting servers; key: the key of those servers. overwrite: whether the
-    trainer's weights may be published to the attached servers, after the servers' weights were hashed. prompts: number
-    of prompts to sample; None: PROMPTS.
-    """
-
-    def __init__(
-        self,
-        rollout: RolloutSide,
-        *,
-        launcher: Launcher | None = None,
-        rollouts: Path | None = None,
-        checkpoint: Path | None = None,
-        attached: Sequence[str] = (),
-        key: ServerKey | None = None,
-        overwrite: bool = False,
-        prompts: int | None = None,
-    ) -> None:
-        """checkpoint: a step_N folder of a run, whose weights are compared in place of the run's initial weights.
-        Raises ValueError for an incomplete checkpoint, for `rollouts` together with `attached` or `prompts`, and for
+    def __init__(self, rollout: RolloutSide, options: VerifyOptions, *, launcher: Launcher | None = None) -> None:
+        """Raises ValueError for an incomplete checkpoint, for `rollouts` together with `attached` or `prompts`, and for
         `overwrite` without `attached`."""
+        rollouts, checkpoint = options.rollouts, options.checkpoint
+        attached, prompts = options.attached, options.prompts
         if attached and rollouts is not None:
             raise ValueError(f"--rollouts {rollouts} asks no server, --server {attached[0]} does: give one of the two")
-        if overwrite and not attached:
+        if options.overwrite and not attached:
             raise ValueError(
                 "--overwrite replaces the weights of running servers: name them with --server, or remove it"
             )
         self.rollout, self.plan, self.config = rollout, rollout.plan, rollout.plan.config
         self.rollouts, self.checkpoint, self.launcher = rollouts, checkpoint, launcher or Launcher()
-        self.may_publish = overwrite or not attached
+        self.may_publish = options.overwrite or not attached
         if prompts is not None and rollouts is not None:
             raise ValueError(f"--rollouts {rollouts} samples nothing, --prompts {prompts} do: give one of the two")
-        self.key = key
+        self.key = options.key
         self.attached, self.prompts = tuple(attached), PROMPTS if prompts is None else prompts
         self.version = 0 if checkpoint is None else run_state.load(checkpoint).weight_version
         self.weights = self.plan.run_dir / "verify" / "weights"  # while they are compared
@@ -143,7 +140,7 @@ class VerifyRun:
         config = quantized_config(plan.hf.config, None)
         trainer.connect(CheckpointWriter(out=out, hf_config=config, spec=None, copy_from=plan.served))
         await trainer.publish(version=0)
-        return Published(out, plan.spec)
+        return Published(out, plan.model.spec)
 
     async def _weights(
         self,
@@ -170,7 +167,7 @@ class VerifyRun:
             of_each = found
         elif rollout.publish is None:
             return _OPAQUE
-        elif plan.spec is not None and not self.config.precision.qat and self.checkpoint is None:
+        elif plan.model.spec is not None and not self.config.precision.qat and self.checkpoint is None:
             return "the first publication replaces the codes of the checkpoint, which another quantizer may have made"
         else:
             await rollout.publish()
@@ -182,7 +179,7 @@ class VerifyRun:
         self, clients: Sequence[SGLangClient], served: Sequence[Mapping[str, str]], published: Published
     ) -> list[WeightEvidence]:
         """Evidence of each server from its hashes alone; empty where it is unknown which tensors the servers hash."""
-        if self.plan.spec is not None or self.config.rollout.sglang.tp_size > 1:
+        if self.plan.model.spec is not None or self.config.rollout.sglang.tp_size > 1:
             return []
         devices = [(await client.server_info()).get("device") for client in clients]
         found = [stacked_evidence(hashes, published) for hashes in served] if set(devices) == {"cpu"} else []
@@ -216,7 +213,7 @@ def check_attached(url: str, info: ModelInfo, server: Mapping[str, Any], plan: M
             f"server {url} has {ranks} tensor-parallel ranks, rollout.sglang.tp_size = {rollout.sglang.tp_size}: "
             f"--set rollout.sglang.tp_size={ranks}"
         )
-    if plan.routing_shape() is not None and not server.get("enable_return_routed_experts"):
+    if plan.model.routing is not None and not server.get("enable_return_routed_experts"):
         raise ValueError(f"server {url} returns no expert routes: start it with --enable-return-routed-experts")
 
 

@@ -48,7 +48,7 @@ class _State:
 
 
 async def attribute(e: Evidence, bounds: Bounds, allowed: Bounds) -> Report:
-    """Compare both sides in the order of STEPS.
+    """Compare both sides in six steps: weights, quantizer, tokens, routing, sampling, numerics.
 
     bounds: of the configuration, for the initial gap. allowed: bounds on the remaining gap; exceeding them is the cause
     NUMERICS. Raises ValueError where there is nothing to compare.

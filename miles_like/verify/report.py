@@ -21,8 +21,6 @@ from miles_like.algorithms.terms.bounds import Bounds
 from miles_like.algorithms.terms.mismatch import SAFE_LOG, finish, mismatch_stats
 from miles_like.types import Reduce
 
-STEPS = ("weights", "quantizer", "tokens", "routing", "sampling", "numerics")
-
 
 class Cause(StrEnum):
     """What a gap is attributed to."""

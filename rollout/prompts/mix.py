@@ -77,11 +77,6 @@ class PromptSource:
         """Whether all epochs of all sources are over. True after a `take` that returned fewer prompts than asked."""
         return all(s.ended for s in self._sources.values())
 
-    @property
-    def resting(self) -> int:
-        """Number of prompts that the curriculum currently skips."""
-        return len(self._curriculum.rests)
-
     def take(self, k: int) -> list[Prompt]:
         """The next k prompts, or fewer if all sources end.
 

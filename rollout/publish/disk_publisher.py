@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,51 +13,37 @@ from typing import Any
 from miles_like.hf.checkpoint import write_hf
 from miles_like.types import NamedTensor, PublishReport
 from quant.hf_config import quantized_config, spec_from_hf
-from quant.spec import QuantSpec
 from quant.stream import quantize_stream
-from rollout.config import PublishConfig
-from rollout.publish.publication import RankChecksums, Sent, publish_stream
-from rollout.publish.publisher import ServerSet, compare_checksums, flush_cache
-from rollout.server_key import ServerKey
+from rollout.publish.publication import PublishTarget, RankChecksums, Sent, publish_stream
+from rollout.publish.publisher import compare_checksums, flush_cache, servers_of
 from rollout.sglang.client import RolloutError
 from rollout.wire import endpoints
 from rollout.wire.control import PauseMode, PauseRequest, UpdateFromDisk
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedDirectory:
+    """A directory that trainer and servers share: parent of the directories `version_N`."""
+
+    path: Path
+    hf_config: dict[str, Any]  # the model's config.json; its quantization_config is written for the target's spec
+    copy_from: Path | None  # the model's directory, whose other files are copied
+
+
 class DiskPublisher:
     """WeightPublisher over /update_weights_from_disk. The servers generate while the directory is written.
 
-    directory: parent of the directories `version_N`. The previous one is removed only when all servers have loaded the
-    new one, because servers may read lazily. hf_config: the model's config.json; its quantization_config is written for
-    `spec` if it differs. copy_from: the model's directory. Other arguments as in TensorPublisher.
+    The previous version's directory is removed only when all servers have loaded the new one, because servers may read
+    lazily. send: whether this rank sends. Servers load the directory in one call, so tp_size and fused do not matter.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        directory: Path,
-        hf_config: dict[str, Any],
-        copy_from: Path | None,
-        spec: QuantSpec | None,
-        config: PublishConfig,
-        send: bool,
-        timeout_s: float = 600.0,
-        key: ServerKey | None = None,
-    ) -> None:
-        if not urls:
-            raise ValueError("no servers to publish to: rollout.servers must be at least 1")
-        self._urls = tuple(urls)
-        self._directory = directory.resolve()
-        same = "quantization_config" in hf_config and spec_from_hf(hf_config) == spec
-        self._hf_config = hf_config if same else quantized_config(hf_config, spec)
-        self._copy_from = copy_from
-        self._spec = spec
-        self._config = config
-        self._mode = PauseMode(config.pause_mode)
-        self._is_sender = send
-        self._timeout_s = timeout_s
-        self._key = key
+    def __init__(self, target: PublishTarget, shared: SharedDirectory, *, send: bool) -> None:
+        self._target, self._copy_from, self._is_sender = target, shared.copy_from, send
+        self._directory = shared.path.resolve()
+        hf, spec = shared.hf_config, target.spec
+        same = "quantization_config" in hf and spec_from_hf(hf) == spec
+        self._hf_config = hf if same else quantized_config(hf, spec)
+        self._mode = PauseMode(target.config.pause_mode)
 
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:
         """Collective over the trainer's ranks. Raises ValueError, OSError (disk full) or RuntimeError."""
@@ -67,7 +54,7 @@ class DiskPublisher:
         path = self._directory / f"version_{version}"
         if path.exists():
             shutil.rmtree(path)  # left by a run that was killed after writing it
-        nbytes = write_hf(path, quantize_stream(stream, self._spec), self._hf_config, copy_from=self._copy_from)
+        nbytes = write_hf(path, quantize_stream(stream, self._target.spec), self._hf_config, copy_from=self._copy_from)
         pause_seconds, checksums = self._load(path, version)
         for other in self._directory.glob("version_*"):
             if other != path:
@@ -76,7 +63,7 @@ class DiskPublisher:
 
     def _load(self, path: Path, version: int) -> tuple[float, RankChecksums]:
         checksums: RankChecksums = ()
-        servers = ServerSet(self._urls, self._timeout_s, self._key)
+        servers = servers_of(self._target)
         began = time.perf_counter()
         try:
             servers.ask(endpoints.PAUSE, PauseRequest(mode=self._mode).to_json())
@@ -85,7 +72,7 @@ class DiskPublisher:
             )
             servers.change(endpoints.UPDATE_FROM_DISK, request.to_json())
             flush_cache(servers, self._mode)
-            if self._config.verify:
+            if self._target.config.verify:
                 checksums = compare_checksums(servers, None)
             servers.ask(endpoints.CONTINUE, {})
         except RolloutError as e:

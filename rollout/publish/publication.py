@@ -4,11 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 from miles_like.types import NamedTensor, PublishReport
+from quant.spec import QuantSpec
+from rollout.config import PublishConfig
+from rollout.publish.buckets import Fused
+from rollout.server_key import ServerKey
 
 RankChecksums: TypeAlias = tuple[Mapping[str, str], ...]  # for each rank of a server: tensor name -> hash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishTarget:
+    """Running servers and how weights are sent to them. Raises ValueError without a server."""
+
+    urls: tuple[str, ...]
+    kind: Literal["embedded", "sglang"]
+    spec: QuantSpec | None  # quantization of the servers' checkpoint; None: the stream is published unchanged
+    config: PublishConfig
+    fused: Fused = ()  # tensors that one request must hold together, of the model's family (`buckets`)
+    tp_size: int = 1  # tensor-parallel ranks of a stock server
+    timeout_s: float = 600.0  # of a request
+    key: ServerKey | None = None  # of the servers
+
+    def __post_init__(self) -> None:
+        if not self.urls:
+            raise ValueError("no servers to publish to: rollout.servers must be at least 1")
 
 
 class Sent(NamedTuple):

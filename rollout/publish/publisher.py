@@ -12,17 +12,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import httpx
 import orjson
 
 from miles_like.types import NamedTensor, PublishReport
-from quant.spec import QuantSpec
 from quant.stream import quantize_stream
-from rollout.config import PublishConfig
-from rollout.publish.buckets import Fused, cut, gathered
-from rollout.publish.publication import RankChecksums, Sent, publish_stream
+from rollout.publish.buckets import cut, gathered
+from rollout.publish.publication import PublishTarget, RankChecksums, Sent, publish_stream
 from rollout.server_key import ServerKey
 from rollout.server_url import tls
 from rollout.sglang.client import (
@@ -139,6 +137,11 @@ class ServerSet:
         return [f.result() for f in futures]
 
 
+def servers_of(target: PublishTarget) -> ServerSet:
+    """A client of the servers of `target`."""
+    return ServerSet(target.urls, target.timeout_s, target.key)
+
+
 def _parsed(url: str, parse: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     try:
         return parse(*args, **kwargs)
@@ -149,39 +152,14 @@ def _parsed(url: str, parse: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 class TensorPublisher:
     """WeightPublisher over /update_weights_from_tensor.
 
-    spec: quantization of the servers' checkpoint; None: publish the stream unchanged. fused: tensors that must be in
-    one request (`buckets`). tp_size: tensor-parallel ranks of a stock server. send: whether this rank sends.
-    After a failure the servers stay paused, so that no sample comes from partly updated weights; the RuntimeError names
-    the server and asks for a restart.
+    send: whether this rank sends. hold_bytes: encoded before the servers are paused. After a failure the servers stay
+    paused, so that no sample comes from partly updated weights; the RuntimeError names the server and asks for a
+    restart.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        kind: Literal["embedded", "sglang"],
-        spec: QuantSpec | None,
-        config: PublishConfig,
-        send: bool,
-        fused: Fused = (),
-        tp_size: int = 1,
-        timeout_s: float = 600.0,
-        hold_bytes: int = 2 << 30,
-        key: ServerKey | None = None,
-    ) -> None:
-        if not urls:
-            raise ValueError("no servers to publish to: rollout.servers must be at least 1")
-        self._urls = tuple(urls)
-        self._kind = kind
-        self._spec = spec
-        self._config = config
-        self._mode = PauseMode(config.pause_mode)
-        self._is_sender = send
-        self._fused = fused
-        self._tp_size = tp_size
-        self._timeout_s = timeout_s
-        self._hold_bytes = hold_bytes
-        self._key = key
+    def __init__(self, target: PublishTarget, *, send: bool, hold_bytes: int = 2 << 30) -> None:
+        self._target, self._is_sender, self._hold_bytes = target, send, hold_bytes
+        self._mode = PauseMode(target.config.pause_mode)
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="checksums")
 
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:
@@ -197,7 +175,7 @@ class TensorPublisher:
             size += bucket.nbytes
         if not held:
             raise ValueError("no weights to publish: the stream is empty")
-        servers = ServerSet(self._urls, self._timeout_s, self._key)
+        servers = servers_of(self._target)
         began = time.perf_counter()
         try:
             servers.ask(endpoints.PAUSE, PauseRequest(mode=self._mode).to_json())
@@ -214,12 +192,12 @@ class TensorPublisher:
 
     def _update(self, servers: ServerSet, buckets: Iterator[_Bucket], version: int) -> tuple[int, RankChecksums]:
         total, hashed = 0, list[Future[dict[str, str]]]()
-        named = str(version) if self._kind == "embedded" else None
+        named = str(version) if self._target.kind == "embedded" else None
         servers.change(endpoints.BEGIN_UPDATE, BeginUpdate(weight_version=named).to_json())
         for bucket, last in _with_last(buckets):
             request = UpdateFromTensor(
                 serialized_named_tensors=list(bucket.payload),
-                load_format=SAFETENSORS if self._kind == "embedded" else None,
+                load_format=SAFETENSORS if self._target.kind == "embedded" else None,
                 flush_cache=False,  # flushed once, after the last: a failed flush would fail the update
                 weight_version=str(version) if last else None,
             )
@@ -228,19 +206,19 @@ class TensorPublisher:
             hashed.append(bucket.checksums)
         servers.change(endpoints.END_UPDATE, EndUpdate(weight_version=named).to_json())
         flush_cache(servers, self._mode)
-        if not self._config.verify:
+        if not self._target.config.verify:
             return total, ()
         sent = {name: h for f in hashed for name, h in f.result().items()}
-        return total, compare_checksums(servers, sent if self._kind == "embedded" else None)
+        return total, compare_checksums(servers, sent if self._target.kind == "embedded" else None)
 
     def _encoded(self, stream: Iterator[NamedTensor]) -> Iterator[_Bucket]:
-        hashed = self._config.verify and self._kind == "embedded"
-        encoded = quantize_stream(gathered(stream, self._fused), self._spec)
-        for part in cut(encoded, self._config.bucket_bytes, self._fused):
-            if self._kind == "embedded":
+        hashed = self._target.config.verify and self._target.kind == "embedded"
+        encoded = quantize_stream(gathered(stream, self._target.fused), self._target.spec)
+        for part in cut(encoded, self._target.config.bucket_bytes, self._target.fused):
+            if self._target.kind == "embedded":
                 payload: tuple[str, ...] = (encode_safetensors(part),)
             else:
-                payload = encode_sglang_pickle(part, self._tp_size)
+                payload = encode_sglang_pickle(part, self._target.tp_size)
             # hash in a thread while sending: hashing is slow and releases the GIL
             checksums = self._hashing.submit(_checksums, part if hashed else [])
             yield _Bucket(payload, sum(t.tensor.nbytes for t in part), checksums)

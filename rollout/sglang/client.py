@@ -309,12 +309,6 @@ class SGLangClient:
         body = await self._call("POST", endpoints.CHECKSUM, ChecksumRequest().to_json())
         return ChecksumReply.from_json(body, endpoints.CHECKSUM)
 
-    async def begin_weight_update(self) -> None:
-        await self._change(endpoints.BEGIN_UPDATE, {})
-
-    async def end_weight_update(self) -> None:
-        await self._change(endpoints.END_UPDATE, {})
-
     async def set_weight_version(self, version: int) -> None:
         body = UpdateVersion(new_version=str(version), abort_all_requests=False)
         await self._change(endpoints.UPDATE_VERSION, body.to_json())

@@ -57,6 +57,7 @@ from miles_like.types import (
 from rollout.config import PublishConfig
 from rollout.episodes.groups import run_groups
 from rollout.episodes.pool import EnginePool
+from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.seeds import seed_of
 from rollout.sglang.client import SGLangClient
@@ -262,7 +263,9 @@ def _one_rank(rank: int, world: int, port: int, where: Path) -> Found:
 
         async def run() -> None:
             client = SGLangClient(url, routing=SHAPE)
-            publisher = TensorPublisher([url], kind="embedded", spec=None, config=publish, send=True)
+            publisher = TensorPublisher(
+                PublishTarget(urls=(url,), kind="embedded", spec=None, config=publish), send=True
+            )
             await World(Noting([client]), client, Held(s.engine), t, publisher, found).all()
 
         asyncio.run(run())

@@ -110,7 +110,7 @@ def _stage(
         def check(self, plan: Any) -> None: ...
 
         def trainer(self, plan: Any, loss: Any) -> Any:
-            factory = MegatronFactory(plan.trainer, plan.weights, loss)
+            factory = MegatronFactory(plan.model.trainer, plan.weights, loss)
             made.append(Alone(factory(0, 1, "127.0.0.1", free_port()), sigterm_in))
             return made[0]
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from miles_like.algorithms.terms.bounds import Bounds
 from miles_like.verify.plots import write_plots
-from miles_like.verify.report import STEPS, Cause
+from miles_like.verify.report import Cause
 from quant.spec import QuantFormat, QuantSpec
 from rollout.embedded.engine import engine, sampler
 from tests.support import exactly, toy
@@ -47,6 +47,7 @@ EVERY = [(model, format) for model in ("mla", "gqa") for format in exactly.FORMA
 FIRST = [("mla", "bf16"), ("gqa", "bf16"), ("dense", "bf16"), ("mla", "fp8"), ("gqa", "int4")]
 OTHERS = [case for case in EVERY if case not in FIRST]
 UNROUNDED = list(itertools.product(("mla", "gqa"), ("fp8", "int4")))
+STEPS = ("weights", "quantizer", "tokens", "routing", "sampling", "numerics")  # of a comparison, in order
 
 
 def _tokens(b: Bench) -> None:

@@ -148,13 +148,14 @@ def _check_layouts(rank: int, world_size: int, spare: int, root: str, jobs: dict
         config, mtp = MODELS[name], name == "deepseek" and not rest
         tensors = dict(HFCheckpoint(Path(root) / name).stream())
         chunks, parallel = megatron_rank(config, rank, world_size, port, mtp=mtp, **LAYOUTS.get(layout, {}))
-        from megatron_bridge.weights.export import export_hf
+        from megatron_bridge.weights.export import ExportPlan
 
         load_converted(chunks, parallel, Path(root) / f"{name}-megatron")
-        exports = [
-            {n: t.clone() for n, t in export_hf(chunks, family_of(config), config, parallel, mtp=mtp, bucket_bytes=b)}
+        plans = [
+            ExportPlan(chunks, family_of(config), config, parallel, mtp=mtp, bucket_bytes=b)
             for b in (1 << 30, 40_000)  # one bucket of a kind, and many
         ]
+        exports = [{n: t.clone() for n, t in plan.export()} for plan in plans]
         draft = tuple(f"model.layers.{config['num_hidden_layers'] + j}." for j in range(2))
         wanted = {n for n in tensors if mtp or not n.startswith(draft)}
         report[case] = {

@@ -22,6 +22,7 @@ from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.run import assemble
 from miles_like.types import NamedTensor
 from rollout.config import PublishConfig
+from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import ServerSet, TensorPublisher
 from rollout.server_key import ServerKey, sglang_key_file
 from rollout.sglang.client import RolloutError, SGLangClient
@@ -90,7 +91,9 @@ def test_every_path_but_health_is_refused_without_its_key(served: Served) -> Non
 def test_the_run_publishes_and_asks_with_it(served: Served) -> None:
     name = next(n for n in HFCheckpoint(served.directory).names() if n.endswith("model.norm.weight"))
     tensor = NamedTensor(name, HFCheckpoint(served.directory).read(name))
-    sender = TensorPublisher([served.url], kind="sglang", spec=None, config=PublishConfig(), send=True, key=KEY)
+    sender = TensorPublisher(
+        PublishTarget(urls=(served.url,), kind="sglang", spec=None, config=PublishConfig(), key=KEY), send=True
+    )
     sender.publish([tensor], version=5)
 
     async def version(key: ServerKey | None) -> int:

@@ -34,6 +34,7 @@ from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.run import assemble
 from miles_like.types import NamedTensor
 from rollout.config import EmbeddedFlags, PublishConfig, RolloutConfig
+from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import ServerSet, TensorPublisher
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.servers import ServerLaunch, free_port, launch_server, start
@@ -196,7 +197,9 @@ def test_a_stale_tensor_is_named_and_replaced(job: Job) -> None:
     before anything is sent. Without --overwrite the server keeps it; with it, it is replaced, and the gap goes."""
     name = next(n for n in HFCheckpoint(job.served).names() if ".experts.3.down_proj.weight" in n)
     stale = NamedTensor(name, HFCheckpoint(job.served).read(name) * 3)
-    sender = TensorPublisher([job.url], kind="sglang", spec=None, config=PublishConfig(), send=True)
+    sender = TensorPublisher(
+        PublishTarget(urls=(job.url,), kind="sglang", spec=None, config=PublishConfig()), send=True
+    )
     sender.publish([stale], version=0)
     before = checksums(job.url)
     done, found = verify(job, job.url)
@@ -224,7 +227,9 @@ def test_requests_of_one_module_serve_all_that_was_published(job: Job) -> None:
     def published(factor: float, bucket_bytes: int) -> Mapping[str, str]:
         weights = [NamedTensor(n, (checkpoint.read(n).float() * factor).to(checkpoint.read(n).dtype)) for n in names]
         config = PublishConfig(bucket_bytes=bucket_bytes)
-        sender = TensorPublisher([job.url], kind="sglang", spec=None, config=config, send=True, fused=fused)
+        sender = TensorPublisher(
+            PublishTarget(urls=(job.url,), kind="sglang", spec=None, config=config, fused=fused), send=True
+        )
         sender.publish(weights, version=1)
         return checksums(job.url)
 

@@ -94,7 +94,7 @@ class LocalLauncher(Launcher):
         """There is no Ray cluster."""
 
     def trainer(self, plan: ModelPlan, loss: LossFn) -> RayTrainer:
-        factory = MegatronFactory(plan.trainer, plan.weights, loss)
+        factory = MegatronFactory(plan.model.trainer, plan.weights, loss)
         return LocalTrainer(factory, self.ranks, plan.config.parallel.dp)
 
     def critic(self, plan: ModelPlan) -> RayTrainer | None:
@@ -109,7 +109,7 @@ class LocalLauncher(Launcher):
             weight_version=version,
             activations=plan.config.precision.activations,
             exact=plan.config.tp_shards,
-            return_routed_experts=routing and plan.routing_shape() is not None,
+            return_routed_experts=routing and plan.model.routing is not None,
         )
         commands = [embedded_command(launch, port) for port in ports]
         words = [command[command.index("rollout.embedded.server") + 1 :] for command in commands]

@@ -154,7 +154,9 @@ class Runs(Starter):
 
 def untimed(metrics: Path) -> bytes:
     """metrics.jsonl without its timings."""
-    from miles_like.report.metrics import is_timing
+    from miles_like.report.metrics import TIMINGS
 
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return "".join(json.dumps({k: v for k, v in row.items() if not is_timing(k)}) + "\n" for row in rows).encode()
+    return "".join(
+        json.dumps({k: v for k, v in row.items() if not k.startswith(TIMINGS)}) + "\n" for row in rows
+    ).encode()

@@ -173,7 +173,6 @@ class Architecture:
     norm_eps: float
     tied: bool
     mtp_layers: int  # multi-token-prediction layers after the last layer of the checkpoint; they are not served
-    max_position: int
     eos_ids: tuple[int, ...]
 
     @property

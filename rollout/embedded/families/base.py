@@ -69,7 +69,6 @@ class Family:
             norm_eps=float(config.get("rms_norm_eps", self.norm_eps)),
             tied=bool(config.get("tie_word_embeddings", False)),
             mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
-            max_position=int(config.get("max_position_embeddings", 4096)),
             eos_ids=tuple(dict.fromkeys(_ids(config) + (eos_ids or ()))),
         )
 

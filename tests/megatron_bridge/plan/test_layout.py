@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from megatron_bridge.config import ParallelConfig
 from megatron_bridge.device.device import init_device
 from megatron_bridge.plan.layout import check_layout, check_world
 from miles_like.config.load import load_config
-from miles_like.pipeline.stages import plan_stages
-from miles_like.run.assemble import stage_functions
+from miles_like.run.assemble import known_model
 from miles_like.types import MicroBatch
 from routing_replay.align import ShardSpec, zigzag_index
 from routing_replay.rank_routes import cut_routes
@@ -99,7 +97,7 @@ def test_a_run_is_refused_before_its_first_stage(tmp_path: Path) -> None:
     """A dry run of 671 B parameters over PP7 says so from config.json alone: nothing is fetched, no rank is started."""
     config = load_config(Path(__file__).parents[3] / "configs" / "deepseek_v3_fp8.toml", ["parallel.pp=7"])
     with refuses(ValueError, 48, 61, 5):
-        plan_stages(config, tmp_path / "run", stage_functions(config, Console(quiet=True), None))
+        known_model(config)
     assert not list(tmp_path.iterdir())
 
 

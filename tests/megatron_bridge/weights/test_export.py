@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.families.registry import family_of
-from megatron_bridge.weights.export import export_hf
+from megatron_bridge.weights.export import ExportPlan
 from miles_like.types import NamedTensor
 from tests.support.refusals import refuses
 from tests.support.tiny_models import random_tensors, tiny, tiny_qwen
@@ -60,7 +60,7 @@ def _state(dtype: torch.dtype = torch.bfloat16, hf: dict[str, Any] = HF, *, mtp:
 
 def _export(*states: dict[str, Tensor], hf: dict[str, Any] = HF, **kwargs: Any) -> list[NamedTensor]:
     models: Any = [_Model(state) for state in states]
-    return list(export_hf(models, family_of(hf), hf, GROUPS, **kwargs))
+    return list(ExportPlan(models, family_of(hf), hf, GROUPS, **kwargs).export())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

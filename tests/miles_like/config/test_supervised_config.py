@@ -10,7 +10,7 @@ import pytest
 from miles_like.cluster.placement import plan_placement
 from miles_like.config.load import load_config
 from miles_like.config.ranks import trainer_config
-from miles_like.run.assemble import describe_processes
+from miles_like.run.assemble import describe_processes, known_model
 from tests.support.refusals import Facts, refuses
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -60,7 +60,7 @@ def test_no_server_is_planned_and_no_route_replayed() -> None:
     config = load_config(CONFIGS / "tiny_dpo.toml")
     plan = plan_placement(config.cluster, config.parallel, config.servers)
     assert config.servers is None and not plan.of("rollout") and len(plan.of("trainer")) == 2
-    assert "rollout server none" in "\n".join(describe_processes(config, Path("run")))
+    assert "rollout server none" in "\n".join(describe_processes(config, Path("run"), known_model(config)))
     trainer = trainer_config(config, Path("hf"))
     assert trainer.reference and trainer.replay.mode == "off" and trainer.temperature == 1.0
     assert trainer.head == "lm" and not trainer_config(load_config(CONFIGS / "tiny_sft.toml"), Path("hf")).reference

@@ -19,10 +19,9 @@ from miles_like.checkpoint.run_state import RunState, load, save
 from miles_like.cli import app
 from miles_like.config.load import load_config
 from miles_like.config.reward import EndpointConfig
-from miles_like.hf.checkpoint import HFCheckpoint, companions, generation_eos, write_hf
+from miles_like.hf.checkpoint import HFCheckpoint, companions, generation_eos, read_config_file, write_hf
 from miles_like.limits.regular_files import is_inner_name, read_regular, replace_bytes
 from miles_like.rewards.judges.http import Endpoint
-from miles_like.run.assemble import shapes_bytes
 from miles_like.storage.appended_file import truncate_all
 from miles_like.storage.checkpoint_files import json_sha256
 from miles_like.storage.completion import file_sha256
@@ -129,7 +128,7 @@ def test_a_count_that_no_model_has_is_refused_before_a_table_is_made(key: str, v
     with refuses(ValueError, "config.json", key):
         HFCheckpoint(hf)
     with watchdog(30), refuses(ValueError, "config.json", key):
-        shapes_bytes(hf / "config.json")  # of a plan
+        read_config_file(hf / "config.json")  # of a plan
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from miles_like.pipeline.dequantize import dequantize_checkpoint, dequantized_bytes, is_unquantized
 from miles_like.pipeline.quant_report import QuantReport
 from miles_like.pipeline.quantize import quantize_checkpoint, quantized_bytes, spec_of
-from miles_like.run.assemble import shapes_bytes
+from miles_like.run.assemble import checkpoint_bytes
 from quant.hf_config import spec_from_hf
 from quant.registry import CODECS, make_codec
 from quant.spec import CONVENTIONS, QuantFormat, QuantSpec
@@ -267,8 +267,8 @@ def test_the_command_does_what_its_words_say(
     assert f"{out.nbytes:,} bytes -> " in done.output.replace("\n", "")
     assert ("SNR dB" in done.output) == ("--report" in words) == (tmp_path / "out" / "quant_report.json").exists()
     plain = HFCheckpoint(tmp_path / "hf").nbytes
-    assert shapes_bytes(tmp_path / "out" / "config.json") == (out.nbytes, plain)
-    assert shapes_bytes(tmp_path / "hf" / "config.json", spec) == (out.nbytes, plain)
+    assert checkpoint_bytes(out.config, spec) == (out.nbytes, plain)
+    assert checkpoint_bytes(hf, spec) == (out.nbytes, plain)
 
 
 def test_a_wrong_word_is_one_sentence(plain: Path, tmp_path: Path) -> None:

@@ -39,7 +39,9 @@ GIB = 1 << 30
 
 
 def planned(config: RunConfig, run_dir: Path) -> list[Stage]:
-    return plan_stages(config, run_dir, assemble.stage_functions(config, Console(quiet=True), None))
+    return plan_stages(
+        config, run_dir, assemble.stage_functions(config, assemble.known_model(config), Console(quiet=True), None)
+    )
 
 
 def start(config: RunConfig, run_dir: Path, ran: list[str]) -> None:

@@ -22,7 +22,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from miles_like.config.metric_direction import better
 from miles_like.report.metrics import (
-    discards,
     eval_metrics,
     pass_at_k,
     rollout_metrics,
@@ -59,16 +58,11 @@ def test_rollout_figures_by_hand():
         rollout_metrics([], version=0)
 
 
-def test_parts_are_averaged_over_the_samples_that_have_them_and_reasons_counted():
+def test_parts_are_averaged_over_the_samples_that_have_them():
     parts = [{"a": 1.0}, {"a": 0.0, "b/c": 2.0}, {}]
     samples = [dataclasses.replace(sample(index=i, reward=1.0), reward_parts=p) for i, p in enumerate(parts)]
-    groups = [
-        dataclasses.replace(group(samples), discarded={"slow": 1}),
-        dataclasses.replace(group(samples), discarded={"slow": 2, "gone": 1}),
-    ]
-    found = rollout_metrics(groups, version=0)
+    found = rollout_metrics([group(samples), group(samples)], version=0)
     assert found["rollout/reward/a/mean"] == 0.5 and found["rollout/reward/b/c/mean"] == 2.0
-    assert discards(groups) == {"slow": 3, "gone": 1}
 
 
 def test_utilization_by_hand():

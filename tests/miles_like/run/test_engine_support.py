@@ -16,7 +16,7 @@ from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.precision import served_spec
 from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.pipeline.rollout_checkpoint import store_served
-from miles_like.run.assemble import _bytes
+from miles_like.run.assemble import checkpoint_bytes
 from miles_like.run.engine_support import check_attention, check_engine, check_engine_shards
 from quant.hf_config import spec_from_hf, spec_to_hf
 from quant.registry import codec_or_none
@@ -159,6 +159,6 @@ def test_bytes_of_one_expert_times_their_number_are_those_of_all(
             [math.prod(s) * d.itemsize for d, s in codec.layout(place.shape, place.hf_name).values()] if covered else []
         )
         stored += sum(parts) if covered else size * tensors.dtype(place.entry).itemsize
-    assert _bytes(hf, spec)[0] == stored
+    assert checkpoint_bytes(hf, spec)[0] == stored
     kinds = list(tensors.kinds())
     assert sum(n for _, n in kinds) == len(list(tensors.places())) and len(kinds) < len(list(tensors.places())) / 2

@@ -15,20 +15,22 @@ from rich.console import Console
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
 from miles_like.pipeline.stages import Stage, plan_stages
-from miles_like.run.assemble import stage_functions
+from miles_like.run.assemble import known_model, stage_functions
+from miles_like.run.model_plan import model_plan, planned_model
 from miles_like.run.train import TrainingRun
 from quant.hf_config import spec_to_hf
 from quant.registry import make_codec
 from quant.spec import QuantFormat, QuantSpec
 from tests.support.refusals import Facts, refuses
-from tests.support.tiny_models import random_tensors, tiny_qwen, write_checkpoint
+from tests.support.tiny_models import random_tensors, tiny_dense, tiny_qwen, write_checkpoint
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny.toml"
+FP8 = QuantSpec.of(QuantFormat.FP8)
 _INT4 = ["precision.format=int4", "precision.qat=false", "precision.allow_without_qat=true"]
 
 
 def _plan(config: RunConfig, where: Path) -> dict[str, Stage]:
-    parts = stage_functions(config, Console(file=io.StringIO()), None)
+    parts = stage_functions(config, known_model(config), Console(file=io.StringIO()), None)
     return {stage.name: stage for stage in plan_stages(config, where / "run", parts)}
 
 
@@ -74,6 +76,24 @@ def test_a_weight_quantized_without_one_that_shares_its_scale_is_refused(tmp_pat
         ValueError, "model.layers.1.mlp.experts.3.gate_proj.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
     ):
         _plan(RunConfig.model_validate(config), tmp_path)
+
+
+def test_a_critic_that_its_ranks_cannot_build_is_refused_before_they_start(tmp_path: Path) -> None:
+    """Also of a model on the hub, known once it is fetched. The policy's ranks build megatron's local modules, which
+    round inputs; the critic's build TransformerEngine's, which lack a bias of this model."""
+    hf = tiny_dense(attention_bias=True, hidden_size=256, head_dim=64, quantization_config=spec_to_hf(FP8))
+    write_checkpoint(tmp_path / "hf", hf, random_tensors(hf))
+    config: dict[str, Any] = {
+        "model": {"path": "owner/name"},
+        "data": {"train": str(TINY)},
+        "precision": {"format": "fp8", "activations": "fp8", "qat": True},
+        "cluster": {"gpus_per_node": 4},
+    }
+    alone = RunConfig.model_validate(config)
+    assert known_model(alone) is None and planned_model(alone, hf, tmp_path / "hf").critic is None
+    critic = RunConfig.model_validate(config | {"algorithm": {"name": "ppo"}})
+    with refuses(ValueError, "self_attention.linear_proj", "kernels.spec", "local"):
+        model_plan(critic, tmp_path / "run", tmp_path / "hf", tmp_path / "megatron")
 
 
 def test_sizes_are_those_of_the_format_that_is_made_and_of_the_one_that_is_served(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from megatron_bridge.families.registry import family_of
 from miles_like.algorithms.terms.bounds import Bounds
 from miles_like.batch.packer import Packer
 from miles_like.checkpoint.random_state import RANDOM, random_state
@@ -33,7 +32,7 @@ from miles_like.preflight.checks import check_over_sampling
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards, scored_by
 from miles_like.run.launcher import Launcher
-from miles_like.run.model_plan import ModelPlan
+from miles_like.run.model_plan import ModelPlan, planned_model
 from miles_like.run.rollout_side import RolloutSide
 from miles_like.run.train import EngineSampler, Prompts, TrainingRun, run_algorithm, train
 from miles_like.run.trainer_side import LEDGER, METRICS, RunFiles
@@ -56,16 +55,13 @@ def plan_of(*settings: str, run_dir: Path = Path("run")) -> ModelPlan:
     assert config.model.make is not None
     hf: dict[str, Any] = json.loads(Path(config.model.make.config).read_text())
     checkpoint: Any = SimpleNamespace(config=hf)
-    unused: Any = SimpleNamespace(params_dtype="bf16")
     return ModelPlan(
         config=config,
         run_dir=run_dir,
         served=Path("run"),
         weights=Path("run"),
         hf=checkpoint,
-        family=family_of(hf),
-        spec=config.precision.spec(),
-        trainer=unused,
+        model=planned_model(config, hf, Path("run")),
         placement=plan_placement(config.cluster, config.parallel, config.rollout),
         tokenizer=AutoTokenizer.from_pretrained(TINY.with_name("tiny")),
     )

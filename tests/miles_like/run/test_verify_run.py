@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from miles_like.run.verify import VerifyRun, check_attached
+from miles_like.run.verify import VerifyOptions, VerifyRun, check_attached
 from miles_like.verify.live import opaque_evidence
 from rollout.config import RolloutConfig
 from rollout.sglang.client import RolloutError, SGLangClient
@@ -32,7 +32,7 @@ def job(engine: str = "sglang", *, experts: bool = True) -> Any:
         hf=SimpleNamespace(config={"architectures": ["Qwen3MoeForCausalLM"]}),
         served=Path("/served"),
         run_dir=Path("/run"),
-        routing_shape=lambda: object() if experts else None,
+        model=SimpleNamespace(routing=object() if experts else None),
     )
 
 
@@ -70,20 +70,21 @@ def test_another_is_refused_with_the_remedy(run: Any, info: ModelInfo, server: d
 def test_one_that_is_not_there_is_named() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with refuses(RolloutError, url):
-        asyncio.run(VerifyRun(side(), attached=[url]).meet())
+        asyncio.run(VerifyRun(side(), VerifyOptions(attached=[url])).meet())
 
 
 def test_only_named_servers_are_overwritten() -> None:
     with refuses(ValueError, "--overwrite", "--server"):
-        VerifyRun(side(), overwrite=True)
-    assert VerifyRun(side(), attached=[URL], overwrite=True).may_publish and VerifyRun(side()).may_publish
-    assert not VerifyRun(side(), attached=[URL]).may_publish
+        VerifyRun(side(), VerifyOptions(overwrite=True))
+    for options in (VerifyOptions(attached=[URL], overwrite=True), VerifyOptions()):
+        assert VerifyRun(side(), options).may_publish
+    assert not VerifyRun(side(), VerifyOptions(attached=[URL])).may_publish
 
 
 def test_kept_samples_ask_no_server() -> None:
     for more in ({"attached": [URL]}, {"prompts": 8}):
         with refuses(ValueError, "--rollouts", "step_1.jsonl"):
-            VerifyRun(side(), rollouts=Path("step_1.jsonl"), **more)
+            VerifyRun(side(), VerifyOptions(rollouts=Path("step_1.jsonl"), **more))
 
 
 def test_every_rank_of_a_server_is_compared() -> None:

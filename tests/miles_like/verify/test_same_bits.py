@@ -12,7 +12,7 @@ from miles_like.algorithms.terms.bounds import Bounds
 from miles_like.config.load import dump_config, load_config
 from miles_like.config.ranks import trainer_config
 from miles_like.config.run import RunConfig
-from miles_like.run.assemble import describe_processes
+from miles_like.run.assemble import describe_processes, known_model
 from miles_like.verify.allowance import allowance
 from miles_like.verify.same_bits import check_same_bits
 from quant.exact.selftest import fingerprint
@@ -75,10 +75,10 @@ def test_on_gpus_each_side_gets_its_own_settings(gpu: str, backend: str, tmp_pat
     assert allowed == allowance(Bounds(), load_config(QWEN).precision, engine="sglang", exact=False)
     (tmp_path / "again.toml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.toml") == config
-    described = "\n".join(describe_processes(config, tmp_path))
+    described = "\n".join(describe_processes(config, tmp_path, known_model(config)))
     assert f" --attention-backend {backend} " in described and " --enable-deterministic-inference" in described
     assert "batch invariant forward, NCCL_ALGO=Ring, CUBLAS_WORKSPACE_CONFIG=:4096:8, NVTE_ALLOW_NONDET" in described
-    plain = "\n".join(describe_processes(load_config(QWEN), tmp_path))
+    plain = "\n".join(describe_processes(stock := load_config(QWEN), tmp_path, known_model(stock)))
     assert "determin" not in plain and "NCCL_ALGO" not in plain and "--attention-backend" not in plain
 
 

@@ -25,7 +25,7 @@ from miles_like.cli import app
 from miles_like.config.load import load_config
 from miles_like.loop.step_bounds import StepBounds
 from miles_like.report.metrics import write_rollouts
-from miles_like.run.verify import read_rollouts
+from miles_like.run.verify import VerifyOptions, read_rollouts
 from miles_like.verify.allowance import allowance, of_steps
 from miles_like.verify.attribution import _bad_rows, _beyond
 from miles_like.verify.evidence import SampleTokens
@@ -76,8 +76,8 @@ def test_the_status_is_the_verdict(
 ) -> None:
     asked: list[Any] = []
 
-    def verify(*args: Any, **how: Any) -> tuple[Report, list[Path]]:
-        asked.append(how)
+    def verify(*args: Any) -> tuple[Report, list[Path]]:
+        asked.append(args[-1])
         return made, [tmp_path / "verify_steps.png"]
 
     monkeypatch.setattr("miles_like.run.assemble.verify", verify)
@@ -89,16 +89,7 @@ def test_the_status_is_the_verdict(
     figures = json.loads(out.read_text())
     assert len(figures["verdicts"]) == len(made.causes) and figures["routing/agreement"] == 0.75
     assert ("verify/weights/kl_after" in figures) == (not made.causes)
-    assert asked == [
-        {
-            "rollouts": Path("x.jsonl"),
-            "checkpoint": None,
-            "attached": (),
-            "key_file": None,
-            "overwrite": False,
-            "prompts": None,
-        }
-    ]
+    assert asked == [VerifyOptions(rollouts=Path("x.jsonl"))]
     assert (done.stderr if status else done.stdout).endswith(made.conclusion() + "\n")
     assert (figures["ok"], figures["conclusion"]) == (not status, made.conclusion())
 

@@ -15,6 +15,7 @@ from quant.spec import CONVENTIONS, QuantSpec
 from quant.stream import quantize_stream
 from rollout.config import PublishConfig
 from rollout.publish.buckets import cut, gathered
+from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from tests.support.fakes import FakeServer
 from tests.support.refusals import refuses
@@ -88,7 +89,9 @@ def test_a_publisher_keeps_them_in_one_request() -> None:
 
         server._update_weights_from_tensor = noting  # type: ignore[method-assign]
         config = PublishConfig(bucket_bytes=1, verify=False)
-        sender = TensorPublisher([server.url], kind="embedded", spec=None, config=config, send=True, fused=fused)
+        sender = TensorPublisher(
+            PublishTarget(urls=(server.url,), kind="embedded", spec=None, config=config, fused=fused), send=True
+        )
         sender.publish(weights, version=1)
         assert [names for names in requests if any(".q_a_proj." in n for n in names)] == [
             sorted(names) for names in fused

@@ -15,7 +15,8 @@ from quant.hf_config import spec_from_hf
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
 from rollout.config import PublishConfig
-from rollout.publish.disk_publisher import DiskPublisher
+from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.wire import endpoints
 from tests.support.fakes import FakeServer
@@ -41,8 +42,10 @@ def same(a: dict[str, torch.Tensor], b: list[tuple[str, torch.Tensor]]) -> bool:
 
 def publisher(servers: list[FakeServer], **options: Any) -> TensorPublisher:
     config = PublishConfig(**{k: options.pop(k) for k in ("bucket_bytes", "verify", "pause_mode") if k in options})
-    defaults: dict[str, Any] = {"kind": "embedded", "spec": SPEC, "send": True, "timeout_s": 5.0}
-    return TensorPublisher([s.url for s in servers], config=config, **(defaults | options))
+    how = {name: options.pop(name) for name in ("send", "hold_bytes") if name in options}
+    defaults: dict[str, Any] = {"kind": "embedded", "spec": SPEC, "timeout_s": 5.0}
+    target = PublishTarget(urls=tuple(s.url for s in servers), config=config, **(defaults | options))
+    return TensorPublisher(target, **({"send": True} | how))
 
 
 @pytest.mark.parametrize("kind", ["embedded", "sglang"])
@@ -183,7 +186,7 @@ def test_weights_that_cannot_be_published() -> None:
         with refuses(RuntimeError, 1, "model.embed_tokens.weight", "--resume"):
             publisher([server], spec=None, hold_bytes=1, bucket_bytes=1).publish(late, version=1)
     with refuses(ValueError, "rollout.servers", 1):
-        TensorPublisher([], kind="embedded", spec=None, config=PublishConfig(), send=True)
+        PublishTarget(urls=(), kind="embedded", spec=None, config=PublishConfig())
 
 
 def test_disk_publication(tmp_path: Path) -> None:
@@ -194,15 +197,10 @@ def test_disk_publication(tmp_path: Path) -> None:
     (source / "config.json").write_text("{}")
     (source / "tokenizer.json").write_text("{}")
     with FakeServer() as a, FakeServer() as b:
-        pub = DiskPublisher(
-            [a.url, b.url],
-            directory=tmp_path / "weights",
-            hf_config={"model_type": "deepseek_v3"},
-            copy_from=source,
-            spec=SPEC,
-            config=PublishConfig(path="disk"),
-            send=True,
-        )
+        target = PublishTarget(urls=(a.url, b.url), kind="embedded", spec=SPEC, config=PublishConfig(path="disk"))
+        hf = {"model_type": "deepseek_v3"}
+        shared = SharedDirectory(path=tmp_path / "weights", hf_config=hf, copy_from=source)
+        pub = DiskPublisher(target, shared, send=True)
         for version in (1, 2):
             report = pub.publish(weights(), version=version)
         assert same(a.weights, encoded) and same(b.weights, encoded)

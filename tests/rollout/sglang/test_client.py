@@ -190,8 +190,6 @@ def test_control_calls() -> None:
     async def run(c: SGLangClient) -> tuple[int, str, int, bool]:
         await c.pause()
         await c.pause(PauseMode.IN_PLACE)
-        await c.begin_weight_update()
-        await c.end_weight_update()
         await c.set_weight_version(9)
         await c.flush_cache()
         await c.resume()
@@ -203,11 +201,9 @@ def test_control_calls() -> None:
 
     with FakeServer() as server:
         assert ask(server.url, run) == (9, "tiny", 1, True)
-    assert server.calls[:9] == [
+    assert server.calls[:7] == [
         ("/pause_generation", {"mode": "retract"}),
         ("/pause_generation", {"mode": "in_place"}),
-        ("/begin_weight_update", {}),
-        ("/end_weight_update", {}),
         ("/update_weight_version", {"new_version": "9", "abort_all_requests": False}),
         ("/flush_cache", {}),
         ("/continue_generation", {}),
@@ -224,10 +220,10 @@ def test_refused_changes_and_foreign_versions_are_errors() -> None:
         with refuses(RolloutError, "--weight-version", 0):
             generate(server.url, PROMPTS)
         with refuses(RolloutError, "/end_weight_update", "HTTP", 400):
-            ask(server.url, lambda c: c.end_weight_update())
+            ask(server.url, lambda c: c._change(endpoints.END_UPDATE, {}))
         server.fault = {endpoints.BEGIN_UPDATE: "refuse"}
         with refuses(RolloutError, "/begin_weight_update"):
-            ask(server.url, lambda c: c.begin_weight_update())
+            ask(server.url, lambda c: c._change(endpoints.BEGIN_UPDATE, {}))
 
 
 def test_an_idle_connection_is_given_up_before_a_server_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:

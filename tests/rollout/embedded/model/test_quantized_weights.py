@@ -37,7 +37,8 @@ from rollout.embedded.model.projections import Codes, Linear, Scratch
 from rollout.embedded.server.app import make_app, parse
 from rollout.embedded.server.service import Service
 from rollout.embedded.server.worker import EngineWorker
-from rollout.publish.disk_publisher import DiskPublisher
+from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.wire.checksum import tensor_checksum
 from tests.support.embedded_fixtures import BASE, QWEN_MOE, oracle, run, save, service, spec, with_values
@@ -312,14 +313,13 @@ def test_every_format_is_published_by_tensor_and_by_disk(name: str, tmp_path: Pa
     want = [sums(dict(quantize_stream(_plain[seed].items(), how))) for seed in (1, 0)]
     with server(path) as url, httpx.Client(base_url=url, trust_env=False) as http:
         publishers = (
-            TensorPublisher([url], kind="embedded", spec=how, config=PublishConfig(bucket_bytes=20000), send=True),
+            TensorPublisher(
+                PublishTarget(urls=(url,), kind="embedded", spec=how, config=PublishConfig(bucket_bytes=20000)),
+                send=True,
+            ),
             DiskPublisher(
-                [url],
-                directory=tmp_path,
-                hf_config=config_of(None),
-                copy_from=path,
-                spec=how,
-                config=PublishConfig(path="disk"),
+                PublishTarget(urls=(url,), kind="embedded", spec=how, config=PublishConfig(path="disk")),
+                SharedDirectory(path=tmp_path, hf_config=config_of(None), copy_from=path),
                 send=True,
             ),
         )

@@ -21,6 +21,7 @@ import yaml
 from rollout.config import PublishConfig
 from rollout.embedded.server import app as server
 from rollout.embedded.server.access import Access, check_address
+from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import ServerSet, TensorPublisher
 from rollout.server_key import VARIABLE, ServerKey, given_key, read_key, sglang_key_file
 from rollout.sglang import servers
@@ -233,5 +234,7 @@ def test_clients_and_publishers_carry_the_key_of_each_path(door: str) -> None:
         else:
             found.change(endpoints.BEGIN_UPDATE, {})
         found.close()
-    publisher = TensorPublisher([door], kind="embedded", spec=None, config=PublishConfig(), send=True, key=KEY)
+    publisher = TensorPublisher(
+        PublishTarget(urls=(door,), kind="embedded", spec=None, config=PublishConfig(), key=KEY), send=True
+    )
     assert KEY.sampling not in repr(vars(publisher))
