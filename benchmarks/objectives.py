@@ -33,7 +33,7 @@ from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
 from miles_like.algorithms.registry import make_algorithm, make_critic_loss
 from miles_like.batch.packing import pack
-from miles_like.config.algorithm import PRESETS, AlgorithmConfig, CorrectionConfig
+from miles_like.config.algorithm import PRESETS, AlgorithmConfig, CorrectionConfig, PenaltyInLoss
 from miles_like.hf.checkpoint import write_hf
 from miles_like.pipeline.warmup import random_weights
 from miles_like.protocols import LossFn
@@ -121,7 +121,7 @@ class Objective:
         self.algorithm.returns(self.groups)
 
     def losses(self) -> None:
-        reference = bool(self.config.kl_coefficient) and self.config.kl_in == "loss"
+        reference = isinstance(self.config.parts.penalty, PenaltyInLoss)
         for batch in self.batch.grid[0]:
             of_loss(self.algorithm.loss, batch, self.batch.loss_tokens, reference=reference)
         if self.critic is not None and self.of_critic is not None:

@@ -43,6 +43,7 @@ from trl_side import TrlSide, TrlWork
 
 from megatron_bridge.families.registry import family_of
 from miles_like.cluster.workers import start_ray
+from miles_like.config.algorithm import Clipped
 from miles_like.config.load import load_config
 from miles_like.config.run import ModelConfig, RunConfig
 from miles_like.hf.checkpoint import write_hf
@@ -208,6 +209,8 @@ def measure(lengths: Lengths, home: Path, rounds: int) -> tuple[dict[str, Taken]
     rollout = RolloutSide(plan=dataclasses.replace(plan, model=dataclasses.replace(plan.model, trainer=in_fp32)))
     source = PromptSource(config.data, plan.tokenizer, config.data.train)
     prompts = [p.text for p in PromptSource(config.data, plan.tokenizer, config.data.train).take(PROMPTS * 200)]
+    loss = config.algorithm.parts.loss
+    assert isinstance(loss, Clipped), loss
     servers = Launcher().servers(rollout, 0)
     try:
         trl = TrlSide(
@@ -219,7 +222,7 @@ def measure(lengths: Lengths, home: Path, rounds: int) -> tuple[dict[str, Taken]
                 max_new_tokens=lengths.longest,
                 dtype="float32",
                 optimizer=config.optimizer,
-                clip=(config.algorithm.clip_low, config.algorithm.clip_high),
+                clip=(loss.clip_low, loss.clip_high),
                 core=1,
                 scratch=home / "trl",
             )

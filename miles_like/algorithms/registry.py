@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from torch import Tensor
@@ -38,7 +38,7 @@ from miles_like.plugins import load, misfit
 from miles_like.protocols import AdvantageFn, Algorithm, LossFn
 from miles_like.types import REFERENCE, VALUES, Aggregation, SampleGroup
 
-_NAMED: dict[str, AdvantageFn] = {
+_KEYLESS: dict[str, AdvantageFn] = {
     "dr_grpo": GroupRelative(False),
     "rloo": leave_one_out,
     "reinforce_pp_baseline": whitened_baseline,
@@ -71,27 +71,25 @@ def make_algorithm(
 ) -> Algorithm:
     """The configured algorithm. Raises ValueError for parts that do not fit each other, for a user's part that cannot
     be loaded, and for an algorithm without a rollout."""
-    penalty = None
-    if isinstance(config.penalty, parts.PenaltyInReward):
-        penalty = KlPenalty(
-            coefficient=config.kl_coefficient,
-            estimator=config.penalty.kl_estimator,
-            log_ratio_clamp=config.log_ratio_clamp,
-            k3_clamp=config.k3_clamp,
-        )
+    of, penalty = config.parts, None
+    if isinstance(of.penalty, parts.PenaltyInReward):
+        kl = of.penalty.estimator
+        penalty = KlPenalty(coefficient=of.penalty.kl_coefficient, estimator=kl.kl_estimator)
+        if isinstance(kl, parts.K3):
+            penalty = replace(penalty, log_ratio_clamp=kl.log_ratio_clamp, k3_clamp=kl.k3_clamp)
     needs = ({VALUES} if config.has_critic else set()) | ({REFERENCE} if penalty else set())
     return PolicyGradient(
         name=config.name,
-        advantage=_advantage(config.advantage_part, penalty),
-        loss=_loss(config.loss_part, _terms(config, correction, mismatch)),
-        aggregation=Aggregation(config.sampled(config.aggregation)),
+        advantage=_advantage(of.advantage, penalty),
+        loss=_loss(of.loss, _terms(of, correction, mismatch)),
+        aggregation=Aggregation(of.aggregation.aggregation),
         needs=frozenset(needs),
     )
 
 
 def make_critic_loss(config: AlgorithmConfig) -> ValueLoss | None:
     """The loss of the critic; None: the algorithm has no critic."""
-    advantage = None if config.supervised else config.advantage_part
+    advantage = None if config.supervised else config.parts.advantage
     return ValueLoss(value_clip=advantage.value_clip) if isinstance(advantage, parts.Ppo) else None
 
 
@@ -107,7 +105,7 @@ def make_bounds(config: MismatchConfig) -> Bounds:
     return Bounds(**config.bounds)
 
 
-def _advantage(part: parts.Advantage | parts.Named, penalty: KlPenalty | None) -> AdvantageFn:
+def _advantage(part: parts.Advantage, penalty: KlPenalty | None) -> AdvantageFn:
     """Token-level advantages take the penalty; others are wrapped in `Penalized`."""
     match part:
         case parts.Grpo():
@@ -118,9 +116,10 @@ def _advantage(part: parts.Advantage | parts.Named, penalty: KlPenalty | None) -
             return ReinforcePlusPlus(gamma=part.gamma, penalty=penalty)
         case parts.Ppo():
             return Gae(gamma=part.gamma, gae_lambda=part.gae_lambda, penalty=penalty)
-        case parts.Named():
-            found = _NAMED.get(part.name) or load(part.name, AdvantageFn, key="algorithm.advantage")
-            return _of_samples(found, penalty)
+        case parts.Keyless():
+            return _of_samples(_KEYLESS[part.advantage], penalty)
+        case parts.OwnAdvantage():
+            return _of_samples(load(part.advantage, AdvantageFn, key="algorithm.advantage"), penalty)
 
 
 def _of_samples(advantage: AdvantageFn, penalty: KlPenalty | None) -> AdvantageFn:
@@ -141,42 +140,46 @@ class _Terms(TypedDict, total=False):
     bounds: Bounds | None
 
 
-def _terms(config: AlgorithmConfig, correction: CorrectionConfig, mismatch: MismatchConfig | None) -> _Terms:
+def _terms(config: parts.RolloutAlgorithm, correction: CorrectionConfig, mismatch: MismatchConfig | None) -> _Terms:
+    """Terms of a built-in loss; a user's own has none."""
+    if isinstance(config.loss, parts.OwnLoss):
+        return {}
     out: _Terms = {
-        "entropy_coefficient": config.entropy_coefficient,
-        "off_policy_delta": config.off_policy_delta,
-        "log_ratio_clamp": config.log_ratio_clamp,
+        "entropy_coefficient": config.loss.entropy_coefficient,
+        "off_policy_delta": config.loss.off_policy_delta,
         "correction": make_correction(correction),
         "bounds": make_bounds(mismatch) if mismatch is not None and mismatch.on_breach == "down_weight" else None,
     }
+    if isinstance(config.loss, parts.Decoupled):  # RolloutAlgorithm.check_run refuses a correction beside it
+        out["correction"] = behaviour_weights(config.loss.behaviour_cap)
+    if not isinstance(config.loss, parts.Unclipped):
+        out["log_ratio_clamp"] = config.loss.log_ratio_clamp
     if isinstance(config.penalty, parts.PenaltyInLoss):
-        out |= {
-            "kl_coefficient": config.kl_coefficient,
-            "kl_estimator": config.penalty.kl_estimator,
-            "kl_unbiased": config.penalty.kl_unbiased,
-            "k3_clamp": config.k3_clamp,
-        }
+        kl = config.penalty.estimator
+        out["kl_coefficient"], out["kl_unbiased"] = config.penalty.kl_coefficient, config.penalty.kl_unbiased
+        out["kl_estimator"] = kl.kl_estimator
+        if isinstance(kl, parts.K3):
+            out["log_ratio_clamp"], out["k3_clamp"] = kl.log_ratio_clamp, kl.k3_clamp
     return out
 
 
-def _loss(part: parts.Loss | parts.Named, terms: _Terms) -> LossFn:
+def _loss(part: parts.Loss, terms: _Terms) -> LossFn:
     match part:
         case parts.Gspo(clip_low=low, clip_high=high, clip_dual=dual):
             return GspoLoss(clip_low=low, clip_high=high, clip_dual=dual, **terms)
-        case parts.Decoupled(clip_low=low, clip_high=high, clip_dual=dual):
-            assert terms["correction"] is None, "check_run refuses a correction beside this loss"
-            weighted: _Terms = {**terms, "correction": behaviour_weights(part.behaviour_cap)}
-            return ClippedLoss(clip_low=low, clip_high=high, clip_dual=dual, **weighted)
-        case parts.Clipped(clip_low=low, clip_high=high, clip_dual=dual):
+        case (
+            parts.Clipped(clip_low=low, clip_high=high, clip_dual=dual)
+            | parts.Decoupled(clip_low=low, clip_high=high, clip_dual=dual)
+        ):
             return ClippedLoss(clip_low=low, clip_high=high, clip_dual=dual, **terms)
         case parts.Cispo(clip_low=low, clip_high=high):
             return CispoLoss(clip_low=low, clip_high=high, **terms)
         case parts.Sapo():
             return SapoLoss(tau_pos=part.tau_pos, tau_neg=part.tau_neg, **terms)
-        case parts.PolicyTerms():
+        case parts.Unclipped():
             return ReinforceLoss(**terms)
-        case parts.Named():
-            return _own_loss(part.name)
+        case parts.OwnLoss():
+            return _own_loss(part.loss)
 
 
 def _own_loss(name: str) -> OwnLoss:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from miles_like.config.algorithm import AlgorithmConfig
+from miles_like.config.algorithm import Overlong
 from miles_like.types import Finish, Prompt, Sample, SampleGroup
 
 PART = "overlong"  # key in Sample.reward_parts
@@ -64,10 +64,10 @@ def _masked(sample: Sample) -> Sample:
     return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
 
 
-def make_overlong(config: AlgorithmConfig, limit: int) -> OverlongShaping | None:
+def make_overlong(config: Overlong | None, limit: int) -> OverlongShaping | None:
     """limit: tokens after the prompt. None: off. The default buffer is a fifth of the limit, as the paper's 4096 of
     20480 tokens."""
-    if not config.overlong_penalty:
+    if config is None:
         return None
     buffer = config.overlong_buffer or max(limit // 5, 1)
     return OverlongShaping(limit=limit, buffer=buffer, factor=config.overlong_penalty)

@@ -3,134 +3,117 @@
 from __future__ import annotations
 
 import string
-from typing import Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from miles_like.config.algorithm import NAMED, AlgorithmConfig, Named, Ppo
-from miles_like.config.choices import Choice, Choices, changed, keys, keys_of
+from miles_like.config.algorithm import AdvantagePart, OwnAdvantage, Ppo, RolloutAlgorithm
+from miles_like.config.flat import FlatSection, Part, changed, defaults
 from miles_like.config.make import MakeConfig
-from miles_like.section import Section
 from rollout.server_url import ServerUrl
 
-Kind = Literal["server", "weights", "self"]
+
+class AnyTeacher(Part):
+    chosen_by = "kind"
+    kind: str
 
 
-class RunningServer(Section):
+class AnyServer(AnyTeacher):
+    kind: Literal["server"] = "server"
+
+
+class RunningServer(AnyServer):
     """A server with SGLang's interface and the student's tokenizer."""
 
     url: ServerUrl
-    key_file: str | None = None
+    key_file: str | None = None  # a file of mode 0600 with its key (docs/security.md)
 
     def described(self) -> str:
         return f"the server at {self.url}"
 
 
-class StartedServer(Section):
-    """A server that the run starts on a Hugging Face directory, or on the checkpoint that the section describes."""
+class StartedServer(AnyServer):
+    """A server that the run starts on a Hugging Face directory."""
 
-    source: str | MakeConfig
+    path: str
 
     def described(self) -> str:
-        return f"an embedded server of {self.source if isinstance(self.source, str) else 'what the run makes'}"
+        return f"an embedded server of {self.path}"
 
 
-class SwappedWeights(Section):
+class MadeServer(AnyServer):
+    """A server that the run starts on the checkpoint that the section describes."""
+
+    make: MakeConfig
+
+    def described(self) -> str:
+        return "an embedded server of what the run makes"
+
+
+class SwappedWeights(AnyTeacher):
     """Weights of the student's architecture, a Hugging Face or a torch_dist directory, swapped with the trainer's."""
 
+    kind: Literal["weights"]
     path: str
 
     def described(self) -> str:
         return f"{self.path}, beside the trainer's weights"
 
 
-class PromptedPolicy(Section):
-    """The policy or the reference, with a separate prompt."""
+class PromptedPolicy(AnyTeacher):
+    """The policy or the reference, with a separate prompt: with the student's own the teacher would equal it."""
 
-    prompt: str
-    reference: bool = False  # the initial weights, unless algorithm.reference_every updates them
+    kind: Literal["self"]
+    prompt: str  # template of {prompt}, {answer} and the prompt's other columns
+    # reference: the initial weights, unless algorithm.reference_every updates them; None: current
+    weights: Literal["current", "reference"] | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def it_tells_the_teacher_more(cls, prompt: str) -> str:
+        try:
+            fields = {name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None}
+        except ValueError as e:
+            raise ValueError(f"it is not a valid template ({e}): write {{{{ and }}}} for braces") from None
+        if "prompt" not in fields or len(fields) < 2:
+            raise ValueError(
+                f"it has the fields {sorted(fields)}: give {{prompt}} and at least one for the "
+                "teacher only, e.g. {answer}"
+            )
+        return prompt
 
     def described(self) -> str:
-        weights = "the run's reference weights" if self.reference else "the policy"
+        weights = "the run's reference weights" if self.weights == "reference" else "the policy"
         return f"{weights}, asked {self.prompt!r}"
 
 
-TeacherPart: TypeAlias = RunningServer | StartedServer | SwappedWeights | PromptedPolicy
+def _kind(part: AnyTeacher) -> str:
+    """Of a part that is built: the kinds of server have one name."""
+    return part.kind
 
 
-class TeacherConfig(Section):
-    """One teacher; docs/distillation.md has a complete example of each kind.
+OwnServer: TypeAlias = RunningServer | StartedServer | MadeServer
+TeacherPart: TypeAlias = Annotated[
+    Annotated[OwnServer, Tag("server")]
+    | Annotated[SwappedWeights, Tag("weights")]
+    | Annotated[PromptedPolicy, Tag("self")],
+    Discriminator(_kind),
+]
 
-    * server: a server with SGLang's interface and the student's tokenizer, at `url` or started by this run on the
-      Hugging Face directory `path` or the checkpoint that `make` describes.
-    * weights: weights of the student's architecture at `path`, a Hugging Face or a converted torch_dist directory,
-      which are swapped with the trainer's.
-    * self: the policy, or the reference (the initial weights, unless algorithm.reference_every updates it), with the
-      prompt that the template `prompt` gives.
-    """
 
-    kind: Kind = "server"
-    url: ServerUrl | None = None
-    key_file: str | None = None  # of the server at `url`: a file of mode 0600 with its key (docs/security.md)
-    path: str | None = None
-    make: MakeConfig | None = None
-    prompt: str | None = None  # template of {prompt}, {answer} and the prompt's other columns
-    weights: Literal["current", "reference"] | None = None  # of kind self; None: current
+class TeacherConfig(FlatSection):
+    """One teacher; docs/distillation.md has a complete example of each kind. A server is the one at `url`, or is
+    started by this run on the Hugging Face directory `path` or on the checkpoint that `make` describes."""
+
+    part: TeacherPart
     sources: tuple[str, ...] = ()  # prompt sources that it teaches; (): all sources without another teacher
 
-    @model_validator(mode="after")
-    def every_key_does_something(self) -> TeacherConfig:
-        TEACHER_CHOICES.check(self)
-        if self.kind == "server":
-            given = [key for key in ("make", "path", "url") if getattr(self, key) is not None]
-            if len(given) != 1:
-                raise ValueError(
-                    f"a teacher of kind 'server' has {' and '.join(given) or 'neither url nor path nor make'}: give "
-                    "the url of a running server, or the path of a Hugging Face directory or a make section to start "
-                    "one on"
-                )
-        if self.kind == "weights" and self.path is None:
-            raise ValueError("a teacher of kind 'weights' has no path: give a Hugging Face or a converted directory")
-        if self.kind == "self":
-            self._check_template()
-        return self
-
-    def _check_template(self) -> None:
-        if self.prompt is None:
-            raise ValueError(
-                "a teacher of kind 'self' has no prompt: with the student's own prompt the teacher equals the student; "
-                'give a template with information for the teacher only, e.g. "{prompt}\\nHint: {answer}\\n"'
-            )
-        try:
-            fields = {name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None}
-        except ValueError as e:
-            raise ValueError(
-                f"prompt = {self.prompt!r} is not a valid template ({e}): write {{{{ and }}}} for braces"
-            ) from None
-        if "prompt" not in fields or len(fields) < 2:
-            raise ValueError(
-                f"prompt = {self.prompt!r} has the fields {sorted(fields)}: give {{prompt}} and at least one for the "
-                "teacher only, e.g. {answer}"
-            )
-
-    @property
-    def part(self) -> TeacherPart:
-        """The keys of this kind."""
-        if self.kind == "self":
-            assert self.prompt is not None, "checked above"
-            return PromptedPolicy(prompt=self.prompt, reference=self.weights == "reference")
-        if self.url is not None:
-            return RunningServer(url=self.url, key_file=self.key_file)
-        source = self.make if self.path is None else self.path
-        assert source is not None, "checked above"
-        if self.kind == "weights":
-            assert isinstance(source, str), "TEACHER_CHOICES"
-            return SwappedWeights(path=source)
-        return StartedServer(source=source)
+    section = "teacher"
 
     @property
     def by_reference(self) -> bool:
-        return isinstance(self.part, PromptedPolicy) and self.part.reference
+        return isinstance(self.part, PromptedPolicy) and self.part.weights == "reference"
 
     @property
     def by_server(self) -> bool:
@@ -138,52 +121,27 @@ class TeacherConfig(Section):
         return not isinstance(self.part, SwappedWeights) and not self.by_reference
 
 
-TEACHER_CHOICES = Choices(
-    "teacher",
-    Choice("kind", {"server": keys("url", "path", "make"), "weights": keys("path"), "self": keys("prompt", "weights")}),
-    Choice("url", otherwise=keys("key_file")),
-)
+class Candidates(Part):
+    """A differentiable loss over the teacher's `top_k` most likely tokens at each position."""
+
+    switch = "top_k"
+    top_k: int = Field(gt=0)
+    beta: float | None = Field(None, ge=0, le=1)  # 1 reverse KL, 0 forward KL, between: Jensen-Shannon
 
 
-class DistillationConfig(Section):
-    """On-policy distillation: the student samples, teachers score its tokens."""
+class Teaching(Part):
+    """The student samples, teachers score its tokens."""
 
-    mode: Literal["off", "alone", "added"] = "off"  # replaces the reward's advantages, or is added to them
+    chosen_by = switch = "mode"
+    mode: Literal["alone", "added"]  # replaces the reward's advantages, or is added to them
     coefficient: float = Field(1.0, gt=0)  # factor of the teachers' part
-    # 0: the advantage of a sampled token is log p_teacher - log p_student. k: instead a differentiable loss over the
-    # teacher's k most likely tokens at each position
-    top_k: int = Field(0, ge=0)
-    beta: float | None = Field(None, ge=0, le=1)  # with top_k: 1 reverse KL, 0 forward KL, between: Jensen-Shannon
+    candidates: Candidates | None = None  # None: the advantage of a sampled token is log p_teacher - log p_student
     sequences_per_request: int = Field(64, ge=1)  # to a teacher's server
     request_timeout_s: float = Field(300.0, gt=0)
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
 
-    @property
-    def on(self) -> bool:
-        return self.mode != "off"
-
-    @property
-    def reference(self) -> bool:
-        """Whether the trainer keeps reference weights for a teacher."""
-        return self.on and any(t.by_reference for t in self.teachers.values())
-
-    def described(self) -> list[str]:
-        """One line per teacher."""
-        return [
-            f"teacher {name} of {', '.join(map(repr, t.sources)) or 'all other sources'}: {t.part.described()}"
-            for name, t in self.teachers.items()
-        ]
-
-    def teacher_of(self, source: str) -> str | None:
-        """The teacher of a prompt source; None: it is trained by the reward only."""
-        others = next((name for name, t in self.teachers.items() if not t.sources), None)
-        return next((name for name, t in self.teachers.items() if source in t.sources), others)
-
     @model_validator(mode="after")
-    def every_key_does_something(self) -> DistillationConfig:
-        CHOICES.check(self)
-        if not self.on:
-            return self
+    def there_is_a_teacher(self) -> Teaching:
         if not self.teachers:
             raise ValueError(
                 f"distillation.mode = {self.mode!r} without a teacher: add a section [distillation.teachers.NAME]"
@@ -191,15 +149,13 @@ class DistillationConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def requests_are_sent(self) -> DistillationConfig:
+    def requests_are_sent(self) -> Teaching:
         asked = {
             "sequences_per_request": [t for t in self.teachers.values() if t.by_server],
-            "request_timeout_s": [
-                t for t in self.teachers.values() if isinstance(t.part, RunningServer | StartedServer)
-            ],
+            "request_timeout_s": [t for t in self.teachers.values() if isinstance(t.part, AnyServer)],
         }
         for key, users in asked.items():
-            if self.on and not users and (value := getattr(self, key)) != type(self).model_fields[key].default:
+            if not users and (value := getattr(self, key)) != type(self).model_fields[key].default:
                 raise ValueError(
                     f"distillation.{key} = {value} does nothing without a teacher of kind 'server' (one of kind 'self' "
                     "uses rollout.request_timeout_s): remove it"
@@ -207,7 +163,7 @@ class DistillationConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def one_teacher_a_source(self) -> DistillationConfig:
+    def one_teacher_a_source(self) -> Teaching:
         taught: dict[str, str] = {}
         for name, teacher in self.teachers.items():
             for source in teacher.sources or ("",):
@@ -221,16 +177,16 @@ class DistillationConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def candidates_come_from_servers(self) -> DistillationConfig:
+    def candidates_come_from_servers(self) -> Teaching:
         for name, teacher in self.teachers.items():
-            if self.top_k and not teacher.by_server:
+            if (of := self.candidates) is not None and not teacher.by_server:
                 raise ValueError(
-                    f"distillation.top_k = {self.top_k}, but the trainer scores teacher {name!r} and gives log-probs "
-                    "of sampled tokens only: set kind = 'server' (with a path the run starts one), or top_k = 0"
+                    f"distillation.top_k = {of.top_k}, but the trainer scores teacher {name!r} and gives "
+                    "log-probs of sampled tokens only: set kind = 'server' (with path the run starts one), or top_k = 0"
                 )
         return self
 
-    def check_run(self, *, temperature: float, algorithm: AlgorithmConfig, corrected: bool, embedded: bool) -> None:
+    def check_run(self, *, temperature: float, algorithm: RolloutAlgorithm, corrected: bool, embedded: bool) -> None:
         """Check against the other sections; raises ValueError. temperature: rollout.temperature; corrected: whether a
         [correction] is on; embedded: whether the rollout uses the embedded engine."""
         for name, teacher in self.teachers.items():
@@ -240,12 +196,12 @@ class DistillationConfig(Section):
                     "and the student would be compared at two temperatures: set rollout.temperature = 1, or have the "
                     "trainer score (kind = 'weights', or 'self' with weights = 'reference')"
                 )
-            if isinstance(teacher.part, StartedServer) and not embedded:
+            if isinstance(teacher.part, StartedServer | MadeServer) and not embedded:
                 raise ValueError(
                     f"teacher {name!r} has no url, and a run starts servers of teachers only with rollout.engine = "
                     "'embedded', on CPUs: start an SGLang server for it and give its url"
                 )
-        if self.on and algorithm.shuffle_advantages:
+        if algorithm.shuffle_advantages:
             raise ValueError(
                 "algorithm.shuffle_advantages shuffles one number per sample, and distillation gives one per token: "
                 "set it to false, or distillation.mode = 'off'"
@@ -253,31 +209,63 @@ class DistillationConfig(Section):
         if self.mode == "alone":
             self._check_alone(algorithm, corrected)
 
-    def _check_alone(self, algorithm: AlgorithmConfig, corrected: bool) -> None:
+    def _check_alone(self, algorithm: RolloutAlgorithm, corrected: bool) -> None:
         """Refuse keys of advantages from rewards, which are not computed; with candidates also keys that weight
         advantages."""
-        part = algorithm.advantage_part
-        own = isinstance(part, Ppo) or (isinstance(part, Named) and part.name not in NAMED)
-        idle = {
-            "algorithm.advantage": algorithm.advantage if own else None,
-            "algorithm.kl_in": algorithm.kl_in if algorithm.reference_stream else None,
-            "algorithm.overlong_penalty": algorithm.overlong_penalty or None,
+        part, overlong = algorithm.advantage, algorithm.overlong
+        idle: dict[str, object] = {
+            "algorithm.advantage": part.advantage if isinstance(part, Ppo | OwnAdvantage) else None,
+            "algorithm.kl_in": "reward" if algorithm.reference_stream else None,
+            "algorithm.overlong_penalty": overlong and overlong.overlong_penalty,
             "algorithm.filter": algorithm.filter if algorithm.filter == "nonzero_std" else None,
-            **({} if isinstance(part, Named) else {f"algorithm.{key}": value for key, value in changed(part)}),
+            **{f"algorithm.{key}": value for key, value in changed(part) if key != AdvantagePart.chosen_by},
         }
-        if self.top_k:
+        if self.candidates is not None:
             idle |= {"correction": "a kind" if corrected else None}
-            idle |= {"algorithm.off_policy_delta": algorithm.off_policy_delta}
+            idle |= {"algorithm.off_policy_delta": getattr(algorithm.loss, "off_policy_delta", None)}
         for key, value in idle.items():
             if value is not None:
-                mode = "'alone'" + (f" and top_k = {self.top_k}" if self.top_k else "")
+                mode = "'alone'" + ("" if self.candidates is None else f" and top_k = {self.candidates.top_k}")
                 raise ValueError(
                     f"{key} = {value!r} does nothing with distillation.mode = {mode}, which computes no advantages "
                     "from rewards: remove it, or set mode = 'added'"
                 )
 
 
-_COMMON = {key: default for key, default in keys_of(DistillationConfig).items() if key not in ("mode", "beta")}
-CHOICES = Choices(
-    "distillation", Choice("mode", {"off": keys()}, otherwise=_COMMON), Choice("top_k", otherwise=keys("beta"))
-)
+class DistillationConfig(FlatSection):
+    """On-policy distillation."""
+
+    teaching: Teaching | None = None  # None: mode = "off"
+
+    section = "distillation"
+    absent: ClassVar[Mapping[str, object]] = defaults(Teaching) | {"mode": "off", "top_k": 0}
+
+    @property
+    def mode(self) -> str:
+        return "off" if self.teaching is None else self.teaching.mode
+
+    @property
+    def teachers(self) -> Mapping[str, TeacherConfig]:
+        return {} if self.teaching is None else self.teaching.teachers
+
+    @property
+    def top_k(self) -> int:
+        """Candidates at each position; 0: none."""
+        return 0 if self.teaching is None or self.teaching.candidates is None else self.teaching.candidates.top_k
+
+    @property
+    def reference(self) -> bool:
+        """Whether the trainer keeps reference weights for a teacher."""
+        return any(t.by_reference for t in self.teachers.values())
+
+    def described(self) -> list[str]:
+        """One line per teacher."""
+        return [
+            f"teacher {name} of {', '.join(map(repr, t.sources)) or 'all other sources'}: {t.part.described()}"
+            for name, t in self.teachers.items()
+        ]
+
+    def teacher_of(self, source: str) -> str | None:
+        """The teacher of a prompt source; None: it is trained by the reward only."""
+        others = next((name for name, t in self.teachers.items() if not t.sources), None)
+        return next((name for name, t in self.teachers.items() if source in t.sources), others)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from miles_like.config.choices import changed
+from miles_like.config.flat import changed
 from miles_like.section import Section
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # it is a component of metric names

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from miles_like.config.flat import fields
 from miles_like.config.run import RunConfig
 from miles_like.limits.regular_files import read_text
 
@@ -190,7 +191,7 @@ def _without_drops(tree: dict[str, Any], model: type[BaseModel]) -> dict[str, An
     """Without the sections that are `false` though no extended file had them."""
     out = dict(tree)
     for key, value in tree.items():
-        field = model.model_fields.get(key)
+        field = fields(model).get(key)
         section = None if field is None else _section(field.annotation)
         if section is None:
             continue
@@ -263,7 +264,7 @@ def _nearest(loc: Sequence[str]) -> list[str]:
 def _leaves(model: type[BaseModel], before: str = "") -> list[str]:
     """Dotted names of all keys that are not sections; NAME stands for a user-defined section name."""
     out = []
-    for name, field in model.model_fields.items():
+    for name, field in fields(model).items():
         of, named = _section(field.annotation) or (None, False)
         if of is None:
             out.append(f"{before}{name}")
@@ -275,9 +276,9 @@ def _leaves(model: type[BaseModel], before: str = "") -> list[str]:
 def _fields_at(model: type[BaseModel], parents: Sequence[str]) -> list[str]:
     names = iter(parents)
     for name in names:
-        annotation = model.model_fields[name].annotation
+        annotation = fields(model)[name].annotation
         options = [annotation, *getattr(annotation, "__args__", ())]
         model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
         if get_origin(annotation) is dict:
             next(names, None)  # the user-defined section name
-    return list(model.model_fields)
+    return list(fields(model))

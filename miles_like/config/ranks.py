@@ -29,7 +29,7 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         mtp_coefficient=run.train.mtp_coefficient,
         reference=run.algorithm.keeps_reference or run.distillation.reference,
         reference_for_loss=run.algorithm.keeps_reference,
-        reference_every=run.algorithm.reference_every,
+        reference_every=0 if run.algorithm.supervised else run.algorithm.parts.reference_every,
         head="scalar" if run.algorithm.name == "reward_model" else "lm",
         on_nonfinite=run.train.on_nonfinite,
         deterministic=run.alignment.deterministic,

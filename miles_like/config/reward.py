@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import regex
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
-from miles_like.config.choices import Choice, Choices, changed, keys
+from miles_like.config.flat import FlatSection, Part, changed
 from miles_like.section import Section
 from rollout.server_url import ServerUrl, on_loopback
 
@@ -141,30 +141,43 @@ class RemoteConfig(EndpointConfig):
     """`url` is the whole address of the POST request."""
 
 
-class RewardModelConfig(EndpointConfig):
+class Classify(Part):
+    """Raw outputs, SGLang's."""
+
+    chosen_by = "api"
+    api: Literal["classify"] = "classify"
+
+
+class V1Classify(Part):
+    """Probabilities."""
+
+    chosen_by = "api"
+    api: Literal["v1/classify"]
+    model: str  # the name it is served under
+
+
+class Plain(Part):
+    """Plain text, or token ids of the policy."""
+
+    chosen_by = "send"
+    send: Literal["text", "tokens"] = "text"
+
+
+class Chat(Part):
+    chosen_by = "send"
+    send: Literal["chat"]
+    tokenizer: str  # a directory or hub name with the reward model's chat template
+
+
+class RewardModelConfig(EndpointConfig, FlatSection):
     """`url` is the server's, without a path."""
 
-    api: Literal["classify", "v1/classify"] = "classify"  # classify: raw outputs (SGLang); v1/classify: probabilities
-    model: str | None = None  # api "v1/classify": the name it is served under
-    send: Literal["text", "chat", "tokens"] = "text"  # plain text; with the chat template; token ids of the policy
-    tokenizer: str | None = None  # send "chat": a directory or hub name with the reward model's chat template
+    api: Annotated[Classify | V1Classify, Field(discriminator="api")] = Classify()
+    send: Annotated[Plain | Chat, Field(discriminator="send")] = Plain()
     output: int | None = Field(None, ge=0)  # index among several outputs; None: the model has one
 
-    @model_validator(mode="after")
-    def every_key_does_something(self) -> RewardModelConfig:
-        REWARD_MODEL_CHOICES.check(self)
-        for choice in REWARD_MODEL_CHOICES.choices:
-            now = getattr(self, choice.key)
-            if missing := [key for key in choice.of(now) if getattr(self, key) is None]:
-                raise ValueError(
-                    f"reward.reward_model.{choice.key} = {now!r} needs reward.reward_model.{missing[0]}: set it"
-                )
-        return self
+    section = "reward.reward_model"
 
-
-REWARD_MODEL_CHOICES = Choices(
-    "reward.reward_model", Choice("send", {"chat": keys("tokenizer")}), Choice("api", {"v1/classify": keys("model")})
-)
 
 JUDGE = """Question:
 {prompt}

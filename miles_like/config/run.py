@@ -18,13 +18,12 @@ from megatron_bridge.config import (
 )
 from miles_like.config.algorithm import AlgorithmConfig, CorrectionConfig
 from miles_like.config.alignment import AlignmentConfig, check_sides, with_deterministic_servers
-from miles_like.config.choices import Choice, Choices, keys
 from miles_like.config.distillation import DistillationConfig
 from miles_like.config.eval import EvalConfig, EvalSet, SetConfig, check_measured
 from miles_like.config.loop import BufferConfig, CheckpointConfig
 from miles_like.config.make import MakeConfig
 from miles_like.config.reward import RewardConfig
-from miles_like.config.supervised import PAIRS, SUPERVISED, SupervisedConfig, check_keys, check_unused, without_replay
+from miles_like.config.supervised import PAIRS, SupervisedConfig, check_keys, check_unused, without_replay
 from miles_like.section import Section
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.prompts.config import DataConfig
@@ -118,9 +117,6 @@ class CriticConfig(Section):
     lr: float | None = Field(None, gt=0)  # None: optimizer.lr
 
 
-CRITIC_CHOICES = Choices("critic", Choice("algorithm.advantage", {"ppo": keys("lr")}))
-
-
 class ConvertConfig(Section):
     """Conversion of the checkpoint to Megatron shards."""
 
@@ -183,7 +179,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def something_says_what_is_learnt(self) -> RunConfig:
-        if self.reward.name == "none" and not (self.distillation.on or self.rollout.has_episode_runner):
+        if self.reward.name == "none" and not (self.distillation.teaching or self.rollout.has_episode_runner):
             raise ValueError(
                 "reward.name = 'none' is 0 for every response, so there is nothing to learn from: name another "
                 "reward, or set distillation.mode, rollout.environment or rollout.generate"
@@ -200,7 +196,7 @@ class RunConfig(Section):
     @property
     def servers(self) -> RolloutConfig | None:
         """None: supervised training, without a rollout."""
-        return None if self.algorithm.name in SUPERVISED else self.rollout
+        return None if self.algorithm.supervised else self.rollout
 
     @model_validator(mode="after")
     def a_run_without_rollout_has_no_keys_of_one(self) -> RunConfig:
@@ -340,28 +336,33 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def teachers_and_student_are_comparable(self) -> RunConfig:
-        self.distillation.check_run(
-            temperature=self.rollout.temperature,
-            algorithm=self.algorithm,
-            corrected=self.correction.kind != "off",
-            embedded=self.rollout.engine == "embedded",
-        )
+        if self.distillation.teaching is not None:
+            self.distillation.teaching.check_run(
+                temperature=self.rollout.temperature,
+                algorithm=self.algorithm.parts,
+                corrected=self.correction.weights is not None,
+                embedded=self.rollout.engine == "embedded",
+            )
         return self
 
     @model_validator(mode="after")
     def algorithm_fits_the_run(self) -> RunConfig:
-        self.algorithm.check_run(
-            longest_answer=self.rollout.longest_answer,
-            group=None if self.distillation.mode == "alone" else self.train.samples_per_group,
-            taught=self.distillation.reference,
-            correction=self.correction.kind,
-            on_breach=self.mismatch.on_breach,
-        )
+        if not self.algorithm.supervised:
+            self.algorithm.parts.check_run(
+                longest_answer=self.rollout.longest_answer,
+                group=None if self.distillation.mode == "alone" else self.train.samples_per_group,
+                taught=self.distillation.reference,
+                correction=self.correction.kind,
+                on_breach=self.mismatch.on_breach,
+            )
         return self
 
     @model_validator(mode="after")
     def there_is_a_critic_to_configure(self) -> RunConfig:
-        CRITIC_CHOICES.check(self.critic, {"algorithm.advantage": self.algorithm.advantage})
+        if self.critic.lr is not None and not self.algorithm.has_critic:
+            raise ValueError(
+                f"critic.lr = {self.critic.lr} does nothing without algorithm.advantage = 'ppo': remove it, or set that"
+            )
         if self.critic.lr is not None and self.critic.lr < self.optimizer.min_lr:
             raise ValueError(
                 f"critic.lr = {self.critic.lr} is below optimizer.min_lr = {self.optimizer.min_lr}, where its schedule "

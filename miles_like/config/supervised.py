@@ -3,47 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
-from miles_like.config.choices import Choice, Choices, keys
-from miles_like.section import Section
+from miles_like.config.flat import FlatSection, Part, values
 
-SUPERVISED = ("sft", "dpo", "reward_model")  # values of algorithm.name without a rollout
+SupervisedName: TypeAlias = Literal["sft", "dpo", "reward_model"]
+SUPERVISED: tuple[SupervisedName, ...] = get_args(SupervisedName)  # values of algorithm.name without a rollout
 PAIRS = ("dpo", "reward_model")  # of these, those trained on preference pairs
 
 
-class SupervisedConfig(Section):
+class DpoPart(Part):
+    chosen_by = "loss"
+    loss: Literal["sigmoid", "ipo"]
+    beta: float = Field(0.1, gt=0)  # reward per log-ratio to the reference
+
+
+class Sigmoid(DpoPart):
+    loss: Literal["sigmoid"] = "sigmoid"
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)  # assumed share of reversed pairs
+
+
+class Ipo(DpoPart):
+    loss: Literal["ipo"] = "ipo"
+
+
+class SupervisedConfig(FlatSection):
     """Keys of `algorithm.name` = "sft", "dpo" and "reward_model"; docs/supervised.md has the formulas."""
 
     messages_key: str = "messages"  # sft: column of whole conversations, used if a row has it
     chosen_key: str = "chosen"  # pairs: column of the preferred answer
     rejected_key: str = "rejected"  # pairs: column of the rejected one
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"  # sft: weight of an example: its tokens, or 1
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # dpo
-    beta: float = Field(0.1, gt=0)  # dpo: reward per log-ratio to the reference
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)  # dpo: assumed share of reversed pairs
+    dpo: Annotated[Sigmoid | Ipo, Field(discriminator="loss")] = Sigmoid()
     center_coefficient: float = Field(0.0, ge=0)  # reward_model: of the squared sum of a pair's rewards
 
-    @model_validator(mode="after")
-    def ipo_has_no_smoothing(self) -> SupervisedConfig:
-        LOSS_CHOICES.check(self)
-        return self
+    section = "supervised"
+    absent: ClassVar[Mapping[str, object]] = {"label_smoothing": 0.0}
 
 
-LOSS_CHOICES = Choices("supervised", Choice("loss", {"sigmoid": keys("label_smoothing")}))
+_PAIR_KEYS = {"chosen_key", "rejected_key"}
 _KEYS_OF = {
-    "sft": keys("messages_key", "aggregation"),
-    "dpo": keys("chosen_key", "rejected_key", "loss", "beta", "label_smoothing"),
-    "reward_model": keys("chosen_key", "rejected_key", "center_coefficient"),
+    "sft": {"messages_key", "aggregation"},
+    "dpo": _PAIR_KEYS | {"loss", "beta", "label_smoothing"},
+    "reward_model": _PAIR_KEYS | {"center_coefficient"},
 }
-NAME_CHOICES = Choices("supervised", Choice("algorithm.name", _KEYS_OF))
 
 
 def check_keys(name: str, given: SupervisedConfig) -> None:
     """Raises ValueError for a key of [supervised] that does nothing with `algorithm.name = name`."""
-    NAME_CHOICES.check(given, {"algorithm.name": name})
+    for key, value, _ in _changes(given, SupervisedConfig(), _KEYS_OF.get(name, set())):
+        owners = " or ".join(repr(owner) for owner, keys in _KEYS_OF.items() if key in keys)
+        raise ValueError(
+            f"supervised.{key} = {value!r} is a key of algorithm.name = {owners}, not of {name!r}: remove it, or "
+            "change algorithm.name"
+        )
 
 
 def check_unused(name: str, sections: Mapping[str, tuple[BaseModel, BaseModel, set[str]]]) -> None:
@@ -68,10 +83,10 @@ def without_replay(given: dict[str, Any]) -> dict[str, Any]:
 
 def _changes(given: BaseModel, default: BaseModel, used: Collection[str] = ()) -> Iterator[tuple[str, object, object]]:
     """(key, value, default) of keys not in `used` that differ; keys of inner sections are dotted."""
-    for key in type(given).model_fields:
-        value, usual = getattr(given, key), getattr(default, key)
-        if key not in used and value != usual:
-            if isinstance(value, BaseModel) and isinstance(usual, BaseModel):
-                yield from ((f"{key}.{inner}", now, was) for inner, now, was in _changes(value, usual))
-            else:
-                yield key, value, usual
+    now, usual = values(given), values(default)
+    for key in [key for key in now if key not in used and now[key] != usual[key]]:
+        value, was = now[key], usual[key]
+        if isinstance(value, BaseModel) and isinstance(was, BaseModel):
+            yield from ((f"{key}.{inner}", new, old) for inner, new, old in _changes(value, was))
+        else:
+            yield key, value, was

@@ -11,7 +11,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles_like.config.distillation import PromptedPolicy, RunningServer, StartedServer, SwappedWeights
+from miles_like.config.algorithm import OwnAdvantage, OwnLoss
+from miles_like.config.distillation import MadeServer, PromptedPolicy, RunningServer, StartedServer, SwappedWeights
 from miles_like.config.make import MakeConfig
 from miles_like.config.reward import EndpointConfig, Reward, RewardModelConfig
 from miles_like.config.run import RunConfig
@@ -254,16 +255,17 @@ class Preflight:
 
         c = self.config
         algorithm = make_algorithm(c.algorithm, c.correction, c.mismatch)
-        if c.algorithm.own_loss:
+        if isinstance(c.algorithm.parts.loss, OwnLoss):
             self._trial().loss(algorithm)
-        if c.algorithm.advantage is not None and ":" in c.algorithm.advantage:
+        if isinstance(c.algorithm.parts.advantage, OwnAdvantage):
             self._trial().advantage(algorithm, [self._scored()])
 
     def _filter(self) -> None:
         from miles_like.algorithms.filters import make_filter
 
-        refuse = make_filter(self.config.algorithm.filter)
-        if ":" in self.config.algorithm.filter:
+        name = self.config.algorithm.parts.filter
+        refuse = make_filter(name)
+        if ":" in name:
             self._trial().group_filter(refuse, self._scored())
 
     def _scored(self) -> SampleGroup:
@@ -284,16 +286,16 @@ class Preflight:
     def _teachers(self) -> list[CheckResult]:
         section = self.config.distillation
         out: list[CheckResult] = []
-        for name, config in section.teachers.items() if section.on else ():
+        for name, config in section.teachers.items():
             key = f"distillation.teachers.{name}"
             match config.part:
                 case RunningServer(url=url) if self.online:
                     out.append(run_check(key, partial(check_url, f"{key}.url", url)))
                 case RunningServer(url=url):
                     out.append(CheckResult(key, Outcome.NOT_CHECKED, f"the server at {url}"))
-                case StartedServer(source=MakeConfig() as make):
+                case MadeServer(make=make):
                     out += self._make(f"{key}.make", make)
-                case StartedServer(source=str() as path) | SwappedWeights(path=path):
+                case StartedServer(path=path) | SwappedWeights(path=path):
                     out.append(run_check(key, partial(self._weights, f"{key}.path", path)))
                 case PromptedPolicy():
                     pass
@@ -311,7 +313,7 @@ class Preflight:
         """Check the teachers' templates on every training row that was read, and that each row has a teacher where the
         mode requires one."""
         section = self.config.distillation
-        if not section.on or not self.trained:
+        if section.teaching is None or not self.trained:
             return []
         from miles_like.hf.teacher_prompt import privileged
 
@@ -323,15 +325,15 @@ class Preflight:
                         f"no teacher has prompts of source {prompt.source!r}, and with distillation.mode = 'alone' "
                         "they would train nothing: name it in a teacher's sources, or set mode = 'added'"
                     )
-                if name is not None and (template := section.teachers[name].prompt) is not None:
-                    privileged(name, template, self.tokenizer, prompt)
+                if name is not None and isinstance(part := section.teachers[name].part, PromptedPolicy):
+                    privileged(name, part.prompt, self.tokenizer, prompt)
 
         return [run_check("teachers' prompts", templates)]
 
 
 def _sends_tokens(reward: Reward) -> bool:
     """Whether the reward sends token ids to a server, which only the model's tokenizer gives."""
-    return isinstance(reward, RewardModelConfig) and reward.send == "tokens"
+    return isinstance(reward, RewardModelConfig) and reward.send.send == "tokens"
 
 
 class CharacterTokenizer:

@@ -16,7 +16,15 @@ from megatron_bridge.families.registry import family_of
 from miles_like.batch.packer import Packer
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.workers import RayServers
-from miles_like.config.distillation import PromptedPolicy, RunningServer, StartedServer, SwappedWeights, TeacherPart
+from miles_like.config.distillation import (
+    MadeServer,
+    PromptedPolicy,
+    RunningServer,
+    StartedServer,
+    SwappedWeights,
+    TeacherPart,
+    Teaching,
+)
 from miles_like.config.make import MakeConfig
 from miles_like.config.run import ConvertConfig, ModelConfig, RunConfig
 from miles_like.experience.teachers import PromptOf, ServerTeacher, Teacher, Teachers, TrainerTeacher, as_it_is
@@ -59,14 +67,14 @@ class RunTeachers:
         weights of another architecture than the student's."""
         for name, config in self.section.teachers.items():
             match config.part:
-                case StartedServer(source=source):
+                case StartedServer(path=source) | MadeServer(make=source):
                     self._paths[name] = self._fetched(name, source)
                 case SwappedWeights(path=path):
                     self._paths[name] = self._shards(name, path)
 
     def launch(self) -> None:
         """Begins to start the teachers' servers; `wait` returns when they are up."""
-        served = [name for name, t in self.section.teachers.items() if isinstance(t.part, StartedServer)]
+        served = [name for name, t in self.section.teachers.items() if isinstance(t.part, StartedServer | MadeServer)]
         logs = (self.run_dir / "logs" / "teachers").resolve()
         launches = []
         for i, name in enumerate(served):
@@ -104,8 +112,8 @@ class RunTeachers:
                 prompt_of = partial(privileged, name, part.prompt, self.tokenizer)
                 for prompt in prompts:
                     prompt_of(prompt)
-            if config.by_server:
-                made[name] = self._server(name, part, rollout, prompt_of)
+            if config.by_server and self.section.teaching is not None:
+                made[name] = self._server(self.section.teaching, name, part, rollout, prompt_of)
             else:
                 weights = REFERENCE if config.by_reference else f"teacher {name}"
                 path = self._paths.get(name)
@@ -118,7 +126,7 @@ class RunTeachers:
         return out
 
     def _server(
-        self, name: str, part: TeacherPart, rollout: Sequence[SGLangClient], prompt_of: PromptOf
+        self, teaching: Teaching, name: str, part: TeacherPart, rollout: Sequence[SGLangClient], prompt_of: PromptOf
     ) -> ServerTeacher:
         """A teacher on its own server, or, without one, on the rollout's servers."""
         teacher = ServerTeacher(
@@ -126,15 +134,15 @@ class RunTeachers:
             clients=rollout,
             prompt_of=prompt_of,
             top_k=self.section.top_k,
-            at_once=self.section.sequences_per_request,
+            at_once=teaching.sequences_per_request,
             vocabulary=int(self.student["vocab_size"]),
             own=False,
         )
-        client = partial(SGLangClient, routing=None, request_timeout_s=self.section.request_timeout_s)
+        client = partial(SGLangClient, routing=None, request_timeout_s=teaching.request_timeout_s)
         match part:
             case RunningServer(url=url, key_file=key_file):
                 own = client(url, key=None if key_file is None else read_key(Path(key_file)))
-            case StartedServer():
+            case StartedServer() | MadeServer():
                 own = client(self._urls[name], log=self.run_dir / "logs" / "teachers", key=self.key)
             case _:
                 return teacher

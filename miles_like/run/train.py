@@ -57,11 +57,11 @@ from rollout.sglang.client import SGLangClient
 def run_algorithm(config: RunConfig) -> Algorithm:
     """The configured algorithm; with distillation, extended by the advantage or loss of the teachers."""
     algorithm = make_algorithm(config.algorithm, config.correction, config.mismatch)
-    d = config.distillation
-    if d.mode == "off":
+    d = config.distillation.teaching
+    if d is None:
         return algorithm
-    beta = 1.0 if d.beta is None else d.beta
-    return distilled(algorithm, mode=d.mode, coefficient=d.coefficient, top_k=d.top_k, beta=beta)
+    candidates = {} if d.candidates is None else d.candidates.model_dump(exclude_none=True)
+    return distilled(algorithm, mode=d.mode, coefficient=d.coefficient, **candidates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +203,9 @@ class TrainingRun:
                 progress=progress,
                 runner=self.runner,
             )
-            loop = self.compose(engine, partial, evaluator, checks, teachers if c.distillation.on else None, first)
+            loop = self.compose(
+                engine, partial, evaluator, checks, teachers if c.distillation.teaching else None, first
+            )
             freeze_gc()
             try:
                 await loop.run(first=first, steps=c.train.steps, resumed=self.resumed is not None)
@@ -273,8 +275,8 @@ class TrainingRun:
                 trainer=self.trainer,
                 critic=self.models.get("critic"),
                 teachers=teachers,
-                mask_truncated=c.algorithm.mask_truncated,
-                shuffle_seed=c.seed if c.algorithm.shuffle_advantages else None,
+                mask_truncated=c.algorithm.parts.mask_truncated,
+                shuffle_seed=c.seed if c.algorithm.parts.shuffle_advantages else None,
             ),
             packer=packs,
             trainer=self.trainer,
@@ -300,7 +302,7 @@ class TrainingRun:
             replayed=c.replay.mode == "r3",
             balanced=True,
             aggregation=self.algorithm.aggregation,
-            constant=c.algorithm.constant(c.rollout.longest_answer),
+            constant=c.algorithm.parts.constant(c.rollout.longest_answer),
             steps=c.train.steps_per_rollout,
         )
 
@@ -326,8 +328,8 @@ class TrainingRun:
             buffer=buffer,
             source=self.prompts.source,
             sampler=sampler,
-            filter=make_filter(c.algorithm.filter),
-            overlong=make_overlong(c.algorithm, c.rollout.longest_answer),
+            filter=make_filter(c.algorithm.parts.filter),
+            overlong=make_overlong(c.algorithm.parts.overlong, c.rollout.longest_answer),
             lockstep=c.in_lockstep,
             over_sampling=c.buffer.over_sampling,
             max_rounds=c.rollout.max_rounds,

@@ -15,7 +15,7 @@ from miles_like.algorithms.reward_model import BradleyTerryLoss
 from miles_like.algorithms.sft import NllLoss
 from miles_like.batch.packer import Packer
 from miles_like.checkpoint.writer import Snapshot
-from miles_like.config.supervised import SUPERVISED, SupervisedConfig
+from miles_like.config.supervised import SUPERVISED, Sigmoid, SupervisedConfig
 from miles_like.loop.saver import Saver
 from miles_like.protocols import LossFn, MetricSink, Trainer
 from miles_like.report.progress import PhaseBar
@@ -46,7 +46,9 @@ def make_objective(name: str, config: SupervisedConfig) -> Objective:
     if name == "sft":
         return Objective(loss=NllLoss(), aggregation=Aggregation(config.aggregation))
     if name == "dpo":
-        dpo = DpoLoss(kind=config.loss, beta=config.beta, label_smoothing=config.label_smoothing)
+        part = config.dpo
+        smoothing = part.label_smoothing if isinstance(part, Sigmoid) else 0.0
+        dpo = DpoLoss(kind=part.loss, beta=part.beta, label_smoothing=smoothing)
         return Objective(loss=dpo, aggregation=Aggregation.SEQUENCE_MEAN)
     ranking = BradleyTerryLoss(center_coefficient=config.center_coefficient)
     return Objective(loss=ranking, aggregation=Aggregation.SEQUENCE_MEAN)

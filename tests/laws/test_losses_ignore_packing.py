@@ -19,8 +19,11 @@ from miles_like.algorithms.registry import make_algorithm
 from miles_like.algorithms.reward_model import BradleyTerryLoss
 from miles_like.algorithms.sft import NllLoss
 from miles_like.batch.packer import Packer
-from miles_like.config.algorithm import BOUNDS_OF, LOSS_KEYS, AlgorithmConfig, CorrectionConfig
+from miles_like.config.algorithm import BOUNDS_OF, AlgorithmConfig, CorrectionConfig, RolloutAlgorithm
+from miles_like.config.flat import names_of, parts_of, values
 from miles_like.types import RETURNS, VALUES, Aggregation, Finish, LossInputs, Prompt, Reduce, Sample, SampleGroup
+
+KINDS = names_of(parts_of(RolloutAlgorithm)["loss"])
 
 LENGTHS = (5, 1, 9, 4, 2)
 CORRECTIONS = [
@@ -28,14 +31,14 @@ CORRECTIONS = [
     *(CorrectionConfig(kind=kind, level=level, action=action) for kind, level, action in BOUNDS_OF),
 ]
 LOSSES = {
-    f"{name}-{c.kind}-{c.level}-{c.action}": make_algorithm(AlgorithmConfig(name=name), c).loss
+    "-".join(map(str, (name, *list(values(c).values())[:3]))): make_algorithm(AlgorithmConfig(name=name), c).loss
     for name in ("grpo", "gspo")
     for c in CORRECTIONS
 } | {"nll": NllLoss(), "value": ValueLoss(value_clip=0.2)}
 SHARED = {"kl_coefficient": 0.1, "kl_unbiased": True, "entropy_coefficient": 0.1, "off_policy_delta": 1e-4}
 LOSSES |= {
     f"{kind}-{'+'.join(keys) or 'bare'}": make_algorithm(AlgorithmConfig(loss=kind, **keys), CorrectionConfig()).loss
-    for kind in LOSS_KEYS
+    for kind in KINDS
     for keys in ({}, SHARED)
 }
 PAIRS = {"dpo": DpoLoss(beta=0.3), "ipo": DpoLoss(kind="ipo"), "reward model": BradleyTerryLoss(center_coefficient=0.1)}

@@ -211,7 +211,7 @@ def test_advantage_and_loss(tmp_path: Path) -> None:
 
 
 def test_group_filter(tmp_path: Path) -> None:
-    keep = make_filter(configured("group_filter", tmp_path).algorithm.filter)
+    keep = make_filter(configured("group_filter", tmp_path).algorithm.parts.filter)
     assert [keep(rewarded(r)) for r in ([0, 0], [0, 1], [1, 1])] == ["too hard", None, "too easy"]
 
 

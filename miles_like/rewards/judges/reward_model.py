@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from miles_like.config.reward import RewardModelConfig
+from miles_like.config.reward import Chat, RewardModelConfig, V1Classify
 from miles_like.hf.template_limits import check_template_of
 from miles_like.rewards.judges.http import Endpoint
 from miles_like.types import Prompt, Sample, Unscored
@@ -29,28 +29,28 @@ class RewardModel:
     @cached_property
     def _tokenizer(self) -> Any:
         """Loaded by the first request: a hub name needs network access, which a dry run may not have."""
-        if self._config.tokenizer is None:
+        if not isinstance(self._config.send, Chat):
             return None
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(self._config.tokenizer)
-        check_template_of(tokenizer, f"reward.reward_model.tokenizer = {self._config.tokenizer!r}")
+        tokenizer = AutoTokenizer.from_pretrained(self._config.send.tokenizer)
+        check_template_of(tokenizer, f"reward.reward_model.tokenizer = {self._config.send.tokenizer!r}")
         return tokenizer
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float | Unscored:
         """Raises ValueError for a reply of another form, and for several outputs without reward_model.output."""
         given = self._input(prompt, sample)
-        if self._config.api == "classify":
+        if not isinstance(self._config.api, V1Classify):
             body = {"input_ids" if isinstance(given, list) else "text": given}
             reply = await self._server.post("/classify", body)
             found = reply if isinstance(reply, Unscored) else _at(reply, "embedding")
         else:
-            reply = await self._server.post("/v1/classify", {"model": self._config.model, "input": given})
+            reply = await self._server.post("/v1/classify", {"model": self._config.api.model, "input": given})
             found = reply if isinstance(reply, Unscored) else _at(reply, "data", 0, "probs")
         return found if isinstance(found, Unscored) else self._chosen(found)
 
     def _input(self, prompt: Prompt, sample: Sample) -> str | list[int]:
-        if self._config.send == "tokens":
+        if self._config.send.send == "tokens":
             return [int(t) for t in sample.token_ids.tolist()]
         if self._tokenizer is None:
             return prompt.text + sample.text
@@ -62,7 +62,7 @@ class RewardModel:
         values = outputs if isinstance(outputs, list) else [outputs]
         if not all(isinstance(v, int | float) for v in values):
             raise ValueError(f"the model's outputs are {str(outputs)[:200]}, want numbers: check url and api")
-        if self._config.api == "v1/classify" and len(values) == 1:
+        if isinstance(self._config.api, V1Classify) and len(values) == 1:
             raise ValueError(
                 "/v1/classify always returns 1 for a model with 1 output: set reward.reward_model.api = 'classify'"
             )

@@ -59,10 +59,14 @@ def test_overlong_shaping_by_hand():
 
 
 def test_the_buffer_is_a_fifth_of_the_limit_where_none_is_given():
-    assert make_overlong(AlgorithmConfig(), 10) is None
-    assert make_overlong(AlgorithmConfig(name="dapo"), 20480) == OverlongShaping(limit=20480, buffer=4096, factor=1.0)
-    assert make_overlong(AlgorithmConfig(name="dapo"), 3) == OverlongShaping(limit=3, buffer=1, factor=1.0)
-    assert make_overlong(AlgorithmConfig(name="dapo", overlong_buffer=3), 10).buffer == 3
+    assert make_overlong(None, 10) is None
+    assert make_overlong(AlgorithmConfig(name="dapo").parts.overlong, 20480) == OverlongShaping(
+        limit=20480, buffer=4096, factor=1.0
+    )
+    assert make_overlong(AlgorithmConfig(name="dapo").parts.overlong, 3) == OverlongShaping(
+        limit=3, buffer=1, factor=1.0
+    )
+    assert make_overlong(AlgorithmConfig(name="dapo", overlong_buffer=3).parts.overlong, 10).buffer == 3
 
 
 def test_truncated_samples_are_not_trained_on():

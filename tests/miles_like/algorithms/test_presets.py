@@ -21,11 +21,14 @@ from torch import Tensor
 from miles_like.algorithms.registry import make_algorithm, make_critic_loss
 from miles_like.algorithms.truncation import make_overlong
 from miles_like.batch.packer import Packer
-from miles_like.config.algorithm import BOUNDS_OF, LOSS_KEYS, PRESETS, AlgorithmConfig, CorrectionConfig
+from miles_like.config.algorithm import BOUNDS_OF, PRESETS, AlgorithmConfig, CorrectionConfig, RolloutAlgorithm
+from miles_like.config.flat import names_of, parts_of
 from miles_like.config.run import MismatchConfig
 from miles_like.experience.experience import Experience
 from miles_like.types import Finish, LossInputs, SampleGroup, StepReport, TrainBatch
 from tests.support.made_samples import group, sample
+
+LOSSES = names_of(parts_of(RolloutAlgorithm)["loss"])
 
 TOKENS = 400  # of the table; no two samples share one
 LIMIT = 12
@@ -102,17 +105,17 @@ def step(
     """Of the policy, and where there is one of the critic."""
     mismatch = MismatchConfig(kl_max=0.01, on_breach="down_weight")
     algorithm = make_algorithm(config, correction, mismatch)
-    overlong = make_overlong(config, LIMIT)
+    overlong = make_overlong(config.parts.overlong, LIMIT)
     groups = rollout() if overlong is None else [overlong.shape(g) for g in rollout()]
     ref, critic = table() + 0.1 * torch.sin(torch.arange(TOKENS)), Says(table() + 1)
-    weigh: dict[str, Any] = {"aggregation": algorithm.aggregation, "constant": config.constant(LIMIT)}
+    weigh: dict[str, Any] = {"aggregation": algorithm.aggregation, "constant": config.parts.constant(LIMIT)}
     packer = Packer(steps_per_rollout=steps, **how, **weigh)
     asked = Experience(
         algorithm=algorithm,
         packer=packer,
         trainer=Says(ref),  # type: ignore[arg-type]
         critic=critic,  # type: ignore[arg-type]
-        mask_truncated=config.mask_truncated,
+        mask_truncated=config.parts.mask_truncated,
     )
     scored = asyncio.run(asked.score(groups))
     batches = packer.steps(scored, asked.advantages(0, scored))
@@ -139,7 +142,7 @@ def test_a_preset_is_one_number_in_every_layout(name: str, settings: str) -> Non
                 assert grad.any()
 
 
-@pytest.mark.parametrize("loss", LOSS_KEYS)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_every_advantage_loss_penalty_and_correction_fit_one_another(loss: str) -> None:
     """Whatever a preset says, any part can stand in its place; what is refused, is so by its name."""
     kinds = {kind: CorrectionConfig(kind=kind) for kind, *_ in BOUNDS_OF} | {"off": CorrectionConfig()}

@@ -10,7 +10,8 @@ from miles_like.algorithms.losses.cispo import CispoLoss
 from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.algorithms.losses.gspo import GspoLoss
 from miles_like.algorithms.registry import make_algorithm, make_critic_loss
-from miles_like.config.algorithm import ADVANTAGE_KEYS, GROUP_LEVEL, PRESETS, AlgorithmConfig, CorrectionConfig
+from miles_like.config.algorithm import GROUP_LEVEL, PRESETS, AlgorithmConfig, CorrectionConfig, RolloutAlgorithm
+from miles_like.config.flat import names_of, parts_of, values
 from miles_like.config.supervised import SUPERVISED
 from miles_like.types import Aggregation
 from tests.miles_like.algorithms.advantages.test_advantages import with_values
@@ -27,35 +28,41 @@ def test_the_resolved_configuration_reads_back_as_itself(name):
     assert AlgorithmConfig(**config.model_dump(exclude_none=True)) == config == AlgorithmConfig(**config.model_dump())
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", names_of([RolloutAlgorithm]))
 def test_every_preset_can_be_built(name):
     made = make_algorithm(AlgorithmConfig(name=name), CorrectionConfig())
     assert made.name == name and isinstance(made.aggregation, Aggregation)
 
 
+def resolved(**given):
+    """key -> value of the resolved [algorithm]."""
+    return values(AlgorithmConfig(**given))
+
+
 def test_presets_by_hand():
-    grpo, gspo = AlgorithmConfig(), AlgorithmConfig(name="gspo", clip_high=1e-3)
-    assert (grpo.advantage, grpo.loss, grpo.aggregation) == ("grpo", "clipped", "token_mean")
-    assert (grpo.clip_low, grpo.clip_high, grpo.normalize_std) == (0.2, 0.28, True)
-    assert (gspo.loss, gspo.aggregation, gspo.clip_low, gspo.clip_high) == ("gspo", "sequence_mean", 3e-4, 1e-3)
-    dapo = AlgorithmConfig(name="dapo")
-    assert (dapo.filter, dapo.overlong_penalty, dapo.clip_high) == ("nonzero_std", 1.0, 0.28)
-    assert AlgorithmConfig(name="dapo", filter="off", overlong_penalty=0).filter == "off"
+    parts = {"advantage": "grpo", "normalize_std": True, "loss": "clipped", "aggregation": "token_mean"}
+    assert resolved().items() >= (parts | {"clip_low": 0.2, "clip_high": 0.28}).items()
+    parts = {"loss": "gspo", "aggregation": "sequence_mean"}
+    assert resolved(name="gspo", clip_high=1e-3).items() >= (parts | {"clip_low": 3e-4, "clip_high": 1e-3}).items()
+    dapo = {"filter": "nonzero_std", "overlong_penalty": 1.0, "clip_high": 0.28}
+    assert resolved(name="dapo").items() >= dapo.items()
+    assert resolved(name="dapo", filter="off", overlong_penalty=0)["filter"] == "off"
     assert AlgorithmConfig(name="ppo").has_critic and not AlgorithmConfig(name="ppo").keeps_reference
     assert make_critic_loss(AlgorithmConfig(name="ppo", value_clip=0.5)).value_clip == 0.5
     assert make_critic_loss(AlgorithmConfig()) is None
     plus = AlgorithmConfig(name="reinforce_pp")
-    assert plus.keeps_reference and plus.reference_stream and plus.kl_estimator == "k1"
-    assert AlgorithmConfig(name="ppo", kl_coefficient=0.1).kl_in == "reward"
-    kl = AlgorithmConfig(kl_coefficient=0.1)
-    assert kl.kl_in == "loss" and not kl.reference_stream
+    assert plus.keeps_reference and plus.parts.reference_stream and values(plus)["kl_estimator"] == "k1"
+    assert resolved(name="ppo", kl_coefficient=0.1)["kl_in"] == "reward"
+    assert resolved(kl_coefficient=0.1)["kl_in"] == "loss"
+    assert not AlgorithmConfig(kl_coefficient=0.1).parts.reference_stream
     assert AlgorithmConfig(name="dpo").keeps_reference
 
 
 def test_any_part_can_be_swapped():
     """With the bounds of the part that comes, not of the one that goes."""
     config = AlgorithmConfig(name="dapo", loss="cispo", advantage="rloo")
-    assert (config.clip_low, config.clip_high, config.normalize_std) == (1.0, 4.0, None)
+    keys = values(config)
+    assert (keys["clip_low"], keys["clip_high"], keys["normalize_std"]) == (1.0, 4.0, None)
     assert isinstance(make_algorithm(config, CorrectionConfig()).loss, CispoLoss)
     assert isinstance(make_algorithm(AlgorithmConfig(loss="gspo"), CorrectionConfig()).loss, GspoLoss)
     loss = make_algorithm(AlgorithmConfig(clip_low=0.1, clip_high=0.3, clip_dual=3.0), CorrectionConfig()).loss
@@ -63,8 +70,8 @@ def test_any_part_can_be_swapped():
 
 
 def test_the_constant_and_what_it_defaults_to():
-    assert AlgorithmConfig(name="dr_grpo").constant(17) == 17 and AlgorithmConfig().constant(17) is None
-    assert AlgorithmConfig(name="dr_grpo", aggregation_constant=9).constant(17) == 9
+    assert AlgorithmConfig(name="dr_grpo").parts.constant(17) == 17 and AlgorithmConfig().parts.constant(17) is None
+    assert AlgorithmConfig(name="dr_grpo", aggregation_constant=9).parts.constant(17) == 9
 
 
 @pytest.mark.parametrize(
@@ -127,12 +134,12 @@ def test_what_makes_no_sense_is_refused(given, facts: Facts):
 )
 def test_what_does_not_fit_the_run_is_refused(given, run, facts: Facts):
     with refuses(ValueError, *facts):
-        AlgorithmConfig(**given).check_run(
+        AlgorithmConfig(**given).parts.check_run(
             **{"longest_answer": 8, "group": 2, "taught": False, "correction": "off", "on_breach": "warn"} | run
         )
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_KEYS)
+@pytest.mark.parametrize("name", names_of(parts_of(RolloutAlgorithm)["advantage"]))
 def test_alone_in_a_group_a_sample_teaches_nothing_where_that_is_said(name):
     """And only there: other advantages allow one answer to a prompt."""
     config = AlgorithmConfig(advantage=name)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from miles_like.config.algorithm import NAMED
-from miles_like.config.distillation import DistillationConfig, Kind
+from miles_like.config.algorithm import Keyless
+from miles_like.config.distillation import DistillationConfig, TeacherConfig
+from miles_like.config.flat import names_of, parts_of
 from miles_like.config.load import dump_config, load_config
 from tests.support.refusals import Facts, refuses
 
@@ -63,15 +64,15 @@ def test_who_scores_and_what_the_trainer_keeps() -> None:
             {"teachers": {"t": URL | {"prompt": "{prompt}{answer}"}}},
             ("prompt", "server"),
         ),
-        ({"teachers": {"t": {"kind": "weights"}}}, ("teachers.t", "weights", "path")),
+        ({"teachers": {"t": {"kind": "weights"}}}, ("teachers.t", "weights", "teacher.path")),
         ({"teachers": {"t": {"kind": "weights", "path": "p", **URL}}}, ("teachers.t", "weights", "url")),
-        ({"teachers": {"t": {"kind": "self"}}}, ("teachers.t", "self", "prompt")),
-        ({"teachers": {"t": {"kind": "self", "prompt": "{prompt}"}}}, ("teachers.t", "{prompt}", "['prompt']")),
+        ({"teachers": {"t": {"kind": "self"}}}, ("teachers.t", "self", "teacher.prompt")),
+        ({"teachers": {"t": {"kind": "self", "prompt": "{prompt}"}}}, ("teachers.t.prompt", "{prompt}", "['prompt']")),
         (
             {"teachers": {"t": {"kind": "self", "prompt": "{answer}{hint}"}}},
-            ("teachers.t", "{answer}{hint}", "['answer', 'hint']"),
+            ("teachers.t.prompt", "{answer}{hint}", "['answer', 'hint']"),
         ),
-        ({"teachers": {"t": {"kind": "self", "prompt": "{prompt"}}}, ("teachers.t", "prompt", "'{prompt'")),
+        ({"teachers": {"t": {"kind": "self", "prompt": "{prompt"}}}, ("teachers.t.prompt", "'{prompt'")),
         (
             {"teachers": {"t": {"kind": "self", "prompt": "{prompt}{answer}", "path": "p"}}},
             ("teachers.t", "self", "path"),
@@ -125,7 +126,7 @@ def test_other_sections_have_their_say(settings: list[str], facts: Facts) -> Non
         load_config(CONFIGS / "tiny_opd.toml", settings)
 
 
-@pytest.mark.parametrize("advantage", NAMED)
+@pytest.mark.parametrize("advantage", Keyless.names())
 def test_an_advantage_without_keys_goes_with_teachers_alone(advantage: str) -> None:
     assert load_config(CONFIGS / "tiny_opd.toml", [f"algorithm.advantage={advantage}"]).distillation.mode == "alone"
 
@@ -134,7 +135,7 @@ def test_a_reference_that_teaches_may_move() -> None:
     teacher = '{ kind = "self", prompt = "{answer}. {prompt}", weights = "reference" }'
     how = [f"distillation.teachers.me={teacher}", "distillation.mode=alone", "algorithm.reference_every=5"]
     run = load_config(CONFIGS / "tiny.toml", how)
-    assert run.distillation.reference and run.algorithm.reference_every == 5
+    assert run.distillation.reference and run.algorithm.parts.reference_every == 5
 
 
 def test_the_page_s_configurations_are_complete(tmp_path: Path) -> None:
@@ -145,8 +146,9 @@ def test_the_page_s_configurations_are_complete(tmp_path: Path) -> None:
         file = tmp_path / "run.toml"
         file.write_text(block.replace("configs/", f"{CONFIGS}/"))
         section = load_config(file).distillation
-        seen |= {(section.mode, t.kind, t.weights, section.top_k > 0) for t in section.teachers.values()}
-    assert {mode for mode, *_ in seen} == {"alone", "added"} and {kind for _, kind, *_ in seen} == set(get_args(Kind))
+        seen |= {(section.mode, t.part.kind, section.top_k > 0) for t in section.teachers.values()}
+    kinds = set(names_of(parts_of(TeacherConfig)["part"]))
+    assert {mode for mode, *_ in seen} == {"alone", "added"} and {kind for _, kind, _ in seen} == kinds
     assert len(blocks) == 5 and any(top for *_, top in seen)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from miles_like.cluster.placement import plan_placement
+from miles_like.config.flat import values
 from miles_like.config.load import dump_config, load_config, parse_override
 from miles_like.config.ranks import trainer_config
 from tests.support.made_samples import packed, sample
@@ -130,8 +131,8 @@ def test_an_algorithm_is_named_in_short_beside_keys_that_are_set_elsewhere(tmp_p
     base.write_text(f'extends = "{TINY}"\n[algorithm]\nname = "gspo"\nclip_high = 0.3\n')
     run.write_text('extends = "base.toml"\nalgorithm = "dapo"\n')
     found = load_config(run).algorithm
-    assert (found.name, found.filter, found.clip_high) == ("dapo", "nonzero_std", 0.3)
-    assert load_config(base, ["algorithm=grpo", "algorithm.clip_low=0.1"]).algorithm.clip_low == 0.1
+    assert values(found).items() >= {"name": "dapo", "filter": "nonzero_std", "clip_high": 0.3}.items()
+    assert values(load_config(base, ["algorithm=grpo", "algorithm.clip_low=0.1"]).algorithm)["clip_low"] == 0.1
     with refuses(ValueError, "dapo"):
         load_config(TINY, ["algorithm=dap"])
 

@@ -65,7 +65,7 @@ def test_no_reward_needs_something_else_to_learn_from() -> None:
         load_config(TINY.with_name("tiny_opd.toml"), ["reward.name=none"])
     tree = read_tree(TINY.with_name("tiny_opd.toml"), ["reward.name=none"])
     tree["eval"] |= {"sets": {"mine": {"path": tree["data"].pop("eval"), "reward": "exact_number"}}}
-    assert checked(RunConfig, tree, "").distillation.on
+    assert checked(RunConfig, tree, "").distillation.mode == "alone"
 
 
 def test_a_configuration_with_parts_comes_back_as_it_was(tmp_path: Path) -> None:

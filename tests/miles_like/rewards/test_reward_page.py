@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from miles_like.config.flat import fields
 from miles_like.config.reward import BUILT_IN, RewardConfig
 from miles_like.rewards.load import scored_by
 from miles_like.types import Score, Unscored
@@ -68,4 +69,4 @@ def test_the_page_has_every_example_and_every_built_in() -> None:
         RewardConfig.model_validate(tomllib.loads(block)["reward"])
     table = re.findall(r"^\| `(\w+)` \|.*\|(.*)\|$", PAGE.split("## A custom function")[0], re.MULTILINE)
     options = {name: set(re.findall(r"`(\w+)`", keys)) for name, keys in table}
-    assert options == {name: set(c.model_fields) for name, c in BUILT_IN.items()}
+    assert options == {name: set(fields(c)) for name, c in BUILT_IN.items()}

@@ -24,6 +24,7 @@ from miles_like.checkpoint.random_state import RANDOM, random_state
 from miles_like.checkpoint.run_state import RunState, save
 from miles_like.checkpoint.writer import Snapshot
 from miles_like.cluster.placement import plan_placement
+from miles_like.config.algorithm import AlgorithmConfig
 from miles_like.config.load import load_config
 from miles_like.config.reward import RewardConfig
 from miles_like.loop.saver import Saver
@@ -133,7 +134,8 @@ def test_a_plug_in_that_cannot_be_loaded_is_refused_before_anything_is_written(
         def check(self, plan: ModelPlan) -> None: ...
 
     plan = plan_of(run_dir=tmp_path)
-    changed = getattr(plan.config, section).model_copy(update=change)
+    now = getattr(plan.config, section)
+    changed = AlgorithmConfig(**change) if section == "algorithm" else now.model_copy(update=change)
     plan = replace(plan, config=plan.config.model_copy(update={section: changed}))
     with refuses(ValueError, fact, "nowhere"):
         train(plan, Console(quiet=True), resume=True, launcher=Fits())

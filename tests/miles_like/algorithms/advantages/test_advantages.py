@@ -29,10 +29,13 @@ from miles_like.algorithms.advantages.reinforce_pp_baseline import whitened_base
 from miles_like.algorithms.advantages.rloo import leave_one_out
 from miles_like.algorithms.advantages.shuffle import shuffle_over_batch
 from miles_like.algorithms.registry import make_algorithm
-from miles_like.config.algorithm import ADVANTAGE_KEYS, AlgorithmConfig, CorrectionConfig
+from miles_like.config.algorithm import AlgorithmConfig, CorrectionConfig, RolloutAlgorithm
+from miles_like.config.flat import names_of, parts_of
 from miles_like.types import REFERENCE, VALUES, SampleGroup
 from tests.support.made_samples import group, rewarded, sample
 from tests.support.refusals import refuses
+
+ADVANTAGES = names_of(parts_of(RolloutAlgorithm)["advantage"])
 
 rewards = st.lists(st.floats(-5, 5), min_size=2, max_size=16)
 NOTHING = SampleGroup(prompt=rewarded([0.0]).prompt, samples=())
@@ -93,7 +96,7 @@ def test_a_group_of_equal_rewards_gives_exact_zeros(name, value, n):
         assert made(name).advantages([rewarded([0.0, 3.0, 1.0]), rewarded([value] * n)])[1] == [0.0] * n
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_KEYS)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_groups_of_one_and_of_none(name):
     """Samples are given up, also all of a prompt's; what is left keeps its shape and is finite. A lone sample has no
     baseline of its group: 0 where there is no other."""
@@ -107,7 +110,7 @@ def test_groups_of_one_and_of_none(name):
     assert made(name).advantages([none]) == [[]] and made(name).advantages([]) == []
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_KEYS)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_reward_that_is_no_number_is_refused(name):
     for bad, facts in ((float("nan"), ("p", "[1.0, nan]")), (None, ("p/1",))):
         with refuses(ValueError, *facts):
@@ -257,7 +260,7 @@ def test_shuffling_moves_values_between_groups():
         shuffle_over_batch([[torch.zeros(3)]], seed=0)
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_KEYS)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_algorithms_travel_to_other_processes(name):
     algorithm = made(name)
     assert pickle.loads(pickle.dumps(algorithm)) == algorithm

@@ -26,10 +26,13 @@ from miles_like.algorithms.losses.value import ValueLoss, critic_metrics
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.algorithms.terms.kl import kl_estimate
 from miles_like.algorithms.terms.mismatch import finish
-from miles_like.config.algorithm import LOSS_KEYS, AlgorithmConfig, CorrectionConfig
+from miles_like.config.algorithm import AlgorithmConfig, CorrectionConfig, RolloutAlgorithm
+from miles_like.config.flat import names_of, parts_of
 from miles_like.report.sinks import ConsoleSink
 from miles_like.types import REFERENCE, RETURNS, VALUES, LossInputs
 from tests.support.refusals import refuses
+
+LOSSES = names_of(parts_of(RolloutAlgorithm)["loss"])
 
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}
 NOTHING = {k: torch.zeros(0) for k in ("logprobs", "entropy", "rollout_logprobs", "advantages")} | {
@@ -78,7 +81,7 @@ def batch(seed: int = 0):
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("unbiased", [False, True])
-@pytest.mark.parametrize("kind", [k for k in LOSS_KEYS if k != "cispo"])
+@pytest.mark.parametrize("kind", [k for k in LOSSES if k != "cispo"])
 def test_gradient_by_finite_differences(kind, estimator, unbiased):
     """By log-probabilities and by entropy, with every shared term on; CISPO's weight is a constant by definition, see
     below. Off-policy masking is a constant where no mean is within a difference of its bound."""
@@ -152,7 +155,7 @@ def test_reinforce_by_hand():
     assert loss.tolist() == [1.0, -4.0] and logp.grad.tolist() == [-1.0, 2.0]
 
 
-@pytest.mark.parametrize("kind", LOSS_KEYS)
+@pytest.mark.parametrize("kind", LOSSES)
 def test_on_policy_they_are_all_the_policy_gradient(kind):
     """Where nothing has moved every kind's gradient is -A: they differ only in what becomes of old samples."""
     logp = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
@@ -321,7 +324,7 @@ def test_a_loss_of_one_s_own_reports_the_mismatch_too(name):
     assert f"mismatch kl {wanted['mismatch/kl']:.1e}" in console.export_text()
 
 
-@pytest.mark.parametrize("kind", LOSS_KEYS)
+@pytest.mark.parametrize("kind", LOSSES)
 def test_losses_travel_to_other_processes(kind):
     assert pickle.loads(pickle.dumps(made(kind))) == made(kind)
 
@@ -345,8 +348,8 @@ def test_every_figure_is_documented():
     stats = dict(call(ValueLoss(value_clip=0.2), new[:3].float(), **VALUE)[1])
     keys = set(critic_metrics({k: value(s) for k, s in stats.items()} | {"train/lr": 1.0, "train/grad_norm": 1.0}))
     rest["entropy"].requires_grad_()
-    for kind, own in LOSS_KEYS.items():
-        dual = {"clip_dual": 3.0} if "clip_dual" in own else {}
+    for kind in LOSSES:
+        dual = {"clip_dual": 3.0} if kind in ("clipped", "gspo", "decoupled") else {}
         keys |= set(call(made(kind, **EVERYTHING, **dual), new, **rest)[1])
     missing = [k for k in keys if f"`{k}`" not in page and not k.startswith("mismatch/rho")]
     assert not missing

@@ -157,12 +157,13 @@ def test_every_kind_is_the_plain_loop(config, samples):
     flat = [x for sample in samples for x in sample]
     cu = np.cumsum([0, *map(len, samples)]).tolist()
     got, stats = weigh(config, [math.exp(d) for d, _ in flat], mask=[m for _, m in flat], cu=cu)
-    want = by_hand((config.kind, config.level, config.action), config.low, config.high, config.veto, samples)
+    of = config.weights
+    want = by_hand((of.kind, of.level, of.action), of.low, of.high, of.veto, samples)
     assert got == pytest.approx(want, rel=1e-9, abs=1e-12)
     if any(m for _, m in flat):
         chosen = [w for w, (_, m) in zip(want, flat, strict=True) if m]
         assert [stats["mean"], stats["max"], stats["min"]] == pytest.approx([np.mean(chosen), max(chosen), min(chosen)])
-        if config.action == "mask":
+        if of.action == "mask":
             assert stats["mask_frac"] == pytest.approx(np.mean([w == 0 for w in chosen]))
 
 
@@ -310,9 +311,9 @@ def test_every_figure_is_documented():
 def test_defaults_are_filled_in_and_shown():
     assert CorrectionConfig().model_dump(exclude_none=True) == {"kind": "off"}
     for key, config in zip(BOUNDS_OF, KINDS, strict=True):
-        assert (config.low, config.high, config.veto) == BOUNDS_OF[key]
+        assert (config.weights.low, config.weights.high, config.weights.veto) == BOUNDS_OF[key]
         assert CorrectionConfig(**config.model_dump()) == config
-    assert CorrectionConfig(kind="mis", level="sequence").action == "mask"
+    assert CorrectionConfig(kind="mis", level="sequence").weights.action == "mask"
     assert CorrectionConfig(kind="icepop", high=3).model_dump() == {
         "kind": "icepop",
         "level": "token",
@@ -321,7 +322,7 @@ def test_defaults_are_filled_in_and_shown():
         "high": 3.0,
         "veto": 0.0,
     }
-    gspo = AlgorithmConfig(name="gspo", clip_high=1e-3)
+    gspo = AlgorithmConfig(name="gspo", clip_high=1e-3).parts.loss
     assert (gspo.clip_low, gspo.clip_high) == (3e-4, 1e-3)
     assert AlgorithmConfig() == AlgorithmConfig(clip_low=0.2, clip_high=0.28)
 
