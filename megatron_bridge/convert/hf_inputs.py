@@ -80,4 +80,4 @@ def check_copies(source: Source, copies: Mapping[str, Place]) -> None:
 
 def copy_of(name: str) -> str:
     """The end of an error message about a tensor that differs from `name`."""
-    return f"it must be a copy of {name!r}, the one that Megatron keeps of both; fetch the checkpoint again"
+    return f"it must equal {name!r}, because Megatron stores only that one; fetch the checkpoint again"

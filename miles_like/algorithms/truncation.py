@@ -27,7 +27,9 @@ class OverlongShaping:
 
     def __post_init__(self) -> None:
         if not 0 < self.buffer <= self.limit:
-            raise ValueError(f"a buffer of {self.buffer} tokens below a limit of {self.limit}: give 1 to {self.limit}")
+            raise ValueError(
+                f"overlong_buffer = {self.buffer} with a limit of {self.limit} tokens: set it to 1 .. {self.limit}"
+            )
 
     def shape(self, group: SampleGroup) -> SampleGroup:
         """The group with reduced rewards; the difference is in `reward_parts["overlong"]`. Raises ValueError for a

@@ -76,7 +76,9 @@ def _signal_for_stacks(processes: Sequence[tuple[int, int, Path]]) -> dict[int, 
             states[i] = "?"  # no such process, or no Linux
         with contextlib.suppress(OSError):
             with log.open("a") as out:
-                out.write(f"the stacks of process {pid}, which does not answer or waits for one that does not:\n")
+                out.write(
+                    f"the stacks of process {pid}, which exceeded its time limit or waits for a process that did:\n"
+                )
             sizes[log] = log.stat().st_size
             os.kill(pid, signal.SIGUSR1)
             os.kill(pid, signal.SIGCONT)

@@ -43,7 +43,7 @@ class ModelConfig(Section):
         for key, value in loads.items():
             if self.make is not None and value is not None:
                 raise ValueError(
-                    f"model.{key} = {value!r} is of a model that is loaded, and [model.make] makes one of "
+                    f"model.{key} = {value!r} applies to a loaded model, but [model.make] makes one from "
                     f"{self.make.config}: remove [model.make] (model.make = false drops an inherited one), or "
                     + (
                         "give model.path a name that is no directory and has no '/'"
@@ -327,10 +327,10 @@ class RunConfig(Section):
                 "rollout.engine = 'embedded', replay.mode = 'r2' or replay.gates = false"
             )
         if wanted != self.rollout.embedded.return_gates:
-            use = "needs" if wanted else "does not need"
+            use = "requires" if wanted else "does not use"
             raise ValueError(
-                f"replay.mode = {self.replay.mode!r} with replay.gates = {str(self.replay.gates).lower()} {use} what "
-                f"rollout.embedded.return_gates asks for: set it to {str(wanted).lower()}"
+                f"replay.mode = {self.replay.mode!r} with replay.gates = {str(self.replay.gates).lower()} {use} the "
+                f"gates of rollout.embedded.return_gates: set it to {str(wanted).lower()}"
             )
         return self
 

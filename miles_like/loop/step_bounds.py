@@ -30,5 +30,5 @@ class StepBounds:
                 f"step {step}: {broken}; its weights are not published. rollouts/step_{step}.jsonl has the samples, "
                 "`miles-like verify` looks for the cause; --resume goes on from the last checkpoint"
             )
-        done = " (those tokens and samples weighed less)" if self.on_breach == "down_weight" else ""
+        done = " (their loss weights were reduced)" if self.on_breach == "down_weight" else ""
         self.console.print(f"{'':12}[yellow]warning:[/] step {step}: {broken}{done}")

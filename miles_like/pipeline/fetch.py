@@ -92,8 +92,8 @@ def _download(model: ModelConfig, target: Path) -> Path:
         HFCheckpoint(target)
     except ValueError as e:
         raise ValueError(
-            f"{e}; this is how the hub has {model.path} at commit {commit}: set model.revision to another, or remove "
-            f"{target.parent} to download it again at {model.revision or 'main'}"
+            f"{e}; the files on the hub for {model.path} at commit {commit} have this error: set model.revision to "
+            f"another, or remove {target.parent} to download it again at {model.revision or 'main'}"
         ) from None
     shutil.rmtree(target / ".cache" / "huggingface", ignore_errors=True)  # metadata and partial files of the client
     return target

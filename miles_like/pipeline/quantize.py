@@ -101,7 +101,7 @@ def quantized_bytes(hf: HFCheckpoint, spec: QuantSpec) -> int:
     coded = {name for name in hf.names() if spec.covers(name, hf.info(name).shape)}
     if not coded:
         raise ValueError(
-            f"{hf.path} has no weight that {spec.format} would be stored in: ignored are "
+            f"{hf.path} has no weight that would be stored in {spec.format}: ignored are "
             f"{', '.join(spec.ignore) or 'none'}; give --scope all, or fewer --ignore"
         )
     total = 0

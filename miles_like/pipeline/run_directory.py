@@ -48,8 +48,8 @@ def check_nothing_lost(run_dir: Path) -> None:
     """Raises ValueError for a directory with a finished run, or with an unfinished one that has a checkpoint."""
     if (run_dir / MARKER).exists():
         raise ValueError(
-            f"{run_dir} holds a finished run of other inputs, or changed since: choose another --run-dir, "
-            "--resume to train it on, or --fresh to replace it"
+            f"{run_dir} holds a finished run whose inputs differ, or whose files have changed: choose another "
+            "--run-dir, --resume to train it on, or --fresh to replace it"
         )
     if kept_steps(there := run_dir / "checkpoints") or (there / "latest").exists():  # the first may be unnamed yet
         raise ValueError(

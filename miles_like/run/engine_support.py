@@ -96,8 +96,8 @@ def check_engine_shards(flags: SGLangFlags, hf: Mapping[str, Any], spec: QuantSp
         size, block = shape[axis], spec.block[axis]
         if size % (ranks * block):
             raise ValueError(
-                f"{name} {list(shape)} over {ranks} ranks of a server is {size / ranks:g} "
-                f"{'columns' if axis else 'rows'} each, and {spec.format} scales blocks of {block}: {key}"
+                f"{name} {list(shape)} divided over {ranks} ranks of a server gives each {size / ranks:g} "
+                f"{'columns' if axis else 'rows'}, no multiple of {spec.format}'s block of {block}: {key}"
             )
 
 

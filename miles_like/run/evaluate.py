@@ -64,7 +64,7 @@ def read_config(path: Path | None, overrides: Sequence[str], data: Sequence[str]
         tree["eval"] = {**tree.get("eval", {}), "sets": _sets(data)}
     config = checked(AloneConfig, tree, "--set" if path is None else str(path))
     if not (sets := config.eval.all_sets(config.data.eval)):
-        raise ValueError("there is nothing to ask: give --data FILE, or a --config with data.eval or eval.sets")
+        raise ValueError("no eval set is configured: give --data FILE, or a --config with data.eval or eval.sets")
     check_measured(sets, config.reward.name, played=config.rollout.has_episode_runner)
     return config
 

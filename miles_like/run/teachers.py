@@ -216,7 +216,7 @@ def check_same_shapes(name: str, teacher: Mapping[str, Any], student: Mapping[st
         if a.get(tensor) != b.get(tensor):
             raise ValueError(
                 f"teacher {name!r} is of another architecture than the student: {tensor} is "
-                f"{_shape(a.get(tensor))} there and {_shape(b.get(tensor))} here, and its weights are to change places "
+                f"{_shape(a.get(tensor))} there and {_shape(b.get(tensor))} here, and its weights are swapped "
                 "with the student's: set kind = 'server', which serves any architecture"
             )
 

@@ -57,7 +57,10 @@ class VerifyRun:
         rollouts, checkpoint = options.rollouts, options.checkpoint
         attached, prompts = options.attached, options.prompts
         if attached and rollouts is not None:
-            raise ValueError(f"--rollouts {rollouts} asks no server, --server {attached[0]} does: give one of the two")
+            raise ValueError(
+                f"--rollouts {rollouts} compares saved samples without a server, so --server {attached[0]} has no "
+                "effect: give one of the two"
+            )
         if options.overwrite and not attached:
             raise ValueError(
                 "--overwrite replaces the weights of running servers: name them with --server, or remove it"
@@ -66,7 +69,9 @@ class VerifyRun:
         self.rollouts, self.checkpoint, self.launcher = rollouts, checkpoint, launcher or Launcher()
         self.may_publish = options.overwrite or not attached
         if prompts is not None and rollouts is not None:
-            raise ValueError(f"--rollouts {rollouts} samples nothing, --prompts {prompts} do: give one of the two")
+            raise ValueError(
+                f"--rollouts {rollouts} uses saved samples, so --prompts {prompts} has no effect: give one of the two"
+            )
         self.key = options.key
         self.attached, self.prompts = tuple(attached), PROMPTS if prompts is None else prompts
         self.version = 0 if checkpoint is None else run_state.load(checkpoint).weight_version
@@ -109,7 +114,7 @@ class VerifyRun:
         clients = [rollout.client(url, ours=not self.attached, key=self.key) for url in urls]
         try:
             if kept is not None:
-                return await compare.of(kept, prompts=_now(kept, prompts), weights="no server is asked")
+                return await compare.of(kept, prompts=_now(kept, prompts), weights="no server is used")
             await check_bits(rollout, trainer, clients)
             published = await self._published(trainer)
             if self.may_publish:
@@ -265,11 +270,13 @@ def _sample(line: str, where: str) -> Sample:
         raise ValueError(f"{where} is a JSON {type(row).__name__}, want an object: give a run's rollouts/step_N.jsonl")
     missing = [k for k in _KEPT if k not in row]
     if missing:
-        raise ValueError(f"{where} has no {missing[0]!r}: it was kept without; run again to keep samples with tokens")
+        raise ValueError(
+            f"{where} has no {missing[0]!r}: an older version wrote it; run again to write samples with tokens"
+        )
     try:
         return _kept_sample(row, where)
     except (TypeError, RuntimeError, OverflowError, AttributeError, KeyError) as e:
-        raise ValueError(f"{where} is not as it was kept ({e}); give the file that the run wrote") from None
+        raise ValueError(f"{where} is damaged or was edited ({e}); give the file that the run wrote") from None
 
 
 def _kept_sample(row: Mapping[str, Any], where: str) -> Sample:
@@ -278,7 +285,7 @@ def _kept_sample(row: Mapping[str, Any], where: str) -> Sample:
     if sizes[0] != sizes[1] or sizes[2] != int(mask.sum()):
         raise ValueError(
             f"{where} has {sizes[0]} token_ids, a loss_mask of {sizes[1]} with {int(mask.sum())} set, and {sizes[2]} "
-            "logprobs: it is not as it was kept; give the file that the run wrote"
+            "logprobs: it is damaged or was edited; give the file that the run wrote"
         )
     logprobs = torch.zeros(len(mask))
     logprobs[mask] = torch.tensor(row["logprobs"], dtype=torch.float32)

@@ -65,7 +65,7 @@ class ExampleReader:
         if inputs > self.max_tokens:
             both = " together" if len(samples) > 1 else ""
             raise ValueError(
-                f"{' and '.join(map(repr, answers))} with what is asked{both} are {inputs} input tokens, a micro-batch "
+                f"{' and '.join(map(repr, answers))} and the prompt{both} have {inputs} input tokens, a micro-batch "
                 f"holds {self.max_tokens}: raise train.max_tokens_per_rank, or take the row out"
             )
         ids = samples[0].token_ids[: int(samples[0].loss_mask.int().argmax())]
@@ -138,7 +138,7 @@ class ExampleReader:
         if not 0 < before <= self.data.max_prompt_tokens:
             raise ValueError(
                 f"{before} tokens come before the answer ({column!r}), data.max_prompt_tokens = "
-                f"{self.data.max_prompt_tokens}, and one is the least: raise it, or take the row out"
+                f"{self.data.max_prompt_tokens}, and the least is one: raise it, or take the row out"
             )
         if self.algorithm == "reward_model":
             # the score belongs to the last input token, and a sample's last token is no input
@@ -198,7 +198,7 @@ class ExampleReader:
         )
         if not text.startswith(so_far):
             raise ValueError(
-                f"the chat template writes the first {len(messages) - 1} messages otherwise once another follows, so "
-                "that no server would see these tokens: give each answer its own row"
+                f"the chat template writes the first {len(messages) - 1} messages differently when another follows, so "
+                "no server would see these tokens: give each answer its own row"
             )
         return text

@@ -92,8 +92,8 @@ def agreement_bounds(
     for key, bound in (("expert_agreement_min", overall), ("layer_agreement_min", layer)):
         if bound is None and explained - chance < _ROOM:
             raise ValueError(
-                f"mismatch.{key} cannot be derived: routers that choose {top_k} of {num_experts} experts at random "
-                f"agree in {chance:.2f} of them, and the precision explains an agreement of only {explained:.2f}: set "
+                f"mismatch.{key} cannot be derived: {top_k} of {num_experts} experts chosen at random agree in a share "
+                f"of {chance:.2f}, and the precision explains an agreement of only {explained:.2f}: set "
                 f"it above {chance:.2f}, or to 0 for no check"
             )
         if bound is not None and 0 < bound <= chance:

@@ -68,8 +68,8 @@ class RunChecks:
                 return
         raise RuntimeError(
             f"after step {step} trainer and rollout differ: {found[-1].sentence()}. Two comparisons of "
-            f"{self.check_prompts} prompts say so; nothing of this step is saved: `miles-like verify` says what each "
-            "step explains, --resume goes on from the last checkpoint"
+            f"{self.check_prompts} prompts failed; nothing of this step is saved: `miles-like verify` attributes the "
+            "gap to its causes, --resume goes on from the last checkpoint"
         )
 
     async def before_training(self, step: int) -> None:

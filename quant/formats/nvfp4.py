@@ -74,8 +74,8 @@ class Nvfp4Codec(E2m1Codec):
         super().check_bundle(name, coded)
         if "self_attn" in name.split("."):
             raise ValueError(
-                f"{name}: engines multiply projections of attention as one, with one scale of the whole weight, which "
-                f"{self.spec.format} gives to gate_proj and up_proj alone: leave attention as it is (scope 'experts', "
+                f"{name}: engines fuse attention projections and need one shared scale, but {self.spec.format} shares "
+                f"a scale only between gate_proj and up_proj: leave attention as it is (scope 'experts', "
                 "or ignore 'self_attn')"
             )
 

@@ -143,7 +143,7 @@ def test_kept_samples_are_compared_without_a_server(verify: Verify, kept: Path, 
     done, found = verify("whole", *ONE_RANK, "--rollouts", str(kept))
     assert done.returncode == 0 and found["mismatch/tokens"] > 24, done.stderr
     assert found["verify/weights/verdict"] == found["verify/quantizer/verdict"] == "not compared"
-    assert "not compared: weights (no server is asked), quantizer (" in found["conclusion"]
+    assert "not compared: weights (no server is used), quantizer (" in found["conclusion"]
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
     for row in rows:
         row["logprobs"] = row["logprobs"][1:] + row["logprobs"][:1]

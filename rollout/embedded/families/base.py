@@ -187,7 +187,7 @@ def _checked(moe: Moe | None) -> Moe | None:
         )
     open_experts = experts // r.groups * r.group_topk
     if r.top_k > open_experts:
-        raise ValueError(f"num_experts_per_tok = {r.top_k} exceeds the {open_experts} experts of the open groups")
+        raise ValueError(f"num_experts_per_tok = {r.top_k} exceeds the {open_experts} experts of the selected groups")
     if r.groups > 1 and experts // r.groups < 2:
         raise ValueError(f"{experts} experts in {r.groups} groups: a group is scored by two experts")
     return moe

@@ -100,10 +100,10 @@ def test_the_conclusion_is_one_sentence() -> None:
     assert made.conclusion() == "Trainer and rollout agree: KL 5.0e-03, bound 0.01."
     assert report().conclusion() == "Trainer and rollout agree: KL 5.0e-03, no bound."
     gap = made.findings[0].before
-    skipped = Finding(step="weights", compared="no server is asked", before=gap, after=gap, skipped=True)
+    skipped = Finding(step="weights", compared="no server is used", before=gap, after=gap, skipped=True)
     partly = replace(made, findings=(skipped, made.findings[0]))
     assert partly.ok and partly.conclusion() == (
-        "Trainer and rollout agree: KL 5.0e-03, bound 0.01; not compared: weights (no server is asked)."
+        "Trainer and rollout agree: KL 5.0e-03, bound 0.01; not compared: weights (no server is used)."
     )
     assert partly.to_json()["verify/weights/verdict"] == "not compared"
     assert partly.to_json()["verify/tokens/verdict"] == "agrees"
