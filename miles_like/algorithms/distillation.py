@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from miles_like.algorithms.terms.mismatch import mean_stat
+from miles_like.config.distillation import DistillationConfig
 from miles_like.protocols import Algorithm, LossFn
 from miles_like.types import (
     TAUGHT,
@@ -91,6 +92,15 @@ def distilled(
     """`base` with teachers. top_k: number of candidates, 0 for the form of sampled tokens; beta: of `divergence`."""
     loss = base.loss if not top_k else CandidateLoss(base=base.loss, coefficient=coefficient, beta=beta)
     return Distilled(base=base, mode=mode, coefficient=coefficient, of_candidates=top_k > 0, loss=loss)
+
+
+def with_teachers(base: Algorithm, config: DistillationConfig) -> Algorithm:
+    """`base`, extended by the advantage or the loss of the configured teachers; `base` itself without teachers."""
+    d = config.teaching
+    if d is None:
+        return base
+    beta = 1.0 if d.candidates is None or d.candidates.beta is None else d.candidates.beta
+    return distilled(base, mode=d.mode, coefficient=d.coefficient, top_k=config.top_k, beta=beta)
 
 
 def log_ratio(sample: Sample) -> Tensor:

@@ -10,7 +10,6 @@ SIGTERM, is interrupted. The exit status is 143, saved or not, and 75 (EX_TEMPFA
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -64,23 +63,6 @@ class StopRequest:
         return Stopped(f"{self.reason}: {how}", self.status)
 
 
-class _Timer:
-    """At most one pending call, made by a thread: it also comes while the event loop is blocked."""
-
-    pending: threading.Timer | None = None
-
-    def set(self, seconds: float, call: Callable[[], None]) -> None:
-        """Makes `call` after so many seconds, instead of the call that was pending."""
-        self.cancel()
-        self.pending = threading.Timer(seconds, call)
-        self.pending.daemon = True
-        self.pending.start()
-
-    def cancel(self) -> None:
-        if self.pending is not None:
-            self.pending.cancel()
-
-
 class Deadline:
     """Requests a stop when one more step and a save no longer fit into `seconds` after `began`."""
 
@@ -98,7 +80,7 @@ class Deadline:
         self._end = 0.0 if seconds is None else began + seconds
         self._step_s = 0.0
         self._save_s: float | None = None
-        self._timer = _Timer()
+        self._alarm: asyncio.TimerHandle | None = None
 
     def note(self, step_s: float = 0.0, save_s: float | None = None) -> None:
         """Notes that a step took `step_s`, from boundary to boundary, and a save `save_s`. Call in the event loop.
@@ -114,13 +96,15 @@ class Deadline:
         left = self._end - self._clock()
         if left < self._step_s + self._reserve:
             self._ask(left)
-        elif self._timer.pending is None or step_s > 0 or save_s is not None:
+        elif self._alarm is None or step_s > 0 or save_s is not None:
+            self.close()
             loop = asyncio.get_running_loop()
-            self._timer.set(left - self._reserve, lambda: _call_in(loop, lambda: self._ask(self._end - self._clock())))
+            self._alarm = loop.call_later(left - self._reserve, lambda: self._ask(self._end - self._clock()))
 
     def close(self) -> None:
         """Cancels the timer."""
-        self._timer.cancel()
+        if self._alarm is not None:
+            self._alarm.cancel()
 
     @property
     def _reserve(self) -> float:
@@ -137,12 +121,6 @@ class Deadline:
             f"{self._step_s:.1f} s, {save}: {total:.1f} s together",
             TRY_AGAIN,
         )
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Makes the call in the loop, from another thread or a signal handler; no call where the loop is closed."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(call)
 
 
 def command_began() -> float:
@@ -173,8 +151,7 @@ def run_to_end(main: Coroutine[Any, Any, T], stop: StopRequest | None = None, gr
 
 
 class _Ending:
-    """Escalates from a stop request to a cancellation to an interrupt, at further signals or when its timer ends: a
-    blocked event loop reacts only to the last."""
+    """Escalates from a stop request to a cancellation to an interrupt: a blocked event loop reacts only to the last."""
 
     def __init__(self, stop: StopRequest | None, grace_s: float) -> None:
         self._stop, self._grace_s = stop, grace_s
@@ -182,7 +159,6 @@ class _Ending:
         self._asked = False  # the stop request has reached the loop
         self._cancelled_at: float | None = None
         self._reached = False  # the cancellation has reached the loop, or the loop has ended
-        self._timer = _Timer()
 
     async def watched(self, main: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
@@ -193,15 +169,14 @@ class _Ending:
             return await main
         finally:
             self._reached = True
-            self._timer.cancel()
             signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
     def _on_signal(self, _signal: int, _frame: FrameType | None) -> None:
         if not self.signalled:
             self.signalled = True
             if self._grace_s > 0:
-                _call_in(self._loop, self._ask)
-                self._timer.set(self._grace_s, self._grace_is_over)
+                self._loop.call_soon_threadsafe(self._ask)
+                self._insist_after(self._grace_s + PATIENCE_S)
             else:
                 self._order()
         elif self._cancelled_at is None:
@@ -216,24 +191,24 @@ class _Ending:
         if not self._reached:
             assert self._stop is not None
             self._stop.ask("SIGTERM", STATUS)
-
-    def _grace_is_over(self) -> None:
-        if self._asked:
-            self._order()
-        else:  # the loop is blocked
-            self._timer.set(PATIENCE_S, self._insist)
+            self._loop.call_later(self._grace_s, self._order)
 
     def _order(self) -> None:
         if self._cancelled_at is None and not self._reached:
             self._cancelled_at = time.monotonic()
-            _call_in(self._loop, self._cancel)
-            self._timer.set(PATIENCE_S, self._insist)
+            self._loop.call_soon_threadsafe(self._cancel)
+            self._insist_after(PATIENCE_S)
 
     def _cancel(self) -> None:
         if not self._reached:
             self._reached = True
             self._task.cancel()
 
-    def _insist(self) -> None:
-        if not self._reached:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def _insist_after(self, seconds: float) -> None:
+        def insist() -> None:
+            if not self._reached:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        again = threading.Timer(seconds, insist)
+        again.daemon = True
+        again.start()

@@ -251,10 +251,12 @@ class Preflight:
             yield run_check(f"rollout.{'environment' if c.rollout.environment else 'generate'}", self._episode)
 
     def _algorithm(self) -> None:
+        from miles_like.algorithms.distillation import with_teachers
         from miles_like.algorithms.registry import make_algorithm
 
         c = self.config
         algorithm = make_algorithm(c.algorithm, c.correction, c.mismatch)
+        with_teachers(algorithm, c.distillation)  # composes what the run will compute
         if isinstance(c.algorithm.parts.loss, OwnLoss):
             self._trial().loss(algorithm)
         if isinstance(c.algorithm.parts.advantage, OwnAdvantage):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from miles_like.algorithms.distillation import distilled
+from miles_like.algorithms.distillation import with_teachers
 from miles_like.algorithms.filters import make_filter
 from miles_like.algorithms.registry import make_algorithm, make_bounds
 from miles_like.algorithms.truncation import make_overlong
@@ -56,12 +56,7 @@ from rollout.sglang.client import SGLangClient
 
 def run_algorithm(config: RunConfig) -> Algorithm:
     """The configured algorithm; with distillation, extended by the advantage or loss of the teachers."""
-    algorithm = make_algorithm(config.algorithm, config.correction, config.mismatch)
-    d = config.distillation.teaching
-    if d is None:
-        return algorithm
-    candidates = {} if d.candidates is None else d.candidates.model_dump(exclude_none=True)
-    return distilled(algorithm, mode=d.mode, coefficient=d.coefficient, **candidates)
+    return with_teachers(make_algorithm(config.algorithm, config.correction, config.mismatch), config.distillation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,8 @@ RINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "bf16": ({"dtype": "bfloat16"}, ("1 rank", "EP2", "TP2")),
 }
 LONG = pytest.mark.long(beside="tests/laws/test_resharding_resume.py")
-FIRST = ("1 rank", "TP2", "PP2xVPP2", "EP2", "CP2")  # a smaller fp32 ring, over two ranks
+ALWAYS = ("1 rank", "TP2")  # a ring begins and ends on one rank, and has another layout between
+FIRST = (*ALWAYS, "PP2xVPP2", "EP2", "CP2")  # a smaller fp32 ring, over two ranks
 CASES = [
     pytest.param(ring, name, marks=[LONG] * (ring != "fp32" or name not in FIRST))
     for ring, (_, names) in RINGS.items()
@@ -130,7 +131,8 @@ def rings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     @functools.cache
     def run(name: str) -> list[Found]:
         where = tmp_path_factory.mktemp("ring")
-        names = chosen(request, "layout", RINGS[name][1])
+        asked = chosen(request, "layout", RINGS[name][1])
+        names = [n for n in RINGS[name][1] if n in asked or n in ALWAYS]
         world = max(toy.config("", **LAYOUTS[layout]).parallel.world_size for layout in names)
         hf = toy.hf_dir(where / "hf", toy.hf_config() | ROUTED | {"num_hidden_layers": LAYERS})
         return run_ranks(whole_ring, world, hf, where, name, names, timeout_s=900.0, keep=True)

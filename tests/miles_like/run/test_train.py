@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from miles_like.algorithms.distillation import CandidateLoss, Distilled
 from miles_like.algorithms.terms.bounds import Bounds
 from miles_like.batch.packer import Packer
 from miles_like.checkpoint.random_state import RANDOM, random_state
@@ -319,3 +320,20 @@ def test_groups_that_end_together_are_not_over_sampled_to_end_early() -> None:
     check_over_sampling(config, reward)
     with refuses(ValueError, "buffer.over_sampling", 0.5):
         check_over_sampling(config, replace(reward, unit=Unit.BATCH))
+
+
+@pytest.mark.parametrize("mode", ["alone", "added"])
+@pytest.mark.parametrize(("top_k", "beta"), [(0, None), (4, None), (4, 0.5)])
+def test_a_run_is_composed_with_its_teachers(mode: str, top_k: int, beta: float | None) -> None:
+    """Of sampled tokens, which is the default, and of candidates: the mode, the form and the divergence arrive."""
+    settings = [f"distillation.mode='{mode}'", f"distillation.top_k={top_k}"]
+    settings.append("distillation.teachers.t.url='http://127.0.0.1:9'")
+    found = run_algorithm(load_config(TINY, settings + ([] if beta is None else [f"distillation.beta={beta}"])))
+    assert isinstance(found, Distilled) and found.mode == mode and found.of_candidates == (top_k > 0)
+    loss = found.loss
+    assert isinstance(loss, CandidateLoss) == (top_k > 0)
+    assert not isinstance(loss, CandidateLoss) or loss.beta == (1.0 if beta is None else beta)
+
+
+def test_a_run_without_teachers_has_its_own_algorithm() -> None:
+    assert not isinstance(run_algorithm(load_config(TINY, [])), Distilled)
