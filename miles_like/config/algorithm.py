@@ -405,9 +405,10 @@ class CorrectionConfig(FlatSection):
         for (known, *way), bounds in BOUNDS_OF.items():
             if (known, *way) == (kind, level, action):
                 return dict(zip(("level", "action", "low", "high", "veto"), (level, action, *bounds), strict=True))
+        more = "" if kind == "mis" else "; kind 'mis' has more combinations"
         raise ValueError(
             f"correction.kind = {kind!r} with level = {level!r} and action = {action!r}: it is defined for (level, "
-            f"action) = ({'), ('.join(map(', '.join, ways))}); kind 'mis' has more combinations"
+            f"action) = ({'), ('.join(map(', '.join, ways))}){more}"
         )
 
     @property

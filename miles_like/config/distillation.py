@@ -65,7 +65,10 @@ class PromptedPolicy(AnyTeacher):
     """The policy or the reference, with a separate prompt: with the student's own the teacher would equal it."""
 
     kind: Literal["self"]
-    prompt: str  # template of {prompt}, {answer} and the prompt's other columns
+    # template of {prompt}, {answer} and the prompt's other columns
+    prompt: str = Field(
+        description='a template with information for the teacher only, e.g. "{prompt}\\nHint: {answer}\\n"'
+    )
     # reference: the initial weights, unless algorithm.reference_every updates them; None: current
     weights: Literal["current", "reference"] | None = None
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, SerializationInfo, model_serializer, model_validator
+from pydantic import BaseModel, SerializationInfo, ValidationError, model_serializer, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import InitErrorDetails
 
 from miles_like.section import Section
-
-_OFF = (None, 0, "off")  # values of a switch without which its part is None
 
 
 class Part(Section):
@@ -24,7 +24,7 @@ class Part(Section):
     fits is the default."""
 
     chosen_by: ClassVar[str] = ""  # the discriminator: a Literal, or a string that is an import path
-    switch: ClassVar[str] = ""  # the field is None while this key is 0 or "off"
+    switch: ClassVar[str] = ""  # the field is None while this number is 0, or this text "off"
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -52,12 +52,11 @@ class FlatSection(Section):
         if not isinstance(given, dict):
             return given
         given = {key: value for key, value in given.items() if value is not None}
+        _check_given(cls, given)
         text, taken = {**cls.implied(given), **given}, set[str]()
         out = _nested(cls, cls, text, taken)
         for key in [key for key in given if key not in taken]:
-            if key not in fields(cls):
-                out[key] = given[key]  # refused as unknown
-            elif given[key] != cls.absent.get(key):
+            if given[key] != cls.absent.get(key):
                 raise ValueError(_refusal(cls, cls, key, text))
         return out
 
@@ -120,6 +119,46 @@ def _parts(annotation: object) -> Iterator[type[Part]]:
         yield from _parts(argument)
 
 
+@cache
+def _parts_in(model: type[BaseModel]) -> tuple[type[Part], ...]:
+    """All parts of `model`, and theirs."""
+    own = [part for parts in parts_of(model).values() for part in parts]
+    return (*own, *(inner for part in own for inner in _parts_in(part)))
+
+
+@cache
+def _texts(cls: type[FlatSection]) -> dict[str, tuple[str, ...]]:
+    """key of a part -> the texts that it can have; without the keys that can have another value."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for part in _parts_in(cls):
+        for key in [key for key in part.model_fields if key not in parts_of(part)]:
+            found.setdefault(key, []).append(_literals(part.model_fields[key].annotation))
+        if part.switch and part.switch == part.chosen_by:
+            found[part.switch].insert(0, ("off",))
+    return {key: tuple(dict.fromkeys(sum(every, ()))) for key, every in found.items() if all(every)}
+
+
+def _literals(annotation: object) -> tuple[str, ...]:
+    """Texts of a Literal, which may be optional; (): of another type."""
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    every = [get_args(one) if get_origin(one) is Literal else () for one in options if one is not NoneType]
+    return sum(every, ()) if all(every) else ()
+
+
+def _check_given(cls: type[FlatSection], given: Mapping[str, object]) -> None:
+    """Raises ValidationError for unknown keys, and ValueError for a text that its key cannot have in any part, or a
+    switch below 0: a typing error is reported as one, also where its part is not chosen."""
+    if strange := [key for key in given if key not in fields(cls)]:
+        errors = [InitErrorDetails(type="extra_forbidden", loc=(key,), input=given[key]) for key in strange]
+        raise ValidationError.from_exception_data(cls.__name__, errors)
+    numbers = {part.switch for part in _parts_in(cls) if part.switch and part.switch != part.chosen_by}
+    for key, value in given.items():
+        if (known := _texts(cls).get(key)) and value not in known:
+            raise ValueError(unknown(f"{cls.section}.{key}", value, known))
+        if key in numbers and isinstance(value, int | float) and value < 0:
+            raise ValueError(f"{cls.section}.{key} = {value} is below 0: give 0, which is off, or more")
+
+
 def _nested(
     cls: type[FlatSection], model: type[BaseModel], text: Mapping[str, object], taken: set[str]
 ) -> dict[str, object]:
@@ -140,7 +179,7 @@ def _nested(
 def _chosen(cls: type[FlatSection], parts: tuple[type[Part], ...], text: Mapping[str, object]) -> type[Part] | None:
     """None: switched off. Raises ValueError for an unknown part, and for keys that choose none or several."""
     first, key = parts[0], parts[0].chosen_by
-    if first.switch and text.get(first.switch) in _OFF:
+    if first.switch and text.get(first.switch) in (None, "off" if first.switch == key else 0):
         return None
     if not key:
         return first
@@ -150,12 +189,13 @@ def _chosen(cls: type[FlatSection], parts: tuple[type[Part], ...], text: Mapping
         fitting = [part for part in parts if not part.names()]
     if not fitting:
         own = "" if all(part.names() for part in parts) else " (or pkg.module:name of a custom one)"
-        known = (*(["off"] if key == first.switch else []), *names_of(parts))
-        raise ValueError(unknown(f"{cls.section}.{key}", value, known) + own)
+        raise ValueError(unknown(f"{cls.section}.{key}", value, names_of(parts)) + own)
     if len(fitting) == 1:
         missing = [name for name in _required(fitting[0]) if name not in text]
         if missing and missing[0] != key:
-            raise ValueError(f"{cls.section}.{key} = {value!r} needs {cls.section}.{missing[0]}: set it")
+            how = fitting[0].model_fields[missing[0]].description
+            to = f" to {how}" if how else ""
+            raise ValueError(f"{cls.section}.{key} = {value!r} needs {cls.section}.{missing[0]}: set it{to}")
         return fitting[0]
     required = {name: part for part in fitting for name in _required(part)}
     if len(given := [name for name in required if name in text]) != 1:
@@ -186,13 +226,14 @@ def _refusal(cls: type[FlatSection], model: type[BaseModel], key: str, text: Map
         return _refusal(cls, chosen, key, text)
     by = parts[0].switch if chosen is None else parts[0].chosen_by
     now = text.get(by, cls.absent.get(by) if chosen is None else parts[0].names()[0])
-    of, its = f"= {' or '.join(map(repr, names_of(owners)))}", repr(now)
+    of, its, switch = f"= {' or '.join(map(repr, names_of(owners)))}", repr(now), f"{cls.section}.{by}"
+    remedy = f"set {switch} {of}" if len(names_of(owners)) == 1 else f"set {switch} to one of those"
     if by != parts[0].chosen_by:
-        of = "above 0"
+        of, remedy = "above 0", f"set {switch} above 0"
     elif chosen is not None and now in owners[0].names():  # parts of one name, which have different keys
-        of, its = (f"= {now!r} with {' and '.join(_required(part))}" for part in (owners[0], chosen))
-    by = f"{cls.section}.{by}"
-    return f"{shown} is a key of {by} {of}, not of {its.removeprefix('= ')}: remove it, or change {by}"
+        needs, has = (" and ".join(_required(part)) for part in (owners[0], chosen))
+        of, its, remedy = f"= {now!r} with {needs}", f"{now!r} with {has}", f"give {needs} instead of {has}"
+    return f"{shown} is a key of {switch} {of}, not of {its}: remove it, or {remedy}"
 
 
 def _required(part: type[Part]) -> list[str]:

@@ -245,9 +245,11 @@ def _problem(error: Mapping[str, Any]) -> str:
         return f"unknown key {where!r}; the nearest known {ones} {hint}"
     if error["type"] == "missing":
         return f"{where} is missing: set it"
-    message = str(error["msg"]).removeprefix("Value error, ")
+    message = _USER_OF_URL.sub("//...@", str(error["msg"]).removeprefix("Value error, "))
     got = _USER_OF_URL.sub("//...@", repr(error["input"]))
-    return f"{where}: {message} (got {got})" if where and not isinstance(error["input"], dict) else message
+    if not where or not isinstance(error["input"], dict):
+        return f"{where}: {message} (got {got})" if where else message
+    return message if where in message else f"{where}: {message}"  # a section that a user names cannot name itself
 
 
 def _nearest(loc: Sequence[str]) -> list[str]:

@@ -57,7 +57,7 @@ def check_keys(name: str, given: SupervisedConfig) -> None:
         owners = " or ".join(repr(owner) for owner, keys in _KEYS_OF.items() if key in keys)
         raise ValueError(
             f"supervised.{key} = {value!r} is a key of algorithm.name = {owners}, not of {name!r}: remove it, or "
-            "change algorithm.name"
+            f"set algorithm.name = {owners}"
         )
 
 

@@ -34,8 +34,14 @@ from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 KILLS = 20
 
 
-def _attempt(hf_dir: Path, out: Path, delay: float | None) -> bool:
-    """Converts in a separate process, killed after `delay` seconds; returns whether it completed."""
+def _units(out: Path) -> int:
+    """Complete units of the unfinished directory."""
+    return len(list(out.with_name(f"{out.name}.partial").glob("*.distcp.json")))
+
+
+def _attempt(hf_dir: Path, out: Path, delay: float | None, units: int = 0) -> bool:
+    """Converts in a separate process, killed `delay` seconds after `units` units are complete; returns whether it
+    completed."""
     pid = os.fork()
     if not pid:
         try:
@@ -44,6 +50,8 @@ def _attempt(hf_dir: Path, out: Path, delay: float | None) -> bool:
         finally:
             os._exit(1)
     if delay is not None:
+        while _units(out) < units and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.001)
         time.sleep(delay)
         os.kill(pid, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -54,7 +62,6 @@ def _attempt(hf_dir: Path, out: Path, delay: float | None) -> bool:
 def _kill_and_resume(rank: int, world_size: int, port: int, hf: str, root: str) -> tuple[int, int]:
     """(times it came to its end, the most units that a later attempt found)."""
     hf_dir, out, straight = Path(hf), Path(root) / "out", Path(root) / "straight"
-    partial = out.with_name("out.partial")
     _attempt(hf_dir, straight, None)  # the first is slow: nothing is warm
     shutil.rmtree(straight)
     began = time.perf_counter()
@@ -63,10 +70,12 @@ def _kill_and_resume(rank: int, world_size: int, port: int, hf: str, root: str) 
     want = (straight / MANIFEST).read_bytes()
     draw, kills, ends, kept = random.Random(0), 0, 0, 0
     while kills < KILLS or not ends:
-        found = len(list(partial.glob("*.distcp.json"))) if partial.exists() else 0
+        found = _units(out)
         kept = max(kept, found)
+        # every second attempt has further units first: on a busy machine the clock alone kills all of them too early
+        units = found + 2 if kills % 2 else 0
         delay = draw.uniform(0, 0.4 * whole) if kills < KILLS else None
-        ended = _attempt(hf_dir, out, delay)
+        ended = _attempt(hf_dir, out, delay, units)
         kills += not ended
         if not out.exists():
             assert not ended

@@ -98,6 +98,12 @@ def test_the_constant_and_what_it_defaults_to():
             ("algorithm.aggregation_constant", 4, "token_mean"),
         ),
         ({"aggregation": "tokens"}, ("token_mean",)),
+        ({"kl_coefficient": "off"}, ("kl_coefficient", "off", "number")),
+        ({"overlong_penalty": "off"}, ("overlong_penalty", "off", "number")),
+        ({"kl_coefficient": -0.1}, ("algorithm.kl_coefficient", -0.1, 0)),
+        ({"kl_in": "rewrd"}, ("algorithm.kl_in", "rewrd", "loss", "reward")),
+        ({"kl_coeficient": 0.1, "gamma": 0.9}, ("kl_coeficient",)),
+        ({"of": {"name": "ppo"}}, ("of",)),
         ({"name": "ppo", "shuffle_advantages": True}, ("algorithm.shuffle_advantages", "algorithm.advantage", "ppo")),
         ({"name": "maxrl", "overlong_penalty": 1.0}, ("algorithm.overlong_penalty", 1.0, 0)),
         ({"loss": OWN, "entropy_coefficient": 0.1}, ("algorithm.entropy_coefficient", 0.1, "os.path:join")),
@@ -110,6 +116,23 @@ def test_the_constant_and_what_it_defaults_to():
 def test_what_makes_no_sense_is_refused(given, facts: Facts):
     with refuses(ValidationError, *facts):
         AlgorithmConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "facts"),
+    [
+        ({"kind": 0}, ("correction.kind", 0, "off")),
+        ({"kind": False}, ("correction.kind", "False", "off")),
+        ({"kind": "tis", "level": "tokn"}, ("correction.level", "tokn", "token", "k3")),
+        ({"kind": "mis", "action": "msk"}, ("correction.action", "msk", "truncate", "mask")),
+        ({"level": "tokn"}, ("correction.level", "tokn", "token")),
+        ({"kind": "icepop", "level": "sequence"}, ("correction.kind", "icepop", "sequence", "mis")),
+        ({"kind": "mis", "level": "k3", "action": "truncate"}, ("correction.kind", "mis", "k3", "truncate")),
+    ],
+)
+def test_a_correction_that_is_not_defined_is_refused(given, facts: Facts):
+    with refuses(ValidationError, *facts):
+        CorrectionConfig(**given)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from miles_like.config.algorithm import Keyless
 from miles_like.config.distillation import DistillationConfig, TeacherConfig
@@ -52,6 +53,9 @@ def test_who_scores_and_what_the_trainer_keeps() -> None:
         ({"mode": "off"}, ("distillation.teachers", "distillation.mode", "off")),
         ({"mode": "off", "teachers": {}, "top_k": 2}, ("distillation.top_k",)),
         ({"teachers": {}}, ("distillation.mode", "alone", "[distillation.teachers.NAME]")),
+        ({"mode": 0}, ("distillation.mode", 0, "off")),
+        ({"top_k": "off"}, ("top_k", "off", "integer")),
+        ({"top_k": -4}, ("distillation.top_k", -4, 0)),
         ({"beta": 0.5}, ("distillation.beta", 0.5, "distillation.top_k", 0)),
         ({"teachers": {"t": {}}}, ("teachers.t", "server")),
         ({"teachers": {"t": {"url": "10.0.0.7:30000"}}}, ("URL", "http://10.0.0.7:30000")),
@@ -124,6 +128,29 @@ def test_what_cannot_work_or_does_nothing_is_refused(given: dict[str, Any], fact
 def test_other_sections_have_their_say(settings: list[str], facts: Facts) -> None:
     with refuses(ValueError, *facts):
         load_config(CONFIGS / "tiny_opd.toml", settings)
+
+
+@pytest.mark.parametrize(
+    ("other", "facts"),
+    [
+        ({"kind": "servr"}, ("teacher.kind", "servr", "server")),
+        (URL | {"weights": "bad"}, ("teacher.weights", "bad", "reference")),
+        ({"kind": "weights", "path": "p", "url": "bad"}, ("teacher.url", "bad", "weights")),
+        ({"kind": "weights", "path": "p", "url": "http://me:pass9@h:1"}, ("teacher.url", "weights")),
+        (URL | {"make": {"config": "c"}}, ("teacher.kind", "server", "url", "make")),
+        ({"kind": "self"}, ("teacher.prompt", "{prompt}")),
+        ({"path": "p", "key_file": "k"}, ("teacher.key_file", "k", "url", "path")),
+    ],
+)
+def test_a_refused_teacher_is_named(other: dict[str, Any], facts: Facts, tmp_path: Path) -> None:
+    teachers = {"one": URL | {"sources": ["x"]}, "other": other}
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'extends = "{CONFIGS / "tiny_opd.toml"}"\n' + tomli_w.dumps({"distillation": {"teachers": teachers}})
+    )
+    with refuses(ValueError, "distillation.teachers.other", *facts) as e:
+        load_config(file)
+    assert "pass9" not in str(e.value)
 
 
 @pytest.mark.parametrize("advantage", Keyless.names())
