@@ -47,7 +47,7 @@ test-slow: $(STAMP)
 snapshot: $(STAMP)
 	$(PYTEST) --numprocesses $(JOBS) --accept-refusals --refusals-only
 
-# the long tests too; the last results are in tests/RESULTS.md and tests/fuzz/RESULTS.md
+# the long tests too; results go to tests/RESULTS.md and tests/fuzz/RESULTS.md
 test-all: $(STAMP)
 	$(PYTEST) --numprocesses $(JOBS) --junitxml $(OUT)/all.xml
 	$(BIN)/python -m tests.support.results $(OUT)/all.xml
