@@ -63,7 +63,7 @@ class Study:
 
     def run(self, task: Task) -> dict[str, Any]:
         """The task's figures; `ended` is None, or the sentence with which it ended early."""
-        from miles_like.cluster.workers import start_ray
+        from miles_like.nodes.session import start_ray
         from miles_like.run.model_plan import model_plan
         from miles_like.run.train import train
 
@@ -181,7 +181,7 @@ def run_all(study: Study, tasks: Sequence[Task], out: Path, cores: Sequence[int]
 
 def _make_checkpoint(study: Study, task: Task) -> None:
     """Before there are two that would make it."""
-    from miles_like.cluster.workers import start_ray
+    from miles_like.nodes.session import start_ray
 
     (study.home / "checkpoint").mkdir(parents=True, exist_ok=True)
     try:

@@ -28,9 +28,10 @@ from rich.table import Table
 
 from miles_like.batch.packing import pack
 from miles_like.cluster.factories import MegatronFactory
-from miles_like.cluster.workers import RayTrainer, start_ray
+from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
+from miles_like.nodes.session import start_ray
 from miles_like.pipeline.stages import plan_stages, run_stages
 from miles_like.rewards.load import make_reward
 from miles_like.run import assemble

@@ -37,10 +37,11 @@ from rich.table import Table
 
 from miles_like.batch import packer
 from miles_like.checkpoint import ledger, saved_groups
-from miles_like.cluster.workers import RayTrainer, start_ray
+from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.config.load import load_config
 from miles_like.loop import buffer, producer
 from miles_like.loop import state as loop_state
+from miles_like.nodes.session import start_ray
 from miles_like.report.sinks import MultiSink
 from miles_like.run import assemble
 from miles_like.run import train as train_module

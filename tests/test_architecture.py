@@ -94,20 +94,24 @@ RULES = {
     " miles_like.algorithms miles_like.batch miles_like.checkpoint miles_like.experience miles_like.report",
     "miles_like.supervised": f"{CONTRACTS} rollout.prompts miles_like.config miles_like.algorithms miles_like.batch"
     " miles_like.checkpoint miles_like.loop miles_like.report",
+    "miles_like.nodes": "miles_like.loop",
     "miles_like.cluster": f"{CONTRACTS} quant routing_replay rollout.config rollout.publish"
-    " rollout.sglang megatron_bridge.config megatron_bridge.trainer miles_like.batch miles_like.config miles_like.loop",
+    " rollout.sglang megatron_bridge.config megatron_bridge.trainer miles_like.batch miles_like.config"
+    " miles_like.nodes",
     "miles_like.verify": f"{CONTRACTS} quant routing_replay rollout.episodes rollout.publish rollout.seeds"
     " rollout.sglang rollout.wire megatron_bridge.config miles_like.algorithms.terms miles_like.batch"
     " miles_like.cluster miles_like.report",
     # miles_like: commands, which alone name both the trainer and the rollout
     "miles_like.pipeline": f"{CONTRACTS} quant rollout.prompts megatron_bridge.config megatron_bridge.families"
     " megatron_bridge.plan megatron_bridge.convert miles_like.algorithms miles_like.batch miles_like.checkpoint"
-    " miles_like.cluster miles_like.config miles_like.report miles_like.storage miles_like.supervised",
+    " miles_like.cluster miles_like.config miles_like.nodes miles_like.report miles_like.storage"
+    " miles_like.supervised",
     "miles_like.preflight": f"{CONTRACTS} rollout.config rollout.episodes rollout.prompts miles_like.algorithms"
-    " miles_like.cluster miles_like.config miles_like.pipeline miles_like.rewards miles_like.supervised",
+    " miles_like.cluster miles_like.config miles_like.nodes miles_like.pipeline miles_like.rewards"
+    " miles_like.supervised",
     "miles_like.run": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
     " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience miles_like.loop"
-    " miles_like.pipeline"
+    " miles_like.nodes miles_like.pipeline"
     " miles_like.preflight miles_like.report miles_like.rewards miles_like.storage miles_like.supervised"
     " miles_like.verify",
     "miles_like.command_errors": "miles_like.loop",
@@ -307,12 +311,15 @@ def test_house_rules(module: str) -> None:
     assert not {"utils", "util", "common", "helpers", "misc"} & set(module.split(".")), module
     tree = ast.parse(FILES[module].read_text())
     # server_key: a key reaches a server by its environment alone, for every user can read a command line
-    environment = "megatron_bridge.device.device miles_like.cluster.workers miles_like.cli rollout.server_key"
+    environment = (
+        "megatron_bridge.device.device miles_like.cluster.actors miles_like.nodes.session miles_like.cli"
+        " rollout.server_key"
+    )
     if module not in environment.split():
         environ = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
         assert not environ, f"{module} reads the environment"
     roots = {n.split(".")[0] for n in all_imports(FILES[module])}
-    assert "ray" not in roots or inside(module, "miles_like.cluster"), f"{module} imports ray"
+    assert "ray" not in roots or inside(module, ("miles_like.cluster", "miles_like.nodes")), f"{module} imports ray"
     parallel_state = [n for n in all_imports(FILES[module]) if n.endswith("parallel_state")]
     assert not parallel_state or module == "megatron_bridge.device.parallel", f"{module} calls parallel_state"
     bare = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type is None]

@@ -27,8 +27,8 @@ class ConvertWork:
     def spread(self) -> Spread | None:
         if self.ray_address is None:
             return None
-        from miles_like.cluster.node_work import over_nodes
-        from miles_like.cluster.workers import start_ray
+        from miles_like.nodes.session import start_ray
+        from miles_like.nodes.work import over_nodes
 
         start_ray(self.ray_address)
         return partial(over_nodes, each=self.workers, timeout_s=self.timeout_s)

@@ -21,9 +21,10 @@ from megatron_bridge.config import OptimizerConfig, PrecisionConfig, ReplayConfi
 from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
 from miles_like.algorithms.sft import NllLoss
+from miles_like.cluster.actors import check_nodes
 from miles_like.cluster.factories import CheckpointWriter, MegatronFactory
 from miles_like.cluster.placement import plan_placement
-from miles_like.cluster.workers import RayTrainer, check_nodes
+from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.config.make import MakeConfig
 from miles_like.config.run import RunConfig
 from miles_like.config.supervised import SupervisedConfig

@@ -13,9 +13,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from miles_like.cluster.node_probe import NodeProbe, ProbeResult, bytes_under, disk_of, gpus
 from miles_like.cluster.placement import PlacementPlan, plan_placement
 from miles_like.config.run import RunConfig
+from miles_like.nodes.probe import NodeProbe, ProbeResult, bytes_under, disk_of, gpus
 from miles_like.pipeline.check_results import CheckResult, NotCheckedError, Outcome, run_check
 from miles_like.pipeline.stages import Stage
 
@@ -199,8 +199,10 @@ class Machines:
         ]
         if not self.uses_ray:
             return out
-        from miles_like.cluster.node_work import on_every_node
-        from miles_like.cluster.workers import check_nodes, gpus_of_nodes, start_ray
+        from miles_like.cluster.actors import check_nodes
+        from miles_like.nodes.members import gpus_of_nodes
+        from miles_like.nodes.session import start_ray
+        from miles_like.nodes.work import on_every_node
 
         ray = run_check("Ray", lambda: start_ray(self.ray_address))
         out.append(ray)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from miles_like.algorithms.registry import make_bounds
-from miles_like.cluster.workers import RayTrainer
+from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.run.rollout_side import RolloutSide
 from miles_like.run.trainer_side import packer
 from miles_like.types import Prompt

@@ -50,21 +50,21 @@ def stage_functions(
     """The functions of the five stages; the first that uses Ray starts it. model: None: known once it is fetched."""
 
     def make(config: RunConfig, out: Path) -> None:
-        from miles_like.cluster.workers import start_ray
+        from miles_like.nodes.session import start_ray
         from miles_like.pipeline.make_checkpoint import make_checkpoint
 
         start_ray(ray_address)
         make_checkpoint(config, out, console)
 
     def stage(work: StageFiles) -> Sequence[Mapping[str, Any]]:
-        from miles_like.cluster.node_work import on_every_node
-        from miles_like.cluster.workers import start_ray
+        from miles_like.nodes.session import start_ray
+        from miles_like.nodes.work import on_every_node
 
         start_ray(ray_address)
         return on_every_node(work, timeout_s=config.cluster.timeout_s)
 
     def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
-        from miles_like.cluster.workers import start_ray
+        from miles_like.nodes.session import start_ray
 
         start_ray(ray_address)
         if config.servers is None:
@@ -101,9 +101,9 @@ def stage_functions(
 
 def shut_down() -> None:
     """Stop Ray if a function of `stage_functions` started it."""
-    workers = sys.modules.get("miles_like.cluster.workers")  # not imported unless a stage needed it
-    if workers is not None:
-        workers.stop_ray()
+    session = sys.modules.get("miles_like.nodes.session")  # not imported unless a stage needed it
+    if session is not None:
+        session.stop_ray()
 
 
 def known_model(config: RunConfig) -> PlannedModel | None:
@@ -198,7 +198,7 @@ def verify(
     """Start both sides on the job's checkpoint, made if it does not exist, and compare them; plots are written to
     `run_dir`/verify. Raises ValueError or RuntimeError."""
     root = staged(config, run_dir, console, ray_address)
-    from miles_like.cluster.workers import start_ray
+    from miles_like.nodes.session import start_ray
     from miles_like.run.verify import VerifyRun
     from miles_like.verify.plots import write_plots
 

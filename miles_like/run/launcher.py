@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 
 from miles_like.algorithms.registry import make_critic_loss
+from miles_like.cluster.actors import check_nodes
 from miles_like.cluster.factories import MegatronFactory
-from miles_like.cluster.workers import RayServers, RayTrainer, check_nodes
+from miles_like.cluster.rollout_servers import RayServers
+from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.protocols import LossFn
 from miles_like.run.model_plan import ModelPlan
 from miles_like.run.rollout_side import RolloutSide

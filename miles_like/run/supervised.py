@@ -9,7 +9,7 @@ from rich.console import Console
 
 from miles_like.batch.packer import Packer
 from miles_like.checkpoint import run_state
-from miles_like.cluster.workers import RayTrainer
+from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.config.load import store_config
 from miles_like.loop.saver import Saver
 from miles_like.loop.stopping import Deadline, StopRequest, command_began, run_to_end

@@ -15,7 +15,7 @@ from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
 from miles_like.batch.packer import Packer
 from miles_like.cluster.placement import Slot
-from miles_like.cluster.workers import RayServers
+from miles_like.cluster.rollout_servers import RayServers
 from miles_like.config.distillation import (
     MadeServer,
     PromptedPolicy,

@@ -16,7 +16,7 @@ from miles_like.algorithms.filters import make_filter
 from miles_like.algorithms.registry import make_algorithm, make_bounds
 from miles_like.algorithms.truncation import make_overlong
 from miles_like.batch.packer import Packer
-from miles_like.cluster.workers import RayTrainer
+from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.config.load import store_config
 from miles_like.config.run import RunConfig
 from miles_like.experience.experience import Experience

@@ -18,7 +18,7 @@ from miles_like.checkpoint.random_state import RANDOM, set_random_state
 from miles_like.checkpoint.resume_check import resume_differences
 from miles_like.checkpoint.run_state import RunState
 from miles_like.checkpoint.writer import CONFIG, FILES, KEPT, RunCheckpoints
-from miles_like.cluster.workers import RayTrainer
+from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.report.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
 from miles_like.report.speed import SpeedMeter
 from miles_like.run.model_plan import ModelPlan

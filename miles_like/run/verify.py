@@ -15,7 +15,7 @@ import torch
 
 from miles_like.checkpoint import run_state
 from miles_like.cluster.factories import CheckpointWriter
-from miles_like.cluster.workers import RayTrainer
+from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.limits.regular_files import parse_json, read_text
 from miles_like.loop.stopping import run_to_end
 from miles_like.run.alignment import check_bits, comparison

@@ -15,7 +15,7 @@ from torch import Tensor
 from miles_like.algorithms.terms.bounds import Bounds
 from miles_like.batch.packer import Packer
 from miles_like.batch.unpacking import unpack
-from miles_like.cluster.workers import RayTrainer
+from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.types import (
     Finish,

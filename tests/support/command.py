@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from miles_like import cli
-from miles_like.cluster import workers
+from miles_like.nodes import session
 from tests.support.forked import Starter, redirect
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def _execute(script: str, arguments: Sequence[str], variables: Mapping[str, str]
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(variables)
-    workers._apply_auth({name: variables.get(name) for name in workers._AUTH})  # which Ray reads when it is imported
+    session._apply_auth({name: variables.get(name) for name in session._AUTH})  # which Ray reads when it is imported
     sys.path[:0] = [p for p in variables.get("PYTHONPATH", "").split(os.pathsep) if p]
     redirect(out, 1)
     redirect(err, 2)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from miles_like.cluster.factories import MegatronFactory
-from miles_like.cluster.workers import RayTrainer
+from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.protocols import LossFn
 from miles_like.run.launcher import Launcher
 from miles_like.run.model_plan import ModelPlan

@@ -11,7 +11,7 @@ STARTS = """
 import secrets, sys
 token = secrets.token_hex(32)
 secrets.token_hex = lambda n: token
-from miles_like.cluster.workers import start_ray, stop_ray
+from miles_like.nodes.session import start_ray, stop_ray
 start_ray(None)
 import ray
 print(ray.get_runtime_context().gcs_address, token, flush=True)

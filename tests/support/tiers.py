@@ -30,7 +30,7 @@ STARTERS = (
     "multiprocessing",
     "ray",
     "subprocess",
-    "miles_like.cluster.workers.start_ray",
+    "miles_like.nodes.session.start_ray",
     "rollout.sglang.servers.start",
     "tests.e2e.conftest",
     "tests.fuzz.served",

@@ -23,7 +23,8 @@ from miles_like.batch.unpacking import unpack
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
 from miles_like.cluster.factories import MegatronFactory
 from miles_like.cluster.placement import Slot
-from miles_like.cluster.workers import RayTrainer, start_ray, stop_ray
+from miles_like.cluster.trainer_ranks import RayTrainer
+from miles_like.nodes.session import start_ray, stop_ray
 from miles_like.types import TrainBatch
 from routing_replay.align import pack_rows
 from routing_replay.rank_routes import RankRoutes, fed_routes

@@ -17,12 +17,13 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from miles_like.cluster import node_work, workers
-from miles_like.cluster.node_probe import NodeProbe, is_free
+from miles_like.cluster import actors
 from miles_like.config.load import load_config, store_config
 from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import write_hf
 from miles_like.hf.tokenizer import LazyTokenizer
+from miles_like.nodes import members, session, work
+from miles_like.nodes.probe import NodeProbe, is_free
 from miles_like.pipeline.check_results import CheckResult, Outcome, raise_failures, run_check
 from miles_like.pipeline.run_directory import check_run_dir
 from miles_like.pipeline.stages import STAGES, Stage, plan_stages, run_stages
@@ -79,10 +80,10 @@ def one_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     def on_every_node(probe: NodeProbe) -> list[Mapping[str, Any]]:
         return [probe() | {k: v for k, v in answers.items() if k != "started"}]
 
-    monkeypatch.setattr(workers, "start_ray", start_ray)
-    monkeypatch.setattr(node_work, "on_every_node", on_every_node)
-    monkeypatch.setattr(workers, "node_ids", lambda: ["a"])
-    monkeypatch.setattr(workers, "gpus_of_nodes", lambda: [answers.get("gpus", 0)])
+    monkeypatch.setattr(session, "start_ray", start_ray)
+    monkeypatch.setattr(work, "on_every_node", on_every_node)
+    monkeypatch.setattr(actors, "node_ids", lambda: ["a"])
+    monkeypatch.setattr(members, "gpus_of_nodes", lambda: [answers.get("gpus", 0)])
     yield answers
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import ray
 
-from miles_like.cluster.workers import start_ray, stop_ray
+from miles_like.nodes.session import start_ray, stop_ray
 from tests.support.refusals import check_refusal, refuses
 
 CLUSTER = """
@@ -29,7 +29,7 @@ cluster.shutdown()
 """
 JOINS = """
 import os, sys
-from miles_like.cluster.workers import start_ray, stop_ray
+from miles_like.nodes.session import start_ray, stop_ray
 def ray_s(): return {k: v for k, v in os.environ.items() if k.startswith("RAY_AUTH")}
 before = ray_s()
 try:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from miles_like.cluster.node_work import on_every_node, over_nodes
-from miles_like.cluster.workers import start_ray, stop_ray
+from miles_like.nodes.session import start_ray, stop_ray
+from miles_like.nodes.work import on_every_node, over_nodes
 from tests.support.refusals import refuses
 from tests.support.slow_work import Slow
 

@@ -12,7 +12,7 @@ import faulthandler
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from miles_like.cluster.ray_waits import error_message, on_node, write_stacks
+from miles_like.nodes.members import living_nodes, node_ids
+from miles_like.nodes.waits import error_message, on_node, write_stacks
 
 Alive = Callable[[], None]  # reports progress; the work calls it after each part; cheap
 Report = tuple[int, str, int]  # (pid, log, number of reports)
@@ -32,16 +33,6 @@ DEFAULT_TIMEOUT_S = 1800.0
 _START_S = 300.0  # time limit for Ray to start a process
 _SLICE_S = 5.0  # between two checks of the progress
 _ENDED_S = 60.0  # time limit for a cancelled process to end
-
-
-def node_ids() -> list[str]:
-    """Sorted ids of the cluster's living nodes; node k of a placement is the k-th."""
-    return sorted(n["NodeID"] for n in living_nodes())
-
-
-def living_nodes() -> list[Mapping[str, Any]]:
-    """Ray's description of each living node."""
-    return [n for n in ray.nodes() if n["Alive"]]  # type: ignore[no-untyped-call]
 
 
 def on_every_node(work: NodeWork[R], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[R]:

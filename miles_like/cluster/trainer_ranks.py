@@ -1,0 +1,202 @@
+"""Trainer ranks as Ray actors.
+
+Ranks get picklable factories, so that this module imports no concrete trainer or publisher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from torch import Tensor
+
+from miles_like.batch.packing import cut_shard
+from miles_like.cluster.actors import Process, actor_options
+from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
+from miles_like.cluster.placement import Slot
+from miles_like.cluster.rank import Place, PublisherFactory, Rank, TrainerFactory
+from miles_like.nodes.members import node_ids
+from miles_like.nodes.waits import error_message, ignore_exception, root_cause, timed_out, write_stacks
+from miles_like.nodes.work import DEFAULT_TIMEOUT_S
+from miles_like.types import PublishReport, Scored, StepReport, TrainBatch
+
+
+class _Rank(Process, Rank):
+    """One trainer rank."""
+
+
+class RayTrainer:
+    """A `Trainer` whose ranks are Ray actors."""
+
+    put = staticmethod(ray.put)  # for arguments that several ranks share
+
+    def __init__(
+        self,
+        factory: TrainerFactory,
+        slots: Sequence[Slot],
+        dp_size: int,
+        log_dir: Path,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Starts every rank and waits until all have built their model. Raises RuntimeError when one cannot.
+
+        timeout_s: least time limit of a call (`CallDeadlines`). When ranks exceed the limit, every rank's stacks are
+        written to its log, RuntimeError names the late ranks, and every further call raises it again.
+        """
+        self.dp_size = dp_size
+        self._deadlines = CallDeadlines(timeout_s)
+        self._stuck: str | None = None
+        actor: Any = ray.remote(_Rank)
+        self._role = slots[0].role
+        self._slots = tuple(slots)
+        self._logs = [(log_dir / f"{s.role}_rank{s.index}.log").resolve() for s in slots]
+        self._pids: list[int] = []
+        self._ranks = [actor.options(**actor_options(s)).remote(log) for s, log in zip(slots, self._logs, strict=True)]
+        world = len(slots)
+        self._pids = self._call_first("pid", [()] * world)
+        ((host, port),) = self._call_first("address", [()])
+        self._places: list[Place] = self._call_first("start", [(factory, i, world, host, port) for i in range(world)])
+        self._version = 0
+
+    def connect(self, factory: PublisherFactory) -> None:
+        """Create every rank's publisher."""
+        self._call_first("connect", [(factory,)] * len(self._ranks))
+
+    def fingerprint(self) -> str | None:
+        """A hash of the results of the ranks' kernels; None unless the trainer is deterministic."""
+        (fingerprint,) = self._call_first("fingerprint", [()])
+        return fingerprint if fingerprint is None else str(fingerprint)
+
+    async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
+        """Adds the metric `routing/bytes`: bytes of routes put into the object store for these steps."""
+        self._version += 1
+        fixed = ([batch.loss_tokens for batch in batches], self._version)
+        shipped, nbytes = zip(*(self._ship(batch) for batch in batches), strict=True)
+        # references must be top-level arguments: Ray does not fetch nested ones
+        reports = await self._all("train", [(*fixed, *chain(*refs)) for refs in zip(*shipped, strict=True)])
+        report: StepReport = reports[0]
+        if all(m.routing is None for batch in batches for shard in batch.grid for m in shard):
+            return report
+        return replace(report, metrics={**report.metrics, "routing/bytes": float(sum(nbytes))})
+
+    async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
+        shipped, _ = self._ship(batch)
+        answers = await self._all("evaluate", [(*refs, batch.loss_tokens) for refs in shipped])
+        metrics: Mapping[str, float] = answers[0]
+        return metrics
+
+    async def score(self, batch: TrainBatch, *, temperature: float, replay: bool) -> list[tuple[int, Scored]]:
+        """(its DP shard, its result) of every rank. Forward only."""
+        shipped, _ = self._ship(batch)
+        scores = await self._all("score", [(*refs, temperature, replay) for refs in shipped])
+        return [(shard, scored) for (shard, _), scored in zip(self._places, scores, strict=True)]
+
+    async def logprobs(
+        self, batch: TrainBatch, *, weights: str | None = None, candidates: bool = False
+    ) -> list[list[Tensor]]:
+        """[dp][micro] of [T] fp32, or [T, C] with `candidates`. No routes are sent, because the ranks use their own
+        routers. The first rank of each DP shard replies."""
+        sent = [self.put([replace(m, routing=None) for m in shard]) for shard in batch.grid]
+        shards = [shard for shard, _ in self._places]
+        replies = [shards.index(shard) == i for i, shard in enumerate(shards)]
+        arguments = [(sent[shard], weights, candidates, reply) for shard, reply in zip(shards, replies, strict=True)]
+        answers = await self._all("logprobs", arguments)
+        return [answers[shards.index(shard)] for shard in range(len(batch.grid))]
+
+    async def load_copy(self, name: str, path: Path) -> None:
+        await self._all("load_copy", [(name, path.resolve())] * len(self._ranks))
+
+    async def publish(self, *, version: int) -> PublishReport:
+        self._version = version
+        report: PublishReport = (await self._all("publish", [(version,)] * len(self._ranks)))[0]
+        return report
+
+    async def save(self, path: Path, *, asynchronous: bool = False) -> None:
+        await self._all("save", [(path.resolve(), asynchronous)] * len(self._ranks))
+
+    async def finish_save(self, *, wait: bool) -> bool:
+        return all(await self._all("finish_save", [(wait,)] * len(self._ranks)))
+
+    async def load(self, path: Path, *, version: int | None = None) -> None:
+        """version: the version of the loaded weights, if no publication follows."""
+        await self._all("load", [(path.resolve(),)] * len(self._ranks))
+        self._version = self._version if version is None else version
+
+    async def close(self) -> None:
+        for rank in self._ranks:
+            ray.kill(rank)
+
+    def _ship(self, batch: TrainBatch) -> tuple[list[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]]], int]:
+        """Put a batch into the object store: for each rank (its DP shard without routes, its part of the shard's
+        routes), and the bytes of all those parts. Ranks that need the same shard or part share one object."""
+        sent = [self.put([replace(m, routing=None) for m in shard]) for shard in batch.grid]
+        cut = {(dp, part): cut_shard(batch.grid[dp], part) for dp, part in dict.fromkeys(self._places)}
+        puts = {place: self.put(routes) for place, routes in cut.items()}
+        nbytes = sum(r.nbytes for routes in cut.values() for r in routes if r is not None)
+        return [(sent[place[0]], puts[place]) for place in self._places], nbytes
+
+    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        began, limit = self._begin_call(method)
+        refs = [getattr(r, method).remote(*a) for r, a in zip(self._ranks, arguments, strict=True)]
+        answers = [asyncio.ensure_future(ref) for ref in refs]
+        for answer in answers:
+            answer.add_done_callback(ignore_exception)
+        try:
+            if await timed_out(answers, limit):
+                late = [i for i, answer in enumerate(answers) if not answer.done()]
+                raise RuntimeError(await asyncio.to_thread(self._timeout_message, method, late, limit))
+            for answer in answers:
+                if answer.done():
+                    answer.result()  # raises where it failed; the others may not have answered yet
+            self._deadlines.note(method, time.monotonic() - began)
+            return [answer.result() for answer in answers]
+        except RayError as e:
+            raise RuntimeError(f"{method}: {error_message(await root_cause(e, answers))}") from None
+        finally:
+            for answer in answers:
+                answer.cancel()
+
+    def _call_first(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """As `_all`, without an event loop, on the first `len(arguments)` ranks."""
+        began, limit = self._begin_call(method)
+        refs = [getattr(r, method).remote(*a) for r, a in zip(self._ranks, arguments, strict=False)]
+        out: list[Any] = []
+        for i, ref in enumerate(refs):
+            try:
+                out.append(ray.get(ref, timeout=max(0.0, began + limit - time.monotonic())))
+            except GetTimeoutError:
+                done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+                late = [j for j, other in enumerate(refs) if other not in done]
+                raise RuntimeError(self._timeout_message(method, late, limit)) from None
+            except RayError as e:
+                raise RuntimeError(f"{self._role} rank {i}: {error_message(e)}") from None
+        self._deadlines.note(method, time.monotonic() - began)
+        return out
+
+    def _begin_call(self, method: str) -> tuple[float, float]:
+        """(current time, time limit) in seconds. Raises RuntimeError after an earlier call exceeded its limit."""
+        if self._stuck is not None:
+            raise RuntimeError(self._stuck)
+        return time.monotonic(), self._deadlines.limit(method)
+
+    def _timeout_message(self, method: str, late: list[int], limit: float) -> str:
+        """Make all ranks write their stacks; return the message that names the late ones."""
+        nodes = node_ids()
+        states = write_stacks([nodes[slot.node] for slot in self._slots], self._pids, self._logs)
+        stopped = [i for i, state in states.items() if state in "Tt"]
+        which = f"; {format_ranks(stopped)} had been stopped by a signal" if stopped else ""
+        stacks = f"the stacks of all are at the end of {self._logs[0].parent}/{self._role}_rank*.log"
+        if not states:
+            stacks = f"their stacks could not be written, see {self._logs[0].parent}"
+        self._stuck = (
+            f"{method}: {self._role} {format_ranks(late)} of {len(self._ranks)} did not answer within {limit:g} s"
+            f"{which}: {stacks}; raise cluster.timeout_s if the work was only slow, and run again"
+        )
+        return self._stuck
