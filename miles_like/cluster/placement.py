@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_bridge.config import ParallelConfig
-from miles_like.config.run import ClusterConfig
+from miles_like.config.cluster import ClusterConfig
 from rollout.config import RolloutConfig
 
 Role = Literal["trainer", "critic", "rollout"]

@@ -18,6 +18,7 @@ from megatron_bridge.config import (
 )
 from miles_like.config.algorithm import AlgorithmConfig, CorrectionConfig
 from miles_like.config.alignment import AlignmentConfig, check_sides, with_deterministic_servers
+from miles_like.config.cluster import ClusterConfig
 from miles_like.config.distillation import DistillationConfig
 from miles_like.config.eval import EvalConfig, EvalSet, SetConfig, check_measured
 from miles_like.config.loop import BufferConfig, CheckpointConfig
@@ -123,18 +124,6 @@ class ConvertConfig(Section):
     fuse: bool = False  # dequantize during conversion, without a BF16 directory
     memory_limit_gib: float = Field(4.0, gt=0)  # resident memory of all processes on one node
     workers: int = Field(1, ge=1)  # processes on each node
-
-
-class ClusterConfig(Section):
-    """Resources of the Ray cluster."""
-
-    nodes: int = Field(1, ge=1)
-    gpus_per_node: int = Field(0, ge=0)  # 0: CPU ranks
-    # limit of a call to trainer or critic ranks, or ten times the longest such call so far; then the run ends
-    timeout_s: float = Field(1800.0, gt=0)
-    peak_tflops: float | None = Field(None, gt=0)  # of one rank's device in the training dtype; reported as perf/mfu
-    colocate: bool = True  # trainer and rollout share GPUs; neither releases memory for the other
-    stage_dir: str | None = None  # node-local directory; None: inside the run directory
 
 
 class RunConfig(Section):

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_bridge.config import ParallelConfig
 from miles_like.cluster.placement import plan_placement
-from miles_like.config.run import ClusterConfig
+from miles_like.config.cluster import ClusterConfig
 from rollout.config import RolloutConfig, SGLangFlags
 from tests.support.refusals import Facts, refuses
 

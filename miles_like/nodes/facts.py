@@ -1,0 +1,24 @@
+"""What a process reports about its node: address, interface, cores, GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One GPU of a node."""
+
+    index: int  # as in CUDA_VISIBLE_DEVICES
+    uuid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """One node of a run."""
+
+    host: str  # host name
+    address: str  # by which the other nodes reach it
+    interface: str | None  # the network interface with that address; None: not found
+    cores: int
+    devices: tuple[Device, ...]  # reserved for the run, in the order of a slot's `gpus`
