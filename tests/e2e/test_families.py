@@ -56,6 +56,7 @@ def test_an_iteration(run: Run, tmp_path: Path, dense: bool) -> None:
         assert 0.9 < row["routing/agreement"] <= 1.0
 
 
+@LONG
 def test_a_glm_is_made_and_served(run: Run, tmp_path: Path) -> None:
     """The warm-up's default rate balances routers that have a selection bias; the engine takes what was made."""
     model = config_of(tmp_path, tiny_models.tiny_glm())

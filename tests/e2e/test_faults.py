@@ -98,8 +98,10 @@ def ended(process: subprocess.Popen[str], family: list[psutil.Process]) -> str:
 
 @pytest.mark.parametrize(
     ("how", "cause"),
-    [(signal.SIGKILL, "closed the connection|cannot be reached"), (signal.SIGSTOP, "did not answer .* within 8 s")],
-    ids=["dies", "hangs"],
+    [
+        pytest.param(signal.SIGKILL, "closed the connection|cannot be reached", id="dies"),
+        pytest.param(signal.SIGSTOP, "did not answer .* within 8 s", id="hangs", marks=LONG),
+    ],
 )
 def test_a_rollout_server_dies_or_hangs(home: Path, how: signal.Signals, cause: str) -> None:
     run_dir = home / f"fault-{how.name}"

@@ -156,6 +156,7 @@ def test_resume_goes_on_from_the_checkpoint(run: Run, demo: tuple[Path, str], ho
     assert rows[-1]["tokens_total"] > rows[3]["tokens_total"]
 
 
+@pytest.mark.long(beside="tests/laws/test_other_loop.py")
 def test_the_example_of_another_loop_runs_as_its_command(
     commands: Commands, ray: Mapping[str, str], home: Path
 ) -> None:

@@ -17,7 +17,7 @@ MADE = SMALL[:4]  # the checkpoint that other files' runs make too
 FEW = (*("--set", "train.steps=2"), *("--set", "train.groups_per_step=6"), *("--set", "eval.max_prompts=6"))
 LONG = pytest.mark.long(beside="tests/laws/test_supervised_resume.py")
 FIGURES = [
-    pytest.param("sft", "eval/heldout/answer_prob", id="sft"),
+    pytest.param("sft", "eval/heldout/answer_prob", id="sft", marks=LONG),
     pytest.param("dpo", "eval/pairs_heldout/accuracy", id="dpo", marks=LONG),
     pytest.param("reward_model", "eval/pairs_heldout/accuracy", id="reward_model", marks=LONG),
 ]

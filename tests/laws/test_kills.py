@@ -28,6 +28,7 @@ import torch
 from megatron_bridge.convert.torch_dist import TorchDist
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.checkpoint.run_state import load
+from tests.support.chosen import later
 from tests.support.forked import tail
 from tests.support.kill_points import VICTIMS, Kill, witnesses
 from tests.support.local_run import Runs, untimed
@@ -153,9 +154,7 @@ def same(run_dir: Path, whole: Path) -> None:
     assert untimed(run_dir / "metrics.jsonl") == untimed(whole / "metrics.jsonl")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long(beside=HERE)] * (name == "synchronous")) for name in CHAINS]
-)
+@pytest.mark.parametrize("name", later(CHAINS, first=["one behind, two ranks, a filter"], beside=HERE))
 def test_a_run_killed_and_resumed_is_the_run_that_was_never_killed(runs: Runs, name: str) -> None:
     chain, where = CHAINS[name], runs.home / name.replace(" ", "-")
     settings = [*chain.settings, f"train.steps={STEPS}"]
