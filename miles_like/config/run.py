@@ -34,6 +34,7 @@ class ModelConfig(Section):
     path: str  # hub name, local directory, or, with `make`, a name for the model that is made
     revision: str | None = None  # of a hub name; a commit hash pins it
     config: str | None = None  # a config.json for planning before the model is fetched
+    first_layers: int | None = Field(None, ge=1)  # keep only so many layers of it, for a rehearsal; None: all
     make: MakeConfig | None = None
 
     @model_validator(mode="after")
@@ -41,6 +42,7 @@ class ModelConfig(Section):
         """With `make`, keys of a model that is loaded would be ignored."""
         is_loaded = "/" in self.path or Path(self.path).is_dir()
         loads = {"path": self.path if is_loaded else None, "revision": self.revision, "config": self.config}
+        loads["first_layers"] = self.first_layers
         for key, value in loads.items():
             if self.make is not None and value is not None:
                 raise ValueError(

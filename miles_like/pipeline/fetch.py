@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from miles_like.config.run import ModelConfig
 from miles_like.hf.checkpoint import HFCheckpoint
+from miles_like.pipeline.first_layers import INDEX, needed_files, restrict_index, write_first_layers
 from miles_like.storage.completion import cleared, file_sha256, files_under, write_atomically
 
 
@@ -27,10 +29,11 @@ def source_inputs(model: ModelConfig) -> dict[str, Any]:
         make["corpus"] = read if len(read) > 1 else read[0]
         make["tokenizer"] = content(Path(make["tokenizer"]) / "tokenizer.json")
         return {"make": make}
+    short = {} if model.first_layers is None else {"first_layers": model.first_layers}
     if Path(model.path).is_dir():
         files = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(Path(model.path).glob("*"))}
-        return {"directory": str(Path(model.path).resolve()), "files": files}
-    return {"hub": model.path, "revision": model.revision}
+        return {"directory": str(Path(model.path).resolve()), "files": files} | short
+    return {"hub": model.path, "revision": model.revision} | short
 
 
 def content(path: Path) -> str:
@@ -46,9 +49,10 @@ def describe(model: ModelConfig) -> str:
     if model.make is not None:
         made = f"random weights of {Path(model.make.config).name}, supervised warm-up"
         return f"make {model.path}: {made}, {model.make.format.value.upper()}"
+    first = None if model.first_layers is None else f"the first {model.first_layers} layers of "
     if Path(model.path).is_dir():
-        return f"check the local checkpoint {model.path}"
-    return f"download {model.path} at revision {model.revision or 'main'} from the hub, resumable"
+        return f"check the local checkpoint {model.path}" if first is None else f"copy {first}{model.path}"
+    return f"download {first or ''}{model.path} at revision {model.revision or 'main'} from the hub, resumable"
 
 
 def fetch(model: ModelConfig, out: Path, make: Callable[[Path], None]) -> Path:
@@ -61,15 +65,28 @@ def fetch(model: ModelConfig, out: Path, make: Callable[[Path], None]) -> Path:
         make(data)
         return data
     if Path(model.path).is_dir():
+        if model.first_layers is not None:
+            return _short(Path(model.path), cleared(out), model.first_layers)
         HFCheckpoint(Path(model.path))  # raises for a missing or damaged file
         out.mkdir(parents=True, exist_ok=True)
         return Path(model.path)
-    return _download(model, out / "data")
+    if model.first_layers is None:
+        return _download(model, out / "data")
+    whole = _download(model, out / "whole")
+    data = _short(whole, out / "data", model.first_layers)
+    shutil.rmtree(whole)
+    return data
+
+
+def _short(source: Path, out: Path, layers: int) -> Path:
+    shutil.rmtree(out, ignore_errors=True)
+    write_first_layers(source, out, layers)
+    return out
 
 
 def _download(model: ModelConfig, target: Path) -> Path:
     """An interrupted download is kept, and continued at the commit it began with."""
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # re-exported
 
     pinned = target.parent / "revision"
@@ -79,7 +96,7 @@ def _download(model: ModelConfig, target: Path) -> Path:
         commit = str(HfApi().model_info(model.path, revision=revision).sha)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(pinned, commit)
-        snapshot_download(model.path, revision=commit, local_dir=target)
+        _snapshot(model, commit, target)
     except HFValidationError:
         raise ValueError(f"model.path = {model.path!r} is neither a directory nor a hub name (owner/name)") from None
     except (HTTPError, OSError) as e:
@@ -97,3 +114,29 @@ def _download(model: ModelConfig, target: Path) -> Path:
         ) from None
     shutil.rmtree(target / ".cache" / "huggingface", ignore_errors=True)  # metadata and partial files of the client
     return target
+
+
+def _snapshot(model: ModelConfig, commit: str, target: Path) -> None:
+    """Download the files of a commit; with `first_layers`, of the weights only those that hold a kept tensor."""
+    from huggingface_hub import snapshot_download
+
+    if model.first_layers is None:
+        snapshot_download(model.path, revision=commit, local_dir=target)
+        return
+    snapshot_download(model.path, revision=commit, local_dir=target, ignore_patterns=["*.safetensors"])
+    weight_map = _weight_map(target / INDEX)
+    if weight_map is None:
+        snapshot_download(model.path, revision=commit, local_dir=target)
+        return
+    files = needed_files(weight_map, model.first_layers)
+    snapshot_download(model.path, revision=commit, local_dir=target, allow_patterns=files)
+    restrict_index(target, files)
+
+
+def _weight_map(index: Path) -> dict[str, str] | None:
+    """Tensor name -> file. None without an index, and for a damaged one: HFCheckpoint names the fault."""
+    try:
+        found = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+    except (FileNotFoundError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -160,7 +160,7 @@ def plan_stages(
             what=describe(config.model),
             key=key,
             directory=cache / f"fetch-{key}",
-            size=0 if _is_local(config.model) else None if size is None else size.fetched,
+            size=0 if _is_taken_as_it_is(config.model) else None if size is None else size.fetched,
             run=lambda out, _: fetch(config.model, out, lambda data: functions.make(config, data)),
             listed=visible_files,
         )
@@ -468,5 +468,5 @@ def _data(config: RunConfig) -> dict[str, str]:
     return {k: content(Path(p)) for k, p in paths.items() if p and (Path(p).is_absolute() or Path(p).is_file())}
 
 
-def _is_local(model: ModelConfig) -> bool:
-    return model.make is None and Path(model.path).is_dir()
+def _is_taken_as_it_is(model: ModelConfig) -> bool:
+    return model.make is None and model.first_layers is None and Path(model.path).is_dir()

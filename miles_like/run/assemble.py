@@ -22,6 +22,7 @@ from miles_like.cluster.placement import plan_placement
 from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import read_config_file
 from miles_like.loop.stopping import run_to_end
+from miles_like.pipeline.first_layers import shortened
 from miles_like.pipeline.stages import (
     Preflight,
     Sizes,
@@ -115,6 +116,8 @@ def known_model(config: RunConfig) -> PlannedModel | None:
         return None
     path = path / "config.json" if path.is_dir() else path
     hf = read_config_file(path)
+    if given.first_layers is not None:
+        hf = shortened(hf, given.first_layers)
     return planned_model(config, hf if make is None else quantized_config(hf, make.spec()), path.parent)
 
 

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import pytest
 import tomli_w
 
+from miles_like.hf.checkpoint import HFCheckpoint
 from tests.support.fake_hub import Asked, FakeHub, Files
 from tests.support.refusals import check_refusal
 from tests.support.spawn import free_port
@@ -184,6 +185,9 @@ def stories(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             "unknown": pool.submit(single, home / "unknown", None),
             "gone": pool.submit(single, home / "gone", files, up=False),
             "truncated": pool.submit(single, home / "truncated", cut),
+            "first layers": pool.submit(
+                single, home / "first", files, "--stages", "fetch", "--set", "model.first_layers=1"
+            ),
             "dry": pool.submit(single, home / "dry", files, "--dry-run"),
         }
 
@@ -285,6 +289,20 @@ def test_a_truncated_file_is_refused_by_name(story: SimpleNamespace, files: File
     assert_one_sentence(story.done, f"{SECOND} is truncated: {total - 100} of {total} bytes")
     assert_one_sentence(story.done, story.commit, "model.revision", str(story.site.stage))
     assert not story.done.marked
+
+
+@of("first layers")
+def test_of_a_model_s_first_layers_only_their_files_are_downloaded(story: SimpleNamespace, files: Files) -> None:
+    """What is left is the checkpoint of these layers, and nothing of the files that it was cut from."""
+    assert story.done.status == 0, story.done.err
+    weight_map = json.loads(files["model.safetensors.index.json"])["weight_map"]
+    needed = {f for name, f in weight_map.items() if "layers." not in name or ".layers.0." in name}
+    assert needed < {name for name in files if name.endswith(".safetensors")}
+    assert {f for f in file_gets(story.asked) if f.endswith(".safetensors")} == needed
+    assert sorted(p.name for p in story.site.stage.iterdir()) == [MARKER, "data", "revision"]
+    kept = HFCheckpoint(story.site.stage / "data")
+    assert kept.config["num_hidden_layers"] == 1
+    assert set(kept.names()) == {name for name in weight_map if "layers." not in name or ".layers.0." in name}
 
 
 @of("dry")
