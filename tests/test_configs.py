@@ -12,6 +12,7 @@ from megatron_bridge.plan.layout import check_layout
 from megatron_bridge.plan.precision import served_spec
 from miles_like.config.load import dump_config, load_config
 from miles_like.config.ranks import critic_config, trainer_config
+from miles_like.pipeline.first_layers import shortened
 from miles_like.run.assemble import describe_processes, known_model
 from miles_like.run.engine_support import check_engine
 from tests.support.refusals import refuses
@@ -27,6 +28,8 @@ def test_a_shipped_configuration_plans(path: Path, tmp_path: Path) -> None:
     assert load_config(tmp_path / "again.toml") == config
     hf_path = Path(config.model.config or config.model.make.config)
     hf = json.loads(hf_path.read_text())
+    if config.model.first_layers is not None:
+        hf = shortened(hf, config.model.first_layers)
     check_layout(config.parallel, hf)
     check_engine(config.rollout, config.precision, hf)
     assert served_spec(config.precision, hf) is None or config.precision.format != "bf16"
