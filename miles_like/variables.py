@@ -1,9 +1,12 @@
-"""Tables of environment variables in the configuration: which names a table may set, and which values are secret."""
+"""Environment variables: which names a table of the configuration may set, which values are secret, and what another
+Python than this process's must not inherit."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -74,3 +77,15 @@ def _owner(name: str) -> str | None:
     if name in INTERPRETER:
         return "it would change which packages a Python finds (rollout.sglang.python names the engine's interpreter)"
     return None
+
+
+def inherited() -> Mapping[str, str]:
+    """The environment of this process."""
+    return os.environ
+
+
+def environment_of(python: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for the interpreter `python` of another virtual environment: without variables that would make it
+    find this process's packages, and with its folder first in PATH, where its compilers look for `ninja`."""
+    kept = {name: value for name, value in environment.items() if name not in INTERPRETER}
+    return kept | {"PATH": os.pathsep.join([str(Path(python).parent), kept.get("PATH", os.defpath)])}

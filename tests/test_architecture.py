@@ -46,10 +46,10 @@ RULES = {
     "rollout.seeds": "",
     "rollout.wire": "miles_like.types",
     "rollout.server_key": "rollout.wire",
-    "rollout.guard": "rollout.server_key miles_like.limits",
+    "rollout.guard": "rollout.server_key miles_like.limits miles_like.variables",
     "rollout.prompts": "miles_like.section miles_like.types",
     "rollout.sglang": f"{CONTRACTS} quant routing_replay rollout.config rollout.concurrency rollout.seeds"
-    " rollout.server_key rollout.server_url rollout.wire",
+    " rollout.guard rollout.server_key rollout.server_url rollout.wire",
     "rollout.publish": f"{CONTRACTS} quant rollout.config rollout.server_key rollout.server_url rollout.sglang"
     " rollout.wire",
     "rollout.episodes": f"{CONTRACTS} rollout.config rollout.concurrency rollout.prompts rollout.seeds",
@@ -96,7 +96,7 @@ RULES = {
     " miles_like.algorithms miles_like.batch miles_like.checkpoint miles_like.experience miles_like.report",
     "miles_like.supervised": f"{CONTRACTS} rollout.prompts miles_like.config miles_like.algorithms miles_like.batch"
     " miles_like.checkpoint miles_like.loop miles_like.report",
-    "miles_like.nodes": "miles_like.loop",
+    "miles_like.nodes": "miles_like.loop miles_like.variables",
     "miles_like.cluster": f"{CONTRACTS} quant routing_replay rollout.config rollout.publish"
     " rollout.sglang megatron_bridge.config megatron_bridge.trainer miles_like.batch miles_like.config"
     " miles_like.nodes",
@@ -314,8 +314,8 @@ def test_house_rules(module: str) -> None:
     tree = ast.parse(FILES[module].read_text())
     # server_key: a key reaches a server by its environment alone, for every user can read a command line
     environment = (
-        "megatron_bridge.device.device miles_like.cluster.actors miles_like.cluster.environment"
-        " miles_like.nodes.session miles_like.cli rollout.server_key"
+        "megatron_bridge.device.device miles_like.cluster.actors miles_like.nodes.session miles_like.cli"
+        " miles_like.variables rollout.server_key"
     )
     if module not in environment.split():
         environ = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]

@@ -6,13 +6,12 @@ is set here. A variable of `cluster.env` (trainer and critic ranks) or `rollout.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 
 from miles_like.cluster.placement import Role, Slot
 from miles_like.nodes.facts import NodeFacts
-from miles_like.variables import is_secret
+from miles_like.variables import inherited, is_secret
 
 
 def process_environment(
@@ -80,7 +79,7 @@ def secret_values(env: Mapping[str, str], driver: Mapping[str, str]) -> dict[str
 
 def driver_secrets(env: Mapping[str, str]) -> dict[str, str]:
     """`secret_values` in the environment of this process."""
-    return secret_values(env, os.environ)
+    return secret_values(env, inherited())
 
 
 def _loopback() -> str:
