@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from miles_like.section import Section
+from miles_like.variables import read_variables
 
 # the attention backends of SGLang 0.5.23 for NVIDIA GPUs that have deterministic kernels
 DETERMINISTIC_ATTENTION = ("fa3", "fa4", "flashinfer", "triton")
@@ -15,6 +16,8 @@ DETERMINISTIC_ATTENTION = ("fa3", "fa4", "flashinfer", "triton")
 class SGLangFlags(Section):
     """Flags of a stock SGLang server that this project sets, under SGLang's names with underscores."""
 
+    # not a flag: path of the Python of the virtual environment that has SGLang; None: the trainer's
+    python: str | None = None
     tp_size: int = Field(1, ge=1)
     ep_size: int = Field(1, ge=1)
     dp_size: int = Field(1, ge=1)
@@ -31,6 +34,15 @@ class SGLangFlags(Section):
     enable_memory_saver: bool = False
     enable_deterministic_inference: bool = False  # a sample's log-probabilities do not depend on its batch
     gpu: Literal["hopper", "blackwell"] = "hopper"  # not a server flag: decides which weight formats can be served
+
+    @model_validator(mode="after")
+    def the_interpreter_is_a_path(self) -> SGLangFlags:
+        if self.python is not None and not self.python.startswith("/"):
+            raise ValueError(
+                f"rollout.sglang.python = {self.python!r} is no path of an interpreter, the same on every node: "
+                "give an absolute one, or one that starts with ./ and is then relative to its file"
+            )
+        return self
 
     @model_validator(mode="after")
     def attention_is_deterministic(self) -> SGLangFlags:
@@ -82,6 +94,14 @@ class RolloutConfig(Section):
     call_timeout_s: float = Field(1800.0, gt=0)  # per answer of `environment`, per prompt of `generate`
     embedded: EmbeddedFlags = EmbeddedFlags()
     sglang: SGLangFlags = SGLangFlags()
+    env: dict[str, str] = Field(
+        {}
+    )  # environment variables of the servers; "" takes a secret from the driver's environment
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def variables_can_be_set(cls, given: Any) -> Any:
+        return read_variables("rollout.env", given)
 
     @property
     def has_episode_runner(self) -> bool:
@@ -97,6 +117,15 @@ class RolloutConfig(Section):
     def longest_answer(self) -> int:
         """The largest number of tokens that can follow a prompt."""
         return self.max_episode_tokens or self.max_new_tokens
+
+    @model_validator(mode="after")
+    def the_engine_s_interpreter_is_used(self) -> RolloutConfig:
+        if self.sglang.python is not None and self.engine != "sglang":
+            raise ValueError(
+                f"rollout.sglang.python = {self.sglang.python!r} does nothing with rollout.engine = {self.engine!r}, "
+                "which the trainer's own Python runs: remove it, or set rollout.engine = 'sglang'"
+            )
+        return self
 
     @model_validator(mode="after")
     def log_probs_are_at_the_temperature(self) -> RolloutConfig:

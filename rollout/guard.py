@@ -1,4 +1,5 @@
-"""`python -m rollout.guard PARENT_PID COMMAND...`: run a server that must not outlive the process that started it.
+"""`python -m rollout.guard PARENT_PID [--foreign] [--secrets A,B] COMMAND...`: run a server that must not outlive the
+process that started it.
 
 The guard leads a separate process group, checks twice a second whether its parent is still the process that started
 it, and kills the group when it is not. Linux's PR_SET_PDEATHSIG needs no extra process, but it fires when the *thread*
@@ -6,8 +7,10 @@ that started the child ends, and an actor's method may run in any thread. The gu
 thread and does use PR_SET_PDEATHSIG, for the case that the guard itself is killed: Ray kills the children of a worker
 whose driver has gone, which are the guards.
 
-If the environment has a server key, the server's output passes through the guard, which redacts the key: stock SGLang
-logs all its arguments, and logs outlive the run.
+If the environment has a server key, or variables whose names follow `--secrets`, the server's output passes through the
+guard, which redacts their values: stock SGLang logs all its arguments, and logs outlive the run.
+
+With `--foreign` the command's first word is the Python of another virtual environment than the guard's.
 """
 
 from __future__ import annotations
@@ -19,50 +22,82 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
-from typing import IO
+from typing import IO, NamedTuple
 
 from miles_like.limits.child_process import die_with_parent
+from miles_like.variables import environment_of
 from rollout.server_key import ServerKey, environment_with, inherited_key
 
 _POLL_S = 0.5
 _GRACE_S = 5.0
 _LINE = 1 << 20  # bytes of a line to wait for before it is written
 _DRAIN_S = 2.0  # to copy the last output of a server that has ended
+_SHORTEST = 4  # characters of a secret that is redacted: a shorter one is part of too many words
 
 
-def _copy(output: IO[bytes], key: ServerKey) -> None:
-    """Copy the server's output to stdout line by line, with the key redacted."""
+class Task(NamedTuple):
+    parent: int
+    foreign: bool
+    secrets: tuple[str, ...]  # names
+    command: list[str]
+
+    @classmethod
+    def read(cls, words: Sequence[str]) -> Task:
+        parent, *rest = words
+        foreign = rest[0] == "--foreign"
+        rest = rest[foreign:]
+        secrets = rest[1].split(",") if rest[0] == "--secrets" else []
+        return cls(int(parent), foreign, tuple(secrets), rest[2:] if secrets else rest)
+
+    def words(self) -> list[str]:
+        secrets = ["--secrets", ",".join(self.secrets)] if self.secrets else []
+        return [str(self.parent), *(["--foreign"] if self.foreign else []), *secrets, *self.command]
+
+
+def _copy(output: IO[bytes], key: ServerKey | None, secrets: Sequence[bytes]) -> None:
+    """Copy the server's output to stdout line by line, with the key and the secrets redacted."""
     while line := output.readline(_LINE):
+        line = line if key is None else key.redact(line)
+        for secret in secrets:
+            line = line.replace(secret, b"<secret>")
         with contextlib.suppress(OSError):  # with a full disk, keep reading: a full pipe would block the server
-            os.write(1, key.redact(line))
+            os.write(1, line)
 
 
 def main() -> int:
-    parent, command = int(sys.argv[1]), sys.argv[2:]
+    task = Task.read(sys.argv[1:])
     key = inherited_key()
+    environment = environment_with(key)
+    if task.foreign:
+        environment = environment_of(task.command[0], environment)
+    values = [environment[name].encode() for name in task.secrets if len(environment[name]) >= _SHORTEST]
+    redacts = key is not None or bool(values)
     # SIGTERM is sent to the whole group. The guard ignores it, to report how the server ended.
     signal.signal(signal.SIGTERM, lambda *_: None)
     child = subprocess.Popen(
-        command,
+        task.command,
         stdin=subprocess.DEVNULL,
-        stdout=None if key is None else subprocess.PIPE,
-        stderr=None if key is None else subprocess.STDOUT,
-        env=environment_with(key),
+        stdout=subprocess.PIPE if redacts else None,
+        stderr=subprocess.STDOUT if redacts else None,
+        env=environment,
         preexec_fn=partial(die_with_parent, os.getpid()),  # in the main thread: the signal fires when the guard ends
     )
-    copying = threading.Thread(target=_copy, args=(child.stdout, key), daemon=True)
-    if key is not None:
+    copying = threading.Thread(target=_copy, args=(child.stdout, key, values), daemon=True)
+    if redacts:
         copying.start()
-    while os.getppid() == parent:
+    while os.getppid() == task.parent:
         try:
             code = child.wait(_POLL_S)
-            if key is not None:
+            if redacts:
                 copying.join(_DRAIN_S)
             return code if code >= 0 else 128 - code  # the exit code a shell reports for a signal
         except subprocess.TimeoutExpired:
             continue
-    print(f"process {parent}, which started this server, has ended: stopping the server", file=sys.stderr, flush=True)
+    print(
+        f"process {task.parent}, which started this server, has ended: stopping the server", file=sys.stderr, flush=True
+    )
     os.killpg(0, signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_S
     while child.poll() is None and time.monotonic() < deadline:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import errno
 import math
+import os
 import re
 import shutil
 import tomllib
@@ -171,7 +172,7 @@ def _rooted(value: Any, root: Path) -> Any:
     if isinstance(value, list):
         return [_rooted(v, root) for v in value]
     if isinstance(value, str) and value.startswith(("./", "../")):
-        return str((root / value).resolve())
+        return os.path.abspath(root / value)  # a symbolic link stays one: the Python of a virtual environment is one
     return value
 
 

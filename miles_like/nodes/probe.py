@@ -1,8 +1,11 @@
-"""Probe a node for what a run needs: free disk, importable packages, GPUs, free ports. Runs on the node itself."""
+"""Probe a node for what a run needs: free disk, importable packages, the engine, GPUs, free ports. Runs on the node
+itself."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -13,7 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+from miles_like.variables import environment_of, inherited
+
 IMPORT_S = 300.0  # time limit of an import in a subprocess; SGLang takes 30 s on a cold disk
+
+
+_VERSION = 'import importlib.metadata as m, json; print(json.dumps({"version": m.version("sglang")}), flush=True)'
+
+
+class EngineFound(TypedDict):
+    """SGLang in the environment of one interpreter."""
+
+    version: str | None  # None: not installed
+    wrong: str | None  # why it does not run; None: it runs
 
 
 class ProbeResult(TypedDict):
@@ -24,6 +39,7 @@ class ProbeResult(TypedDict):
     missing: dict[str, str]  # package -> why it is not installed, or does not import
     used: list[int]  # ports in use
     gpus: int
+    engine: EngineFound | None  # None: not asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,22 +48,50 @@ class NodeProbe:
 
     paths: tuple[str, ...] = ()  # directories, which need not exist
     found: tuple[str, ...] = ()  # packages that must be installed
-    imported: tuple[str, ...] = ()  # packages that must also import, each tried in a subprocess
     ports: tuple[int, ...] = ()  # ports that must be free
+    engine: str | None = None  # interpreter that must have SGLang; "": the one that runs the probe
+    imports: bool = True  # import SGLang, which takes 30 s on a cold disk; False: ask for its version only
 
     def __call__(self, alive: Callable[[], None] = lambda: None) -> ProbeResult:
         missing = {name: why for name in self.found if (why := why_not_found(name)) is not None}
-        for name in self.imported:
-            if (why := _why_not_imported(name)) is not None:
-                missing[name] = why
-            alive()
+        alive()
         return {
             "node": socket.gethostname(),
             "disks": {path: disk_of(Path(path)) for path in self.paths},
             "missing": missing,
             "used": [port for port in self.ports if not is_free(port)],
             "gpus": gpus(),
+            "engine": None if self.engine is None else find_engine(self.engine, imports=self.imports),
         }
+
+
+def find_engine(python: str, *, imports: bool) -> EngineFound:
+    """The SGLang of the interpreter `python`, asked in a process with the environment that a server has. The version is
+    printed before the import, which may fail."""
+    if not python and not imports:
+        try:
+            return {"version": importlib.metadata.version("sglang"), "wrong": None}
+        except importlib.metadata.PackageNotFoundError as e:
+            return {"version": None, "wrong": str(e)}
+    try:
+        done = subprocess.run(
+            [python or sys.executable, "-c", f"{_VERSION}; import sglang" if imports else _VERSION],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_S,
+            check=False,
+            env=environment_of(python, inherited()) if python else inherited(),
+        )
+    except subprocess.TimeoutExpired:
+        return {"version": None, "wrong": f"its import of sglang did not end within {IMPORT_S:g} s"}
+    except OSError as e:
+        return {"version": None, "wrong": f"it cannot be run: {e.strerror}"}
+    version = None
+    for line in done.stdout.splitlines():
+        if line.startswith('{"version"'):
+            version = str(json.loads(line)["version"])
+    return {"version": version, "wrong": _last_line(done.stderr.splitlines()) if done.returncode else None}
 
 
 def disk_of(path: Path) -> tuple[int, int]:
@@ -85,23 +129,6 @@ def why_not_found(package: str) -> str | None:
     except (ImportError, ValueError) as e:
         return str(e)
     return None if spec is not None else f"No module named {package!r}"
-
-
-def _why_not_imported(package: str) -> str | None:
-    if (why := why_not_found(package)) is not None:
-        return why
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {package}"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"its import did not end within {IMPORT_S:g} s"
-    return _last_line(done.stderr.splitlines()) if done.returncode else None
 
 
 def _last_line(lines: Sequence[str]) -> str:

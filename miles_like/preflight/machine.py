@@ -13,9 +13,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from miles_like.cluster.environment import driver_secrets, secret_names
 from miles_like.cluster.placement import PlacementPlan, plan_placement
 from miles_like.config.run import RunConfig
-from miles_like.nodes.probe import NodeProbe, ProbeResult, bytes_under, disk_of, gpus
+from miles_like.nodes.probe import EngineFound, NodeProbe, ProbeResult, bytes_under, disk_of, gpus
 from miles_like.pipeline.check_results import CheckResult, NotCheckedError, Outcome, run_check
 from miles_like.pipeline.stages import Stage
 
@@ -23,7 +24,10 @@ ANSWER_S = 5.0  # time limit of a connection to a server or a cluster
 _GIB = 1 << 30
 # size of a checkpoint over that of BF16 weights: BF16 weights, FP32 masters and two FP32 moments
 _CHECKPOINT = 7
-_ENGINES = {"embedded": "rollout.embedded", "sglang": "sglang"}
+_EMBEDDED = "rollout.embedded"
+SGLANG_VERSION = "0.5.23"
+_OTHER_ENGINE = "and give its interpreter as rollout.sglang.python, or set rollout.engine = 'embedded'"
+_REQUIREMENTS = "docs/cluster/engine-requirements.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +163,7 @@ class Machines:
             address = self.ray_address
             out.append(run_check(f"Ray at {address}", lambda: check_address(address)))
         others = self._why_others()
+        out += self._secret_checks(here=False)
         out.append(run_check("directories", lambda: check_directories(self.directories)))
         shared = [n for n in self.needs if not n.on_nodes]
         out.append(run_check("disk space", lambda: self._check_local_disks(shared, others)))
@@ -169,6 +174,20 @@ class Machines:
             what = "nodes, GPUs, packages and ports" if c.gpus_per_node else "nodes, packages and ports"
             out.append(CheckResult(what, Outcome.NOT_CHECKED, others))
         return out
+
+    def _secret_checks(self, *, here: bool) -> list[CheckResult]:
+        """here: this process starts the run; otherwise the run may be started where they are set."""
+        env = self.config.cluster.env | self.config.rollout.env
+        if not self.trains or not secret_names(env):
+            return []
+
+        def check() -> None:
+            try:
+                driver_secrets(env)
+            except ValueError as e:
+                raise e if here else NotCheckedError(f"here, {e}") from None
+
+        return [run_check("environment variables", check)]
 
     def _why_others(self) -> str | None:
         """Why the run uses other machines; None where it uses this one only."""
@@ -194,6 +213,7 @@ class Machines:
     def cluster_checks(self) -> list[CheckResult]:
         """Start or join Ray if a stage needs it, and check every node."""
         out = [
+            *self._secret_checks(here=True),
             run_check("directories", lambda: check_directories(self.directories)),
             run_check("disk space", lambda: check_disks([n for n in self.needs if not n.on_nodes], disk_of)),
         ]
@@ -220,20 +240,20 @@ class Machines:
     # checks of one node
 
     def _probe(self, *, imports: bool) -> NodeProbe:
-        """imports: import SGLang, which takes 30 s, in place of only looking for it."""
+        """imports: import SGLang, which takes 30 s, in place of only asking for its version."""
         c = self.config
         paths = tuple(str(n.directory) for n in self.needs if n.on_nodes)
         if not self.trains:
             return NodeProbe(paths=paths)
         found = ["megatron.core", *(["transformer_engine"] if c.kernels.spec == "te" else [])]
-        engine = () if c.servers is None else (_ENGINES[c.rollout.engine],)
-        imported = engine if imports and c.rollout.engine == "sglang" else ()
         ports = () if c.rollout.port is None else tuple(c.rollout.port + i for i in range(c.rollout.servers))
+        stock = c.servers is not None and c.rollout.engine == "sglang"
         return NodeProbe(
             paths=paths,
-            found=(*found, *(name for name in engine if name not in imported)),
-            imported=imported,
+            found=(*found, *((_EMBEDDED,) if c.servers is not None and not stock else ())),
             ports=ports if c.servers is not None else (),
+            engine=(c.rollout.sglang.python or "") if stock else None,
+            imports=imports,
         )
 
     def _node_checks(self, node: int, probe: ProbeResult, *, here: bool) -> dict[str, Callable[[], None]]:
@@ -246,6 +266,8 @@ class Machines:
             )
         if self.trains:
             out[f"packages of {name}"] = lambda: self._check_packages(name, probe)
+            if (engine := probe["engine"]) is not None:
+                out[f"engine of {name}"] = partial(self._check_engine, name, engine)
             out[f"GPUs of {name}"] = lambda: self._check_gpus(node, name, probe)
         if self.trains and self.config.servers is not None and (port := self.config.rollout.port) is not None:
             out[f"ports of {name}"] = partial(self._check_ports, node, name, probe, port)
@@ -253,9 +275,27 @@ class Machines:
 
     def _check_packages(self, name: str, probe: ProbeResult) -> None:
         for package, why in probe["missing"].items():
-            key = f"rollout.engine = {self.config.rollout.engine!r}" if package in _ENGINES.values() else "the trainer"
-            other = ", or set rollout.engine = 'embedded'" if package == "sglang" else ""
-            raise ValueError(f"{name} cannot import {package}, which {key} needs ({why}): install it there{other}")
+            key = f"rollout.engine = {self.config.rollout.engine!r}" if package == _EMBEDDED else "the trainer"
+            raise ValueError(f"{name} cannot import {package}, which {key} needs ({why}): install it there")
+
+    def _check_engine(self, name: str, found: EngineFound) -> None:
+        python = self.config.rollout.sglang.python
+        where = f"rollout.sglang.python = {python!r}" if python else "the trainer's Python"
+        version, wrong = found["version"], found["wrong"]
+        if version is None:
+            raise ValueError(
+                f"{name}: {where} has no SGLang {SGLANG_VERSION} ({wrong}): install {_REQUIREMENTS} into a virtual "
+                f"environment there, {_OTHER_ENGINE}"
+            )
+        if version != SGLANG_VERSION:
+            raise ValueError(
+                f"{name}: {where} has SGLang {version}, this version of miles-like works with {SGLANG_VERSION} alone: "
+                f"install {_REQUIREMENTS} into a virtual environment there, {_OTHER_ENGINE}"
+            )
+        if wrong is not None:
+            raise ValueError(
+                f"{name}: {where} has SGLang {version}, which it cannot import ({wrong}): install {_REQUIREMENTS} again"
+            )
 
     def _check_gpus(self, node: int, name: str, probe: ProbeResult) -> None:
         want = self.config.cluster.gpus_per_node

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from miles_like.cluster.environment import driver_secrets, plain_values
 from miles_like.config.eval import NAME, EvalConfig, check_measured
 from miles_like.config.load import checked, parse_override, read_tree
 from miles_like.config.reward import RewardConfig
@@ -181,6 +182,8 @@ class EvalAlone:
             log_dir=self.logs.resolve(),
             return_routed_experts=False,
             key=self.key,
+            env=plain_values(c.env),
+            secrets=driver_secrets(c.env),
         )
         with launch_server(launch) as handle:
             yield handle.url

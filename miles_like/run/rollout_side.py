@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from miles_like.cluster.environment import driver_secrets, plain_values
 from miles_like.cluster.factories import PublisherRecipe
 from miles_like.cluster.placement import Slot
 from miles_like.config.run import RunConfig
@@ -37,6 +38,7 @@ def server_launch(config: RunConfig, served: Path, logs: Path, slot: Slot, *, ro
         node_rank=slot.node_rank,
         nnodes=slot.nnodes,
         return_routed_experts=routes,
+        env=plain_values(config.rollout.env),
     )
 
 
@@ -60,7 +62,7 @@ class RolloutSide:
         """The launch settings of the server in `slot`, whose weights are numbered `version`."""
         plan, routes = self.plan, routing and self.plan.model.routing is not None
         launch = server_launch(plan.config, plan.served.resolve(), plan.logs.resolve(), slot, routes=routes)
-        return replace(launch, weight_version=version, key=self.key)
+        return replace(launch, weight_version=version, key=self.key, secrets=driver_secrets(plan.config.rollout.env))
 
     def client(
         self, url: str, *, routing: bool = True, ours: bool = True, key: ServerKey | None = None

@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from types import TracebackType
 import httpx
 
 from rollout.config import PublishConfig, RolloutConfig
+from rollout.guard import Task
 from rollout.server_key import ServerKey, environment_with, sglang_key_file
 from rollout.server_url import tls
 from rollout.sglang.client import RolloutError
@@ -141,15 +142,35 @@ def check_port(port: int, host: str = "127.0.0.1") -> None:
             ) from None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerEnvironment:
+    """What a server's environment has beside that of the process that starts it.
+
+    foreign: the server is run by the Python of another virtual environment, whose packages this one's variables hide.
+    """
+
+    plain: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    foreign: bool = False
+
+
 def start(
-    command: list[str], *, url: str, log: Path, key: ServerKey | None = None, key_file: Path | None = None
+    command: list[str],
+    *,
+    url: str,
+    log: Path,
+    key: ServerKey | None = None,
+    key_file: Path | None = None,
+    environment: ServerEnvironment | None = None,
 ) -> ServerHandle:
     """Start `command` in a separate process group that ends with this process. stdout and stderr go to `log`.
 
-    key: passed in the server's environment, and redacted in the log.
+    key: passed in the server's environment, and redacted in the log, as the secrets of `environment` are.
     """
+    environment = environment or ServerEnvironment()
     log.parent.mkdir(parents=True, exist_ok=True)
-    guard = [sys.executable, "-m", "rollout.guard", str(os.getpid()), *command]
+    task = Task(os.getpid(), environment.foreign, tuple(environment.secrets), command)
+    guard = [sys.executable, "-m", "rollout.guard", *task.words()]
     with log.open("ab") as out:
         process = subprocess.Popen(
             guard,
@@ -157,7 +178,7 @@ def start(
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=environment_with(key),
+            env={**environment_with(key), **environment.plain, **environment.secrets},
         )
     return ServerHandle(url, process, log, key_file)
 
@@ -174,6 +195,10 @@ class ServerLaunch:
     weight_version: int = 0
     return_routed_experts: bool = True  # False for a model without experts: stock SGLang then fails with the flag
     key: ServerKey | None = None  # required of requests; None: no key, and the server listens on loopback only
+    env: Mapping[str, str] = field(default_factory=dict)  # variables of the server's process
+    secrets: Mapping[str, str] = field(
+        default_factory=dict, repr=False
+    )  # variables that are neither printed nor logged
     # the embedded engine only
     activations: str = "none"  # "fp8": round the inputs of quantized linears, as the trainer does
     exact: tuple[int, int] | None = None  # tensor- and expert-tensor-parallel ranks of a deterministic trainer
@@ -260,7 +285,7 @@ def sglang_command(launch: ServerLaunch, port: int) -> list[str]:
         flags += [("--nnodes", launch.nnodes), ("--node-rank", launch.node_rank)]
         flags.append(("--dist-init-addr", launch.dist_init_addr))
     return [
-        *(sys.executable, "-m", "sglang.launch_server"),
+        *(f.python or sys.executable, "-m", "sglang.launch_server"),
         *(str(x) for pair in flags for x in pair),
         "--skip-tokenizer-init",
         *(("--enable-return-routed-experts",) if launch.return_routed_experts else ()),
@@ -283,18 +308,23 @@ def launch_server(launch: ServerLaunch) -> ServerHandle:
 
 def _launch_embedded(launch: ServerLaunch, port: int) -> ServerHandle:
     command, log = embedded_command(launch, port), launch.log_dir / f"embedded_{port}.log"
-    return started(command, f"http://{launch.host}:{port}", log, launch.config.start_timeout_s, key=launch.key)
+    environment = ServerEnvironment(plain=launch.env, secrets=launch.secrets)
+    url, limit = f"http://{launch.host}:{port}", launch.config.start_timeout_s
+    return started(command, url, log, limit, key=launch.key, environment=environment)
 
 
 def _launch_sglang(launch: ServerLaunch, port: int) -> ServerHandle:
     command, key, key_file = sglang_command(launch, port), launch.key, None
     url, log = f"http://{launch.host}:{port}", launch.log_dir / f"sglang_{port}.{launch.node_rank}.log"
+    foreign = launch.config.sglang.python is not None
+    environment = ServerEnvironment(plain=launch.env, secrets=launch.secrets, foreign=foreign)
     if key is not None:
         key_file = sglang_key_file(key)
         command += ["--config", str(key_file)]
     if launch.node_rank:
-        return start(command, url=url, log=log, key=key, key_file=key_file)
-    return started(command, url, log, launch.config.start_timeout_s, key=key, key_file=key_file)
+        return start(command, url=url, log=log, key=key, key_file=key_file, environment=environment)
+    limit = launch.config.start_timeout_s
+    return started(command, url, log, limit, key=key, key_file=key_file, environment=environment)
 
 
 def on_a_port(port: int | None, host: str, launch: Callable[[int], ServerHandle]) -> ServerHandle:
@@ -320,9 +350,10 @@ def started(
     *,
     key: ServerKey | None = None,
     key_file: Path | None = None,
+    environment: ServerEnvironment | None = None,
 ) -> ServerHandle:
     """`start`, and wait until the server answers. Raises RolloutError, after stopping it, if it does not."""
-    handle = start(command, url=url, log=log, key=key, key_file=key_file)
+    handle = start(command, url=url, log=log, key=key, key_file=key_file, environment=environment)
     ready = False
     try:
         handle.await_ready(timeout_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import venv
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import write_hf
 from miles_like.hf.tokenizer import LazyTokenizer
 from miles_like.nodes import members, session, work
-from miles_like.nodes.probe import NodeProbe, is_free
+from miles_like.nodes.probe import NodeProbe, find_engine, is_free
 from miles_like.pipeline.check_results import CheckResult, Outcome, raise_failures, run_check
 from miles_like.pipeline.run_directory import check_run_dir
 from miles_like.pipeline.stages import STAGES, Stage, plan_stages, run_stages
@@ -37,6 +38,7 @@ from tests.support.refusals import Facts, refuses
 CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = CONFIGS / "tiny.toml"
 GIB = 1 << 30
+ENGINE, AT = "rollout.engine=sglang", "rollout.sglang.python=/e/python"
 
 
 def planned(config: RunConfig, run_dir: Path) -> list[Stage]:
@@ -107,16 +109,30 @@ def test_nothing_is_run_before_everything_was_checked(tmp_path: Path, one_node: 
     [
         ([], {"missing": {"megatron.core": "No module named 'megatron'"}}, ("megatron.core",)),
         (["rollout.port=21000"], {"used": [21000]}, (21000, 0)),
-        (["rollout.engine=sglang"], {"missing": {"sglang": "libcuda.so.1"}}, ("sglang", "libcuda.so.1")),
+        (
+            [ENGINE],
+            {"engine": {"version": None, "wrong": "No module"}},
+            ("0.5.23", "No module", "rollout.sglang.python"),
+        ),
+        ([ENGINE, AT], {"engine": {"version": None, "wrong": "no file"}}, ("/e/python", "0.5.23", "no file")),
+        ([ENGINE, AT], {"engine": {"version": "0.5.22", "wrong": None}}, ("/e/python", "0.5.22", "0.5.23")),
+        ([ENGINE, AT], {"engine": {"version": "0.5.23", "wrong": "libcuda.so.1"}}, ("/e/python", "libcuda.so.1")),
+        (["cluster.env.HF_TOKEN="], {}, ("HF_TOKEN", "cluster.env")),
         (["cluster.gpus_per_node=8"], {"gpus": 1}, (0, 1, "cluster.gpus_per_node", 8)),
         (["cluster.nodes=2"], {}, (1, "cluster.nodes")),
     ],
 )
 @pytest.mark.slow  # a process imports sglang
 def test_what_a_node_lacks_ends_the_run_before_its_first_stage(
-    tmp_path: Path, one_node: dict[str, Any], sets: list[str], answers: dict[str, Any], facts: Facts
+    tmp_path: Path,
+    one_node: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    sets: list[str],
+    answers: dict[str, Any],
+    facts: Facts,
 ) -> None:
     one_node |= answers
+    monkeypatch.delenv("HF_TOKEN", raising=False)
     ran: list[str] = []
     with refuses(ValueError, *facts):
         start(load_config(TINY, sets), tmp_path / "runs" / "a", ran)
@@ -272,7 +288,7 @@ def test_a_full_disk_under_the_configuration_is_named(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_probe_says_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_says_what_this_machine_has(tmp_path: Path) -> None:
     with contextlib.closing(socket.socket()) as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
@@ -281,10 +297,38 @@ def test_a_probe_says_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.
         probed = NodeProbe(paths=(str(tmp_path / "not" / "there"),), found=("json", "no.such"), ports=(port,))()
     assert probed["used"] == [port] and is_free(port)
     assert list(probed["missing"]) == ["no.such"] and probed["disks"][str(tmp_path / "not" / "there")][1] > 0
-    (tmp_path / "broken_package.py").write_text("raise OSError('libcuda.so.1')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert "libcuda.so.1" in NodeProbe(imported=("broken_package",))()["missing"]["broken_package"]
+
+
+@pytest.mark.slow
+def test_an_engine_is_asked_in_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its interpreter's packages, whatever PYTHONPATH names; the version is reported where the import fails."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "sglang.py").write_text("raise OSError('of another environment')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
+    venv.create(tmp_path / "engine", with_pip=False, symlinks=True)
+    python = tmp_path / "engine" / "bin" / "python"
+    (packages,) = (tmp_path / "engine").glob("lib/python*/site-packages")
+    absent = find_engine(str(python), imports=False)
+    assert absent["version"] is None and "sglang" in str(absent["wrong"])
+    (packages / "sglang-0.5.22.dist-info").mkdir()
+    (packages / "sglang-0.5.22.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 0.5.22\n")
+    (packages / "sglang.py").touch()
+    assert find_engine(str(python), imports=True) == {"version": "0.5.22", "wrong": None}
+    (packages / "sglang.py").write_text("raise OSError('libcuda.so.1')")
+    assert find_engine(str(python), imports=True) == {"version": "0.5.22", "wrong": "OSError: libcuda.so.1"}
+    assert find_engine(str(python), imports=False) == {"version": "0.5.22", "wrong": None}
+    nowhere = NodeProbe(engine=str(tmp_path / "nowhere"))()["engine"]
+    assert nowhere == {"version": None, "wrong": "it cannot be run: No such file or directory"}
+
+
+def test_a_dry_run_does_not_ask_for_the_secrets_of_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    config = load_config(TINY, ["rollout.env.HF_TOKEN="])
+    found = Preflight(config, planned(config, tmp_path / "runs" / "a"), STAGES, None, online=False).run()
+    (secrets,) = [c for c in found if c.name == "environment variables"]
+    assert secrets.outcome is Outcome.NOT_CHECKED and "HF_TOKEN" in secrets.text
 
 
 def test_findings_are_told_at_once_and_once() -> None:

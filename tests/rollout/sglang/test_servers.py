@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import venv
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,6 +115,56 @@ def test_a_guard_imports_no_torch() -> None:
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
     assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+SEES = "import json, os, sys; print(json.dumps([dict(os.environ), sys.prefix]), flush=True)"
+
+
+def test_a_server_of_another_environment_inherits_none_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's packages would hide the engine's, whose compilers look for `ninja` in PATH."""
+    venv.create(tmp_path / "engine", with_pip=False, symlinks=True)
+    python = str(tmp_path / "engine" / "bin" / "python")
+    for name in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONSTARTUP"):
+        monkeypatch.setenv(name, os.environ.get(name, str(tmp_path)))
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    secrets = {"HF_TOKEN": "a-secret-of-the-hub"}
+    for foreign in (True, False):
+        log = tmp_path / f"{foreign}.log"
+        environment = servers.ServerEnvironment(plain={"NCCL_DEBUG": "INFO"}, secrets=secrets, foreign=foreign)
+        with servers.start([python, "-c", SEES], url="http://x", log=log, environment=environment):
+            wait_until(lambda log=log: log.read_text().endswith("\n"))
+        assert "a-secret" not in log.read_text() and "a-secret" not in repr(environment)
+        seen, prefix = json.loads(log.read_text())
+        assert prefix == str(tmp_path / "engine")
+        assert (seen["NCCL_DEBUG"], seen["HF_TOKEN"]) == ("INFO", "<secret>")
+        assert foreign is not bool({"PYTHONPATH", "VIRTUAL_ENV", "PYTHONSTARTUP"} & set(seen))
+        assert foreign is (seen["PATH"].split(os.pathsep)[0] == str(Path(python).parent))
+
+
+def test_a_server_gets_the_variables_of_its_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both engines; that of a stock server runs in the named interpreter's environment, and its flags follow."""
+    given: list[tuple[list[str], servers.ServerEnvironment]] = []
+
+    def started(command: list[str], *_: object, environment: servers.ServerEnvironment, **__: object) -> None:
+        given.append((command, environment))
+
+    monkeypatch.setattr(servers, "started", started)
+    monkeypatch.setattr(servers, "check_directory", lambda *_: None)
+    stock = RolloutConfig(engine="sglang", sglang=SGLangFlags(python="/e/bin/python"))
+    for config in (RolloutConfig(), RolloutConfig(engine="sglang"), stock):
+        servers.launch_server(replace(LAUNCH, config=config, env={"A": "1"}, secrets={"MY_KEY": "x"}))
+    assert [command[0] for command, _ in given] == [sys.executable, sys.executable, "/e/bin/python"]
+    assert [e.foreign for _, e in given] == [False, False, True]
+    assert all((e.plain, e.secrets) == ({"A": "1"}, {"MY_KEY": "x"}) for _, e in given)
+
+
+def test_an_interpreter_that_nothing_runs_is_refused() -> None:
+    with refuses(ValueError, "rollout.sglang.python", "'/e/bin/python'", "rollout.engine"):
+        RolloutConfig(sglang=SGLangFlags(python="/e/bin/python"))
+    with refuses(ValueError, "rollout.sglang.python", "'python3.12'"):
+        SGLangFlags(python="python3.12")
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc to see processes")
