@@ -28,10 +28,10 @@ from rich.table import Table
 
 from miles_like.batch.packing import pack
 from miles_like.cluster.factories import MegatronFactory
+from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
-from miles_like.nodes.session import start_ray
 from miles_like.pipeline.stages import plan_stages, run_stages
 from miles_like.rewards.load import make_reward
 from miles_like.run import assemble
@@ -39,6 +39,7 @@ from miles_like.run.alignment import comparison
 from miles_like.run.launcher import Launcher, freeze_gc
 from miles_like.run.model_plan import model_plan
 from miles_like.run.rollout_side import RolloutSide
+from miles_like.run.run_cluster import RunCluster
 from miles_like.run.train import run_algorithm
 from miles_like.types import SampleGroup
 from rollout.episodes.groups import run_groups
@@ -53,13 +54,14 @@ GOALS = {"publish_share_max": 0.10, "verify_short_s_max": 5.0}
 class Side:
     """One way of iterating: a client and a trainer."""
 
-    def __init__(self, rollout: RolloutSide, url: str, *, name: str, routing: bool) -> None:
+    def __init__(self, rollout: RolloutSide, nodes: RunNodes, url: str, *, name: str, routing: bool) -> None:
         plan = rollout.plan
         self.rollout, self.config, self.algorithm = rollout, plan.config, run_algorithm(plan.config)
         self.engine: SGLangClient = rollout.client(url, routing=routing)
         self.trainer = RayTrainer(
             MegatronFactory(plan.model.trainer, plan.weights, self.algorithm.loss),
             plan.placement.of("trainer"),
+            nodes,
             dp_size=self.config.parallel.dp,
             log_dir=plan.run_dir / f"logs-{name}",
         )
@@ -142,17 +144,18 @@ def by_turns(ways: Mapping[str, tuple[RunConfig, bool]], home: Path, iterations:
     all have the first one's checkpoint."""
     console, run_dir = Console(stderr=True), home / "run"
     configs = [config for config, _ in ways.values()]
+    cluster = RunCluster(configs[0], run_dir, console, None)
     stages = plan_stages(
-        configs[0], run_dir, assemble.stage_functions(configs[0], assemble.known_model(configs[0]), console, None)
+        configs[0], run_dir, assemble.stage_functions(configs[0], assemble.known_model(configs[0]), console, cluster)
     )
     run_stages(stages, ("fetch", "dequantize", "convert", "stage"), console, fresh=False)
     data = stages[3].directory / "data"
-    start_ray(None)
+    launcher = Launcher(cluster)
     made = [RolloutSide(plan=model_plan(config, run_dir, data / "hf", data / "megatron")) for config in configs]
-    servers = [Launcher().servers(side, 0, routing=way[1]) for side, way in zip(made, ways.values(), strict=True)]
+    servers = [launcher.servers(side, 0, routing=way[1]) for side, way in zip(made, ways.values(), strict=True)]
     try:
         sides = [
-            Side(rollout, server.wait()[0], name=name, routing=ways[name][1])
+            Side(rollout, cluster.nodes(), server.wait()[0], name=name, routing=ways[name][1])
             for name, rollout, server in zip(ways, made, servers, strict=True)
         ]
         source = PromptSource(configs[0].data, made[0].plan.tokenizer, configs[0].data.train)

@@ -211,7 +211,8 @@ def measure(lengths: Lengths, home: Path, rounds: int) -> tuple[dict[str, Taken]
     prompts = [p.text for p in PromptSource(config.data, plan.tokenizer, config.data.train).take(PROMPTS * 200)]
     loss = config.algorithm.parts.loss
     assert isinstance(loss, Clipped), loss
-    servers = Launcher().servers(rollout, 0)
+    launcher = Launcher()
+    servers = launcher.servers(rollout, 0)
     try:
         trl = TrlSide(
             TrlWork(
@@ -227,7 +228,7 @@ def measure(lengths: Lengths, home: Path, rounds: int) -> tuple[dict[str, Taken]
                 scratch=home / "trl",
             )
         )
-        side = Side(rollout, servers.wait()[0], name="ours", routing=True)
+        side = Side(rollout, launcher.nodes(plan), servers.wait()[0], name="ours", routing=True)
         found = asyncio.run(turns(side, trl, source, rounds, warm=3))
         trl.close()
     finally:

@@ -242,6 +242,7 @@ class TrainerConfig(RecomputeConfig):
     kernels: KernelsConfig = KernelsConfig()
     lora: LoraConfig = LoraConfig()
     seed: int = 0
+    trains: bool = True  # False: forward passes only, without gradient buffers and optimizer
     temperature: float = Field(1.0, gt=0)  # the rollout's: log-probs are of logits / temperature
     router_bias_update_rate: float = Field(0.0, ge=0)  # 0 freezes e_score_correction_bias
     router_aux_loss: float = Field(0.0, ge=0)

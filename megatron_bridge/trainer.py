@@ -96,7 +96,8 @@ class MegatronTrainer:
         no_decay = matching(self.models, self.parallel, config.optimizer.no_decay, key="optimizer.no_decay")
         self.optimizer = build_optimizer(resolved, self.chunks, no_decay)
         tf = self.models[0].config
-        tf.grad_scale_func = self.optimizer.scale_loss
+        # megatron asks a chain of no optimizers for its scale on a CUDA device
+        tf.grad_scale_func = self.optimizer.scale_loss if config.trains else None
         connect_overlap(tf, self.chunks)
         replay = RoutingReplay(self.chunks, config.replay, recompute=routes_again(resolved.transformer))
         self._step = Step(

@@ -21,7 +21,7 @@ from miles_like.config.load import dump_config, load_config
 from miles_like.config.run import RunConfig
 from miles_like.pipeline import convert as conversions
 from miles_like.pipeline.check_results import CheckResult, describe_unchecked, raise_failures
-from miles_like.pipeline.convert import ConvertWork
+from miles_like.pipeline.convert import ConvertWork, cluster_nodes
 from miles_like.pipeline.dequantize import dequantize_checkpoint
 from miles_like.pipeline.quant_report import QuantReport
 from miles_like.pipeline.quantize import quantize_checkpoint, spec_of
@@ -37,6 +37,7 @@ from miles_like.pipeline.stages import (
 )
 from miles_like.run import assemble
 from miles_like.run.model_plan import PlannedModel
+from miles_like.run.run_cluster import RunCluster
 from rollout.server_key import given_key
 from rollout.server_url import server_url
 
@@ -97,7 +98,8 @@ def pipeline(
         loaded = load_config(config, [*overrides, *given])
         model = assemble.known_model(loaded)
         address = ray_address or os.environ.get("RAY_ADDRESS") or None
-        functions = assemble.stage_functions(loaded, model, console, address)
+        cluster = RunCluster(loaded, run_dir, console, address)
+        functions = assemble.stage_functions(loaded, model, console, cluster)
         mode: Mode = "resume" if resume else "fresh" if fresh else "auto"
         planned = plan_stages(loaded, run_dir, functions, mode=mode, from_step=from_step)
         selected = parse_stages(stages)
@@ -224,7 +226,7 @@ def to_megatron(
 ) -> None:
     """Convert a BF16 or quantized Hugging Face directory to Megatron torch_dist shards that load in any layout."""
     with one_sentence():
-        work = ConvertWork(parse_bytes(memory_limit), workers, ray_address)
+        work = ConvertWork(parse_bytes(memory_limit), workers, cluster_nodes(ray_address))
         try:
             typer.echo(conversions.to_megatron(hf_dir, out_dir, work, tp=tp, pp=pp, ep=ep, etp=etp))
         finally:
@@ -248,7 +250,7 @@ def to_hf(
 ) -> None:
     """Convert Megatron torch_dist shards, from a conversion or saved by training, to a Hugging Face directory."""
     with one_sentence():
-        work = ConvertWork(parse_bytes(memory_limit), workers, ray_address)
+        work = ConvertWork(parse_bytes(memory_limit), workers, cluster_nodes(ray_address))
         try:
             done = conversions.to_hf(
                 megatron_dir, out_dir, work, format=format, hf_config=hf_config, lora_alpha=lora_alpha

@@ -184,12 +184,16 @@ def build_model(
 ) -> list[DistributedDataParallel]:
     """This rank's model chunks (one per virtual stage), randomly initialized and wrapped for gradient reduction.
 
-    With params_dtype "bfloat16" all parameters except the router's bias are bf16; gradients accumulate in fp32.
+    With params_dtype "bfloat16" all parameters except the router's bias are bf16; gradients accumulate in fp32. With
+    `config.trains` false no parameter requires a gradient, so that there is no gradient buffer.
     """
     tf = transformer_config(resolved)
     models = [_build_chunk(config, hf, tf, parallel, env, stage, resolved) for stage in range(config.parallel.vpp)]
     freeze(models, config.optimizer.frozen, parallel)
     attach_adapters(models, config.lora, parallel, seed=config.seed)
+    if not config.trains:
+        for own in models:
+            own.requires_grad_(False)
     chunks = []
     for stage, own in enumerate(models):
         model: torch.nn.Module = own

@@ -7,55 +7,37 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from miles_like.cluster.placement import PlacementPlan, Slot
-from miles_like.nodes.members import node_ids
-from miles_like.nodes.session import is_local
+from miles_like.nodes.members import Node
 from miles_like.nodes.waits import on_node
-
-
-def check_nodes(plan: PlacementPlan) -> None:
-    """Raises ValueError when the placement needs more nodes than the cluster has."""
-    have = len(node_ids())
-    for slot in plan.slots:
-        if slot.node >= have:
-            raise ValueError(
-                f"{slot.role} {slot.index} is placed on node {slot.node}; the Ray cluster has {have} nodes: "
-                "start Ray on more, or lower cluster.nodes"
-            )
-
-
-_SHARE_OF_GPU = {"trainer": 0.6, "rollout": 0.4, "critic": 0.0}  # makes Ray put one of each on a GPU
 
 
 class _ActorOptions(TypedDict):
     """Keywords of `options` of a Ray actor's class."""
 
     num_cpus: int
-    num_gpus: float
+    num_gpus: int
     scheduling_strategy: NodeAffinitySchedulingStrategy
     runtime_env: dict[str, dict[str, str]]
 
 
-def actor_options(slot: Slot) -> _ActorOptions:
-    nodes = node_ids()
-    # one thread per rank of a CPU run: the ranks share the cores
-    environment = {"OMP_NUM_THREADS": "1"} if not slot.gpus else {}
-    if slot.gpus and slot.role == "critic":  # on a trainer rank's GPU, all of which Ray has already assigned
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slot.gpus))
-    if is_local():  # a local Ray listens on loopback only, and so must gloo and NCCL
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+def actor_options(node: Node, environment: Mapping[str, str]) -> _ActorOptions:
+    """The actor takes no GPU from Ray, whose reservation of the run has them all: `environment` names its devices.
+
+    environment: without secrets, because Ray logs and shows a runtime_env. It has to be there before the process
+    imports its libraries; the actor sets it again, because Ray may have replaced CUDA_VISIBLE_DEVICES since.
+    """
     return {
         "num_cpus": 0,
-        "num_gpus": len(slot.gpus) * _SHARE_OF_GPU[slot.role],
-        "scheduling_strategy": on_node(nodes[slot.node]),
-        "runtime_env": {"env_vars": environment},
+        "num_gpus": 0,
+        "scheduling_strategy": on_node(node.id),
+        "runtime_env": {"env_vars": dict(environment)},
     }
 
 
@@ -80,10 +62,13 @@ def _free_address() -> tuple[str, int]:
 
 
 class Process:
-    """Base of all actors: redirects the output to a log and makes SIGUSR1 write stacks to it."""
+    """Base of all actors: redirects the output to a log, sets its environment, and makes SIGUSR1 write stacks to the
+    log."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+        """environment: variables and secrets; they replace what the process has inherited from the node's Ray."""
         _log_to(log)
+        os.environ.update(environment)
         # faulthandler runs in C, so that it works where this process hangs and holds the interpreter lock
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray has read it; servers and subprocesses of users' code must not
@@ -95,4 +80,5 @@ class Process:
         return os.getpid()
 
 
+ActorClass = type[Process]
 ACTOR_S = 300.0  # time limit for Ray to start a process

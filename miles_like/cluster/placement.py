@@ -1,20 +1,28 @@
 """Assign processes to nodes and GPUs: arithmetic only, no Ray.
 
-Trainer ranks fill nodes in order, so that tensor-parallel neighbours share a node. Rollout servers fill the same nodes
-when colocated (on the same GPUs; neither side releases its memory), and the nodes after the trainer's otherwise; a
-server wider than a node takes consecutive whole nodes.
+Ranks of a role fill the GPUs of its pool node by node. Megatron numbers ranks tp-cp-ep-dp-pp, the tensor-parallel ones
+next to each other and the pipeline stages farthest apart, so:
+
+- a tensor-parallel group is on one node if it is not larger than the pool's GPUs of a node, and on whole nodes
+  otherwise; a layout in which it would take parts of two nodes is refused;
+- the ranks of a pipeline stage are consecutive, and the next stage begins where a stage ends;
+- an expert-parallel group is parallel.ep * parallel.etp consecutive ranks, on the fewest nodes wherever that number
+  divides the pool's GPUs of a node or is a multiple of it.
+
+Nodes are numbered in the order in which `miles_like.nodes.members` chooses them, neighbours in the network first, so
+consecutive numbers are near each other. Rollout servers fill their pool in the same way. Where trainer and rollout have
+a GPU in common, they share that GPU (colocation); it is decided for each GPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from megatron_bridge.config import ParallelConfig
-from miles_like.config.cluster import ClusterConfig
+from miles_like.config.cluster import ClusterConfig, Pool, PoolName
 from rollout.config import RolloutConfig
 
-Role = Literal["trainer", "critic", "rollout"]
+Role = PoolName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +30,9 @@ class Slot:
     """One process."""
 
     role: Role
-    index: int  # rank of the trainer or critic, or server number
+    index: int  # rank of the trainer, critic or reference, or server number
     node: int
-    gpus: tuple[int, ...]  # local GPU numbers; empty on CPU
+    gpus: tuple[int, ...]  # positions among the node's GPUs that the run has reserved; empty on CPU
     node_rank: int = 0  # in a server that spans nodes
     nnodes: int = 1
 
@@ -32,50 +40,88 @@ class Slot:
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
     slots: tuple[Slot, ...]
+    teacher_nodes: tuple[int, ...] = (0,)  # for the servers of teachers, in turn
 
     def of(self, role: Role) -> tuple[Slot, ...]:
         return tuple(s for s in self.slots if s.role == role)
 
     def critics(self) -> tuple[Slot, ...]:
-        """Slots of the critic ranks: each has node and GPUs of the trainer rank of the same number."""
-        return tuple(replace(s, role="critic") for s in self.of("trainer"))
+        """Slots of the critic ranks: those of its pool; without one, each has node and GPUs of the trainer rank of the
+        same number."""
+        return self.of("critic") or tuple(replace(s, role="critic") for s in self.of("trainer"))
+
+    def teacher(self, index: int) -> Slot:
+        """The slot of the server of a teacher, on CPU."""
+        node = self.teacher_nodes[index % len(self.teacher_nodes)]
+        return Slot(role="teachers", index=index, node=node, gpus=())
 
     @property
     def nodes(self) -> int:
-        return 1 + max(s.node for s in self.slots)
+        return 1 + max(*(s.node for s in self.slots), *self.teacher_nodes)
+
+    @property
+    def shared_gpus(self) -> frozenset[tuple[int, int]]:
+        """(node, GPU) that a rank of the trainer or critic and a rollout server have in common."""
+        sides = ({(s.node, gpu) for s in self.slots if s.role in of for gpu in s.gpus} for of in (_TRAINED, _SERVED))
+        return frozenset.intersection(*map(frozenset, sides))
+
+
+_TRAINED, _SERVED = ("trainer", "critic"), ("rollout",)
 
 
 def plan_placement(cluster: ClusterConfig, parallel: ParallelConfig, rollout: RolloutConfig | None) -> PlacementPlan:
-    """The node and GPUs of each trainer rank and server. rollout: None for a run without servers. Raises ValueError
-    when a server's GPUs neither divide a node nor fill whole nodes, or when `cluster` has too few nodes for the
-    servers."""
-    world, per_node = parallel.world_size, cluster.gpus_per_node
-    if not per_node:
-        ranks = [Slot(role="trainer", index=r, node=r % cluster.nodes, gpus=()) for r in range(world)]
-        number = rollout.servers if rollout is not None else 0
-        servers = [Slot(role="rollout", index=s, node=s % cluster.nodes, gpus=()) for s in range(number)]
-        return PlacementPlan((*ranks, *servers))
-    ranks = [Slot(role="trainer", index=r, node=r // per_node, gpus=(r % per_node,)) for r in range(world)]
-    if rollout is None:
-        return PlacementPlan(tuple(ranks))
-    width = rollout.sglang.tp_size if rollout.engine == "sglang" else 1
-    first = 0 if cluster.colocate else -(-world // per_node) * per_node
-    if (width > per_node and width % per_node) or (width < per_node and per_node % width):
+    """The node and GPUs of each rank and server. rollout: None for a run without servers.
+
+    Critic and reference ranks have slots of their own only with a pool. Raises ValueError as `ClusterConfig.pools_of`,
+    when a tensor-parallel group or a server takes parts of nodes, and when the rollout's pool has too few GPUs.
+    """
+    pools = cluster.pools_of(parallel.world_size)
+    slots = list(_ranks("trainer", pools["trainer"], parallel))
+    for role in ("critic", "reference"):
+        if cluster.pools.of(role) is not None:
+            slots += _ranks(role, pools[role], parallel)
+    if rollout is not None:
+        slots += _servers(pools["rollout"], rollout, cluster)
+    return PlacementPlan(tuple(slots), pools["teachers"].nodes)
+
+
+def _ranks(role: Role, pool: Pool, parallel: ParallelConfig) -> list[Slot]:
+    world, width, tp = parallel.world_size, len(pool.gpus), parallel.tp
+    if not width:
+        nodes = len(pool.nodes)
+        return [Slot(role=role, index=r, node=pool.nodes[r % nodes], gpus=()) for r in range(world)]
+    if world > width and (width % tp if tp <= width else tp % width):
         raise ValueError(
-            f"rollout.sglang.tp_size = {width} neither divides nor is a multiple of cluster.gpus_per_node = {per_node}"
+            f"parallel.tp = {tp} neither divides nor is a multiple of the {width} GPUs of a node that the {role} has "
+            f"({pool.keys}): a tensor-parallel group would take parts of two nodes; set parallel.tp or the number of "
+            "GPUs so that groups fill nodes"
         )
-    servers = []
+    return [Slot(role=role, index=r, node=node, gpus=(gpu,)) for r, (node, gpu) in enumerate(pool.places[:world])]
+
+
+def _servers(pool: Pool, rollout: RolloutConfig, cluster: ClusterConfig) -> list[Slot]:
+    if not cluster.gpus_per_node:
+        return [
+            Slot(role="rollout", index=s, node=pool.nodes[s % len(pool.nodes)], gpus=()) for s in range(rollout.servers)
+        ]
+    width, per_node = rollout.sglang.tp_size if rollout.engine == "sglang" else 1, len(pool.gpus)
+    if (width > per_node and width % per_node) or (width < per_node and per_node % width):
+        pool_of = "" if cluster.pools.rollout is None else f", of which cluster.pools.rollout has {per_node}"
+        raise ValueError(
+            f"rollout.sglang.tp_size = {width} neither divides nor is a multiple of cluster.gpus_per_node = "
+            f"{cluster.gpus_per_node}{pool_of}: change one of them"
+        )
+    if rollout.servers * width > len(pool.places):
+        raise ValueError(
+            f"rollout needs {rollout.servers} servers x {width} GPUs = {rollout.servers * width}, {len(pool.places)} "
+            f"are free for it ({pool.keys}): lower rollout.servers or raise cluster.nodes"
+        )
+    spans = max(1, width // per_node)
+    slots = []
     for s in range(rollout.servers):
-        start = first + s * width
-        spans = max(1, width // per_node)
+        places = pool.places[s * width : (s + 1) * width]
         for k in range(spans):
-            gpus = range(start + k * per_node, start + min(width, (k + 1) * per_node))
-            node = gpus[0] // per_node
-            if node >= cluster.nodes:
-                raise ValueError(
-                    f"server {s} would start on node {node}, cluster.nodes = {cluster.nodes}: "
-                    "lower rollout.servers or raise cluster.nodes"
-                )
-            local = tuple(g % per_node for g in gpus)
-            servers.append(Slot(role="rollout", index=s, node=node, gpus=local, node_rank=k, nnodes=spans))
-    return PlacementPlan((*ranks, *servers))
+            part = places[k * per_node : (k + 1) * per_node]
+            gpus = tuple(gpu for _, gpu in part)
+            slots.append(Slot(role="rollout", index=s, node=part[0][0], gpus=gpus, node_rank=k, nnodes=spans))
+    return slots

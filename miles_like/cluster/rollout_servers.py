@@ -6,14 +6,13 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from miles_like.cluster.actors import ACTOR_S, Process, actor_options
+from miles_like.cluster.actors import ACTOR_S, Process
 from miles_like.cluster.placement import Slot
-from miles_like.nodes.members import node_ids
+from miles_like.cluster.run_nodes import RunNodes
 from miles_like.nodes.waits import get_result
 from rollout.sglang.servers import ServerHandle, ServerLaunch, launch_server
 
@@ -36,18 +35,19 @@ class RayServers:
     """Rollout servers, each owned by an actor on its node."""
 
     def __init__(
-        self, launches: Sequence[tuple[Slot, ServerLaunch]], log_dir: Path, start_timeout_s: float = 600.0
+        self,
+        launches: Sequence[tuple[Slot, ServerLaunch]],
+        nodes: RunNodes,
+        log_dir: Path,
+        start_timeout_s: float = 600.0,
     ) -> None:
         """Begins to start all servers; `wait` returns once they answer. start_timeout_s: per try of a launch.
 
         On a cluster of several nodes a server listens on its node's address; the parts of a server that spans nodes
         connect to a port of its first node.
         """
-        actor: Any = ray.remote(_Server)
         logs = [log_dir / f"rollout_actor{s.index}.{s.node_rank}.log" for s, _ in launches]
-        self._actors = [
-            actor.options(**actor_options(s)).remote(log.resolve()) for (s, _), log in zip(launches, logs, strict=True)
-        ]
+        self._actors = [nodes.start(_Server, s, log) for (s, _), log in zip(launches, logs, strict=True)]
         self._heads = [s.node_rank == 0 for s, _ in launches]
         self._started = []
         # for an actor that hangs: a launch limits each of the free ports that it tries
@@ -57,7 +57,7 @@ class RayServers:
         for (slot, launch), server, (ip, port) in zip(launches, self._actors, hosts, strict=True):
             if slot.node_rank == 0:
                 first_nodes[slot.index] = f"{ip}:{port}"
-            host = ip if len(node_ids()) > 1 else "127.0.0.1"
+            host = ip if len(nodes.nodes) > 1 else "127.0.0.1"
             init = first_nodes[slot.index] if slot.nnodes > 1 else None
             self._started.append(server.start.remote(launch, host, init))
 

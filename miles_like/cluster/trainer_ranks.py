@@ -18,11 +18,12 @@ from ray.exceptions import GetTimeoutError, RayError
 from torch import Tensor
 
 from miles_like.batch.packing import cut_shard
-from miles_like.cluster.actors import Process, actor_options
+from miles_like.cluster.actors import Process
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.rank import Place, PublisherFactory, Rank, TrainerFactory
-from miles_like.nodes.members import node_ids
+from miles_like.cluster.run_nodes import RunNodes
+from miles_like.nodes.members import cluster_gist
 from miles_like.nodes.waits import error_message, ignore_exception, root_cause, timed_out, write_stacks
 from miles_like.nodes.work import DEFAULT_TIMEOUT_S
 from miles_like.types import PublishReport, Scored, StepReport, TrainBatch
@@ -41,6 +42,7 @@ class RayTrainer:
         self,
         factory: TrainerFactory,
         slots: Sequence[Slot],
+        nodes: RunNodes,
         dp_size: int,
         log_dir: Path,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -53,12 +55,11 @@ class RayTrainer:
         self.dp_size = dp_size
         self._deadlines = CallDeadlines(timeout_s)
         self._stuck: str | None = None
-        actor: Any = ray.remote(_Rank)
         self._role = slots[0].role
-        self._slots = tuple(slots)
+        self._node_ids = [nodes.of(slot).id for slot in slots]
         self._logs = [(log_dir / f"{s.role}_rank{s.index}.log").resolve() for s in slots]
         self._pids: list[int] = []
-        self._ranks = [actor.options(**actor_options(s)).remote(log) for s, log in zip(slots, self._logs, strict=True)]
+        self._ranks = [nodes.start(_Rank, s, log) for s, log in zip(slots, self._logs, strict=True)]
         world = len(slots)
         self._pids = self._call_first("pid", [()] * world)
         ((host, port),) = self._call_first("address", [()])
@@ -188,8 +189,7 @@ class RayTrainer:
 
     def _timeout_message(self, method: str, late: list[int], limit: float) -> str:
         """Make all ranks write their stacks; return the message that names the late ones."""
-        nodes = node_ids()
-        states = write_stacks([nodes[slot.node] for slot in self._slots], self._pids, self._logs)
+        states = write_stacks(self._node_ids, self._pids, self._logs)
         stopped = [i for i, state in states.items() if state in "Tt"]
         which = f"; {format_ranks(stopped)} had been stopped by a signal" if stopped else ""
         stacks = f"the stacks of all are at the end of {self._logs[0].parent}/{self._role}_rank*.log"
@@ -197,6 +197,6 @@ class RayTrainer:
             stacks = f"their stacks could not be written, see {self._logs[0].parent}"
         self._stuck = (
             f"{method}: {self._role} {format_ranks(late)} of {len(self._ranks)} did not answer within {limit:g} s"
-            f"{which}: {stacks}; raise cluster.timeout_s if the work was only slow, and run again"
+            f"{which}: {stacks}; {cluster_gist()}; raise cluster.timeout_s if the work was only slow, and run again"
         )
         return self._stuck

@@ -261,6 +261,10 @@ class DistillationConfig(FlatSection):
         """Whether the trainer keeps reference weights for a teacher."""
         return any(t.by_reference for t in self.teachers.values())
 
+    @property
+    def starts_servers(self) -> bool:
+        return any(isinstance(t.part, StartedServer | MadeServer) for t in self.teachers.values())
+
     def described(self) -> list[str]:
         """One line per teacher."""
         return [

@@ -11,7 +11,9 @@ from quant.spec import QuantFormat
 
 
 def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
-    """The configuration of each trainer rank; `hf_dir` holds the model's config.json."""
+    """The configuration of each trainer rank; `hf_dir` holds the model's config.json. The ranks keep the weights of the
+    reference unless these have ranks of their own."""
+    own = run.algorithm.keeps_reference and run.cluster.pools.reference is None
     return TrainerConfig(
         hf_config=str(hf_dir.resolve()),
         parallel=run.parallel,
@@ -27,8 +29,8 @@ def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
         recompute=run.train.recompute,
         recompute_modules=run.train.recompute_modules,
         mtp_coefficient=run.train.mtp_coefficient,
-        reference=run.algorithm.keeps_reference or run.distillation.reference,
-        reference_for_loss=run.algorithm.keeps_reference,
+        reference=own or run.distillation.reference,
+        reference_for_loss=own,
         reference_every=0 if run.algorithm.supervised else run.algorithm.parts.reference_every,
         head="scalar" if run.algorithm.name == "reward_model" else "lm",
         on_nonfinite=run.train.on_nonfinite,
@@ -66,6 +68,36 @@ def critic_config(run: RunConfig, trainer: TrainerConfig) -> TrainerConfig | Non
         "lora": LoraConfig(),
         "reference": False,
         "reference_every": 0,
+        "mtp_coefficient": 0.0,
+    }
+    return TrainerConfig.model_validate({**dict(trainer), **own})
+
+
+class _ReferenceKeys(TypedDict):
+    """Fields of TrainerConfig that ranks of the reference have otherwise than the trainer."""
+
+    trains: bool
+    optimizer: OptimizerConfig
+    replay: ReplayConfig
+    reference: bool
+    reference_for_loss: bool
+    mtp_coefficient: float
+
+
+def reference_config(run: RunConfig, trainer: TrainerConfig) -> TrainerConfig | None:
+    """The configuration of each rank that computes log-probabilities under the reference's weights only; None: the
+    trainer ranks swap these weights in, or there is no reference.
+
+    With quantized weights these ranks round as the trainer's do for their copy of the reference.
+    """
+    if run.cluster.pools.reference is None:
+        return None
+    own: _ReferenceKeys = {
+        "trains": False,
+        "optimizer": OptimizerConfig(),
+        "replay": ReplayConfig(mode="off"),
+        "reference": False,
+        "reference_for_loss": False,
         "mtp_coefficient": 0.0,
     }
     return TrainerConfig.model_validate({**dict(trainer), **own})

@@ -18,7 +18,7 @@ from megatron_bridge.config import (
 )
 from miles_like.config.algorithm import AlgorithmConfig, CorrectionConfig
 from miles_like.config.alignment import AlignmentConfig, check_sides, with_deterministic_servers
-from miles_like.config.cluster import ClusterConfig
+from miles_like.config.cluster import ClusterConfig, PoolName
 from miles_like.config.distillation import DistillationConfig
 from miles_like.config.eval import EvalConfig, EvalSet, SetConfig, check_measured
 from miles_like.config.loop import BufferConfig, CheckpointConfig
@@ -41,8 +41,8 @@ class ModelConfig(Section):
     def one_model_is_named(self) -> ModelConfig:
         """With `make`, keys of a model that is loaded would be ignored."""
         is_loaded = "/" in self.path or Path(self.path).is_dir()
-        loads = {"path": self.path if is_loaded else None, "revision": self.revision, "config": self.config}
-        loads["first_layers"] = self.first_layers
+        loads: dict[str, object] = {"path": self.path if is_loaded else None, "revision": self.revision}
+        loads |= {"config": self.config, "first_layers": self.first_layers}
         for key, value in loads.items():
             if self.make is not None and value is not None:
                 raise ValueError(
@@ -214,23 +214,38 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def ranks_fit_the_cluster(self) -> RunConfig:
-        c, world = self.cluster, self.parallel.world_size
-        gpus = c.nodes * c.gpus_per_node
-        if c.gpus_per_node and world > gpus:
-            raise ValueError(
-                f"parallel needs {world} ranks, cluster has {c.nodes} nodes x {c.gpus_per_node} GPUs = {gpus}: "
-                "lower parallel.dp or raise cluster.nodes"
-            )
+        c, pools = self.cluster, self.cluster.pools_of(self.parallel.world_size)
+        has: dict[PoolName, tuple[bool, str]] = {
+            "rollout": (self.servers is not None, "samples nothing"),
+            "critic": (self.algorithm.has_critic, "has no critic"),
+            "reference": (
+                self.servers is not None and self.algorithm.keeps_reference,
+                "scores no sampled response under a reference",
+            ),
+            "teachers": (
+                self.servers is not None and self.distillation.starts_servers,
+                "starts no server of a teacher",
+            ),
+        }
+        for name, (there, why) in has.items():
+            if c.pools.of(name) is not None and not there:
+                raise ValueError(
+                    f"[cluster.pools.{name}] has no effect, because a run with algorithm.name = "
+                    f"{self.algorithm.name!r} and these sections {why}: remove it"
+                )
         if self.servers is None:
             return self
-        engine_gpus = self.rollout.servers * self.rollout.sglang.tp_size
-        if c.gpus_per_node and self.rollout.engine == "sglang":
-            free = gpus if c.colocate else gpus - world
-            if engine_gpus > free:
-                raise ValueError(
-                    f"rollout needs {self.rollout.servers} servers x {self.rollout.sglang.tp_size} GPUs = "
-                    f"{engine_gpus}, {free} are free for it: lower rollout.servers or raise cluster.nodes"
-                )
+        if c.pools.reference is not None and (every := self.algorithm.parts.reference_every):
+            raise ValueError(
+                f"[cluster.pools.reference] holds the initial weights on ranks of their own, algorithm.reference_every "
+                f"= {every} replaces them by trained ones: remove one of the two"
+            )
+        engine_gpus, free = self.rollout.servers * self.rollout.sglang.tp_size, len(pools["rollout"].places)
+        if c.gpus_per_node and self.rollout.engine == "sglang" and engine_gpus > free:
+            raise ValueError(
+                f"rollout needs {self.rollout.servers} servers x {self.rollout.sglang.tp_size} GPUs = "
+                f"{engine_gpus}, {free} are free for it: lower rollout.servers or raise cluster.nodes"
+            )
         return self
 
     @model_validator(mode="after")

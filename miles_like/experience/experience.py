@@ -18,7 +18,7 @@ from miles_like.algorithms.truncation import mask_truncated
 from miles_like.batch.packer import Packer
 from miles_like.batch.unpacking import streams_of
 from miles_like.protocols import Algorithm, Trainer
-from miles_like.types import REFERENCE, RETURNS, VALUES, SampleGroup
+from miles_like.types import REFERENCE, RETURNS, VALUES, SampleGroup, TrainBatch
 from rollout.seeds import seed_of
 
 Advantages = Sequence[Sequence[float | Tensor]]  # [groups][G]: a number, or [S] fp32
@@ -54,12 +54,14 @@ class Experience:
     packer: Packer  # of the trainer; a critic has the same layout
     trainer: Trainer
     critic: Trainer | None = None
+    reference: Trainer | None = None  # ranks with the reference's weights alone; None: the trainer swaps them in
     teachers: Scorer | None = None
     mask_truncated: bool = False
     shuffle_seed: int | None = None
 
     async def score(self, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
-        """The groups with the streams that `algorithm.needs` names and those of the teachers.
+        """The groups with the streams that `algorithm.needs` names, that of the reference's own ranks, and those of the
+        teachers.
 
         The streams are [S] per sample: log-probabilities under the reference's weights and values under the critic's
         current weights, 0 at tokens that were not sampled. Raises ValueError as `mask_truncated`, and the errors of the
@@ -68,17 +70,24 @@ class Experience:
         if self.mask_truncated:
             groups = mask_truncated(groups, steps=self.packer.steps_per_rollout)
         needs, found = self.algorithm.needs, dict[str, Sequence[Sequence[Tensor]]]()
+        if self.reference is not None:
+            needs = needs | {REFERENCE}
         if needs & {REFERENCE, VALUES}:
             bare = _without_routes(groups)
             batch = replace(self.packer, cost=None).batch(bare)
             if REFERENCE in needs:
-                found[REFERENCE] = streams_of(bare, batch, await self.trainer.logprobs(batch, weights=REFERENCE))
+                found[REFERENCE] = streams_of(bare, batch, await self._reference_logprobs(batch))
             if VALUES in needs:
                 assert self.critic is not None, f"algorithm {self.algorithm.name!r} without its critic"
                 found[VALUES] = streams_of(bare, batch, await self.critic.logprobs(batch))
         for name, streams in found.items():
             groups = with_streams(groups, name, streams)
         return groups if self.teachers is None else await self.teachers.score(groups)
+
+    async def _reference_logprobs(self, batch: TrainBatch) -> Sequence[Sequence[Tensor]]:
+        if self.reference is not None:
+            return await self.reference.logprobs(batch)
+        return await self.trainer.logprobs(batch, weights=REFERENCE)
 
     def advantages(self, step: int, groups: Sequence[SampleGroup]) -> Advantages:
         """Advantages of scored groups: for each sample a number, or [S] fp32, one for each of its tokens."""

@@ -15,6 +15,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from miles_like.nodes.members import cluster_gist
+
 _DEATH_IS_KNOWN_S = 10.0  # time limit for Ray to report a dead process; takes 1 s on an idle machine
 _SLICE_S = 5.0
 _STACKS_S = 60.0  # time limit for a task on each node to start and to see the stacks written
@@ -95,8 +97,8 @@ def get_result(ref: ray.ObjectRef[Any], actor: str, timeout_s: float | None) -> 
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError:
         raise RuntimeError(
-            f"{actor} did not answer within {timeout_s:g} s: raise rollout.start_timeout_s, or see logs/ in the run "
-            "directory"
+            f"{actor} did not answer within {timeout_s:g} s; {cluster_gist()}: raise rollout.start_timeout_s, or see "
+            "logs/ in the run directory"
         ) from None
     except RayError as e:
         raise RuntimeError(f"{actor}: {error_message(e)}") from None

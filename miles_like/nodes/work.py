@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from miles_like.nodes.members import living_nodes, node_ids
+from miles_like.nodes.members import Node, cluster_gist
 from miles_like.nodes.waits import error_message, on_node, write_stacks
 
 Alive = Callable[[], None]  # reports progress; the work calls it after each part; cheap
@@ -35,21 +35,26 @@ _SLICE_S = 5.0  # between two checks of the progress
 _ENDED_S = 60.0  # time limit for a cancelled process to end
 
 
-def on_every_node(work: NodeWork[R], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[R]:
+def on_every_node(work: NodeWork[R], nodes: Sequence[Node], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[R]:
     """Run `work` once on each node, concurrently; return the results in node order. Raises the first failure."""
-    return _watched(partial(_call, work), [(node, ()) for node in node_ids()], ("staging", "run again"), timeout_s)
+    return _watched(partial(_call, work), [(node, ()) for node in nodes], ("staging", "run again"), timeout_s)
 
 
 def over_nodes(
-    work: Callable[[int], None], numbers: Sequence[int], *, each: int, timeout_s: float = DEFAULT_TIMEOUT_S
+    work: Callable[[int], None],
+    numbers: Sequence[int],
+    *,
+    nodes: Sequence[Node],
+    each: int,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Call `work(n)` for every number, in `each` processes on every node; a process takes consecutive numbers.
 
     The first failure cancels the other processes and is raised unchanged once all have ended.
     """
-    nodes = [node for node in node_ids() for _ in range(each)]
-    share = -(-len(numbers) // len(nodes))
-    parts = [(node, tuple(numbers[i * share : (i + 1) * share])) for i, node in enumerate(nodes)]
+    workers = [node for node in nodes for _ in range(each)]
+    share = -(-len(numbers) // len(workers))
+    parts = [(node, tuple(numbers[i * share : (i + 1) * share])) for i, node in enumerate(workers)]
     kept = "what is converted is kept: run again"
     _watched(partial(_do_all, work), [part for part in parts if part[1]], ("convert", kept), timeout_s)
 
@@ -94,7 +99,7 @@ def _work(job: Job[R], numbers: Sequence[int], number: int, progress: Any, least
 
 
 def _watched(
-    job: Job[R], parts: Sequence[tuple[str, Sequence[int]]], words: tuple[str, str], timeout_s: float
+    job: Job[R], parts: Sequence[tuple[Node, Sequence[int]]], words: tuple[str, str], timeout_s: float
 ) -> list[R]:
     """Run `job(numbers, alive)` for every part (node, numbers); return the results in order.
 
@@ -103,7 +108,9 @@ def _watched(
     task: Any = ray.remote(num_cpus=0, max_retries=0)(_work)
     shared = ray.put(job)  # once and not with each task: it lists every piece of the checkpoint
     refs = [
-        task.options(scheduling_strategy=on_node(node)).remote(shared, numbers, i, progress, min(1.0, timeout_s / 10))
+        task.options(scheduling_strategy=on_node(node.id)).remote(
+            shared, numbers, i, progress, min(1.0, timeout_s / 10)
+        )
         for i, (node, numbers) in enumerate(parts)
     ]
     left = list(refs)
@@ -130,7 +137,7 @@ def _watched(
 class _Watch:
     """Detects processes that have reported nothing for `timeout_s` seconds."""
 
-    def __init__(self, progress: Any, nodes: Sequence[str], words: tuple[str, str], timeout_s: float) -> None:
+    def __init__(self, progress: Any, nodes: Sequence[Node], words: tuple[str, str], timeout_s: float) -> None:
         self._progress, self._nodes, self._timeout_s = progress, nodes, timeout_s
         self._name, self._again = words
         self.slice_s = min(_SLICE_S, timeout_s / 4)
@@ -157,12 +164,11 @@ class _Watch:
         return self._timeout_s if i in self._seen else max(_START_S, self._timeout_s)
 
     def _timeout_message(self, i: int) -> str:
-        address = next((n["NodeManagerAddress"] for n in living_nodes() if n["NodeID"] == self._nodes[i]), "?")
-        what = f"{self._name}: a process on node {address} made no progress for {self._limit(i):g} s"
+        what = f"{self._name}: a process on node {self._nodes[i].address} made no progress for {self._limit(i):g} s"
         remedy = f"raise cluster.timeout_s if its disk is only slow; {self._again}"
         if i not in self._seen:
-            return f"{what}, it did not start; {remedy}"
+            return f"{what}, it did not start; {cluster_gist()}; {remedy}"
         pid, log, _ = self._seen[i]
-        if not write_stacks([self._nodes[i]], [pid], [Path(log)]):
+        if not write_stacks([self._nodes[i].id], [pid], [Path(log)]):
             return f"{what} and its node does not answer; {remedy}"
         return f"{what}: its stacks are at the end of {log} there; {remedy}"

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_bridge.config import ParallelConfig
 from megatron_bridge.convert.units import ConvertReport, Spread
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.layout import check_layout
 from miles_like.hf.checkpoint import read_config
+
+if TYPE_CHECKING:
+    from miles_like.nodes.members import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +26,30 @@ class ConvertWork:
 
     memory_limit: int  # bytes, of all processes of one machine
     workers: int  # processes on each machine
-    ray_address: str | None  # a cluster whose nodes share the work; None: this machine alone
+    nodes: Callable[[], Sequence[Node]] | None  # the nodes of a joined cluster, which share it; None: this machine
     timeout_s: float = 1800.0  # without progress of a process on a cluster's node, after which the conversion fails
 
     def spread(self) -> Spread | None:
-        if self.ray_address is None:
+        if self.nodes is None:
             return None
-        from miles_like.nodes.session import start_ray
         from miles_like.nodes.work import over_nodes
 
-        start_ray(self.ray_address)
-        return partial(over_nodes, each=self.workers, timeout_s=self.timeout_s)
+        return partial(over_nodes, nodes=self.nodes(), each=self.workers, timeout_s=self.timeout_s)
+
+
+def cluster_nodes(ray_address: str | None) -> Callable[[], Sequence[Node]] | None:
+    """Joins the cluster at the address and returns all its nodes; None without an address."""
+    if ray_address is None:
+        return None
+
+    def nodes() -> Sequence[Node]:
+        from miles_like.nodes.members import living_nodes
+        from miles_like.nodes.session import start_ray
+
+        start_ray(ray_address)
+        return living_nodes()
+
+    return nodes
 
 
 def to_megatron(

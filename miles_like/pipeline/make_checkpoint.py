@@ -21,9 +21,9 @@ from megatron_bridge.config import OptimizerConfig, PrecisionConfig, ReplayConfi
 from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
 from miles_like.algorithms.sft import NllLoss
-from miles_like.cluster.actors import check_nodes
 from miles_like.cluster.factories import CheckpointWriter, MegatronFactory
 from miles_like.cluster.placement import plan_placement
+from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.config.make import MakeConfig
 from miles_like.config.run import RunConfig
@@ -39,9 +39,9 @@ from rollout.prompts.config import DataConfig
 _BIAS_RATE = 1e-3  # DeepSeek-V3's (arXiv 2412.19437, section 4.2)
 
 
-def make_checkpoint(config: RunConfig, out: Path, console: Console) -> None:
+def make_checkpoint(config: RunConfig, out: Path, console: Console, nodes: Callable[[], RunNodes]) -> None:
     """Write the checkpoint that `config.model.make` describes to `out`; print a message if the warm-up misses its
-    target."""
+    target. nodes: the run's, asked for when ranks are started."""
     make = config.model.make
     assert make is not None
     hf_config = read_config_file(Path(make.config))
@@ -53,7 +53,7 @@ def make_checkpoint(config: RunConfig, out: Path, console: Console) -> None:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy2(Path(make.tokenizer) / name, bf16 / name)
         to_megatron(bf16, shards)
-        _warm_up_and_write(config, make, bf16, shards, hf_config, out, console)
+        _warm_up_and_write(config, make, bf16, shards, hf_config, out, console, nodes)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -66,15 +66,16 @@ def _warm_up_and_write(
     hf_config: dict[str, Any],
     out: Path,
     console: Console,
+    nodes: Callable[[], RunNodes],
 ) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(bf16)  # its annotations take lists, not sequences
     corpus = [example for path in make.corpora for example in _read(config, tokenizer, path, make.answer_key)]
     validation = _read(config, tokenizer, make.validation, "answer")
     plan = plan_placement(config.cluster, config.parallel, config.servers)
-    check_nodes(plan)
     trainer = RayTrainer(
         MegatronFactory(_trainer_config(config, make, bf16, hf_config), shards, NllLoss()),
         plan.of("trainer"),
+        nodes(),
         dp_size=config.parallel.dp,
         log_dir=out.parent / "logs",
         timeout_s=config.cluster.timeout_s,

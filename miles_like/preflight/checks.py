@@ -19,7 +19,7 @@ from miles_like.config.run import RunConfig
 from miles_like.hf.tokenizer import LazyTokenizer
 from miles_like.pipeline.check_results import CheckResult, NotCheckedError, Outcome, run_check
 from miles_like.pipeline.stages import Stage
-from miles_like.preflight.machine import Machines, check_url
+from miles_like.preflight.machine import Cluster, Machines, check_url
 from miles_like.protocols import RewardFn
 from miles_like.types import Prompt, SampleGroup, Unit
 from rollout.prompts.config import DataConfig
@@ -41,12 +41,12 @@ class Preflight:
         config: RunConfig,
         stages: Sequence[Stage],
         to_do: Sequence[str],
-        ray_address: str | None,
+        cluster: Cluster,
         *,
         online: bool,
     ) -> None:
         self.config, self.to_do, self.online = config, to_do, online
-        self.machines = Machines(config, stages, to_do, ray_address)
+        self.machines = Machines(config, stages, to_do, cluster)
         self.prompts: list[Prompt] = []  # of all readable sources, training's before evaluation's
         self.trained: list[Prompt] = []  # of the training sources
         self.examples: list[SampleGroup] = []

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from miles_like.cluster.environment import driver_secrets, secret_names
@@ -19,6 +20,9 @@ from miles_like.config.run import RunConfig
 from miles_like.nodes.probe import EngineFound, NodeProbe, ProbeResult, bytes_under, disk_of, gpus
 from miles_like.pipeline.check_results import CheckResult, NotCheckedError, Outcome, run_check
 from miles_like.pipeline.stages import Stage
+
+if TYPE_CHECKING:
+    from miles_like.cluster.run_nodes import RunNodes
 
 ANSWER_S = 5.0  # time limit of a connection to a server or a cluster
 _GIB = 1 << 30
@@ -136,17 +140,26 @@ def _connect(host: str, port: int, failure: str, remedy: str) -> None:
         raise ValueError(f"{failure} ({getattr(e, 'strerror', None) or e}): {remedy}") from None
 
 
+class Cluster(Protocol):
+    """The cluster of a run, whose nodes are chosen once."""
+
+    ray_address: str | None
+    reserves: bool  # whether `nodes` reserves the nodes' GPUs
+
+    def join(self) -> None: ...
+    def nodes(self) -> RunNodes: ...
+
+
 class Machines:
     """The machine checks of one run."""
 
-    def __init__(
-        self, config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str], ray_address: str | None
-    ) -> None:
-        self.config, self.ray_address = config, ray_address
+    def __init__(self, config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str], cluster: Cluster) -> None:
+        self.config, self.cluster, self.ray_address = config, cluster, cluster.ray_address
         self.trains = "train" in to_do
         self.needs = disk_needs(config, stages, to_do)
         self.directories = [s.directory for s in stages if s.name in to_do]
-        self.uses_ray = bool({"stage", "train"} & set(to_do)) or (config.model.make is not None and "fetch" in to_do)
+        self.starts_ranks = self.trains or (config.model.make is not None and "fetch" in to_do)
+        self.uses_ray = self.starts_ranks or "stage" in to_do
 
     @cached_property
     def placement(self) -> PlacementPlan:
@@ -219,21 +232,20 @@ class Machines:
         ]
         if not self.uses_ray:
             return out
-        from miles_like.cluster.actors import check_nodes
-        from miles_like.nodes.members import gpus_of_nodes
-        from miles_like.nodes.session import start_ray
         from miles_like.nodes.work import on_every_node
 
-        ray = run_check("Ray", lambda: start_ray(self.ray_address))
+        ray = run_check("Ray", self.cluster.join)
         out.append(ray)
         if ray.outcome is not Outcome.OK:
             return out
-        nodes = run_check("nodes", lambda: check_nodes(self.placement))
+        self.cluster.reserves = self.starts_ranks
+        nodes = run_check("nodes", self.cluster.nodes)
         out.append(nodes)
         if nodes.outcome is Outcome.OK:
-            probes = on_every_node(self._probe(imports=True))
-            for i, (probe, ray_gpus) in enumerate(zip(probes, gpus_of_nodes(), strict=True)):
-                node: ProbeResult = {**probe, "gpus": ray_gpus}  # ranks get only the GPUs that Ray was started with
+            chosen = self.cluster.nodes().nodes
+            probes = on_every_node(self._probe(imports=True), chosen)
+            for i, (probe, of) in enumerate(zip(probes, chosen, strict=True)):
+                node: ProbeResult = {**probe, "gpus": of.gpus}  # ranks get only the GPUs that Ray was started with
                 out += [run_check(name, check) for name, check in self._node_checks(i, node, here=False).items()]
         return out
 

@@ -34,6 +34,7 @@ from miles_like.pipeline.stages import (
 )
 from miles_like.run.model_plan import PlannedModel, model_plan, planned_model
 from miles_like.run.rollout_side import RolloutSide, server_launch
+from miles_like.run.run_cluster import RunCluster
 from miles_like.storage.staging import StageFiles
 from miles_like.verify.report import Report as AlignmentReport
 from quant.hf_config import quantized_config
@@ -46,49 +47,49 @@ if TYPE_CHECKING:
 
 
 def stage_functions(
-    config: RunConfig, model: PlannedModel | None, console: Console, ray_address: str | None
+    config: RunConfig, model: PlannedModel | None, console: Console, cluster: RunCluster
 ) -> StageFunctions:
-    """The functions of the five stages; the first that uses Ray starts it. model: None: known once it is fetched."""
+    """The functions of the five stages; the first that uses Ray starts it and chooses the nodes of all. model: None:
+    known once it is fetched."""
 
     def make(config: RunConfig, out: Path) -> None:
-        from miles_like.nodes.session import start_ray
         from miles_like.pipeline.make_checkpoint import make_checkpoint
 
-        start_ray(ray_address)
-        make_checkpoint(config, out, console)
+        cluster.join()
+        make_checkpoint(config, out, console, cluster.nodes)
 
     def stage(work: StageFiles) -> Sequence[Mapping[str, Any]]:
-        from miles_like.nodes.session import start_ray
         from miles_like.nodes.work import on_every_node
 
-        start_ray(ray_address)
-        return on_every_node(work, timeout_s=config.cluster.timeout_s)
+        return on_every_node(work, cluster.nodes().nodes, timeout_s=config.cluster.timeout_s)
 
     def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
-        from miles_like.nodes.session import start_ray
+        from miles_like.run.launcher import Launcher
 
-        start_ray(ray_address)
+        launcher = Launcher(cluster)
         if config.servers is None:
             from miles_like.run.supervised import train_supervised
 
-            train_supervised(model_plan(config, run_dir, served, weights), console, resume=resume)
+            train_supervised(model_plan(config, run_dir, served, weights), console, resume=resume, launcher=launcher)
         else:
             from miles_like.run.train import train as train_with_rollout
 
-            train_with_rollout(model_plan(config, run_dir, served, weights), console, resume=resume)
+            plan = model_plan(config, run_dir, served, weights)
+            train_with_rollout(plan, console, resume=resume, launcher=launcher)
 
     def convert(hf_dir: Path, out: Path) -> None:
         from miles_like.pipeline.convert import ConvertWork, to_megatron
 
         c, p = config.convert, config.parallel
-        cluster = ray_address if config.cluster.nodes > 1 else None
-        work = ConvertWork(int(c.memory_limit_gib * (1 << 30)), c.workers, cluster, config.cluster.timeout_s)
+        shared = cluster.ray_address is not None and config.cluster.nodes > 1
+        nodes = (lambda: cluster.nodes().nodes) if shared else None
+        work = ConvertWork(int(c.memory_limit_gib * (1 << 30)), c.workers, nodes, config.cluster.timeout_s)
         to_megatron(hf_dir, out, work, tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp)
 
     def preflight(stages: Sequence[Stage], to_do: Sequence[str], online: bool) -> Preflight:
         from miles_like.preflight.checks import Preflight
 
-        return Preflight(config, stages, to_do, ray_address, online=online)
+        return Preflight(config, stages, to_do, cluster, online=online)
 
     return StageFunctions(
         make=make,
@@ -190,7 +191,15 @@ def _describe_trainer(model: PlannedModel) -> str:
 def staged(config: RunConfig, run_dir: Path, console: Console, ray_address: str | None) -> Path:
     """The directory of the job's checkpoint, made if it does not exist, with the folders `hf` (for servers) and
     `megatron`."""
-    functions = stage_functions(config, known_model(config), console, ray_address)
+    cluster = RunCluster(config, run_dir, console, ray_address)
+    try:
+        return _staged(config, run_dir, console, cluster)
+    finally:
+        cluster.release()
+
+
+def _staged(config: RunConfig, run_dir: Path, console: Console, cluster: RunCluster) -> Path:
+    functions = stage_functions(config, known_model(config), console, cluster)
     *before, _ = plan_stages(config, run_dir, functions, mode="fresh")
     return run_stages(before, [s.name for s in before], console, fresh=False)["stage"].root
 
@@ -200,14 +209,15 @@ def verify(
 ) -> tuple[AlignmentReport, list[Path]]:
     """Start both sides on the job's checkpoint, made if it does not exist, and compare them; plots are written to
     `run_dir`/verify. Raises ValueError or RuntimeError."""
-    root = staged(config, run_dir, console, ray_address)
-    from miles_like.nodes.session import start_ray
+    cluster = RunCluster(config, run_dir, console, ray_address)
+    root = _staged(config, run_dir, console, cluster)
+    from miles_like.run.launcher import Launcher
     from miles_like.run.verify import VerifyRun
     from miles_like.verify.plots import write_plots
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    run = VerifyRun(RolloutSide(plan=model_plan(config, run_dir, root / "hf", root / "megatron")), options)
+    plan = model_plan(config, run_dir, root / "hf", root / "megatron")
+    run = VerifyRun(RolloutSide(plan=plan), options, launcher=Launcher(cluster))
     run_to_end(run.meet())
-    start_ray(ray_address)
     found = run.report()
     return found, write_plots(found, run_dir / "verify")

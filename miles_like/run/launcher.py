@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import gc
 
+from rich.console import Console
+
 from miles_like.algorithms.registry import make_critic_loss
-from miles_like.cluster.actors import check_nodes
 from miles_like.cluster.factories import MegatronFactory
 from miles_like.cluster.rollout_servers import RayServers
+from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.protocols import LossFn
 from miles_like.run.model_plan import ModelPlan
 from miles_like.run.rollout_side import RolloutSide
+from miles_like.run.run_cluster import RunCluster
 
 
 class Launcher:
-    """Starts the processes of a run as Ray actors on the cluster that this process has joined."""
+    """Starts the processes of a run as Ray actors. cluster: of the run; None: nodes are chosen from the cluster that
+    this process has joined, or else from a local one."""
+
+    cluster: RunCluster | None
+
+    def __init__(self, cluster: RunCluster | None = None) -> None:
+        self.cluster = cluster
+
+    def nodes(self, plan: ModelPlan) -> RunNodes:
+        """The nodes of the run, chosen by the first call. Raises as `RunCluster.nodes`."""
+        if self.cluster is None:
+            self.cluster = RunCluster(plan.config, plan.run_dir, Console(), None)
+        return self.cluster.nodes()
 
     def check(self, plan: ModelPlan) -> None:
-        """Raises ValueError when the placement needs more nodes than the cluster has."""
-        check_nodes(plan.placement)
+        """Choose the run's nodes and reserve their GPUs. Raises as `RunCluster.nodes`."""
+        self.nodes(plan)
 
     def trainer(self, plan: ModelPlan, loss: LossFn) -> RayTrainer:
         """Start the trainer ranks with the run's initial weights."""
@@ -27,6 +42,7 @@ class Launcher:
         return RayTrainer(
             MegatronFactory(plan.model.trainer, plan.weights, loss, 2 * timeout_s),
             plan.placement.of("trainer"),
+            self.nodes(plan),
             dp_size=plan.config.parallel.dp,
             log_dir=plan.logs,
             timeout_s=timeout_s,
@@ -41,6 +57,23 @@ class Launcher:
         return RayTrainer(
             MegatronFactory(config, plan.weights, loss, 2 * timeout_s),
             plan.placement.critics(),
+            self.nodes(plan),
+            dp_size=plan.config.parallel.dp,
+            log_dir=plan.logs,
+            timeout_s=timeout_s,
+        )
+
+    def reference(self, plan: ModelPlan, loss: LossFn) -> RayTrainer | None:
+        """Start the ranks that compute log-probabilities under the reference's weights, the run's initial ones. loss:
+        of the trainer, which they never compute. None: the reference has no pool of its own."""
+        config = plan.model.reference
+        if config is None:
+            return None
+        timeout_s = plan.config.cluster.timeout_s
+        return RayTrainer(
+            MegatronFactory(config, plan.weights, loss, 2 * timeout_s),
+            plan.placement.of("reference"),
+            self.nodes(plan),
             dp_size=plan.config.parallel.dp,
             log_dir=plan.logs,
             timeout_s=timeout_s,
@@ -51,7 +84,7 @@ class Launcher:
         no expert routes; True: they return them if the run uses them."""
         plan = rollout.plan
         launches = [(slot, rollout.launch(slot, version, routing=routing)) for slot in plan.placement.of("rollout")]
-        return RayServers(launches, plan.logs, plan.config.rollout.start_timeout_s)
+        return RayServers(launches, self.nodes(plan), plan.logs, plan.config.rollout.start_timeout_s)
 
 
 def freeze_gc() -> None:

@@ -17,7 +17,7 @@ from megatron_bridge.plan.layout import check_layout
 from megatron_bridge.plan.precision import served_spec
 from megatron_bridge.plan.resolve import Resolved, resolve, trained_config
 from miles_like.cluster.placement import PlacementPlan, plan_placement
-from miles_like.config.ranks import critic_config, trainer_config
+from miles_like.config.ranks import critic_config, reference_config, trainer_config
 from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.hf.tokenizer import load_tokenizer
@@ -50,6 +50,7 @@ class PlannedModel:
     spec: QuantSpec | None  # how the served checkpoint stores them
     trainer: TrainerConfig  # of each trainer rank
     critic: TrainerConfig | None  # of each critic rank; None: there is no critic
+    reference: TrainerConfig | None  # of each rank in the reference's pool; None: it has none
     resolved: Resolved  # of the trainer ranks, on GPUs with TransformerEngine
     routing: RoutingShape | None  # of the expert routes that servers return with each token; None: they return none
 
@@ -76,6 +77,7 @@ def planned_model(config: RunConfig, hf: Mapping[str, Any], directory: Path) -> 
         spec=spec,
         trainer=trainer,
         critic=critic,
+        reference=reference_config(config, trainer),
         resolved=resolve(trainer, trained_config(trainer, served), cuda=cuda, te=cuda),
         routing=_routing_shape(config, family, served),
     )

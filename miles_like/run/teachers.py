@@ -14,8 +14,9 @@ from megatron_bridge.convert.manifest import Manifest
 from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
 from miles_like.batch.packer import Packer
-from miles_like.cluster.placement import Slot
+from miles_like.cluster.placement import plan_placement
 from miles_like.cluster.rollout_servers import RayServers
+from miles_like.cluster.run_nodes import RunNodes
 from miles_like.config.distillation import (
     MadeServer,
     PromptedPolicy,
@@ -54,8 +55,9 @@ class RunTeachers:
         tokenizer: RunTokenizer,
         console: Console,
         key: ServerKey,  # of the servers that it starts
+        nodes: Callable[[], RunNodes],  # of the run
     ) -> None:
-        self.key = key
+        self.key, self.nodes = key, nodes
         self.config, self.section = config, config.distillation
         self.run_dir, self.student, self.tokenizer, self.console = run_dir, student, tokenizer, console
         self._paths: dict[str, Path] = {}  # of teachers of weights: a converted directory; of servers: Hugging Face's
@@ -77,6 +79,7 @@ class RunTeachers:
         served = [name for name, t in self.section.teachers.items() if isinstance(t.part, StartedServer | MadeServer)]
         logs = (self.run_dir / "logs" / "teachers").resolve()
         launches = []
+        placement = plan_placement(self.config.cluster, self.config.parallel, self.config.servers)
         for i, name in enumerate(served):
             embedded = self.config.rollout.embedded.model_copy(update={"return_gates": False})
             launch = ServerLaunch(
@@ -86,9 +89,9 @@ class RunTeachers:
                 return_routed_experts=False,
                 key=self.key,
             )
-            launches.append((Slot(role="rollout", index=i, node=0, gpus=()), launch))
+            launches.append((placement.teacher(i), launch))
         if launches:
-            self._servers = RayServers(launches, logs, self.config.rollout.start_timeout_s)
+            self._servers = RayServers(launches, self.nodes(), logs, self.config.rollout.start_timeout_s)
             self._urls = dict.fromkeys(served, "")
 
     def wait(self) -> None:
@@ -176,7 +179,7 @@ class RunTeachers:
             "fetch",  # as for the student: a checkpoint that both use is made once
             source_inputs(model),
             f"teacher {name}: {describe(model)}",
-            lambda out: fetch(model, out, lambda data: make_checkpoint(config, data, self.console)),
+            lambda out: fetch(model, out, lambda data: make_checkpoint(config, data, self.console, self.nodes)),
             visible_files,
         )
 

@@ -103,9 +103,7 @@ def train(
     resumed = files.resume() if resume else None
     plan.run_dir.mkdir(parents=True, exist_ok=True)
     store_config(plan.config, plan.run_dir / "config.toml")
-    teachers = RunTeachers(
-        plan.config, plan.run_dir, student=plan.hf.config, tokenizer=plan.tokenizer, console=console, key=rollout.key
-    )
+    teachers = _teachers(rollout, launcher, console)
     teachers.prepare()
     started = time.perf_counter()
     with contextlib.ExitStack() as stopping:
@@ -114,6 +112,7 @@ def train(
         servers = launcher.servers(rollout, resumed.state.weight_version if resumed else 0)
         stopping.callback(servers.stop)
         trainer, critic = launcher.trainer(plan, algorithm.loss), launcher.critic(plan)
+        reference = launcher.reference(plan, algorithm.loss)
         urls = servers.wait()
         teachers.wait()
         critics = "" if critic is None else f" and {len(plan.placement.critics())} of the critic"
@@ -132,12 +131,26 @@ def train(
             teachers=teachers,
             trainer=trainer,
             critic=critic,
+            reference=reference,
             console=console,
             controller=controller,
         )
         run_to_end(run.loop(urls), run.stop, plan.config.checkpoint.grace_s)
     write_report(plan.run_dir)
     console.print(f"{'':12}report: {plan.run_dir / 'report.html'}")
+
+
+def _teachers(rollout: RolloutSide, launcher: Launcher, console: Console) -> RunTeachers:
+    plan = rollout.plan
+    return RunTeachers(
+        plan.config,
+        plan.run_dir,
+        student=plan.hf.config,
+        tokenizer=plan.tokenizer,
+        console=console,
+        key=rollout.key,
+        nodes=lambda: launcher.nodes(plan),
+    )
 
 
 class TrainingRun:
@@ -155,6 +168,7 @@ class TrainingRun:
         teachers: RunTeachers,
         trainer: RayTrainer,
         critic: RayTrainer | None,
+        reference: RayTrainer | None = None,
         console: Console,
         controller: type[Controller] = Controller,
     ) -> None:
@@ -163,6 +177,7 @@ class TrainingRun:
         self.runner = runner
         self.resumed, self.teachers, self.trainer, self.console = resumed, teachers, trainer, console
         self.models = {"trainer": trainer} | ({} if critic is None else {"critic": critic})
+        self.reference = reference
         self.controller = controller
         self.stop = StopRequest()
         self.deadline = Deadline(self.stop, self.config.checkpoint.deadline_s, began=command_began())
@@ -214,7 +229,7 @@ class TrainingRun:
                 await engine.close()
                 await EnginePool(eval_clients).close()
                 await teachers.close()
-                for ranks in self.models.values():
+                for ranks in (*self.models.values(), *([] if self.reference is None else [self.reference])):
                     await ranks.close()
 
     async def publish_first(self) -> tuple[int, PublishReport | None]:
@@ -269,6 +284,7 @@ class TrainingRun:
                 packer=packs,
                 trainer=self.trainer,
                 critic=self.models.get("critic"),
+                reference=self.reference,
                 teachers=teachers,
                 mask_truncated=c.algorithm.parts.mask_truncated,
                 shuffle_seed=c.seed if c.algorithm.parts.shuffle_advantages else None,

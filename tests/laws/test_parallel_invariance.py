@@ -110,7 +110,7 @@ CASES = {name: case for cases in RANKS.values() for name, case in cases.items()}
 # of other models than MLA's, the layouts that each adds something to
 FIRST = ("TP2, GQA", "CP2, GQA", "PP2, uneven, dense", "TP2, candidates", "CP2, recomputed, candidates")
 FIRST += ("EP2, scalar head", "PP2xVPP2, MTP", "EP2, GLM", *PACKINGS, *UNEVEN)
-# of MLA's, one of each kind; those recomputed and those without overlap have laws of their own
+# of MLA's, one of each kind; recomputation and overlap have separate laws
 FIRST += tuple(
     f"{name}, MLA" for name in (*list(TWO)[:8], "EP2", "CP2", "CP2xEP2 over the same ranks", "TP2, recomputed")
 )

@@ -9,7 +9,7 @@ import contextlib
 import json
 import socket
 import venv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from miles_like.cluster import actors
+from miles_like.cluster.run_nodes import RunNodes
 from miles_like.config.load import load_config, store_config
 from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import write_hf
 from miles_like.hf.tokenizer import LazyTokenizer
 from miles_like.nodes import members, session, work
+from miles_like.nodes.members import Node
 from miles_like.nodes.probe import NodeProbe, find_engine, is_free
 from miles_like.pipeline.check_results import CheckResult, Outcome, raise_failures, run_check
 from miles_like.pipeline.run_directory import check_run_dir
@@ -32,6 +33,7 @@ from miles_like.preflight import machine as preflight_machine
 from miles_like.preflight.checks import ROWS, Preflight
 from miles_like.preflight.machine import DiskNeed, check_disks, disk_needs
 from miles_like.run import assemble
+from miles_like.run.run_cluster import RunCluster
 from tests.support.fakes import FakeServer
 from tests.support.refusals import Facts, refuses
 
@@ -41,10 +43,17 @@ GIB = 1 << 30
 ENGINE, AT = "rollout.engine=sglang", "rollout.sglang.python=/e/python"
 
 
+def cluster_of(config: RunConfig, run_dir: Path) -> RunCluster:
+    return RunCluster(config, run_dir, Console(quiet=True), None)
+
+
 def planned(config: RunConfig, run_dir: Path) -> list[Stage]:
-    return plan_stages(
-        config, run_dir, assemble.stage_functions(config, assemble.known_model(config), Console(quiet=True), None)
-    )
+    model, cluster = assemble.known_model(config), cluster_of(config, run_dir)
+    return plan_stages(config, run_dir, assemble.stage_functions(config, model, Console(quiet=True), cluster))
+
+
+def checks_of(config: RunConfig, run_dir: Path, to_do: Sequence[str], *, online: bool) -> Preflight:
+    return Preflight(config, planned(config, run_dir), to_do, cluster_of(config, run_dir), online=online)
 
 
 def start(config: RunConfig, run_dir: Path, ran: list[str]) -> None:
@@ -58,7 +67,7 @@ def start(config: RunConfig, run_dir: Path, ran: list[str]) -> None:
         STAGES,
         Console(quiet=True),
         fresh=False,
-        preflight=lambda to_do: Preflight(config, stages, to_do, None, online=True),
+        preflight=lambda to_do: Preflight(config, stages, to_do, cluster_of(config, run_dir), online=True),
     )
 
 
@@ -79,13 +88,23 @@ def one_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     def start_ray(address: str | None) -> None:
         answers["started"] += 1
 
-    def on_every_node(probe: NodeProbe) -> list[Mapping[str, Any]]:
+    def on_every_node(probe: NodeProbe, nodes: Sequence[Node]) -> list[Mapping[str, Any]]:
         return [probe() | {k: v for k, v in answers.items() if k != "started"}]
 
     monkeypatch.setattr(session, "start_ray", start_ray)
     monkeypatch.setattr(work, "on_every_node", on_every_node)
-    monkeypatch.setattr(actors, "node_ids", lambda: ["a"])
-    monkeypatch.setattr(members, "gpus_of_nodes", lambda: [answers.get("gpus", 0)])
+
+    def nodes(cluster: RunCluster) -> RunNodes:
+        c = cluster.config.cluster
+        found = members.suitable_nodes(c.nodes, c.gpus_per_node, timeout_s=c.timeout_s, say=lambda _: None)
+        return RunNodes(nodes=found, facts=(), cluster=c)
+
+    def living_nodes() -> tuple[Node, ...]:
+        return (Node(id="a", address="10.0.0.1", host="a", gpus=answers.get("gpus", 0), cores=1),)
+
+    monkeypatch.setattr(members, "living_nodes", living_nodes)
+    monkeypatch.setattr(members, "is_local", lambda: True)
+    monkeypatch.setattr(RunCluster, "nodes", nodes)
     yield answers
 
 
@@ -175,7 +194,9 @@ def test_a_reward_model_that_is_sent_tokens_waits_for_the_tokenizer(tmp_path: Pa
         reward = f"reward={{name='reward_model',reward_model={{url='{server.url}',send='tokens'}}}}"
         sets = ["model.make=false", "model.path=owner/name", f"data.train={rows}", f"data.eval={rows}", reward]
         config = load_config(TINY, sets)
-        preflight = Preflight(config, planned(config, tmp_path / "runs" / "a"), STAGES, None, online=True)
+        preflight = Preflight(
+            config, planned(config, tmp_path / "runs" / "a"), STAGES, cluster_of(config, tmp_path), online=True
+        )
         before = {c.name: c for c in preflight.run()}
         assert before["reward reward_model"].outcome is Outcome.NOT_CHECKED and not server.calls
         raise_failures(preflight.fetched(CONFIGS / "tiny"))
@@ -202,7 +223,9 @@ def test_rows_are_held_to_a_tokenizer_that_comes_with_the_model(tmp_path: Path, 
     rows.write_text("".join(json.dumps({"prompt": "1" * 40, "answer": str(i), "id": str(i)}) + "\n" for i in range(3)))
     sets = ["model.make=false", "model.path=owner/name", f"data.train={rows}", "data.max_prompt_tokens=39"]
     config = load_config(TINY, [*sets, f"data.eval={rows}"])
-    preflight = Preflight(config, planned(config, tmp_path / "runs" / "a"), STAGES, None, online=True)
+    preflight = Preflight(
+        config, planned(config, tmp_path / "runs" / "a"), STAGES, cluster_of(config, tmp_path), online=True
+    )
     before = {c.name: c for c in preflight.run()}
     assert before[str(rows)].outcome is Outcome.NOT_CHECKED and "tokenizer" in before[str(rows)].text
     with refuses(ValueError, 40, "data.max_prompt_tokens", 39):
@@ -215,10 +238,14 @@ def test_only_the_first_rows_are_read(tmp_path: Path, one_node: dict[str, Any]) 
     text = "".join(json.dumps({"prompt": "1+1=", "answer": "2", "id": str(i)}) + "\n" for i in range(ROWS))
     rows.write_text(text + "broken\n")
     config = load_config(TINY, [f"data.train={rows}"])
-    raise_failures(Preflight(config, planned(config, tmp_path), ["train"], None, online=False).run())
+    raise_failures(
+        Preflight(config, planned(config, tmp_path), ["train"], cluster_of(config, tmp_path), online=False).run()
+    )
     rows.write_text("broken\n" + text)
     with refuses(ValueError, 1, "JSON"):
-        raise_failures(Preflight(config, planned(config, tmp_path), ["train"], None, online=False).run())
+        raise_failures(
+            Preflight(config, planned(config, tmp_path), ["train"], cluster_of(config, tmp_path), online=False).run()
+        )
 
 
 def test_disk_is_summed_over_the_stages_of_a_file_system() -> None:

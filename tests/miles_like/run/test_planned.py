@@ -17,6 +17,7 @@ from miles_like.config.run import RunConfig
 from miles_like.pipeline.stages import Stage, plan_stages
 from miles_like.run.assemble import known_model, stage_functions
 from miles_like.run.model_plan import model_plan, planned_model
+from miles_like.run.run_cluster import RunCluster
 from miles_like.run.train import TrainingRun
 from quant.hf_config import spec_to_hf
 from quant.registry import make_codec
@@ -30,7 +31,9 @@ _INT4 = ["precision.format=int4", "precision.qat=false", "precision.allow_withou
 
 
 def _plan(config: RunConfig, where: Path) -> dict[str, Stage]:
-    parts = stage_functions(config, known_model(config), Console(file=io.StringIO()), None)
+    console = Console(file=io.StringIO())
+    cluster = RunCluster(config, where / "run", console, None)
+    parts = stage_functions(config, known_model(config), console, cluster)
     return {stage.name: stage for stage in plan_stages(config, where / "run", parts)}
 
 

@@ -1,0 +1,239 @@
+"""Whole GPUs that Ray keeps for one run, and what each of its nodes reports.
+
+A run on GPUs holds one Ray placement group with a bundle of all its GPUs on each chosen node. Ray creates all bundles
+or none, and gives their GPUs to no other job until the group is removed, at the latest when the run's driver ends in
+any way. An actor in each bundle takes its GPUs, so that Ray names them. Ranks and servers ask Ray for no GPU: each is
+started on its node with the CUDA_VISIBLE_DEVICES of its slot, so two of them can share a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import psutil
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from miles_like.nodes.facts import Device, NodeFacts
+from miles_like.nodes.members import (
+    SAY_EVERY_S,
+    Node,
+    Say,
+    choose_nodes,
+    cluster_gist,
+    format_nodes,
+    free_gpus,
+    suitable_nodes,
+)
+from miles_like.nodes.waits import error_message, on_node
+
+WhenBusy = Literal["refuse", "queue"]
+
+_NAME = "miles-like run "  # begins the name of a run's placement group
+_SETTLES_S = 10.0  # for the GPUs of a run that has just ended to be reported as free
+_GROUP_S = 30.0  # for Ray to create a placement group on GPUs that are free
+_FACTS_S = 300.0  # for Ray to start a process on each node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """The nodes of a run, in the order of its placement, and what each reported; the result of `reserve`."""
+
+    nodes: tuple[Node, ...]
+    facts: tuple[NodeFacts, ...]
+    group: PlacementGroup | None = None  # None: a run on CPU, which reserves nothing
+    holders: tuple[Any, ...] = field(default=(), repr=False)
+
+    def release(self) -> None:
+        """Gives the GPUs back. Ray does so by itself when the driver ends."""
+        for holder in self.holders:
+            ray.kill(holder)
+        if self.group is not None:
+            remove_placement_group(self.group)
+
+
+def reserve(
+    count: int, gpus_per_node: int, *, run: str, when_busy: WhenBusy, timeout_s: float, say: Say
+) -> Reservation:
+    """Choose `count` nodes and reserve `gpus_per_node` GPUs on each; with 0 nothing is reserved.
+
+    run: how messages of other runs call this one. when_busy: what happens while other jobs have the GPUs: "refuse"
+    raises ValueError, "queue" waits without limit and says once a minute for whom. Raises ValueError as
+    `suitable_nodes`; RuntimeError when a node does not report its facts within `timeout_s`.
+    """
+    if not gpus_per_node:
+        nodes = choose_nodes(count, timeout_s=timeout_s, say=say)
+        return Reservation(nodes=nodes, facts=_facts_on_cpu(nodes, timeout_s))
+    name = f"{_NAME}{run!r} of process {os.getpid()} on {socket.gethostname()}"
+    began, silent_since = time.monotonic(), 0.0
+    while True:
+        nodes = suitable_nodes(count, gpus_per_node, timeout_s=timeout_s, say=say)
+        free = free_gpus()
+        idle = [n for n in nodes if free.get(n.id, 0) >= gpus_per_node][:count]
+        if len(idle) == count and (group := _create(idle, gpus_per_node, name, timeout_s)) is not None:
+            return _held(idle, group, gpus_per_node, timeout_s)
+        waited = time.monotonic() - began
+        busy = _busy(nodes, count, gpus_per_node)
+        if when_busy == "refuse" and waited >= min(_SETTLES_S, timeout_s):
+            raise ValueError(f"{busy}: wait until they are free, or set cluster.when_busy = 'queue' to wait for them")
+        if when_busy == "queue" and (not silent_since or waited - silent_since >= SAY_EVERY_S):
+            say(f"queued for {waited:.0f} s: {busy}")
+            silent_since = max(waited, 1e-9)
+        time.sleep(1.0)
+
+
+def _create(nodes: Sequence[Node], gpus: int, name: str, timeout_s: float) -> PlacementGroup | None:
+    """None when another job was faster: Ray then holds no part of the group."""
+    group: PlacementGroup = placement_group(
+        [{"GPU": gpus}] * len(nodes),
+        strategy="STRICT_SPREAD",
+        name=name,
+        bundle_label_selector=[{"ray.io/node-id": n.id} for n in nodes],
+    )
+    if group.wait(min(_GROUP_S, timeout_s)):
+        return group
+    remove_placement_group(group)
+    return None
+
+
+def _held(nodes: Sequence[Node], group: PlacementGroup, gpus: int, timeout_s: float) -> Reservation:
+    holder: Any = ray.remote(_Holder)
+    holders = tuple(
+        holder.options(
+            num_cpus=0,
+            num_gpus=gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
+        ).remote()
+        for i in range(len(nodes))
+    )
+    try:
+        facts = _answers(
+            [h.facts.remote(n.address, n.id) for h, n in zip(holders, nodes, strict=True)], nodes, timeout_s
+        )
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return Reservation(nodes=tuple(nodes), facts=facts, group=group, holders=holders)
+
+
+def _facts_on_cpu(nodes: Sequence[Node], timeout_s: float) -> tuple[NodeFacts, ...]:
+    """Facts of nodes without devices. Those of this process's node are taken here, without a process."""
+    here = ray.get_runtime_context().get_node_id()
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(node_facts)
+    others = [n for n in nodes if n.id != here]
+    refs = [task.options(scheduling_strategy=on_node(n.id)).remote(n.address, ()) for n in others]
+    found = dict(zip((n.id for n in others), _answers(refs, others, timeout_s), strict=True))
+    return tuple(found[n.id] if n.id in found else node_facts(n.address, ()) for n in nodes)
+
+
+def _answers(refs: Sequence[Any], nodes: Sequence[Node], timeout_s: float) -> tuple[NodeFacts, ...]:
+    deadline = time.monotonic() + min(_FACTS_S, timeout_s)
+    found: list[NodeFacts] = []
+    for ref, node in zip(refs, nodes, strict=True):
+        try:
+            found.append(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
+        except GetTimeoutError:
+            raise RuntimeError(
+                f"node {node.address} started no process within {min(_FACTS_S, timeout_s):g} s; {cluster_gist()}: look "
+                "at `ray status` and at the logs of Ray on that node, then run again"
+            ) from None
+        except RayError as e:
+            raise RuntimeError(f"node {node.address}: {error_message(e)}") from None
+    return tuple(found)
+
+
+def _busy(nodes: Sequence[Node], count: int, gpus: int) -> str:
+    """Which nodes are busy with what, without a remedy."""
+    free, holders = free_gpus(), _other_runs()
+    idle = sum(free.get(n.id, 0) >= gpus for n in nodes)
+    taken = []
+    for n in nodes:
+        if (left := free.get(n.id, 0)) < gpus:
+            by = f"reserved by {holders[n.id]}" if n.id in holders else "the others are used by another Ray job"
+            taken.append(f"{n.address} has {left} of {n.gpus} GPUs free, {by}")
+    return (
+        f"the run needs {format_nodes(count, gpus)} (cluster.nodes, cluster.gpus_per_node), {idle} of {len(nodes)} are "
+        f"free: {'; '.join(taken) or 'another job was faster'}"
+    )
+
+
+def _other_runs() -> Mapping[str, str]:
+    """Node id -> the run that has reserved GPUs on it."""
+    table: Mapping[str, Any] = placement_group_table()
+    return {
+        str(node): str(group["name"]).removeprefix("miles-like ")
+        for group in table.values()
+        if group["state"] == "CREATED" and str(group["name"]).startswith(_NAME)
+        for node in group["bundles_to_node_id"].values()
+    }
+
+
+class _Holder:
+    """Actor that has all GPUs of one bundle."""
+
+    def facts(self, address: str, node: str) -> NodeFacts:
+        """address, node: address and Ray's id of the node."""
+        return node_facts(address, devices_of(ray.get_gpu_ids(), node))
+
+
+def node_facts(address: str, devices: Sequence[Device]) -> NodeFacts:
+    """The facts of the node that this runs on."""
+    return NodeFacts(
+        host=socket.gethostname(),
+        address=address,
+        interface=interface_of(address),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        devices=tuple(devices),
+    )
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine with the address; None: no interface has it."""
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        if any(a.address.partition("%")[0] == address for a in addresses):
+            return str(name)
+    return None
+
+
+def devices_of(ids: Sequence[int | str], node: str) -> tuple[Device, ...]:
+    """The devices that Ray names, in the order of their indices.
+
+    ids: indices or UUIDs, as CUDA_VISIBLE_DEVICES of Ray's own process has them. UUIDs are those of `nvidia-smi -L`.
+    Where there is no such program, as on a machine whose GPUs are pretended to Ray, a UUID is derived from `node`,
+    Ray's id of the node, and the index. Raises RuntimeError for a UUID that the machine does not have.
+    """
+    known = _nvidia_uuids()
+    found = []
+    for one in ids:
+        if str(one).isdecimal():
+            index = int(one)
+        else:
+            same = [i for i, of in known.items() if of.startswith(str(one))]
+            if len(same) != 1:
+                raise RuntimeError(
+                    f"Ray names the GPU {one} on {socket.gethostname()}, where nvidia-smi -L lists no whole GPU of "
+                    "that name: start Ray with indices of whole GPUs in CUDA_VISIBLE_DEVICES"
+                )
+            (index,) = same
+        derived = f"GPU-{uuid.uuid5(uuid.NAMESPACE_OID, f'{node}/{index}')}"
+        found.append(Device(index=index, uuid=known.get(index, derived)))
+    return tuple(sorted(found, key=lambda d: d.index))
+
+
+def _nvidia_uuids() -> Mapping[int, str]:
+    """Index -> UUID of this machine's NVIDIA GPUs; empty without nvidia-smi."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
+        return {int(i): of for i, of in re.findall(r"^GPU (\d+): .*\(UUID: (GPU-[^)]+)\)", listed, re.MULTILINE)}
+    return {}
