@@ -1,4 +1,4 @@
-"""A publication in which the servers or a disk take longer than a collective may: no rank waits in a collective then.
+"""A publication to a server that takes longer than a collective may: no rank waits in a collective meanwhile.
 
 Two tensor-parallel Megatron ranks over gloo, whose groups all have a limit of LIMIT_S seconds. Not covered: NCCL.
 """
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miles_like.cluster.factories import CheckpointWriter
 from miles_like.cluster.pacing import Pacer
 from miles_like.cluster.rank import Rank
 from miles_like.types import NamedTensor
@@ -28,7 +27,7 @@ from tests.support.fakes import FakeServer
 from tests.support.refusals import check_refusal
 from tests.support.spawn import free_port, run_ranks, warm_context
 
-LIMIT_S, SLOW_S = 2.0, 3.0
+LIMIT_S, SLOW_S = 5.0, 7.0
 SMALL = 40_000  # bytes of a chunk, and of a bucket of the export: the tiny model has several of each
 
 
@@ -71,33 +70,21 @@ def _slow(times: int) -> Callable[[Any], None]:
     return fault
 
 
-def _publications(rank: int, world: int, port: int, hf: str, where: Path) -> dict[str, Any]:
-    """Of a quick server, a slow one, a slow disk, and a slow server of ranks that drain at once: bytes that the server
-    then holds, or the error."""
+def _publications(rank: int, world: int, port: int, hf: str) -> dict[str, Any]:
+    """Of a quick server, a slow one, and a slow one of ranks that drain at once: what the server then holds, or the
+    error."""
     found: dict[str, Any] = {}
     with FakeServer() as server:
         r = _rank(rank, world, port, hf, (server.url,))
         quick = r.publish(1)
         found["quick"] = {n: x.clone() for n, x in server.weights.items()}, quick.bytes
         server.weights.clear()
-        server.fault = {endpoints.UPDATE_FROM_TENSOR: _slow(2)}
+        server.fault = {endpoints.UPDATE_FROM_TENSOR: _slow(1)}
         began = time.monotonic()
         slow = r.publish(2)
         found["slow"] = dict(server.weights), slow.bytes
         found["seconds"] = time.monotonic() - began
         found["requests"] = sum(e == endpoints.UPDATE_FROM_TENSOR for e, _ in server.calls) // 2
-
-        class SlowDisk(CheckpointWriter):
-            def _write(self, stream: Any) -> Any:
-                def late() -> Any:
-                    yield next(stream)
-                    time.sleep(SLOW_S)
-                    yield from stream
-
-                return super()._write(late())
-
-        r.connect(SlowDisk(out=where / "out", hf_config=r.trainer.hf, spec=None, copy_from=Path(hf)))
-        found["disk"] = r.publish(3).bytes
         server.fault = {endpoints.UPDATE_FROM_TENSOR: _slow(1)}
         r.pacer = _Unpaced()
         target = PublishTarget(urls=(server.url,), kind="embedded", spec=None, config=PublishConfig(bucket_bytes=SMALL))
@@ -110,14 +97,14 @@ def _publications(rank: int, world: int, port: int, hf: str, where: Path) -> dic
     return found
 
 
-def test_servers_and_disks_may_be_slower_than_a_collective(tmp_path: Path) -> None:
+def test_a_server_may_be_slower_than_a_collective(tmp_path: Path) -> None:
     """The same bytes arrive as at a quick server. Ranks that drain the stream at once, as without pacing, are ended."""
-    sender, other = run_ranks(_publications, 2, toy.hf_dir(tmp_path / "hf"), tmp_path)
-    assert sender["seconds"] > 2 * SLOW_S and sender["requests"] > 2
+    sender, other = run_ranks(_publications, 2, toy.hf_dir(tmp_path / "hf"))
+    assert sender["seconds"] > SLOW_S and sender["requests"] > 2
     (held, nbytes), (held_slow, nbytes_slow) = sender["quick"], sender["slow"]
-    assert nbytes == nbytes_slow == sender["disk"] == sum(x.nbytes for x in held.values())
+    assert nbytes == nbytes_slow == sum(x.nbytes for x in held.values())
     assert held.keys() == held_slow.keys() and all(torch.equal(held[n], held_slow[n]) for n in held)
-    assert "Timed out" in other["unpaced"] or "imed out" in sender["unpaced"], (sender["unpaced"], other["unpaced"])
+    assert "Timed out waiting" in other["unpaced"], (sender["unpaced"], other["unpaced"])
 
 
 def _dies(rank: int, world: int, port: int, hf: str, out: Path) -> None:
@@ -160,7 +147,7 @@ class _Signals:
         self.sent.append(name)
 
     def wait_for(self, name: str) -> None:
-        assert name in self.known, f"nobody sends {name}"
+        assert name in self.known, f"{name} was not sent"
 
     def forget(self, name: str) -> None:
         self.known.remove(name)
