@@ -20,7 +20,7 @@ class StoreSignals:
     """
 
     def __init__(self, store: TCPStore) -> None:
-        self._store = PrefixStore("signals", store.clone())
+        self._store = PrefixStore("signals", store.clone())  # type: ignore[attr-defined]
 
     def send(self, name: str) -> None:
         self._store.set(name, "")

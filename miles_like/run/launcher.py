@@ -51,7 +51,7 @@ class Launcher:
         no expert routes; True: they return them if the run uses them."""
         plan = rollout.plan
         launches = [(slot, rollout.launch(slot, version, routing=routing)) for slot in plan.placement.of("rollout")]
-        return RayServers(launches, plan.logs, plan.config.rollout.start_timeout_s)
+        return RayServers(launches, plan.logs)
 
 
 def freeze_gc() -> None:

@@ -88,7 +88,7 @@ class RunTeachers:
             )
             launches.append((Slot(role="rollout", index=i, node=0, gpus=()), launch))
         if launches:
-            self._servers = RayServers(launches, logs, self.config.rollout.start_timeout_s)
+            self._servers = RayServers(launches, logs)
             self._urls = dict.fromkeys(served, "")
 
     def wait(self) -> None:
