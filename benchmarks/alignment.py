@@ -37,7 +37,8 @@ from miles_like.run import assemble
 from miles_like.run.verify import VerifyOptions
 from miles_like.verify.report import Report
 from quant.spec import QuantFormat
-from rollout.sglang.servers import free_port, start
+from rollout.sglang.ports import free_port
+from rollout.sglang.servers import start
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {"DeepSeek": "tiny.toml", "Qwen": "tiny_qwen.toml"}

@@ -27,7 +27,7 @@ from megatron_bridge.config import KernelsConfig, ParallelConfig, PrecisionConfi
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.flops import train_flops
 from miles_like.types import MicroBatch
-from rollout.sglang.servers import free_port
+from rollout.sglang.ports import free_port
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3_moe",

@@ -49,7 +49,7 @@ from miles_like.types import (
     SampleGroup,
     TrainBatch,
 )
-from rollout.sglang.servers import free_port
+from rollout.sglang.ports import free_port
 from routing_replay.versions import VersionSpan
 
 GOALS = {"share_max": 0.02}

@@ -32,7 +32,7 @@ from train_step import WIDE, Work, fill, long_tailed, model_config
 from transformers_step import LOSS, OPTIMIZER, Plain
 
 from megatron_bridge.config import ParallelConfig, PrecisionConfig, ReplayConfig, TrainerConfig
-from rollout.sglang.servers import free_port
+from rollout.sglang.ports import free_port
 
 GOALS = {"overhead_fp8_max": 0.15, "overhead_int4_max": 0.15}
 WAYS: dict[str, dict[str, Any]] = {

@@ -40,7 +40,7 @@ from megatron_bridge.config import ParallelConfig, PrecisionConfig, ReplayConfig
 from megatron_bridge.convert.to_megatron import to_megatron
 from miles_like.batch.packing import pack
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, TrainBatch, VersionSpan
-from rollout.sglang.servers import free_port
+from rollout.sglang.ports import free_port
 from routing_replay.trace import RoutingTrace
 
 ROOT = Path(__file__).resolve().parent.parent

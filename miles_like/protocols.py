@@ -232,8 +232,19 @@ class MetricSink(Protocol):
     def close(self) -> None: ...
 
 
+class Signals(Protocol):
+    """Named signals between trainer ranks. A rank that waits for one has no collective open."""
+
+    def send(self, name: str) -> None: ...
+    def wait_for(self, name: str) -> None:
+        """Return once a rank has sent `name`; no time limit. Raises RuntimeError when rank 0 has ended."""
+
+    def forget(self, name: str) -> None:
+        """Remove a signal that every rank has seen."""
+
+
 class RankTrainer(Protocol):
-    """One rank of the trainer; every call except `dp_rank` and `shard_spec` is collective.
+    """One rank of the trainer; every method is collective.
 
     Routes of a DP shard (`shard`) are whole, or only this rank's part.
     """
@@ -246,6 +257,8 @@ class RankTrainer(Protocol):
     def fingerprint(self) -> str | None:
         """Hash of a numerical self-test, equal on all ranks; None unless the trainer is deterministic."""
 
+    @property
+    def signals(self) -> Signals: ...
     def train(self, shards: Sequence[Sequence[MicroBatch]], loss_tokens: Sequence[int], version: int) -> StepReport:
         """One rollout: an optimizer step for each of `shards`, in order; `version` is the weight version afterwards."""
 

@@ -33,6 +33,9 @@ class SGLangFlags(Section):
     attention_backend: str | None = None
     enable_memory_saver: bool = False
     enable_deterministic_inference: bool = False  # a sample's log-probabilities do not depend on its batch
+    # of the rendezvous of server 0's ranks; server i's is + 64 i, and its next 13 ports are used too. None: 20000, or
+    # lower where the kernel gives that one to outgoing connections
+    dist_init_port: int | None = Field(None, ge=1, le=65535 - 64)
     gpu: Literal["hopper", "blackwell"] = "hopper"  # not a server flag: decides which weight formats can be served
 
     @model_validator(mode="after")
@@ -82,9 +85,15 @@ class RolloutConfig(Section):
     # limit on the prompts sampled for one step, in units of groups_per_step; more than 1 replaces discarded groups
     max_rounds: int = Field(10, ge=1)
     prompts_per_request: int = Field(16, ge=1)  # prompts in one HTTP request
+    # limit on the start of a server, without the phases that have their own limit
     start_timeout_s: float = Field(120.0, gt=0)
+    load_timeout_s: float | None = Field(None, gt=0)  # on loading weights; None: counts for start_timeout_s
+    # on the time from the weights to the first answer: kernels, graphs, warm-up; None: counts for start_timeout_s
+    warmup_timeout_s: float | None = Field(None, gt=0)
     request_timeout_s: float = Field(120.0, gt=0)
-    port: int | None = Field(None, ge=1, le=65535)  # of the first server; None: any free port
+    # of server 0, server i has port + i. None: any free port; stock servers of a run: 30000, or lower where the kernel
+    # gives that one to outgoing connections
+    port: int | None = Field(None, ge=1, le=65535)
     # import paths (docs/extending.md) of an environment for episodes of several turns, or of a function that makes the
     # samples of a prompt
     environment: str | None = None

@@ -40,6 +40,7 @@ class ParallelContext:
     dp_cp_group: ProcessGroup
     ep_group: ProcessGroup
     etp_group: ProcessGroup
+    store: TCPStore  # by which the ranks met, served by rank 0
     last_stage_rank: int  # global rank of the last stage of this rank's pipeline, which computes the loss
 
     @property
@@ -87,6 +88,8 @@ def init_parallel(
 ) -> ParallelContext:
     """Join the default process group and build all others. Collective over all ranks; one layout per process.
 
+    timeout_s: time limit of every collective, in each of the groups.
+
     Raises ValueError when world_size is not what the layout needs.
     """
     check_world(config, world_size)
@@ -100,8 +103,12 @@ def init_parallel(
         context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.etp,
+        # megatron-core 0.16.1 documents whole minutes and passes the value to timedelta(minutes=...)
+        distributed_timeout_minutes=timeout_s / 60,
         create_gloo_process_groups=True,  # the optimizer's checkpoint gathers over them on any device
     )
+    # which it does not pass to the gloo groups of expert data parallelism
+    dist.distributed_c10d._set_pg_timeout(timeout, mpu._EXPERT_DATA_PARALLEL_GROUP_GLOO)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     return ParallelContext(
@@ -120,6 +127,7 @@ def init_parallel(
         dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
         ep_group=mpu.get_expert_model_parallel_group(),
         etp_group=mpu.get_expert_tensor_parallel_group(),
+        store=store,
         last_stage_rank=mpu.get_pipeline_model_parallel_last_rank(),
     )
 

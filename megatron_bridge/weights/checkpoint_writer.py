@@ -37,6 +37,7 @@ from megatron_bridge.weights.checkpoint_sums import checksum, write_sums
 
 BACKEND, VERSION = "torch_dist", 1
 FILES_PER_RANK = 2
+_POLL_S = 0.2
 
 
 class CheckpointSave:
@@ -62,10 +63,9 @@ class CheckpointSave:
                 # the optimizer works in place on these very tensors
                 buckets = [_with_tensors(bucket, torch.Tensor.clone) for bucket in buckets]
             self._thread = threading.Thread(target=self._write, args=(buckets,), name="checkpoint", daemon=True)
-            if asynchronous:
-                self._thread.start()
-            else:
-                self._write(buckets)
+            self._thread.start()
+            if not asynchronous:
+                self._await_writers()
 
     def finish(self, *, wait: bool) -> bool:
         """Whether the directory has been renamed; without `wait`, False while a rank is still writing. Collective.
@@ -73,9 +73,9 @@ class CheckpointSave:
         Raises RuntimeError on every rank when a rank could not write or has exited.
         """
         with self._whole_or_removed():
-            if wait and self._thread.ident is not None:
-                self._thread.join()
-            if any(gather_objects(self._thread.is_alive())):
+            if wait:
+                self._await_writers()
+            elif any(gather_objects(self._thread.is_alive())):
                 return False
             self._raise_first_problem(self._problem)
             results = [None] * dist.get_world_size() if self._first else None
@@ -83,6 +83,12 @@ class CheckpointSave:
             sums = gather_objects(self._sums)
             self._on_every_rank(lambda: self._complete(results, sums))
         return True
+
+    def _await_writers(self) -> None:
+        """Return once every rank has written its files. A rank that is done asks the others again and again, so that it
+        spends at most one such interval in a collective, however slow another rank's disk is."""
+        while any(gather_objects(self._thread.is_alive())):
+            self._thread.join(_POLL_S)
 
     def _prepare(self) -> None:
         if not filesystem_async.HAVE_PSUTIL:

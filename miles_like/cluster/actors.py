@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from miles_like.nodes.members import Node
 from miles_like.nodes.waits import on_node
+from rollout.sglang.ports import free_port
 
 
 class _ActorOptions(TypedDict):
@@ -52,13 +53,23 @@ def _log_to(path: Path) -> None:
     os.close(fd)
 
 
-def _free_address() -> tuple[str, int]:
-    """(this node's address in the cluster, a port that is free on it now)."""
+def _held_address() -> tuple[str, int, socket.socket]:
+    """(this node's address in the cluster, a port of it, the socket that is bound to both).
+
+    The port lies below those that the kernel gives to outgoing connections. While the socket is open and does not
+    listen, no other program can bind the port except one that also sets SO_REUSEADDR, as the store of the ranks does.
+    """
     host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as s:
-        s.bind(address)
-        return host, int(s.getsockname()[1])
+    while True:
+        family, *_, address = socket.getaddrinfo(host, free_port(host), type=socket.SOCK_STREAM)[0]
+        held = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            held.bind(address)  # without SO_REUSEADDR: fails where another program holds or uses the port
+        except OSError:
+            held.close()
+            continue
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return host, int(held.getsockname()[1]), held
 
 
 class Process:
@@ -74,7 +85,9 @@ class Process:
         os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray has read it; servers and subprocesses of users' code must not
 
     def address(self) -> tuple[str, int]:
-        return _free_address()
+        """This node's address, and a port of it that is held for this process."""
+        host, port, self._held = _held_address()
+        return host, port
 
     def pid(self) -> int:
         return os.getpid()

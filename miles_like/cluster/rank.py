@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from miles_like.cluster.pacing import Pacer
 from miles_like.protocols import RankTrainer, WeightPublisher
 from miles_like.types import MicroBatch, PublishReport, Scored, StepReport
 from routing_replay.align import ShardSpec
@@ -61,7 +63,12 @@ class Rank:
 
     def publish(self, version: int) -> PublishReport:
         assert self.publisher is not None, "publish before connect"
-        return self.publisher.publish(self.trainer.export(), version=version)
+        return self.publisher.publish(self.pacer.paced(self.trainer.export()), version=version)
+
+    @cached_property
+    def pacer(self) -> Pacer:
+        """One for all publishers of this rank, because the ranks count the streams."""
+        return Pacer(self.trainer.signals, sends=self.rank == 0)
 
     def save(self, path: Path, asynchronous: bool) -> None:
         self.trainer.save(path, asynchronous=asynchronous)

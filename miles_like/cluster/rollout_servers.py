@@ -1,11 +1,13 @@
-"""Rollout servers, each owned by a Ray actor."""
+"""Rollout servers, each owned by a Ray actor; a server that spans nodes by one for its part on each node."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -13,63 +15,158 @@ from ray.exceptions import RayError
 from miles_like.cluster.actors import ACTOR_S, Process
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.run_nodes import RunNodes
+from miles_like.nodes.session import is_local
 from miles_like.nodes.waits import get_result
-from rollout.sglang.servers import ServerHandle, ServerLaunch, launch_server
+from rollout.sglang.ports import BLOCK, DIST_INIT_PORT, HTTP_PORT, ephemeral_range, first_port, free_blocks
+from rollout.sglang.servers import ServerLaunch
+from rollout.sglang.startup import POLL_S, Progress, Startup
+
+_LOOK_S = 60.0  # time limit for an actor to look at its process
+_FAILED_S = 10.0  # the same, where the run has failed already
 
 
 class _Server(Process):
-    """Owns one rollout server process, which ends with this actor."""
+    """Owns one server process, which ends with this actor."""
 
-    handle: ServerHandle | None = None
+    startup: Startup | None = None
 
-    def start(self, launch: ServerLaunch, host: str, dist_init_addr: str | None) -> str:
-        self.handle = launch_server(replace(launch, host=host, dist_init_addr=dist_init_addr))
-        return self.handle.url
+    def ephemeral_range(self) -> tuple[int, int]:
+        return ephemeral_range()
+
+    def begin(self, launch: ServerLaunch) -> None:
+        self.startup = Startup(launch)
+
+    def look(self, settled: bool) -> Progress:
+        """settled: the server answers, so that only the process is looked at."""
+        assert self.startup is not None, "look before begin"
+        if settled:
+            self.startup.settle()
+        return self.startup.poll()
 
     def stop(self) -> None:
-        if self.handle is not None:  # None where the launch failed
-            self.handle.stop()
+        if self.startup is not None:  # None where the launch failed
+            self.startup.handle.stop()
 
 
 class RayServers:
     """Rollout servers, each owned by an actor on its node."""
 
-    def __init__(
-        self,
-        launches: Sequence[tuple[Slot, ServerLaunch]],
-        nodes: RunNodes,
-        log_dir: Path,
-        start_timeout_s: float = 600.0,
-    ) -> None:
-        """Begins to start all servers; `wait` returns once they answer. start_timeout_s: per try of a launch.
+    def __init__(self, launches: Sequence[tuple[Slot, ServerLaunch]], nodes: RunNodes, log_dir: Path) -> None:
+        """Begins to start all servers; `wait` returns once they answer.
 
         On a cluster of several nodes a server listens on its node's address; the parts of a server that spans nodes
         connect to a port of its first node.
         """
-        logs = [log_dir / f"rollout_actor{s.index}.{s.node_rank}.log" for s, _ in launches]
-        self._actors = [nodes.start(_Server, s, log) for (s, _), log in zip(launches, logs, strict=True)]
-        self._heads = [s.node_rank == 0 for s, _ in launches]
-        self._started = []
-        # for an actor that hangs: a launch limits each of the free ports that it tries
-        self._limit = 3 * start_timeout_s + ACTOR_S
-        hosts = [get_result(a.address.remote(), "a rollout actor", ACTOR_S) for a in self._actors]
-        first_nodes: dict[int, str] = {}  # server -> HOST:PORT of its first node
-        for (slot, launch), server, (ip, port) in zip(launches, self._actors, hosts, strict=True):
-            if slot.node_rank == 0:
-                first_nodes[slot.index] = f"{ip}:{port}"
-            host = ip if len(nodes.nodes) > 1 else "127.0.0.1"
-            init = first_nodes[slot.index] if slot.nnodes > 1 else None
-            self._started.append(server.start.remote(launch, host, init))
+        self._slots = [slot for slot, _ in launches]
+        self._names = [f"rollout server {s.index}{f' part {s.node_rank}' if s.nnodes > 1 else ''}" for s in self._slots]
+        logs = [log_dir / f"rollout_actor{s.index}.{s.node_rank}.log" for s in self._slots]
+        self._actors = [nodes.start(_Server, s, log) for s, log in zip(self._slots, logs, strict=True)]
+        self._settled: set[int] = set()  # servers that answer
+        addresses = self._results([a.address.remote() for a in self._actors], ACTOR_S)
+        hosts = [ip if len(nodes.nodes) > 1 else "127.0.0.1" for ip, _ in addresses]
+        placed = [
+            replace(launch, host=host, index=slot.index) for (slot, launch), host in zip(launches, hosts, strict=True)
+        ]
+        if any(launch.config.engine == "sglang" for launch in placed):
+            ranges = self._results([a.ephemeral_range.remote() for a in self._actors], ACTOR_S)
+            placed = with_ports(self._slots, placed, ranges)
+        self._begun = [a.begin.remote(launch) for a, launch in zip(self._actors, placed, strict=True)]
 
-    def wait(self) -> list[str]:
-        """URL of every server. Raises RuntimeError when one did not start."""
-        urls = [get_result(ref, f"rollout server {i}", self._limit) for i, ref in enumerate(self._started)]
-        return [url for url, head in zip(urls, self._heads, strict=True) if head]
+    def wait(self, say: Callable[[str], None] = lambda text: None) -> list[str]:
+        """URL of every server. say: told each new phase of a server.
+
+        Raises RuntimeError, after stopping all servers, with the failure that happened first as soon as it is seen: of
+        a server that ended or exceeded a limit, on whichever of its nodes.
+        """
+        try:
+            self._results(self._begun, ACTOR_S)
+            return self._wait(say)
+        except RuntimeError:
+            self.stop()
+            raise
+
+    def _wait(self, say: Callable[[str], None]) -> list[str]:
+        heads = {s.index: i for i, s in enumerate(self._slots) if s.node_rank == 0}
+        said = dict.fromkeys(heads, "")
+        while True:
+            looks = self._look(_LOOK_S)
+            if (failure := _first_failure(looks)) is not None:
+                raise RuntimeError(failure)
+            for server, i in heads.items():
+                if looks[i].phase != said[server]:
+                    said[server] = looks[i].phase
+                    say(f"rollout server {server} of {len(heads)}: {looks[i].phase}")
+            self._settled = {server for server, i in heads.items() if looks[i].ready}
+            if len(self._settled) == len(heads):
+                return [looks[i].url for i in heads.values()]
+            time.sleep(POLL_S)
+
+    @contextlib.contextmanager
+    def naming_failures(self) -> Iterator[None]:
+        """Add to a RuntimeError of the block what happened to the server, or to a part of it on another node: the error
+        of a client says only that it does not answer."""
+        try:
+            yield
+        except RuntimeError as e:
+            if (failure := self.failure()) is None:
+                raise
+            raise RuntimeError(f"{e}; {failure}") from e
+
+    def failure(self) -> str | None:
+        """Which server or part has ended first, and why; None while all run. Never raises."""
+        try:
+            return _first_failure(self._look(_FAILED_S))
+        except RuntimeError as e:
+            return str(e)
+
+    def _look(self, timeout_s: float) -> list[Progress]:
+        refs = [a.look.remote(s.index in self._settled) for a, s in zip(self._actors, self._slots, strict=True)]
+        return self._results(refs, timeout_s)
+
+    def _results(self, refs: Sequence[Any], timeout_s: float) -> list[Any]:
+        """The actors' answers. Raises RuntimeError that names the first server without one."""
+        deadline = time.monotonic() + timeout_s
+        return [
+            get_result(ref, name, max(0.0, deadline - time.monotonic()))
+            for ref, name in zip(refs, self._names, strict=True)
+        ]
 
     def stop(self) -> None:
         """Stop all servers. Never raises, because it may run while another error propagates; the server of a dead actor
         has ended with it."""
-        for a in self._actors:
+        stopping = [a.stop.remote() for a in self._actors]
+        for a, ref in zip(self._actors, stopping, strict=True):
             with contextlib.suppress(RayError):
-                ray.get(a.stop.remote(), timeout=30)
+                ray.get(ref, timeout=30)
             ray.kill(a)
+
+
+def with_ports(
+    slots: Sequence[Slot], launches: Sequence[ServerLaunch], ranges: Sequence[tuple[int, int]]
+) -> list[ServerLaunch]:
+    """`launches` of stock servers with fixed ports and rendezvous addresses: no two servers share a port, on any node.
+
+    ranges: the ephemeral range of each launch's node. On a local Ray a server without a configured port takes a free
+    one, and the blocks of rendezvous ports are free ones, so that several runs fit on a machine. The parts of a server meet at its first node's address; the ranks
+    of a server on a single node at its loopback address.
+    """
+    servers = 1 + max(slot.index for slot in slots)
+    dist_init = launches[0].config.sglang.dist_init_port
+    if dist_init is None:
+        dist_init = free_blocks(servers) if is_local() else first_port(DIST_INIT_PORT, BLOCK * servers, ranges)
+    http = None if is_local() else first_port(HTTP_PORT, servers, ranges)
+    first = {slot.index: launch.host for slot, launch in zip(slots, launches, strict=True) if slot.node_rank == 0}
+    return [
+        replace(
+            launch,
+            port=http + slot.index if launch.port is None and http is not None else launch.port,
+            dist_init_addr=f"{first[slot.index] if slot.nnodes > 1 else '127.0.0.1'}:{dist_init + BLOCK * slot.index}",
+        )
+        for slot, launch in zip(slots, launches, strict=True)
+    ]
+
+
+def _first_failure(looks: Sequence[Progress]) -> str | None:
+    """The earliest failure, because those of other parts and servers may follow from it."""
+    failed = [look for look in looks if look.failure is not None]
+    return min(failed, key=lambda look: look.failed_at).failure if failed else None

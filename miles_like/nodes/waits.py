@@ -91,14 +91,14 @@ def _signal_for_stacks(processes: Sequence[tuple[int, int, Path]]) -> dict[int, 
     return states
 
 
-def get_result(ref: ray.ObjectRef[Any], actor: str, timeout_s: float | None) -> Any:
+def get_result(ref: ray.ObjectRef[Any], actor: str, timeout_s: float) -> Any:
     """`ray.get`, whose errors are RuntimeErrors that name the actor."""
     try:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError:
         raise RuntimeError(
-            f"{actor} did not answer within {timeout_s:g} s; {cluster_gist()}: raise rollout.start_timeout_s, or see "
-            "logs/ in the run directory"
+            f"{actor} did not answer within {timeout_s:g} s; {cluster_gist()}: see whether its node is up and not "
+            "overloaded, and logs/ in the run directory; then run again"
         ) from None
     except RayError as e:
         raise RuntimeError(f"{actor}: {error_message(e)}") from None

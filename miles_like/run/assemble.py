@@ -40,6 +40,7 @@ from miles_like.verify.report import Report as AlignmentReport
 from quant.hf_config import quantized_config
 from quant.registry import codec_or_none
 from quant.spec import QuantSpec
+from rollout.sglang.ports import BLOCK, DIST_INIT_PORT, HTTP_PORT
 from rollout.sglang.servers import embedded_command, sglang_command
 
 if TYPE_CHECKING:
@@ -168,12 +169,13 @@ def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | N
     routes = model is None or model.routing is not None
     for s in plan.of("rollout"):
         launch = server_launch(config, served, run_dir / "logs", s, routes=routes)
-        port = (config.rollout.port or 30000) + s.index
+        port = (config.rollout.port or HTTP_PORT) + s.index
         if config.rollout.engine == "embedded":
             command = embedded_command(launch, port)
         else:
             head = next(x for x in plan.of("rollout") if x.index == s.index and x.node_rank == 0)
-            address = f"NODE{head.node}:{20000 + s.index}" if s.nnodes > 1 else None
+            dist_init = (config.rollout.sglang.dist_init_port or DIST_INIT_PORT) + BLOCK * s.index
+            address = f"{f'NODE{head.node}' if s.nnodes > 1 else '127.0.0.1'}:{dist_init}"
             command = sglang_command(replace(launch, host=f"NODE{s.node}", dist_init_addr=address), port)
         lines.append(f"node {s.node} runs: {' '.join(command)}")
     return [*lines, *config.distillation.described()]

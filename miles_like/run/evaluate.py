@@ -35,7 +35,8 @@ from rollout.prompts.config import DataConfig
 from rollout.seeds import seed_of
 from rollout.server_key import ServerKey
 from rollout.sglang.client import SGLangClient
-from rollout.sglang.servers import ServerLaunch, launch_server
+from rollout.sglang.servers import ServerLaunch
+from rollout.sglang.startup import launch_server
 
 
 class AloneConfig(Section):

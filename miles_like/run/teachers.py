@@ -91,7 +91,7 @@ class RunTeachers:
             )
             launches.append((placement.teacher(i), launch))
         if launches:
-            self._servers = RayServers(launches, self.nodes(), logs, self.config.rollout.start_timeout_s)
+            self._servers = RayServers(launches, self.nodes(), logs)
             self._urls = dict.fromkeys(served, "")
 
     def wait(self) -> None:

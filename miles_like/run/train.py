@@ -113,7 +113,7 @@ def train(
         stopping.callback(servers.stop)
         trainer, critic = launcher.trainer(plan, algorithm.loss), launcher.critic(plan)
         reference = launcher.reference(plan, algorithm.loss)
-        urls = servers.wait()
+        urls = servers.wait(lambda text: console.print(f"{'':12}{text}", markup=False))
         teachers.wait()
         critics = "" if critic is None else f" and {len(plan.placement.critics())} of the critic"
         payload = f"; {shape.payload}" if (shape := plan.model.routing) else ""
@@ -135,7 +135,8 @@ def train(
             console=console,
             controller=controller,
         )
-        run_to_end(run.loop(urls), run.stop, plan.config.checkpoint.grace_s)
+        with servers.naming_failures():
+            run_to_end(run.loop(urls), run.stop, plan.config.checkpoint.grace_s)
     write_report(plan.run_dir)
     console.print(f"{'':12}report: {plan.run_dir / 'report.html'}")
 

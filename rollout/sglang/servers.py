@@ -1,16 +1,17 @@
-"""Start, await and stop server processes of both engines. Their command lines are pure functions of ServerLaunch."""
+"""Server processes of both engines: started and stopped. Their command lines are pure functions of ServerLaunch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -18,14 +19,12 @@ import httpx
 
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.guard import Task
-from rollout.server_key import ServerKey, environment_with, sglang_key_file
+from rollout.server_key import ServerKey, environment_with
 from rollout.server_url import tls
 from rollout.sglang.client import RolloutError
-from rollout.sglang.format_support import check_directory
 from rollout.wire.bodies import request_bytes
 from rollout.wire.endpoints import HEALTH
 
-_FREE_PORTS = 3  # attempts with a free port
 _POLL_S = 0.1
 _LOG_LINES = 20
 SERVER_PROMPTS = 64  # of context length, the embedded server's default limit for one request
@@ -34,14 +33,29 @@ SERVER_PROMPTS = 64  # of context length, the embedded server's default limit fo
 class ServerHandle:
     """A running server process and its child processes. As a context manager it stops them on exit.
 
-    key_file: read by the server when it starts; removed once the server answers or is stopped.
+    key_file: read by the server when it starts; removed once the server answers or is stopped. name: for messages.
     """
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path, key_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        process: subprocess.Popen[bytes],
+        log: Path,
+        key_file: Path | None = None,
+        name: str | None = None,
+    ) -> None:
         self.url = url
         self.log = log
+        self.name = name or f"server {url}"
+        self.ended_at: float | None = None  # in seconds since the epoch
         self._process = process
         self._key_file = key_file
+        threading.Thread(target=self._note_end, daemon=True, name="server end").start()
+
+    def _note_end(self) -> None:
+        with contextlib.suppress(ChildProcessError):  # collected by `stop`
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            self.ended_at = time.time()
 
     @property
     def pid(self) -> int:
@@ -68,22 +82,35 @@ class ServerHandle:
                 self.check_alive()
                 try:
                     if http.get(HEALTH).status_code == 200:
-                        self._remove_key_file()
+                        self.answered()
                         return
                 except httpx.HTTPError:
                     pass  # not listening yet
                 time.sleep(_POLL_S)
         raise RolloutError(
             f"server {self.url} was not ready within {timeout_s:g} s: raise rollout.start_timeout_s or read {self.log}"
-            f", which ends:\n{log_tail(self.log)}"
+            f", which ends:\n{self.tail()}"
         )
 
     def check_alive(self) -> None:
         """Raises RolloutError with the end of the log if the process has ended."""
+        if (how := self.ended()) is not None:
+            raise RolloutError(f"{self.name} ended with {how}; {self.log} ends:\n{self.tail()}")
+
+    def ended(self) -> str | None:
+        """The exit code or signal with which the process has ended; None while it runs."""
         code = self._exit_code()
-        if code is not None:
-            how = f"exit code {code}" if code <= 128 else f"signal {signal.Signals(code - 128).name}"
-            raise RolloutError(f"server {self.url} ended with {how}; {self.log} ends:\n{log_tail(self.log)}")
+        if code is None:
+            return None
+        return f"exit code {code}" if code <= 128 else f"signal {signal.Signals(code - 128).name}"
+
+    def tail(self) -> str:
+        """The end of the log."""
+        return log_tail(self.log)
+
+    def answered(self) -> None:
+        """The server has read its key file."""
+        self._remove_key_file()
 
     def _remove_key_file(self) -> None:
         if self._key_file is not None:
@@ -122,13 +149,6 @@ def log_tail(log: Path, lines: int = _LOG_LINES) -> str:
         return "\n".join(f.read().decode("utf-8", "replace").splitlines()[-lines:]) or "(an empty log)"
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that is free now; another process may take it before it is used."""
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return int(s.getsockname()[1])
-
-
 def check_port(port: int, host: str = "127.0.0.1") -> None:
     """Raises ValueError if the port is in use. A server would detect this only after loading the model."""
     with socket.socket() as s:
@@ -162,6 +182,7 @@ def start(
     key: ServerKey | None = None,
     key_file: Path | None = None,
     environment: ServerEnvironment | None = None,
+    name: str | None = None,
 ) -> ServerHandle:
     """Start `command` in a separate process group that ends with this process. stdout and stderr go to `log`.
 
@@ -180,7 +201,7 @@ def start(
             start_new_session=True,
             env={**environment_with(key), **environment.plain, **environment.secrets},
         )
-    return ServerHandle(url, process, log, key_file)
+    return ServerHandle(url, process, log, key_file, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,10 +224,11 @@ class ServerLaunch:
     activations: str = "none"  # "fp8": round the inputs of quantized linears, as the trainer does
     exact: tuple[int, int] | None = None  # tensor- and expert-tensor-parallel ranks of a deterministic trainer
     bucket_bytes: int = PublishConfig().bucket_bytes  # of the tensors that the run publishes in one request
+    index: int | None = None  # number of the server in its run, for messages; None: it is named by its URL
     # a stock server that spans several nodes
     node_rank: int = 0
     nnodes: int = 1
-    dist_init_addr: str | None = None  # HOST:PORT of its first node
+    dist_init_addr: str | None = None  # HOST:PORT of its first node; None on a single node: SGLang takes a free port
 
 
 def embedded_command(launch: ServerLaunch, port: int) -> list[str]:
@@ -283,6 +305,7 @@ def sglang_command(launch: ServerLaunch, port: int) -> list[str]:
     flags += [(flag, value) for flag, value in optional if value is not None]
     if launch.nnodes > 1:
         flags += [("--nnodes", launch.nnodes), ("--node-rank", launch.node_rank)]
+    if launch.dist_init_addr is not None:
         flags.append(("--dist-init-addr", launch.dist_init_addr))
     return [
         *(f.python or sys.executable, "-m", "sglang.launch_server"),
@@ -292,73 +315,3 @@ def sglang_command(launch: ServerLaunch, port: int) -> list[str]:
         *(("--enable-memory-saver",) if f.enable_memory_saver else ()),
         *(("--enable-deterministic-inference",) if f.enable_deterministic_inference else ()),
     ]
-
-
-def launch_server(launch: ServerLaunch) -> ServerHandle:
-    """Start a server of the engine that `launch.config` names and wait until it answers.
-
-    Only the first node of a stock server serves HTTP: on the others this returns at once.
-    Raises ValueError (port; a format that the engine does not serve) or RolloutError (it did not come up).
-    """
-    engine = launch.config.engine
-    check_directory(engine, launch.model_path, launch.config.sglang)
-    on = _launch_embedded if engine == "embedded" else _launch_sglang
-    return on_a_port(launch.port, launch.host, partial(on, launch))
-
-
-def _launch_embedded(launch: ServerLaunch, port: int) -> ServerHandle:
-    command, log = embedded_command(launch, port), launch.log_dir / f"embedded_{port}.log"
-    environment = ServerEnvironment(plain=launch.env, secrets=launch.secrets)
-    url, limit = f"http://{launch.host}:{port}", launch.config.start_timeout_s
-    return started(command, url, log, limit, key=launch.key, environment=environment)
-
-
-def _launch_sglang(launch: ServerLaunch, port: int) -> ServerHandle:
-    command, key, key_file = sglang_command(launch, port), launch.key, None
-    url, log = f"http://{launch.host}:{port}", launch.log_dir / f"sglang_{port}.{launch.node_rank}.log"
-    foreign = launch.config.sglang.python is not None
-    environment = ServerEnvironment(plain=launch.env, secrets=launch.secrets, foreign=foreign)
-    if key is not None:
-        key_file = sglang_key_file(key)
-        command += ["--config", str(key_file)]
-    if launch.node_rank:
-        return start(command, url=url, log=log, key=key, key_file=key_file, environment=environment)
-    limit = launch.config.start_timeout_s
-    return started(command, url, log, limit, key=key, key_file=key_file, environment=environment)
-
-
-def on_a_port(port: int | None, host: str, launch: Callable[[int], ServerHandle]) -> ServerHandle:
-    """Call `launch` with `port`, or raise ValueError if the port is in use. With None: use a free port, and try another
-    one if a different program took it before the server did."""
-    if port is not None:
-        check_port(port, host)
-        return launch(port)
-    for _ in range(_FREE_PORTS - 1):
-        try:
-            return launch(free_port(host))
-        except RolloutError as e:
-            if "address already in use" not in str(e).casefold():
-                raise
-    return launch(free_port(host))
-
-
-def started(
-    command: list[str],
-    url: str,
-    log: Path,
-    timeout_s: float,
-    *,
-    key: ServerKey | None = None,
-    key_file: Path | None = None,
-    environment: ServerEnvironment | None = None,
-) -> ServerHandle:
-    """`start`, and wait until the server answers. Raises RolloutError, after stopping it, if it does not."""
-    handle = start(command, url=url, log=log, key=key, key_file=key_file, environment=environment)
-    ready = False
-    try:
-        handle.await_ready(timeout_s)
-        ready = True
-    finally:
-        if not ready:
-            handle.stop()
-    return handle

@@ -21,7 +21,8 @@ from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from miles_like.run import assemble
 from miles_like.types import NamedTensor
 from rollout.publish.publisher import ServerSet
-from rollout.sglang.servers import free_port, start
+from rollout.sglang.ports import free_port
+from rollout.sglang.servers import start
 from rollout.wire.checksum import tensor_checksum
 from tests.e2e.conftest import ONE_RANK, ROOT, SMALL, Run
 

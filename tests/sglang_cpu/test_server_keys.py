@@ -26,7 +26,8 @@ from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import ServerSet, TensorPublisher
 from rollout.server_key import ServerKey, sglang_key_file
 from rollout.sglang.client import RolloutError, SGLangClient
-from rollout.sglang.servers import free_port, start
+from rollout.sglang.ports import free_port
+from rollout.sglang.servers import start
 from rollout.wire import endpoints
 from tests.sglang_cpu.test_stock_sglang import CONFIGS, PYTHON, ROOT, SETTINGS, START_S, every_layer_routed
 

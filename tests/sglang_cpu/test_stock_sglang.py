@@ -37,7 +37,9 @@ from rollout.config import EmbeddedFlags, PublishConfig, RolloutConfig
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import ServerSet, TensorPublisher
 from rollout.sglang.client import SGLangClient
-from rollout.sglang.servers import ServerLaunch, free_port, launch_server, start
+from rollout.sglang.ports import free_port
+from rollout.sglang.servers import ServerLaunch, start
+from rollout.sglang.startup import launch_server
 from tests.sglang_cpu.gateway import Change, gateway
 
 ROOT = Path(__file__).parents[2]

@@ -4,6 +4,7 @@ of them."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import socket
 import time
@@ -29,7 +30,7 @@ class LocalServers:
         for process, words in zip(processes, arguments, strict=True):
             process._line.send_bytes(pickle.dumps(("serve", (words,))))
 
-    def wait(self) -> list[str]:
+    def wait(self, say: Any = None) -> list[str]:
         deadline = time.monotonic() + 60
         for process, port in zip(self._processes, self._ports, strict=True):
             while True:
@@ -41,6 +42,9 @@ class LocalServers:
                         raise RuntimeError(f"{process.label} did not come up: its log says why") from None
                     time.sleep(0.01)
         return [f"http://127.0.0.1:{port}" for port in self._ports]
+
+    def naming_failures(self) -> Any:
+        return contextlib.nullcontext()
 
     def stop(self) -> None:
         for process in self._processes:

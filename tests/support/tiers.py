@@ -32,6 +32,7 @@ STARTERS = (
     "subprocess",
     "miles_like.nodes.session.start_ray",
     "rollout.sglang.servers.start",
+    "rollout.sglang.startup.Startup",
     "tests.e2e.conftest",
     "tests.fuzz.served",
     "tests.support.forked",

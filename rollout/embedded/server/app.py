@@ -40,6 +40,7 @@ from rollout.embedded.server.worker import EngineWorker
 from rollout.server_key import ServerKey, given_key
 from rollout.wire import endpoints
 from rollout.wire.bodies import request_bytes
+from rollout.wire.log_marks import LOADED, LOADS
 
 _BUCKET_BYTES = PublishConfig().bucket_bytes
 SERVER_PROMPTS = 64  # prompts of the context length that fit in one request
@@ -186,6 +187,7 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey 
         prefixes=not args.disable_radix_cache,
     )
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype]
+    print(f"{LOADS}: {args.model_path}", flush=True)
     service = Service(
         Path(args.model_path),
         limits,
@@ -195,6 +197,7 @@ def _serve_on(listener: socket.socket, args: argparse.Namespace, key: ServerKey 
         version=args.weight_version,
         ops=operations(args.exact_parts),
     )
+    print(LOADED, flush=True)
     worker = EngineWorker(service, threads=args.threads)
     bounds = limits_of(args, service)
     app = BodyLimits(make_app(worker, args, bounds), bounds)

@@ -16,7 +16,7 @@ from miles_like.run.verify import VerifyOptions, VerifyRun, check_attached
 from miles_like.verify.live import opaque_evidence
 from rollout.config import RolloutConfig
 from rollout.sglang.client import RolloutError, SGLangClient
-from rollout.sglang.servers import free_port
+from rollout.sglang.ports import free_port
 from rollout.wire.control import ChecksumReply, ModelInfo, RankReply
 from tests.support.refusals import Facts, refuses
 

@@ -18,6 +18,7 @@ from miles_like.verify.same_bits import check_same_bits
 from quant.exact.selftest import fingerprint
 from rollout.sglang import servers
 from rollout.sglang.servers import ServerLaunch
+from rollout.sglang.startup import launch_server
 from tests.support.refusals import Facts, refuses
 from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
@@ -134,7 +135,7 @@ def test_a_server_tells_what_bits_it_computes(tmp_path: Path) -> None:
     config = load_config(TINY, [ON]).rollout
     for exact, want in (((1, 1), fingerprint()), (None, None)):
         launch = ServerLaunch(model_path=path, config=config, log_dir=tmp_path, exact=exact)
-        with servers.launch_server(launch) as server:
+        with launch_server(launch) as server:
             info = httpx.get(f"{server.url}/server_info", timeout=60, trust_env=False).json()
             assert info["exact_fingerprint"] == want
             assert info["exact_parts"] == (None if exact is None else list(exact)) and info["dtype"]

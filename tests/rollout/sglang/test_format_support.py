@@ -17,7 +17,8 @@ from quant.hf_config import quantized_config
 from quant.spec import QuantFormat, QuantSpec
 from rollout.config import RolloutConfig, SGLangFlags
 from rollout.sglang.format_support import check_served
-from rollout.sglang.servers import ServerLaunch, launch_server
+from rollout.sglang.servers import ServerLaunch
+from rollout.sglang.startup import launch_server
 from tests.support.refusals import Facts, refuses
 
 F = QuantFormat

@@ -17,7 +17,9 @@ import pytest
 from rollout.config import EmbeddedFlags, RolloutConfig, SGLangFlags
 from rollout.sglang import servers
 from rollout.sglang.client import RolloutError
-from rollout.sglang.servers import ServerHandle, ServerLaunch, check_port, embedded_command, free_port, sglang_command
+from rollout.sglang.ports import free_port
+from rollout.sglang.servers import ServerHandle, ServerLaunch, check_port, embedded_command, sglang_command
+from rollout.sglang.startup import launch_server
 from tests.support.fakes import wait_until
 from tests.support.refusals import Facts, refuses
 
@@ -196,7 +198,7 @@ def test_a_port_in_use_is_said_before_starting(tmp_path: Path) -> None:
         with refuses(ValueError, port, "rollout.port"):
             check_port(port)
         with refuses(ValueError, port):
-            servers.launch_server(replace(LAUNCH, port=port, log_dir=tmp_path))
+            launch_server(replace(LAUNCH, port=port, log_dir=tmp_path))
         assert not list(tmp_path.iterdir())
     check_port(port)
 
@@ -205,7 +207,7 @@ def test_a_failed_launch_leaves_no_process(tmp_path: Path) -> None:
     """The embedded engine with a model that is not there: RolloutError, and nothing runs on."""
     before = set(children(os.getpid()))
     with refuses(RolloutError, "ended with exit code 1", "no_model", unrecorded="the log is named by a free port"):
-        servers.launch_server(replace(LAUNCH, model_path=tmp_path / "no_model", log_dir=tmp_path))
+        launch_server(replace(LAUNCH, model_path=tmp_path / "no_model", log_dir=tmp_path))
     assert not [c for c in set(children(os.getpid())) - before if not gone(c)]
 
 
@@ -271,7 +273,7 @@ def test_sglang_command_over_nodes() -> None:
         host="10.0.0.2",
         node_rank=1,
         nnodes=4,
-        dist_init_addr="10.0.0.1:5000",
+        dist_init_addr="10.0.0.1:20064",
         weight_version=3,
         return_routed_experts=False,
     )
@@ -279,7 +281,7 @@ def test_sglang_command_over_nodes() -> None:
         "-m sglang.launch_server --model-path /m --host 10.0.0.2 --port 30000 --tp-size 32 --ep-size 32 "
         "--mem-fraction-static 0.7 --kv-cache-dtype fp8_e4m3 --weight-version 3 --attn-dp-size 32 "
         "--moe-a2a-backend deepep --deepep-mode low_latency --chunked-prefill-size 65536 --max-running-requests 1024 "
-        "--context-length 32768 --attention-backend fa3 --nnodes 4 --node-rank 1 --dist-init-addr 10.0.0.1:5000 "
+        "--context-length 32768 --attention-backend fa3 --nnodes 4 --node-rank 1 --dist-init-addr 10.0.0.1:20064 "
         "--skip-tokenizer-init --enable-memory-saver --enable-deterministic-inference"
     )
 
@@ -297,22 +299,3 @@ def test_flags_that_contradict_each_other(flags: dict[str, object], nnodes: int,
     config = RolloutConfig(engine="sglang", sglang=SGLangFlags.model_validate(flags))
     with refuses(ValueError, *facts):
         sglang_command(replace(LAUNCH, config=config, nnodes=nnodes), 1)
-
-
-def test_a_free_port_that_somebody_takes_first_is_left_to_him(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between asking for a free port and listening there, any program's connection may get it."""
-
-    def on(port: int) -> ServerHandle:
-        command = [sys.executable, "-c", HTTP, str(port)]
-        return servers.started(command, f"http://127.0.0.1:{port}", tmp_path / f"{port}.log", 60.0)
-
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = other.getsockname()[1]
-        ports = [taken, free_port()]
-        monkeypatch.setattr(servers, "free_port", lambda host: ports.pop(0))
-        with servers.on_a_port(None, "127.0.0.1", on) as server:
-            assert not ports and server.url != f"http://127.0.0.1:{taken}"
-        monkeypatch.setattr(servers, "free_port", lambda host: taken)
-        facts = (taken, "ended with exit code 1", f"{taken}.log")
-        with refuses(RolloutError, *facts, unrecorded="ends with the traceback of another program"):
-            servers.on_a_port(None, "127.0.0.1", on)

@@ -26,6 +26,7 @@ from rollout.publish.publisher import ServerSet, TensorPublisher
 from rollout.server_key import VARIABLE, ServerKey, given_key, read_key, sglang_key_file
 from rollout.sglang import servers
 from rollout.sglang.client import RolloutError, SGLangClient
+from rollout.sglang.ports import free_port
 from rollout.wire import endpoints
 from tests.support.fakes import wait_until
 from tests.support.refusals import check_refusal, refuses
@@ -114,7 +115,7 @@ def test_without_a_key_loopback_is_served_and_nothing_else(
         with refuses(ValueError, address, VARIABLE, "--key-file"):
             check_address(address, None)
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert server.main(["--model-path", "none", "--port", str(servers.free_port()), "--host", "0.0.0.0"]) == 1
+    assert server.main(["--model-path", "none", "--port", str(free_port()), "--host", "0.0.0.0"]) == 1
     check_refusal(capsys.readouterr().err, "0.0.0.0", VARIABLE, "--key-file")
 
 
@@ -167,7 +168,7 @@ def test_a_server_that_logs_its_key_does_not_log_it(tmp_path: Path) -> None:
     """Handed over by environment, not by command line; the file that SGLang reads is gone once the server answers."""
     log, file = tmp_path / "server.log", tmp_path / "key.yaml"
     file.touch()
-    port = servers.free_port()
+    port = free_port()
     command = [sys.executable, "-c", TALKS, str(port)]
     with servers.start(command, url=f"http://127.0.0.1:{port}", log=log, key=KEY, key_file=file) as handle:
         handle.await_ready(60)

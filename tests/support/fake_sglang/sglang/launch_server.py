@@ -40,6 +40,7 @@ def flags(argv: list[str]) -> argparse.Namespace:
         p.add_argument(name, type=int, default=1)
     p.add_argument("--mem-fraction-static", type=float)
     p.add_argument("--kv-cache-dtype")
+    p.add_argument("--dist-init-addr")
     p.add_argument("--weight-version", default="default")
     p.add_argument("--skip-tokenizer-init", action="store_true", required=True)
     p.add_argument("--enable-return-routed-experts", action="store_true")

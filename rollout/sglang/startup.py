@@ -1,0 +1,187 @@
+"""Start one server, or its part on one node, and watch it until it answers.
+
+The order of starts: the parts of one server at the same time, because they wait for each other. Several servers on a
+node are started at the same time too. SGLang 0.5.23 compares the free memory of the GPUs of one server before it loads
+(srt/distributed/bootstrap.py, _check_tp_memory_balance) and sizes its cache by the free memory of its own GPUs; two
+servers never share a GPU, so that neither disturbs the other.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+
+import httpx
+
+from rollout.server_key import sglang_key_file
+from rollout.server_url import tls
+from rollout.sglang.client import RolloutError
+from rollout.sglang.format_support import check_directory
+from rollout.sglang.phases import EMBEDDED, STOCK, FollowedLog, Limit, last_error
+from rollout.sglang.ports import check_ports, free_port, stock_ports
+from rollout.sglang.servers import (
+    ServerEnvironment,
+    ServerHandle,
+    ServerLaunch,
+    check_port,
+    embedded_command,
+    sglang_command,
+    start,
+)
+from rollout.wire.endpoints import HEALTH
+
+POLL_S = 0.1
+_FREE_PORTS = 3  # attempts with a free port
+_HEALTH_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """phase: what it does. failure: why it failed, at `failed_at` in seconds since the epoch."""
+
+    url: str
+    phase: str
+    ready: bool = False  # it answers, or `settle` was called
+    failure: str | None = None
+    failed_at: float = 0.0
+
+
+class Startup:
+    """The start of one server or part, which `poll` advances. `handle` is of the process, which `poll` may replace."""
+
+    def __init__(self, launch: ServerLaunch) -> None:
+        """Starts the process. Raises ValueError for a port in use, and for a format that the engine does not serve."""
+        config = launch.config
+        check_directory(config.engine, launch.model_path, config.sglang)
+        self._launch, self._tries = launch, _FREE_PORTS if launch.port is None else 1
+        self._up = False
+        self._failure: Progress | None = None
+        self._limits = {
+            "start": (config.start_timeout_s, "rollout.start_timeout_s"),
+            "load": (config.load_timeout_s, "rollout.load_timeout_s"),
+            "warmup": (config.warmup_timeout_s, "rollout.warmup_timeout_s"),
+        }
+        self._begin()
+
+    def _begin(self) -> None:
+        port = free_port(self._launch.host) if self._launch.port is None else self._launch.port
+        self.handle = begin(self._launch, port)
+        self._log = FollowedLog(self.handle.log, EMBEDDED if self._launch.config.engine == "embedded" else STOCK)
+        self._spent: dict[str, float] = {}  # seconds, by the key of their limit
+        self._seen = time.monotonic()
+
+    def settle(self) -> None:
+        """From now on `poll` looks at the process alone: the server answers, on the part's node or on its first."""
+        self._up = True
+
+    def poll(self) -> Progress:
+        """Look at the process, its log and, on the first node, its /health. Does not wait."""
+        if self._failure is not None:
+            return self._failure
+        phase = self._log.phase()
+        if (how := self.handle.ended()) is not None:
+            if not self._up and self._another_port():
+                return Progress(self.handle.url, "starting")
+            return self._failed(f"ended with {how}", phase.words, self.handle.ended_at or time.time())
+        if not self._up and not self._launch.node_rank and self._answers():
+            self.handle.answered()
+            self._up = True
+        if self._up:
+            return Progress(self.handle.url, "ready", ready=True)
+        limit, key = self._limit(phase.limit)
+        now = time.monotonic()
+        spent = self._spent[key] = self._spent.get(key, 0.0) + now - self._seen
+        self._seen = now
+        if spent < limit:
+            return Progress(self.handle.url, phase.words)
+        late = f"was not ready within {limit:g} s (raise {key} if it is only slow)"
+        return self._failed(late, phase.words, time.time())
+
+    def _failed(self, what: str, phase: str, when: float) -> Progress:
+        handle, doing = self.handle, "" if self._up else f" while {phase}"
+        why = f"{handle.name} {what}{doing}; its log {handle.log} says: {last_error(handle.log)}"
+        handle.stop()
+        self._failure = Progress(handle.url, phase, failure=why, failed_at=when)
+        return self._failure
+
+    def _limit(self, phase: Limit) -> tuple[float, str]:
+        """(seconds, key) of a phase's limit. Phases without their own limit share `rollout.start_timeout_s`."""
+        limit, key = self._limits[phase]
+        if limit is None:
+            limit, key = self._limits["start"]
+        assert limit is not None
+        return limit, key
+
+    def _another_port(self) -> bool:
+        """Start again where a different program took the free port before the server did."""
+        self._tries -= 1
+        if not self._tries or "address already in use" not in self.handle.tail().casefold():
+            return False
+        self.handle.stop()
+        self._begin()
+        return True
+
+    def _answers(self) -> bool:
+        url = self.handle.url
+        try:
+            with httpx.Client(timeout=_HEALTH_S, trust_env=False, verify=tls(url)) as http:
+                return http.get(url + HEALTH).status_code == 200
+        except httpx.HTTPError:
+            return False  # not listening yet
+
+
+def begin(launch: ServerLaunch, port: int) -> ServerHandle:
+    """Start the process of `launch` on `port`; does not wait for it. Raises ValueError for a port in use."""
+    url, key = f"http://{launch.host}:{port}", launch.key
+    if launch.config.engine == "embedded":
+        check_port(port, launch.host)
+        log = launch.log_dir / f"embedded_{port}.log"
+        return start(
+            embedded_command(launch, port),
+            url=url,
+            log=log,
+            key=key,
+            environment=ServerEnvironment(plain=launch.env, secrets=launch.secrets),
+            name=_name(launch, url),
+        )
+    address, flags = launch.dist_init_addr, launch.config.sglang
+    dist_init = None if address is None else int(address.rpartition(":")[2])
+    ports = stock_ports(port, dist_init, attention_dp=flags.enable_dp_attention, nnodes=launch.nnodes)
+    check_ports(ports, launch.host, _name(launch, url))
+    command, key_file = sglang_command(launch, port), None
+    if key is not None:
+        key_file = sglang_key_file(key)
+        command += ["--config", str(key_file)]
+    log = launch.log_dir / f"sglang_{port}.{launch.node_rank}.log"
+    environment = ServerEnvironment(plain=launch.env, secrets=launch.secrets, foreign=flags.python is not None)
+    name = _name(launch, url)
+    return start(command, url=url, log=log, key=key, key_file=key_file, environment=environment, name=name)
+
+
+def _name(launch: ServerLaunch, url: str) -> str:
+    if launch.index is None:
+        return f"server {url}"
+    part = f", part {launch.node_rank} of {launch.nnodes}," if launch.nnodes > 1 else ""
+    return f"rollout server {launch.index}{part} on node {socket.gethostname()} ({url})"
+
+
+def launch_server(launch: ServerLaunch) -> ServerHandle:
+    """Start a server of the engine that `launch.config` names and wait until it answers.
+
+    Raises ValueError (port; a format that the engine does not serve) or, after stopping it, RolloutError (it did not
+    come up).
+    """
+    startup = Startup(launch)
+    up = False
+    try:
+        while not up:
+            progress = startup.poll()
+            if progress.failure is not None:
+                raise RolloutError(progress.failure)
+            if not (up := progress.ready):
+                time.sleep(POLL_S)
+    finally:
+        if not up:
+            startup.handle.stop()
+    return startup.handle

@@ -1,0 +1,154 @@
+"""Servers as Ray actors: watched while they start and after a failure; ports that no two servers share.
+
+The servers are the embedded engine, and a script in the place of `sglang.launch_server` for one that spans nodes. Not
+covered: several machines.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from miles_like.cluster import rollout_servers
+from miles_like.cluster.placement import Slot
+from miles_like.cluster.rollout_servers import RayServers, with_ports
+from miles_like.nodes.session import start_ray, stop_ray
+from rollout.config import RolloutConfig, SGLangFlags
+from rollout.sglang.ports import stock_ports
+from rollout.sglang.servers import ServerLaunch
+from tests.support.fakes import wait_until
+from tests.support.refusals import Facts, refuses
+from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+where = Path(__file__).parent
+rank = sys.argv[sys.argv.index("--node-rank") + 1]
+(where / f"pid{rank}").write_text(str(os.getpid()))
+print("Load weight begin", flush=True)
+if rank == "1":
+    raise RuntimeError("no space left on device 5")
+time.sleep(120)
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with a model and a package `sglang`, which Ray's workers find."""
+    home = tmp_path_factory.mktemp("servers")
+    write_checkpoint(home / "hf", tiny(), random_tensors(tiny()))
+    (home / "sglang").mkdir()
+    (home / "sglang" / "__init__.py").write_text("")
+    (home / "sglang" / "launch_server.py").write_text(SCRIPT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{home}{os.pathsep}{ROOT}")
+        start_ray(None)
+        yield home
+        stop_ray()
+
+
+def launch(home: Path, engine: Any = "embedded", **more: Any) -> ServerLaunch:
+    config = RolloutConfig(engine=engine, start_timeout_s=100)
+    return ServerLaunch(model_path=home / "hf", config=config, log_dir=home / "logs", **more)
+
+
+def slot(index: int, **more: Any) -> Slot:
+    return Slot(role="rollout", index=index, node=0, gpus=(), **more)
+
+
+def test_servers_are_told_of_by_their_phases_and_named_when_they_die(home: Path) -> None:
+    """A client of a dead server knows only that it does not answer."""
+    servers = RayServers([(slot(i), launch(home)) for i in range(2)], home / "logs")
+    said: list[str] = []
+    try:
+        urls = servers.wait(said.append)
+        assert [httpx.get(f"{url}/health").status_code for url in urls] == [200, 200]
+        for i in range(2):
+            assert said.count(f"rollout server {i} of 2: ready") == 1
+        assert said[0] == "rollout server 0 of 2: starting" and servers.failure() is None
+        with pytest.raises(RuntimeError, match=r"^no connection$"), servers.naming_failures():
+            raise RuntimeError("no connection")
+        port = urls[1].rpartition(":")[2]
+        found = [p for p in Path("/proc").glob("[0-9]*") if f"--port\0{port}\0" in _command(p)]
+        for process in found:
+            if "rollout.guard" not in _command(process):
+                os.kill(int(process.name), signal.SIGKILL)
+        assert found and wait_until(lambda: servers.failure() is not None, 30)
+        facts: Facts = ("no connection", "rollout server 1", "SIGKILL", home / "logs" / f"embedded_{port}.log")
+        with refuses(RuntimeError, *facts, unrecorded="a free port"), servers.naming_failures():
+            raise RuntimeError("no connection")
+    finally:
+        servers.stop()
+
+
+def _command(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_a_part_on_another_node_that_dies_ends_the_wait_at_once(home: Path) -> None:
+    """It is named with its log and its last error; the first node's part, which would wait for it, is stopped."""
+    parts = [(slot(0, node_rank=rank, nnodes=2), launch(home, "sglang", node_rank=rank, nnodes=2)) for rank in range(2)]
+    began = time.monotonic()
+    servers = RayServers(parts, home / "logs")
+    facts = ("rollout server 0, part 1 of 2", "exit code 1", "RuntimeError: no space left on device 5", home / "logs")
+    with refuses(RuntimeError, *facts, unrecorded="a free port") as caught:
+        servers.wait()
+    assert "\n" not in str(caught.value) and ".1.log" in str(caught.value)
+    assert time.monotonic() - began < 60
+    head = int((home / "sglang" / "pid0").read_text())
+    assert wait_until(lambda: not Path(f"/proc/{head}").exists() or "\nState:\tZ" in _status(head), 20)
+
+
+def _status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return "\nState:\tZ"
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_no_two_servers_share_a_port(monkeypatch: pytest.MonkeyPatch, local: bool) -> None:
+    """Four servers over four nodes each, as on a cluster; and two servers on each of two nodes."""
+    monkeypatch.setattr(rollout_servers, "is_local", lambda: local)
+    flags = SGLangFlags(tp_size=2, dp_size=2, enable_dp_attention=True)
+    config = RolloutConfig(engine="sglang", sglang=flags)
+    for spans in (1, 4):
+        slots = [
+            Slot(role="rollout", index=i, node=(i * spans + k) // (1 if spans > 1 else 2), gpus=(0,), node_rank=k,
+                 nnodes=spans)
+            for i in range(4) for k in range(spans)
+        ]  # fmt: skip
+        launches = [
+            ServerLaunch(
+                model_path=Path("/m"), config=config, log_dir=Path("/l"), host=f"10.0.0.{s.node}", nnodes=spans
+            )
+            for s in slots
+        ]
+        placed = with_ports(slots, launches, [(32768, 60999)] * len(slots))
+        used: dict[tuple[int, int], int] = {}
+        for s, one in zip(slots, placed, strict=True):
+            assert one.dist_init_addr is not None
+            host, _, dist_init = one.dist_init_addr.rpartition(":")
+            assert host == ("127.0.0.1" if spans == 1 else f"10.0.0.{s.index * spans}")
+            assert one.port == (None if local else 30000 + s.index)
+            assert local or int(dist_init) == 20000 + 64 * s.index
+            ports = stock_ports(one.port or 1, int(dist_init), attention_dp=True, nnodes=spans)
+            for number, _, _ in ports[1 if local else 0 :]:
+                assert used.setdefault((s.node, number), s.index) == s.index
+                assert number < 32768
+    given = RolloutConfig(engine="sglang", port=25000, sglang=SGLangFlags(dist_init_port=26000))
+    launches = [ServerLaunch(model_path=Path("/m"), config=given, log_dir=Path("/l"), port=25000 + i) for i in range(2)]
+    placed = with_ports([slot(0), slot(1)], launches, [(32768, 60999)] * 2)
+    assert [(p.port, p.dist_init_addr) for p in placed] == [(25000, "127.0.0.1:26000"), (25001, "127.0.0.1:26064")]

@@ -1,0 +1,217 @@
+"""The start of servers: phases by their logs, limits, failures. Servers are the embedded engine, and scripts in the
+place of `sglang.launch_server` where a stock server would span nodes or take minutes.
+
+tests/sglang_cpu holds the marks of the phases to stock SGLang's source.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollout.config import RolloutConfig, SGLangFlags
+from rollout.sglang import startup
+from rollout.sglang.client import RolloutError
+from rollout.sglang.phases import STOCK, FollowedLog, last_error
+from rollout.sglang.ports import free_blocks, free_port
+from rollout.sglang.servers import ServerLaunch
+from rollout.sglang.startup import Progress, Startup, launch_server
+from tests.support.fakes import wait_until
+from tests.support.refusals import refuses
+from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import sys, time
+from pathlib import Path
+flags = {a: b for a, b in zip(sys.argv, sys.argv[1:]) if a.startswith("--")}
+exec((Path(__file__).parent / f"part{flags.get('--node-rank', 0)}.py").read_text())
+"""
+LOADS = "print('[2026-01-01 00:00:00 TP0] Load weight begin. avail mem=70.00 GB', flush=True)\n"
+SERVES = """
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(flags["--port"])), Handler).serve_forever()
+"""
+SLEEPS = "time.sleep(60)\n"
+
+
+@pytest.fixture
+def stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServerLaunch]:
+    """The launch of a server whose part on each node runs the given lines."""
+    write_checkpoint(tmp_path / "hf", tiny(), random_tensors(tiny()))
+    package = tmp_path / "packages" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "launch_server.py").write_text(SCRIPT)
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}{os.pathsep}{ROOT}")
+
+    def launch(*parts: str, **limits: float) -> ServerLaunch:
+        for i, lines in enumerate(parts):
+            (package / f"part{i}.py").write_text(lines)
+        return ServerLaunch(
+            model_path=tmp_path / "hf",
+            config=RolloutConfig(engine="sglang", sglang=SGLangFlags(), **limits),
+            log_dir=tmp_path / "logs",
+            port=free_port(),
+            index=1,
+            nnodes=len(parts),
+            dist_init_addr=f"127.0.0.1:{free_blocks(1)}",
+        )
+
+    return launch
+
+
+def until(start: Startup, wanted: Callable[[Progress], bool]) -> list[Progress]:
+    """What `poll` returns, without repetitions, up to the wanted one."""
+    seen: list[Progress] = []
+    deadline = time.monotonic() + 60
+    while not (seen and wanted(seen[-1])):
+        assert time.monotonic() < deadline, seen
+        if not seen or seen[-1] != (found := start.poll()):
+            seen.append(start.poll() if not seen else found)
+        time.sleep(0.02)
+    return seen
+
+
+def test_an_embedded_server_tells_its_phases(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "hf", tiny(), random_tensors(tiny()))
+    start = Startup(ServerLaunch(model_path=model, config=RolloutConfig(), log_dir=tmp_path / "logs", index=0))
+    try:
+        phases = [p.phase for p in until(start, lambda p: p.ready)]
+        order = ["starting", "loading weights", "warming up", "ready"]
+        assert phases == [phase for phase in order if phase in phases] and phases[0] == "starting"
+        text = start.handle.log.read_text()
+        assert text.index("Load weight begin") < text.index("Load weight end")
+        os.killpg(start.handle.pid, 9)
+        assert wait_until(lambda: start.poll().failure is not None, 20)
+    finally:
+        start.handle.stop()
+    failed = start.poll()
+    with refuses(RolloutError, "rollout server 0", "SIGKILL", start.handle.log, unrecorded="a free port"):
+        raise RolloutError(failed.failure)
+    assert abs(failed.failed_at - time.time()) < 30
+
+
+@pytest.mark.parametrize(
+    ("limits", "lines", "facts"),
+    [
+        ({"start_timeout_s": 3}, SLEEPS, ("starting", 3, "rollout.start_timeout_s")),
+        ({"load_timeout_s": 0.2}, LOADS + SLEEPS, ("loading weights", 0.2, "rollout.load_timeout_s")),
+        ({"start_timeout_s": 3}, LOADS + SLEEPS, ("loading weights", 3, "rollout.start_timeout_s")),
+        (
+            {"warmup_timeout_s": 0.3},
+            LOADS + "print('Capture target decode CUDA graph begin. backend=x', flush=True)\n" + SLEEPS,
+            ("capturing graphs", 0.3, "rollout.warmup_timeout_s"),
+        ),
+    ],
+)
+def test_a_phase_that_takes_too_long_is_named_with_its_key(
+    stock: Callable[..., ServerLaunch], limits: dict[str, float], lines: str, facts: tuple[object, ...]
+) -> None:
+    """Without a limit of its own it counts for the whole start's."""
+    launch = stock(lines, **limits)
+    log = launch.log_dir / f"sglang_{launch.port}.0.log"
+    with refuses(RolloutError, *facts, "rollout server 1", log, unrecorded="a free port"):
+        launch_server(launch)
+
+
+def test_the_first_of_several_parts_to_fail_is_known_by_its_time(stock: Callable[..., ServerLaunch]) -> None:
+    """The second part dies first, by its own error; the head follows with ten lines about a lost connection. Both are
+    looked at only later."""
+    dies = "time.sleep(0.5)\nraise RuntimeError('CUDA error: out of memory on device 3')"
+    follows = "time.sleep(2.5)\nprint('lost\\n' * 10)\nraise ConnectionResetError('Connection reset by peer')"
+    launch = stock(LOADS + follows, LOADS + dies)
+    parts = [Startup(replace(launch, node_rank=i, port=free_port())) for i in range(2)]
+    try:
+        assert wait_until(lambda: all(part.handle.ended() for part in parts), 60)
+        head, second = (part.poll() for part in parts)
+    finally:
+        for part in parts:
+            part.handle.stop()
+    assert head.failed_at > second.failed_at + 1
+    facts = (
+        "rollout server 1, part 1 of 2",
+        "exit code 1",
+        "loading weights",
+        "out of memory on device 3",
+        parts[1].handle.log,
+    )
+    with refuses(RolloutError, *facts, unrecorded="a free port"):
+        raise RolloutError(second.failure)
+    assert "Traceback" not in str(second.failure)
+
+
+def test_a_port_of_a_stock_server_that_is_in_use_is_said_before_it_starts(stock: Callable[..., ServerLaunch]) -> None:
+    launch = stock(SLEEPS)
+    assert launch.dist_init_addr is not None
+    taken = int(launch.dist_init_addr.rpartition(":")[2])
+    config = RolloutConfig(engine="sglang", sglang=SGLangFlags(tp_size=2, dp_size=2, enable_dp_attention=True))
+    with socket.create_server(("127.0.0.1", taken + 6)):
+        facts = ("rollout server 1", taken + 6, socket.gethostname(), "rollout.sglang.dist_init_port")
+        with refuses(ValueError, *facts, unrecorded="a free port"):
+            launch_server(replace(launch, config=config))
+    assert not launch.log_dir.exists()
+
+
+def test_a_free_port_that_another_program_takes_first_is_left_to_it(
+    stock: Callable[..., ServerLaunch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the choice of a free port and listening there."""
+    launch = replace(stock(SERVES), port=None, index=None)
+    monkeypatch.setattr(startup, "check_ports", lambda ports, host, server: None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        choices = [taken, free_port()]
+        monkeypatch.setattr(startup, "free_port", lambda host: choices.pop(0))
+        with launch_server(launch) as server:
+            assert not choices and server.url != f"http://127.0.0.1:{taken}"
+        monkeypatch.setattr(startup, "free_port", lambda host: taken)
+        with refuses(RolloutError, taken, "exit code 1", launch.log_dir / f"sglang_{taken}.0.log", unrecorded="a port"):
+            launch_server(launch)
+
+
+def test_a_log_is_followed_as_it_grows(tmp_path: Path) -> None:
+    """Lines come in pieces, from ranks that are not at the same point; what was in the file before does not count."""
+    log = tmp_path / "log"
+    log.write_text("The server is fired up and ready to roll!\n")
+    followed, seen = FollowedLog(log, STOCK), list[str]()
+    for text in ("Init parallel beg", "in.\n", "x Load weight begin\n", "TP1 Load weight end\nTP0 Load weight begin\n",
+                 "Capture target prefill CUDA graph begin. b", "\nUvicorn running on http", "TP0 Load weight end\n"):  # fmt: skip
+        with log.open("a") as f:
+            f.write(text)
+        seen.append(followed.phase().words)
+    assert seen == [
+        "starting",
+        "connecting its ranks",
+        "loading weights",
+        "allocating its cache",
+        "capturing graphs",
+        "warming up",
+        "warming up",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a\nTraceback\n  File x\nValueError: no key 'b'\n\n", "ValueError: no key 'b'"),
+        ("torch.OutOfMemoryError: CUDA out of memory.\nstopping\nbye\n", "torch.OutOfMemoryError: CUDA out of memory."),
+        ("[2026 TP3] Error: x\n[2026 TP0] closed\n", "[2026 TP3] Error: x"),
+        ("error: no config.json\n", "error: no config.json"),
+        ("one\ntwo\n", "two"),
+        ("", "(an empty log)"),
+    ],
+)
+def test_the_last_error_of_a_log(tmp_path: Path, text: str, line: str) -> None:
+    (tmp_path / "log").write_text(text)
+    assert last_error(tmp_path / "log") == line
+    assert last_error(tmp_path / "none") == "(no log)"
