@@ -40,7 +40,8 @@ NEED = "MILES_LIKE_NEED_NAMESPACES"  # environment variable: without the right t
 NAMESPACES = ("--net", "--uts", "--mount", "--pid")
 RAY_PORT = 6379
 Hosts = Literal["good", "hostile", "empty"]  # of /etc/hosts; hostile: the node's name is 127.0.1.1, as Debian writes it
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Node:
