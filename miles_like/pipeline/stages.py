@@ -30,9 +30,10 @@ from miles_like.pipeline.dequantize import dequantize_checkpoint, is_unquantized
 from miles_like.pipeline.fetch import content, describe, fetch, source_inputs, visible_files
 from miles_like.pipeline.rollout_checkpoint import store_served
 from miles_like.pipeline.run_directory import Mode, check_nothing_lost, clear_run_dir, summary_files
+from miles_like.pipeline.stage_files import HF, MEGATRON, NodeNeed, layout_inputs, stage_plan
 from miles_like.storage.completion import (
     MARKER,
-    FileFact,
+    Output,
     cleared,
     file_fact,
     files_under,
@@ -43,19 +44,11 @@ from miles_like.storage.completion import (
     why_incomplete,
     write_marker,
 )
-from miles_like.storage.staging import Copy, StageFiles
+from miles_like.storage.staging import StageFiles, verified_sums
 from quant.hf_config import spec_from_hf
 
 STAGES = ("fetch", "dequantize", "convert", "stage", "train")
 USUAL_CACHE = Path("runs/cache")  # the default cache of runs in runs/
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The output of a complete stage: files under `root`, with size and SHA-256 as in its marker."""
-
-    root: Path
-    files: Mapping[str, FileFact]
 
 
 Run = Callable[[Path, Mapping[str, Output]], Path]  # (directory, earlier stages' outputs) -> root of the data
@@ -91,6 +84,7 @@ class Sizes:
     fetched: int  # in the stored format
     bf16: int
     served: int  # in the rollout's format
+    nodes: tuple[NodeNeed, ...]  # what each node copies
 
 
 class Preflight(Protocol):
@@ -119,7 +113,7 @@ class StageFunctions:
 
     make: Callable[[RunConfig, Path], None]  # write the checkpoint that `model.make` describes into a directory
     convert: Callable[[Path, Path], None]  # Hugging Face directory -> torch_dist directory
-    on_every_node: Callable[[StageFiles], Sequence[Mapping[str, Any]]]
+    on_nodes: Callable[[Sequence[StageFiles]], Sequence[Mapping[str, Any]]]  # run the copies of node k on node k
     train: Callable[[RunConfig, Path, Path, Path, bool], None]  # (config, run_dir, served HF, weights, resume)
     sizes: Sizes | None  # of the model; None: known once it is fetched
     # (all stages, names of those that will run, whether to use network and cluster) -> the checks
@@ -167,9 +161,15 @@ def plan_stages(
     ]
 
     def add(
-        name: str, what: str, size: int | None, run: Run, inputs: Mapping[str, object], hashed: Hashes = _no_hashes
+        name: str,
+        what: str,
+        size: int | None,
+        run: Run,
+        inputs: Mapping[str, object],
+        hashed: Hashes = _no_hashes,
+        layout: Mapping[str, object] = {},  # noqa: B006  only read
     ) -> None:
-        stages.append(_cached_stage(cache, stages[-1].key, name, what, size, run, inputs, hashed))
+        stages.append(_cached_stage(cache, stages[-1].key, name, what, size, run, inputs, layout, hashed))
 
     nodes, precision = config.cluster.nodes, config.precision
     if config.convert.fuse:
@@ -187,14 +187,16 @@ def plan_stages(
     )
     add(
         "stage",
-        f"copy {precision.format.upper()} checkpoint and shards to {nodes} node(s), verified by SHA-256",
-        None if size is None else (size.served + size.bf16) * nodes,
+        f"copy of {precision.format.upper()} checkpoint and shards what each of {nodes} node(s) loads, verified by "
+        "SHA-256",
+        None if size is None else sum(need.total for need in size.nodes),
         lambda out, done: _stage(config, out, done, functions),
         {
-            "nodes": nodes,
             "stage_dir": config.cluster.stage_dir,
             "served": precision.model_dump(mode="json", include={"format", "scope", "block", "convention"}),
         },
+        verified_sums,
+        layout_inputs(config),
     )
     return [*stages, _plan_training(config, run_dir, functions, mode, from_step, after=stages[-1].key)]
 
@@ -207,15 +209,17 @@ def _cached_stage(
     size: int | None,
     run: Run,
     inputs: Mapping[str, object],
+    layout: Mapping[str, object],
     hashed: Hashes,
 ) -> Stage:
-    """A stage with a directory in the cache. after: key of the previous stage."""
-    key = input_key(name, {"after": after, **inputs})
+    """A stage with a directory in the cache. after: key of the previous stage. layout: further inputs, with which the
+    stage runs again in the same directory and keeps what is there."""
+    of_content = input_key(name, {"after": after, **inputs})
     return Stage(
         name=name,
         what=what,
-        key=key,
-        directory=cache / f"{name}-{key}",
+        key=input_key(name, {"after": after, **inputs, "layout": layout}) if layout else of_content,
+        directory=cache / f"{name}-{of_content}",
         size=size,
         run=run,
         # dequantize may return the fetched directory; not for the others, whose shards have a hidden metadata file
@@ -419,11 +423,10 @@ def _stage(config: RunConfig, out: Path, done: Mapping[str, Output], functions: 
     data = Path(stage_dir) / out.name if stage_dir else out / "data"
     stored = out / "served"  # for another format than the fetched one; removed once it is on every node
     served, shards = _served(config, done["fetch"], stored), done["convert"]
-    copies = [Copy(o.root, data / name, o.files) for o, name in ((served, "hf"), (shards, "megatron"))]
-    functions.on_every_node(StageFiles(tuple(copies)))
+    plan = stage_plan(config, data, served, shards)
+    functions.on_nodes(plan.nodes)
+    plan.driver()
     shutil.rmtree(stored, ignore_errors=True)
-    if not data.is_dir():
-        raise ValueError(f"staged to {data} on every node, but this machine is none of them: run on a cluster node")
     return data
 
 
@@ -453,7 +456,7 @@ def _train(
         go_back(run_dir / "checkpoints", from_step)
     (run_dir / MARKER).unlink(missing_ok=True)
     run_dir.mkdir(parents=True, exist_ok=True)
-    functions.train(config, run_dir, done["stage"].root / "hf", done["stage"].root / "megatron", mode == "resume")
+    functions.train(config, run_dir, done["stage"].root / HF, done["stage"].root / MEGATRON, mode == "resume")
     return run_dir
 
 
