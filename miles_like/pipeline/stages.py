@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,6 +72,7 @@ class Stage:
     listed: Callable[[Path], list[Path]] = field(default=files_under)  # root -> files that the marker lists
     hashed: Hashes = field(default=_no_hashes)
     again: str | None = None  # why it runs although it is complete
+    by_node: tuple[NodeNeed, ...] | None = None  # of the stage that copies to the nodes; None: known later
 
     def why_not_done(self) -> str | None:
         return why_incomplete(self.directory, self.key) or self.again
@@ -161,17 +162,10 @@ def plan_stages(
     ]
 
     def add(
-        name: str,
-        what: str,
-        size: int | None,
-        run: Run,
-        inputs: Mapping[str, object],
-        hashed: Hashes = _no_hashes,
-        layout: Mapping[str, object] = {},  # noqa: B006  only read
+        name: str, what: str, size: int | None, run: Run, inputs: Mapping[str, object], hashed: Hashes = _no_hashes
     ) -> None:
-        stages.append(_cached_stage(cache, stages[-1].key, name, what, size, run, inputs, layout, hashed))
+        stages.append(_cached_stage(cache, stages[-1].key, name, what, size, run, inputs, hashed))
 
-    nodes, precision = config.cluster.nodes, config.precision
     if config.convert.fuse:
         what = "nothing: quantized weights are decoded while they are converted"
         add("dequantize", what, 0, _leave_to_convert, {"fuse": True})
@@ -185,20 +179,31 @@ def plan_stages(
         {"grid": [config.parallel.tp, config.parallel.etp]},  # cut for these ranks
         _converted,
     )
-    add(
+    stages.append(_plan_staging(config, cache, functions, after=stages[-1].key))
+    return [*stages, _plan_training(config, run_dir, functions, mode, from_step, after=stages[-1].key)]
+
+
+def _plan_staging(config: RunConfig, cache: Path, functions: StageFunctions, *, after: str) -> Stage:
+    """Its directory is that of the content; with another layout the stage runs again there and copies what is
+    missing."""
+    precision, size = config.precision, functions.sizes
+    inputs = {
+        "stage_dir": config.cluster.stage_dir,
+        "served": precision.model_dump(mode="json", include={"format", "scope", "block", "convention"}),
+    }
+    stage = _cached_stage(
+        cache,
+        after,
         "stage",
-        f"copy of {precision.format.upper()} checkpoint and shards what each of {nodes} node(s) loads, verified by "
-        "SHA-256",
+        f"copy what each of {config.cluster.nodes} node(s) loads of the {precision.format.upper()} checkpoint and the "
+        "shards, verified by SHA-256",
         None if size is None else sum(need.total for need in size.nodes),
         lambda out, done: _stage(config, out, done, functions),
-        {
-            "stage_dir": config.cluster.stage_dir,
-            "served": precision.model_dump(mode="json", include={"format", "scope", "block", "convention"}),
-        },
+        inputs,
         verified_sums,
-        layout_inputs(config),
     )
-    return [*stages, _plan_training(config, run_dir, functions, mode, from_step, after=stages[-1].key)]
+    key = input_key("stage", {"after": after, **inputs, "layout": layout_inputs(config)})
+    return replace(stage, key=key, by_node=None if size is None else size.nodes)
 
 
 def _cached_stage(
@@ -209,17 +214,15 @@ def _cached_stage(
     size: int | None,
     run: Run,
     inputs: Mapping[str, object],
-    layout: Mapping[str, object],
     hashed: Hashes,
 ) -> Stage:
-    """A stage with a directory in the cache. after: key of the previous stage. layout: further inputs, with which the
-    stage runs again in the same directory and keeps what is there."""
-    of_content = input_key(name, {"after": after, **inputs})
+    """A stage with a directory in the cache. after: key of the previous stage."""
+    key = input_key(name, {"after": after, **inputs})
     return Stage(
         name=name,
         what=what,
-        key=input_key(name, {"after": after, **inputs, "layout": layout}) if layout else of_content,
-        directory=cache / f"{name}-{of_content}",
+        key=key,
+        directory=cache / f"{name}-{key}",
         size=size,
         run=run,
         # dequantize may return the fetched directory; not for the others, whose shards have a hidden metadata file

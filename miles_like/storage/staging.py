@@ -106,9 +106,13 @@ def read_record(data: Path) -> dict[str, _Known]:
     try:
         found = json.loads(record_of(data).read_text(encoding="utf-8"))
         files = found["files"] if found["format"] == _RECORD_FORMAT else {}
-        return {str(name): _Known(**{k: known[k] for k in _Known.__annotations__}) for name, known in files.items()}
+        return {str(name): _known(**known) for name, known in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
+
+
+def _known(*, inode: int, size: int, mtime_ns: int, sha256: str) -> _Known:
+    return {"inode": inode, "size": size, "mtime_ns": mtime_ns, "sha256": sha256}
 
 
 def verified_sums(data: Path) -> dict[str, tuple[int, str]]:
@@ -180,7 +184,7 @@ class _State:
     def note(self, path: Path, sha256: str) -> None:
         """Record a file that has been verified."""
         st = path.stat()
-        known: _Known = {"inode": st.st_ino, "size": st.st_size, "mtime_ns": st.st_mtime_ns, "sha256": sha256}
+        known = _known(inode=st.st_ino, size=st.st_size, mtime_ns=st.st_mtime_ns, sha256=sha256)
         with self.lock:
             self.known[str(path.relative_to(self.data))] = known
             self._changed = True
@@ -349,9 +353,7 @@ def _copy(
 
 
 def _differs(name: str, how: str) -> str:
-    return (
-        f"{socket.gethostname()}: {name} {how}: the source changed or is damaged; run the stage that makes it again"
-    )
+    return f"{socket.gethostname()}: {name} {how}: the source changed or is damaged; run the stage that makes it again"
 
 
 def _sums_of(partial: Path) -> Path:

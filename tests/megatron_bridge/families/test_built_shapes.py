@@ -318,7 +318,7 @@ def test_a_rank_asks_for_whole_pieces_that_the_converter_writes(name: str, built
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rank_is_planned_to_read_what_it_asks_for(name: str, built: dict[str, list[BuiltRank]]) -> None:
-    """The shares by which files are copied to a node are the boxes that megatron asks for, of each rank by its number."""
+    """The shares by which files are copied to a node are the boxes that megatron asks for, of each rank by number."""
     tensors, layout = whole(name), layout_of(name)
     for number, rank in zip(_chosen(layout), built[name], strict=True):
         at = position(layout, number)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from miles_like.storage.completion import MARKER, file_sha256, files_under, input_key, why_incomplete, write_marker
 from miles_like.storage import staging
+from miles_like.storage.completion import MARKER, file_sha256, files_under, input_key, why_incomplete, write_marker
 from miles_like.storage.staging import Copy, LocalSource, StageFiles, record_of, verified_sums
 from tests.support.refusals import refuses
 
