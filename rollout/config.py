@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from miles_like.section import Section
+from miles_like.variables import read_variables
 
 # the attention backends of SGLang 0.5.23 for NVIDIA GPUs that have deterministic kernels
 DETERMINISTIC_ATTENTION = ("fa3", "fa4", "flashinfer", "triton")
@@ -82,6 +83,14 @@ class RolloutConfig(Section):
     call_timeout_s: float = Field(1800.0, gt=0)  # per answer of `environment`, per prompt of `generate`
     embedded: EmbeddedFlags = EmbeddedFlags()
     sglang: SGLangFlags = SGLangFlags()
+    env: dict[str, str] = Field(
+        {}
+    )  # environment variables of the servers; "" takes a secret from the driver's environment
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def variables_can_be_set(cls, given: Any) -> Any:
+        return read_variables("rollout.env", given)
 
     @property
     def has_episode_runner(self) -> bool:

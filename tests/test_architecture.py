@@ -19,6 +19,7 @@ TESTED_ELSEWHERE = ("scripts",)  # folders without a folder of tests: tests/e2e 
 # separate row. A name stands for its subfolders too: "quant" is quant.spec, quant.formats and the others.
 CONTRACTS = (
     "miles_like.types miles_like.protocols miles_like.plugins miles_like.hf miles_like.limits miles_like.section"
+    " miles_like.variables"
 )
 RULES = {
     "quant.exact": "",
@@ -33,12 +34,13 @@ RULES = {
     # what lower packages may import of miles_like
     "miles_like.limits": "",
     "miles_like.section": "",
+    "miles_like.variables": "",
     "miles_like.types": "routing_replay",
     "miles_like.protocols": "routing_replay miles_like.types",
     "miles_like.plugins": "miles_like.limits",
     "miles_like.hf": "quant.hf_config miles_like.limits miles_like.types",
     # rollout
-    "rollout.config": "miles_like.section",
+    "rollout.config": "miles_like.section miles_like.variables",
     "rollout.server_url": "",
     "rollout.concurrency": "",
     "rollout.seeds": "",
@@ -75,7 +77,7 @@ RULES = {
     # miles_like: data and settings
     "miles_like.batch": "routing_replay miles_like.types",
     "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts rollout.server_url"
-    " miles_like.limits miles_like.section",
+    " miles_like.limits miles_like.section miles_like.variables",
     "miles_like.algorithms.terms": "miles_like.types",
     "miles_like.algorithms.advantages": "miles_like.types miles_like.protocols miles_like.algorithms.terms",
     "miles_like.algorithms.losses": "miles_like.types miles_like.protocols miles_like.algorithms.terms",
@@ -312,8 +314,8 @@ def test_house_rules(module: str) -> None:
     tree = ast.parse(FILES[module].read_text())
     # server_key: a key reaches a server by its environment alone, for every user can read a command line
     environment = (
-        "megatron_bridge.device.device miles_like.cluster.actors miles_like.nodes.session miles_like.cli"
-        " rollout.server_key"
+        "megatron_bridge.device.device miles_like.cluster.actors miles_like.cluster.environment"
+        " miles_like.nodes.session miles_like.cli rollout.server_key"
     )
     if module not in environment.split():
         environ = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]

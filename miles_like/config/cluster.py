@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Any
+
+from pydantic import Field, field_validator
 
 from miles_like.section import Section
+from miles_like.variables import read_variables
 
 
 class ClusterConfig(Section):
@@ -17,3 +20,11 @@ class ClusterConfig(Section):
     peak_tflops: float | None = Field(None, gt=0)  # of one rank's device in the training dtype; reported as perf/mfu
     colocate: bool = True  # trainer and rollout share GPUs; neither releases memory for the other
     stage_dir: str | None = None  # node-local directory; None: inside the run directory
+    env: dict[str, str] = Field(
+        {}
+    )  # environment variables of trainer and critic ranks; "" takes a secret from the driver's
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def variables_can_be_set(cls, given: Any) -> Any:
+        return read_variables("cluster.env", given)

@@ -37,6 +37,7 @@ STARTERS = (
     "tests.support.forked",
     "tests.support.local_run",
     "tests.support.mid_run",
+    "tests.support.namespaces.nodes",
     "tests.support.spawn.run_ranks",
     "tests.support.spawn.warm_context",
 )

@@ -1,0 +1,114 @@
+"""The environment of a run's processes: Ray gives them that of the node's Ray process, so that all is set here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from miles_like.cluster.environment import (
+    describe_environment,
+    plain_values,
+    process_environment,
+    secret_names,
+    secret_values,
+)
+from miles_like.cluster.placement import Role, Slot
+from miles_like.nodes.facts import Device, NodeFacts
+from tests.support.refusals import refuses
+
+DEVICES = tuple(Device(index=i, uuid=f"GPU-{i}") for i in (2, 3, 6, 7))  # another job has the others
+NODE = NodeFacts(host="a", address="10.0.0.7", interface="eth1", cores=96, devices=DEVICES)
+OPTIONS: Mapping[str, Any] = {"env": {}, "gpus_per_node": 4, "stage_dir": None, "local": False}
+SECRETS = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "", "WANDB_API_KEY": ""}
+
+
+def slot(role: Role = "trainer", *gpus: int) -> Slot:
+    return Slot(role=role, index=0, node=0, gpus=gpus)
+
+
+def test_a_gpu_rank_gets_its_devices_its_share_of_the_cores_and_the_interface_of_its_address() -> None:
+    assert process_environment(slot("trainer", 1), NODE, **OPTIONS) == {
+        "CUDA_VISIBLE_DEVICES": "3",
+        "OMP_NUM_THREADS": "24",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "NCCL_SOCKET_IFNAME": "=eth1",
+    }
+
+
+@pytest.mark.parametrize("gpus", [(0, 1), (3,), (2, 0)])
+def test_both_sides_of_a_gpu_have_the_same_device(gpus: tuple[int, ...]) -> None:
+    """Publication between processes of one GPU needs the same physical device."""
+    found = {
+        process_environment(slot(role, *gpus), NODE, **OPTIONS)["CUDA_VISIBLE_DEVICES"]
+        for role in ("trainer", "critic", "rollout")
+    }
+    assert found == {",".join(str(DEVICES[g].index) for g in gpus)}
+
+
+def test_a_server_keeps_the_launch_queues_of_its_engine() -> None:
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in process_environment(slot("rollout", 0), NODE, **OPTIONS)
+
+
+def test_a_gpu_that_the_run_does_not_hold_is_refused() -> None:
+    with refuses(ValueError, "trainer", 4, "cluster.gpus_per_node"):
+        process_environment(slot("trainer", 4), NODE, **OPTIONS)
+
+
+def test_a_process_has_a_thread_even_where_gpus_outnumber_cores() -> None:
+    node = NodeFacts(host="a", address="10.0.0.7", interface="eth1", cores=2, devices=DEVICES)
+    assert process_environment(slot("trainer", 0), node, **OPTIONS)["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_cpu_rank_has_one_thread_and_no_variable_of_a_gpu() -> None:
+    options = {**OPTIONS, "gpus_per_node": 0, "stage_dir": "/nvme"}
+    assert process_environment(slot(), NODE, **options) == {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "NCCL_SOCKET_IFNAME": "=eth1",
+    }
+
+
+def test_a_local_ray_listens_on_loopback_and_so_do_its_ranks() -> None:
+    found = process_environment(slot(), NODE, **{**OPTIONS, "local": True})
+    assert found["GLOO_SOCKET_IFNAME"] in ("lo", "lo0") and found["NCCL_SOCKET_IFNAME"].endswith("lo")
+
+
+def test_an_unknown_interface_is_left_to_the_libraries() -> None:
+    node = NodeFacts(host="a", address="10.0.0.7", interface=None, cores=96, devices=DEVICES)
+    assert not [name for name in process_environment(slot("trainer", 0), node, **OPTIONS) if "IFNAME" in name]
+
+
+def test_the_user_s_values_replace_the_defaults_and_secrets_are_left_out() -> None:
+    env = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "ib0", **SECRETS}
+    found = process_environment(slot("trainer", 0), NODE, **{**OPTIONS, "env": env})
+    assert {name: found[name] for name in plain_values(env)} == plain_values(env)
+    assert not set(found) & {"HF_TOKEN", "WANDB_API_KEY"}
+
+
+def test_kernel_caches_are_on_the_node_s_disk_and_apart() -> None:
+    """The two sides have other versions of the same compilers."""
+    options = {**OPTIONS, "stage_dir": "/nvme/stage/"}
+    found = [process_environment(slot(role, 0), NODE, **options) for role in ("trainer", "rollout")]
+    roots = [{value for value in one.values() if value.startswith("/")} for one in found]
+    assert all(path.startswith("/nvme/stage/kernels/") for paths in roots for path in paths)
+    assert not roots[0] & roots[1]
+    assert {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"} <= set(found[0]) & set(found[1])
+
+
+@pytest.mark.parametrize("role", ["trainer", "critic", "rollout"])
+@pytest.mark.parametrize("gpus_per_node", [0, 4])
+def test_what_a_dry_run_prints_are_the_variables_that_arrive(role: Role, gpus_per_node: int) -> None:
+    options = {"env": SECRETS, "gpus_per_node": gpus_per_node, "stage_dir": "/nvme"}
+    printed = describe_environment(role, **options)
+    arrived = process_environment(slot(role, *range(gpus_per_node)), NODE, **options, local=False)
+    assert set(printed) == set(arrived) | set(secret_names(SECRETS))
+    assert all(value == arrived[name] for name, value in printed.items() if not value.startswith("("))
+    assert {printed[name] for name in secret_names(SECRETS)} == {"(from the driver's environment)"}
+
+
+def test_secrets_come_from_the_driver_and_a_missing_one_is_refused() -> None:
+    driver = {"HF_TOKEN": "a", "WANDB_API_KEY": "b", "OTHER_KEY": "c"}
+    assert secret_values(SECRETS, driver) == {"HF_TOKEN": "a", "WANDB_API_KEY": "b"}
+    with refuses(ValueError, "WANDB_API_KEY"):
+        secret_values(SECRETS, {"HF_TOKEN": "a"})

@@ -1,0 +1,71 @@
+"""What a table of environment variables may set: a secret reaches no file and no message, a run owns what places it."""
+
+from pathlib import Path
+
+import pytest
+
+from miles_like.config.load import dump_config, load_config
+from miles_like.variables import is_secret, read_variables
+from tests.support.refusals import refuses
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny.toml"
+
+
+@pytest.mark.parametrize("name", ["WANDB_API_KEY", "hf_token", "AWS_SECRET_ACCESS", "Monkey"])
+def test_names_that_contain_a_word_for_secrets_are_secret(name: str) -> None:
+    assert is_secret(name)
+
+
+def test_plain_names_are_not_secret() -> None:
+    assert not any(map(is_secret, ("NCCL_DEBUG", "NVSHMEM_IB_GID_INDEX", "SGLANG_CACHE_DIR", "GLOO_SOCKET_IFNAME")))
+
+
+@pytest.mark.parametrize("table", ["cluster", "rollout"])
+@pytest.mark.parametrize("value", ["abcd-1234", "77310", "7.5"])  # the last two are numbers of TOML
+def test_a_secret_in_a_file_is_refused_and_not_repeated(table: str, value: str) -> None:
+    with refuses(ValueError, f"{table}.env.HF_TOKEN", 'HF_TOKEN = ""', unrecorded="one sentence per value") as caught:
+        load_config(TINY, [f"{table}.env.HF_TOKEN={value}"])
+    assert value not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CUDA_VISIBLE_DEVICES",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "RAY_ADDRESS",
+        "MILES_LIKE_SERVER_KEY",
+        "PYTHONPATH",
+        "VIRTUAL_ENV",
+    ],
+)
+def test_a_variable_that_the_run_sets_is_refused(name: str) -> None:
+    with refuses(ValueError, f"cluster.env.{name}"):
+        load_config(TINY, [f"cluster.env.{name}=0"])
+
+
+@pytest.mark.parametrize("name", ["A-B", "1A", "", "A B", "A=B"])
+def test_what_is_no_name_is_refused(name: str) -> None:
+    with refuses(ValueError, "rollout.env", repr(name)):
+        read_variables("rollout.env", {name: "x"})
+
+
+@pytest.mark.parametrize("value", [True, 1.5, ["a"], "a\0b"])
+def test_what_is_no_text_is_refused(value: object) -> None:
+    with refuses(ValueError, "cluster.env.NCCL_DEBUG"):
+        read_variables("cluster.env", {"NCCL_DEBUG": value})
+
+
+def test_tables_are_kept_in_the_resolved_configuration(tmp_path: Path) -> None:
+    """A whole number is text; an override replaces one name and keeps the others; `false` drops an inherited name."""
+    base, child = tmp_path / "base.toml", tmp_path / "child.toml"
+    base.write_text(
+        f'extends = "{TINY}"\n[cluster.env]\nNCCL_DEBUG = "INFO"\nNCCL_IB_QPS_PER_CONNECTION = 4\nWANDB_API_KEY = ""\n'
+    )
+    child.write_text(f'extends = "{base}"\n[cluster.env]\nNCCL_DEBUG = "WARN"\nNCCL_IB_QPS_PER_CONNECTION = false\n')
+    config = load_config(child, ["rollout.env.SGLANG_X=1"])
+    assert config.cluster.env == {"NCCL_DEBUG": "WARN", "WANDB_API_KEY": ""}
+    assert config.rollout.env == {"SGLANG_X": "1"}
+    (tmp_path / "resolved.toml").write_text(dump_config(config))
+    assert load_config(tmp_path / "resolved.toml") == config

@@ -1,0 +1,295 @@
+"""Machines made of Linux namespaces, for tests of a cluster on one machine.
+
+    with nodes(3, hosts=["good", "hostile", "good"], disk_mib=64, work=tmp_path) as cluster:
+        cluster.start_ray(gpus=8)  # pretended GPUs
+        done = cluster[1].run(["hostname"])
+        process = cluster[2].popen([sys.executable, "-m", "rollout.embedded.server", ...])
+        answer = cluster[0].call(drive, cluster.ray_address)  # drive(...) in a new Python process on node 0
+
+Node k is called `node{k}` and has the address 10.77.0.{k+1}, network, host name, /etc/hosts, process table, /dev/shm,
+/tmp and `cluster.disk`, a file system in memory of `disk_mib`, separate from those of the other nodes. All other
+files are the machine's: a directory below `work` is the cluster's shared disk.
+
+The nodes' switch is a bridge in a network namespace too, without a link to the machine: a process outside of the nodes
+reaches none of them, so that Ray needs no token there, and two clusters may use the same addresses. All namespaces are
+anonymous and live by the node's first process (node_init.py), which ends when a pipe from this process closes: nothing
+is left behind when the test fails or is killed with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import pytest
+
+from tests.support.node_init import NodeInit
+
+ROOT = Path(__file__).parents[2]
+NEED = "MILES_LIKE_NEED_NAMESPACES"  # environment variable: without the right to make them, tests fail in place of skip
+NAMESPACES = ("--net", "--uts", "--mount", "--pid")
+RAY_PORT = 6379
+Hosts = Literal["good", "hostile", "empty"]  # of /etc/hosts; hostile: the node's name is 127.0.1.1, as Debian writes it
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Node:
+    """One machine of a cluster."""
+
+    def __init__(self, index: int, init: _Init, environment: dict[str, str]) -> None:
+        self.index, self.name, self.address = index, f"node{index}", address_of(index)
+        self.environment = environment  # of the processes that are started from here on
+        self._init = init
+
+    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a process on the node, from the repository's root by default. It is killed with the returned process,
+        by whatever signal that one ends, and with the node. options: of subprocess.Popen; env: added variables."""
+        environment = {**self.environment, **options.pop("env", {})}
+        return self._init.popen(command, cwd=options.pop("cwd", ROOT), env=environment, **options)
+
+    def run(
+        self, command: Sequence[str], *, check: bool = True, timeout_s: float = 120.0, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on the node and capture its output as text. Raises AssertionError with its output where it
+        fails and `check`, and where it does not end within the limit."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:  # background jobs may keep them
+            process = self.popen(command, stdout=out, stderr=err, **options)
+            try:
+                code: int | str = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                code = f"a signal after {timeout_s:g} s"
+            out.seek(0), err.seek(0)
+            texts = out.read(), err.read()
+        ended = isinstance(code, int) and (code == 0 or not check)
+        assert ended, f"{self.name}: {command} ended with {code}:\n{texts[0]}{texts[1]}"
+        return subprocess.CompletedProcess(command, process.returncode, *texts)
+
+    def call(self, fn: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
+        """fn(...) in a new Python process on the node. `fn`, arguments and result are pickled: `fn` is a function of
+        a module. Raises what it raises, and AssertionError with the output of a process that died."""
+        with tempfile.TemporaryDirectory(dir=self._init.work) as there:
+            question, answer = Path(there, "question"), Path(there, "answer")
+            question.write_bytes(pickle.dumps((fn, arguments, named)))
+            modules = os.pathsep.join([str(Path(inspect.getfile(fn)).parent), str(ROOT)])
+            command = [sys.executable, "-c", _CALL, str(question), str(answer)]
+            done = self.run(command, check=False, timeout_s=300.0, env={"PYTHONPATH": modules})
+            assert answer.exists(), f"{self.name}: {fn} died:\n{done.stdout}{done.stderr}"
+            failed, result = pickle.loads(answer.read_bytes())
+        if failed:
+            raise result
+        return result  # type: ignore[no-any-return]
+
+    def unplug(self) -> None:
+        """Pull the network cable: packets are lost without an error, until `plug_in`."""
+        self._init.switch_port(self.index, "down")
+
+    def plug_in(self) -> None:
+        self._init.switch_port(self.index, "up")
+
+    def refuse(self, other: Node) -> None:
+        """Connections and packets from this node to another fail at once."""
+        self.run(["ip", "route", "add", "prohibit", other.address])
+
+
+class Cluster(Sequence[Node]):
+    """The nodes. disk: the directory that is a separate file system on each of them."""
+
+    def __init__(self, members: Sequence[Node], disk: Path) -> None:
+        self._members, self.disk = tuple(members), disk
+        self.ray_address = f"{address_of(0)}:{RAY_PORT}"
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._members[index]
+
+    def start_ray(self, *, cpus: int = 2, gpus: int | Sequence[int] = 0, on: Sequence[int] | None = None) -> str:
+        """Start Ray on all nodes or on those of `on`, node 0 being the head; return its address, which processes on
+        the nodes have as RAY_ADDRESS too. gpus: pretended GPUs, of each node or one number per node."""
+        chosen = range(len(self)) if on is None else on
+        number = [gpus] * len(self) if isinstance(gpus, int) else gpus
+
+        def start(k: int) -> subprocess.Popen[Any]:
+            node = self._members[k]
+            where = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
+            where = where if k == 0 else [f"--address={self.ray_address}"]
+            size = [f"--num-cpus={cpus}", f"--num-gpus={number[k]}", "--object-store-memory=80000000"]
+            command = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats", *where, *size]
+            return node.popen(
+                [*command, f"--node-ip-address={node.address}"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+        for batch in ([k for k in chosen if k == 0], [k for k in chosen if k]):
+            for k, process in [(k, start(k)) for k in batch]:
+                out, _ = process.communicate(timeout=120)
+                assert process.returncode == 0, f"Ray did not start on node{k}:\n{out}"
+        for node in self._members:
+            node.environment["RAY_ADDRESS"] = self.ray_address
+        return self.ray_address
+
+
+@contextlib.contextmanager
+def nodes(
+    number: int,
+    *,
+    work: Path,
+    hosts: Hosts | Sequence[Hosts] = "good",
+    disk_mib: int | Sequence[int] = 64,
+    shm_mib: int | Sequence[int] = 512,
+) -> Iterator[Cluster]:
+    """A cluster. work: a directory of this test, for the nodes' hosts files; lists have one entry per node."""
+    need_namespaces()
+    work = work / "namespaces"
+    work.mkdir()
+    (disk := work / "disk").mkdir()
+    (work / "resolv.conf").write_text("")
+    kinds, disks, shared = (_each(value, number) for value in (hosts, disk_mib, shm_mib))
+    with contextlib.ExitStack() as stack:
+        switch = stack.enter_context(_Init({"name": "switch", "binds": {}, "tmpfs": {}}, work))
+        _ip(switch, "link add switch type bridge", "link set switch up")
+        members = []
+        for k in range(number):
+            (file := work / f"hosts{k}").write_text(_hosts_file(kinds[k], k, number))
+            binds = {"/etc/hosts": str(file), "/etc/resolv.conf": str(work / "resolv.conf")}
+            spec: NodeInit = {
+                "name": f"node{k}",
+                "binds": binds,
+                "tmpfs": {str(disk): disks[k], "/dev/shm": shared[k], "/tmp/ray": None},
+            }
+            init = stack.enter_context(_Init(spec, work, switch))
+            _ip(
+                switch,
+                f"link add port{k} type veth peer name eth0 netns {init.pid}",
+                f"link set port{k} master switch up",
+            )
+            _ip(init, f"addr add {address_of(k)}/24 dev eth0", "link set eth0 up")
+            members.append(Node(k, init, _environment()))
+        yield Cluster(members, disk)
+
+
+def address_of(index: int) -> str:
+    return f"10.77.0.{index + 1}"
+
+
+@functools.cache
+def why_no_namespaces() -> str | None:
+    """Why this process cannot make nodes, as one sentence; None where it can."""
+    test = ["unshare", *NAMESPACES, "--fork", "sh", "-c", "mount -t tmpfs none /mnt && ip link add port type veth"]
+    try:
+        done = subprocess.run(test, capture_output=True, text=True, timeout=30, check=False)
+    except OSError as e:
+        return f"nodes of a test's cluster are made with unshare and ip, which this machine lacks ({e})"
+    if done.returncode:
+        return f"this process has no right to make Linux namespaces ({done.stderr.strip()}): run as root"
+    return None
+
+
+def need_namespaces() -> None:
+    """Skip the test where no nodes can be made, or fail it with MILES_LIKE_NEED_NAMESPACES=1, which .ci/run sets."""
+    if (why := why_no_namespaces()) is not None:
+        (pytest.fail if os.environ.get(NEED) == "1" else pytest.skip)(why)
+
+
+class _Init:
+    """The first process of a node, and so the node. As a context manager it ends the node on exit."""
+
+    def __init__(self, spec: NodeInit, work: Path, switch: _Init | None = None) -> None:
+        self.work, self._switch = work, switch
+        program = [sys.executable, "-S", "-E", str(Path(__file__).with_name("node_init.py")), json.dumps(spec)]
+        self._process = subprocess.Popen(
+            ["unshare", *NAMESPACES, "--fork", "--kill-child", *program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self.end()
+            raise AssertionError(f"{spec['name']} was not made: its first process wrote why")
+        self.pid = int(line)
+
+    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        # nsenter forks, for only a child is in the PID namespace; the child must not outlive it
+        enter = ["nsenter", f"--target={self.pid}", *NAMESPACES, f"--wd={options.pop('cwd')}"]
+        return subprocess.Popen([*enter, "setpriv", "--pdeathsig=KILL", *command], **options)
+
+    def switch_port(self, index: int, state: str) -> None:
+        assert self._switch is not None
+        _ip(self._switch, f"link set port{index} {state}")
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> _Init:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def _ip(init: _Init, *commands: str) -> None:
+    enter = ["nsenter", f"--target={init.pid}", "--net", "ip", "-batch", "-"]
+    done = subprocess.run(enter, input="\n".join(commands), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {commands}: {done.stderr}"
+
+
+def _hosts_file(kind: Hosts, index: int, number: int) -> str:
+    names = [f"{address_of(k)} node{k}" for k in range(number)]
+    if kind == "hostile":
+        names[index] = f"127.0.1.1 node{index}"
+    return "\n".join(["127.0.0.1 localhost", *(names if kind != "empty" else []), ""])
+
+
+def _each(value: Any, number: int) -> list[Any]:
+    out = [value] * number if isinstance(value, int | str) else list(value)
+    assert len(out) == number, f"{value}: want {number}"
+    return out
+
+
+def _environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTEST_"))}
+    return kept | {
+        "PYTHONPATH": str(ROOT),
+        "RAY_AUTH_MODE": "disabled",  # no process outside of the nodes reaches Ray
+        "RAY_worker_niceness": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_metrics_collection": "0",
+    }
+
+
+_CALL = """
+import pickle, sys
+question, answer = sys.argv[1:]
+with open(question, "rb") as f:
+    fn, arguments, named = pickle.load(f)
+try:
+    out = pickle.dumps((False, fn(*arguments, **named)))
+except BaseException as e:
+    out = pickle.dumps((True, e))
+with open(answer, "wb") as f:
+    f.write(out)
+"""
