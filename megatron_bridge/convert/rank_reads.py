@@ -93,13 +93,20 @@ def files_read(
     """
     if not ranks:
         return frozenset()
-    positions = {position(layout, rank) for rank in ranks}
     data = {piece.file for fact in manifest.tensors.values() for piece in fact.pieces}
     found = {name for name in manifest.files if name not in data and not name.startswith(COMPANION_PREFIX)}
-    for key, entry, held in shares(tensors, layout, positions):
-        if (fact := manifest.tensors.get(key)) is not None:
-            found.update(p.file for p in fact.pieces if any(_meets(p, share, entry.per_expert) for share in held))
-    return frozenset({*found, MANIFEST})
+    return frozenset({MANIFEST, *found, *(p.file for p in pieces_read(manifest, tensors, layout, ranks))})
+
+
+def pieces_read(
+    manifest: Manifest, tensors: TensorMap, layout: ParallelConfig, ranks: Collection[int]
+) -> Iterator[Piece]:
+    """The pieces that hold a part of what one of these ranks loads, each once."""
+    for key, entry, held in shares(tensors, layout, {position(layout, rank) for rank in ranks}):
+        fact = manifest.tensors.get(key)
+        for piece in fact.pieces if fact is not None else ():
+            if any(_meets(piece, share, entry.per_expert) for share in held):
+                yield piece
 
 
 def _stages(tensors: TensorMap, layout: ParallelConfig, entry: Entry, of_layer: list[int] | None) -> set[int]:
