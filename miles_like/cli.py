@@ -36,6 +36,7 @@ from miles_like.pipeline.stages import (
     stages_to_do,
 )
 from miles_like.run import assemble
+from miles_like.run.describe import describe_plan
 from miles_like.run.model_plan import PlannedModel
 from miles_like.run.run_cluster import RunCluster
 from rollout.server_key import given_key
@@ -108,6 +109,9 @@ def pipeline(
         if dry_run:
             checks = functions.preflight(planned, to_do, False).run()
             raise_failures(checks)
+            for line in describe_plan(loaded, functions.sizes, planned, to_do):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print()
             print_plan(console, loaded, model, planned, selected, run_dir)
             print_not_checked(console, checks)
             return

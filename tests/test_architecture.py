@@ -63,7 +63,7 @@ RULES = {
     "megatron_bridge.config": "quant.spec miles_like.section",
     "megatron_bridge.families": "",
     "megatron_bridge.plan": "quant megatron_bridge.config megatron_bridge.families",
-    "megatron_bridge.convert": f"{CONTRACTS} quant megatron_bridge.families",
+    "megatron_bridge.convert": f"{CONTRACTS} quant megatron_bridge.config megatron_bridge.families",
     "megatron_bridge.device": "megatron_bridge.config megatron_bridge.plan",
     "megatron_bridge.optim": "megatron_bridge.device megatron_bridge.plan",
     "megatron_bridge.model": "quant.exact routing_replay miles_like.types megatron_bridge.config"

@@ -44,8 +44,13 @@ class Box:
 
 def checkpoint_key(place: Place) -> str:
     """Key of the checkpoint tensor that holds a Hugging Face tensor; all experts of a layer share one."""
-    pattern = place.entry.stored or place.entry.megatron.replace(".local_experts.{e}.", ".experts.")
-    return pattern.format(i=place.layer, j=place.depth)
+    return checkpoint_key_of(place.entry, place.layer, place.depth)
+
+
+def checkpoint_key_of(entry: Entry, layer: int | None, depth: int | None) -> str:
+    """Key of the checkpoint tensor of an entry in a layer."""
+    pattern = entry.stored or entry.megatron.replace(".local_experts.{e}.", ".experts.")
+    return pattern.format(i=layer, j=depth)
 
 
 def checkpoint_shape(tensors: TensorMap, place: Place) -> tuple[int, ...]:

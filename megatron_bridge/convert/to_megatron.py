@@ -51,6 +51,7 @@ from megatron_bridge.convert.units import (
     write_file,
 )
 from megatron_bridge.families.base import Place, TensorMap
+from megatron_bridge.families.registry import family_of
 from miles_like.hf.checkpoint import companions
 
 COMPANIONS = "hf"  # the folder
@@ -104,6 +105,22 @@ def convert_source(
     spread: Spread | None = None,
 ) -> ConvertReport:
     """As `to_megatron`. `chunk_bytes` limits one archive, `unit_bytes` the work of a worker that a kill can lose."""
+    job = plan_conversion(source, grid, chunk_bytes=chunk_bytes, unit_bytes=unit_bytes)
+    with building(out, job) as partial:
+        kept = run_units(job, partial, workers=workers, spread=spread)
+        size = _finish(job, partial)
+    return ConvertReport(tensors=job.tensors, skipped=job.skipped, bytes=size, units=len(job.units), units_kept=kept)
+
+
+def plan_conversion(
+    source: Source,
+    grid: Grid = Grid(),  # noqa: B008  frozen
+    *,
+    chunk_bytes: int = 64 * MIB,
+    unit_bytes: int = 512 * MIB,
+) -> Conversion:
+    """What is read from where and written where, for every tensor; reads no data. Raises ValueError as `to_megatron`
+    before anything is written."""
     tensors, copies = bind(source)
     places, skipped = checked_places(source, tensors)
     check_copies(source, copies)
@@ -118,11 +135,7 @@ def convert_source(
     copies_of: dict[str, tuple[str, ...]] = {}
     for copy, place in copies.items():
         copies_of[place.hf_name] = (*copies_of.get(place.hf_name, ()), copy)
-    job = Conversion(source, tuple(units), copies_of)
-    with building(out, job) as partial:
-        kept = run_units(job, partial, workers=workers, spread=spread)
-        size = _finish(job, partial, tensors, skipped)
-    return ConvertReport(tensors=len(places), skipped=skipped, bytes=size, units=len(units), units_kept=kept)
+    return Conversion(source, tuple(units), copies_of, len(places), skipped, tensors.mtp)
 
 
 def _count_pieces(source: Source, grid: Grid, chunk_bytes: int) -> int:
@@ -161,6 +174,9 @@ class Conversion:
     source: Source
     units: tuple[tuple[Box, ...], ...]
     copies: Mapping[str, tuple[str, ...]]
+    tensors: int  # of the source that are converted
+    skipped: tuple[str, ...]  # names of the others
+    mtp: bool  # with the draft layers
 
     @property
     def count(self) -> int:
@@ -249,8 +265,9 @@ def _no_crc() -> Iterator[None]:
 # the directory
 
 
-def _finish(job: Conversion, directory: Path, tensors: TensorMap, skipped: tuple[str, ...]) -> int:
+def _finish(job: Conversion, directory: Path) -> int:
     """Write the files that complete the checkpoint, and the manifest; returns the bytes of all files."""
+    tensors = family_of(job.source.hf.config).bind(job.source.hf.config, mtp=job.mtp)
     files: dict[str, FileFact] = {}
     pieces: dict[str, list[Piece]] = {}
     kinds: dict[str, Box] = {}
@@ -284,7 +301,7 @@ def _finish(job: Conversion, directory: Path, tensors: TensorMap, skipped: tuple
     facts = {
         key: Fact(str(box.dtype).removeprefix("torch."), box.shape, tuple(pieces[key])) for key, box in kinds.items()
     }
-    Manifest("torch_dist", facts, files, skipped).write(directory)
+    Manifest("torch_dist", facts, files, job.skipped).write(directory)
     return sum(fact.size for fact in files.values()) + (directory / MANIFEST).stat().st_size
 
 

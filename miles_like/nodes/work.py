@@ -40,6 +40,12 @@ def on_every_node(work: NodeWork[R], nodes: Sequence[Node], *, timeout_s: float 
     return _watched(partial(_call, work), [(node, ()) for node in nodes], ("staging", "run again"), timeout_s)
 
 
+def on_nodes(works: Sequence[NodeWork[R]], nodes: Sequence[Node], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[R]:
+    """Run `works[k]` on node k, concurrently; return the results in that order. Raises the first failure."""
+    parts = [(node, (i,)) for i, node in enumerate(nodes[: len(works)])]
+    return _watched(partial(_call_own, works), parts, ("staging", "run again"), timeout_s)
+
+
 def over_nodes(
     work: Callable[[int], None],
     numbers: Sequence[int],
@@ -61,6 +67,10 @@ def over_nodes(
 
 def _call(work: NodeWork[R], _numbers: Sequence[int], alive: Alive) -> R:
     return work(alive)
+
+
+def _call_own(works: Sequence[NodeWork[R]], numbers: Sequence[int], alive: Alive) -> R:
+    return works[numbers[0]](alive)
 
 
 def _do_all(work: Callable[[int], None], numbers: Sequence[int], alive: Alive) -> None:

@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,9 +30,10 @@ from miles_like.pipeline.dequantize import dequantize_checkpoint, is_unquantized
 from miles_like.pipeline.fetch import content, describe, fetch, source_inputs, visible_files
 from miles_like.pipeline.rollout_checkpoint import store_served
 from miles_like.pipeline.run_directory import Mode, check_nothing_lost, clear_run_dir, summary_files
+from miles_like.pipeline.stage_files import HF, MEGATRON, NodeNeed, layout_inputs, stage_plan
 from miles_like.storage.completion import (
     MARKER,
-    FileFact,
+    Output,
     cleared,
     file_fact,
     files_under,
@@ -43,19 +44,11 @@ from miles_like.storage.completion import (
     why_incomplete,
     write_marker,
 )
-from miles_like.storage.staging import Copy, StageFiles
+from miles_like.storage.staging import StageFiles, verified_sums
 from quant.hf_config import spec_from_hf
 
 STAGES = ("fetch", "dequantize", "convert", "stage", "train")
 USUAL_CACHE = Path("runs/cache")  # the default cache of runs in runs/
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The output of a complete stage: files under `root`, with size and SHA-256 as in its marker."""
-
-    root: Path
-    files: Mapping[str, FileFact]
 
 
 Run = Callable[[Path, Mapping[str, Output]], Path]  # (directory, earlier stages' outputs) -> root of the data
@@ -79,6 +72,7 @@ class Stage:
     listed: Callable[[Path], list[Path]] = field(default=files_under)  # root -> files that the marker lists
     hashed: Hashes = field(default=_no_hashes)
     again: str | None = None  # why it runs although it is complete
+    by_node: tuple[NodeNeed, ...] | None = None  # of the stage that copies to the nodes; None: known later
 
     def why_not_done(self) -> str | None:
         return why_incomplete(self.directory, self.key) or self.again
@@ -91,6 +85,7 @@ class Sizes:
     fetched: int  # in the stored format
     bf16: int
     served: int  # in the rollout's format
+    nodes: tuple[NodeNeed, ...]  # what each node copies
 
 
 class Preflight(Protocol):
@@ -119,7 +114,7 @@ class StageFunctions:
 
     make: Callable[[RunConfig, Path], None]  # write the checkpoint that `model.make` describes into a directory
     convert: Callable[[Path, Path], None]  # Hugging Face directory -> torch_dist directory
-    on_every_node: Callable[[StageFiles], Sequence[Mapping[str, Any]]]
+    on_nodes: Callable[[Sequence[StageFiles]], Sequence[Mapping[str, Any]]]  # run the copies of node k on node k
     train: Callable[[RunConfig, Path, Path, Path, bool], None]  # (config, run_dir, served HF, weights, resume)
     sizes: Sizes | None  # of the model; None: known once it is fetched
     # (all stages, names of those that will run, whether to use network and cluster) -> the checks
@@ -171,7 +166,6 @@ def plan_stages(
     ) -> None:
         stages.append(_cached_stage(cache, stages[-1].key, name, what, size, run, inputs, hashed))
 
-    nodes, precision = config.cluster.nodes, config.precision
     if config.convert.fuse:
         what = "nothing: quantized weights are decoded while they are converted"
         add("dequantize", what, 0, _leave_to_convert, {"fuse": True})
@@ -185,18 +179,31 @@ def plan_stages(
         {"grid": [config.parallel.tp, config.parallel.etp]},  # cut for these ranks
         _converted,
     )
-    add(
-        "stage",
-        f"copy {precision.format.upper()} checkpoint and shards to {nodes} node(s), verified by SHA-256",
-        None if size is None else (size.served + size.bf16) * nodes,
-        lambda out, done: _stage(config, out, done, functions),
-        {
-            "nodes": nodes,
-            "stage_dir": config.cluster.stage_dir,
-            "served": precision.model_dump(mode="json", include={"format", "scope", "block", "convention"}),
-        },
-    )
+    stages.append(_plan_staging(config, cache, functions, after=stages[-1].key))
     return [*stages, _plan_training(config, run_dir, functions, mode, from_step, after=stages[-1].key)]
+
+
+def _plan_staging(config: RunConfig, cache: Path, functions: StageFunctions, *, after: str) -> Stage:
+    """Its directory is that of the content; with another layout the stage runs again there and copies what is
+    missing."""
+    precision, size = config.precision, functions.sizes
+    inputs = {
+        "stage_dir": config.cluster.stage_dir,
+        "served": precision.model_dump(mode="json", include={"format", "scope", "block", "convention"}),
+    }
+    stage = _cached_stage(
+        cache,
+        after,
+        "stage",
+        f"copy what each of {config.cluster.nodes} node(s) loads of the {precision.format.upper()} checkpoint and the "
+        "shards, verified by SHA-256",
+        None if size is None else sum(need.total for need in size.nodes),
+        lambda out, done: _stage(config, out, done, functions),
+        inputs,
+        verified_sums,
+    )
+    key = input_key("stage", {"after": after, **inputs, "layout": layout_inputs(config)})
+    return replace(stage, key=key, by_node=None if size is None else size.nodes)
 
 
 def _cached_stage(
@@ -419,11 +426,10 @@ def _stage(config: RunConfig, out: Path, done: Mapping[str, Output], functions: 
     data = Path(stage_dir) / out.name if stage_dir else out / "data"
     stored = out / "served"  # for another format than the fetched one; removed once it is on every node
     served, shards = _served(config, done["fetch"], stored), done["convert"]
-    copies = [Copy(o.root, data / name, o.files) for o, name in ((served, "hf"), (shards, "megatron"))]
-    functions.on_every_node(StageFiles(tuple(copies)))
+    plan = stage_plan(config, data, served, shards)
+    functions.on_nodes(plan.nodes)
+    plan.driver()
     shutil.rmtree(stored, ignore_errors=True)
-    if not data.is_dir():
-        raise ValueError(f"staged to {data} on every node, but this machine is none of them: run on a cluster node")
     return data
 
 
@@ -453,7 +459,7 @@ def _train(
         go_back(run_dir / "checkpoints", from_step)
     (run_dir / MARKER).unlink(missing_ok=True)
     run_dir.mkdir(parents=True, exist_ok=True)
-    functions.train(config, run_dir, done["stage"].root / "hf", done["stage"].root / "megatron", mode == "resume")
+    functions.train(config, run_dir, done["stage"].root / HF, done["stage"].root / MEGATRON, mode == "resume")
     return run_dir
 
 

@@ -5,10 +5,11 @@ A dry run checks this machine only, and only if the run would use no other.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 
 from miles_like.cluster.environment import driver_secrets, secret_names
 from miles_like.cluster.placement import PlacementPlan, plan_placement
+from miles_like.config.loop import CheckpointConfig
 from miles_like.config.run import RunConfig
 from miles_like.nodes.probe import EngineFound, NodeProbe, ProbeResult, bytes_under, disk_of, gpus
 from miles_like.pipeline.check_results import CheckResult, NotCheckedError, Outcome, run_check
@@ -28,6 +30,7 @@ ANSWER_S = 5.0  # time limit of a connection to a server or a cluster
 _GIB = 1 << 30
 # size of a checkpoint over that of BF16 weights: BF16 weights, FP32 masters and two FP32 moments
 _CHECKPOINT = 7
+_FILE = 1 << 30  # a data file of the shards has at most this many bytes, unless it holds one larger tensor
 _EMBEDDED = "rollout.embedded"
 SGLANG_VERSION = "0.5.23"
 _OTHER_ENGINE = "and give its interpreter as rollout.sglang.python, or set rollout.engine = 'embedded'"
@@ -40,25 +43,30 @@ class DiskNeed:
 
     stage: str
     directory: Path
-    bytes: int
+    bytes: int  # of the node with most, if `on_nodes`
     on_nodes: bool = False  # on each node, not on the shared file system
+    by_node: tuple[int, ...] = ()  # bytes of each node, if `on_nodes`
+
+    def of_node(self, node: int) -> DiskNeed:
+        """The need of one node; of a node that the run does not use, nothing."""
+        return replace(self, bytes=self.by_node[node] if node < len(self.by_node) else 0)
 
 
 def disk_needs(config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str]) -> list[DiskNeed]:
     """The needs of the stages that will run; empty where sizes are known only after the fetch stage."""
     by_name = {s.name: s for s in stages}
-    bf16, fetched, staged = (by_name[name].size for name in ("convert", "fetch", "stage"))
+    bf16, fetched, nodes = by_name["convert"].size, by_name["fetch"].size, by_name["stage"].by_node
     out: list[DiskNeed] = []
 
-    def need(name: str, nbytes: int, directory: Path | None = None, *, on_nodes: bool = False) -> None:
+    def need(name: str, nbytes: int) -> None:
         if name in to_do and nbytes > 0:
-            where = directory or by_name[name].directory
-            left = nbytes if on_nodes else nbytes - bytes_under(where)  # existing files are kept or replaced
-            out.append(DiskNeed(stage=name, directory=where, bytes=max(left, 0), on_nodes=on_nodes))
+            where = by_name[name].directory
+            left = nbytes - bytes_under(where)  # existing files are kept or replaced
+            out.append(DiskNeed(stage=name, directory=where, bytes=max(left, 0)))
 
-    if bf16 is None or fetched is None or staged is None:
+    if bf16 is None or fetched is None or nodes is None:
         return []
-    served = staged // config.cluster.nodes - bf16
+    served = max((n.served for n in nodes), default=0)
     need("fetch", fetched + (2 * bf16 if config.model.make is not None else 0))  # made from BF16 weights and shards
     need("dequantize", 0 if fetched == bf16 or not by_name["dequantize"].size else bf16)
     need("convert", bf16)
@@ -67,12 +75,34 @@ def disk_needs(config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str])
         need("stage", served + bf16 + again)
     else:
         need("stage", again)
-        need("stage", served + bf16, Path(config.cluster.stage_dir), on_nodes=True)
+        own = tuple(n.served + _whole_files(n.shards, bf16) for n in nodes)
+        if "stage" in to_do and max(own) > 0:
+            where = Path(config.cluster.stage_dir)
+            out.append(DiskNeed(stage="stage", directory=where, bytes=max(own), on_nodes=True, by_node=own))
     if not config.lora.rank:
-        every, steps, keep = config.checkpoint.every, config.train.steps, config.checkpoint.keep
-        saves = 1 + (steps - 1) // every if every else 1
-        need("train", _CHECKPOINT * bf16 * min(saves, keep + 1))  # one more while it is written
+        trained = 1 + config.algorithm.has_critic
+        need("train", trained * checkpoint_size(bf16) * saved_checkpoints(config.checkpoint, config.train.steps))
     return out
+
+
+def checkpoint_size(bf16: int) -> int:
+    """Bytes of a checkpoint of a model with `bf16` bytes of BF16 weights."""
+    return _CHECKPOINT * bf16
+
+
+def saved_checkpoints(checkpoint: CheckpointConfig, steps: int) -> int:
+    """The most checkpoints of a run that are on disk at a time, with the one being written."""
+    every = checkpoint.every
+    saves = 1 + (steps - 1) // every if every else 1
+    kept = checkpoint.keep + (1 if checkpoint.keep_best else 0)
+    if checkpoint.keep_every and every:
+        kept += steps // math.lcm(every, checkpoint.keep_every)
+    return min(saves, kept + 1)
+
+
+def _whole_files(read: int, bf16: int) -> int:
+    """Bytes of the data files that hold `read` bytes which ranks read: files at the border hold tensors of others."""
+    return min(bf16, read + read // 8 + _FILE) if read else 0
 
 
 def check_disks(needs: Sequence[DiskNeed], disks: Callable[[Path], tuple[int, int]], where: str = "") -> None:
@@ -274,7 +304,7 @@ class Machines:
 
     def _node_checks(self, node: int, probe: ProbeResult, *, here: bool) -> dict[str, Callable[[], None]]:
         name = "this machine" if here else f"node {node} ({probe['node']})"
-        needs = [n for n in self.needs if n.on_nodes]
+        needs = [n.of_node(node) for n in self.needs if n.on_nodes]
         out: dict[str, Callable[[], None]] = {}
         if needs:
             out[f"disk space of {name}"] = lambda: check_disks(

@@ -23,6 +23,7 @@ from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import read_config_file
 from miles_like.loop.stopping import run_to_end
 from miles_like.pipeline.first_layers import shortened
+from miles_like.pipeline.stage_files import node_needs
 from miles_like.pipeline.stages import (
     Preflight,
     Sizes,
@@ -59,10 +60,10 @@ def stage_functions(
         cluster.join()
         make_checkpoint(config, out, console, cluster.nodes)
 
-    def stage(work: StageFiles) -> Sequence[Mapping[str, Any]]:
-        from miles_like.nodes.work import on_every_node
+    def stage(works: Sequence[StageFiles]) -> Sequence[Mapping[str, Any]]:
+        from miles_like.nodes.work import on_nodes
 
-        return on_every_node(work, cluster.nodes().nodes, timeout_s=config.cluster.timeout_s)
+        return on_nodes(works, cluster.nodes().nodes, timeout_s=config.cluster.timeout_s)
 
     def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
         from miles_like.run.launcher import Launcher
@@ -95,9 +96,9 @@ def stage_functions(
     return StageFunctions(
         make=make,
         convert=convert,
-        on_every_node=stage,
+        on_nodes=stage,
         train=train,
-        sizes=None if model is None else _sizes(model),
+        sizes=None if model is None else _sizes(config, model),
         preflight=preflight,
     )
 
@@ -123,9 +124,10 @@ def known_model(config: RunConfig) -> PlannedModel | None:
     return planned_model(config, hf if make is None else quantized_config(hf, make.spec()), path.parent)
 
 
-def _sizes(model: PlannedModel) -> Sizes:
+def _sizes(config: RunConfig, model: PlannedModel) -> Sizes:
     fetched, bf16 = checkpoint_bytes(model.hf, model.stored)
-    return Sizes(fetched=fetched, bf16=bf16, served=checkpoint_bytes(model.hf, model.spec)[0])
+    served = checkpoint_bytes(model.hf, model.spec)[0]
+    return Sizes(fetched=fetched, bf16=bf16, served=served, nodes=node_needs(config, model.hf, served))
 
 
 def checkpoint_bytes(hf: Mapping[str, Any], spec: QuantSpec | None) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from megatron_bridge.plan.resolve import Resolved, resolve, trained_config
 from miles_like.cluster.placement import PlacementPlan, plan_placement
 from miles_like.config.ranks import critic_config, reference_config, trainer_config
 from miles_like.config.run import RunConfig
-from miles_like.hf.checkpoint import HFCheckpoint
+from miles_like.hf.checkpoint import HFCheckpoint, read_config
 from miles_like.hf.tokenizer import load_tokenizer
 from miles_like.run.engine_support import check_engine
 from miles_like.supervised.data import EndingTokenizer
@@ -115,6 +115,24 @@ def _agreement(config: RunConfig, family: Family, hf: Mapping[str, Any]) -> Agre
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ServedDirectory:
+    """The small files of the checkpoint that servers load. Its weights are on the nodes that have servers, and not
+    necessarily on the driver's."""
+
+    path: Path
+    config: dict[str, Any]  # config.json
+
+    def weights(self) -> HFCheckpoint:
+        """The checkpoint with its weights. Raises ValueError on a machine that has no copy of them."""
+        try:
+            return HFCheckpoint(self.path)
+        except ValueError as e:
+            raise ValueError(
+                f"{e}; only nodes with rollout servers have a copy of the weights: run this command on such a node"
+            ) from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
     """What trainer and servers of a run are built from; the result of `model_plan`."""
@@ -123,7 +141,7 @@ class ModelPlan:
     run_dir: Path
     served: Path  # Hugging Face directory that servers load
     weights: Path  # Megatron shards that ranks load
-    hf: HFCheckpoint  # of `served`
+    hf: ServedDirectory  # of `served`
     model: PlannedModel
     placement: PlacementPlan
     tokenizer: RunTokenizer
@@ -140,7 +158,7 @@ class ModelPlan:
 def model_plan(config: RunConfig, run_dir: Path, served: Path, weights: Path) -> ModelPlan:
     """The plan, from the configuration and the config.json of `served`; starts no process. Raises ValueError as
     `planned_model`, for weights of another format than the run's, and for a cluster that does not fit the run."""
-    hf = HFCheckpoint(served)
+    hf = ServedDirectory(served, read_config(served))
     model = planned_model(config, hf.config, served)
     if model.stored != model.spec:
         stored = "BF16" if model.stored is None else model.stored.format.value

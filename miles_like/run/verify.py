@@ -166,8 +166,9 @@ class VerifyRun:
         plan = self.plan
         if self.config.rollout.engine == "embedded":
             begins = not self.config.precision.qat and self.checkpoint is None
-            expected = published.hashes(plan.hf if begins else None)
-            of_each = [weight_evidence(published, expected, hashes, plan.hf) for hashes in served]
+            stored = plan.hf.weights()
+            expected = published.hashes(stored if begins else None)
+            of_each = [weight_evidence(published, expected, hashes, stored) for hashes in served]
         elif found := await self._stacked(clients, served, published):
             of_each = found
         elif rollout.publish is None:

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypedDict, cast
 
@@ -43,6 +44,14 @@ class Marker(TypedDict):
     key: str
     root: str
     files: dict[str, FileFact]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The output of a complete stage: files under `root`, with size and SHA-256 as in its marker."""
+
+    root: Path
+    files: Mapping[str, FileFact]
 
 
 def input_key(stage: str, inputs: Mapping[str, Any]) -> str:

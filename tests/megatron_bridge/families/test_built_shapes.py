@@ -24,6 +24,7 @@ import torch
 
 from megatron_bridge.config import ParallelConfig
 from megatron_bridge.convert.boxes import Box, Grid, boxes, extra_state_keys
+from megatron_bridge.convert.rank_reads import position, shares
 from megatron_bridge.families.base import Entry, Split, TensorMap, Where
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.weights import export as hf_export
@@ -313,6 +314,24 @@ def test_a_rank_asks_for_whole_pieces_that_the_converter_writes(name: str, built
         every_rank = stage == layout.pp - 1 or (stage == 0 and ".experts." not in parameter)
         assert set(pieces.values()) == {1}
         assert len(pieces) == len(written(parameter)) or not every_rank, parameter
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_is_planned_to_read_what_it_asks_for(name: str, built: dict[str, list[BuiltRank]]) -> None:
+    """The shares by which files are copied to a node are the boxes that megatron asks for, of each rank by number."""
+    tensors, layout = whole(name), layout_of(name)
+    for number, rank in zip(_chosen(layout), built[name], strict=True):
+        at = position(layout, number)
+        assert (at.pp, at.tp, at.ep) == (rank.pp, rank.tp, rank.ep)
+        planned = Counter[tuple[str, tuple[int, ...], tuple[int, ...]]]()
+        for key, entry, found in shares(tensors, layout, {at}):
+            for share in found:
+                rest = tensors.megatron_shape(entry)[1:]
+                runs = [share.rows, *([share.columns] if share.columns else [(0, n) for n in rest[:1]])]
+                for e in range(*share.experts):
+                    box = [(e, e + 1), *runs] if entry.per_expert else runs
+                    planned[key, tuple(a for a, _ in box), tuple(b - a for a, b in box)] += 1
+        assert planned == Counter((share.key, share.offset, share.sizes) for share in rank.shares)
 
 
 @pytest.mark.parametrize("name", MODELS)

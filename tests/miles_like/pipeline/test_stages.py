@@ -29,10 +29,11 @@ from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import write_hf
 from miles_like.loop.stopping import StopRequest
 from miles_like.pipeline.run_directory import Mode
-from miles_like.pipeline.stages import STAGES, Output, Sizes, StageFunctions, _as_left, plan_stages, run_stages
+from miles_like.pipeline.stage_files import NodeNeed
+from miles_like.pipeline.stages import STAGES, Sizes, StageFunctions, _as_left, plan_stages, run_stages
 from miles_like.run import assemble
 from miles_like.storage import completion
-from miles_like.storage.completion import file_sha256
+from miles_like.storage.completion import Output, file_sha256
 from tests.support.refusals import check_refusal, refuses
 
 
@@ -62,9 +63,9 @@ class Cluster:
         return StageFunctions(
             make=lambda config, out: None,
             convert=convert,
-            on_every_node=lambda work: [work()],
+            on_nodes=lambda works: [work() for work in works],
             train=train,
-            sizes=Sizes(fetched=1, bf16=1, served=1),
+            sizes=Sizes(fetched=1, bf16=1, served=1, nodes=(NodeNeed(served=1, shards=1),)),
         )
 
 

@@ -59,7 +59,15 @@ def checks_of(config: RunConfig, run_dir: Path, to_do: Sequence[str], *, online:
 def start(config: RunConfig, run_dir: Path, ran: list[str]) -> None:
     """The run, with stages that only note that they ran."""
     stages = [
-        Stage(name=s.name, what=s.what, key=s.key, directory=s.directory, size=s.size, run=_noting(s.name, ran))
+        Stage(
+            name=s.name,
+            what=s.what,
+            key=s.key,
+            directory=s.directory,
+            size=s.size,
+            run=_noting(s.name, ran),
+            by_node=s.by_node,
+        )
         for s in planned(config, run_dir)
     ]
     run_stages(
@@ -268,7 +276,11 @@ def test_disk_needs_are_of_what_each_stage_writes(tmp_path: Path) -> None:
     fp8, bf16 = 673_150_611_808, 1_342_052_868_096
     assert needs["fetch", False].bytes == fp8
     assert needs["dequantize", False].bytes == needs["convert", False].bytes == bf16
-    assert needs["stage", True].bytes == fp8 + bf16 and needs["stage", True].directory == Path("/local_nvme/miles-like")
+    staging = needs["stage", True]
+    assert staging.directory == Path("/local_nvme/miles-like") and staging.bytes == max(staging.by_node)
+    # each node has a server, and half of a stage of eight
+    assert len(staging.by_node) == 16 and fp8 < min(staging.by_node) < staging.bytes < fp8 + bf16 / 10
+    assert staging.of_node(0).bytes == staging.by_node[0] < staging.bytes and staging.of_node(16).bytes == 0
     assert needs["train", False].bytes == 3 * 7 * bf16  # keep = 2, and the one that is written
     assert not disk_needs(config, stages, ["train"])[0].on_nodes
     stages[0].directory.mkdir(parents=True)
