@@ -35,10 +35,14 @@ _PINGS = 5
 class Nodes(Protocol):
     """Processes on nodes, each with an `ExaminedNode`."""
 
-    names: Sequence[NodeName]
-    ray_gpus: Sequence[int]
-    object_store: Sequence[int]
-    departed: Sequence[str]
+    @property
+    def names(self) -> Sequence[NodeName]: ...
+    @property
+    def ray_gpus(self) -> Sequence[int]: ...
+    @property
+    def object_store(self) -> Sequence[int]: ...
+    @property
+    def departed(self) -> Sequence[str]: ...
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout_s: float) -> dict[int, Any]: ...
 

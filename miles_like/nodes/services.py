@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 from miles_like.nodes.facts import NodeName, Unanswered
-from miles_like.nodes.members import living_nodes, node_ids
+from miles_like.nodes.members import Node, living_nodes
 from miles_like.nodes.waits import error_message, on_node
 
 
@@ -28,29 +28,28 @@ class _Service:
 
 
 class NodeServices:
-    """`factory()` on every living node, in the order of `node_ids`; use as a context manager.
+    """`factory()` on each of `nodes`, in their order; use as a context manager.
 
     names: of the nodes. ray_gpus, object_store: GPUs and bytes of the object store that Ray has on each. departed:
     addresses of nodes that were in the cluster and left it.
     """
 
-    def __init__(self, factory: Callable[[], Any], environment: Mapping[str, str]) -> None:
-        """environment: variables of the processes, which otherwise have those of the node's Ray."""
-        by_id = {str(n["NodeID"]): n for n in living_nodes()}
-        ordered = [by_id[node] for node in node_ids()]
-        self.names = tuple(
-            NodeName(host=str(n["NodeManagerHostname"]), address=str(n["NodeManagerAddress"])) for n in ordered
-        )
-        self.ray_gpus = [int(n["Resources"].get("GPU", 0)) for n in ordered]
-        self.object_store = [int(n["Resources"].get("object_store_memory", 0)) for n in ordered]
-        here = {name.address for name in self.names}
+    def __init__(
+        self, factory: Callable[[], Any], environment: Mapping[str, str], nodes: Sequence[Node] | None = None
+    ) -> None:
+        """environment: variables of the processes, which otherwise have those of the node's Ray. nodes: None: all that
+        live."""
+        nodes = living_nodes() if nodes is None else nodes
         every = ray.nodes()  # type: ignore[no-untyped-call]
+        stores = {str(n["NodeID"]): int(n["Resources"].get("object_store_memory", 0)) for n in every}
+        self.names = tuple(NodeName(host=n.host, address=n.address) for n in nodes)
+        self.ray_gpus = [n.gpus for n in nodes]
+        self.object_store = [stores.get(n.id, 0) for n in nodes]
+        here = {n.address for n in living_nodes()}
         self.departed = sorted({str(n["NodeManagerAddress"]) for n in every if not n["Alive"]} - here)
         actor: Any = ray.remote(num_cpus=0, max_restarts=0)(_Service)
         options = {"runtime_env": {"env_vars": dict(environment)}} if environment else {}
-        self._actors = [
-            actor.options(scheduling_strategy=on_node(str(n["NodeID"])), **options).remote(factory) for n in ordered
-        ]
+        self._actors = [actor.options(scheduling_strategy=on_node(n.id), **options).remote(factory) for n in nodes]
         self._gone: dict[int, Unanswered] = {}
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout_s: float) -> dict[int, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -11,6 +12,9 @@ from miles_like.doctor.examine import Examination, ThisMachine, examine, examine
 from miles_like.doctor.findings import Needs
 from miles_like.pipeline.check_results import CheckResult
 from miles_like.preflight.run_needs import run_needs
+
+if TYPE_CHECKING:
+    from miles_like.nodes.members import Node
 
 
 def examine_nodes(config: RunConfig | None, ray_address: str | None, console: Console) -> Examination:
@@ -33,12 +37,12 @@ def examine_nodes(config: RunConfig | None, ray_address: str | None, console: Co
         return examine(nodes, needs, report=report)
 
 
-def brief_checks(config: RunConfig) -> list[CheckResult]:
-    """Before a run over several nodes, with Ray joined: versions, limits, clocks, names and gloo between neighbours."""
+def brief_checks(config: RunConfig, chosen: Sequence[Node]) -> list[CheckResult]:
+    """Before a run over the `chosen` nodes, with Ray joined: versions, limits, clocks, names and gloo between neighbours."""
     from miles_like.nodes.services import NodeServices
 
     needs = run_needs(config)
-    with NodeServices(examiner_of(needs, brief=True), _environment(needs)) as nodes:
+    with NodeServices(examiner_of(needs, brief=True), _environment(needs), chosen) as nodes:
         found = examine(nodes, needs, brief=True)
     return [
         CheckResult(" of ".join(filter(None, [f.check, ", ".join(f.where)])), f.outcome, f.text) for f in found.findings

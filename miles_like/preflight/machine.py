@@ -277,10 +277,10 @@ class Machines:
             for i, (probe, of) in enumerate(zip(probes, chosen, strict=True)):
                 node: ProbeResult = {**probe, "gpus": of.gpus}  # ranks get only the GPUs that Ray was started with
                 out += [run_check(name, check) for name, check in self._node_checks(i, node, here=False).items()]
-        if nodes.outcome is Outcome.OK and self.config.cluster.nodes > 1:
-            from miles_like.preflight.examination import brief_checks
+            if len(chosen) > 1:
+                from miles_like.preflight.examination import brief_checks
 
-            out += brief_checks(self.config)
+                out += brief_checks(self.config, chosen)
         return out
 
     # checks of one node
