@@ -365,7 +365,7 @@ def test_a_dry_run_does_not_ask_for_the_secrets_of_another_machine(
 ) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     config = load_config(TINY, ["rollout.env.HF_TOKEN="])
-    found = Preflight(config, planned(config, tmp_path / "runs" / "a"), STAGES, None, online=False).run()
+    found = checks_of(config, tmp_path / "runs" / "a", STAGES, online=False).run()
     (secrets,) = [c for c in found if c.name == "environment variables"]
     assert secrets.outcome is Outcome.NOT_CHECKED and "HF_TOKEN" in secrets.text
 
