@@ -25,8 +25,7 @@ _TIMEOUT_S = 600
 
 
 class Installed(NamedTuple):
-    """One environment. what: arguments of `uv pip compile` that name its requirements; what the tests of the trainer run
-    with keeps its versions."""
+    """One environment. what: arguments of `uv pip compile` that name its requirements."""
 
     name: str
     what: tuple[str, ...]
@@ -36,6 +35,7 @@ class Installed(NamedTuple):
         return FOLDER / f"{self.name}-constraints.txt"
 
 
+# the trainer's packages keep the versions that the tests run with
 ENVIRONMENTS = (
     Installed("trainer", ("pyproject.toml", "--extra", "gpu", "--constraints", "constraints.txt")),
     Installed("engine", (str(FOLDER / "engine-requirements.txt"),)),
@@ -108,8 +108,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 _HEADER = """\
-# Versions of the {name}'s environment that fit each other by their metadata, for Python 3.12 on Linux, x86-64, with glibc
-# 2.34 or later, written by `make resolve WRITE=--write`. Resolved, not installed: no GPU has run them yet.
+# Versions of the {name}'s environment that fit each other by their metadata, for Python 3.12 on Linux, x86-64, with
+# glibc 2.34 or later, written by `make resolve WRITE=--write`. Resolved, not installed: no GPU has run them yet.
 """
 
 if __name__ == "__main__":
