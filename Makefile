@@ -12,7 +12,7 @@ JOBS ?= 3
 # 1: tests over nodes of Linux namespaces (tests/cluster) fail, and are not skipped, without the right to make them
 export MILES_LIKE_NEED_NAMESPACES ?= 0
 
-.PHONY: demo lint check test test-fast test-slow test-all snapshot test-sglang fuzz benchmarks clean
+.PHONY: demo lint resolve check test test-fast test-slow test-all snapshot test-sglang fuzz benchmarks clean
 
 # Python keeps what it compiles: tests start hundreds of processes. Threads that wait for each other sleep: they would
 # spin on cores that other processes of the tests could use.
@@ -28,6 +28,12 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint docs/cluster/Containerfile
+
+# whether both environments of a cluster have a solution, from the registry's metadata; WRITE=--write renews docs/cluster
+WRITE :=
+resolve: $(STAMP)
+	$(BIN)/python -m tests.support.resolve $(WRITE)
 
 # linters, types, and every test that starts no process: side by side, because mypy has one thread
 check: $(STAMP)

@@ -36,6 +36,23 @@ def test_a_shipped_configuration_plans(path: Path, tmp_path: Path) -> None:
     assert describe_processes(config, tmp_path, known_model(config))
 
 
+@pytest.mark.parametrize("name", ["tiny", "qwen3_30b_a3b_fp8"])
+def test_a_dry_run_prints_the_environment_of_each_kind_of_process(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables and the defaults; of a secret its name, wherever its value is set."""
+    monkeypatch.setenv("HF_TOKEN", "a-secret-of-the-hub")
+    settings = ["algorithm.name=ppo", "cluster.env.NCCL_DEBUG=INFO", "rollout.env.HF_TOKEN="]
+    config = load_config(CONFIGS[0].with_name(f"{name}.toml"), settings)
+    lines = describe_processes(config, tmp_path, known_model(config))
+    found = {line.split()[3]: set(line.split(" ")) for line in lines if line.startswith("environment of")}
+    assert set(found) == {"trainer", "critic", "rollout"}
+    assert "NCCL_DEBUG=INFO" in found["trainer"] & found["critic"] and "NCCL_DEBUG=INFO" not in found["rollout"]
+    assert "HF_TOKEN=(from" in found["rollout"] and "HF_TOKEN=(from" not in found["trainer"]
+    assert all("NCCL_SOCKET_IFNAME=(interface" in words for words in found.values())
+    assert "a-secret" not in "\n".join(lines) + dump_config(config)
+
+
 @pytest.mark.parametrize("name", ["tiny", "tiny_int4_qat", "qwen3_30b_a3b_fp8", "deepseek_v3_fp8"])
 def test_a_critic_beside_any_of_them(name: str, tmp_path: Path) -> None:
     """Whatever the policy is rounded, adapted or replayed to, the critic is a model that its ranks can build."""

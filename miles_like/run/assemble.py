@@ -18,7 +18,8 @@ from rich.console import Console
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.deterministic import environment
 from megatron_bridge.plan.kernels import describe_kernels
-from miles_like.cluster.placement import plan_placement
+from miles_like.cluster.environment import describe_environment
+from miles_like.cluster.placement import Role, plan_placement
 from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import read_config_file
 from miles_like.loop.stopping import run_to_end
@@ -180,7 +181,22 @@ def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | N
             address = f"{f'NODE{head.node}' if s.nnodes > 1 else '127.0.0.1'}:{dist_init}"
             command = sglang_command(replace(launch, host=f"NODE{s.node}", dist_init_addr=address), port)
         lines.append(f"node {s.node} runs: {' '.join(command)}")
-    return [*lines, *config.distillation.described()]
+    return [*lines, *_describe_environments(config), *config.distillation.described()]
+
+
+def _describe_environments(config: RunConfig) -> list[str]:
+    """The environment variables that each kind of process gets beside those of its node's Ray, one line a kind."""
+    roles: dict[Role, tuple[str, Mapping[str, str]]] = {"trainer": ("a trainer rank", config.cluster.env)}
+    if config.algorithm.has_critic:
+        roles["critic"] = ("a critic rank", config.cluster.env)
+    if config.servers is not None:
+        roles["rollout"] = ("a rollout server", config.rollout.env)
+    gpus, stage_dir = config.cluster.gpus_per_node, config.cluster.stage_dir
+    lines = []
+    for role, (title, env) in roles.items():
+        found = describe_environment(role, env=env, gpus_per_node=gpus, stage_dir=stage_dir)
+        lines.append(f"environment of {title}: {' '.join(f'{name}={shown}' for name, shown in found.items())}")
+    return lines
 
 
 def _describe_trainer(model: PlannedModel) -> str:

@@ -1,7 +1,8 @@
 """Law: the checks of a running job hold for stock SGLang as they do for the embedded engine: healthy steps pass them,
 and a run whose server begins to send routes of other tokens ends before it trains on them.
 
-SGLang 0.5.23 as it is released, on CPU (`make test-sglang`), started by `train` itself with its own key. Not covered:
+SGLang 0.5.23 as it is released, on CPU (`make test-sglang`), started by `train` itself with its own key,
+in the environment that `rollout.sglang.python` names. Not covered:
 several servers, or ranks of one; quantized weights; GPUs.
 """
 
@@ -17,11 +18,6 @@ import pytest
 
 from tests.sglang_cpu.test_stock_sglang import CONFIGS, MODELS, PYTHON, ROOT, SETTINGS, every_layer_routed
 
-# The command that `train` starts a stock server with, run by the Python of SGLang's own environment
-_LAUNCHER = f"""
-import os, sys
-os.execv({str(PYTHON)!r}, [{str(PYTHON)!r}, {str(ROOT / "tests" / "sglang_cpu" / "serve.py")!r}, *sys.argv[1:]])
-"""
 _SPOILT = (
     "import sys; from tests.support import mid_run as m; m.plant_routes(m.shifted, 2, layers={layers}, depth={depth}); "
     "from miles_like.cli import main; main()"
@@ -47,10 +43,6 @@ def test_healthy_steps_pass_and_shifted_routes_end_the_run(
     the comparison after that publication already finds it. Checksums are asked before each step trains."""
     if not PYTHON.exists():
         pytest.skip(f"{PYTHON} is not there: make test-sglang")
-    launcher = tmp_path / "launcher" / "sglang" / "launch_server.py"
-    launcher.parent.mkdir(parents=True)
-    launcher.write_text(_LAUNCHER)
-    (launcher.parent / "__init__.py").touch()
     layers = json.loads((ROOT / "configs" / "tiny" / MODELS[shape]).read_text())["num_hidden_layers"]
     first = 1 if shape == "deepseek" else 0  # layers before it are dense
     spoilt = _SPOILT.format(layers=tuple(range(first, layers)), depth=layers)
@@ -59,10 +51,11 @@ def test_healthy_steps_pass_and_shifted_routes_end_the_run(
         *CHECKED,
         f"mismatch.check_every={check_every}",
         f"model.make.config={every_layer_routed(shape, tmp_path)}",
+        f"rollout.sglang.python={ROOT / 'tests' / 'sglang_cpu' / 'interpreter'}",
     )
     words = ["train", str(ROOT / "configs" / CONFIGS[shape]), "--run-dir", str(tmp_path / "run")]
     words += [word for setting in settings for word in ("--set", setting)]
-    paths = os.pathsep.join([str(launcher.parents[1]), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"COLUMNS": "200", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, "-c", spoilt, *words], capture_output=True, text=True, timeout=1500, cwd=ROOT, env=env

@@ -126,6 +126,17 @@ def test_extends_merges_by_section_and_paths_are_relative_to_their_own_file(tmp_
     assert (config.train.steps, config.train.groups_per_step) == (7, 64)
 
 
+def test_a_relative_path_keeps_a_symbolic_link(tmp_path: Path) -> None:
+    """The Python of a virtual environment is one, and its target finds other packages."""
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "python").symlink_to("/usr/bin/env")
+    (tmp_path / "run.toml").write_text(
+        f'extends = "{TINY}"\nrollout.engine = "sglang"\nrollout.sglang.python = "./engine/python"\n'
+    )
+    python = load_config(tmp_path / "run.toml", ["replay.mode=off"]).rollout.sglang.python
+    assert python == str(tmp_path.resolve() / "engine" / "python")
+
+
 def test_an_algorithm_is_named_in_short_beside_keys_that_are_set_elsewhere(tmp_path: Path) -> None:
     base, run = tmp_path / "base.toml", tmp_path / "run.toml"
     base.write_text(f'extends = "{TINY}"\n[algorithm]\nname = "gspo"\nclip_high = 0.3\n')

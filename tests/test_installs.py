@@ -1,0 +1,70 @@
+"""What the pages, the sources and the lists of versions say of a cluster's two environments is the same.
+
+Why it must hold: `make resolve` proves that the lists have a solution; a version that the run demands and they do not
+have would end every run on a cluster. Not covered: installing them; `make resolve` itself, which needs a registry.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from miles_like.preflight.machine import SGLANG_VERSION
+from tests.support.refusals import refuses
+from tests.support.resolve import ENVIRONMENTS, SOURCE_ONLY, find_uv, solution
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PAGE = (ROOT / "docs" / "cluster.md").read_text()
+
+
+def versions(path: str | Path) -> dict[str, str]:
+    """Package -> version of a list of them, with names in one spelling."""
+    pairs = (line.split("==") for line in (ROOT / path).read_text().splitlines() if line[:1] not in "# ")
+    return {name.split("[")[0].lower().replace("_", "-"): version.split(";")[0].strip() for name, version in pairs}
+
+
+def test_the_engine_that_is_installed_is_the_one_that_a_run_demands() -> None:
+    trainer, engine = (versions(one.pins) for one in ENVIRONMENTS)
+    assert versions("docs/cluster/engine-requirements.txt") == {"sglang": SGLANG_VERSION}
+    assert engine["sglang"] == SGLANG_VERSION and "sglang" not in trainer
+    assert versions("tests/sglang_cpu/requirements.txt")["sglang"] == SGLANG_VERSION
+
+
+def test_the_stated_metadata_is_of_the_version_that_is_installed() -> None:
+    """uv would build another version, to learn what it requires."""
+    (stated,) = PROJECT["tool"]["uv"]["dependency-metadata"]
+    (extra,) = PROJECT["project"]["optional-dependencies"]["gpu"]
+    trainer = versions(ENVIRONMENTS[0].pins)
+    assert stated["name"] == SOURCE_ONLY and extra.endswith(f"=={stated['version']}")
+    assert {trainer[f"transformer-engine{part}"] for part in ("", "-torch", "-cu13")} == {stated["version"]}
+
+
+def test_a_cluster_has_the_versions_that_the_tests_run_with() -> None:
+    tested, trainer = versions("constraints.txt"), versions(ENVIRONMENTS[0].pins)
+    assert not {
+        name: (tested[name], trainer[name]) for name in tested.keys() & trainer.keys() if tested[name] != trainer[name]
+    }
+
+
+def test_the_page_has_the_versions_of_the_lists() -> None:
+    for line in PAGE[PAGE.index("| | trainer | engine |") :].partition("\n\n")[0].splitlines()[2:]:
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for cell, one in zip(cells, ENVIRONMENTS, strict=True):
+            known = set(versions(one.pins).values())
+            found = re.findall(r"\d+\.\d+[\w.]*", cell)
+            assert name == "DeepEP" or set(found) <= known, (name, set(found) - known)
+
+
+@pytest.mark.slow
+def test_without_a_registry_the_check_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    uv = find_uv()
+    for name, value in {
+        "UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple",  # nothing listens there
+        "UV_CACHE_DIR": str(tmp_path),
+        "UV_HTTP_RETRIES": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with refuses(ValueError, "engine's", "make resolve"):
+        solution(uv, ENVIRONMENTS[1], "3.12", pinned=True)
