@@ -127,7 +127,7 @@ def test_nothing_is_run_before_everything_was_checked(tmp_path: Path, one_node: 
         ([], {"missing": {"megatron.core": "No module named 'megatron'"}}, ("megatron.core",)),
         (["rollout.port=21000"], {"used": [21000]}, (21000, 0)),
         (["rollout.engine=sglang"], {"missing": {"sglang": "libcuda.so.1"}}, ("sglang", "libcuda.so.1")),
-        (["cluster.gpus_per_node=8"], {"gpus": 1}, (0, 1, "cluster.gpus_per_node", 8)),
+        (["cluster.gpus_per_node=8"], {"gpus": 1}, (1, "cluster.gpus_per_node", 8)),
         (["cluster.nodes=2"], {}, (1, "cluster.nodes")),
     ],
 )
