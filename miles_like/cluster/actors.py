@@ -79,10 +79,14 @@ class Process:
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         """environment: variables and secrets; they replace what the process has inherited from the node's Ray."""
         _log_to(log)
-        os.environ.update(environment)
+        self.set_environment(environment)
         # faulthandler runs in C, so that it works where this process hangs and holds the interpreter lock
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray has read it; servers and subprocesses of users' code must not
+
+    @staticmethod
+    def set_environment(environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
 
     def address(self) -> tuple[str, int]:
         """This node's address, and a port of it that is held for this process."""

@@ -145,7 +145,7 @@ def test_nothing_is_run_before_everything_was_checked(tmp_path: Path, one_node: 
         ([ENGINE, AT], {"engine": {"version": "0.5.22", "wrong": None}}, ("/e/python", "0.5.22", "0.5.23")),
         ([ENGINE, AT], {"engine": {"version": "0.5.23", "wrong": "libcuda.so.1"}}, ("/e/python", "libcuda.so.1")),
         (["cluster.env.HF_TOKEN="], {}, ("HF_TOKEN", "cluster.env")),
-        (["cluster.gpus_per_node=8"], {"gpus": 1}, (0, 1, "cluster.gpus_per_node", 8)),
+        (["cluster.gpus_per_node=8"], {"gpus": 1}, (1, "cluster.gpus_per_node", 8)),
         (["cluster.nodes=2"], {}, (1, "cluster.nodes")),
     ],
 )
