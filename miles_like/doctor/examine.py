@@ -22,7 +22,7 @@ from miles_like.doctor.judge_network import (
     judge_nodes,
 )
 from miles_like.doctor.judge_software import judge_software
-from miles_like.doctor.links import GLOO_S, NCCL_S, LinkTimes, ring, tournament
+from miles_like.doctor.links import LIMIT_S, STORE_S, LinkTimes, ring, tournament
 from miles_like.nodes.facts import NodeName, Unanswered
 from miles_like.pipeline.check_results import Outcome
 
@@ -37,12 +37,18 @@ class Nodes(Protocol):
 
     @property
     def names(self) -> Sequence[NodeName]: ...
+
     @property
-    def ray_gpus(self) -> Sequence[int]: ...
+    def ray_gpus(self) -> Sequence[int]:
+        """GPUs that Ray was started with on each; empty without Ray, as the next two."""
+
     @property
-    def object_store(self) -> Sequence[int]: ...
+    def object_store(self) -> Sequence[int]:
+        """Bytes of Ray's object store."""
+
     @property
-    def departed(self) -> Sequence[str]: ...
+    def departed(self) -> Sequence[str]:
+        """Addresses of nodes that were in the cluster and left it."""
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]], timeout_s: float) -> dict[int, Any]: ...
 
@@ -85,7 +91,7 @@ def examiner_of(needs: Needs, *, brief: bool = False) -> Examiner:
 def examine(
     nodes: Nodes, needs: Needs, *, brief: bool = False, report: Callable[[str], None] = lambda _: None
 ) -> Examination:
-    """brief: only versions, limits, clocks, names, and gloo between neighbours. report: gets a line before each step."""
+    """brief: only versions, limits, clocks, names, and gloo between neighbours. report: gets a line before a step."""
     report(f"examining {len(nodes.names)} node{'s' * (len(nodes.names) > 1)}")
     labels = unique_labels(nodes.names)
     tokens = tuple(f"{secrets.token_hex(8)}-{k}" for k in range(len(labels)))
@@ -192,7 +198,7 @@ def measure_links(
     nodes: Nodes, labels: Sequence[str], able: Sequence[int], backend: str, needs: Needs, *, brief: bool
 ) -> list[Link]:
     """Disjoint pairs at once: all pairs, or with `brief` neighbours alone."""
-    limit = 3 * (GLOO_S if backend == "gloo" else NCCL_S) + CLOCK_CALL_S
+    limit = 8 * LIMIT_S[backend] + STORE_S
     out = []
     for pairs in (ring if brief else tournament)(len(able)):
         met = [(able[a], able[b]) for a, b in pairs]

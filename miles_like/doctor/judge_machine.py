@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from miles_like.doctor.disks import DiskFacts
 from miles_like.doctor.examiner import NodeReport
@@ -36,13 +36,13 @@ def judge_gpus(reports: Reports, needs: Needs, ray_gpus: Mapping[str, int]) -> l
     with_gpus = {n: gpus for n, r in reports.items() if not isinstance(gpus := r["gpus"], str) and gpus}
     without = {n: r["gpus"] if isinstance(r["gpus"], str) else "none" for n, r in reports.items() if n not in with_gpus}
     short = {n: have for n in reports if wanted > 0 and (have := ray_gpus.get(n, len(with_gpus.get(n, [])))) < wanted}
+    remedy = "lower it, or start Ray on nodes with so many"
     enough = len(reports) - len(short)
     if short and enough < (needs.nodes or len(reports)):
         out += [
-            _wrong("GPUs", node, str(have), f"{node} has {have} GPUs, cluster.gpus_per_node = {wanted}: lower it, or "
-                   "start Ray on such nodes with their GPUs")
+            _wrong("GPUs", node, str(have), f"{node} has {have} GPUs, cluster.gpus_per_node = {wanted}: {remedy}")
             for node, have in short.items()
-        ]  # fmt: skip
+        ]
     if without:
         reason = "no GPU: not checked"
         out += [
@@ -53,14 +53,12 @@ def judge_gpus(reports: Reports, needs: Needs, ray_gpus: Mapping[str, int]) -> l
     out += _odd_ones("GPUs", kinds, "a run's ranks need equal GPUs: leave the others out of the cluster")
     out += _odd_ones("CUDA driver", {n: g[0]["driver"] for n, g in with_gpus.items()}, "install one driver on all")
     for node, gpus in with_gpus.items():
-        out += [
-            _wrong(f"GPU {g['index']}", node, f"{g['free_mib']:,} MiB free", fault)
-            for g in gpus
-            for fault in _gpu_faults(node, g)
-        ]
+        for g in gpus:
+            free = f"{g['free_mib']:,} MiB free"
+            out += [_wrong(f"GPU {g['index']}", node, free, fault) for fault in _gpu_faults(node, g)]
         off = [str(g["index"]) for g in gpus if g["persistence"] == "Disabled"]
         if off:
-            text = f"persistence mode is off on GPU {listed(off)}: nvidia-smi -pm 1 makes the first call of each process faster"
+            text = f"persistence mode is off on GPU {listed(off)} of {node}: nvidia-smi -pm 1 saves seconds a process"
             out.append(Finding(check="GPU persistence", where=(node,), found="Disabled", text=text))
     return out
 
@@ -71,16 +69,16 @@ def _gpu_faults(node: str, gpu: GpuFacts) -> list[str]:
         out.append(f"{name} is used by process {listed(gpu['processes'])}: stop it, or leave the GPU out of Ray's")
     elif gpu["free_mib"] < FREE_OF_GPU * gpu["memory_mib"]:
         out.append(
-            f"{name} has {gpu['free_mib']:,} of {gpu['memory_mib']:,} MiB free and no process that nvidia-smi names: stop "
-            "the process of another container, or reset the GPU"
+            f"{name} has {gpu['free_mib']:,} of {gpu['memory_mib']:,} MiB free and no process that nvidia-smi names: "
+            "stop the process of another container, or reset the GPU"
         )
     if gpu["mig"] == "Enabled":
         out.append(f"{name} is divided by MIG: nvidia-smi -i {gpu['index']} -mig 0")
     if gpu["ecc_errors"].isdecimal() and int(gpu["ecc_errors"]):
         out.append(f"{name} has {gpu['ecc_errors']} uncorrected ECC errors: reset it, and replace it if they return")
     if gpu["compute_mode"] not in ("", "Default"):
-        out.append(f"{name} is in compute mode {gpu['compute_mode']}: nvidia-smi -i {gpu['index']} -c 0, because trainer "
-                   "and server share it")  # fmt: skip
+        mode = f"nvidia-smi -i {gpu['index']} -c 0, because trainer and server share it"
+        out.append(f"{name} is in compute mode {gpu['compute_mode']}: {mode}")
     return out
 
 
@@ -167,10 +165,7 @@ def judge_disks(reports: Reports, needs: Needs, seen: Mapping[str, Mapping[str, 
     for path in needs.paths:
         disks = {n: r["disks"][path] for n, r in reports.items() if path in r["disks"]}
         faults = {n: fault for n, d in disks.items() if (fault := _disk_fault(n, path, d))}
-        values = {
-            n: f"{d['kind']}, {gib(d['free'])} free, writes {rate(d['write'])}, reads {rate(d['read'])}"
-            for n, d in disks.items()
-        }
+        values = {n: _disk(d) for n, d in disks.items()}
         rows = one_row(f"disk {path}", values, faults)
         tmpfs = f"{path} is a file system in memory: what is written there takes the node's memory"
         out += [
@@ -181,6 +176,11 @@ def judge_disks(reports: Reports, needs: Needs, seen: Mapping[str, Mapping[str, 
         ]
         out += _reach(path, seen.get(path, {}), shared=path in needs.shared, local=path in needs.local)
     return out
+
+
+def _disk(disk: DiskFacts) -> str:
+    speeds = f"writes {rate(disk['write'])}, reads {rate(disk['read'])}"
+    return f"{disk['kind']}, {gib(disk['free'])} free, {speeds}"
 
 
 def _disk_fault(node: str, path: str, disk: DiskFacts) -> str:
@@ -205,22 +205,24 @@ def _reach(path: str, seen: Mapping[str, tuple[str, ...]], *, shared: bool, loca
     if shared and apart:
         first = apart[0]
         text = (
-            f"{path} must be one directory on all nodes, {first} sees the files of {listed(seen[first]) or 'none'} there "
-            "alone: mount the shared file system on every node, or name a path on it"
+            f"{path} must be one directory on all nodes, {first} sees there the files of "
+            f"{listed(seen[first]) or 'none'} alone: mount the shared file system on every node, or name a path on it"
         )
         return [Finding(check=check, where=where, found="not shared", outcome=Outcome.WRONG, text=text)]
     if local and not apart:
-        text = f"{path} is one directory on all nodes, each would write its copies there: set cluster.stage_dir to a path on the nodes' own disks"
+        text = (
+            f"{path} is one directory on all nodes, to which each would write its copies: set cluster.stage_dir to a "
+            "path on the nodes' own disks"
+        )
         return [Finding(check=check, where=where, found="shared", outcome=Outcome.WRONG, text=text)]
     return [Finding(check=check, where=where, found="local" if apart else "shared")]
 
 
-def _near(check: str, values: Mapping[str, float], show: object) -> list[Finding]:
+def _near(check: str, values: Mapping[str, float], show: Callable[[float], str]) -> list[Finding]:
     """A remark where the nodes differ much."""
     if not values or min(values.values()) >= (1 - _DIFFER) * max(values.values()):
         return []
     least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
-    assert callable(show)
     text = f"{least} has {show(values[least])}, {most} {show(values[most])}: the smallest node sets the pace of a run"
     return [Finding(check=f"{check} of the nodes", where=(least, most), found="differs", text=text)]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from miles_like.doctor.examiner import NodeReport
-from miles_like.doctor.findings import Finding, Needs, listed, one_row, rate
+from miles_like.doctor.findings import Finding, Needs, by_value, listed, one_row, rate
 from miles_like.doctor.links import LinkTimes
 from miles_like.nodes.facts import NodeName, Unanswered
 from miles_like.pipeline.check_results import Outcome
@@ -60,8 +60,8 @@ def judge_nodes(
 
 def judge_clocks(offsets: Mapping[str, ClockOffset]) -> list[Finding]:
     wrong = {
-        node: f"the clock of {node} differs by {c.offset_s:+.2f} s from this machine's, more than {CLOCK_S:g} s: run chrony "
-        "or another NTP client on both"
+        node: f"the clock of {node} differs by {c.offset_s:+.2f} s from this machine's, more than {CLOCK_S:g} s: run "
+        "chrony or another NTP client on both"
         for node, c in offsets.items()
         if abs(c.offset_s) - c.error_s > CLOCK_S
     }
@@ -78,14 +78,14 @@ def judge_names(reports: Mapping[str, NodeReport], needs: Needs) -> list[Finding
     chosen = needs.interfaces or "GLOO_SOCKET_IFNAME" in needs.environment
     shown = {n: ", ".join(r["machine"]["name_resolves_to"]) or "nothing" for n, r in reports.items()}
     trapped = {n: _name_remedy(n, r) for n, r in reports.items() if is_trapped(r)}
-    rows = one_row(
-        "host name", {n: shown[n] if n in trapped else "its address" for n in shown}, {} if chosen else trapped
-    )
+    values = {n: shown[n] if n in trapped else "its address" for n in shown}
+    if not chosen:
+        return one_row("host name", values, trapped)
+    text = "a loopback address, which is not used: the run names the interface of gloo"
     return [
-        row if row.where[0] not in trapped or not chosen else
-        Finding(check=row.check, where=row.where, found=row.found, text="a loopback address; the run names gloo's interface")
-        for row in rows
-    ]  # fmt: skip
+        Finding(check=row.check, where=row.where, found=row.found, text=text if row.where[0] in trapped else "")
+        for row in by_value("host name", values)
+    ]
 
 
 def is_trapped(report: NodeReport) -> bool:
@@ -144,8 +144,8 @@ def _link_remedy(
     between = listed([names[node].address for node in ends])
     if backend == "nccl":
         return (
-            f"run with NCCL_DEBUG=INFO in [cluster.env], set NCCL_SOCKET_IFNAME and NCCL_IB_HCA there, and open all ports "
-            f"between {between}"
+            "run with NCCL_DEBUG=INFO in [cluster.env], set NCCL_SOCKET_IFNAME and NCCL_IB_HCA there, and open all "
+            f"ports between {between}"
         )
     return f"see that cable, routes and firewall let all ports pass between {between}"
 

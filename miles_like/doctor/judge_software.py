@@ -27,8 +27,8 @@ def judge_software(reports: Mapping[str, NodeReport], needs: Needs) -> list[Find
         for node, r in reports.items():
             if isinstance(why := r["engine"], str):
                 text = (
-                    f"{node}: the engine's interpreter {needs.engine} reports no versions ({why}): install the engine's "
-                    "environment at that path there"
+                    f"{node}: the engine's interpreter {needs.engine} reports no versions ({why}): install the "
+                    "engine's environment at that path there"
                 )
                 out.append(_wrong("engine", (node,), "", text))
         out += _equal("engine", engines, needs.engine_packages)
@@ -83,20 +83,20 @@ def misfits(side: str, one: Software) -> list[str]:
             applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
             if other is not None and applies and not wanted.specifier.contains(packages[other], prereleases=True):
                 out.append(
-                    f"{name} {packages[name]} of the {side} requires {wanted.name}{wanted.specifier}, {packages[other]} is "
-                    f"installed: install versions that fit, or give the engine an environment to itself"
+                    f"{name} {packages[name]} of the {side} requires {wanted.name}{wanted.specifier}, "
+                    f"{packages[other]} is installed: install versions that fit, or give the engine its own environment"
                 )
     for name, needed in one["glibc_needed"].items():
         if one["glibc"] and Version(one["glibc"]) < Version(needed):
             out.append(
-                f"{name} {packages[name]} of the {side} is built for glibc {needed}, the system has {one['glibc']}: use "
-                "a newer system, or a container with one"
+                f"{name} {packages[name]} of the {side} is built for glibc {needed}, the system has {one['glibc']}: "
+                "use a newer system, or a container with one"
             )
     cuda, part = packages.get("cuda"), one["distributions"].get("transformer-engine-cuda", "")
     if cuda is not None and part and not part.endswith(f"cu{cuda.partition('.')[0]}"):
         out.append(
-            f"{part} of the {side} is for another CUDA than torch {packages.get('torch')}, which is built for CUDA {cuda}: "
-            f"install transformer-engine-cu{cuda.partition('.')[0]}"
+            f"{part} of the {side} is for another CUDA than torch {packages.get('torch')}, which is built for CUDA "
+            f"{cuda}: install transformer-engine-cu{cuda.partition('.')[0]}"
         )
     return out
 

@@ -9,8 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 SMALL, LARGE = 1 << 10, 8 << 20  # bytes
-GLOO_S = 10.0  # limit of the connection and of each message
-NCCL_S = 60.0  # NCCL loads its network plug-in first
+# limit of a connection and of each message. A side that waits for the other to connect ends after five times gloo's;
+# NCCL loads its network plug-in first
+LIMIT_S = {"gloo": 3.0, "nccl": 60.0}
+STORE_S = 20.0  # limit for both sides to reach the store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +77,19 @@ class Linker:
         import torch
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-        limit = timedelta(seconds=GLOO_S if backend == "gloo" else NCCL_S)
+        limit = timedelta(seconds=LIMIT_S[backend])
         listener = None
         if side == 0:
             assert self._listener is not None, "listen comes first"
             listener, self._listener = self._listener.detach(), None
-        store = TCPStore(address, port, world_size=2, is_master=side == 0, timeout=limit, master_listen_fd=listener)
+        store = TCPStore(
+            address,
+            port,
+            world_size=2,
+            is_master=side == 0,
+            timeout=timedelta(seconds=STORE_S),
+            master_listen_fd=listener,
+        )
         group = _group(backend, PrefixStore(backend, store), side, limit, interface)
         device = "cpu" if backend == "gloo" else "cuda:0"
         latency = self._time(torch, group, SMALL, device, repeats=20)
