@@ -443,6 +443,39 @@ def evaluate(
 
 
 @app.command()
+def doctor(
+    ray_address: Annotated[
+        str | None, typer.Option("--ray-address", help="a Ray cluster, all nodes of which are examined")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="a run's, to whose nodes, GPUs, ports and disks they are held")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="everything that was found and measured")] = None,
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
+) -> None:
+    """Examine the nodes of a Ray cluster, or this machine: a table, and a remedy for each fault; status 1 with one."""
+    console = Console()
+    with one_sentence():
+        from miles_like.doctor.report import print_examination, write_examination
+        from miles_like.preflight.examination import examine_nodes
+
+        loaded = None if config is None else load_config(config, overrides)
+        if config is None and overrides:
+            raise ValueError(f"--set {overrides[0]} does nothing without --config: give the run's configuration")
+        if json is not None:
+            check_writable(json)
+        try:
+            found = examine_nodes(loaded, ray_address or os.environ.get("RAY_ADDRESS") or None, console)
+        finally:
+            assemble.shut_down()
+        print_examination(console, found)
+        if json is not None:
+            write_examination(json, found)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
 def report(run_dir: Path) -> None:
     """Write report.html and the plots of a run directory."""
     with one_sentence():

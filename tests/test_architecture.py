@@ -108,8 +108,9 @@ RULES = {
     " megatron_bridge.plan megatron_bridge.convert miles_like.algorithms miles_like.batch miles_like.checkpoint"
     " miles_like.cluster miles_like.config miles_like.nodes miles_like.report miles_like.storage"
     " miles_like.supervised",
+    "miles_like.doctor": "miles_like.nodes miles_like.pipeline.check_results",
     "miles_like.preflight": f"{CONTRACTS} rollout.config rollout.episodes rollout.prompts miles_like.algorithms"
-    " miles_like.cluster miles_like.config miles_like.nodes miles_like.pipeline miles_like.rewards"
+    " miles_like.cluster miles_like.config miles_like.doctor miles_like.nodes miles_like.pipeline miles_like.rewards"
     " miles_like.supervised",
     "miles_like.run": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
     " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience miles_like.loop"
@@ -118,7 +119,8 @@ RULES = {
     " miles_like.verify",
     "miles_like.command_errors": "miles_like.loop",
     "miles_like.cli": "rollout.embedded.server rollout.server_key rollout.server_url miles_like.checkpoint"
-    " miles_like.command_errors miles_like.config miles_like.pipeline miles_like.report miles_like.run",
+    " miles_like.command_errors miles_like.config miles_like.doctor miles_like.pipeline miles_like.preflight"
+    " miles_like.report miles_like.run",
     "scripts": "miles_like.cli miles_like.pipeline",
 }
 BOTH_SIDES = (

@@ -1,4 +1,4 @@
-"""What a process reports about its node: address, interface, cores, GPUs."""
+"""What is known of a node: address, interface, cores, GPUs; why it does not answer."""
 
 from __future__ import annotations
 
@@ -22,3 +22,21 @@ class NodeFacts:
     interface: str | None  # the network interface with that address; None: not found
     cores: int
     devices: tuple[Device, ...]  # reserved for the run, in the order of a slot's `gpus`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeName:
+    """How messages and results name a node."""
+
+    host: str  # host name
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.address})"
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """In place of a node's answer: why there is none."""
+
+    why: str

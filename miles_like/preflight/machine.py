@@ -245,6 +245,10 @@ class Machines:
             for i, (probe, ray_gpus) in enumerate(zip(probes, gpus_of_nodes(), strict=True)):
                 node: ProbeResult = {**probe, "gpus": ray_gpus}  # ranks get only the GPUs that Ray was started with
                 out += [run_check(name, check) for name, check in self._node_checks(i, node, here=False).items()]
+        if nodes.outcome is Outcome.OK and self.config.cluster.nodes > 1:
+            from miles_like.preflight.examination import brief_checks
+
+            out += brief_checks(self.config)
         return out
 
     # checks of one node

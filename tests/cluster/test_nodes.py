@@ -32,7 +32,7 @@ def name_and_address() -> tuple[str, str]:
 
 def test_a_node_has_a_name_an_address_and_a_hosts_file(cluster: Cluster) -> None:
     found = [node.call(name_and_address) for node in cluster]
-    assert found == [("node0", "10.77.0.1"), ("node1", "127.0.1.1"), ("node2", "10.77.0.3")]
+    assert found == [("node0", "192.168.77.1"), ("node1", "127.0.1.1"), ("node2", "192.168.77.3")]
     assert socket.gethostname() != "node0"
 
 

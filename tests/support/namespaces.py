@@ -6,9 +6,9 @@
         process = cluster[2].popen([sys.executable, "-m", "rollout.embedded.server", ...])
         answer = cluster[0].call(drive, cluster.ray_address)  # drive(...) in a new Python process on node 0
 
-Node k is called `node{k}` and has the address 10.77.0.{k+1}, network, host name, /etc/hosts, process table, /dev/shm,
-/tmp and `cluster.disk`, a file system in memory of `disk_mib`, separate from those of the other nodes. All other
-files are the machine's: a directory below `work` is the cluster's shared disk.
+Node k is called `node{k}` and has the address 192.168.77.{k+1}. Network, host name, /etc/hosts, process table,
+/dev/shm, /tmp/ray and `cluster.disk`, a file system in memory of `disk_mib`, are separate from those of the other nodes.
+All other files are the machine's: a directory below `work` is the cluster's shared disk.
 
 The nodes' switch is a bridge in a network namespace too, without a link to the machine: a process outside of the nodes
 reaches none of them, so that Ray needs no token there, and two clusters may use the same addresses. All namespaces are
@@ -27,7 +27,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -185,7 +185,9 @@ def nodes(
 
 
 def address_of(index: int) -> str:
-    return f"10.77.0.{index + 1}"
+    """Above 127.0.0.0: the one of two gloo processes with the lower address waits for the other to connect, so that a
+    node which takes itself for 127.0.1.1 is not reached. Below, only two such nodes fail."""
+    return f"192.168.77.{index + 1}"
 
 
 @functools.cache

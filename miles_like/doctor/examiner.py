@@ -1,0 +1,81 @@
+"""One node's side of the examination: a picklable value makes the object that lives in a process of the node."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TypedDict
+
+from miles_like.doctor.disks import DiskFacts, disk_facts, forget, seen
+from miles_like.doctor.gpus import GpuFacts, query_gpus
+from miles_like.doctor.links import Linker, LinkTimes
+from miles_like.doctor.machine import MachineFacts, machine_facts
+from miles_like.doctor.software import Software, engine_software, software
+from miles_like.nodes.probe import is_free
+
+
+class NodeReport(TypedDict):
+    """What a node reports of itself."""
+
+    machine: MachineFacts
+    software: Software
+    engine: Software | str  # of the engine's interpreter; a text: why it reports none
+    gpus: list[GpuFacts] | str  # a text: why none is reported
+    used_ports: list[int]  # of those the run will use
+    disks: dict[str, DiskFacts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examiner:
+    """Examines the node on which it is called."""
+
+    engine: str
+    ports: tuple[int, ...]
+    paths: tuple[str, ...]
+
+    def __call__(self) -> ExaminedNode:
+        return ExaminedNode(self)
+
+
+class ExaminedNode:
+    """The examination of this machine."""
+
+    def __init__(self, asked: Examiner) -> None:
+        self._asked, self._linker = asked, Linker()
+        self._interface: str | None = None
+
+    def warm(self) -> None:
+        self._linker.warm()
+
+    def listen(self, address: str) -> int:
+        return self._linker.listen(address)
+
+    def meet(self, backend: str, side: int, address: str, port: int, own_interface: bool) -> LinkTimes:
+        """own_interface: gloo uses the interface of the node's address in the cluster."""
+        interface = self._interface if own_interface else None
+        return self._linker.meet(backend, side, address, port, interface)
+
+    def clock(self) -> float:
+        """Seconds since the epoch."""
+        return time.time()
+
+    def report(self, address: str | None, token: str) -> NodeReport:
+        """address: of the node in the cluster. token: of its markers on the disks."""
+        asked, machine = self._asked, machine_facts(address)
+        self._interface = machine["interface"]
+        return {
+            "machine": machine,
+            "software": software(),
+            "engine": engine_software(asked.engine),
+            "gpus": query_gpus(),
+            "used_ports": [port for port in asked.ports if not is_free(port)],
+            "disks": {path: disk_facts(path, token) for path in asked.paths},
+        }
+
+    def seen(self, tokens: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+        """Path -> tokens of the nodes whose markers this node sees there."""
+        return {path: seen(path, tokens) for path in self._asked.paths}
+
+    def forget(self, token: str) -> None:
+        for path in self._asked.paths:
+            forget(path, token)

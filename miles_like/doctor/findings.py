@@ -1,0 +1,73 @@
+"""What a check found, and what a run needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from miles_like.pipeline.check_results import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One row of the table.
+
+    where: the nodes, or the pair, that it is about. found: the value. text: for WRONG the fault and the remedy, for
+    NOT_CHECKED the reason, for OK a remark, or empty.
+    """
+
+    check: str
+    where: tuple[str, ...]
+    found: str
+    outcome: Outcome = Outcome.OK
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """A run's numbers; None and empty: of no run, so that nothing is held to them."""
+
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    ports: Mapping[str, int] = field(default_factory=dict)  # what listens on it -> port of every node
+    shared: tuple[str, ...] = ()  # directories that all nodes must see
+    local: tuple[str, ...] = ()  # directories that each node must have to itself
+    packages: tuple[str, ...] = ("torch", "megatron-core", "ray")  # of the trainer's environment
+    engine: str = sys.executable  # interpreter of the rollout engine
+    engine_packages: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the run's ranks
+    interfaces: bool = False  # the run gives gloo and NCCL the interface of the node's address in the cluster
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*self.shared, *self.local]))
+
+
+def by_value(check: str, values: Mapping[str, str]) -> list[Finding]:
+    """One row for each value, with the nodes that have it."""
+    return [
+        Finding(check=check, where=tuple(node for node, v in values.items() if v == value), found=value)
+        for value in dict.fromkeys(values.values())
+    ]
+
+
+def one_row(check: str, values: Mapping[str, str], wrong: Mapping[str, str]) -> list[Finding]:
+    """A row for each value of the nodes without fault, and one for each node in `wrong`, node -> fault and remedy."""
+    out = by_value(check, {node: value for node, value in values.items() if node not in wrong})
+    return out + [
+        Finding(check=check, where=(node,), found=values.get(node, ""), outcome=Outcome.WRONG, text=text)
+        for node, text in wrong.items()
+    ]
+
+
+def gib(nbytes: float) -> str:
+    return "no limit" if nbytes < 0 else f"{nbytes / (1 << 30):,.1f} GiB"
+
+
+def rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.1f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
+
+
+def listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else "".join(names)

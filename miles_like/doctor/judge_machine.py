@@ -1,0 +1,250 @@
+"""GPUs, memory, limits, ports and disks of nodes, held to each other and to a run's needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from miles_like.doctor.disks import DiskFacts
+from miles_like.doctor.examiner import NodeReport
+from miles_like.doctor.findings import Finding, Needs, by_value, gib, listed, one_row, rate
+from miles_like.doctor.gpus import GpuFacts
+from miles_like.pipeline.check_results import Outcome
+
+Reports = Mapping[str, NodeReport]
+
+_GIB = 1 << 30
+FREE_OF_GPU = 0.95  # least free share of a GPU's memory before a run
+# soft limits that a node with and without GPUs needs: Ray's documentation asks for 65536 descriptors; RDMA pins memory
+_LEAST = {"nofile": (65536, 4096), "memlock": (1 << 40, 0), "nproc": (16384, 2048), "stack": (8 << 20, 1 << 20)}
+_REMEDY = {
+    "nofile": "raise it for the user that starts Ray (ulimit -n 65536; LimitNOFILE of a service), and start Ray again",
+    "memlock": "set it to unlimited for the user that starts Ray (ulimit -l unlimited; --ulimit memlock=-1 of docker)",
+    "nproc": "raise it for the user that starts Ray (ulimit -u), and start Ray again",
+    "stack": "set it to 8 MiB (ulimit -s 8192), and start Ray again",
+}
+_LEAST_PIDS = 4096
+_NCCL_SHM = 1 * _GIB  # NCCL's documentation runs containers with --shm-size=1g
+_DIFFER = 0.1  # share by which sizes of nodes may differ without a remark
+_SLOW = 50e6  # bytes a second, below which staging a checkpoint takes days
+_FULL = 64 << 20
+
+
+def judge_gpus(reports: Reports, needs: Needs, ray_gpus: Mapping[str, int]) -> list[Finding]:
+    """ray_gpus: GPUs that Ray was started with on each node; empty without Ray."""
+    out: list[Finding] = []
+    wanted = needs.gpus_per_node or 0
+    with_gpus = {n: gpus for n, r in reports.items() if not isinstance(gpus := r["gpus"], str) and gpus}
+    without = {n: r["gpus"] if isinstance(r["gpus"], str) else "none" for n, r in reports.items() if n not in with_gpus}
+    short = {n: have for n in reports if wanted > 0 and (have := ray_gpus.get(n, len(with_gpus.get(n, [])))) < wanted}
+    remedy = "lower it, or start Ray on nodes with so many"
+    enough = len(reports) - len(short)
+    if short and enough < (needs.nodes or len(reports)):
+        out += [
+            _wrong("GPUs", node, str(have), f"{node} has {have} GPUs, cluster.gpus_per_node = {wanted}: {remedy}")
+            for node, have in short.items()
+        ]
+    if without:
+        reason = "no GPU: not checked"
+        out += [
+            Finding(check="GPUs", where=row.where, found=row.found, outcome=Outcome.NOT_CHECKED, text=reason)
+            for row in by_value("GPUs", without)
+        ]
+    kinds = {n: f"{len(g)} x {g[0]['name']}, {g[0]['memory_mib']:,} MiB" for n, g in with_gpus.items()}
+    out += _odd_ones("GPUs", kinds, "a run's ranks need equal GPUs: leave the others out of the cluster")
+    out += _odd_ones("CUDA driver", {n: g[0]["driver"] for n, g in with_gpus.items()}, "install one driver on all")
+    for node, gpus in with_gpus.items():
+        for g in gpus:
+            free = f"{g['free_mib']:,} MiB free"
+            out += [_wrong(f"GPU {g['index']}", node, free, fault) for fault in _gpu_faults(node, g)]
+        off = [str(g["index"]) for g in gpus if g["persistence"] == "Disabled"]
+        if off:
+            text = f"persistence mode is off on GPU {listed(off)} of {node}: nvidia-smi -pm 1 saves seconds a process"
+            out.append(Finding(check="GPU persistence", where=(node,), found="Disabled", text=text))
+    return out
+
+
+def _gpu_faults(node: str, gpu: GpuFacts) -> list[str]:
+    name, out = f"GPU {gpu['index']} of {node}", []
+    if gpu["processes"]:
+        out.append(f"{name} is used by process {listed(gpu['processes'])}: stop it, or leave the GPU out of Ray's")
+    elif gpu["free_mib"] < FREE_OF_GPU * gpu["memory_mib"]:
+        out.append(
+            f"{name} has {gpu['free_mib']:,} of {gpu['memory_mib']:,} MiB free and no process that nvidia-smi names: "
+            "stop the process of another container, or reset the GPU"
+        )
+    if gpu["mig"] == "Enabled":
+        out.append(f"{name} is divided by MIG: nvidia-smi -i {gpu['index']} -mig 0")
+    if gpu["ecc_errors"].isdecimal() and int(gpu["ecc_errors"]):
+        out.append(f"{name} has {gpu['ecc_errors']} uncorrected ECC errors: reset it, and replace it if they return")
+    if gpu["compute_mode"] not in ("", "Default"):
+        mode = f"nvidia-smi -i {gpu['index']} -c 0, because trainer and server share it"
+        out.append(f"{name} is in compute mode {gpu['compute_mode']}: {mode}")
+    return out
+
+
+def judge_memory(reports: Reports, object_store: Mapping[str, int]) -> list[Finding]:
+    """Host memory, cores and shared memory. object_store: bytes of Ray's object store on each node."""
+    machines = {n: r["machine"] for n, r in reports.items()}
+    out = [
+        Finding(check="memory", where=(n,), found=f"{gib(m['memory_available'])} of {gib(m['memory'])} available")
+        for n, m in machines.items()
+    ]
+    out += _near("memory", {n: float(m["memory"]) for n, m in machines.items()}, gib)
+    out += by_value("cores", {n: str(m["cores"]) for n, m in machines.items()})
+    out += _near("cores", {n: float(m["cores"]) for n, m in machines.items()}, lambda v: f"{v:g}")
+    wrong = {}
+    for node, m in machines.items():
+        gpus = reports[node]["gpus"]
+        need = max(object_store.get(node, 0), _NCCL_SHM if gpus and not isinstance(gpus, str) else 0)
+        if m["shm"] < need:
+            wrong[node] = (
+                f"/dev/shm of {node} has {gib(m['shm'])}; Ray's object store and NCCL need {gib(need)}: enlarge it "
+                "(--shm-size of docker, emptyDir with medium Memory of Kubernetes)"
+            )
+    return out + one_row("/dev/shm", {n: gib(m["shm"]) for n, m in machines.items()}, wrong)
+
+
+def judge_limits(reports: Reports) -> list[Finding]:
+    """ulimits and cgroup limits."""
+    out: list[Finding] = []
+    for name, least in _LEAST.items():
+        values = {n: r["machine"]["ulimits"][name] for n, r in reports.items()}
+        wrong = {}
+        for node, value in values.items():
+            need = least[0] if not isinstance(gpus := reports[node]["gpus"], str) and gpus else least[1]
+            if 0 <= value < need:
+                wanted = "unlimited" if name == "memlock" else str(need)
+                wrong[node] = f"{node}: the limit {name} is {value}, want {wanted}: {_REMEDY[name]}"
+        shown = {n: "unlimited" if v < 0 else str(v) for n, v in values.items()}
+        out += one_row(f"ulimit {name}", shown, wrong)
+    for node, report in reports.items():
+        out += _cgroup(node, report)
+    return out
+
+
+def _cgroup(node: str, report: NodeReport) -> list[Finding]:
+    m, gpus = report["machine"], report["gpus"]
+    remarks = []
+    if 0 < m["cgroup_memory"] < 0.9 * m["memory"]:
+        remarks.append(f"{node} may use {gib(m['cgroup_memory'])} of {gib(m['memory'])}: a run must fit into it")
+    if 0 < m["cgroup_cpus"] < m["cores"]:
+        remarks.append(
+            f"{node} may use {m['cgroup_cpus']:g} of {m['cores']} cores: threads by the number of cores wait"
+        )
+    found = f"{m['cgroup']}: memory {gib(m['cgroup_memory'])}, pids " + (
+        "no limit" if m["cgroup_pids"] < 0 else str(m["cgroup_pids"])
+    )
+    if 0 <= m["cgroup_pids"] < _LEAST_PIDS and gpus and not isinstance(gpus, str):
+        text = f"{node}: its cgroup allows {m['cgroup_pids']} processes and threads, want {_LEAST_PIDS}: raise pids.max"
+        return [_wrong("cgroup", node, found, f"{text} (--pids-limit of docker, podPidsLimit of Kubernetes)")]
+    return [Finding(check="cgroup", where=(node,), found=found, text="; ".join(remarks))]
+
+
+def judge_ports(reports: Reports, needs: Needs) -> list[Finding]:
+    """Ports of the run: free, and outside of the range from which the kernel takes those of connections."""
+    ranges = {n: "{}-{}".format(*r["machine"]["ephemeral_ports"]) for n, r in reports.items()}
+    out = by_value("ephemeral ports", ranges)
+    for what, port in needs.ports.items():
+        wrong = {}
+        for node, r in reports.items():
+            first, last = r["machine"]["ephemeral_ports"]
+            if port in r["used_ports"]:
+                wrong[node] = f"{node}: port {port} of {what} is in use: stop what listens there, or set rollout.port"
+            elif first <= port <= last:
+                wrong[node] = (
+                    f"{node}: port {port} of {what} lies in {first}-{last}, from which the kernel takes ports of "
+                    "connections: set rollout.port below, or raise net.ipv4.ip_local_port_range"
+                )
+        out += one_row(f"port {port}", dict.fromkeys(reports, "free"), wrong)
+    return out
+
+
+def judge_disks(reports: Reports, needs: Needs, seen: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[Finding]:
+    """seen: path -> node -> nodes whose marker file it sees there."""
+    out: list[Finding] = []
+    for path in needs.paths:
+        disks = {n: r["disks"][path] for n, r in reports.items() if path in r["disks"]}
+        faults = {n: fault for n, d in disks.items() if (fault := _disk_fault(n, path, d))}
+        values = {n: _disk(d) for n, d in disks.items()}
+        rows = one_row(f"disk {path}", values, faults)
+        tmpfs = f"{path} is a file system in memory: what is written there takes the node's memory"
+        out += [
+            Finding(check=row.check, where=row.where, found=row.found, text=tmpfs)
+            if row.outcome is Outcome.OK and row.found.startswith("tmpfs")
+            else row
+            for row in rows
+        ]
+        out += _reach(path, seen.get(path, {}), shared=path in needs.shared, local=path in needs.local)
+    return out
+
+
+def _disk(disk: DiskFacts) -> str:
+    speeds = f"writes {rate(disk['write'])}, reads {rate(disk['read'])}"
+    return f"{disk['kind']}, {gib(disk['free'])} free, {speeds}"
+
+
+def _disk_fault(node: str, path: str, disk: DiskFacts) -> str:
+    if disk["free"] < _FULL:
+        return f"{node}: the file system of {path} has {disk['free'] >> 20} MiB free: free some, or name another path"
+    if disk["error"]:
+        return f"{node}: {path} cannot be written ({disk['error']}): correct its permissions, or name another path"
+    if min(disk["write"], disk["read"]) < _SLOW:
+        return (
+            f"{node}: {path} writes {rate(disk['write'])} and reads {rate(disk['read'])}, want {rate(_SLOW)}: name a "
+            "faster disk, or wait until other work on it has ended"
+        )
+    return ""
+
+
+def _reach(path: str, seen: Mapping[str, tuple[str, ...]], *, shared: bool, local: bool) -> list[Finding]:
+    """Whether all nodes see one directory, or each has its own."""
+    if len(seen) < 2:
+        return []
+    apart = [n for n, others in seen.items() if set(others) != set(seen)]
+    check, where = f"reach of {path}", tuple(seen)
+    if shared and apart:
+        first = apart[0]
+        text = (
+            f"{path} must be one directory on all nodes, {first} sees there the files of "
+            f"{listed(seen[first]) or 'none'} alone: mount the shared file system on every node, or name a path on it"
+        )
+        return [Finding(check=check, where=where, found="not shared", outcome=Outcome.WRONG, text=text)]
+    if local and not apart:
+        text = (
+            f"{path} is one directory on all nodes, to which each would write its copies: set cluster.stage_dir to a "
+            "path on the nodes' own disks"
+        )
+        return [Finding(check=check, where=where, found="shared", outcome=Outcome.WRONG, text=text)]
+    return [Finding(check=check, where=where, found="local" if apart else "shared")]
+
+
+def _near(check: str, values: Mapping[str, float], show: Callable[[float], str]) -> list[Finding]:
+    """A remark where the nodes differ much."""
+    if not values or min(values.values()) >= (1 - _DIFFER) * max(values.values()):
+        return []
+    least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+    text = f"{least} has {show(values[least])}, {most} {show(values[most])}: the smallest node sets the pace of a run"
+    return [Finding(check=f"{check} of the nodes", where=(least, most), found="differs", text=text)]
+
+
+def _odd_ones(check: str, values: Mapping[str, str], remedy: str) -> list[Finding]:
+    rows = by_value(check, values)
+    if not rows:
+        return []
+    most = max(rows, key=lambda row: len(row.where))
+    return [
+        row
+        if row is most
+        else Finding(
+            check=check,
+            where=row.where,
+            found=row.found,
+            outcome=Outcome.WRONG,
+            text=f"{check}: {listed(row.where)} has {row.found}, {listed(most.where)} {most.found}: {remedy}",
+        )
+        for row in rows
+    ]
+
+
+def _wrong(check: str, node: str, found: str, text: str) -> Finding:
+    return Finding(check=check, where=(node,), found=found, outcome=Outcome.WRONG, text=text)

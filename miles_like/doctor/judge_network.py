@@ -1,0 +1,158 @@
+"""Nodes that answer, their clocks, their names, and messages between pairs of them."""
+
+from __future__ import annotations
+
+import ipaddress
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from miles_like.doctor.examiner import NodeReport
+from miles_like.doctor.findings import Finding, Needs, by_value, listed, one_row, rate
+from miles_like.doctor.links import LinkTimes
+from miles_like.nodes.facts import NodeName, Unanswered
+from miles_like.pipeline.check_results import Outcome
+
+CLOCK_S = 1.0  # most by which a clock may differ from the driver's: files and log lines of nodes are put in order by it
+_EACH_PAIR = 6  # pairs that have a row each; more are summed up
+_SLOW_SHARE = 0.25  # of the median bandwidth of all pairs, below which a pair is remarked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockOffset:
+    """A node's clock minus the driver's, in seconds; the true value is within `error_s` of it."""
+
+    offset_s: float
+    error_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One pair's result by one backend."""
+
+    backend: str  # "gloo" or "nccl"
+    ends: tuple[str, str]
+    result: LinkTimes | Unanswered
+
+
+def judge_nodes(
+    answered: Sequence[str], unanswered: Mapping[str, str], departed: Sequence[str], needs: Needs
+) -> list[Finding]:
+    """unanswered: node -> why. departed: addresses of nodes that have left the Ray cluster."""
+    out = [
+        Finding(
+            check="node",
+            where=(node,),
+            found="no answer",
+            outcome=Outcome.WRONG,
+            text=f"{node}: {why}: see whether it runs and is reached (`ray status`), and start Ray there again",
+        )
+        for node, why in unanswered.items()
+    ]
+    for address in departed:
+        text = f"the node {address} was in the Ray cluster and left it: see whether it runs, and start Ray there again"
+        out.append(Finding(check="node", where=(address,), found="left", outcome=Outcome.WRONG, text=text))
+    if (needs.nodes or 0) > len(answered):
+        text = f"{len(answered)} nodes answer, cluster.nodes = {needs.nodes}: start Ray on more, or lower it"
+        out.append(Finding(check="nodes", where=(), found=str(len(answered)), outcome=Outcome.WRONG, text=text))
+    return [Finding(check="node", where=tuple(answered), found="answers"), *out]
+
+
+def judge_clocks(offsets: Mapping[str, ClockOffset]) -> list[Finding]:
+    wrong = {
+        node: f"the clock of {node} differs by {c.offset_s:+.2f} s from this machine's, more than {CLOCK_S:g} s: run "
+        "chrony or another NTP client on both"
+        for node, c in offsets.items()
+        if abs(c.offset_s) - c.error_s > CLOCK_S
+    }
+    right = {
+        node: f"within {CLOCK_S:g} s" if node not in wrong else f"{c.offset_s:+.2f} s" for node, c in offsets.items()
+    }
+    return one_row("clock", right, wrong)
+
+
+def judge_names(reports: Mapping[str, NodeReport], needs: Needs) -> list[Finding]:
+    """Whether gloo would give other nodes a loopback address of this one, because its name resolves to one."""
+    if len(reports) < 2:
+        return []
+    chosen = needs.interfaces or "GLOO_SOCKET_IFNAME" in needs.environment
+    shown = {n: ", ".join(r["machine"]["name_resolves_to"]) or "nothing" for n, r in reports.items()}
+    trapped = {n: _name_remedy(n, r) for n, r in reports.items() if is_trapped(r)}
+    values = {n: shown[n] if n in trapped else "its address" for n in shown}
+    if not chosen:
+        return one_row("host name", values, trapped)
+    text = "a loopback address, which is not used: the run names the interface of gloo"
+    return [
+        Finding(check=row.check, where=row.where, found=row.found, text=text if row.where[0] in trapped else "")
+        for row in by_value("host name", values)
+    ]
+
+
+def is_trapped(report: NodeReport) -> bool:
+    """Whether the machine's name resolves to loopback addresses alone, or to none."""
+    found = report["machine"]["name_resolves_to"]
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+
+
+def _name_remedy(node: str, report: NodeReport) -> str:
+    machine = report["machine"]
+    found = ", ".join(machine["name_resolves_to"]) or "nothing"
+    interface = machine["interface"] or "the interface of its address"
+    return (
+        f"the host name of {node} resolves to {found}, which gloo gives to the other nodes as its address: write its "
+        f"network address in its /etc/hosts, or set GLOO_SOCKET_IFNAME={interface} in [cluster.env]"
+    )
+
+
+def judge_links(
+    backend: str, links: Sequence[Link], reports: Mapping[str, NodeReport], names: Mapping[str, NodeName], needs: Needs
+) -> list[Finding]:
+    """reports and names: by node."""
+    check = f"{backend} of a pair"
+    good = {link.ends: link.result for link in links if isinstance(link.result, LinkTimes)}
+    out: list[Finding] = []
+    if good and len(links) > _EACH_PAIR:
+        slowest = min(good, key=lambda ends: good[ends].bytes_per_s)
+        latency = max(times.latency_s for times in good.values())
+        found = f"{len(good)} of {len(links)} pairs; slowest {_times(good[slowest])}; latency up to {_milli(latency)}"
+        out.append(Finding(check=f"{backend} of all pairs", where=slowest, found=found))
+    else:
+        out += [Finding(check=check, where=ends, found=_times(times)) for ends, times in good.items()]
+    median = statistics.median([times.bytes_per_s for times in good.values()]) if good else 0.0
+    for ends, times in good.items():
+        if times.bytes_per_s < _SLOW_SHARE * median:
+            text = f"{ends[0]} and {ends[1]}: {rate(times.bytes_per_s)}, the median of all pairs is {rate(median)}"
+            out.append(Finding(check=f"{check}, slow", where=ends, found=_times(times), text=text))
+    for link in links:
+        if isinstance(link.result, Unanswered):
+            text = f"{backend} between {link.ends[0]} and {link.ends[1]} failed ({link.result.why}): "
+            text += _link_remedy(backend, link.ends, reports, names, needs)
+            out.append(Finding(check=check, where=link.ends, found="failed", outcome=Outcome.WRONG, text=text))
+    return out
+
+
+def _link_remedy(
+    backend: str,
+    ends: tuple[str, str],
+    reports: Mapping[str, NodeReport],
+    names: Mapping[str, NodeName],
+    needs: Needs,
+) -> str:
+    trapped = [node for node in ends if node in reports and is_trapped(reports[node])]
+    if backend == "gloo" and trapped and not needs.interfaces:
+        return "; ".join(_name_remedy(node, reports[node]) for node in trapped)
+    between = listed([names[node].address for node in ends])
+    if backend == "nccl":
+        return (
+            "run with NCCL_DEBUG=INFO in [cluster.env], set NCCL_SOCKET_IFNAME and NCCL_IB_HCA there, and open all "
+            f"ports between {between}"
+        )
+    return f"see that cable, routes and firewall let all ports pass between {between}"
+
+
+def _times(times: LinkTimes) -> str:
+    return f"{_milli(times.latency_s)}, {rate(times.bytes_per_s)}"
+
+
+def _milli(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,50 @@
+"""The examination of a cluster's nodes, for the command and for the start of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from miles_like.config.run import RunConfig
+from miles_like.doctor.examine import Examination, ThisMachine, examine, examiner_of
+from miles_like.doctor.findings import Needs
+from miles_like.pipeline.check_results import CheckResult
+from miles_like.preflight.run_needs import run_needs
+
+
+def examine_nodes(config: RunConfig | None, ray_address: str | None, console: Console) -> Examination:
+    """All nodes of the Ray cluster at `ray_address`, or this machine where it is None, with everything that is checked.
+
+    config: the run to whose numbers they are held. Raises ValueError where the cluster does not answer.
+    """
+    needs = run_needs(config) if config is not None else Needs()
+
+    def report(line: str) -> None:
+        console.print(line, style="dim", highlight=False)
+
+    if ray_address is None:
+        return examine(ThisMachine(examiner_of(needs)), needs, report=report)
+    from miles_like.nodes.services import NodeServices
+    from miles_like.nodes.session import start_ray
+
+    start_ray(ray_address)
+    with NodeServices(examiner_of(needs), _environment(needs)) as nodes:
+        return examine(nodes, needs, report=report)
+
+
+def brief_checks(config: RunConfig) -> list[CheckResult]:
+    """Before a run over several nodes, with Ray joined: versions, limits, clocks, names and gloo between neighbours."""
+    from miles_like.nodes.services import NodeServices
+
+    needs = run_needs(config)
+    with NodeServices(examiner_of(needs, brief=True), _environment(needs)) as nodes:
+        found = examine(nodes, needs, brief=True)
+    return [
+        CheckResult(" of ".join(filter(None, [f.check, ", ".join(f.where)])), f.outcome, f.text) for f in found.findings
+    ]
+
+
+def _environment(needs: Needs) -> Mapping[str, str]:
+    """The run's variables, and the first GPU: Ray would hide all GPUs from a process that asks for none."""
+    return {"CUDA_VISIBLE_DEVICES": "0", **needs.environment}
