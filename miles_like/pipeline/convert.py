@@ -23,10 +23,20 @@ class ConvertWork:
     workers: int  # processes on each machine
     ray_address: str | None  # a cluster whose nodes share the work; None: this machine alone
     timeout_s: float = 1800.0  # without progress of a process on a cluster's node, after which the conversion fails
+    # The cluster's nodes may have separate disks: pieces stay where they are converted, and the output lists them.
+    apart: bool = False
+    local: Path | None = None  # node-local directory for pieces, if `apart`; None: beside the output
 
     def spread(self) -> Spread | None:
         if self.ray_address is None:
             return None
+        if self.apart:
+            from miles_like.nodes.session import start_ray
+
+            start_ray(self.ray_address)
+            from miles_like.pipeline.separate_disks import SpreadApart
+
+            return SpreadApart(each=self.workers, timeout_s=self.timeout_s, local=self.local)
         from miles_like.nodes.session import start_ray
         from miles_like.nodes.work import over_nodes
 

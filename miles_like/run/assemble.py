@@ -59,10 +59,11 @@ def stage_functions(
 
     def stage(works: Sequence[StageFiles]) -> Sequence[Mapping[str, Any]]:
         from miles_like.nodes.session import start_ray
-        from miles_like.nodes.work import on_nodes
 
         start_ray(ray_address)
-        return on_nodes(works, timeout_s=config.cluster.timeout_s)
+        from miles_like.pipeline.separate_disks import stage_on_nodes
+
+        return stage_on_nodes(works, timeout_s=config.cluster.timeout_s)
 
     def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
         from miles_like.nodes.session import start_ray
@@ -82,7 +83,9 @@ def stage_functions(
 
         c, p = config.convert, config.parallel
         cluster = ray_address if config.cluster.nodes > 1 else None
-        work = ConvertWork(int(c.memory_limit_gib * (1 << 30)), c.workers, cluster, config.cluster.timeout_s)
+        local = None if config.cluster.stage_dir is None else Path(config.cluster.stage_dir)
+        memory, timeout_s = int(c.memory_limit_gib * (1 << 30)), config.cluster.timeout_s
+        work = ConvertWork(memory, c.workers, cluster, timeout_s, apart=True, local=local)
         to_megatron(hf_dir, out, work, tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp)
 
     def preflight(stages: Sequence[Stage], to_do: Sequence[str], online: bool) -> Preflight:

@@ -89,7 +89,7 @@ def check_written_offsets(manifest: Manifest) -> int:
     for key, fact in manifest.tensors.items():
         assert len({p.offset for p in fact.pieces}) == len(fact.pieces), key
         for p in fact.pieces:
-            assert all(0 <= o and o + n <= size for o, n, size in zip(p.offset, p.sizes, fact.shape, strict=True)), key
+            assert all(o >= 0 and o + n <= size for o, n, size in zip(p.offset, p.sizes, fact.shape, strict=True)), key
         assert sum(math.prod(p.sizes) for p in fact.pieces) == math.prod(fact.shape), key
         total += math.prod(fact.shape)
     return total
@@ -107,7 +107,7 @@ def check_read_offsets(job: Conversion) -> None:
     for name, elements in read.items():
         assert elements == math.prod(job.source.shape(name)), name
         for info in job.source.stored(name):
-            assert 0 < info.offset and info.offset + info.nbytes <= info.file.stat().st_size
+            assert info.offset > 0 and info.offset + info.nbytes <= info.file.stat().st_size
     assert set(read) | set(job.skipped) == set(job.source.names())
 
 
