@@ -42,6 +42,7 @@ from megatron_bridge.convert.manifest import MANIFEST, Fact, FileFact, Manifest,
 from megatron_bridge.convert.memory_limit import MIB, plan_memory
 from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.units import (
+    ELSEWHERE,
     ConvertReport,
     HashedFile,
     Spread,
@@ -52,7 +53,7 @@ from megatron_bridge.convert.units import (
 )
 from megatron_bridge.families.base import Place, TensorMap
 from megatron_bridge.families.registry import family_of
-from miles_like.hf.checkpoint import companions
+from miles_like.hf.checkpoint import TensorInfo, companions
 
 COMPANIONS = "hf"  # the folder
 CONTENT_METADATA = {"singleton_local_shards": False}
@@ -187,14 +188,18 @@ class Conversion:
 
     def proof(self, number: int) -> str:
         """A hash of the unit's boxes and of the files it is read from (size and time, not contents)."""
-        held = self.units[number]
-        read = [n for name in dict.fromkeys(b.hf_name for b in held) for n in (name, *self.copies.get(name, ()))]
-        stored = [info for name in read for info in self.source.stored(name)]
+        held, stored = self.units[number], self.read_by(number)
         stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted({info.file for info in stored})]
         lie = [(str(info.dtype), info.shape, info.file.name, info.offset) for info in stored]
         described = [(b.key, b.shape, b.offset, b.sizes, str(b.dtype), b.hf_name, b.first) for b in held]
         spec = None if self.source.spec is None else asdict(self.source.spec)
         return hashlib.sha256(json.dumps([stats, lie, described, spec]).encode()).hexdigest()
+
+    def read_by(self, number: int) -> list[TensorInfo]:
+        """The stored tensors that a unit is read from, scales and copies included."""
+        names = dict.fromkeys(b.hf_name for b in self.units[number])
+        read = [n for name in names for n in (name, *self.copies.get(name, ()))]
+        return [info for name in read for info in self.source.stored(name)]
 
     def write(self, number: int, out: HashedFile) -> list[list[Any]]:
         """Write a unit; returns [start, size, checksum] of each box's archive."""
@@ -271,11 +276,13 @@ def _finish(job: Conversion, directory: Path) -> int:
     files: dict[str, FileFact] = {}
     pieces: dict[str, list[Piece]] = {}
     kinds: dict[str, Box] = {}
-    saved = _Saved()
+    saved, elsewhere = _Saved(), {}
     for number in range(job.count):
         unit = finished_unit(job, directory, number)
         file = job.file(number)
         files[file] = unit.file
+        if unit.holder is not None:
+            elsewhere[file] = unit.holder
         for box, (start, size, digest) in zip(job.units[number], unit.facts, strict=True):
             saved.add(box, file, start, size)
             pieces.setdefault(box.key, []).append(Piece(file, start, size, digest, box.offset, box.sizes))
@@ -293,6 +300,8 @@ def _finish(job: Conversion, directory: Path) -> int:
         "metadata.json": json.dumps({**backends, **versions}).encode(),  # its presence makes a directory a checkpoint
     }
     hf = job.source.hf.path
+    if elsewhere:
+        (directory / ELSEWHERE).write_text(json.dumps(elsewhere, indent=1, sort_keys=True), encoding="utf-8")
     for path in (hf / "config.json", *companions(hf)):
         beside[f"{COMPANIONS}/{path.relative_to(hf)}"] = path.read_bytes()
     for name, data in beside.items():

@@ -5,14 +5,15 @@ same way: a hash of the unit's inputs, its size, its SHA-256, and its facts for 
 keeps units whose index matches and removes everything else in the unfinished directory. The directory is built as
 OUT.partial and renamed to OUT, so an OUT is complete; the indexes are removed after that.
 
-Units are independent: they run in this process, in processes on this machine, or wherever `Spread` runs them.
+Units are independent: they run in this process, in processes on this machine, or wherever `Spread` runs them. A machine
+that does not see OUT.partial writes its units into a directory of its own, and its indexes are brought here with the
+machine's address: the file stays there, and OUT lists it in `ELSEWHERE`.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import functools
 import hashlib
 import json
 import multiprocessing
@@ -37,8 +38,7 @@ import xxhash
 from megatron_bridge.convert.manifest import FileFact
 from miles_like.limits.child_process import die_with_parent
 
-Spread = Callable[[Callable[[int], None], Sequence[int]], None]
-"""(picklable function that runs one unit; numbers of the units to run): returns when all are done."""
+ELSEWHERE = "elsewhere.json"  # in OUT: file -> [address, directory] where it is; absent where OUT holds all
 
 _BUFFERED = 1 << 20  # smaller writes are buffered
 
@@ -142,11 +142,37 @@ class Job(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class UnitWork:
+    """Runs units of a job; picklable."""
+
+    job: Job
+    directory: Path
+
+    def __call__(self, number: int) -> None:
+        """Write a unit's file, then its index."""
+        path = self.directory / self.job.file(number)
+        # a unique name: a process of a killed run on another machine may still be writing
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        with HashedFile(temporary) as out:
+            facts = self.job.write(number, out)
+            file = out.finish()
+        temporary.rename(path)
+        index = {"proof": self.job.proof(number), "size": file.size, "sha256": file.sha256, "facts": facts}
+        _write_index(temporary, _index_path(self.directory, path.name), index)
+
+
+Spread = Callable[[UnitWork, Sequence[int]], None]
+"""(work, numbers of the units to run): returns when all are done."""
+
+
+@dataclass(frozen=True, slots=True)
 class UnitIndex:
-    """The index of a finished unit."""
+    """The index of a finished unit. holder: (address, directory) of the machine that has the file; None: it is in the
+    directory of the index."""
 
     file: FileFact
     facts: Any
+    holder: tuple[str, str] | None = None
 
 
 @contextmanager
@@ -210,7 +236,7 @@ def run_units(job: Job, partial: Path, *, workers: int = 1, spread: Spread | Non
         if path.name not in known:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     todo = [number for number in range(job.count) if number not in kept]
-    work = functools.partial(_write_unit, job, partial)
+    work = UnitWork(job, partial)
     if spread is not None:
         spread(work, todo)
     elif workers > 1 and len(todo) > 1:
@@ -221,27 +247,52 @@ def run_units(job: Job, partial: Path, *, workers: int = 1, spread: Spread | Non
     return len(kept)
 
 
-def read_unit(job: Job, directory: Path, number: int) -> UnitIndex | None:
-    """A finished unit's index; None for an unfinished unit or one with another hash."""
+def read_unit(job: Job, directory: Path, number: int, *, elsewhere: bool = False) -> UnitIndex | None:
+    """A finished unit's index; None for an unfinished unit or one with another hash. elsewhere: also of a unit whose
+    file another machine holds, as `note_elsewhere` has stored it."""
     name = job.file(number)
     try:
         index = json.loads(_index_path(directory, name).read_text(encoding="utf-8"))
-        if index["proof"] == job.proof(number) and (directory / name).stat().st_size == index["size"]:
-            return UnitIndex(FileFact(index["size"], index["sha256"]), index["facts"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        holder = index.get("holder")
+        here = holder is None and (directory / name).stat().st_size == index["size"]
+        if index["proof"] == job.proof(number) and (here or (elsewhere and holder is not None)):
+            found = None if holder is None else (str(holder[0]), str(holder[1]))
+            return UnitIndex(FileFact(index["size"], index["sha256"]), index["facts"], found)
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
         pass  # killed before the unit was finished
     return None
 
 
 def finished_unit(job: Job, directory: Path, number: int) -> UnitIndex:
     """A finished unit's index. Raises RuntimeError when it is missing although its worker has finished."""
-    unit = read_unit(job, directory, number)
+    unit = read_unit(job, directory, number, elsewhere=True)
     if unit is None:
         raise RuntimeError(
             f"{directory / job.file(number)} is incomplete, although its worker is done: do all workers see the same "
             f"{directory}? Put it on a file system that they share, and run again"
         )
     return unit
+
+
+def finished_indexes(directory: Path) -> dict[str, str]:
+    """File -> text of its index, for each unit in a directory whose file has the size that its index states."""
+    found = {}
+    for path in sorted(directory.glob("*.json")) if directory.is_dir() else ():
+        try:
+            text = path.read_text(encoding="utf-8")
+            if path.with_suffix("").stat().st_size == json.loads(text)["size"]:
+                found[path.stem] = text
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # killed while it was written
+    return found
+
+
+def note_elsewhere(directory: Path, file: str, index: str, holder: tuple[str, str]) -> None:
+    """Store the index of a unit whose file is in the directory `holder`[1] of the machine with address `holder`[0]."""
+    path = _index_path(directory, file)
+    if not path.exists():
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        _write_index(temporary, path, {**json.loads(index), "holder": list(holder)})
 
 
 def files_of(job: Job, directory: Path) -> Mapping[str, FileFact]:
@@ -268,18 +319,10 @@ def _index_path(directory: Path, file: str) -> Path:
     return directory / f"{file}.json"
 
 
-def _write_unit(job: Job, partial: Path, number: int) -> None:
-    path = partial / job.file(number)
-    # a unique name: a process of a killed run on another machine may still be writing
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    with HashedFile(temporary) as out:
-        facts = job.write(number, out)
-        file = out.finish()
-    temporary.rename(path)
-    index = {"proof": job.proof(number), "size": file.size, "sha256": file.sha256, "facts": facts}
+def _write_index(temporary: Path, path: Path, index: Mapping[str, Any]) -> None:
     temporary = temporary.with_suffix(".json.tmp")
     write_file(temporary, json.dumps(index).encode())
-    temporary.rename(_index_path(partial, path.name))
+    temporary.rename(path)
 
 
 # processes

@@ -7,6 +7,7 @@ data) and the data without holes (huggingface/safetensors, "Format"). Files are 
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import math
@@ -104,6 +105,13 @@ class HFCheckpoint:
         for name, info in self._info.items():
             if weight_map and name not in weight_map:
                 raise ValueError(f"{info.file} has {name}, which {_INDEX} does not list: {_REFETCH}")
+
+    def at(self, path: Path) -> HFCheckpoint:
+        """The same checkpoint in another directory, whose files are not checked."""
+        other = copy.copy(self)
+        other.path = path
+        other._info = {name: info._replace(file=path / info.file.name) for name, info in self._info.items()}
+        return other
 
     def _weight_map(self) -> dict[str, str] | None:
         """Tensor name -> file name; None for a checkpoint of one file."""

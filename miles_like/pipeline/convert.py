@@ -28,10 +28,18 @@ class ConvertWork:
     workers: int  # processes on each machine
     nodes: Callable[[], Sequence[Node]] | None  # the nodes of a joined cluster, which share it; None: this machine
     timeout_s: float = 1800.0  # without progress of a process on a cluster's node, after which the conversion fails
+    # The cluster's nodes may have separate disks: pieces stay where they are converted, and the output lists them.
+    apart: bool = False
+    local: Path | None = None  # node-local directory for pieces, if `apart`; None: beside the output
 
     def spread(self) -> Spread | None:
         if self.nodes is None:
             return None
+        if self.apart:
+            from miles_like.pipeline.separate_disks import SpreadApart
+
+            nodes = tuple(self.nodes())
+            return SpreadApart(nodes=nodes, each=self.workers, timeout_s=self.timeout_s, local=self.local)
         from miles_like.nodes.work import over_nodes
 
         return partial(over_nodes, nodes=self.nodes(), each=self.workers, timeout_s=self.timeout_s)

@@ -62,9 +62,9 @@ def stage_functions(
         make_checkpoint(config, out, console, cluster.nodes)
 
     def stage(works: Sequence[StageFiles]) -> Sequence[Mapping[str, Any]]:
-        from miles_like.nodes.work import on_nodes
+        from miles_like.pipeline.separate_disks import stage_on_nodes
 
-        return on_nodes(works, cluster.nodes().nodes, timeout_s=config.cluster.timeout_s)
+        return stage_on_nodes(works, cluster.nodes().nodes, timeout_s=config.cluster.timeout_s)
 
     def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
         from miles_like.run.launcher import Launcher
@@ -84,9 +84,11 @@ def stage_functions(
         from miles_like.pipeline.convert import ConvertWork, to_megatron
 
         c, p = config.convert, config.parallel
-        shared = cluster.ray_address is not None and config.cluster.nodes > 1
-        nodes = (lambda: cluster.nodes().nodes) if shared else None
-        work = ConvertWork(int(c.memory_limit_gib * (1 << 30)), c.workers, nodes, config.cluster.timeout_s)
+        several = cluster.ray_address is not None and config.cluster.nodes > 1
+        nodes = (lambda: cluster.nodes().nodes) if several else None
+        local = None if config.cluster.stage_dir is None else Path(config.cluster.stage_dir)
+        memory, timeout_s = int(c.memory_limit_gib * (1 << 30)), config.cluster.timeout_s
+        work = ConvertWork(memory, c.workers, nodes, timeout_s, apart=True, local=local)
         to_megatron(hf_dir, out, work, tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp)
 
     def preflight(stages: Sequence[Stage], to_do: Sequence[str], online: bool) -> Preflight:
