@@ -23,8 +23,8 @@ _ENV = init_device()  # before anything below imports megatron
 from megatron_bridge.config import TrainerConfig  # noqa: E402
 from megatron_bridge.device.collective_errors import gather_objects  # noqa: E402
 from megatron_bridge.device.cuda_settings import use_deterministic_kernels  # noqa: E402
-from megatron_bridge.device.signals import StoreSignals  # noqa: E402
 from megatron_bridge.device.parallel import close_parallel, init_parallel  # noqa: E402
+from megatron_bridge.device.signals import StoreSignals  # noqa: E402
 from megatron_bridge.families.registry import family_of  # noqa: E402
 from megatron_bridge.model.build import build_model, unwrap  # noqa: E402
 from megatron_bridge.optim.optimizer import NonFiniteGradient, apply_gradients, build_optimizer  # noqa: E402

@@ -99,9 +99,7 @@ def _command(process: Path) -> str:
 
 def test_a_part_on_another_node_that_dies_ends_the_wait_at_once(home: Path) -> None:
     """It is named with its log and its last error; the first node's part, which would wait for it, is stopped."""
-    parts = [
-        (slot(0, node_rank=rank, nnodes=2), launch(home, "sglang", node_rank=rank, nnodes=2)) for rank in range(2)
-    ]
+    parts = [(slot(0, node_rank=rank, nnodes=2), launch(home, "sglang", node_rank=rank, nnodes=2)) for rank in range(2)]
     began = time.monotonic()
     servers = RayServers(parts, home / "logs")
     facts = ("rollout server 0, part 1 of 2", "exit code 1", "RuntimeError: no space left on device 5", home / "logs")
@@ -133,7 +131,9 @@ def test_no_two_servers_share_a_port(monkeypatch: pytest.MonkeyPatch, local: boo
             for i in range(4) for k in range(spans)
         ]  # fmt: skip
         launches = [
-            ServerLaunch(model_path=Path("/m"), config=config, log_dir=Path("/l"), host=f"10.0.0.{s.node}", nnodes=spans)
+            ServerLaunch(
+                model_path=Path("/m"), config=config, log_dir=Path("/l"), host=f"10.0.0.{s.node}", nnodes=spans
+            )
             for s in slots
         ]
         placed = with_ports(slots, launches, [(32768, 60999)] * len(slots))
@@ -149,8 +149,6 @@ def test_no_two_servers_share_a_port(monkeypatch: pytest.MonkeyPatch, local: boo
                 assert used.setdefault((s.node, number), s.index) == s.index
                 assert number < 32768
     given = RolloutConfig(engine="sglang", port=25000, sglang=SGLangFlags(dist_init_port=26000))
-    launches = [
-        ServerLaunch(model_path=Path("/m"), config=given, log_dir=Path("/l"), port=25000 + i) for i in range(2)
-    ]
+    launches = [ServerLaunch(model_path=Path("/m"), config=given, log_dir=Path("/l"), port=25000 + i) for i in range(2)]
     placed = with_ports([slot(0), slot(1)], launches, [(32768, 60999)] * 2)
     assert [(p.port, p.dist_init_addr) for p in placed] == [(25000, "127.0.0.1:26000"), (25001, "127.0.0.1:26064")]

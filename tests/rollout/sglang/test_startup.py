@@ -138,7 +138,13 @@ def test_the_first_of_several_parts_to_fail_is_known_by_its_time(stock: Callable
         for part in parts:
             part.handle.stop()
     assert head.failed_at > second.failed_at + 1
-    facts = ("rollout server 1, part 1 of 2", "exit code 1", "loading weights", "out of memory on device 3", parts[1].handle.log)
+    facts = (
+        "rollout server 1, part 1 of 2",
+        "exit code 1",
+        "loading weights",
+        "out of memory on device 3",
+        parts[1].handle.log,
+    )
     with refuses(RolloutError, *facts, unrecorded="a free port"):
         raise RolloutError(second.failure)
     assert "Traceback" not in str(second.failure)
@@ -162,6 +168,7 @@ def test_a_free_port_that_another_program_takes_first_is_left_to_it(
     """Between the choice of a free port and listening there."""
     launch = replace(stock(SERVES), port=None, index=None)
     monkeypatch.setattr(startup, "check_ports", lambda ports, host, server: None)
+    monkeypatch.setattr(startup, "_HEALTH_S", 0.2)  # the other program does not answer
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
         choices = [taken, free_port()]
@@ -178,8 +185,16 @@ def test_a_log_is_followed_as_it_grows(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("The server is fired up and ready to roll!\n")
     followed, seen = FollowedLog(log, STOCK), list[str]()
-    for text in ("Init parallel beg", "in.\n", "x Load weight begin\n", "TP1 Load weight end\nTP0 Load weight begin\n",
-                 "Capture target prefill CUDA graph begin. b", "\nUvicorn running on http", "TP0 Load weight end\n"):  # fmt: skip
+    pieces = (
+        "Init parallel beg",
+        "in.\n",
+        "x Load weight begin\n",
+        "TP1 Load weight end\nTP0 Load weight begin\n",
+        "Capture target prefill CUDA graph begin. b",
+        "\nUvicorn running on http",
+        "TP0 Load weight end\n",
+    )
+    for text in pieces:
         with log.open("a") as f:
             f.write(text)
         seen.append(followed.phase().words)
