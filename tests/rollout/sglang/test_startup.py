@@ -117,7 +117,7 @@ def test_an_embedded_server_tells_its_phases(tmp_path: Path) -> None:
 def test_a_phase_that_takes_too_long_is_named_with_its_key(
     stock: Callable[..., ServerLaunch], limits: dict[str, float], lines: str, facts: tuple[object, ...]
 ) -> None:
-    """Without a limit of its own it counts for the whole start's."""
+    """A phase without a separate limit counts for the whole start's."""
     launch = stock(lines, **limits)
     log = launch.log_dir / f"sglang_{launch.port}.0.log"
     with refuses(RolloutError, *facts, "rollout server 1", log, unrecorded="a free port"):
@@ -150,7 +150,7 @@ def test_the_first_of_several_parts_to_fail_is_known_by_its_time(stock: Callable
     assert "Traceback" not in str(second.failure)
 
 
-def test_a_port_of_a_stock_server_that_is_in_use_is_said_before_it_starts(stock: Callable[..., ServerLaunch]) -> None:
+def test_a_port_of_a_stock_server_that_is_in_use_is_named_before_it_starts(stock: Callable[..., ServerLaunch]) -> None:
     launch = stock(SLEEPS)
     assert launch.dist_init_addr is not None
     taken = int(launch.dist_init_addr.rpartition(":")[2])
