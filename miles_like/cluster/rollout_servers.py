@@ -73,7 +73,7 @@ class RayServers:
         self._begun = [a.begin.remote(launch) for a, launch in zip(self._actors, placed, strict=True)]
 
     def wait(self, say: Callable[[str], None] = lambda text: None) -> list[str]:
-        """URL of every server. say: told each new phase of a server.
+        """URL of every server. say: called with each new phase of a server.
 
         Raises RuntimeError, after stopping all servers, with the failure that happened first as soon as it is seen: of
         a server that ended or exceeded a limit, on whichever of its nodes.
@@ -87,14 +87,14 @@ class RayServers:
 
     def _wait(self, say: Callable[[str], None]) -> list[str]:
         heads = {s.index: i for i, s in enumerate(self._slots) if s.node_rank == 0}
-        said = dict.fromkeys(heads, "")
+        shown = dict.fromkeys(heads, "")
         while True:
             looks = self._look(_LOOK_S)
             if (failure := _first_failure(looks)) is not None:
                 raise RuntimeError(failure)
             for server, i in heads.items():
-                if looks[i].phase != said[server]:
-                    said[server] = looks[i].phase
+                if looks[i].phase != shown[server]:
+                    shown[server] = looks[i].phase
                     say(f"rollout server {server} of {len(heads)}: {looks[i].phase}")
             self._settled = {server for server, i in heads.items() if looks[i].ready}
             if len(self._settled) == len(heads):
@@ -147,8 +147,8 @@ def with_ports(
     """`launches` of stock servers with fixed ports and rendezvous addresses: no two servers share a port, on any node.
 
     ranges: the ephemeral range of each launch's node. On a local Ray a server without a configured port takes a free
-    one, and the blocks of rendezvous ports are free ones, so that several runs fit on a machine. The parts of a server meet at its first node's address; the ranks
-    of a server on a single node at its loopback address.
+    one, and the blocks of rendezvous ports are free ones, so that several runs fit on a machine. The parts of a server
+    meet at its first node's address; the ranks of a server on a single node at the loopback address.
     """
     servers = 1 + max(slot.index for slot in slots)
     dist_init = launches[0].config.sglang.dist_init_port

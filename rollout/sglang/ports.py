@@ -87,7 +87,7 @@ def stock_ports(http: int, dist_init: int | None, *, attention_dp: bool, nnodes:
     """The ports that a stock server binds, or checks, on each of its nodes.
 
     dist_init: the port of its --dist-init-addr. Without one SGLang takes free ports by itself, except for attention
-    data parallelism, whose ports then follow port + 233.
+    data parallelism, whose ports are then those from port + 233 on.
     """
     out = [Port(http, "HTTP", "rollout.port")]
     moved = "rollout.sglang.dist_init_port"
@@ -95,8 +95,7 @@ def stock_ports(http: int, dist_init: int | None, *, attention_dp: bool, nnodes:
         if not attention_dp:
             return out
         dist_init, moved = (http + 233 if http + 233 < 1 << 16 else http - 233), "rollout.port"
-    else:
-        out.append(Port(dist_init, "the rendezvous of its ranks", moved))
+    out.append(Port(dist_init, "the rendezvous of its ranks", moved))
     if attention_dp:
         out += [Port(dist_init + 1 + i, "attention data parallelism", moved) for i in range(_DERIVED)]
     if attention_dp and nnodes > 1:

@@ -1,9 +1,9 @@
 """Start one server, or its part on one node, and watch it until it answers.
 
-The order of starts: the parts of one server at the same time, because they wait for each other. Several servers on a
-node are started at the same time too. SGLang 0.5.23 compares the free memory of the GPUs of one server before it loads
-(srt/distributed/bootstrap.py, _check_tp_memory_balance) and sizes its cache by the free memory of its own GPUs; two
-servers never share a GPU, so that neither disturbs the other.
+The parts of one server are started at the same time, because they wait for each other. So are several servers on one
+node: SGLang 0.5.23 compares the free memory of one server's GPUs before it loads (srt/distributed/bootstrap.py,
+_check_tp_memory_balance) and sizes a server's cache by the free memory of that server's GPUs. Two servers never share a
+GPU, so that neither start disturbs the other.
 """
 
 from __future__ import annotations

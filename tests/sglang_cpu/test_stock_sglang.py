@@ -37,6 +37,7 @@ from rollout.config import EmbeddedFlags, PublishConfig, RolloutConfig
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import ServerSet, TensorPublisher
 from rollout.sglang.client import SGLangClient
+from rollout.sglang.phases import STOCK, FollowedLog
 from rollout.sglang.ports import free_port
 from rollout.sglang.servers import ServerLaunch, start
 from rollout.sglang.startup import launch_server
@@ -123,6 +124,17 @@ def test_a_healthy_server_has_nothing_wrong_with_it(job: Job) -> None:
     assert found["verify/weights/compared"] == f"hashes of {len(checksums(job.url))} tensors", "all of them"
     for step in ("tokens", "sampling", "weights", "quantizer", "routing", "numerics"):
         assert step in done.stdout
+
+
+def test_its_log_tells_the_phases_of_its_start(job: Job, tmp_path: Path) -> None:
+    """Line by line. On CPU it compiles no kernels and captures no graphs."""
+    followed, seen = FollowedLog(tmp_path / "log", STOCK), ["starting"]
+    for line in (job.home / "sglang.log").read_text().splitlines(keepends=True):
+        with (tmp_path / "log").open("a") as f:
+            f.write(line)
+        if (words := followed.phase().words) != seen[-1]:
+            seen.append(words)
+    assert seen == ["starting", "connecting its ranks", "loading weights", "allocating its cache", "warming up"]
 
 
 def test_candidates_of_a_scored_text_come_in_the_form_that_is_read(job: Job) -> None:

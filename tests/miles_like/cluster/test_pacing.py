@@ -108,7 +108,7 @@ def test_a_server_may_be_slower_than_a_collective(tmp_path: Path) -> None:
 
 
 def _dies(rank: int, world: int, port: int, hf: str, out: Path) -> None:
-    """The sender's process ends in its second request; the other rank writes down what it is told."""
+    """The sender's process ends in its second request; the other rank writes its error to `out`."""
     with FakeServer() as server:
         server.fault = {endpoints.UPDATE_FROM_TENSOR: lambda body: os._exit(9)}
         r = _rank(rank, world, port, hf, (server.url,))
@@ -119,7 +119,7 @@ def _dies(rank: int, world: int, port: int, hf: str, out: Path) -> None:
 
 
 def test_a_sender_that_dies_ends_the_wait_of_the_others(tmp_path: Path) -> None:
-    hf, port, out = toy.hf_dir(tmp_path / "hf"), free_port(), tmp_path / "said"
+    hf, port, out = toy.hf_dir(tmp_path / "hf"), free_port(), tmp_path / "error"
     context = warm_context()
     processes = [context.Process(target=_dies, args=(r, 2, port, hf, out)) for r in range(2)]
     for p in processes:

@@ -65,16 +65,16 @@ def slot(index: int, **more: Any) -> Slot:
     return Slot(role="rollout", index=index, node=0, gpus=(), **more)
 
 
-def test_servers_are_told_of_by_their_phases_and_named_when_they_die(home: Path) -> None:
+def test_servers_report_their_phases_and_are_named_when_they_die(home: Path) -> None:
     """A client of a dead server knows only that it does not answer."""
     servers = RayServers([(slot(i), launch(home)) for i in range(2)], home / "logs")
-    said: list[str] = []
+    seen: list[str] = []
     try:
-        urls = servers.wait(said.append)
+        urls = servers.wait(seen.append)
         assert [httpx.get(f"{url}/health").status_code for url in urls] == [200, 200]
         for i in range(2):
-            assert said.count(f"rollout server {i} of 2: ready") == 1
-        assert said[0] == "rollout server 0 of 2: starting" and servers.failure() is None
+            assert seen.count(f"rollout server {i} of 2: ready") == 1
+        assert seen[0] == "rollout server 0 of 2: starting" and servers.failure() is None
         with pytest.raises(RuntimeError, match=r"^no connection$"), servers.naming_failures():
             raise RuntimeError("no connection")
         port = urls[1].rpartition(":")[2]

@@ -1,5 +1,5 @@
-"""Which ports a stock server binds, that they lie where no outgoing connection takes them, and what is said of one in
-use. tests/sglang_cpu holds the numbers to SGLang's own."""
+"""Which ports a stock server binds, that they lie where no outgoing connection takes them, and the message about one in
+use. tests/sglang_cpu holds the numbers to SGLang's arithmetic."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_default_ports_lie_outside_of_every_node_s_ephemeral_range(
     assert first_port(default, count, ranges) == first
 
 
-def test_no_room_for_ports_is_said() -> None:
+def test_no_room_for_ports_is_an_error() -> None:
     with refuses(ValueError, 1024, 65535, 64, "rollout.port", "rollout.sglang.dist_init_port"):
         first_port(20000, 64, [(1024, 65535)])
 
@@ -51,7 +51,7 @@ def test_free_ports_lie_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatc
     ("dist_init", "attention_dp", "nnodes", "numbers"),
     [
         (None, False, 1, [30001]),
-        (None, True, 1, [30001, *range(30235, 30241)]),
+        (None, True, 1, [30001, *range(30234, 30241)]),
         (20064, False, 1, [30001, 20064]),
         (20064, False, 2, [30001, 20064]),
         (20064, True, 1, [30001, *range(20064, 20071)]),

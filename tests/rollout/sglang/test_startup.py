@@ -117,7 +117,7 @@ def test_an_embedded_server_tells_its_phases(tmp_path: Path) -> None:
 def test_a_phase_that_takes_too_long_is_named_with_its_key(
     stock: Callable[..., ServerLaunch], limits: dict[str, float], lines: str, facts: tuple[object, ...]
 ) -> None:
-    """Without a limit of its own it counts for the whole start's."""
+    """A phase without a separate limit counts for the whole start's."""
     launch = stock(lines, **limits)
     log = launch.log_dir / f"sglang_{launch.port}.0.log"
     with refuses(RolloutError, *facts, "rollout server 1", log, unrecorded="a free port"):
@@ -150,7 +150,7 @@ def test_the_first_of_several_parts_to_fail_is_known_by_its_time(stock: Callable
     assert "Traceback" not in str(second.failure)
 
 
-def test_a_port_of_a_stock_server_that_is_in_use_is_said_before_it_starts(stock: Callable[..., ServerLaunch]) -> None:
+def test_a_port_of_a_stock_server_that_is_in_use_is_named_before_it_starts(stock: Callable[..., ServerLaunch]) -> None:
     launch = stock(SLEEPS)
     assert launch.dist_init_addr is not None
     taken = int(launch.dist_init_addr.rpartition(":")[2])
@@ -168,6 +168,7 @@ def test_a_free_port_that_another_program_takes_first_is_left_to_it(
     """Between the choice of a free port and listening there."""
     launch = replace(stock(SERVES), port=None, index=None)
     monkeypatch.setattr(startup, "check_ports", lambda ports, host, server: None)
+    monkeypatch.setattr(startup, "_HEALTH_S", 0.2)  # the other program does not answer
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
         choices = [taken, free_port()]
@@ -184,8 +185,16 @@ def test_a_log_is_followed_as_it_grows(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("The server is fired up and ready to roll!\n")
     followed, seen = FollowedLog(log, STOCK), list[str]()
-    for text in ("Init parallel beg", "in.\n", "x Load weight begin\n", "TP1 Load weight end\nTP0 Load weight begin\n",
-                 "Capture target prefill CUDA graph begin. b", "\nUvicorn running on http", "TP0 Load weight end\n"):  # fmt: skip
+    pieces = (
+        "Init parallel beg",
+        "in.\n",
+        "x Load weight begin\n",
+        "TP1 Load weight end\nTP0 Load weight begin\n",
+        "Capture target prefill CUDA graph begin. b",
+        "\nUvicorn running on http",
+        "TP0 Load weight end\n",
+    )
+    for text in pieces:
         with log.open("a") as f:
             f.write(text)
         seen.append(followed.phase().words)
