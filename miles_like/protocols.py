@@ -6,6 +6,7 @@ Letters: G samples a prompt, S tokens a sample, T packed tokens, N samples a pac
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -263,4 +264,13 @@ class RankTrainer(Protocol):
     def save(self, path: Path, *, asynchronous: bool = False) -> None: ...
     def finish_save(self, *, wait: bool) -> bool: ...
     def load(self, path: Path) -> None: ...
+    def sleep(self) -> Mapping[str, int]:
+        """Free the device's memory of parameters, gradients and optimizer state until `wake`; returns the bytes freed
+        by part. Meanwhile only `export` inside of `parameters`, `finish_save` and `close` may be called. Idempotent, as
+        is `wake`."""
+
+    def wake(self) -> None: ...
+    def parameters(self) -> AbstractContextManager[None]:
+        """A context in which the parameters are on the device for `export`, also of a trainer that sleeps."""
+
     def close(self) -> None: ...

@@ -61,7 +61,8 @@ class Rank:
 
     def publish(self, version: int) -> PublishReport:
         assert self.publisher is not None, "publish before connect"
-        return self.publisher.publish(self.trainer.export(), version=version)
+        with self.trainer.parameters():
+            return self.publisher.publish(self.trainer.export(), version=version)
 
     def save(self, path: Path, asynchronous: bool) -> None:
         self.trainer.save(path, asynchronous=asynchronous)
@@ -71,6 +72,12 @@ class Rank:
 
     def load(self, path: Path) -> None:
         self.trainer.load(path)
+
+    def sleep(self) -> Mapping[str, int]:
+        return self.trainer.sleep()
+
+    def wake(self) -> None:
+        self.trainer.wake()
 
     def close(self) -> None:
         self.trainer.close()

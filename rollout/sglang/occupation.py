@@ -93,9 +93,7 @@ class Occupation:
     def _wanted(self, tags: Iterable[MemoryTag], what: str) -> frozenset[MemoryTag]:
         wanted = frozenset(tags)
         if not wanted:  # a server takes an empty list for all tags
-            raise RuntimeError(
-                f"server {self.url} cannot {what} 0 parts of its memory: name one of {_names(MemoryTag)}"
-            )
+            raise RuntimeError(f"server {self.url} cannot {what} 0 parts: name one of {_names(MemoryTag)}")
         return wanted
 
 

@@ -260,9 +260,7 @@ def test_refusals_over_http_are_sentences(path: Path, monkeypatch: pytest.Monkey
                 assert (await asked).status_code == 200
 
         asyncio.run(busy())
-        assert http.post("/release_memory_occupation").json()["held"] == dict.fromkeys(
-            ["kv_cache", "weights", "cuda_graph"], 0
-        )
+        assert not any(http.post("/release_memory_occupation").json()["held"].values())
         assert "is released" in refused("/generate", {"input_ids": [5]})
         assert "is released" in refused("/weights_checker", {})
         assert http.get("/health").status_code == 200
