@@ -28,7 +28,7 @@ class SGLangFlags(Section):
     max_running_requests: int | None = None
     context_length: int | None = None
     attention_backend: str | None = None
-    enable_memory_saver: bool = False
+    enable_memory_saver: bool | None = None  # memory can be released; None: if trainer and servers take turns
     enable_deterministic_inference: bool = False  # a sample's log-probabilities do not depend on its batch
     gpu: Literal["hopper", "blackwell"] = "hopper"  # not a server flag: decides which weight formats can be served
 

@@ -1,7 +1,7 @@
 """Assign processes to nodes and GPUs: arithmetic only, no Ray.
 
 Trainer ranks fill nodes in order, so that tensor-parallel neighbours share a node. Rollout servers fill the same nodes
-when colocated (on the same GPUs; neither side releases its memory), and the nodes after the trainer's otherwise; a
+when colocated (on the same GPUs, on which the two sides take turns), and the nodes after the trainer's otherwise; a
 server wider than a node takes consecutive whole nodes.
 """
 
@@ -59,7 +59,7 @@ def plan_placement(cluster: ClusterConfig, parallel: ParallelConfig, rollout: Ro
     if rollout is None:
         return PlacementPlan(tuple(ranks))
     width = rollout.sglang.tp_size if rollout.engine == "sglang" else 1
-    first = 0 if cluster.colocate else -(-world // per_node) * per_node
+    first = -(-world // per_node) * per_node if cluster.colocate is False else 0
     if (width > per_node and width % per_node) or (width < per_node and per_node % width):
         raise ValueError(
             f"rollout.sglang.tp_size = {width} neither divides nor is a multiple of cluster.gpus_per_node = {per_node}"

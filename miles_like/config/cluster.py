@@ -15,5 +15,7 @@ class ClusterConfig(Section):
     # limit of a call to trainer or critic ranks, or ten times the longest such call so far; then the run ends
     timeout_s: float = Field(1800.0, gt=0)
     peak_tflops: float | None = Field(None, gt=0)  # of one rank's device in the training dtype; reported as perf/mfu
-    colocate: bool = True  # trainer and rollout share GPUs; neither releases memory for the other
+    # trainer and rollout share GPUs and take turns: one releases its memory while the other computes. None: true on
+    # GPUs; CPU ranks take turns only if true is given
+    colocate: bool | None = None
     stage_dir: str | None = None  # node-local directory; None: inside the run directory

@@ -223,12 +223,31 @@ class RunConfig(Section):
             return self
         engine_gpus = self.rollout.servers * self.rollout.sglang.tp_size
         if c.gpus_per_node and self.rollout.engine == "sglang":
-            free = gpus if c.colocate else gpus - world
+            free = gpus - world if c.colocate is False else gpus
             if engine_gpus > free:
                 raise ValueError(
                     f"rollout needs {self.rollout.servers} servers x {self.rollout.sglang.tp_size} GPUs = "
                     f"{engine_gpus}, {free} are free for it: lower rollout.servers or raise cluster.nodes"
                 )
+        return self
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether rollout servers and trainer ranks take turns on their devices, releasing memory to each other. CPU
+        ranks, and GPU ranks beside an engine on CPU, do so only where cluster.colocate = true is given: they share no
+        device, and would lose their concurrency."""
+        if self.servers is None or self.cluster.colocate is False:
+            return False
+        return bool(self.cluster.colocate) or (bool(self.cluster.gpus_per_node) and self.rollout.engine == "sglang")
+
+    @model_validator(mode="after")
+    def what_takes_turns_can_release_its_memory(self) -> RunConfig:
+        if self.takes_turns and self.rollout.engine == "sglang" and self.rollout.sglang.enable_memory_saver is False:
+            raise ValueError(
+                "rollout.sglang.enable_memory_saver = false, but the servers release their memory while the trainer "
+                "computes (cluster.colocate), which frees nothing without it: remove that key, or set "
+                "cluster.colocate = false"
+            )
         return self
 
     @model_validator(mode="after")
