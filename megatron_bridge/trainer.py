@@ -111,23 +111,23 @@ class MegatronTrainer:
             resolved.token_multiple,
         )
         self._bias = RoutingBias(self.chunks)
-        self._fake: FakeQuant | None = None
-        if (spec := trained_spec(config, self.hf)) is not None:
-            tensors = self.family.bind(self.hf, mtp=bool(tf.mtp_num_layers))
-            self._fake = FakeQuant(self.chunks, self.parallel, tensors, spec, config.precision, _ENV.device)
+        self._fake = self._fake_quant()
+        if self._fake is not None:
             self._step.prepare = self._round
-        self._sleep = Sleep(
-            self.chunks,
-            self.optimizer,
-            _ENV.device,
-            derived=() if self._fake is None else self._fake.values(),
-            stale=self.weights_changed,
-        )
+        rounded = [] if self._fake is None else self._fake.values()
+        self._sleep = Sleep(self.chunks, self.optimizer, _ENV.device, derived=rounded, stale=self.weights_changed)
         self.copies = WeightCopies(self.chunks, self.parallel, self.weights_changed)
         self.steps_done = 0
         self.fingerprint = _agreed_fingerprint() if resolved.forward == "exact" else None
         self._export: ExportPlan | None = None
         self._saving: CheckpointSave | None = None
+
+    def _fake_quant(self) -> FakeQuant | None:
+        """The linears that compute with rounded weights or inputs, if the precision has some."""
+        if (spec := trained_spec(self.config, self.hf)) is None:
+            return None
+        tensors = self.family.bind(self.hf, mtp=bool(self.models[0].config.mtp_num_layers))
+        return FakeQuant(self.chunks, self.parallel, tensors, spec, self.config.precision, _ENV.device)
 
     @property
     def dp_rank(self) -> int:

@@ -107,7 +107,7 @@ class TrainerRanks(Trainer, Protocol):
     """A Trainer of a run, whose ranks are processes."""
 
     def connect(self, factory: Callable[[bool], WeightPublisher]) -> None:
-        """Create every rank's publisher; the factory is told whether the rank sends."""
+        """Create every rank's publisher; the factory's argument is whether the rank sends."""
 
     def fingerprint(self) -> str | None:
         """A hash of the results of the ranks' kernels; None unless the trainer is deterministic."""

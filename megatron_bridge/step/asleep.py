@@ -22,7 +22,7 @@ from megatron_bridge.step.overlap import finish_param_gather
 
 
 class Sleep:
-    """Puts one rank to sleep and wakes it. `derived`: tensors that `stale` marks for computing anew."""
+    """Puts one rank to sleep and wakes it. `derived`: tensors that are computed again after `stale`."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ One of the two sides has the memory at a time:
 A publication is part of each turn of the servers, since a server that released its weights has none. Users in the
 foreground enter a side with `serving` or `training`; the turn changes only where it must, and waits until no user is on
 the other side. Users of the same side are on it together. Background sampling never changes the turn: it waits while
-the trainer has it. Concurrency: one event loop; a change holds a lock that those who enter wait for.
+the trainer has it. Concurrency: one event loop; a change holds a lock for which every entry waits.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ REPORT = PublishReport(version=0, bytes=1, seconds=0.0, pause_seconds=0.0)
 
 @dataclass
 class Sides:
-    """Both sides, which record the calls, and assert who may make them."""
+    """Both sides, which record the calls, and assert that each is allowed."""
 
     rng: random.Random
     occupation: Occupation = field(default_factory=lambda: Occupation("http://server"))
@@ -217,7 +217,9 @@ def test_no_request_before_a_publication_that_is_due() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("fails", [*TO_TRAINER, "sleep critic", "resume weights", "publish 1", "resume kv_cache+cuda_graph"])
+@pytest.mark.parametrize(
+    "fails", [*TO_TRAINER, "sleep critic", "resume weights", "publish 1", "resume kv_cache+cuda_graph"]
+)
 def test_after_a_change_that_failed_neither_side_is_entered(fails: str) -> None:
     """The first error is the one to see; what comes after must not reach half a side."""
 

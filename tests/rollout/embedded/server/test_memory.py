@@ -1,4 +1,4 @@
-"""Law: a served model gives back every byte of what it is told to release, and answers as before once all of its
+"""Law: a served model gives back every byte of what it releases, and answers as before once all of its
 weights have come again; in between it answers nothing, and says why.
 
 Why it must hold: trainer and engine take turns on the same devices; bytes that stay are missing to the trainer, and an
