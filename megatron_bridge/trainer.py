@@ -9,7 +9,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from megatron_bridge.plan.lr_schedule import learning_rate  # noqa: E402
 from megatron_bridge.plan.precision import trained_spec  # noqa: E402
 from megatron_bridge.plan.recompute import routes_again  # noqa: E402
 from megatron_bridge.plan.resolve import resolve, trained_config  # noqa: E402
+from megatron_bridge.step.asleep import Sleep  # noqa: E402
 from megatron_bridge.step.fake_quant import FakeQuant  # noqa: E402
 from megatron_bridge.step.nonfinite import RoutingBias, explain  # noqa: E402
 from megatron_bridge.step.overlap import connect_overlap, finish_param_gather  # noqa: E402
@@ -113,16 +114,23 @@ class MegatronTrainer:
             resolved.token_multiple,
         )
         self._bias = RoutingBias(self.chunks)
-        self._fake: FakeQuant | None = None
-        if (spec := trained_spec(config, self.hf)) is not None:
-            tensors = self.family.bind(self.hf, mtp=bool(tf.mtp_num_layers))
-            self._fake = FakeQuant(self.chunks, self.parallel, tensors, spec, config.precision, _ENV.device)
+        self._fake = self._fake_quant()
+        if self._fake is not None:
             self._step.prepare = self._round
+        rounded = [] if self._fake is None else self._fake.values()
+        self._sleep = Sleep(self.chunks, self.optimizer, _ENV.device, derived=rounded, stale=self.weights_changed)
         self.copies = WeightCopies(self.chunks, self.parallel, self.weights_changed)
         self.steps_done = 0
         self.fingerprint = _agreed_fingerprint() if resolved.forward == "exact" else None
         self._export: ExportPlan | None = None
         self._saving: CheckpointSave | None = None
+
+    def _fake_quant(self) -> FakeQuant | None:
+        """The linears that compute with rounded weights or inputs, if the precision has some."""
+        if (spec := trained_spec(self.config, self.hf)) is None:
+            return None
+        tensors = self.family.bind(self.hf, mtp=bool(self.models[0].config.mtp_num_layers))
+        return FakeQuant(self.chunks, self.parallel, tensors, spec, self.config.precision, _ENV.device)
 
     @property
     def dp_rank(self) -> int:
@@ -158,6 +166,7 @@ class MegatronTrainer:
         naming the location; with "skip" rank 0 logs the sentence, the metrics contain train/skipped, and the skipped
         step does not advance the learning-rate schedule.
         """
+        self._sleep.require_awake("train")
         self.copies.assert_not_swapped()
         assert len(shards) == len(loss_tokens) >= 1, "a number of loss tokens for each of one or more shards"
         refs, olds = self._reference_logprobs(shards), self._old_policies(shards)
@@ -209,6 +218,7 @@ class MegatronTrainer:
 
     def evaluate(self, shard: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]:
         """The loss function's statistics and train/loss, forward only; no state changes."""
+        self._sleep.require_awake("evaluate")
         return self._step.run(shard, loss_tokens, forward_only=True, refs=self._reference_logprobs([shard])[0])
 
     def logprobs(
@@ -220,16 +230,19 @@ class MegatronTrainer:
         Under the current weights, or under the copy named `weights`. Forward only and with the routers' own choices,
         regardless of `replay.mode`; no state changes. Raises ValueError when there is no such copy.
         """
+        self._sleep.require_awake("logprobs")
         with self.copies.swapped(weights) if weights is not None else nullcontext():
             return self._step.logprobs(shard, candidates=candidates)
 
     def load_copy(self, name: str, path: Path) -> None:
         """Load a converted `torch_dist` directory as a named copy in host memory; raises as `WeightCopies.load`."""
+        self._sleep.require_awake("load_copy")
         self.copies.load(name, path)
 
     def score(self, shard: Sequence[MicroBatch], *, temperature: float | None = None, replay: bool = False) -> Scored:
         """Log-probabilities and routes of this rank's micro-batches under the current weights, at `temperature` (None:
         the run's); see Step.score. No state changes."""
+        self._sleep.require_awake("score")
         of_run = [model.temperature for model in self.models]
         try:
             for model in self.models:
@@ -271,7 +284,9 @@ class MegatronTrainer:
 
     def export(self, *, computed: bool = False) -> Iterator[NamedTensor]:
         """Yield the weights as complete Hugging Face tensors, one at a time; `computed`: as the model computes with
-        them, which with `precision.qat` is decode(encode(weight)). Draining the iterator is collective."""
+        them, which with `precision.qat` is decode(encode(weight)). Draining the iterator is collective. A trainer that
+        sleeps exports inside of `parameters` only, and not `computed`."""
+        self._sleep.require_awake("export", parameters=not computed)
         self.copies.assert_not_swapped()
         finish_param_gather(self.chunks)
         if computed and self._fake is not None:
@@ -281,11 +296,27 @@ class MegatronTrainer:
             self._export = ExportPlan(self.chunks, self.family, self.hf, self.parallel, mtp=mtp)
         return self._export.export(computed=computed)
 
+    def sleep(self) -> Mapping[str, int]:
+        """Free the device's memory of parameters, gradients and optimizer state, which the host keeps meanwhile;
+        returns the bytes freed by part. Collective. Until `wake` only `parameters` with `export`, `finish_save` and
+        `close` may be called; the others raise RuntimeError. No effect on a trainer that sleeps."""
+        self.copies.assert_not_swapped()
+        return self._sleep.sleep()
+
+    def wake(self) -> None:
+        """Restore what `sleep` freed, bit for bit. No effect on a trainer that is awake."""
+        self._sleep.wake()
+
+    def parameters(self) -> AbstractContextManager[None]:
+        """A context in which the parameters are on the device for `export`, also of a trainer that sleeps."""
+        return self._sleep.parameters()
+
     def load_weights(self, path: Path) -> None:
         """Load weights from a converted `torch_dist` directory; the optimizer starts without state.
 
         With `config.reference` they also become the reference; weights that `load` reads later do not.
         """
+        self._sleep.require_awake("load_weights")
         self.copies.assert_not_swapped()
         finish_param_gather(self.chunks)
         self.weights_changed()
@@ -298,6 +329,7 @@ class MegatronTrainer:
 
         With `asynchronous` this returns when the state is copied; `finish_save` renames the directory to `path`.
         """
+        self._sleep.require_awake("save")
         self.copies.assert_not_swapped()
         finish_param_gather(self.chunks)
         self.finish_save(wait=True)
@@ -330,6 +362,7 @@ class MegatronTrainer:
 
     def load(self, path: Path) -> None:
         """Load what `save` wrote, including a reference that moves; for a fixed reference call `load_weights` first."""
+        self._sleep.require_awake("load")
         self.copies.assert_not_swapped()
         finish_param_gather(self.chunks)
         self.weights_changed()

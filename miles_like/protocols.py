@@ -5,7 +5,8 @@ Letters: G samples a prompt, S tokens a sample, T packed tokens, N samples a pac
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -100,6 +101,22 @@ class Trainer(Protocol):
 
     async def load(self, path: Path) -> None: ...
     async def close(self) -> None: ...
+
+
+class TrainerRanks(Trainer, Protocol):
+    """A Trainer of a run, whose ranks are processes."""
+
+    def connect(self, factory: Callable[[bool], WeightPublisher]) -> None:
+        """Create every rank's publisher; the factory's argument is whether the rank sends."""
+
+    def fingerprint(self) -> str | None:
+        """A hash of the results of the ranks' kernels; None unless the trainer is deterministic."""
+
+    async def score(self, batch: TrainBatch, *, temperature: float, replay: bool) -> list[tuple[int, Scored]]:
+        """(its DP shard, its result) of every rank. Forward only."""
+
+    async def load(self, path: Path, *, version: int | None = None) -> None:
+        """version: the version of the loaded weights, if no publication follows."""
 
 
 class LossFn(Protocol):
@@ -276,4 +293,13 @@ class RankTrainer(Protocol):
     def save(self, path: Path, *, asynchronous: bool = False) -> None: ...
     def finish_save(self, *, wait: bool) -> bool: ...
     def load(self, path: Path) -> None: ...
+    def sleep(self) -> Mapping[str, int]:
+        """Free the device's memory of parameters, gradients and optimizer state until `wake`; returns the bytes freed
+        by part. Meanwhile only `export` inside of `parameters`, `finish_save` and `close` may be called. Idempotent, as
+        is `wake`."""
+
+    def wake(self) -> None: ...
+    def parameters(self) -> AbstractContextManager[None]:
+        """A context in which the parameters are on the device for `export`, also of a trainer that sleeps."""
+
     def close(self) -> None: ...

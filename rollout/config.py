@@ -31,7 +31,7 @@ class SGLangFlags(Section):
     max_running_requests: int | None = None
     context_length: int | None = None
     attention_backend: str | None = None
-    enable_memory_saver: bool = False
+    enable_memory_saver: bool | None = None  # memory can be released; None: if trainer and servers take turns
     enable_deterministic_inference: bool = False  # a sample's log-probabilities do not depend on its batch
     # of the rendezvous of server 0's ranks; server i's is + 64 i, and its next 13 ports are used too. None: 20000, or
     # lower where the kernel gives that one to outgoing connections

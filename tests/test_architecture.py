@@ -94,6 +94,7 @@ RULES = {
     " miles_like.algorithms miles_like.batch",
     "miles_like.loop": f"{CONTRACTS} rollout.episodes rollout.prompts rollout.seeds miles_like.config"
     " miles_like.algorithms miles_like.batch miles_like.checkpoint miles_like.experience miles_like.report",
+    "miles_like.turns": f"{CONTRACTS} rollout.concurrency rollout.episodes rollout.sglang rollout.wire miles_like.loop",
     "miles_like.supervised": f"{CONTRACTS} rollout.prompts miles_like.config miles_like.algorithms miles_like.batch"
     " miles_like.checkpoint miles_like.loop miles_like.report",
     "miles_like.nodes": "miles_like.loop miles_like.variables",
@@ -102,7 +103,7 @@ RULES = {
     " miles_like.nodes",
     "miles_like.verify": f"{CONTRACTS} quant routing_replay rollout.episodes rollout.publish rollout.seeds"
     " rollout.sglang rollout.wire megatron_bridge.config miles_like.algorithms.terms miles_like.batch"
-    " miles_like.cluster miles_like.report",
+    " miles_like.report",
     # miles_like: commands, which alone name both the trainer and the rollout
     "miles_like.pipeline": f"{CONTRACTS} quant rollout.prompts megatron_bridge.config megatron_bridge.families"
     " megatron_bridge.plan megatron_bridge.convert miles_like.algorithms miles_like.batch miles_like.checkpoint"
@@ -116,7 +117,7 @@ RULES = {
     " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience miles_like.loop"
     " miles_like.nodes miles_like.pipeline"
     " miles_like.preflight miles_like.report miles_like.rewards miles_like.storage miles_like.supervised"
-    " miles_like.verify",
+    " miles_like.turns miles_like.verify",
     "miles_like.command_errors": "miles_like.loop",
     "miles_like.cli": "rollout.embedded.server rollout.server_key rollout.server_url miles_like.checkpoint"
     " miles_like.command_errors miles_like.config miles_like.doctor miles_like.pipeline miles_like.preflight"

@@ -85,6 +85,10 @@ class FakeQuant:
     def _input(self, codec: Codec, x: Tensor) -> Tensor:
         return fake_activations(codec, x) if self._rounding else x
 
+    def values(self) -> list[Tensor]:
+        """The rounded weights that the linears compute with."""
+        return [weight.value for weight in self._weights]
+
     def weights_changed(self) -> None:
         """Mark the rounded weights as stale. Call it after the parameters have changed."""
         self._stale = True

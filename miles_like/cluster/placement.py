@@ -11,7 +11,7 @@ next to each other and the pipeline stages farthest apart, so:
 
 Nodes are numbered in the order in which `miles_like.nodes.members` chooses them, neighbours in the network first, so
 consecutive numbers are near each other. Rollout servers fill their pool in the same way. Where trainer and rollout have
-a GPU in common, they share that GPU (colocation); it is decided for each GPU.
+a GPU in common, they share that GPU and take turns on it (colocation); which GPUs are shared is decided for each.
 """
 
 from __future__ import annotations

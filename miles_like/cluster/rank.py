@@ -63,7 +63,8 @@ class Rank:
 
     def publish(self, version: int) -> PublishReport:
         assert self.publisher is not None, "publish before connect"
-        return self.publisher.publish(self.pacer.paced(self.trainer.export()), version=version)
+        with self.trainer.parameters():
+            return self.publisher.publish(self.pacer.paced(self.trainer.export()), version=version)
 
     @cached_property
     def pacer(self) -> Pacer:
@@ -78,6 +79,12 @@ class Rank:
 
     def load(self, path: Path) -> None:
         self.trainer.load(path)
+
+    def sleep(self) -> Mapping[str, int]:
+        return self.trainer.sleep()
+
+    def wake(self) -> None:
+        self.trainer.wake()
 
     def close(self) -> None:
         self.trainer.close()

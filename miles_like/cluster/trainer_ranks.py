@@ -130,6 +130,16 @@ class RayTrainer:
         await self._all("load", [(path.resolve(),)] * len(self._ranks))
         self._version = self._version if version is None else version
 
+    async def sleep(self) -> Mapping[str, int]:
+        """Frees the devices' memory of parameters, gradients and optimizer state until `wake`; returns the bytes freed
+        on all ranks by part. Meanwhile only `publish`, `finish_save` and `close` may be called."""
+        freed: list[Mapping[str, int]] = await self._all("sleep", [()] * len(self._ranks))
+        return {part: sum(one[part] for one in freed) for part in freed[0]}
+
+    async def wake(self) -> None:
+        """Restores what `sleep` freed."""
+        await self._all("wake", [()] * len(self._ranks))
+
     async def close(self) -> None:
         for rank in self._ranks:
             ray.kill(rank)

@@ -105,7 +105,9 @@ class ClusterConfig(Section):
     # the wait for nodes that have not joined the cluster yet
     timeout_s: float = Field(1800.0, gt=0)
     peak_tflops: float | None = Field(None, gt=0)  # of one rank's device in the training dtype; reported as perf/mfu
-    colocate: bool = True  # trainer and rollout share GPUs; neither releases memory for the other
+    # trainer and rollout share GPUs and take turns: one releases its memory while the other computes. None: true on
+    # GPUs; CPU ranks take turns only if true is given
+    colocate: bool | None = None
     when_busy: Literal["refuse", "queue"] = "refuse"  # where other jobs have the GPUs: end, or wait until they are free
     pools: PoolsConfig = PoolsConfig()
     stage_dir: str | None = None  # node-local directory; None: inside the run directory
@@ -145,7 +147,7 @@ class ClusterConfig(Section):
         """The GPUs of every role, for `world` trainer ranks.
 
         A role without [cluster.pools.ROLE]: the trainer may use the whole cluster; critic and reference the trainer's;
-        the rollout the trainer's with `colocate` and otherwise the whole nodes after the trainer's; the servers of
+        the rollout the trainer's, and the whole nodes after the trainer's if `colocate` is false; the servers of
         teachers run on node 0. Raises ValueError where a pool has fewer GPUs than the ranks need, where the ranks of
         the reference would share a GPU with another role, and where `colocate` is false and trainer and rollout share
         one.
@@ -158,7 +160,7 @@ class ClusterConfig(Section):
         if self.gpus_per_node and self.pools.trainer is None:
             after = tuple(range(min(self.nodes, -(-world // self.gpus_per_node))))
         free = tuple(n for n in range(self.nodes) if n > after[-1])
-        together = self.colocate or not self.gpus_per_node
+        together = self.colocate is not False or not self.gpus_per_node
         rest = trainer if together else Pool(nodes=free, gpus=every.gpus, keys=every.keys)
         pools: dict[PoolName, Pool] = {
             "trainer": trainer,
@@ -198,7 +200,7 @@ class ClusterConfig(Section):
                         "ranks of the reference keep their memory: give them GPUs of their own, or remove the pool, so "
                         "that the trainer's ranks swap the reference's weights in"
                     )
-        if not self.colocate and (shared := sorted(sides["trainer"] & sides["rollout"])):
+        if self.colocate is False and (shared := sorted(sides["trainer"] & sides["rollout"])):
             raise ValueError(
                 f"cluster.colocate = false, but the pools of trainer and rollout share node {shared[0][0]} GPU "
                 f"{shared[0][1]}: part them, or set cluster.colocate = true"

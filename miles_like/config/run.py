@@ -248,6 +248,34 @@ class RunConfig(Section):
             )
         return self
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether rollout servers and trainer ranks take turns on their devices, releasing memory to each other: where
+        a server has a GPU of a trainer or critic rank. CPU ranks, and GPU ranks beside an engine on CPU, do so only
+        where cluster.colocate = true is given: they share no device, and would lose their concurrency."""
+        c, world = self.cluster, self.parallel.world_size
+        if self.servers is None or c.colocate is False:
+            return False
+        if not c.gpus_per_node or self.rollout.engine == "embedded":
+            return bool(c.colocate)
+        pools = c.pools_of(world)
+        trained = {place for name in self._trained for place in pools[name].places[:world]}
+        return not trained.isdisjoint(pools["rollout"].places[: self.rollout.servers * self.rollout.sglang.tp_size])
+
+    @property
+    def _trained(self) -> tuple[PoolName, ...]:
+        return ("trainer", "critic") if self.algorithm.has_critic else ("trainer",)
+
+    @model_validator(mode="after")
+    def what_takes_turns_can_release_its_memory(self) -> RunConfig:
+        if self.takes_turns and self.rollout.engine == "sglang" and self.rollout.sglang.enable_memory_saver is False:
+            raise ValueError(
+                "rollout.sglang.enable_memory_saver = false, but the servers release their memory while the trainer "
+                "computes (cluster.colocate), which frees nothing without it: remove that key, or set "
+                "cluster.colocate = false"
+            )
+        return self
+
     @model_validator(mode="after")
     def samples_fit_a_pack(self) -> RunConfig:
         """The longest sample has data.max_prompt_tokens and the longest answer; both limits are enforced. Supervised

@@ -57,8 +57,8 @@ class Feed:
 
     async def settle(self) -> None:
         """Where groups are sampled step by step, waits until the samples that a full step discarded have ended, so that
-        their abort does not reach an evaluation."""
-        if not self.producer.in_steps:
+        their abort does not reach an evaluation. Outside of `sampling` there are none."""
+        if not self.producer.in_steps or self._sampling is None or self._sampling.cancelled():
             return
         settling = asyncio.create_task(self.producer.settle())
         await asyncio.wait({settling, self._task}, return_when=asyncio.FIRST_COMPLETED)

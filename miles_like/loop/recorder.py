@@ -20,6 +20,14 @@ from miles_like.report.progress import PhaseBar
 from miles_like.report.speed import SpeedMeter
 from miles_like.types import PublishReport, SampleGroup, StepReport
 
+
+class TurnTimes(Protocol):
+    """Seconds that rollout servers and trainer took to change turns (miles_like.turns)."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """`perf/turn/...` since the last call."""
+
+
 Phase = Literal["experience", "train", "publish", "checks"]
 
 
@@ -68,6 +76,7 @@ class Recorder:
     samples: Path | None = None  # directory; None: samples are not written
     curriculum: Curriculum | None = None
     episodes: bool = False  # whether samples have turns
+    turns: TurnTimes | None = None  # None: servers and trainer do not take turns
     tokens_total: int = 0  # response tokens trained since the run began
     started: float = field(default_factory=time.perf_counter)
 
@@ -118,6 +127,7 @@ class Recorder:
             "perf/rollout_s": rollout_s,
             "perf/step_s": step_s,
             **self.speed.metrics(groups, rollout_s=rollout_s, train_s=seconds["train"]),
+            **({} if self.turns is None else self.turns.metrics()),
             "async/dropped": float(dropped),
         }
 

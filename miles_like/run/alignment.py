@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from miles_like.algorithms.registry import make_bounds
-from miles_like.cluster.trainer_ranks import RayTrainer
+from miles_like.protocols import TrainerRanks
 from miles_like.run.rollout_side import RolloutSide
 from miles_like.run.trainer_side import packer
 from miles_like.types import Prompt
@@ -20,7 +20,7 @@ from rollout.seeds import seed_of
 from rollout.sglang.client import SGLangClient
 
 
-def comparison(rollout: RolloutSide, trainer: RayTrainer, prompts: Sequence[Prompt]) -> Comparison:
+def comparison(rollout: RolloutSide, trainer: TrainerRanks, prompts: Sequence[Prompt]) -> Comparison:
     """The comparison of trainer and servers on samples of `prompts`; nothing is sampled yet."""
     plan, c = rollout.plan, rollout.plan.config
     bounds = make_bounds(c.mismatch)
@@ -38,7 +38,7 @@ def comparison(rollout: RolloutSide, trainer: RayTrainer, prompts: Sequence[Prom
     )
 
 
-async def check_bits(rollout: RolloutSide, trainer: RayTrainer, clients: Sequence[SGLangClient]) -> None:
+async def check_bits(rollout: RolloutSide, trainer: TrainerRanks, clients: Sequence[SGLangClient]) -> None:
     """With `alignment.deterministic` on CPU ranks: raises ValueError, as `check_same_bits`, where trainer and servers
     do not compute the same bits. No other run is checked."""
     c = rollout.plan.config
@@ -49,7 +49,7 @@ async def check_bits(rollout: RolloutSide, trainer: RayTrainer, clients: Sequenc
 
 def server_checks(
     rollout: RolloutSide,
-    trainer: RayTrainer,
+    trainer: TrainerRanks,
     clients: Sequence[SGLangClient],
     prompts: Sequence[Prompt],
     console: Console,

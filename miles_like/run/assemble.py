@@ -150,6 +150,12 @@ def checkpoint_bytes(hf: Mapping[str, Any], spec: QuantSpec | None) -> tuple[int
     return stored, bf16
 
 
+TURN = (
+    "turns: servers up, release KV cache, weights and graphs; trainer built, and each turn: wake, train, sleep; servers "
+    "resume weights, are published to, resume KV cache and graphs, generate"
+)
+
+
 def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | None) -> list[str]:
     """Nodes, ranks and server command lines, as `--dry-run` prints them. model: None: not known yet."""
     plan = plan_placement(config.cluster, config.parallel, config.servers)
@@ -183,6 +189,8 @@ def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | N
             address = f"{f'NODE{head.node}' if s.nnodes > 1 else '127.0.0.1'}:{dist_init}"
             command = sglang_command(replace(launch, host=f"NODE{s.node}", dist_init_addr=address), port)
         lines.append(f"node {s.node} runs: {' '.join(command)}")
+    if config.takes_turns:
+        lines.append(TURN)
     return [*lines, *_describe_environments(config), *config.distillation.described()]
 
 

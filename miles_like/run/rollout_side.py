@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from miles_like.cluster.environment import driver_secrets, plain_values
@@ -11,6 +12,8 @@ from miles_like.cluster.factories import PublisherRecipe
 from miles_like.cluster.placement import Slot
 from miles_like.config.run import RunConfig
 from miles_like.run.model_plan import ModelPlan
+from miles_like.turns.order import Turns
+from miles_like.turns.users import TurnClient
 from miles_like.types import SamplingParams
 from rollout.episodes.resuming import RESUMES
 from rollout.episodes.runner import EpisodeRunner, make_episode_runner
@@ -19,6 +22,7 @@ from rollout.publish.publication import PublishTarget
 from rollout.seeds import seed_of
 from rollout.server_key import ServerKey
 from rollout.sglang.client import SGLangClient
+from rollout.sglang.occupation import Occupation
 from rollout.sglang.servers import ServerLaunch
 from rollout.wire.control import PauseMode
 
@@ -26,10 +30,13 @@ from rollout.wire.control import PauseMode
 def server_launch(config: RunConfig, served: Path, logs: Path, slot: Slot, *, routes: bool) -> ServerLaunch:
     """The launch settings of the server in `slot` with the model in `served`, for a dry run and for a run. routes: the
     server returns the expert routes of its tokens."""
-    first_port = config.rollout.port
+    first_port, rollout = config.rollout.port, config.rollout
+    if config.takes_turns:
+        flags = rollout.sglang.model_copy(update={"enable_memory_saver": True})
+        rollout = rollout.model_copy(update={"sglang": flags})
     return ServerLaunch(
         model_path=served,
-        config=config.rollout,
+        config=rollout,
         port=None if first_port is None else first_port + slot.index,
         log_dir=logs,
         activations=config.precision.activations,
@@ -48,6 +55,7 @@ class RolloutSide:
 
     plan: ModelPlan
     key: ServerKey = field(default_factory=ServerKey.new)
+    occupations: dict[str, Occupation] = field(default_factory=dict)  # URL -> memory of a server, for all its clients
 
     @property
     def resumes(self) -> int:
@@ -65,13 +73,21 @@ class RolloutSide:
         return replace(launch, weight_version=version, key=self.key, secrets=driver_secrets(plan.config.rollout.env))
 
     def client(
-        self, url: str, *, routing: bool = True, ours: bool = True, key: ServerKey | None = None
+        self,
+        url: str,
+        *,
+        routing: bool = True,
+        ours: bool = True,
+        key: ServerKey | None = None,
+        turns: Turns | None = None,
     ) -> SGLangClient:
         """A client of the server at `url`. ours: this run started the server, so its log and key are those of this run;
-        otherwise `key` is the server's key."""
+        otherwise `key` is the server's key. turns: the client enters the servers' turn for its requests; None: its
+        caller does, or no turns are taken."""
         plan, c = self.plan, self.plan.config
         tokenizer = plan.tokenizer
-        return SGLangClient(
+        kind = SGLangClient if turns is None else partial(TurnClient, turns=turns)
+        return kind(
             url,
             vocabulary=int(plan.hf.config["vocab_size"]),
             routing=plan.model.routing if routing else None,
@@ -82,6 +98,7 @@ class RolloutSide:
             decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
             log=plan.logs if ours else None,
             key=self.key if ours else key,
+            occupation=self.occupations.setdefault(url, Occupation(url)),
         )
 
     def publisher(self, urls: Sequence[str], *, ours: bool = True, key: ServerKey | None = None) -> PublisherRecipe:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -32,7 +32,7 @@ from miles_like.loop.state import LoopState
 from miles_like.loop.step_bounds import StepBounds
 from miles_like.loop.stopping import Deadline, StopRequest, command_began, run_to_end
 from miles_like.preflight.checks import check_over_sampling
-from miles_like.protocols import Algorithm, RewardFn, RolloutEngine
+from miles_like.protocols import Algorithm, RewardFn, RolloutEngine, TrainerRanks
 from miles_like.report.html import write_report
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
@@ -42,6 +42,8 @@ from miles_like.run.model_plan import ModelPlan
 from miles_like.run.rollout_side import RolloutSide
 from miles_like.run.teachers import RunTeachers
 from miles_like.run.trainer_side import Resumed, RunFiles, packer, speed_meter
+from miles_like.run.turn_taking import TurnTaking, release_servers
+from miles_like.turns.users import TurnFeed
 from miles_like.types import Prompt, PublishReport, SampleGroup
 from miles_like.verify.allowance import of_steps
 from miles_like.verify.server_checks import RunChecks
@@ -111,6 +113,8 @@ def train(
         teachers.launch()
         servers = launcher.servers(rollout, resumed.state.weight_version if resumed else 0)
         stopping.callback(servers.stop)
+        if plan.config.takes_turns:  # before the trainer is built, which needs the memory
+            run_to_end(release_servers(rollout, servers.wait()))
         trainer, critic = launcher.trainer(plan, algorithm.loss), launcher.critic(plan)
         reference = launcher.reference(plan, algorithm.loss)
         urls = servers.wait(lambda text: console.print(f"{'':12}{text}", markup=False))
@@ -176,12 +180,18 @@ class TrainingRun:
         self.plan, self.config = rollout.plan, rollout.plan.config
         self.rollout, self.algorithm, self.prompts, self.files = rollout, algorithm, prompts, files
         self.runner = runner
-        self.resumed, self.teachers, self.trainer, self.console = resumed, teachers, trainer, console
-        self.models = {"trainer": trainer} | ({} if critic is None else {"critic": critic})
+        self.resumed, self.teachers, self.console = resumed, teachers, console
+        self._ranks: dict[str, RayTrainer] = {"trainer": trainer} | ({} if critic is None else {"critic": critic})
+        self.models: Mapping[str, TrainerRanks] = self._ranks
         self.reference = reference
+        self._taking: TurnTaking | None = None
         self.controller = controller
         self.stop = StopRequest()
         self.deadline = Deadline(self.stop, self.config.checkpoint.deadline_s, began=command_began())
+
+    @property
+    def trainer(self) -> TrainerRanks:
+        return self.models["trainer"]
 
     async def loop(self, urls: Sequence[str]) -> None:
         """Checks that the servers at `urls` agree with the trainer, then runs the loop to its end and closes
@@ -191,14 +201,20 @@ class TrainingRun:
         """
         c = self.config
         clients = [self.rollout.client(url) for url in urls]
-        await check_bits(self.rollout, self.trainer, clients)
         # the state of an episode and of a user's generate function is not saved: they begin again after a resume
         partial = PartialRollouts(EnginePool(clients), keep_groups=not c.rollout.has_episode_runner)
         engine = self.runner.wrap(partial)
-        eval_clients = [self.rollout.client(url, routing=False) for url in urls]
+        if c.takes_turns:
+            self._taking = TurnTaking(self.rollout, urls, self._ranks, partial)
+            self.models = self._taking.models
+            await self._taking.start()
+        await check_bits(self.rollout, self.trainer, clients)
+        turns = None if self._taking is None else self._taking.turns
+        checked = clients if turns is None else [self.rollout.client(url, turns=turns) for url in urls]
+        eval_clients = [self.rollout.client(url, routing=False, turns=turns) for url in urls]
         self.trainer.connect(self.rollout.publisher(urls))
         first, published = await self.publish_first()
-        checks = self.checks(clients)
+        checks = self.checks(checked)
         await checks.at_start(first, published)
         packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
         teachers = self.teachers.teachers(self.trainer, eval_clients, packs, self.prompts.source.all())
@@ -228,21 +244,24 @@ class TrainingRun:
                 loop.recorder.sink.close()
                 await self.prompts.rewards.close()
                 await engine.close()
-                await EnginePool(eval_clients).close()
+                await EnginePool([*eval_clients, *checked]).close()
+                if self._taking is not None:
+                    await self._taking.close()
                 await teachers.close()
                 for ranks in (*self.models.values(), *([] if self.reference is None else [self.reference])):
                     await ranks.close()
 
     async def publish_first(self) -> tuple[int, PublishReport | None]:
         """(number of the first step, the report of the publication before it). A resumed run loads its checkpoint and
-        publishes it; a new run publishes only with `precision.qat`, else None. Trainer and servers then compute with
-        the same weights."""
+        publishes it; a new run publishes only with `precision.qat`, or to servers that have released their weights,
+        else None. Trainer and servers then compute with the same weights."""
         if self.resumed is not None:
             await self.resumed.load(self.models)
             step = self.resumed.state.step
             return step, await self.trainer.publish(version=step)
         # codes written by another quantizer may differ from those that this quantizer gives for the same values
-        return 0, await self.trainer.publish(version=0) if self.config.precision.qat else None
+        first = self.config.precision.qat or self.config.takes_turns
+        return 0, await self.trainer.publish(version=0) if first else None
 
     def checks(self, clients: Sequence[SGLangClient]) -> RunChecks:
         return server_checks(self.rollout, self.trainer, clients, self.prompts.source.all(), self.console)
@@ -272,6 +291,7 @@ class TrainingRun:
             samples=self.plan.run_dir / "rollouts",
             curriculum=self.prompts.source,
             episodes=c.rollout.has_episode_runner,
+            turns=None if self._taking is None else self._taking.turns,
         )
         feed = self.feed(engine, partial, recorder)
         state = LoopState(source=self.prompts.source, feed=feed, recorder=recorder, partial=partial)
@@ -346,7 +366,12 @@ class TrainingRun:
             over_sampling=c.buffer.over_sampling,
             max_rounds=c.rollout.max_rounds,
         )
-        return Feed(buffer=buffer, producer=producer, stop=self.stop, progress=recorder.progress)
+        if self._taking is None:
+            return Feed(buffer=buffer, producer=producer, stop=self.stop, progress=recorder.progress)
+        turns = self._taking.turns
+        feed = TurnFeed(buffer=buffer, producer=producer, stop=self.stop, progress=recorder.progress, turns=turns)
+        self._taking.sampling.feed = feed
+        return feed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from miles_like.checkpoint.random_state import RANDOM, set_random_state
 from miles_like.checkpoint.resume_check import resume_differences
 from miles_like.checkpoint.run_state import RunState
 from miles_like.checkpoint.writer import CONFIG, FILES, KEPT, RunCheckpoints
-from miles_like.cluster.trainer_ranks import RayTrainer
+from miles_like.protocols import TrainerRanks
 from miles_like.report.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
 from miles_like.report.speed import SpeedMeter
 from miles_like.run.model_plan import ModelPlan
@@ -73,7 +73,7 @@ class Resumed(NamedTuple):
     folder: Path
     state: RunState
 
-    async def load(self, models: Mapping[str, RayTrainer]) -> None:
+    async def load(self, models: Mapping[str, TrainerRanks]) -> None:
         """Loads the shards of every trained model and the driver's random state. Raises ValueError naming what is
         damaged and the checkpoint before it."""
         for name, ranks in models.items():
@@ -138,7 +138,7 @@ class RunFiles:
             self.appended[LEDGER] = ledger.file
         return ledger
 
-    def checkpoints(self, models: Mapping[str, RayTrainer], resumed: Resumed | None) -> RunCheckpoints:
+    def checkpoints(self, models: Mapping[str, TrainerRanks], resumed: Resumed | None) -> RunCheckpoints:
         """models: every model that is trained, by its folder in a checkpoint."""
         c = self.plan.config.checkpoint
         return RunCheckpoints(

@@ -18,11 +18,13 @@ from miles_like.cluster.factories import CheckpointWriter
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.limits.regular_files import parse_json, read_text
 from miles_like.loop.stopping import run_to_end
+from miles_like.protocols import TrainerRanks
 from miles_like.run.alignment import check_bits, comparison
 from miles_like.run.launcher import Launcher
 from miles_like.run.model_plan import ModelPlan
 from miles_like.run.rollout_side import RolloutSide
 from miles_like.run.train import run_algorithm
+from miles_like.run.turn_taking import TurnTaking, release_servers
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, VersionSpan
 from miles_like.verify.live import LiveRollout, Published, opaque_evidence, stacked_evidence, weight_evidence
 from miles_like.verify.report import Report
@@ -73,6 +75,7 @@ class VerifyRun:
                 f"--rollouts {rollouts} uses saved samples, so --prompts {prompts} has no effect: give one of the two"
             )
         self.key = options.key
+        self.turns = self.config.takes_turns and rollouts is None and not attached  # the servers are on our devices
         self.attached, self.prompts = tuple(attached), PROMPTS if prompts is None else prompts
         self.version = 0 if checkpoint is None else run_state.load(checkpoint).weight_version
         self.weights = self.plan.run_dir / "verify" / "weights"  # while they are compared
@@ -85,6 +88,8 @@ class VerifyRun:
         kept = None if self.rollouts is None else read_rollouts(self.rollouts, self.version)
         servers = self.launcher.servers(self.rollout, 0) if kept is None and not self.attached else None
         try:
+            if servers is not None and self.turns:  # before the trainer is built, which needs the memory
+                run_to_end(release_servers(self.rollout, servers.wait()))
             trainer = self.launcher.trainer(self.plan, loss)
             urls = self.attached if servers is None else servers.wait()
             return run_to_end(self._compare(trainer, urls, kept))
@@ -105,18 +110,28 @@ class VerifyRun:
             finally:
                 await client.close()
 
-    async def _compare(self, trainer: RayTrainer, urls: Sequence[str], kept: Sequence[SampleGroup] | None) -> Report:
+    @property
+    def _publishes_first(self) -> bool:
+        """Whether the trainer's weights are published before the servers sample, as a run does."""
+        return self.config.precision.qat or self.checkpoint is not None or self.turns
+
+    async def _compare(self, ranks: RayTrainer, urls: Sequence[str], kept: Sequence[SampleGroup] | None) -> Report:
         rollout, data = self.rollout, self.config.data
+        taking = TurnTaking(rollout, urls, {"trainer": ranks}) if self.turns else None
+        trainer: TrainerRanks = ranks if taking is None else taking.models["trainer"]
         prompts = PromptSource(data, self.plan.tokenizer, seed=self.config.seed).all()
         compare = comparison(rollout, trainer, prompts[: self.prompts])
         if self.checkpoint is not None:
             await trainer.load(self.checkpoint.resolve() / "trainer")
-        clients = [rollout.client(url, ours=not self.attached, key=self.key) for url in urls]
+        clients = [
+            rollout.client(url, ours=not self.attached, key=self.key, turns=None if taking is None else taking.turns)
+            for url in urls
+        ]
         try:
             if kept is not None:
                 return await compare.of(kept, prompts=_now(kept, prompts), weights="no server is used")
             await check_bits(rollout, trainer, clients)
-            published = await self._published(trainer)
+            published = await self._published(ranks)
             if self.may_publish:
                 trainer.connect(rollout.publisher(urls, ours=not self.attached, key=self.key))
             live = LiveRollout(
@@ -125,7 +140,7 @@ class VerifyRun:
                 sample=lambda: compare.sample(clients),
                 prompts_per_request=self.config.rollout.prompts_per_request,
             )
-            if not self.attached and (self.config.precision.qat or self.checkpoint is not None):
+            if not self.attached and self._publishes_first:
                 await trainer.publish(version=self.version)  # as a run does before its first step
             # hashes of the served weights, before anything is sent to a server that was not started here
             served = [(await client.checksum()).tensors for client in clients]
@@ -135,6 +150,8 @@ class VerifyRun:
         finally:
             for client in clients:
                 await client.close()
+            if taking is not None:
+                await taking.close()
             await trainer.close()
             shutil.rmtree(self.weights, ignore_errors=True)
 
@@ -156,24 +173,23 @@ class VerifyRun:
     ) -> WeightEvidence | str:
         """Evidence of the server with the most differing tensors; a string is the reason why there is no comparison.
 
-        served: each server's hashes. The embedded engine hashes stored tensors, which are compared directly. Without
-        `precision.qat`, and with the job's initial weights, codes of the job's checkpoint count as published where they
-        decode to the trainer's weights. Stock SGLang hashes the tensors that it derives from the stored ones. For a CPU
+        served: each server's hashes. The embedded engine hashes stored tensors, which are compared directly. Where
+        nothing was published, codes of the job's checkpoint count as published where they decode to the trainer's
+        weights. Stock SGLang hashes the tensors that it derives from the stored ones. For a CPU
         server with BF16 weights on one rank, the same tensors are derived here from the trainer's weights; for any
         other, the trainer's weights are published to the server, if that is allowed, and its hashes before and after
         are compared.
         """
         plan = self.plan
         if self.config.rollout.engine == "embedded":
-            begins = not self.config.precision.qat and self.checkpoint is None
             stored = plan.hf.weights()
-            expected = published.hashes(stored if begins else None)
+            expected = published.hashes(None if self._publishes_first else stored)
             of_each = [weight_evidence(published, expected, hashes, stored) for hashes in served]
         elif found := await self._stacked(clients, served, published):
             of_each = found
         elif rollout.publish is None:
             return _OPAQUE
-        elif plan.model.spec is not None and not self.config.precision.qat and self.checkpoint is None:
+        elif plan.model.spec is not None and not self._publishes_first:
             return "the first publication replaces the codes of the checkpoint, which another quantizer may have made"
         else:
             await rollout.publish()

@@ -15,8 +15,8 @@ from torch import Tensor
 from miles_like.algorithms.terms.bounds import Bounds
 from miles_like.batch.packer import Packer
 from miles_like.batch.unpacking import unpack
-from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.hf.checkpoint import HFCheckpoint
+from miles_like.protocols import TrainerRanks
 from miles_like.types import (
     Finish,
     MicroBatch,
@@ -53,7 +53,7 @@ _SHORT = 256  # tokens per answer in the short comparison, where a run samples t
 class LiveTrainer:
     """A TrainerScorer over all trainer ranks, with samples packed as in training."""
 
-    trainer: RayTrainer
+    trainer: TrainerRanks
     packer: Packer
     shape: RoutingShape | None  # None: a dense model
 

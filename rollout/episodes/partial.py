@@ -45,6 +45,7 @@ class PartialRollouts(EngineWrapper):
         self._idle = asyncio.Event()  # set while no call is in flight
         self._idle.set()
         self._suspensions = 0  # since the start
+        self._suspended = 0  # contexts of `suspended` that are entered now
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
         """As the engine's, but a restored group is returned once instead.
@@ -90,9 +91,10 @@ class PartialRollouts(EngineWrapper):
     @asynccontextmanager
     async def suspended(self) -> AsyncGenerator[None, None]:
         """Inside the context no request of this run is on a server, and `state` is complete. The aborts do not count
-        against the limit of resumes. If `abort_all` raises, the error is passed on and calls run again."""
-        assert self._running.is_set(), "suspended twice"
+        against the limit of resumes. If `abort_all` raises, the error is passed on and calls run again. Contexts may be
+        nested: calls run again after the last."""
         self._suspensions += 1
+        self._suspended += 1
         self._running.clear()
         try:
             while self._calls:
@@ -102,7 +104,9 @@ class PartialRollouts(EngineWrapper):
                         await self._idle.wait()
             yield
         finally:
-            self._running.set()
+            self._suspended -= 1
+            if not self._suspended:
+                self._running.set()
 
     def state(self) -> dict[str, SampleGroup]:
         """The groups with at least one sampled token, by "seed/prompt id". Their samples are aborted or complete, and

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +22,10 @@ from rollout.concurrency import all_or_first_error
 from rollout.seeds import seed_of
 from rollout.server_key import VARIABLE, ServerKey
 from rollout.server_url import tls
+from rollout.sglang.occupation import Occupation
 from rollout.sglang.samples import RoutingShape, SampleReader, empty_samples, routing_rows, version_number
 from rollout.wire import endpoints
+from rollout.wire.bodies import MemoryTag
 from rollout.wire.control import (
     AbortRequest,
     ChecksumReply,
@@ -32,6 +34,8 @@ from rollout.wire.control import (
     Outcome,
     PauseMode,
     PauseRequest,
+    ReleaseMemory,
+    ResumeMemory,
     UpdateVersion,
 )
 from rollout.wire.generate import GenerateRequest, check_ids, check_tokens, replies_from_json, reply_bytes
@@ -120,6 +124,8 @@ class SGLangClient:
     decode: token ids -> text, for servers that run without a tokenizer; replaces the text that the server returns.
     key: the server's key; None if the server requires none.
     vocabulary: the model's vocabulary size, which every sampled id must be below; None: not checked.
+    occupation: the state of the server's memory, which all clients of one server in this process share; None: no other
+    client of it releases memory.
     """
 
     def __init__(
@@ -135,8 +141,10 @@ class SGLangClient:
         decode: Callable[[Sequence[int]], str] | None = None,
         log: Path | None = None,
         key: ServerKey | None = None,
+        occupation: Occupation | None = None,
     ) -> None:
         self.url = url.rstrip("/")
+        self.occupation = Occupation(self.url) if occupation is None else occupation
         self._vocabulary = vocabulary
         self._prompts_per_request = prompts_per_request
         self._timeout_s = request_timeout_s
@@ -258,7 +266,8 @@ class SGLangClient:
 
     async def _generated(self, request: GenerateRequest) -> Any:
         limit = reply_bytes(request, self._reader.routes_per_token)
-        return await self._call("POST", endpoints.GENERATE, request.to_json(), limit=limit)
+        with self.occupation.generating():
+            return await self._call("POST", endpoints.GENERATE, request.to_json(), limit=limit)
 
     async def pause(self, mode: PauseMode | None = None) -> None:
         await self._call("POST", endpoints.PAUSE, PauseRequest(mode=mode or self._pause_mode).to_json())
@@ -281,8 +290,22 @@ class SGLangClient:
     async def abort_all(self) -> None:
         await self._call("POST", endpoints.ABORT, AbortRequest(abort_all=True).to_json())
 
+    async def release_memory(self, tags: Collection[MemoryTag]) -> None:
+        """Free parts of the server's memory. Raises RuntimeError as `Occupation.releasing`, without a request, and
+        RolloutError, before anything is released, if the server has not become idle within 5 s."""
+        with self.occupation.releasing(tags):
+            await self.flush_cache()  # an idle check that a busy server refuses, where it would die of the release
+        await self._call("POST", endpoints.RELEASE_MEMORY, ReleaseMemory(tags=list(tags)).to_json())
+
+    async def resume_memory(self, tags: Collection[MemoryTag]) -> None:
+        """Allocate released parts again. Raises RuntimeError as `Occupation.resume`, without a request."""
+        self.occupation.resume(tags)
+        await self._call("POST", endpoints.RESUME_MEMORY, ResumeMemory(tags=list(tags)).to_json())
+
     async def health(self) -> bool:
-        """Whether /health answers 200. Never raises RolloutError."""
+        """Whether /health answers 200: a stock server generates a token for it. Never raises RolloutError; raises
+        RuntimeError where a part of the server's memory is released."""
+        self.occupation.require_parts("be asked for its health")
         try:
             return (await self._http.get(endpoints.HEALTH)).status_code == 200
         except httpx.HTTPError:
@@ -306,6 +329,8 @@ class SGLangClient:
             raise RolloutError(f"server {self.url}: {e}") from None
 
     async def checksum(self) -> ChecksumReply:
+        """Hashes of the weights. Raises RuntimeError, without a request, while their memory is released."""
+        self.occupation.require_parts("hash its weights", [MemoryTag.WEIGHTS])
         body = await self._call("POST", endpoints.CHECKSUM, ChecksumRequest().to_json())
         return ChecksumReply.from_json(body, endpoints.CHECKSUM)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -61,6 +62,14 @@ class Body(BaseModel):
     """A strict model: a quoted number is not a number, and 1 is not true."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class MemoryTag(StrEnum):
+    """A part of a server's memory that is released and resumed for itself, under SGLang's names (srt/constants.py)."""
+
+    KV_CACHE = "kv_cache"
+    WEIGHTS = "weights"
+    CUDA_GRAPH = "cuda_graph"
 
 
 class EmptyBody(Body):

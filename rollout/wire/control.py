@@ -21,13 +21,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from miles_like.types import NamedTensor
-from rollout.wire.bodies import MAX_PATH, MAX_RID, MAX_VERSION, Body, Version, read
+from rollout.wire.bodies import MAX_PATH, MAX_RID, MAX_VERSION, Body, MemoryTag, Version, read
 from rollout.wire.endpoints import (
     ABORT,
     BEGIN_UPDATE,
     CHECKSUM,
     END_UPDATE,
     PAUSE,
+    RELEASE_MEMORY,
+    RESUME_MEMORY,
     UPDATE_FROM_DISK,
     UPDATE_FROM_TENSOR,
     UPDATE_VERSION,
@@ -142,6 +144,34 @@ class UpdateVersion(ControlRequest):
 class ChecksumRequest(ControlRequest):
     ENDPOINT = CHECKSUM
     action: Annotated[str, Field(max_length=64)] | None = "checksum"
+
+
+class MemoryRequest(ControlRequest):
+    """Parts of the memory; without tags, or with an empty list, all parts. A stock server does not check the names."""
+
+    # strict would refuse a tag's text
+    tags: Annotated[list[Annotated[MemoryTag, Field(strict=False)]], Field(max_length=16)] | None = None
+
+    def to_json(self) -> Json:
+        return self.model_dump(mode="json")
+
+    @property
+    def named(self) -> tuple[MemoryTag, ...]:
+        """The parts, each once, in the order of MemoryTag."""
+        return tuple(tag for tag in MemoryTag if not self.tags or tag in self.tags)
+
+
+class ReleaseMemory(MemoryRequest):
+    """Frees parts of the memory of an idle server. A stock server ends with an AssertionError if it is busy."""
+
+    ENDPOINT = RELEASE_MEMORY
+
+
+class ResumeMemory(MemoryRequest):
+    """Allocates released parts again: an empty KV cache, and weights of undefined content. A stock server ends with a
+    KeyError if a part was not released."""
+
+    ENDPOINT = RESUME_MEMORY
 
 
 class Outcome(Reply):

@@ -109,9 +109,29 @@ class KVCache:
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copies whole pages: the last, partly filled page of a shared prompt."""
         a, b = self.slots_of(sources), self.slots_of(targets)
-        for t in (*self.values, self.epochs, self.routing, self.gates):
-            if t is not None:
-                t.index_copy_(0, b, t.index_select(0, a))
+        for t in self.tensors():
+            t.index_copy_(0, b, t.index_select(0, a))
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of slots."""
+        return [t for t in (*self.values, self.epochs, self.routing, self.gates) if t is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the slots in bytes; 0 while it is freed."""
+        return sum(t.untyped_storage().nbytes() for t in self.tensors())
+
+    def free_memory(self) -> None:
+        """Frees the memory of all slots and forgets all prefixes. Call it while no page has users, and no method that
+        reads or writes slots before `allocate_memory`."""
+        self.forget_prefixes()
+        for t in self.tensors():
+            t.untyped_storage().resize_(0)
+
+    def allocate_memory(self) -> None:
+        """Allocates the slots again, filled with zeros as in a new cache."""
+        for t in self.tensors():
+            t.set_(torch.zeros(t.shape, dtype=t.dtype).untyped_storage(), 0, t.shape, t.stride())
 
     def slots_of(self, pages: list[int]) -> Tensor:
         """[len(pages) * page] int64: the slots of `pages`, in order."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pybase64
+import torch
 from numpy.typing import NDArray
 
 from rollout.embedded.cache.kv_cache import KVCache
@@ -52,8 +53,7 @@ class RouteCapture:
 
     def __init__(self, cache: KVCache, version: str) -> None:
         assert cache.routing is not None, "a cache that keeps no expert ids"
-        self._experts, self._epochs = cache.routing.numpy(), cache.epochs.numpy()
-        self._gates = None if cache.gates is None else cache.gates.numpy()
+        self._cache = cache
         self._versions = [version]  # of each epoch of the cache
 
     def next_epoch(self, version: str) -> None:
@@ -61,9 +61,11 @@ class RouteCapture:
 
     def read(self, slots: Sequence[NDArray[np.int64]]) -> list[RoutingRows]:
         """The routes of several samples, given the slots [rows] of each, in one pass: hundreds may end in a step."""
-        at = np.concatenate(slots)
-        experts, epochs = self._experts.take(at, 0), self._epochs.take(at)
-        gates = None if self._gates is None else self._gates.take(at, 0)
+        at, cache = torch.from_numpy(np.concatenate(slots)), self._cache
+        assert cache.routing is not None
+        # arrays of the copies only: memory that an array refers to cannot be freed, and the cache's is
+        experts, epochs = cache.routing.index_select(0, at).numpy(), cache.epochs.index_select(0, at).numpy()
+        gates = None if cache.gates is None else cache.gates.index_select(0, at).numpy()
         one_epoch = bool((epochs == epochs[:1]).all())
         edges = itertools.pairwise(itertools.accumulate(map(len, slots), initial=0))
         return [

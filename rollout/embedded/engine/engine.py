@@ -66,6 +66,7 @@ class Engine:
         self.version = version
         self.paused = False
         self.hold = False  # start no new samples, so that the running ones drain
+        self.refusal = ""  # why no prompt is taken, as one sentence; "": prompts are taken
         self.generated = 0  # tokens since the start
         self._requests = 0  # since the start
         self._rows = Rows(limits.max_running)
@@ -85,7 +86,9 @@ class Engine:
 
     def make_entry(self, spec: PromptSpec, deliver: Callable[[list[Completed]], None]) -> Entry:
         """Prepares an entry for `queue` without changing the engine. Raises ValueError when the request can never
-        run."""
+        run, and while prompts are refused."""
+        if self.refusal:
+            raise ValueError(self.refusal)
         self.check(spec)
         group = Group(spec=spec, deliver=deliver, done=[None] * spec.n)
         seed = spec.sampling.sampling_seed

@@ -20,11 +20,11 @@ from rollout.embedded.model.prepared import LayerWeights, MlpWeights, ModelWeigh
 
 
 class Model:
-    """`weights` may be replaced between two forward passes."""
+    """`weights` may be replaced between two forward passes; None: their memory is released, and nothing is computed."""
 
     def __init__(self, arch: Architecture, weights: ModelWeights, ops: Operations, dtype: torch.dtype) -> None:
         self.arch = arch
-        self.weights = weights
+        self.weights: ModelWeights | None = weights
         self.ops = ops
         self.dtype = dtype
         self._inv_freq = arch.attention.rope.inv_freq()
@@ -38,6 +38,7 @@ class Model:
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """[T, D] before the last norm. Writes each token's state and expert ids into the cache."""
         a, w = self.arch, self.weights
+        assert w is not None, "a forward pass without weights"
         x = w.embed[batch.tokens]
         angles = self.ops.rope_cos_sin(batch.positions, self._inv_freq, a.attention.rope.mscale, self.dtype)
         shape = (len(x), a.layers, a.routed)
@@ -57,7 +58,9 @@ class Model:
 
     def logits(self, x: Tensor) -> Tensor:
         """[T, D] of `forward` -> [T, V]."""
-        return self.ops.linear(self.ops.rmsnorm(x, self.weights.norm, self.arch.norm_eps), self.weights.head)
+        w = self.weights
+        assert w is not None, "logits without weights"
+        return self.ops.linear(self.ops.rmsnorm(x, w.norm, self.arch.norm_eps), w.head)
 
     def _feed_forward(self, layer: LayerWeights, x: Tensor, routing: Tensor | None, gates: Tensor | None) -> Tensor:
         if isinstance(layer.mlp, MlpWeights):

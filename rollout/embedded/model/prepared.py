@@ -247,7 +247,7 @@ class _Builder:
 
 
 def held(weights: object) -> Iterator[Tensor]:
-    """Yields every tensor that prepared weights keep in memory."""
+    """Yields every tensor that prepared weights keep in memory; none of None."""
     if isinstance(weights, Tensor):
         yield weights
     elif isinstance(weights, Linear | Experts):

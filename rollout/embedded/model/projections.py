@@ -39,9 +39,13 @@ class Scratch:
                 self._flat = torch.empty(n, dtype=self.dtype)
         return self._flat[:n].view(shape)
 
+    def free_memory(self) -> None:
+        self._flat = torch.empty(0, dtype=self.dtype)
+
     @property
-    def nbytes(self) -> int:
-        return self._flat.nbytes
+    def tensor(self) -> Tensor:
+        """All that is in memory, one-dimensional."""
+        return self._flat
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -118,6 +118,10 @@ class WeightStore:
         out._dtypes = {n: d for n, d in self._dtypes.items() if n not in new}
         return out
 
+    def without_values(self) -> WeightStore:
+        """A store of the same model that holds nothing: `replaced` with all weights makes it complete."""
+        return WeightStore(self.arch, self.spec)
+
     def check_coverage(self, spec: QuantSpec | None, where: object) -> None:
         """Raises ValueError when weights stored according to `spec` are stored differently from these."""
         mine = {n for n, shape in self._expected.items() if self.spec is not None and self.spec.covers(n, shape)}
@@ -181,6 +185,10 @@ class WeightStore:
         if value.dtype is received or (value.dtype is torch.float32 and received in (torch.bfloat16, torch.float16)):
             self._stored[name] = value
             self._dtypes[name] = received
+
+    def names(self) -> Set[str]:
+        """Names of all weights of the model."""
+        return self._expected.keys()
 
     def fp32_bytes(self) -> list[int]:
         """Size of each weight in fp32."""

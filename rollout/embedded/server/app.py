@@ -86,6 +86,8 @@ def make_app(worker: EngineWorker, args: argparse.Namespace, limits: RequestLimi
         (endpoints.END_UPDATE, post, h.end_update),
         (endpoints.UPDATE_VERSION, post, h.update_version),
         (endpoints.CHECKSUM, both, h.checksum),
+        (endpoints.RELEASE_MEMORY, both, h.release_memory),
+        (endpoints.RESUME_MEMORY, both, h.resume_memory),
         (OPENAPI, get, h.openapi),
     ):
         app.add_route(path, answered(handler), methods=methods)

@@ -40,6 +40,8 @@ from rollout.wire.control import (
     Outcome,
     PauseRequest,
     RankReply,
+    ReleaseMemory,
+    ResumeMemory,
     UpdateFromDisk,
     UpdateFromTensor,
     UpdateVersion,
@@ -247,6 +249,16 @@ class Handlers:
             return PlainTextResponse("Cache flushed.\n")
         return PlainTextResponse("Cache not flushed: requests are running or frozen in place.\n", 400)
 
+    # ---- memory
+
+    async def release_memory(self, request: Request) -> Response:
+        tags = ReleaseMemory.from_json(await _body(request)).named
+        return _json({"held": await self._call(lambda: self.service.release(tags))})
+
+    async def resume_memory(self, request: Request) -> Response:
+        tags = ResumeMemory.from_json(await _body(request)).named
+        return _json({"held": await self._call(lambda: self.service.resume(tags))})
+
     # ---- information
 
     async def health(self, request: Request) -> Response:
@@ -282,6 +294,7 @@ class Handlers:
             "max_total_num_tokens": engine.cache.pages * engine.cache.page,
             "started_ts": self.started,
             "weights_bytes": self.service.weights_bytes,
+            "held_bytes": self.service.held(),
             "weight_version": engine.version,  # the current one, not that of the command line
             "internal_states": [state],
             "exact_fingerprint": await self._call(lambda: getattr(engine.model.ops, "fingerprint", None)),
@@ -295,7 +308,7 @@ class Handlers:
             return _json(
                 Outcome(success=False, message=f"action {action!r} is not served: ask for checksum").to_json(), 400
             )
-        sums = await self._call(lambda: self.service.store.checksums())
+        sums = await self._call(self.service.checksums)
         whole = engine_checksum(sums)
         rank = RankReply(checksums=sums, per_gpu_checksum=whole)
         return _json(ChecksumReply(ranks=(rank,), per_engine_checksum=whole).to_json())

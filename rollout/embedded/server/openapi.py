@@ -23,6 +23,8 @@ _CONTROL: tuple[type[control.Request], ...] = (
     control.EndUpdate,
     control.UpdateVersion,
     control.ChecksumRequest,
+    control.ReleaseMemory,
+    control.ResumeMemory,
 )
 _BODIES: dict[str, type[Body]] = {
     endpoints.GENERATE: GenerateBody,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -21,6 +21,8 @@ from rollout.embedded.model.model import Model
 from rollout.embedded.model.operations import Operations
 from rollout.embedded.model.prepared import Preparation, held
 from rollout.embedded.model.weights import UpdateSession, WeightStore
+from rollout.embedded.server.memory import Memory, trim_heap
+from rollout.wire.bodies import MemoryTag
 
 SESSION_IDLE_S = 300.0
 
@@ -49,10 +51,13 @@ class Service:
         model = Model(self.arch, self._preparation.prepare(self.store), ops, dtype)
         self.engine = Engine(model, limits, version=version)
         self._session: UpdateSession | None = None
+        self._memory = Memory()
 
     def begin_update(self, version: str | None = None) -> None:
         """Raises ValueError while another update is unfinished, unless that is of an older version or has received no
-        request for SESSION_IDLE_S seconds: its publisher is assumed dead, and it is dropped."""
+        request for SESSION_IDLE_S seconds: its publisher is assumed dead, and it is dropped. Raises ValueError while
+        the memory of the weights is released, as do the other methods that read or change weights."""
+        self._memory.require_weights()
         session = self._session
         if session is not None and not _newer(version, session.begun_as) and session.idle_s < SESSION_IDLE_S:
             other = "" if session.begun_as is None else f" of version {session.begun_as}"
@@ -63,6 +68,7 @@ class Service:
         """Stages tensors. Raises ValueError outside of an update, in one of another version, and naming a tensor that
         does not fit the model."""
         session = self._update_session(version)
+        self._memory.require_weights()
         self.require_flushable(flush_cache)
         for name, tensor in tensors:
             session.add(name, tensor)
@@ -70,10 +76,13 @@ class Service:
         session.touch()
 
     def end_update(self, version: str | None = None) -> None:
-        """Applies the staged tensors. Raises ValueError when they are incomplete; all old weights then stay."""
+        """Applies the staged tensors. Raises ValueError when they are incomplete; all old weights then stay. After a
+        release of the weights an update must bring every one of them."""
         session = self._update_session(version)
+        self._memory.require_weights()
         self._session = None
         new = session.finish()
+        self._memory.require_all(sorted(self.store.names() - new.keys()), len(self.store.names()))
         self._publish(self.store.replaced(new), new)
         if session.version is not None:
             self.engine.set_version(session.version)
@@ -106,6 +115,7 @@ class Service:
 
     def load(self, checkpoint: HFCheckpoint, *, flush_cache: bool, version: str | None) -> None:
         """Replaces all weights by those of a `candidate`. On ValueError the old weights stay."""
+        self._memory.require_weights()
         self.require_flushable(flush_cache)
         with _as_value_errors(checkpoint.path):
             store = WeightStore.load(checkpoint, self.arch)
@@ -117,21 +127,70 @@ class Service:
     def _publish(self, store: WeightStore, changed: Iterable[str] | None) -> None:
         """Every step that can fail comes before the first change."""
         model = self.engine.model
-        if changed is None:
+        if changed is None or self._memory.undefined:
             prepared = self._preparation.prepare(store)
         else:
             prepared = self._preparation.prepare(store, old=model.weights, changed=changed)
         self.store, model.weights = store, prepared
         self.engine.weights_changed()
+        self._memory.undefined = False
+        self.engine.refusal = self._memory.refusal
+
+    # ---- memory
+
+    def release(self, tags: Collection[MemoryTag]) -> dict[str, int]:
+        """Frees the memory of `tags`; returns `held`. Until it is resumed, and after a release of the weights until all
+        of them have been replaced, prompts are refused. The keys and values of all prefixes are dropped with the cache.
+        Raises ValueError, without effect, while requests run or wait or an update of weights is unfinished, and for
+        memory that is released already."""
+        engine = self.engine
+        if engine.running or engine.waiting:
+            raise ValueError(
+                f"{engine.running} samples run and {engine.waiting} wait: memory is released on an idle server only; "
+                "wait for them or abort them first"
+            )
+        if self._session is not None and MemoryTag.WEIGHTS in tags:
+            raise ValueError("a weight update has begun: end it before the weights are released")
+        self._memory.release(tags)
+        if MemoryTag.KV_CACHE in tags:
+            engine.cache.free_memory()
+        if MemoryTag.WEIGHTS in tags:
+            self.store, engine.model.weights = self.store.without_values(), None
+            self._preparation.scratch.free_memory()
+        engine.refusal = self._memory.refusal
+        trim_heap()
+        return self.held()
+
+    def resume(self, tags: Collection[MemoryTag]) -> dict[str, int]:
+        """Makes the memory of `tags` usable again; returns `held`. The cache is empty; the weights take up memory with
+        the update that replaces them. Raises ValueError, without effect, for memory that is not released."""
+        self._memory.resume(tags)
+        if MemoryTag.KV_CACHE in tags:
+            self.engine.cache.allocate_memory()
+        self.engine.refusal = self._memory.refusal
+        return self.held()
+
+    def held(self) -> dict[str, int]:
+        """Bytes in memory for each tag. Nothing is held for CUDA graphs: there are none on CPU."""
+        return {
+            MemoryTag.KV_CACHE.value: self.engine.cache.nbytes,
+            MemoryTag.WEIGHTS.value: self.weights_bytes,
+            MemoryTag.CUDA_GRAPH.value: 0,
+        }
+
+    def checksums(self) -> dict[str, str]:
+        """As `WeightStore.checksums`."""
+        self._memory.require_weights(defined=True)
+        return self.store.checksums()
 
     @property
     def weights_bytes(self) -> int:
         """Memory of the weights: the store, prepared copies, and the buffer for decoded values."""
-        storages = {s.data_ptr(): s.nbytes() for s in self._storages()}
-        return sum(storages.values()) + self._preparation.scratch.nbytes
+        return sum({s.data_ptr(): s.nbytes() for s in self._storages()}.values())
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
-        for t in itertools.chain(self.store.tensors(), held(self.engine.model.weights)):
+        scratch = self._preparation.scratch.tensor
+        for t in itertools.chain(self.store.tensors(), held(self.engine.model.weights), [scratch]):
             yield t.untyped_storage()
 
     def require_flushable(self, flush_cache: bool) -> None:

@@ -234,3 +234,32 @@ def test_a_directory_beside_a_section_that_makes_a_model_is_refused(
         load_config(TINY, sets)
     (tmp_path / "checkpoint").rmdir()
     assert load_config(TINY, sets).model.path == "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("settings", "takes"),
+    [
+        ((), False),  # CPU ranks keep their concurrency
+        (("cluster.colocate=true",), True),
+        (("cluster.colocate=false",), False),
+        (("cluster.gpus_per_node=2",), False),  # the engine is on the CPU
+        (("cluster.gpus_per_node=2", "cluster.colocate=true"), True),
+        (("cluster.gpus_per_node=2", "rollout.engine=sglang"), True),
+        (("cluster.gpus_per_node=2", "rollout.engine=sglang", "rollout.sglang.enable_memory_saver=true"), True),
+        (("cluster.gpus_per_node=4", "rollout.engine=sglang", "cluster.colocate=false"), False),
+    ],
+)
+def test_who_takes_turns(settings: tuple[str, ...], takes: bool) -> None:
+    assert load_config(TINY, ["replay.mode=off", *settings]).takes_turns is takes
+
+
+def test_supervised_runs_take_no_turns() -> None:
+    config = load_config(CONFIGS / "tiny_sft.toml")
+    assert not config.takes_turns
+
+
+def test_servers_that_take_turns_can_release_their_memory() -> None:
+    """Without the memory saver a stock server answers a release and frees nothing."""
+    settings = ["replay.mode=off", "cluster.gpus_per_node=2", "rollout.engine=sglang"]
+    with refuses(ValueError, "rollout.sglang.enable_memory_saver", "false", "cluster.colocate"):
+        load_config(TINY, [*settings, "rollout.sglang.enable_memory_saver=false"])

@@ -1,0 +1,149 @@
+"""A trainer rank that sleeps: nothing of its parameters, gradients and optimizer is left on the device.
+
+The parameters and the optimizer's state are copied to the host; gradients are dropped, since each step begins with
+zeros; weights that were rounded for the forward pass are dropped and rounded again. A rank that wakes continues with
+the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megatron_bridge.device.storages import StorageSet, storages
+from megatron_bridge.step.overlap import finish_param_gather
+
+
+class Sleep:
+    """Puts one rank to sleep and wakes it. `derived`: tensors that are computed again after `stale`."""
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: ChainedOptimizer,
+        device: torch.device,
+        *,
+        derived: Sequence[Tensor] = (),
+        stale: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._chunks, self._optimizer, self._device = chunks, optimizer, device
+        self._derived, self._stale = derived, stale
+        self._freed: dict[str, StorageSet] | None = None  # by part; None: awake
+        self._lent = False  # the parameters are on the device while the rank sleeps
+
+    @property
+    def asleep(self) -> bool:
+        return self._freed is not None
+
+    def require_awake(self, what: str, *, parameters: bool = False) -> None:
+        """Raises RuntimeError while the rank sleeps; with `parameters`, only if these are not on the device."""
+        if self.asleep and not (parameters and self._lent):
+            raise RuntimeError(
+                f"{what}: this trainer rank sleeps, its parameters and optimizer state are on the host: call wake first"
+            )
+
+    def sleep(self) -> dict[str, int]:
+        """Frees the device's memory; returns the bytes freed by part, all 0 for a rank that sleeps already.
+        Collective, as updated parameters are gathered first."""
+        parts = dict.fromkeys(("parameters", "gradients", "optimizer", "rounded"), 0)
+        if self._freed is not None:
+            return parts
+        finish_param_gather(self._chunks)
+        self._freed = self._found()
+        for part, stored in self._freed.items():
+            stored.free()
+            parts[part] = stored.nbytes
+        self._return_memory()
+        return parts
+
+    def wake(self) -> None:
+        """Restores everything. No effect on a rank that is awake."""
+        if self._freed is None:
+            return
+        for stored in self._freed.values():
+            stored.restore()
+        self._freed = None
+        self._stale()
+
+    @contextmanager
+    def parameters(self) -> Iterator[None]:
+        """Inside the context the parameters are on the device, also of a rank that sleeps. They must not change, so
+        that nothing is copied when they are freed again. After an exception they stay: a thread may still read them.
+        """
+        if self._freed is None:
+            yield
+            return
+        stored = self._freed["parameters"]
+        stored.restore(keep_host=True)
+        self._lent = True
+        yield
+        self._lent = False
+        stored.free_again()
+        self._return_memory()
+
+    def _found(self) -> dict[str, StorageSet]:
+        """The storages of each part. One that several parts share (the shards of fp32 parameters) is the first's."""
+        tensors: Mapping[str, Iterator[Tensor]] = {
+            "parameters": self._parameters(),
+            "gradients": self._gradients(),
+            "optimizer": _tensors_in(self._optimizer, set()),
+            "rounded": iter(self._derived),
+        }
+        out, taken = dict[str, StorageSet](), set[int]()
+        for part, found in tensors.items():
+            own = storages(found, self._device)
+            kept = part in ("parameters", "optimizer")
+            out[part] = StorageSet((s for key, s in own.items() if key not in taken), kept=kept)
+            taken |= own.keys()
+        return out
+
+    def _parameters(self) -> Iterator[Tensor]:
+        """Parameters, their buffers, and what else the modules keep (routing biases, tables of angles)."""
+        for chunk in self._chunks:
+            yield from chunk.parameters()
+            yield from chunk.module.buffers()
+            yield from (b.param_data for b in _buffers(chunk) if b.param_data is not None)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for chunk in self._chunks:
+            yield from (b.grad_data for b in _buffers(chunk))
+            for parameter in chunk.parameters():
+                yield from (g for g in (parameter.grad, getattr(parameter, "main_grad", None)) if g is not None)
+        for tensor in _tensors_in(self._optimizer, set()):
+            if tensor.is_leaf and tensor.grad is not None:
+                yield tensor.grad
+
+    def _return_memory(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # to the driver: the engine is another process
+
+
+def _buffers(chunk: DistributedDataParallel) -> list[Any]:
+    """Megatron's buffers of gradients, and with a distributed optimizer of parameters."""
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
+def _tensors_in(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors in an optimizer: in its attributes, in those of the optimizers that it wraps, and in their
+    containers. Not in a model or a buffer that it refers to."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, Mapping):
+        for key, value in thing.items():
+            yield from _tensors_in(key, seen)
+            yield from _tensors_in(value, seen)
+    elif isinstance(thing, list | tuple | set):
+        for value in thing:
+            yield from _tensors_in(value, seen)
+    elif isinstance(thing, MegatronOptimizer | torch.optim.Optimizer):
+        yield from _tensors_in(vars(thing), seen)

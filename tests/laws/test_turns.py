@@ -1,0 +1,121 @@
+"""Law: a run whose servers and trainer take turns on their memory is, bit for bit, the run in which they do not.
+
+Why it must hold: taking turns is about memory alone. Every release of a server drops its weights, its cache and its
+samples in flight, and every sleep moves the trainer's state: what comes back must be what was there. The runs are small
+and on plain processes (tests/support/local_run.py); a recorder in the driver keeps the order of all calls. Not covered:
+GPUs, stock SGLang (tests/sglang_cpu/test_turns_of_a_stock_server.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_bridge.convert.torch_dist import TorchDist
+from miles_like.checkpoint.ledger_audit import audit
+from tests.support.forked import tail
+from tests.support.kill_points import Kill, witnesses
+from tests.support.local_run import Runs, untimed
+
+HERE = "tests/laws/test_turns.py"
+LONG = pytest.mark.long(beside=HERE)
+STEPS = 3
+TURNS = "cluster.colocate=true"
+CASES: dict[str, tuple[str, ...]] = {
+    "deterministic": (),
+    "free of determinism": ("alignment.deterministic=false", "rollout.servers=1", "rollout.prompts_per_request=64"),
+    "r3": ("alignment.deterministic=false", "replay.mode=r3", "rollout.prompts_per_request=64"),
+    "two behind, in lockstep": ("buffer.max_staleness=2",),
+    "checks and evaluations": (
+        "eval.every=1",
+        "mismatch.check_prompts=2",
+        "mismatch.check_every=1",
+        "mismatch.checksums_every=1",
+    ),
+    "a reference, two ranks": ("algorithm.kl=loss", "parallel.dp=2", "parallel.ep=2"),
+    "early aborts": ("alignment.deterministic=false", "buffer.over_sampling=0.5", "rollout.max_rounds=4"),
+}
+QUICK = ("deterministic", "two behind, in lockstep")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with Runs(tmp_path_factory.mktemp("turns")) as started:
+        yield started
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    source = TorchDist(checkpoint)
+    out = {}
+    for name in source.names():
+        shape = source.stored(name).shape
+        out[name] = source.read(name, (0,) * len(shape), shape)
+    source.close()
+    return out
+
+
+def same(a: Path, b: Path, steps: int = STEPS) -> None:
+    """Everything that a run leaves, but clocks and the setting itself."""
+    for step in range(1, steps + 1):
+        kept = [where / "rollouts" / f"step_{step}.jsonl" for where in (a, b)]
+        assert kept[0].read_bytes() == kept[1].read_bytes(), f"samples of step {step}"
+        found, want = (tensors(where / "checkpoints" / f"step_{step}" / "trainer") for where in (a, b))
+        assert found.keys() == want.keys() and len(found) > 20
+        for name, x in found.items():
+            assert x.view(torch.uint8).equal(want[name].view(torch.uint8)), f"{name} of step {step}"
+    assert (a / "ledger.jsonl").read_bytes() == (b / "ledger.jsonl").read_bytes()
+    assert untimed(a / "metrics.jsonl") == untimed(b / "metrics.jsonl")
+
+
+def rows(where: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else [LONG]) for name in CASES])
+def test_a_run_that_takes_turns_is_the_run_that_does_not(runs: Runs, name: str) -> None:
+    settings, home = [*CASES[name], f"train.steps={STEPS}"], runs.home / name.replace(" ", "-").replace(",", "")
+    for where, more in ((home / "beside", []), (home / "turns", [TURNS])):
+        assert runs.run(where, [*settings, *more]) == 0, tail(where / "driver.log")
+    same(home / "turns", home / "beside")
+    turned = [row for row in rows(home / "turns") if "perf/turn/changes" in row]
+    assert len(turned) == STEPS and all(row["perf/turn/changes"] >= 2 for row in turned)
+    assert all(row[f"perf/turn/{part}_s"] > 0 for row in turned for part in ("release", "wake", "sleep", "resume"))
+    assert not any(key.startswith("perf/turn/") for row in rows(home / "beside") for key in row)
+
+
+@pytest.mark.parametrize(
+    ("victim", "point", "where"),
+    [("driver", "generation", 10), ("rank", "step", "half"), ("server", "publish", 1), ("driver", "save", "latest")],
+)
+def test_a_run_killed_between_turns_resumes_to_the_same_bits(runs: Runs, victim: str, point: str, where: Any) -> None:
+    settings = [TURNS, f"train.steps={STEPS}"]
+    whole, home = runs.home / "deterministic" / "turns", runs.home / f"killed-{victim}-{point}"
+    if not (whole / "metrics.jsonl").exists():
+        assert runs.run(whole, settings) == 0, tail(whole / "driver.log")
+    assert runs.run(home, settings, Kill(victim=victim, point=point, step=2, where=where)) != 0
+    assert len(witnesses(home)) == 1, tail(home / "driver.log")
+    assert runs.run(home, settings) == 0, tail(home / "driver.log")
+    same(home, whole)
+
+
+def test_free_runs_lose_no_sample_to_the_turns(runs: Runs) -> None:
+    """Without lockstep samples are in flight when the turn changes: they keep their tokens, and continue under the next
+    weights; which weights sampled them follows from the clock."""
+    home, steps = runs.home / "free", 5
+    free = ("buffer.max_staleness=2", "buffer.lockstep=false", "rollout.max_new_tokens=48", f"train.steps={steps}")
+    assert runs.run(home, [TURNS, *free]) == 0, tail(home / "driver.log")
+    found = audit(home / "ledger.jsonl")
+    assert found.wrong is None and found.unfinished == 0
+    assert found.steps[-1].trained == steps * 8
+    spans = [
+        [v[0] for v in json.loads(line)["versions"]]
+        for step in range(1, steps + 1)
+        for line in (home / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
+    ]
+    assert any(len(set(of)) > 1 for of in spans), "no sample was in flight at a turn"
+    assert max(row.get("async/staleness/max", 0.0) for row in rows(home)) <= 2
