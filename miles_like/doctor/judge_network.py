@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,8 +74,6 @@ def judge_clocks(offsets: Mapping[str, ClockOffset]) -> list[Finding]:
 
 def judge_names(reports: Mapping[str, NodeReport], needs: Needs) -> list[Finding]:
     """Whether gloo would give other nodes a loopback address of this one, because its name resolves to one."""
-    if len(reports) < 2:
-        return []
     chosen = needs.interfaces or "GLOO_SOCKET_IFNAME" in needs.environment
     shown = {n: ", ".join(r["machine"]["name_resolves_to"]) or "nothing" for n, r in reports.items()}
     trapped = {n: _name_remedy(n, r) for n, r in reports.items() if is_trapped(r)}
@@ -125,7 +124,7 @@ def judge_links(
             out.append(Finding(check=f"{check}, slow", where=ends, found=_times(times), text=text))
     for link in links:
         if isinstance(link.result, Unanswered):
-            text = f"{backend} between {link.ends[0]} and {link.ends[1]} failed ({link.result.why}): "
+            text = f"{backend} between {link.ends[0]} and {link.ends[1]} failed ({_cause(link.result.why)}): "
             text += _link_remedy(backend, link.ends, reports, names, needs)
             out.append(Finding(check=check, where=link.ends, found="failed", outcome=Outcome.WRONG, text=text))
     return out
@@ -148,6 +147,11 @@ def _link_remedy(
             f"ports between {between}"
         )
     return f"see that cable, routes and firewall let all ports pass between {between}"
+
+
+def _cause(why: str) -> str:
+    """Without the source files that gloo names."""
+    return re.sub(r"\[/\S+\] ?", "", why)
 
 
 def _times(times: LinkTimes) -> str:
