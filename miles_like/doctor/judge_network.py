@@ -107,25 +107,25 @@ def judge_links(
     backend: str, links: Sequence[Link], reports: Mapping[str, NodeReport], names: Mapping[str, NodeName], needs: Needs
 ) -> list[Finding]:
     """reports and names: by node."""
-    check = f"{backend} of a pair"
     good = {link.ends: link.result for link in links if isinstance(link.result, LinkTimes)}
     out: list[Finding] = []
     if good and len(links) > _EACH_PAIR:
         slowest = min(good, key=lambda ends: good[ends].bytes_per_s)
         latency = max(times.latency_s for times in good.values())
         found = f"{len(good)} of {len(links)} pairs; slowest {_times(good[slowest])}; latency up to {_milli(latency)}"
-        out.append(Finding(check=f"{backend} of all pairs", where=slowest, found=found))
+        out.append(Finding(check=f"{backend}, all pairs", where=slowest, found=found))
     else:
-        out += [Finding(check=check, where=ends, found=_times(times)) for ends, times in good.items()]
+        out += [Finding(check=_pair(backend, ends), where=ends, found=_times(times)) for ends, times in good.items()]
     median = statistics.median([times.bytes_per_s for times in good.values()]) if good else 0.0
     for ends, times in good.items():
         if times.bytes_per_s < _SLOW_SHARE * median:
             text = f"{ends[0]} and {ends[1]}: {rate(times.bytes_per_s)}, the median of all pairs is {rate(median)}"
-            out.append(Finding(check=f"{check}, slow", where=ends, found=_times(times), text=text))
+            out.append(Finding(check=_pair(backend, ends), where=ends, found=_times(times), text=text))
     for link in links:
         if isinstance(link.result, Unanswered):
             text = f"{backend} between {link.ends[0]} and {link.ends[1]} failed ({_cause(link.result.why)}): "
             text += _link_remedy(backend, link.ends, reports, names, needs)
+            check = _pair(backend, link.ends)
             out.append(Finding(check=check, where=link.ends, found="failed", outcome=Outcome.WRONG, text=text))
     return out
 
@@ -152,6 +152,10 @@ def _link_remedy(
 def _cause(why: str) -> str:
     """Without the source files that gloo names."""
     return re.sub(r"\[/\S+\] ?", "", why)
+
+
+def _pair(backend: str, ends: tuple[str, str]) -> str:
+    return f"{backend} {ends[0]} - {ends[1]}"
 
 
 def _times(times: LinkTimes) -> str:

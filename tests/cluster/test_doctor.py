@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from miles_like.config.load import load_config
@@ -115,7 +116,7 @@ def brief(address: str, config: RunConfig) -> list[tuple[str, str, str]]:
 
 
 def test_the_start_of_a_run_finds_a_pair_that_does_not_reach_each_other(cluster: Cluster, shared: Path) -> None:
-    config = load_config(TINY, ["cluster.nodes=3", "parallel.dp=3"])
+    config = load_config(TINY, ["cluster.nodes=3"])
     cluster[1].refuse(cluster[2])
     try:
         found = cluster[0].call(brief, cluster.ray_address, config)
@@ -124,3 +125,19 @@ def test_the_start_of_a_run_finds_a_pair_that_does_not_reach_each_other(cluster:
     (text,) = [text for _, outcome, text in found if outcome == Outcome.WRONG]
     check_refusal(text, "gloo", "node1", "node2", cluster[1].address, cluster[2].address, unrecorded=WHY)
     assert {name.partition(" of ")[0] for name, *_ in found} >= {"node", "clock", "host name", "trainer: torch"}
+
+
+def end_ray_process() -> None:
+    """Runs on a node, which sees its own processes alone."""
+    for process in psutil.process_iter():
+        if process.name() == "raylet":
+            process.kill()
+
+
+def test_a_node_that_left_the_cluster_is_named_and_the_others_are_examined(cluster: Cluster) -> None:
+    """The last test of this file: the node does not come back."""
+    cluster[2].call(end_ray_process)
+    found = cluster[0].call(brief, cluster.ray_address, load_config(TINY, ["cluster.nodes=2"]))
+    (text,) = [text for _, outcome, text in found if outcome == Outcome.WRONG]
+    check_refusal(text, cluster[2].address, "start Ray there", unrecorded="the node has left, or is about to")
+    assert any(name.startswith("gloo node0 - node1") and outcome == Outcome.OK for name, outcome, _ in found)
