@@ -7,7 +7,7 @@
         answer = cluster[0].call(drive, cluster.ray_address)  # drive(...) in a new Python process on node 0
 
 Node k is called `node{k}` and has the address 192.168.77.{k+1}. Network, host name, /etc/hosts, process table,
-/dev/shm, /tmp/ray and `cluster.disk`, a file system in memory of `disk_mib`, are separate from those of the other nodes.
+/dev/shm, /tmp/ray and `cluster.disk`, a file system in memory of `disk_mib`, are separate from those of other nodes.
 All other files are the machine's: a directory below `work` is the cluster's shared disk.
 
 The nodes' switch is a bridge in a network namespace too, without a link to the machine: a process outside of the nodes
@@ -47,10 +47,10 @@ R = TypeVar("R")
 class Node:
     """One machine of a cluster."""
 
-    def __init__(self, index: int, init: _Init, environment: dict[str, str]) -> None:
+    def __init__(self, index: int, number: int, init: _Init, hosts: Path, environment: dict[str, str]) -> None:
         self.index, self.name, self.address = index, f"node{index}", address_of(index)
         self.environment = environment  # of the processes that are started from here on
-        self._init = init
+        self._init, self._hosts, self._number = init, hosts, number
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a process on the node, from the repository's root by default. It is killed with the returned process,
@@ -92,6 +92,10 @@ class Node:
             raise result
         return result  # type: ignore[no-any-return]
 
+    def set_hosts(self, kind: Hosts) -> None:
+        """Write the node's /etc/hosts; look-ups read it again each time."""
+        self._hosts.write_text(_hosts_file(kind, self.index, self._number))
+
     def unplug(self) -> None:
         """Pull the network cable: packets are lost without an error, until `plug_in`."""
         self._init.switch_port(self.index, "down")
@@ -99,9 +103,9 @@ class Node:
     def plug_in(self) -> None:
         self._init.switch_port(self.index, "up")
 
-    def refuse(self, other: Node) -> None:
-        """Connections and packets from this node to another fail at once."""
-        self.run(["ip", "route", "add", "prohibit", other.address])
+    def refuse(self, other: Node, *, refused: bool = True) -> None:
+        """Connections and packets from this node to another fail at once; `refused=False` ends that."""
+        self.run(["ip", "route", "add" if refused else "del", "prohibit", other.address])
 
 
 class Cluster(Sequence[Node]):
@@ -180,7 +184,7 @@ def nodes(
                 f"link set port{k} master switch up",
             )
             _ip(init, f"addr add {address_of(k)}/24 dev eth0", "link set eth0 up")
-            members.append(Node(k, init, _environment()))
+            members.append(Node(k, number, init, file, _environment()))
         yield Cluster(members, disk)
 
 
