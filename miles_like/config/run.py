@@ -214,7 +214,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def ranks_fit_the_cluster(self) -> RunConfig:
-        c, pools = self.cluster, self.cluster.pools_of(self.parallel.world_size)
+        c = self.cluster
         has: dict[PoolName, tuple[bool, str]] = {
             "rollout": (self.servers is not None, "samples nothing"),
             "critic": (self.algorithm.has_critic, "has no critic"),
@@ -233,6 +233,7 @@ class RunConfig(Section):
                     f"[cluster.pools.{name}] has no effect, because a run with algorithm.name = "
                     f"{self.algorithm.name!r} and these sections {why}: remove it"
                 )
+        pools = c.pools_of(self.parallel.world_size)
         if self.servers is None:
             return self
         if c.pools.reference is not None and (every := self.algorithm.parts.reference_every):

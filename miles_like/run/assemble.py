@@ -19,7 +19,9 @@ from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.deterministic import environment
 from megatron_bridge.plan.kernels import describe_kernels
 from miles_like.cluster.environment import describe_environment
-from miles_like.cluster.placement import Role, plan_placement
+from miles_like.cluster.placement import PlacementPlan, Role, plan_placement
+from miles_like.config.cluster import format_ranges
+from miles_like.config.distillation import MadeServer, StartedServer
 from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import read_config_file
 from miles_like.loop.stopping import run_to_end
@@ -47,6 +49,9 @@ from rollout.sglang.servers import embedded_command, sglang_command
 
 if TYPE_CHECKING:
     from miles_like.run.verify import VerifyOptions
+
+
+SEPARATE: tuple[Role, ...] = ("critic", "reference")  # roles whose ranks have a pool of their own, or none
 
 
 def stage_functions(
@@ -164,17 +169,7 @@ def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | N
         f"layout: TP{p.tp} x PP{p.pp} x CP{p.cp} x DP{p.dp}, EP{p.ep} x ETP{p.etp} over the same {p.world_size} ranks"
     ]
     lines.append("kernels: checked once the model is fetched" if model is None else _describe_trainer(model))
-    for node in range(plan.nodes):
-        ranks = [s.index for s in plan.of("trainer") if s.node == node]
-        servers = [
-            str(s.index) if s.nnodes == 1 else f"{s.index} (part {s.node_rank + 1} of {s.nnodes})"
-            for s in plan.of("rollout")
-            if s.node == node
-        ]
-        trainer = f"trainer ranks {ranks[0]}-{ranks[-1]}" if ranks else "no trainer rank"
-        if ranks and config.algorithm.has_critic:
-            trainer += ", a rank of the critic beside each"
-        lines.append(f"node {node}: {trainer}; rollout server {', '.join(servers) or 'none'}")
+    lines += describe_placement(config, plan)
     stage = config.cluster.stage_dir
     served = (Path(stage) / "stage-..." if stage else cache_of(config, run_dir) / "stage-..." / "data") / "hf"
     routes = model is None or model.routing is not None
@@ -207,6 +202,40 @@ def _describe_environments(config: RunConfig) -> list[str]:
         found = describe_environment(role, env=env, gpus_per_node=gpus, stage_dir=stage_dir)
         lines.append(f"environment of {title}: {' '.join(f'{name}={shown}' for name, shown in found.items())}")
     return lines
+
+
+def describe_placement(config: RunConfig, plan: PlacementPlan) -> list[str]:
+    """One line for each node, after one about GPUs of both sides. Nodes are numbered in the order of the run."""
+    both, used = plan.shared_gpus, {(s.node, gpu) for s in plan.slots for gpu in s.gpus}
+    lines = [f"GPUs: {len(used)} used, {len(both)} of them by trainer and rollout in turns"] if used else []
+    beside = config.algorithm.has_critic and not plan.of("critic")
+    teachers = sum(isinstance(t.part, StartedServer | MadeServer) for t in config.distillation.teachers.values())
+    for node in range(plan.nodes):
+        trainer = _describe_ranks("trainer", plan, node) or "no trainer rank"
+        if beside and _describe_ranks("trainer", plan, node):
+            trainer += ", a rank of the critic beside each"
+        others = [text for role in SEPARATE if (text := _describe_ranks(role, plan, node))]
+        servers = [
+            (str(s.index) if s.nnodes == 1 else f"{s.index} (part {s.node_rank + 1} of {s.nnodes})") + _on_gpus(s.gpus)
+            for s in plan.of("rollout")
+            if s.node == node
+        ]
+        on_node = [str(i) for i in range(teachers) if plan.teacher(i).node == node]
+        others += [f"server of teacher {', '.join(on_node)}"] if on_node else []
+        rest = "".join(f"; {text}" for text in others)
+        lines.append(f"node {node}: {trainer}; rollout server {', '.join(servers) or 'none'}{rest}")
+    return lines
+
+
+def _describe_ranks(role: Role, plan: PlacementPlan, node: int) -> str:
+    """Empty where the node has none."""
+    slots = [s for s in plan.of(role) if s.node == node]
+    gpus = tuple(sorted(gpu for s in slots for gpu in s.gpus))
+    return f"{role} ranks {slots[0].index}-{slots[-1].index}{_on_gpus(gpus)}" if slots else ""
+
+
+def _on_gpus(gpus: tuple[int, ...]) -> str:
+    return f" on GPU {format_ranges(gpus)}" if gpus else ""
 
 
 def _describe_trainer(model: PlannedModel) -> str:

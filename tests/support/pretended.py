@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine whose nodes have addresses of their own in 127.0.0.0/8 and GPUs that Ray only counts."""
+"""A Ray cluster on this machine whose nodes have their own addresses in 127.0.0.0/8 and GPUs that Ray only counts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import ray
 from ray.cluster_utils import Cluster
 
 from miles_like.cluster.actors import Process
@@ -21,7 +22,7 @@ QUIET = {
     "RAY_enable_metrics_collection": "0",
     "RAY_event_stats": "0",
 }
-SMALL = {"object_store_memory": 80 << 20, "include_dashboard": False, "num_cpus": 1}
+SMALL: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": False, "num_cpus": 1}
 
 
 class PretendedCluster:
@@ -45,7 +46,7 @@ class PretendedCluster:
 
     def stop(self) -> None:
         stop_ray()
-        self._cluster.shutdown()
+        self._cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -64,6 +65,9 @@ def pretended_cluster(hosts: Sequence[int], environment: Mapping[str, str] | Non
 class Probe(Process):
     """An actor as a rank or a server is one, without their libraries: it reports what it was started with."""
 
+    def node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
     def see(self) -> dict[str, str]:
         return dict(os.environ)
 
@@ -71,9 +75,7 @@ class Probe(Process):
         """What actors that are started on this node with these variables would see."""
         found = []
         for environment in environments:
-            before = dict(os.environ)
-            self.set_environment(environment)
-            found.append(dict(os.environ))
-            os.environ.clear()
-            os.environ.update(before)
+            with patch.dict(os.environ):
+                self.set_environment(environment)
+                found.append(self.see())
         return found

@@ -71,7 +71,7 @@ def run_nodes(config: RunConfig, held: Reservation) -> RunNodes:
     return RunNodes(nodes=held.nodes, facts=held.facts, cluster=config.cluster, server_env=config.rollout.env)
 
 
-def check_seen(plan: PlacementPlan, nodes: RunNodes, seen: Mapping[Slot, Mapping[str, str]]) -> None:
+def check_seen(slots: Sequence[Slot], nodes: RunNodes, seen: Mapping[Slot, Mapping[str, str]]) -> None:
     """Every process has the devices of its slot and no other, both sides of a GPU the same one by its UUID."""
     uuids: dict[tuple[int, int], set[str]] = {}
     for slot, environment in seen.items():
@@ -84,26 +84,33 @@ def check_seen(plan: PlacementPlan, nodes: RunNodes, seen: Mapping[Slot, Mapping
             assert environment[name] == value, (slot, name)
     assert all(len(one) == 1 for one in uuids.values())
     assert len(set.union(*uuids.values())) == len(uuids)  # no GPU is another's
-    assert set(seen) == set(plan.slots)
+    assert set(seen) == set(slots)
 
 
-def test_ranks_and_servers_have_the_devices_of_their_slots(cluster: PretendedCluster, tmp_path: Path) -> None:
-    """All 16 ranks and 8 servers of the smallest shipped cluster, started as a run starts them. Each node's Ray has
-    other variables, hides its GPUs from such actors and counts from device 8."""
+@pytest.mark.parametrize(
+    "every", [6, pytest.param(1, marks=pytest.mark.long(beside="tests/miles_like/cluster/test_run_nodes.py"))]
+)
+def test_ranks_and_servers_have_the_devices_of_their_slots(
+    cluster: PretendedCluster, tmp_path: Path, every: int
+) -> None:
+    """Of the 16 ranks and 8 servers of the smallest shipped cluster, started as a run starts them. Each node's Ray has
+    other variables, hides its GPUs from such actors and counts from device 8. every: start each such slot; of 6, these
+    are one rank and the server on its GPUs, and a rank of the other node."""
     more = ['cluster.env={NCCL_DEBUG="INFO", WANDB_API_KEY=""}', 'rollout.env={NCCL_DEBUG="WARN"}']
     config, plan = shipped("qwen3_30b_a3b.toml", *more)
     held = reserved(2)
-    nodes = run_nodes(config, held)
+    nodes, slots = run_nodes(config, held), plan.slots[::every]
+    assert {s.node for s in slots} == {0, 1} and {s.role for s in slots} == {"trainer", "rollout"}
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WANDB_API_KEY", "the key")
-            actors = {s: nodes.start(Probe, s, tmp_path / f"{s.role}{s.index}.log") for s in plan.slots}
+            actors = {s: nodes.start(Probe, s, tmp_path / f"{s.role}{s.index}.log") for s in slots}
         seen = {slot: ray.get(actor.see.remote(), timeout=WAIT_S) for slot, actor in actors.items()}
         assert [n.address for n in nodes.nodes] == ["127.0.0.9", "127.0.0.12"]
         assert [d.index for d in nodes.facts[0].devices] == list(range(FIRST_DEVICE, FIRST_DEVICE + 8))
-        check_seen(plan, nodes, seen)
+        check_seen(slots, nodes, seen)
         for slot, environment in seen.items():
-            assert environment["RAY_NODE_ID"] == nodes.of(slot).id
+            assert ray.get(actors[slot].node.remote(), timeout=WAIT_S) == nodes.of(slot).id
             trains = slot.role == "trainer"
             assert environment["NCCL_DEBUG"] == ("INFO" if trains else "WARN")
             assert environment.get("WANDB_API_KEY") == ("the key" if trains else None)
@@ -152,11 +159,11 @@ def probe_slots(name: str, more: Sequence[str], logs: Path) -> RunNodes:
             probe = nodes.start(Probe, slots[0], logs / f"probe{k}.log")
             asked[k] = probe, probe.see_after.remote([nodes.environment(s) for s in slots])
         seen: dict[Slot, Mapping[str, str]] = {}
-        for k, (_, ref) in asked.items():
+        for k, (probe, ref) in asked.items():
+            assert ray.get(probe.node.remote(), timeout=600) == nodes.nodes[k].id
             for slot, environment in zip(by_node[k], ray.get(ref, timeout=600), strict=True):
-                assert environment["RAY_NODE_ID"] == nodes.nodes[k].id
                 seen[slot] = environment
-        check_seen(plan, nodes, seen)
+        check_seen(plan.slots, nodes, seen)
     finally:
         held.release()
     assert all_are_free()
@@ -218,7 +225,7 @@ def test_a_second_run_is_refused_or_queued_until_the_first_is_killed(cluster: Pr
         said: list[str] = []
         kill = threading.Timer(3, first.send_signal, [signal.SIGKILL])
         kill.start()
-        held = reserve(2, 8, run="/runs/second", when_busy="queue", timeout_s=2, say=said.append)
+        held = reserve(2, 8, run="/runs/second", when_busy="queue", timeout_s=WAIT_S, say=said.append)
         assert len(said) == 1 and said[0].startswith("queued for") and "/runs/first" in said[0]
         assert [len(f.devices) for f in held.facts] == [8, 8]
         held.release()

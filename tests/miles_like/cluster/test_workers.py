@@ -23,7 +23,10 @@ from miles_like.batch.unpacking import unpack
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
 from miles_like.cluster.factories import MegatronFactory
 from miles_like.cluster.placement import Slot
+from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.trainer_ranks import RayTrainer
+from miles_like.config.cluster import ClusterConfig
+from miles_like.nodes.reservation import reserve
 from miles_like.nodes.session import start_ray, stop_ray
 from miles_like.types import TrainBatch
 from routing_replay.align import pack_rows
@@ -36,6 +39,12 @@ from tests.support.standin_rank import PLACES, Stand
 from tests.support.tiny_models import felt_tensors, write_checkpoint
 
 
+def here() -> RunNodes:
+    """This machine, in the Ray that this process has started."""
+    held = reserve(1, 0, run="a", when_busy="refuse", timeout_s=60, say=print)
+    return RunNodes(nodes=held.nodes, facts=held.facts, cluster=ClusterConfig(), local=True)
+
+
 @pytest.fixture(scope="module")
 def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, TrainBatch], Any]]:
     """(layout, batch) -> the step's metrics, and the row that came to each rank."""
@@ -45,7 +54,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, Tra
     def step(where: str, batch: TrainBatch) -> Any:
         async def run() -> Any:
             slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(2)]
-            trainer = RayTrainer(Stand(where), slots, len(batch.grid), Path(logs))
+            trainer = RayTrainer(Stand(where), slots, here(), len(batch.grid), Path(logs))
             report = await trainer.train([batch, batch])
             rows = await trainer._all("finish_save", [(True,)] * 2)
             await trainer.close()
@@ -60,7 +69,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, Tra
 def test_a_dead_rank_is_named_where_the_others_tell_of_a_lost_connection_first(ray: Any, tmp_path: Path) -> None:
     async def save() -> None:
         slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(2)]
-        trainer = RayTrainer(Stand("DP2"), slots, 2, tmp_path)
+        trainer = RayTrainer(Stand("DP2"), slots, here(), 2, tmp_path)
         try:
             await trainer.save(tmp_path / "checkpoint")
         finally:
@@ -76,7 +85,7 @@ def test_a_rank_that_does_not_answer_is_named_and_its_stacks_are_kept(ray: Any, 
 
     async def ask() -> tuple[str, str]:
         slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(2)]
-        trainer = RayTrainer(Stand("DP2"), slots, 2, tmp_path, timeout_s=60)
+        trainer = RayTrainer(Stand("DP2"), slots, here(), 2, tmp_path, timeout_s=60)
         trainer._deadlines = CallDeadlines(4)
         if how == "is stopped":
             os.kill(trainer._pids[1], signal.SIGSTOP)
@@ -184,7 +193,7 @@ def _trained(hf: Path, weights: Path, batches: Sequence[TrainBatch], **layout: i
     async def run() -> tuple[Any, ...]:
         config = toy.config(str(hf), **layout)
         slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(config.parallel.world_size)]
-        trainer = RayTrainer(MegatronFactory(config, weights, layouts.WholeSamples()), slots, 1, hf / "logs")
+        trainer = RayTrainer(MegatronFactory(config, weights, layouts.WholeSamples()), slots, here(), 1, hf / "logs")
         out = [dict((await trainer.train([b])).metrics) for b in batches]
         await trainer.load_copy("first", weights)
         of_weights = [unpack(batches[0], await trainer.logprobs(batches[0], weights=w)) for w in (None, "first")]

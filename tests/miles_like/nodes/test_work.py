@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_like.nodes.members import living_nodes
 from miles_like.nodes.session import start_ray, stop_ray
 from miles_like.nodes.work import on_every_node, over_nodes
 from tests.support.refusals import refuses
@@ -37,7 +38,7 @@ def alive(pid: int) -> bool:
 
 def test_work_that_takes_longer_than_the_limit_ends_well_while_it_makes_progress(tmp_path: Path) -> None:
     began = time.monotonic()
-    over_nodes(Slow(tmp_path, each_s=3.5), range(6), each=2, timeout_s=LIMIT_S)
+    over_nodes(Slow(tmp_path, each_s=3.5), range(6), nodes=living_nodes(), each=2, timeout_s=LIMIT_S)
     assert time.monotonic() - began > LIMIT_S
     assert all((tmp_path / str(i)).is_file() for i in range(6))
 
@@ -47,13 +48,13 @@ def test_work_that_takes_longer_than_the_limit_ends_well_while_it_makes_progress
             progress()
         return {"done": 1}
 
-    assert on_every_node(copies, timeout_s=LIMIT_S) == [{"done": 1}]
+    assert on_every_node(copies, living_nodes(), timeout_s=LIMIT_S) == [{"done": 1}]
 
 
 @pytest.mark.parametrize("how", ["hangs", "stopped"])
 def test_a_process_that_makes_no_progress_is_named_and_its_stacks_are_kept(tmp_path: Path, how: str) -> None:
     with refuses(RuntimeError, 8, "cluster.timeout_s") as e:
-        over_nodes(Slow(tmp_path, how), range(40), each=2, timeout_s=LIMIT_S)
+        over_nodes(Slow(tmp_path, how), range(40), nodes=living_nodes(), each=2, timeout_s=LIMIT_S)
     sentence = str(e.value)
     assert "\n" not in sentence
     found = re.search(r"(/\S+\.err)\b", sentence)  # a stopped one is let go on before it writes them
@@ -67,4 +68,4 @@ def test_a_process_that_makes_no_progress_is_named_and_its_stacks_are_kept(tmp_p
 
 def test_the_first_failure_is_raised_as_it_was(tmp_path: Path) -> None:
     with refuses(FileNotFoundError, "0.pid"):
-        over_nodes(Slow(tmp_path / "nowhere"), range(4), each=2, timeout_s=LIMIT_S)
+        over_nodes(Slow(tmp_path / "nowhere"), range(4), nodes=living_nodes(), each=2, timeout_s=LIMIT_S)
