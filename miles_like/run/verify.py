@@ -75,7 +75,7 @@ class VerifyRun:
                 f"--rollouts {rollouts} uses saved samples, so --prompts {prompts} has no effect: give one of the two"
             )
         self.key = options.key
-        self.turns = self.config.takes_turns and rollouts is None and not attached  # the servers are on our devices
+        self.turns = rollouts is None and not attached and self.config.takes_turns  # of servers on our devices
         self.attached, self.prompts = tuple(attached), PROMPTS if prompts is None else prompts
         self.version = 0 if checkpoint is None else run_state.load(checkpoint).weight_version
         self.weights = self.plan.run_dir / "verify" / "weights"  # while they are compared

@@ -219,6 +219,7 @@ _HARMLESS = (  # control routes, with nothing that a legitimate client would not
     (endpoints.UPDATE_FROM_DISK, {"model_path": "/nowhere"}),
     (endpoints.CHECKSUM, {"action": "checksum"}),
     (endpoints.FLUSH_CACHE, {}),
+    (endpoints.RESUME_MEMORY, {"tags": ["kv_cache"]}),  # a release would be obeyed, as a pause would
 )
 _RAW: tuple[bytes, ...] = (
     b"GET /health HTTP/1.1\r\nHost: localhost\r\n",

@@ -20,7 +20,7 @@ from megatron_bridge.convert.torch_dist import TorchDist
 from miles_like.checkpoint.ledger_audit import audit
 from tests.support.forked import tail
 from tests.support.kill_points import Kill, witnesses
-from tests.support.local_run import Runs, untimed
+from tests.support.local_run import QUICK, TINY, Runs, untimed
 
 HERE = "tests/laws/test_turns.py"
 LONG = pytest.mark.long(beside=HERE)
@@ -37,10 +37,13 @@ CASES: dict[str, tuple[str, ...]] = {
         "mismatch.check_every=1",
         "mismatch.checksums_every=1",
     ),
-    "a reference, two ranks": ("algorithm.kl=loss", "parallel.dp=2", "parallel.ep=2"),
-    "early aborts": ("alignment.deterministic=false", "buffer.over_sampling=0.5", "rollout.max_rounds=4"),
+    "a reference, two ranks": ("algorithm.kl_coefficient=0.01", "parallel.dp=2", "parallel.ep=2"),
+    "a teacher on the rollout's servers": (
+        "distillation.mode=added",
+        "distillation.teachers.own={kind='self',weights='current',prompt='{answer}. {prompt}'}",
+    ),
 }
-QUICK = ("deterministic", "two behind, in lockstep")
+OFTEN = ("deterministic", "two behind, in lockstep")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +79,7 @@ def rows(where: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else [LONG]) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in OFTEN else [LONG]) for name in CASES])
 def test_a_run_that_takes_turns_is_the_run_that_does_not(runs: Runs, name: str) -> None:
     settings, home = [*CASES[name], f"train.steps={STEPS}"], runs.home / name.replace(" ", "-").replace(",", "")
     for where, more in ((home / "beside", []), (home / "turns", [TURNS])):
@@ -90,7 +93,12 @@ def test_a_run_that_takes_turns_is_the_run_that_does_not(runs: Runs, name: str) 
 
 @pytest.mark.parametrize(
     ("victim", "point", "where"),
-    [("driver", "generation", 10), ("rank", "step", "half"), ("server", "publish", 1), ("driver", "save", "latest")],
+    [
+        ("driver", "generation", 10),
+        pytest.param("rank", "step", "half", marks=LONG),
+        ("server", "publish", 1),
+        pytest.param("driver", "save", "latest", marks=LONG),
+    ],
 )
 def test_a_run_killed_between_turns_resumes_to_the_same_bits(runs: Runs, victim: str, point: str, where: Any) -> None:
     settings = [TURNS, f"train.steps={STEPS}"]
@@ -119,3 +127,48 @@ def test_free_runs_lose_no_sample_to_the_turns(runs: Runs) -> None:
     ]
     assert any(len(set(of)) > 1 for of in spans), "no sample was in flight at a turn"
     assert max(row.get("async/staleness/max", 0.0) for row in rows(home)) <= 2
+
+
+@LONG
+def test_early_aborts_and_turns_lose_no_sample(runs: Runs) -> None:
+    """Surplus samples are aborted when a step is full, then the turn changes; which they are follows from the clock."""
+    home = runs.home / "early"
+    early = ("alignment.deterministic=false", "buffer.over_sampling=0.5", "rollout.max_rounds=4")
+    assert runs.run(home, [TURNS, *early, f"train.steps={STEPS}"]) == 0, tail(home / "driver.log")
+    found = audit(home / "ledger.jsonl")
+    assert found.wrong is None and found.steps[-1].trained == STEPS * 8
+
+
+def verified(run_dir: Path, home: Path, settings: tuple[str, ...]) -> int:
+    """`verify` in turns, on the processes of a run; its report is written to `run_dir`/found.json."""
+    from miles_like.cluster.rank import Rank
+    from miles_like.config.load import load_config
+    from miles_like.run.model_plan import model_plan
+    from miles_like.run.rollout_side import RolloutSide
+    from miles_like.run.verify import VerifyOptions, VerifyRun
+    from tests.support.forked import Forked, answers
+    from tests.support.local_parts import LocalLauncher
+    from tests.support.local_run import _Server
+
+    config, logs = load_config(TINY, [*QUICK, *settings]), run_dir / "logs"
+    ranks = [Forked("trainer rank 0", answers(Rank), logs / "rank.log")]
+    servers = [Forked("rollout server 0", answers(_Server), logs / "server.log")]
+    try:
+        plan = model_plan(config, run_dir, home / "hf", home / "megatron")
+        launcher = LocalLauncher(ranks, servers)
+        run = VerifyRun(RolloutSide(plan=plan), VerifyOptions(prompts=4), launcher=launcher)
+        run.report().write_json(run_dir / "found.json")
+    finally:
+        for process in (*ranks, *servers):
+            process.kill()
+    return 0
+
+
+def test_verify_takes_turns_and_finds_nothing(runs: Runs) -> None:
+    found = {}
+    for name, settings in (("beside", ()), ("turns", (TURNS,))):
+        home = runs.home / f"verify-{name}"
+        home.mkdir()
+        assert runs.call(home / "driver.log", verified, home, runs.home, settings) == 0, tail(home / "driver.log")
+        found[name] = json.loads((home / "found.json").read_text())
+    assert found["turns"]["verdicts"] == [] and found["turns"] == found["beside"]

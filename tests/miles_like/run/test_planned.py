@@ -150,6 +150,6 @@ def test_servers_begin_with_what_the_trainer_rounds_to(qat: bool, tmp_path: Path
     run = TrainingRun.__new__(TrainingRun)
     run.config, run.resumed = load_config(TINY, [f"precision.qat={str(qat).lower()}"]), None
     trainer: Any = Trainer()
-    run.trainer = trainer
+    run.models = {"trainer": trainer}
     assert asyncio.run(run.publish_first()) == (0, None)
     assert published == ([0] if qat else [])
