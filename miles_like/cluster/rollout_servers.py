@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from miles_like.cluster.actors import ACTOR_S, Process
 from miles_like.cluster.placement import Slot
 from miles_like.cluster.run_nodes import RunNodes
+from miles_like.nodes.blocks import own_address
 from miles_like.nodes.session import is_local
 from miles_like.nodes.waits import get_result
 from rollout.sglang.ports import BLOCK, DIST_INIT_PORT, HTTP_PORT, ephemeral_range, first_port, free_blocks
@@ -54,7 +55,7 @@ class RayServers:
     def __init__(self, launches: Sequence[tuple[Slot, ServerLaunch]], nodes: RunNodes, log_dir: Path) -> None:
         """Begins to start all servers; `wait` returns once they answer.
 
-        On a cluster of several nodes a server listens on its node's address; the parts of a server that spans nodes
+        Where the run uses another node than this process's, a server listens on its node's address; the parts of a server that spans nodes
         connect to a port of its first node.
         """
         self._slots = [slot for slot, _ in launches]
@@ -63,7 +64,8 @@ class RayServers:
         self._actors = [nodes.start(_Server, s, log) for s, log in zip(self._slots, logs, strict=True)]
         self._settled: set[int] = set()  # servers that answer
         addresses = self._results([a.address.remote() for a in self._actors], ACTOR_S)
-        hosts = [ip if len(nodes.nodes) > 1 else "127.0.0.1" for ip, _ in addresses]
+        here = {own_address()} == {node.address for node in nodes.nodes}  # the clients of the servers are here too
+        hosts = ["127.0.0.1" if here else ip for ip, _ in addresses]
         placed = [
             replace(launch, host=host, index=slot.index) for (slot, launch), host in zip(launches, hosts, strict=True)
         ]
