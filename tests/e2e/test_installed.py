@@ -1,7 +1,7 @@
 """What `pip install` leaves on a machine without the checkout: every module, and the demo.
 
 Why it must hold: each node of a cluster installs the package; a module that is left out fails at import there, and
-nowhere that the package is installed as editable. Not covered: that the dependencies resolve.
+nowhere that the package is installed as editable. Not covered: that the dependencies resolve (make resolve).
 """
 
 from __future__ import annotations
