@@ -72,7 +72,7 @@ _TRAINED, _SERVED = ("trainer", "critic"), ("rollout",)
 def plan_placement(cluster: ClusterConfig, parallel: ParallelConfig, rollout: RolloutConfig | None) -> PlacementPlan:
     """The node and GPUs of each rank and server. rollout: None for a run without servers.
 
-    Critic and reference ranks have slots of their own only with a pool. Raises ValueError as `ClusterConfig.pools_of`,
+    Critic and reference ranks have separate slots only with a pool. Raises ValueError as `ClusterConfig.pools_of`,
     when a tensor-parallel group or a server takes parts of nodes, and when the rollout's pool has too few GPUs.
     """
     pools = cluster.pools_of(parallel.world_size)

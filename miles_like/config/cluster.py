@@ -66,7 +66,7 @@ class PoolConfig(Section):
 
 
 class PoolsConfig(Section):
-    """The roles that have GPUs of their own choice; a role without a pool follows `pools_of`."""
+    """The roles that have configured GPUs; a role without a pool follows `pools_of`."""
 
     trainer: PoolConfig | None = None
     rollout: PoolConfig | None = None
@@ -197,7 +197,7 @@ class ClusterConfig(Section):
                 if shared := sorted(used["reference"] & places):
                     raise ValueError(
                         f"cluster.pools.reference and the {name} share node {shared[0][0]} GPU {shared[0][1]}, but the "
-                        "ranks of the reference keep their memory: give them GPUs of their own, or remove the pool, so "
+                        "ranks of the reference keep their memory: give them other GPUs, or remove the pool, so "
                         "that the trainer's ranks swap the reference's weights in"
                     )
         if self.colocate is False and (shared := sorted(sides["trainer"] & sides["rollout"])):

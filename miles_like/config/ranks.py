@@ -12,7 +12,7 @@ from quant.spec import QuantFormat
 
 def trainer_config(run: RunConfig, hf_dir: Path) -> TrainerConfig:
     """The configuration of each trainer rank; `hf_dir` holds the model's config.json. The ranks keep the weights of the
-    reference unless these have ranks of their own."""
+    reference unless these have separate ranks."""
     own = run.algorithm.keeps_reference and run.cluster.pools.reference is None
     return TrainerConfig(
         hf_config=str(hf_dir.resolve()),

@@ -238,7 +238,7 @@ class RunConfig(Section):
             return self
         if c.pools.reference is not None and (every := self.algorithm.parts.reference_every):
             raise ValueError(
-                f"[cluster.pools.reference] holds the initial weights on ranks of their own, algorithm.reference_every "
+                f"[cluster.pools.reference] holds the initial weights on separate ranks, algorithm.reference_every "
                 f"= {every} replaces them by trained ones: remove one of the two"
             )
         engine_gpus, free = self.rollout.servers * self.rollout.sglang.tp_size, len(pools["rollout"].places)

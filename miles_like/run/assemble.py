@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from miles_like.run.verify import VerifyOptions
 
 
-SEPARATE: tuple[Role, ...] = ("critic", "reference")  # roles whose ranks have a pool of their own, or none
+SEPARATE: tuple[Role, ...] = ("critic", "reference")  # roles whose ranks have a separate pool, or do not exist
 
 
 def stage_functions(

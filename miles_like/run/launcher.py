@@ -65,7 +65,7 @@ class Launcher:
 
     def reference(self, plan: ModelPlan, loss: LossFn) -> RayTrainer | None:
         """Start the ranks that compute log-probabilities under the reference's weights, the run's initial ones. loss:
-        of the trainer, which they never compute. None: the reference has no pool of its own."""
+        of the trainer, which they never compute. None: the reference has no pool."""
         config = plan.model.reference
         if config is None:
             return None

@@ -107,7 +107,7 @@ def test_critic_and_reference_and_teachers_have_pools_of_their_own() -> None:
         ({"pools": pools(reference=("0", "4-7"))}, {"dp": 4}, 1, ("cluster.pools.reference", "rollout", 0, 4)),
         ({"pools": pools(trainer=(None, "0-2"))}, {"tp": 2, "dp": 2}, 1, ("parallel.tp", 2, 3)),
         ({"pools": pools(trainer=(None, "0-2"))}, {"tp": 4, "dp": 1}, 1, ("parallel.tp", 4, 3)),
-        ({"pools": pools(rollout=(None, "0-2"))}, {"dp": 2}, 1, ("tp_size", 2, "cluster.pools.rollout", 3)),
+        ({"pools": pools(rollout=(None, "0-2"))}, {"dp": 2}, 1, (2, "cluster.pools.rollout", 3)),
         ({"pools": pools(rollout=("1", "0-1"))}, {"dp": 2}, 2, (2, 4, "cluster.pools.rollout")),
         ({"colocate": False, "pools": pools(rollout=("0", None))}, {"dp": 2}, 1, ("cluster.colocate", 0)),
         ({"colocate": False}, {"dp": 16}, 1, (1, 2, 0, "cluster.nodes")),

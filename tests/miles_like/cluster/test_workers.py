@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,17 +19,19 @@ import torch
 from ray.exceptions import RayActorError
 
 from megatron_bridge.convert.to_megatron import to_megatron
+from miles_like.algorithms.registry import make_algorithm
 from miles_like.batch.packing import pack
 from miles_like.batch.unpacking import unpack
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
 from miles_like.cluster.factories import MegatronFactory
-from miles_like.cluster.placement import Slot
+from miles_like.cluster.placement import Role, Slot
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.trainer_ranks import RayTrainer
+from miles_like.config.algorithm import AlgorithmConfig, CorrectionConfig
 from miles_like.config.cluster import ClusterConfig
 from miles_like.nodes.reservation import reserve
 from miles_like.nodes.session import start_ray, stop_ray
-from miles_like.types import TrainBatch
+from miles_like.types import REFERENCE, TrainBatch
 from routing_replay.align import pack_rows
 from routing_replay.rank_routes import RankRoutes, fed_routes
 from routing_replay.trace import RoutingTrace
@@ -228,3 +231,40 @@ def test_ranks_that_get_parts_of_the_routes_train_as_one_that_gets_all(ray: Any,
         torch.testing.assert_close(now_cut[name], now[name], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(first_cut[name], first[name], atol=1e-5, rtol=1e-5)
         assert not torch.allclose(now[name], first[name], atol=1e-3)
+
+
+def test_a_step_with_ranks_of_the_reference_is_the_step_with_its_weights_swapped_in(ray: Any, tmp_path: Path) -> None:
+    """The second step, after the trained weights have moved. The ranks of the reference have no gradient buffer and no
+    optimizer, and are two pipeline stages, while the trainer is one rank."""
+    hf = write_checkpoint(tmp_path / "hf", layouts.MLA, felt_tensors(layouts.MLA))
+    to_megatron(hf, tmp_path / "shards")
+    loss = make_algorithm(AlgorithmConfig.model_validate({"kl_coefficient": 0.5}), CorrectionConfig()).loss
+    batches = []
+    for step in range(2):
+        ((row,), tokens) = toy.grid(layouts.batch(step), dp=1, micros=2)
+        batches.append(TrainBatch(grid=(tuple(row),), loss_tokens=tokens, versions=(0, 0)))
+
+    def ranks(role: Role, **settings: Any) -> RayTrainer:
+        config = toy.config(str(hf), **settings)
+        slots = [Slot(role=role, index=i, node=0, gpus=()) for i in range(config.parallel.world_size)]
+        return RayTrainer(MegatronFactory(config, tmp_path / "shards", loss), slots, here(), 1, tmp_path / role)
+
+    def scored(batch: TrainBatch, logprobs: Sequence[Sequence[torch.Tensor]]) -> TrainBatch:
+        row = [replace(m, streams={**m.streams, REFERENCE: x}) for m, x in zip(batch.grid[0], logprobs[0], strict=True)]
+        return replace(batch, grid=(tuple(row),))
+
+    async def run() -> tuple[list[Any], list[Any]]:
+        swapping, trainer = ranks("trainer", reference=True), ranks("trainer")
+        reference = ranks("reference", trains=False, pp=2, mode="off")
+        wanted = [dict((await swapping.train([b])).metrics) for b in batches]
+        found = [dict((await trainer.train([scored(b, await reference.logprobs(b))])).metrics) for b in batches]
+        for each in (swapping, trainer, reference):
+            await each.close()
+        return wanted, found
+
+    wanted, found = asyncio.run(run())
+    assert abs(wanted[1]["train/kl_ref"]) > 1e-6
+    for one, other in zip(wanted, found, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert other[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name

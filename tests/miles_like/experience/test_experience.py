@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -86,6 +87,15 @@ def test_every_sample_gets_what_is_said_of_its_own_tokens() -> None:
             assert torch.equal(s.streams[REFERENCE], stream(s, -0.5))
             assert torch.equal(s.streams[VALUES], stream(s, 3.0))
             assert s.routing is not None  # of the trained model, which replays them
+
+
+@pytest.mark.parametrize("needs", [(), (REFERENCE,)])
+def test_ranks_of_the_reference_are_asked_in_place_of_the_trainer(needs: tuple[str, ...]) -> None:
+    """Also where the trainer's loss alone uses the stream, and the algorithm does not."""
+    trainer, reference = Ranks(-0.5), Ranks(2.0)
+    done = asyncio.run(experience(Asks(*needs), trainer=trainer, reference=reference).score(groups()))
+    assert trainer.asked == [] and reference.asked == [None]
+    assert all(torch.equal(s.streams[REFERENCE], stream(s, 2.0)) for g in done for s in g.samples)
 
 
 def test_nobody_is_asked_who_is_not_needed() -> None:
