@@ -53,6 +53,21 @@ def test_a_dry_run_prints_the_environment_of_each_kind_of_process(
     assert "a-secret" not in "\n".join(lines) + dump_config(config)
 
 
+def test_the_order_of_a_turn_is_printed_where_turns_are_taken(tmp_path: Path) -> None:
+    """In one line; and the servers are started so that their memory can be released."""
+    for name, settings, turns in (
+        ("deepseek_v3_fp8", [], True),
+        ("deepseek_v3_fp8", ["cluster.colocate=false", "cluster.nodes=32"], False),
+        ("tiny", [], False),
+        ("tiny", ["cluster.colocate=true"], True),
+    ):
+        config = load_config(CONFIGS[0].with_name(f"{name}.toml"), settings)
+        lines = describe_processes(config, tmp_path, known_model(config))
+        assert sum(line.startswith("turns: ") for line in lines) == turns
+    stock = load_config(CONFIGS[0].with_name("qwen3_30b_a3b.toml"), ["rollout.sglang={tp_size=8}"])
+    assert any("--enable-memory-saver" in line for line in describe_processes(stock, tmp_path, known_model(stock)))
+
+
 @pytest.mark.parametrize("name", ["tiny", "tiny_int4_qat", "qwen3_30b_a3b_fp8", "deepseek_v3_fp8"])
 def test_a_critic_beside_any_of_them(name: str, tmp_path: Path) -> None:
     """Whatever the policy is rounded, adapted or replayed to, the critic is a model that its ranks can build."""

@@ -52,7 +52,13 @@ class StorageSet:
         return sum(size for _, size in self._storages)
 
     def free(self) -> None:
-        """Copies the contents to the host if they are kept, and resizes the storages to 0 bytes."""
+        """Copies the contents to the host if they are kept, and resizes the storages to 0 bytes. Raises RuntimeError,
+        before anything is freed, for memory that a numpy array refers to."""
+        if any(not storage.resizable() for storage, _ in self._storages):
+            raise RuntimeError(
+                "memory of the trainer cannot be freed, since a numpy array shares it (tensor.numpy()): copy that "
+                "tensor first"
+            )
         if self._kept:
             self._host = [_on_host(storage) for storage, _ in self._storages]
             self._synchronize()

@@ -82,4 +82,6 @@ class CheckpointWriter:
         return publish_stream(weights, version=version, send=self._write if self.send else None)
 
     def _write(self, stream: Iterator[NamedTensor]) -> Sent:
-        return Sent(write_hf(self.out, quantize_stream(stream, self.spec), self.hf_config, copy_from=self.copy_from))
+        # copies: the files are written from arrays, and memory of the trainer that an array shares cannot be freed
+        own = (NamedTensor(name, tensor.clone()) for name, tensor in stream)
+        return Sent(write_hf(self.out, quantize_stream(own, self.spec), self.hf_config, copy_from=self.copy_from))

@@ -156,8 +156,8 @@ def checkpoint_bytes(hf: Mapping[str, Any], spec: QuantSpec | None) -> tuple[int
 
 
 TURN = (
-    "turns: servers up, release KV cache, weights and graphs; trainer built, and each turn: wake, train, sleep; servers "
-    "resume weights, are published to, resume KV cache and graphs, generate"
+    "turns: servers up, servers release KV cache, weights and graphs, trainer is built, then in turns: trainer sleeps, "
+    "servers resume weights, publication, KV cache and graphs resumed, generation, release, trainer wakes and trains"
 )
 
 
