@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[2]
 NEED = "MILES_LIKE_NEED_NAMESPACES"  # environment variable: without the right to make them, tests fail in place of skip
 NAMESPACES = ("--net", "--uts", "--mount", "--pid")
 RAY_PORT = 6379
+_RAY_TRIES = 3  # Ray gives a node 30 s to join, which a busy machine may need twice
 Hosts = Literal["good", "hostile", "empty"]  # of /etc/hosts; hostile: the node's name is 127.0.1.1, as Debian writes it
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -127,23 +128,28 @@ class Cluster(Sequence[Node]):
         chosen = range(len(self)) if on is None else on
         number = [gpus] * len(self) if isinstance(gpus, int) else gpus
 
+        ray = str(Path(sys.executable).with_name("ray"))
+
         def start(k: int) -> subprocess.Popen[Any]:
             node = self._members[k]
             where = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
             where = where if k == 0 else [f"--address={self.ray_address}"]
             size = [f"--num-cpus={cpus}", f"--num-gpus={number[k]}", "--object-store-memory=80000000"]
-            command = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats", *where, *size]
-            return node.popen(
-                [*command, f"--node-ip-address={node.address}"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            command = [ray, "start", "--disable-usage-stats", *where, *size, f"--node-ip-address={node.address}"]
+            return node.popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
         for batch in ([k for k in chosen if k == 0], [k for k in chosen if k]):
-            for k, process in [(k, start(k)) for k in batch]:
-                out, _ = process.communicate(timeout=120)
-                assert process.returncode == 0, f"Ray did not start on node{k}:\n{out}"
+            left = batch
+            for _ in range(_RAY_TRIES):
+                outputs = {
+                    k: (process, process.communicate(timeout=120)[0]) for k, process in [(k, start(k)) for k in left]
+                }
+                left = [k for k, (process, _) in outputs.items() if process.returncode]
+                for k in left:  # it sees the processes of its node alone
+                    self._members[k].run([ray, "stop", "--force"], check=False)
+                if not left:
+                    break
+            assert not left, f"Ray did not start on node{left[0]}:\n{outputs[left[0]][1]}"
         for node in self._members:
             node.environment["RAY_ADDRESS"] = self.ray_address
         return self.ray_address

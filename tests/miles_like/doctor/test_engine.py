@@ -1,4 +1,4 @@
-"""The engine's interpreter reports the packages of its own environment, and one that cannot says why."""
+"""The engine's interpreter reports the packages of its environment, and one that cannot says why."""
 
 from __future__ import annotations
 
