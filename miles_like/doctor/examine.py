@@ -101,7 +101,9 @@ def examine(
     silent = {labels[k]: a.why for k, a in sorted(answers.items()) if isinstance(a, Unanswered)}
     here = [k for k in range(len(labels)) if labels[k] in reports]
     findings = judge_nodes(list(reports), silent, nodes.departed, needs)
-    findings += judge_software(reports, needs) + judge_limits(reports) + judge_names(reports, needs)
+    findings += judge_software(reports, needs) + judge_limits(reports)
+    if len({name.address for name in nodes.names}) > 1:  # several nodes of one machine reach each other in any case
+        findings += judge_names(reports, needs)
     if not brief:
         findings += judge_gpus(reports, needs, dict(zip(labels, nodes.ray_gpus, strict=False)))
         findings += judge_memory(reports, dict(zip(labels, nodes.object_store, strict=False)))
@@ -220,6 +222,7 @@ def _of_pair(first: Any, second: Any) -> LinkTimes | Unanswered:
     """The first side's times, unless a side failed."""
     failed = [side for side in (first, second) if isinstance(side, Unanswered)]
     if failed:
-        return failed[0]
+        # a side that only waited knows no cause
+        return min(failed, key=lambda side: "Connect timeout" in side.why)
     assert isinstance(first, LinkTimes)
     return first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,8 +74,6 @@ def judge_clocks(offsets: Mapping[str, ClockOffset]) -> list[Finding]:
 
 def judge_names(reports: Mapping[str, NodeReport], needs: Needs) -> list[Finding]:
     """Whether gloo would give other nodes a loopback address of this one, because its name resolves to one."""
-    if len(reports) < 2:
-        return []
     chosen = needs.interfaces or "GLOO_SOCKET_IFNAME" in needs.environment
     shown = {n: ", ".join(r["machine"]["name_resolves_to"]) or "nothing" for n, r in reports.items()}
     trapped = {n: _name_remedy(n, r) for n, r in reports.items() if is_trapped(r)}
@@ -108,25 +107,25 @@ def judge_links(
     backend: str, links: Sequence[Link], reports: Mapping[str, NodeReport], names: Mapping[str, NodeName], needs: Needs
 ) -> list[Finding]:
     """reports and names: by node."""
-    check = f"{backend} of a pair"
     good = {link.ends: link.result for link in links if isinstance(link.result, LinkTimes)}
     out: list[Finding] = []
     if good and len(links) > _EACH_PAIR:
         slowest = min(good, key=lambda ends: good[ends].bytes_per_s)
         latency = max(times.latency_s for times in good.values())
         found = f"{len(good)} of {len(links)} pairs; slowest {_times(good[slowest])}; latency up to {_milli(latency)}"
-        out.append(Finding(check=f"{backend} of all pairs", where=slowest, found=found))
+        out.append(Finding(check=f"{backend}, all pairs", where=slowest, found=found))
     else:
-        out += [Finding(check=check, where=ends, found=_times(times)) for ends, times in good.items()]
+        out += [Finding(check=_pair(backend, ends), where=ends, found=_times(times)) for ends, times in good.items()]
     median = statistics.median([times.bytes_per_s for times in good.values()]) if good else 0.0
     for ends, times in good.items():
         if times.bytes_per_s < _SLOW_SHARE * median:
             text = f"{ends[0]} and {ends[1]}: {rate(times.bytes_per_s)}, the median of all pairs is {rate(median)}"
-            out.append(Finding(check=f"{check}, slow", where=ends, found=_times(times), text=text))
+            out.append(Finding(check=_pair(backend, ends), where=ends, found=_times(times), text=text))
     for link in links:
         if isinstance(link.result, Unanswered):
-            text = f"{backend} between {link.ends[0]} and {link.ends[1]} failed ({link.result.why}): "
+            text = f"{backend} between {link.ends[0]} and {link.ends[1]} failed ({_cause(link.result.why)}): "
             text += _link_remedy(backend, link.ends, reports, names, needs)
+            check = _pair(backend, link.ends)
             out.append(Finding(check=check, where=link.ends, found="failed", outcome=Outcome.WRONG, text=text))
     return out
 
@@ -148,6 +147,15 @@ def _link_remedy(
             f"ports between {between}"
         )
     return f"see that cable, routes and firewall let all ports pass between {between}"
+
+
+def _cause(why: str) -> str:
+    """Without the source files that gloo names."""
+    return re.sub(r"\[/\S+\] ?", "", why)
+
+
+def _pair(backend: str, ends: tuple[str, str]) -> str:
+    return f"{backend} {ends[0]} - {ends[1]}"
 
 
 def _times(times: LinkTimes) -> str:

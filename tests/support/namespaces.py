@@ -7,7 +7,7 @@
         answer = cluster[0].call(drive, cluster.ray_address)  # drive(...) in a new Python process on node 0
 
 Node k is called `node{k}` and has the address 192.168.77.{k+1}. Network, host name, /etc/hosts, process table,
-/dev/shm, /tmp/ray and `cluster.disk`, a file system in memory of `disk_mib`, are separate from those of the other nodes.
+/dev/shm, /tmp/ray and `cluster.disk`, a file system in memory of `disk_mib`, are separate from those of other nodes.
 All other files are the machine's: a directory below `work` is the cluster's shared disk.
 
 The nodes' switch is a bridge in a network namespace too, without a link to the machine: a process outside of the nodes
@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[2]
 NEED = "MILES_LIKE_NEED_NAMESPACES"  # environment variable: without the right to make them, tests fail in place of skip
 NAMESPACES = ("--net", "--uts", "--mount", "--pid")
 RAY_PORT = 6379
+_RAY_TRIES = 3  # Ray gives a node 30 s to join, which a busy machine may need twice
 Hosts = Literal["good", "hostile", "empty"]  # of /etc/hosts; hostile: the node's name is 127.0.1.1, as Debian writes it
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,10 +48,10 @@ R = TypeVar("R")
 class Node:
     """One machine of a cluster."""
 
-    def __init__(self, index: int, init: _Init, environment: dict[str, str]) -> None:
+    def __init__(self, index: int, number: int, init: _Init, hosts: Path, environment: dict[str, str]) -> None:
         self.index, self.name, self.address = index, f"node{index}", address_of(index)
         self.environment = environment  # of the processes that are started from here on
-        self._init = init
+        self._init, self._hosts, self._number = init, hosts, number
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a process on the node, from the repository's root by default. It is killed with the returned process,
@@ -92,6 +93,10 @@ class Node:
             raise result
         return result  # type: ignore[no-any-return]
 
+    def set_hosts(self, kind: Hosts) -> None:
+        """Write the node's /etc/hosts; look-ups read it again each time."""
+        self._hosts.write_text(_hosts_file(kind, self.index, self._number))
+
     def unplug(self) -> None:
         """Pull the network cable: packets are lost without an error, until `plug_in`."""
         self._init.switch_port(self.index, "down")
@@ -99,9 +104,9 @@ class Node:
     def plug_in(self) -> None:
         self._init.switch_port(self.index, "up")
 
-    def refuse(self, other: Node) -> None:
-        """Connections and packets from this node to another fail at once."""
-        self.run(["ip", "route", "add", "prohibit", other.address])
+    def refuse(self, other: Node, *, refused: bool = True) -> None:
+        """Connections and packets from this node to another fail at once; `refused=False` ends that."""
+        self.run(["ip", "route", "add" if refused else "del", "prohibit", other.address])
 
 
 class Cluster(Sequence[Node]):
@@ -123,23 +128,28 @@ class Cluster(Sequence[Node]):
         chosen = range(len(self)) if on is None else on
         number = [gpus] * len(self) if isinstance(gpus, int) else gpus
 
+        ray = str(Path(sys.executable).with_name("ray"))
+
         def start(k: int) -> subprocess.Popen[Any]:
             node = self._members[k]
             where = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
             where = where if k == 0 else [f"--address={self.ray_address}"]
             size = [f"--num-cpus={cpus}", f"--num-gpus={number[k]}", "--object-store-memory=80000000"]
-            command = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats", *where, *size]
-            return node.popen(
-                [*command, f"--node-ip-address={node.address}"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            command = [ray, "start", "--disable-usage-stats", *where, *size, f"--node-ip-address={node.address}"]
+            return node.popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
         for batch in ([k for k in chosen if k == 0], [k for k in chosen if k]):
-            for k, process in [(k, start(k)) for k in batch]:
-                out, _ = process.communicate(timeout=120)
-                assert process.returncode == 0, f"Ray did not start on node{k}:\n{out}"
+            left = batch
+            for _ in range(_RAY_TRIES):
+                outputs = {
+                    k: (process, process.communicate(timeout=120)[0]) for k, process in [(k, start(k)) for k in left]
+                }
+                left = [k for k, (process, _) in outputs.items() if process.returncode]
+                for k in left:  # it sees the processes of its node alone
+                    self._members[k].run([ray, "stop", "--force"], check=False)
+                if not left:
+                    break
+            assert not left, f"Ray did not start on node{left[0]}:\n{outputs[left[0]][1]}"
         for node in self._members:
             node.environment["RAY_ADDRESS"] = self.ray_address
         return self.ray_address
@@ -180,7 +190,7 @@ def nodes(
                 f"link set port{k} master switch up",
             )
             _ip(init, f"addr add {address_of(k)}/24 dev eth0", "link set eth0 up")
-            members.append(Node(k, init, _environment()))
+            members.append(Node(k, number, init, file, _environment()))
         yield Cluster(members, disk)
 
 
