@@ -6,7 +6,7 @@ keeps units whose index matches and removes everything else in the unfinished di
 OUT.partial and renamed to OUT, so an OUT is complete; the indexes are removed after that.
 
 Units are independent: they run in this process, in processes on this machine, or wherever `Spread` runs them. A machine
-that does not see OUT.partial writes its units into a directory of its own, and its indexes are brought here with the
+that does not see OUT.partial writes its units into another directory, and its indexes are brought here with the
 machine's address: the file stays there, and OUT lists it in `ELSEWHERE`.
 """
 

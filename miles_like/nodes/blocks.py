@@ -60,7 +60,7 @@ def _read(path: str, offset: int, size: int) -> tuple[bytes, str]:
 
 def own_address() -> str:
     """Address of the node on which this process runs, by which Ray knows it."""
-    return str(ray.util.get_node_ip_address())
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,8 @@ def _watched(
 
     words: for error messages, (name of the work, what to do after a failure)."""
     here = on_node(ray.get_runtime_context().get_node_id())  # not on a node that may end while others go on
-    progress: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(_Progress).remote()
+    actor: Any = ray.remote(num_cpus=0)(_Progress)
+    progress: Any = actor.options(scheduling_strategy=here).remote()
     task: Any = ray.remote(num_cpus=0, max_retries=0)(_work)
     shared = ray.put(job)  # once and not with each task: it lists every piece of the checkpoint
     refs = [

@@ -22,7 +22,7 @@ from miles_like.config.ranks import critic_config, trainer_config
 from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import companions, read_config
 from miles_like.storage.completion import FileFact, Output, file_sha256
-from miles_like.storage.staging import Copy, FileSum, LocalSource, Source, StageFiles
+from miles_like.storage.staging import Copy, FileSum, LocalSource, StageFiles
 from quant.hf_config import MODELOPT_FILE
 
 HF, MEGATRON = "hf", "megatron"  # folders of a staged directory
@@ -73,18 +73,12 @@ class StagePlan:
     driver: StageFiles  # small files that the driver reads, on whichever machine it runs
 
 
-def stage_plan(
-    config: RunConfig,
-    data: Path,
-    served: Output,
-    shards: Output,
-    sources: tuple[Source, Source] | None = None,
-) -> StagePlan:
-    """The copies to `data`/hf and `data`/megatron. sources: where the nodes read `served` and `shards`; None: in their
-    directories, which all nodes see. Raises ValueError as `Manifest.read` and `plan_placement`."""
+def stage_plan(config: RunConfig, data: Path, served: Output, shards: Output) -> StagePlan:
+    """The copies to `data`/hf and `data`/megatron, as if all nodes saw the directories of `served` and `shards`. Raises
+    ValueError as `Manifest.read` and `plan_placement`."""
     plan = plan_placement(config.cluster, config.parallel, config.servers)
     small = _small_files(served)
-    read_hf, read_shards = sources or (LocalSource(served.root), LocalSource(shards.root))
+    read_hf, read_shards = LocalSource(served.root), LocalSource(shards.root)
     listed = _shard_files(shards)
     manifest = Manifest.read(shards.root) if Manifest.there(shards.root) else None
     tables = [] if manifest is None else _trained_tables(config, read_config(served.root))

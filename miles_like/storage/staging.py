@@ -102,7 +102,7 @@ def record_of(data: Path) -> Path:
 
 
 def read_record(data: Path) -> dict[str, _Known]:
-    """Verified files by name relative to `data`; empty where there is no record, or none of this format."""
+    """Name relative to `data` -> verified file; empty where there is no record, or none of this format."""
     try:
         found = json.loads(record_of(data).read_text(encoding="utf-8"))
         files = found["files"] if found["format"] == _RECORD_FORMAT else {}

@@ -67,7 +67,7 @@ def convert_apart(source: Path, out: Path, address: str, local: Path, stuck: boo
 
 
 def described(out: Path) -> dict[str, Any]:
-    """Manifest, bytes of the metadata, names of the data files that are here, and who holds the others."""
+    """Manifest, bytes of the metadata, names of the data files that are here, and the holders of the others."""
     manifest = Manifest.read(out)
     return {
         "manifest": (out / "manifest.json").read_bytes(),
@@ -83,9 +83,10 @@ def stage(source: Path, out: Path, data: Path, address: str) -> list[Any]:
     start_ray(address)
     try:
         config = load_config(TINY, list(LAYOUT))
-        outputs = [Output(root, {str(p.relative_to(root)): file_fact(p) for p in files_under(root)})
-                   for root in (source, out)]  # fmt: skip
-        plan = stage_plan(config, data, *outputs)
+        hf, shards = (
+            Output(root, {str(p.relative_to(root)): file_fact(p) for p in files_under(root)}) for root in (source, out)
+        )
+        plan = stage_plan(config, data, hf, shards)
         return list(stage_on_nodes(plan.nodes, timeout_s=120.0))
     finally:
         stop_ray()

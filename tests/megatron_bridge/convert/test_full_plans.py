@@ -195,7 +195,7 @@ def convert_chosen(tmp_path: Path, chosen: Callable[[str], bool]) -> int:
     out, total = tmp_path / "out", 0
     out.mkdir()
     with peak_rss_below(LIMIT):
-        # units of single tensors, so that those with data have a file of their own
+        # units of single tensors, so that each of those with data has one file
         job = plan_conversion(source, Grid(8, 1), unit_bytes=1)
     numbers = {job.units[n][0].hf_name: n for n in range(job.count)}
     for name in names:

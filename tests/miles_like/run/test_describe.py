@@ -74,7 +74,7 @@ def test_the_command_says_it_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({"every": 20}, "every 20 steps, keeps the last 2: at most 3 with the one being written, 30.0 GB"),
         ({"every": 20, "keep": 1, "keep_every": 50}, "keeps the last 1 and those of every 50 steps: at most 3 with"),
@@ -82,9 +82,9 @@ def test_the_command_says_it_first(tmp_path: Path) -> None:
         ({}, "one is 10.0 GB, after the last step, keeps the last 2: at most 1 with the one being written, 10.0 GB"),
     ],
 )
-def test_checkpoints_and_what_is_kept_of_them(settings: dict[str, object], said: str) -> None:
+def test_checkpoints_and_what_is_kept_of_them(settings: dict[str, object], expected: str) -> None:
     """Of a run of 100 steps: a multiple of 20 and 50 is step 100 alone."""
-    assert said in describe_checkpoints(CheckpointConfig.model_validate(settings), 100, 10_000_000_000)
+    assert expected in describe_checkpoints(CheckpointConfig.model_validate(settings), 100, 10_000_000_000)
     assert "adapters" in describe_checkpoints(CheckpointConfig.model_validate(settings), 100, None)
 
 
