@@ -68,12 +68,16 @@ class Startup:
         port = free_port(self._launch.host) if self._launch.port is None else self._launch.port
         self.handle = begin(self._launch, port)
         self._log = FollowedLog(self.handle.log, EMBEDDED if self._launch.config.engine == "embedded" else STOCK)
+        url = self.handle.url
+        self._http = httpx.Client(base_url=url, timeout=_HEALTH_S, trust_env=False, verify=tls(url))
         self._spent: dict[str, float] = {}  # seconds, by the key of their limit
         self._seen = time.monotonic()
 
     def settle(self) -> None:
         """From now on `poll` looks at the process alone: the server answers, on the part's node or on its first."""
         self._up = True
+        self.handle.answered()
+        self._http.close()
 
     def poll(self) -> Progress:
         """Look at the process, its log and, on the first node, its /health. Does not wait."""
@@ -85,8 +89,7 @@ class Startup:
                 return Progress(self.handle.url, "starting")
             return self._failed(f"ended with {how}", phase.words, self.handle.ended_at or time.time())
         if not self._up and not self._launch.node_rank and self._answers():
-            self.handle.answered()
-            self._up = True
+            self.settle()
         if self._up:
             return Progress(self.handle.url, "ready", ready=True)
         limit, key = self._limit(phase.limit)
@@ -102,6 +105,7 @@ class Startup:
         handle, doing = self.handle, "" if self._up else f" while {phase}"
         why = f"{handle.name} {what}{doing}; its log {handle.log} says: {last_error(handle.log)}"
         handle.stop()
+        self._http.close()
         self._failure = Progress(handle.url, phase, failure=why, failed_at=when)
         return self._failure
 
@@ -119,14 +123,13 @@ class Startup:
         if not self._tries or "address already in use" not in self.handle.tail().casefold():
             return False
         self.handle.stop()
+        self._http.close()
         self._begin()
         return True
 
     def _answers(self) -> bool:
-        url = self.handle.url
         try:
-            with httpx.Client(timeout=_HEALTH_S, trust_env=False, verify=tls(url)) as http:
-                return http.get(url + HEALTH).status_code == 200
+            return self._http.get(HEALTH).status_code == 200
         except httpx.HTTPError:
             return False  # not listening yet
 
