@@ -115,8 +115,6 @@ class MegatronTrainer:
         )
         self._bias = RoutingBias(self.chunks)
         self._fake = self._fake_quant()
-        if self._fake is not None:
-            self._step.prepare = self._round
         rounded = [] if self._fake is None else self._fake.values()
         self._sleep = Sleep(self.chunks, self.optimizer, _ENV.device, derived=rounded, stale=self.weights_changed)
         self.copies = WeightCopies(self.chunks, self.parallel, self.weights_changed)
@@ -126,9 +124,11 @@ class MegatronTrainer:
         self._saving: CheckpointSave | None = None
 
     def _fake_quant(self) -> FakeQuant | None:
-        """The linears that compute with rounded weights or inputs, if the precision has some."""
+        """The linears that compute with rounded weights or inputs, if the precision has some; each pass refreshes
+        them first."""
         if (spec := trained_spec(self.config, self.hf)) is None:
             return None
+        self._step.prepare = self._round
         tensors = self.family.bind(self.hf, mtp=bool(self.models[0].config.mtp_num_layers))
         return FakeQuant(self.chunks, self.parallel, tensors, spec, self.config.precision, _ENV.device)
 

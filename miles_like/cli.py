@@ -35,8 +35,8 @@ from miles_like.pipeline.stages import (
     run_stages,
     stages_to_do,
 )
+from miles_like.preflight.describe import describe_plan
 from miles_like.run import assemble
-from miles_like.run.describe import describe_plan
 from miles_like.run.model_plan import PlannedModel
 from miles_like.run.run_cluster import RunCluster
 from rollout.server_key import given_key

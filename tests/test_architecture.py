@@ -104,20 +104,22 @@ RULES = {
     "miles_like.verify": f"{CONTRACTS} quant routing_replay rollout.episodes rollout.publish rollout.seeds"
     " rollout.sglang rollout.wire megatron_bridge.config miles_like.algorithms.terms miles_like.batch"
     " miles_like.report",
+    "miles_like.staging": f"{CONTRACTS} quant.hf_config megatron_bridge.convert megatron_bridge.families megatron_bridge.plan"
+    " miles_like.cluster miles_like.config miles_like.nodes miles_like.storage",
     # miles_like: commands, which alone name both the trainer and the rollout
     "miles_like.pipeline": f"{CONTRACTS} quant rollout.prompts megatron_bridge.config megatron_bridge.families"
     " megatron_bridge.plan megatron_bridge.convert miles_like.algorithms miles_like.batch miles_like.checkpoint"
-    " miles_like.cluster miles_like.config miles_like.nodes miles_like.report miles_like.storage"
-    " miles_like.supervised",
+    " miles_like.cluster miles_like.config miles_like.nodes miles_like.report miles_like.staging"
+    " miles_like.storage miles_like.supervised",
     "miles_like.doctor": "miles_like.nodes miles_like.pipeline.check_results",
     "miles_like.preflight": f"{CONTRACTS} rollout.config rollout.episodes rollout.prompts miles_like.algorithms"
     " miles_like.cluster miles_like.config miles_like.doctor miles_like.nodes miles_like.pipeline miles_like.rewards"
-    " miles_like.supervised",
+    " miles_like.staging miles_like.supervised",
     "miles_like.run": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
     " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience miles_like.loop"
     " miles_like.nodes miles_like.pipeline"
-    " miles_like.preflight miles_like.report miles_like.rewards miles_like.storage miles_like.supervised"
-    " miles_like.turns miles_like.verify",
+    " miles_like.preflight miles_like.report miles_like.rewards miles_like.staging miles_like.storage"
+    " miles_like.supervised miles_like.turns miles_like.verify",
     "miles_like.command_errors": "miles_like.loop",
     "miles_like.cli": "rollout.embedded.server rollout.server_key rollout.server_url miles_like.checkpoint"
     " miles_like.command_errors miles_like.config miles_like.doctor miles_like.pipeline miles_like.preflight"
@@ -130,6 +132,7 @@ BOTH_SIDES = (
     "miles_like.pipeline",
     "miles_like.preflight",
     "miles_like.run",
+    "miles_like.staging",
 )
 LIBRARIES_OF_THE_GROUND = {"torch", "numpy"}
 TORCH_FREE = (  # and all that they import
@@ -146,6 +149,7 @@ SEE_THE_WHOLE_CONFIGURATION = (
     "miles_like.pipeline",
     "miles_like.preflight",
     "miles_like.run",
+    "miles_like.staging",
     "miles_like.cli",
 )
 

@@ -55,8 +55,8 @@ class RayServers:
     def __init__(self, launches: Sequence[tuple[Slot, ServerLaunch]], nodes: RunNodes, log_dir: Path) -> None:
         """Begins to start all servers; `wait` returns once they answer.
 
-        Where the run uses another node than this process's, a server listens on its node's address; the parts of a server that spans nodes
-        connect to a port of its first node.
+        Where the run uses another node than this process's, a server listens on its node's address; the parts of a
+        server that spans nodes connect to a port of its first node.
         """
         self._slots = [slot for slot, _ in launches]
         self._names = [f"rollout server {s.index}{f' part {s.node_rank}' if s.nnodes > 1 else ''}" for s in self._slots]

@@ -36,7 +36,7 @@ class ConvertWork:
         if self.nodes is None:
             return None
         if self.apart:
-            from miles_like.pipeline.separate_disks import SpreadApart
+            from miles_like.staging.separate_disks import SpreadApart
 
             nodes = tuple(self.nodes())
             return SpreadApart(nodes=nodes, each=self.workers, timeout_s=self.timeout_s, local=self.local)

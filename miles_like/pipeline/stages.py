@@ -30,7 +30,7 @@ from miles_like.pipeline.dequantize import dequantize_checkpoint, is_unquantized
 from miles_like.pipeline.fetch import content, describe, fetch, source_inputs, visible_files
 from miles_like.pipeline.rollout_checkpoint import store_served
 from miles_like.pipeline.run_directory import Mode, check_nothing_lost, clear_run_dir, summary_files
-from miles_like.pipeline.stage_files import HF, MEGATRON, NodeNeed, layout_inputs, stage_plan
+from miles_like.staging.stage_files import HF, MEGATRON, NodeNeed, layout_inputs, stage_plan
 from miles_like.storage.completion import (
     MARKER,
     Output,

@@ -26,7 +26,6 @@ from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import read_config_file
 from miles_like.loop.stopping import run_to_end
 from miles_like.pipeline.first_layers import shortened
-from miles_like.pipeline.stage_files import node_needs
 from miles_like.pipeline.stages import (
     Preflight,
     Sizes,
@@ -39,6 +38,7 @@ from miles_like.pipeline.stages import (
 from miles_like.run.model_plan import PlannedModel, model_plan, planned_model
 from miles_like.run.rollout_side import RolloutSide, server_launch
 from miles_like.run.run_cluster import RunCluster
+from miles_like.staging.stage_files import node_needs
 from miles_like.storage.staging import StageFiles
 from miles_like.verify.report import Report as AlignmentReport
 from quant.hf_config import quantized_config
@@ -67,7 +67,7 @@ def stage_functions(
         make_checkpoint(config, out, console, cluster.nodes)
 
     def stage(works: Sequence[StageFiles]) -> Sequence[Mapping[str, Any]]:
-        from miles_like.pipeline.separate_disks import stage_on_nodes
+        from miles_like.staging.separate_disks import stage_on_nodes
 
         return stage_on_nodes(works, cluster.nodes().nodes, timeout_s=config.cluster.timeout_s)
 

@@ -16,9 +16,10 @@ from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.to_megatron import Conversion, convert_source, plan_conversion
 from megatron_bridge.convert.units import ELSEWHERE, HashedFile
 from miles_like.config.load import load_config
+from miles_like.nodes.members import living_nodes
 from miles_like.nodes.session import start_ray, stop_ray
-from miles_like.pipeline.separate_disks import SpreadApart, stage_on_nodes
-from miles_like.pipeline.stage_files import stage_plan
+from miles_like.staging.separate_disks import SpreadApart, stage_on_nodes
+from miles_like.staging.stage_files import stage_plan
 from miles_like.storage.completion import Output, file_fact, files_under
 from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
@@ -57,7 +58,7 @@ def write_source(disk: Path) -> None:
 def convert_apart(source: Path, out: Path, address: str, local: Path, stuck: bool) -> dict[str, Any]:
     """On the driver's node."""
     start_ray(address)
-    spread = SpreadApart(each=1, timeout_s=120.0, local=local)
+    spread = SpreadApart(nodes=living_nodes(), each=1, timeout_s=120.0, local=local)
     try:
         with mock.patch.object(conversion, "plan_conversion", plan_stuck if stuck else plan_conversion):
             convert_source(Source.open(source), out, Grid(), chunk_bytes=CHUNK, unit_bytes=UNIT, spread=spread)
@@ -87,6 +88,6 @@ def stage(source: Path, out: Path, data: Path, address: str) -> list[Any]:
             Output(root, {str(p.relative_to(root)): file_fact(p) for p in files_under(root)}) for root in (source, out)
         )
         plan = stage_plan(config, data, hf, shards)
-        return list(stage_on_nodes(plan.nodes, timeout_s=120.0))
+        return list(stage_on_nodes(plan.nodes, living_nodes(), timeout_s=120.0))
     finally:
         stop_ray()

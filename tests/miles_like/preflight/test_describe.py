@@ -13,8 +13,8 @@ from miles_like.cli import app
 from miles_like.config.load import load_config
 from miles_like.config.loop import CheckpointConfig
 from miles_like.pipeline.stages import STAGES, plan_stages
+from miles_like.preflight.describe import LINES, decimal, describe_checkpoints, describe_plan
 from miles_like.run.assemble import known_model, stage_functions
-from miles_like.run.describe import LINES, decimal, describe_checkpoints, describe_plan
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FP8, BF16 = 673_150_611_808, 1_342_052_868_096  # DeepSeek-V3's 671 B parameters without the draft layer

@@ -131,8 +131,8 @@ class _Sees:
 
 
 def stage_on_nodes(works: Sequence[StageFiles], nodes: Sequence[Node], *, timeout_s: float) -> list[Staged]:
-    """Run the copies of node k on `nodes[k]`, each file read from where the node sees it or from the node that holds it.
-    Raises ValueError as `StageFiles` and `on_nodes`."""
+    """Run the copies of node k on `nodes[k]`, each file read from where the node sees it, else from the node that holds
+    it. Raises ValueError as `StageFiles` and `on_nodes`."""
     copies = [c for work in works for c in work.copies]
     roots = list(dict.fromkeys(c.source.root for c in copies if isinstance(c.source, LocalSource) and c.files))
     here, moved = own_address(), {root: _elsewhere(root) for root in roots}

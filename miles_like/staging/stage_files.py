@@ -59,7 +59,7 @@ def layout_inputs(config: RunConfig) -> dict[str, Any]:
     servers = config.servers
     return {
         "parallel": config.parallel.model_dump(mode="json"),
-        "cluster": config.cluster.model_dump(mode="json", include={"nodes", "gpus_per_node", "colocate"}),
+        "cluster": config.cluster.model_dump(mode="json", include={"nodes", "gpus_per_node", "colocate", "pools"}),
         "servers": None if servers is None else [servers.engine, servers.servers, servers.sglang.tp_size],
         "models": [config.algorithm.name, config.algorithm.has_critic, bool(config.train.mtp_coefficient)],
     }
@@ -120,8 +120,9 @@ def _sums(files: Mapping[str, FileFact]) -> dict[str, FileSum]:
 
 
 def _ranks(plan: PlacementPlan, node: int) -> list[int]:
-    """Numbers of the trainer and critic ranks on a node."""
-    return sorted({s.index for s in (*plan.of("trainer"), *plan.critics()) if s.node == node})
+    """Numbers of the ranks on a node: of trainer, critic and reference."""
+    ranks = (*plan.of("trainer"), *plan.critics(), *plan.of("reference"))
+    return sorted({s.index for s in ranks if s.node == node})
 
 
 def _server_nodes(plan: PlacementPlan) -> frozenset[int]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from miles_like.cluster.placement import PlacementPlan, plan_placement
 from miles_like.config.loop import CheckpointConfig
 from miles_like.config.run import RunConfig
-from miles_like.pipeline.stage_files import NodeNeed
 from miles_like.pipeline.stages import Sizes, Stage
 from miles_like.preflight.machine import checkpoint_size, disk_needs, saved_checkpoints
+from miles_like.staging.stage_files import NodeNeed
 
 LINES = 10  # at most
 _SHOWN = 4  # different needs of nodes
