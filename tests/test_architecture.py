@@ -104,8 +104,8 @@ RULES = {
     "miles_like.verify": f"{CONTRACTS} quant routing_replay rollout.episodes rollout.publish rollout.seeds"
     " rollout.sglang rollout.wire megatron_bridge.config miles_like.algorithms.terms miles_like.batch"
     " miles_like.report",
-    "miles_like.staging": f"{CONTRACTS} quant.hf_config megatron_bridge.convert megatron_bridge.families megatron_bridge.plan"
-    " miles_like.cluster miles_like.config miles_like.nodes miles_like.storage",
+    "miles_like.staging": f"{CONTRACTS} quant.hf_config megatron_bridge.convert megatron_bridge.families"
+    " megatron_bridge.plan miles_like.cluster miles_like.config miles_like.nodes miles_like.storage",
     # miles_like: commands, which alone name both the trainer and the rollout
     "miles_like.pipeline": f"{CONTRACTS} quant rollout.prompts megatron_bridge.config megatron_bridge.families"
     " megatron_bridge.plan megatron_bridge.convert miles_like.algorithms miles_like.batch miles_like.checkpoint"

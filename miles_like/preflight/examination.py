@@ -38,7 +38,7 @@ def examine_nodes(config: RunConfig | None, ray_address: str | None, console: Co
 
 
 def brief_checks(config: RunConfig, chosen: Sequence[Node]) -> list[CheckResult]:
-    """Before a run over the `chosen` nodes, with Ray joined: versions, limits, clocks, names, gloo between neighbours."""
+    """Before a run over several nodes, with Ray joined: versions, limits, clocks, names, gloo between neighbours."""
     from miles_like.nodes.services import NodeServices
 
     needs = run_needs(config)
