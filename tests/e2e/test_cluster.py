@@ -70,7 +70,7 @@ def test_a_conversion_shared_by_two_nodes_is_one_machine_s(two_nodes: str, tmp_p
 
 def test_a_placement_larger_than_the_cluster_is_refused(shell: Run, two_nodes: str, home: Path) -> None:
     done = shell("--run-dir", str(home / "three"), *ONE_STEP, "--ray-address", two_nodes, "--set", "cluster.nodes=3",
-               "--set", "parallel.dp=3", "--set", "parallel.ep=1")  # fmt: skip
+               "--set", "cluster.timeout_s=5", "--set", "parallel.dp=3", "--set", "parallel.ep=1")  # fmt: skip
     assert done.returncode == 2
     check_refusal(done.stderr, 2, "cluster.nodes")
     assert len(done.stderr.strip().splitlines()) == 1
