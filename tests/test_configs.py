@@ -64,7 +64,7 @@ def test_the_order_of_a_turn_is_printed_where_turns_are_taken(tmp_path: Path) ->
         config = load_config(CONFIGS[0].with_name(f"{name}.toml"), settings)
         lines = describe_processes(config, tmp_path, known_model(config))
         assert sum(line.startswith("turns: ") for line in lines) == turns
-    stock = load_config(CONFIGS[0].with_name("qwen3_30b_a3b.toml"), ["rollout.sglang={tp_size=8}"])
+    stock = load_config(CONFIGS[0].with_name("qwen3_30b_a3b.toml"), ["rollout.sglang={tp_size=8}", "rollout.servers=2"])
     assert any("--enable-memory-saver" in line for line in describe_processes(stock, tmp_path, known_model(stock)))
 
 

@@ -75,7 +75,6 @@ class VerifyRun:
                 f"--rollouts {rollouts} uses saved samples, so --prompts {prompts} has no effect: give one of the two"
             )
         self.key = options.key
-        self.turns = rollouts is None and not attached and self.config.takes_turns  # of servers on our devices
         self.attached, self.prompts = tuple(attached), PROMPTS if prompts is None else prompts
         self.version = 0 if checkpoint is None else run_state.load(checkpoint).weight_version
         self.weights = self.plan.run_dir / "verify" / "weights"  # while they are compared
@@ -109,6 +108,11 @@ class VerifyRun:
                     await client.set_weight_version(self.version)
             finally:
                 await client.close()
+
+    @property
+    def turns(self) -> bool:
+        """Whether both sides take turns: servers that are given or not needed are on other devices."""
+        return self.rollouts is None and not self.attached and self.config.takes_turns
 
     @property
     def _publishes_first(self) -> bool:

@@ -27,6 +27,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from rollout.wire import endpoints
+from rollout.wire.bodies import MemoryTag
 from tests.fuzz.hostile import Maker, send
 from tests.fuzz.served import Client, Served, served
 
@@ -68,8 +69,18 @@ def operations(url: str) -> list[Any]:
     return [result.ok() for result in schema.get_all_operations()]
 
 
+def restore(server: Served) -> None:
+    """The memory that was released, and the weights that were lost with it."""
+    for tag in MemoryTag:
+        httpx.post(server.url + endpoints.RESUME_MEMORY, json={"tags": [tag]}, trust_env=False)
+    if httpx.post(server.url + endpoints.CHECKSUM, content=b"{}", trust_env=False).status_code == 400:
+        body = {"model_path": str(server.path)}
+        assert httpx.post(server.url + endpoints.UPDATE_FROM_DISK, json=body, trust_env=False, timeout=30).is_success
+
+
 def test_every_answer_is_one_that_the_schema_declares(server: Served) -> None:
-    """GET /flush_cache and its like have no body to draw; pauses are ended at once, or nothing would be answered."""
+    """GET /flush_cache and its like have no body to draw; pauses and releases are ended at once, or nothing would be
+    answered."""
     client, asked = Client(server.url), 0
     client.some(8)
     for operation in operations(server.url):
@@ -92,6 +103,8 @@ def test_every_answer_is_one_that_the_schema_declares(server: Served) -> None:
                 case.call_and_validate(checks=CHECKS, timeout=30)
                 if case.path == endpoints.PAUSE:
                     httpx.post(server.url + endpoints.CONTINUE, content=b"{}", trust_env=False)
+                if case.path == endpoints.RELEASE_MEMORY:
+                    restore(server)
 
             check()
     assert asked >= REQUESTS - HOSTILE
