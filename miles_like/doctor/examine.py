@@ -98,7 +98,9 @@ def examine(
     asked = {k: (name.address, tokens[k]) for k, name in enumerate(nodes.names)}
     answers = nodes.call("report", asked, REPORT_S)
     reports = {labels[k]: a for k, a in sorted(answers.items()) if not isinstance(a, Unanswered)}
-    silent = {labels[k]: a.why for k, a in sorted(answers.items()) if isinstance(a, Unanswered)}
+    silent = {
+        labels[k]: f"{nodes.names[k].address}: {a.why}" for k, a in sorted(answers.items()) if isinstance(a, Unanswered)
+    }
     here = [k for k in range(len(labels)) if labels[k] in reports]
     findings = judge_nodes(list(reports), silent, nodes.departed, needs)
     findings += judge_software(reports, needs) + judge_limits(reports)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from miles_like.doctor.disks import DiskFacts
 from miles_like.doctor.examiner import NodeReport
@@ -167,13 +168,7 @@ def judge_disks(reports: Reports, needs: Needs, seen: Mapping[str, Mapping[str, 
         faults = {n: fault for n, d in disks.items() if (fault := _disk_fault(n, path, d))}
         values = {n: _disk(d) for n, d in disks.items()}
         rows = one_row(f"disk {path}", values, faults)
-        tmpfs = f"{path} is a file system in memory: what is written there takes the node's memory"
-        out += [
-            Finding(check=row.check, where=row.where, found=row.found, text=tmpfs)
-            if row.outcome is Outcome.OK and row.found.startswith("tmpfs")
-            else row
-            for row in rows
-        ]
+        out += [replace(row, text=row.text or _disk_remark(path, row, disks)) for row in rows]
         out += _reach(path, seen.get(path, {}), shared=path in needs.shared, local=path in needs.local)
     return out
 
@@ -188,11 +183,18 @@ def _disk_fault(node: str, path: str, disk: DiskFacts) -> str:
         return f"{node}: the file system of {path} has {disk['free'] >> 20} MiB free: free some, or name another path"
     if disk["error"]:
         return f"{node}: {path} cannot be written ({disk['error']}): correct its permissions, or name another path"
-    if min(disk["write"], disk["read"]) < _SLOW:
+    return ""
+
+
+def _disk_remark(path: str, row: Finding, disks: Mapping[str, DiskFacts]) -> str:
+    """A speed is that of a moment, in which other work may have used the disk."""
+    here = [disks[node] for node in row.where]
+    if any(min(disk["write"], disk["read"]) < _SLOW for disk in here):
         return (
-            f"{node}: {path} writes {rate(disk['write'])} and reads {rate(disk['read'])}, want {rate(_SLOW)}: name a "
-            "faster disk, or wait until other work on it has ended"
+            f"{path} is slow on {listed(row.where)}: {row.found}; below {rate(_SLOW)} staging a checkpoint takes days"
         )
+    if any(disk["kind"] == "tmpfs" for disk in here):
+        return f"{path} is a file system in memory: what is written there takes the node's memory"
     return ""
 
 

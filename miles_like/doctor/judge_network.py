@@ -39,7 +39,7 @@ class Link:
 def judge_nodes(
     answered: Sequence[str], unanswered: Mapping[str, str], departed: Sequence[str], needs: Needs
 ) -> list[Finding]:
-    """unanswered: node -> why. departed: addresses of nodes that have left the Ray cluster."""
+    """unanswered: node -> its address and why. departed: addresses of nodes that have left the Ray cluster."""
     out = [
         Finding(
             check="node",

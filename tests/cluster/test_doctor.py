@@ -46,7 +46,7 @@ def doctor(cluster: Cluster, shared: Path, *options: str) -> tuple[int, dict[str
     """(exit status, the file it writes, what it prints)."""
     file = shared / "found.json"
     run = ["-m", "miles_like.cli", "doctor", "--ray-address", cluster.ray_address, "--json", str(file), *options]
-    done = cluster[0].run([sys.executable, *run], check=False, env={"COLUMNS": "160"}, timeout_s=240.0)
+    done = cluster[0].run([sys.executable, *run], check=False, env={"COLUMNS": "160"}, timeout_s=300.0)
     return done.returncode, json.loads(file.read_text()), done.stdout + done.stderr
 
 

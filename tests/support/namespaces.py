@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[2]
 NEED = "MILES_LIKE_NEED_NAMESPACES"  # environment variable: without the right to make them, tests fail in place of skip
 NAMESPACES = ("--net", "--uts", "--mount", "--pid")
 RAY_PORT = 6379
+_RAY_S = 300.0  # limit of `ray start`, which takes 4 s on an idle machine
 _RAY_TRIES = 3  # Ray gives a node 30 s to join, which a busy machine may need twice
 Hosts = Literal["good", "hostile", "empty"]  # of /etc/hosts; hostile: the node's name is 127.0.1.1, as Debian writes it
 P = ParamSpec("P")
@@ -142,7 +143,7 @@ class Cluster(Sequence[Node]):
             left = batch
             for _ in range(_RAY_TRIES):
                 outputs = {
-                    k: (process, process.communicate(timeout=120)[0]) for k, process in [(k, start(k)) for k in left]
+                    k: (process, process.communicate(timeout=_RAY_S)[0]) for k, process in [(k, start(k)) for k in left]
                 }
                 left = [k for k, (process, _) in outputs.items() if process.returncode]
                 for k in left:  # it sees the processes of its node alone
