@@ -36,6 +36,7 @@ class ProbeResult(TypedDict):
 
     node: str  # host name
     disks: dict[str, tuple[int, int]]  # path -> (device number, free bytes) of its file system
+    held: dict[str, int]  # path -> bytes of the files that are below it already
     missing: dict[str, str]  # package -> why it is not installed, or does not import
     used: list[int]  # ports in use
     gpus: int
@@ -58,6 +59,7 @@ class NodeProbe:
         return {
             "node": socket.gethostname(),
             "disks": {path: disk_of(Path(path)) for path in self.paths},
+            "held": {path: bytes_under(Path(path)) for path in self.paths},
             "missing": missing,
             "used": [port for port in self.ports if not is_free(port)],
             "gpus": gpus(),

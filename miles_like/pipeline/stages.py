@@ -203,7 +203,9 @@ def _plan_staging(config: RunConfig, cache: Path, functions: StageFunctions, *, 
         verified_sums,
     )
     key = input_key("stage", {"after": after, **inputs, "layout": layout_inputs(config)})
-    return replace(stage, key=key, by_node=None if size is None else size.nodes)
+    # the marker is of this machine; another run's node k may be another machine, which lacks files
+    again = "each node checks what it has" if config.cluster.nodes > 1 else None
+    return replace(stage, key=key, by_node=None if size is None else size.nodes, again=again)
 
 
 def _cached_stage(
@@ -290,7 +292,7 @@ def run_stages(
     for stage in stages:
         why = stage.why_not_done()
         if stage.name not in selected:
-            if why is None:
+            if why_incomplete(stage.directory, stage.key) is None:
                 done[stage.name] = _output(stage)
             continue
         if why is None and not fresh:

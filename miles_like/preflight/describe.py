@@ -129,7 +129,7 @@ def _disks(config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str]) -> 
     shared = Counter[Path]()
     own = Counter[Path]()
     for need in disk_needs(config, stages, to_do):
-        (own if need.on_nodes else shared)[need.directory if need.on_nodes else need.directory.parent] += need.bytes
+        (own if need.on_nodes else shared)[need.directory.parent] += need.bytes
     lines = [f"{directory} {decimal(n)}" for directory, n in shared.items()]
     lines += [f"{directory} of each node up to {decimal(n)}" for directory, n in own.items()]
     return ", ".join(lines) or "nothing is written"

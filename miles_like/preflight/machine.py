@@ -47,9 +47,9 @@ class DiskNeed:
     on_nodes: bool = False  # on each node, not on the shared file system
     by_node: tuple[int, ...] = ()  # bytes of each node, if `on_nodes`
 
-    def of_node(self, node: int) -> DiskNeed:
-        """The need of one node; of a node that the run does not use, nothing."""
-        return replace(self, bytes=self.by_node[node] if node < len(self.by_node) else 0)
+    def of_node(self, node: int, held: int) -> DiskNeed:
+        """What one node, which has `held` bytes of it, needs still; a node that the run does not use needs nothing."""
+        return replace(self, bytes=max(0, self.by_node[node] - held) if node < len(self.by_node) else 0)
 
 
 def disk_needs(config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str]) -> list[DiskNeed]:
@@ -77,7 +77,7 @@ def disk_needs(config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str])
         need("stage", again)
         own = tuple(n.served + _whole_files(n.shards, bf16) for n in nodes)
         if "stage" in to_do and max(own) > 0:
-            where = Path(config.cluster.stage_dir)
+            where = Path(config.cluster.stage_dir) / by_name["stage"].directory.name
             out.append(DiskNeed(stage="stage", directory=where, bytes=max(own), on_nodes=True, by_node=own))
     if not config.lora.rank:
         trained = 1 + config.algorithm.has_critic
@@ -304,7 +304,7 @@ class Machines:
 
     def _node_checks(self, node: int, probe: ProbeResult, *, here: bool) -> dict[str, Callable[[], None]]:
         name = "this machine" if here else f"node {node} ({probe['node']})"
-        needs = [n.of_node(node) for n in self.needs if n.on_nodes]
+        needs = [n.of_node(node, probe["held"][str(n.directory)]) for n in self.needs if n.on_nodes]
         out: dict[str, Callable[[], None]] = {}
         if needs:
             out[f"disk space of {name}"] = lambda: check_disks(

@@ -64,7 +64,7 @@ def test_a_conversion_over_separate_disks_survives_a_node_and_is_staged_by_need(
     kept = second.call(times, pieces)
     assert len(kept) > 2 and not second.call(listed, disk / "hf")  # the source is on the driver's node alone
 
-    found = driver.call(separate_disks.convert_apart, disk / "hf", out, address, local, False)
+    found = driver.call(separate_disks.convert_apart, disk / "hf", out, address, local, False, 2)
     alone = driver.call(separate_disks.described, disk / "alone")
     assert found["manifest"] == alone["manifest"] and found["metadata"] == alone["metadata"]
     elsewhere = json.loads(found["elsewhere"])

@@ -55,9 +55,17 @@ def write_source(disk: Path) -> None:
     convert_source(Source.open(disk / "hf"), disk / "alone", Grid(), chunk_bytes=CHUNK, unit_bytes=UNIT)
 
 
-def convert_apart(source: Path, out: Path, address: str, local: Path, stuck: bool) -> dict[str, Any]:
-    """On the driver's node."""
+def join(address: str, alive: int) -> None:
     start_ray(address)
+    until = time.monotonic() + 120
+    while len(living_nodes()) != alive:
+        assert time.monotonic() < until, f"{len(living_nodes())} nodes, {alive} are alive"
+        time.sleep(0.3)
+
+
+def convert_apart(source: Path, out: Path, address: str, local: Path, stuck: bool, alive: int = 3) -> dict[str, Any]:
+    """On the driver's node, once Ray has noticed that `alive` nodes live."""
+    join(address, alive)
     spread = SpreadApart(nodes=living_nodes(), each=1, timeout_s=120.0, local=local)
     try:
         with mock.patch.object(conversion, "plan_conversion", plan_stuck if stuck else plan_conversion):
@@ -81,7 +89,7 @@ def described(out: Path) -> dict[str, Any]:
 
 def stage(source: Path, out: Path, data: Path, address: str) -> list[Any]:
     """On the driver's node: one stage of the pipeline and no server, or the server, on each of three nodes."""
-    start_ray(address)
+    join(address, 3)
     try:
         config = load_config(TINY, list(LAYOUT))
         hf, shards = (

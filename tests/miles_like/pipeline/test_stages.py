@@ -369,3 +369,20 @@ def test_the_option_that_a_damaged_checkpoint_is_told_with_works(
     saving.stopped = False
     assert command(*option.split()).exit_code == 0
     assert saving.ran == ["convert", "train from 0", "train from 2"]
+
+
+def test_another_layout_stages_what_is_missing_in_the_same_directory(config: RunConfig, tmp_path: Path) -> None:
+    """Over several nodes the stage always runs, because node k may be another machine than last time; files that were
+    verified are not read again, and a later stage alone takes what is there."""
+    cluster, run_dir = Cluster(), tmp_path / "runs" / "a"
+    go(cluster, config, run_dir)
+    (staged,) = (tmp_path / "runs" / "cache").glob("stage-*/data")
+    times = {p: p.stat().st_mtime_ns for p in staged.rglob("*") if p.is_file()}
+    two = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": 2})})
+    printed = go(cluster, two, tmp_path / "runs" / "b")
+    assert "(made from other inputs)" in printed
+    assert list((tmp_path / "runs" / "cache").glob("stage-*/data")) == [staged]
+    assert "(each node checks what it has)" in go(cluster, two, tmp_path / "runs" / "c")
+    assert times == {p: p.stat().st_mtime_ns for p in staged.rglob("*") if p.is_file()}
+    go(cluster, two, tmp_path / "runs" / "d", stages="train")
+    assert cluster.ran == ["convert", "train", "train", "train", "train"]
