@@ -36,6 +36,8 @@ rank = sys.argv[sys.argv.index("--node-rank") + 1]
 (where / f"pid{rank}").write_text(str(os.getpid()))
 print("Load weight begin", flush=True)
 if rank == "1":
+    while not (where / "pid0").exists():
+        time.sleep(0.05)
     raise RuntimeError("no space left on device 5")
 time.sleep(120)
 """
