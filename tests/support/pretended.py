@@ -39,7 +39,16 @@ class PretendedCluster:
         """Start node 127.0.0.`host` for every host, one after the other: on two cores Ray gives up on the processes of
         a node when several start at once. Returns their handles, which `remove` takes."""
         with patch.dict(os.environ, self._environment):
-            return [self._cluster.add_node(num_gpus=gpus, node_ip_address=f"127.0.0.{host}", **SMALL) for host in hosts]
+            return [self._start(f"127.0.0.{host}", gpus) for host in hosts]
+
+    def _start(self, address: str, gpus: int, tries: int = 3) -> Any:
+        """Ray waits 15 s for a process that reports ports, which a busy machine may exceed; the node then has ended."""
+        try:
+            return self._cluster.add_node(num_gpus=gpus, node_ip_address=address, **SMALL)
+        except Exception as e:  # Ray raises no narrower one
+            if tries == 1 or "timed out during startup" not in str(e):
+                raise
+            return self._start(address, gpus, tries - 1)
 
     def remove(self, node: Any) -> None:
         self._cluster.remove_node(node, allow_graceful=False)
