@@ -31,7 +31,7 @@ class NodeServices:
     """`factory()` on each of `nodes`, in their order; use as a context manager.
 
     names: of the nodes. ray_gpus, object_store: GPUs and bytes of the object store that Ray has on each. departed:
-    addresses of nodes that were in the cluster and left it.
+    addresses of nodes that were in the cluster and left it; empty for chosen nodes, which a run does without.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class NodeServices:
     ) -> None:
         """environment: variables of the processes, which otherwise have those of the node's Ray. nodes: None: all that
         live."""
+        everything = nodes is None
         nodes = living_nodes() if nodes is None else nodes
         every = ray.nodes()  # type: ignore[no-untyped-call]
         stores = {str(n["NodeID"]): int(n["Resources"].get("object_store_memory", 0)) for n in every}
@@ -46,7 +47,8 @@ class NodeServices:
         self.ray_gpus = [n.gpus for n in nodes]
         self.object_store = [stores.get(n.id, 0) for n in nodes]
         here = {n.address for n in living_nodes()}
-        self.departed = sorted({str(n["NodeManagerAddress"]) for n in every if not n["Alive"]} - here)
+        gone = {str(n["NodeManagerAddress"]) for n in every if not n["Alive"]} if everything else set()
+        self.departed = sorted(gone - here)
         actor: Any = ray.remote(num_cpus=0, max_restarts=0)(_Service)
         options = {"runtime_env": {"env_vars": dict(environment)}} if environment else {}
         self._actors = [actor.options(scheduling_strategy=on_node(n.id), **options).remote(factory) for n in nodes]

@@ -28,7 +28,8 @@ def run_needs(config: RunConfig) -> Needs:
         shared=() if config.cache_dir is None else (config.cache_dir,),
         local=() if c.stage_dir is None else (c.stage_dir,),
         packages=("torch", "megatron-core", "ray", *te, *flex),
-        engine=sys.executable,
+        engine=sys.executable if servers is None else servers.sglang.python or sys.executable,
         engine_packages=engine_packages,
         environment=plain_values(c.env),
+        interfaces=True,  # process_environment
     )
