@@ -284,6 +284,7 @@ def test_routes_are_asked_for_where_servers_keep_them_and_by_nobody_who_trains_o
     monkeypatch.setattr(
         "miles_like.run.launcher.RayServers", lambda launches, _nodes, _logs, _limit: launched.extend(launches)
     )
+    monkeypatch.setattr(Launcher, "nodes", lambda _self, _plan: None)
     made = RolloutSide(plan=plan_of(*settings))
     Launcher().servers(made, 0)
     assert [launch.return_routed_experts for _, launch in launched] == [kept] * len(launched) and launched
