@@ -246,7 +246,7 @@ def test_a_directory_beside_a_section_that_makes_a_model_is_refused(
         (("cluster.gpus_per_node=2", "cluster.colocate=true"), True),
         (("cluster.gpus_per_node=2", "rollout.engine=sglang"), True),
         (("cluster.gpus_per_node=2", "rollout.engine=sglang", "rollout.sglang.enable_memory_saver=true"), True),
-        (("cluster.gpus_per_node=4", "rollout.engine=sglang", "cluster.colocate=false"), False),
+        (("cluster.gpus_per_node=4", "cluster.nodes=2", "rollout.engine=sglang", "cluster.colocate=false"), False),
     ],
 )
 def test_who_takes_turns(settings: tuple[str, ...], takes: bool) -> None:
