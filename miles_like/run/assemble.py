@@ -164,11 +164,7 @@ TURN = (
 def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | None) -> list[str]:
     """Nodes, ranks and server command lines, as `--dry-run` prints them. model: None: not known yet."""
     plan = plan_placement(config.cluster, config.parallel, config.servers)
-    p = config.parallel
-    lines = [
-        f"layout: TP{p.tp} x PP{p.pp} x CP{p.cp} x DP{p.dp}, EP{p.ep} x ETP{p.etp} over the same {p.world_size} ranks"
-    ]
-    lines.append("kernels: checked once the model is fetched" if model is None else _describe_trainer(model))
+    lines = ["kernels: checked once the model is fetched" if model is None else _describe_trainer(model)]
     lines += describe_placement(config, plan)
     stage = config.cluster.stage_dir
     served = (Path(stage) / "stage-..." if stage else cache_of(config, run_dir) / "stage-..." / "data") / "hf"
