@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from miles_like.config.load import load_config
+from miles_like.doctor.software import DISTRIBUTIONS
 from miles_like.preflight.machine import SGLANG_VERSION
+from miles_like.preflight.run_needs import run_needs
 from tests.support.refusals import refuses
 from tests.support.resolve import ENVIRONMENTS, SOURCE_ONLY, find_uv, solution
 
@@ -30,6 +33,15 @@ def test_the_engine_that_is_installed_is_the_one_that_a_run_demands() -> None:
     assert versions("docs/cluster/engine-requirements.txt") == {"sglang": SGLANG_VERSION}
     assert engine["sglang"] == SGLANG_VERSION and "sglang" not in trainer
     assert versions("tests/sglang_cpu/requirements.txt")["sglang"] == SGLANG_VERSION
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
+def test_what_the_doctor_asks_of_an_engine_is_installed_there(path: Path) -> None:
+    """Under one of its names: SGLang's DeepEP is another distribution than DeepEP's own."""
+    engine = versions(ENVIRONMENTS[1].pins)
+    for package in run_needs(load_config(path)).engine_packages:
+        names = DISTRIBUTIONS.get(package, (package,))
+        assert any(name.replace("_", "-") in engine for name in names), f"{package}: none of {names} is installed"
 
 
 def test_the_stated_metadata_is_of_the_version_that_is_installed() -> None:

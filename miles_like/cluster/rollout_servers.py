@@ -63,6 +63,7 @@ class RayServers:
         logs = [log_dir / f"rollout_actor{s.index}.{s.node_rank}.log" for s in self._slots]
         self._actors = [nodes.start(_Server, s, log) for s, log in zip(self._slots, logs, strict=True)]
         self._settled: set[int] = set()  # servers that answer
+        self._shown: dict[int, str] = {}  # server -> the phase that was reported last
         addresses = self._results([a.address.remote() for a in self._actors], ACTOR_S)
         here = {own_address()} == {node.address for node in nodes.nodes}  # the clients of the servers are here too
         hosts = ["127.0.0.1" if here else ip for ip, _ in addresses]
@@ -89,16 +90,18 @@ class RayServers:
 
     def _wait(self, say: Callable[[str], None]) -> list[str]:
         heads = {s.index: i for i, s in enumerate(self._slots) if s.node_rank == 0}
-        shown = dict.fromkeys(heads, "")
         while True:
             looks = self._look(_LOOK_S)
+            ready = {server for server, i in heads.items() if looks[i].ready}
+            if ready - self._settled:  # the parts of a server that answers are not late
+                self._settled |= ready
+                continue
             if (failure := _first_failure(looks)) is not None:
                 raise RuntimeError(failure)
             for server, i in heads.items():
-                if looks[i].phase != shown[server]:
-                    shown[server] = looks[i].phase
+                if looks[i].phase != self._shown.get(server):
+                    self._shown[server] = looks[i].phase
                     say(f"rollout server {server} of {len(heads)}: {looks[i].phase}")
-            self._settled = {server for server, i in heads.items() if looks[i].ready}
             if len(self._settled) == len(heads):
                 return [looks[i].url for i in heads.values()]
             time.sleep(POLL_S)

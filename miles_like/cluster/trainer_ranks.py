@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 from torch import Tensor
 
 from miles_like.batch.packing import cut_shard
@@ -24,7 +24,7 @@ from miles_like.cluster.placement import Slot
 from miles_like.cluster.rank import Place, PublisherFactory, Rank, TrainerFactory
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.nodes.members import cluster_gist
-from miles_like.nodes.waits import error_message, ignore_exception, root_cause, timed_out, write_stacks
+from miles_like.nodes.waits import error_message, first_cause, ignore_exception, root_cause, timed_out, write_stacks
 from miles_like.nodes.work import DEFAULT_TIMEOUT_S
 from miles_like.types import PublishReport, Scored, StepReport, TrainBatch
 
@@ -175,20 +175,22 @@ class RayTrainer:
                 answer.cancel()
 
     def _call_first(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """As `_all`, without an event loop, on the first `len(arguments)` ranks."""
+        """As `_all`, without an event loop, on the first `len(arguments)` ranks: the first that fails is named."""
         began, limit = self._begin_call(method)
         refs = [getattr(r, method).remote(*a) for r, a in zip(self._ranks, arguments, strict=False)]
-        out: list[Any] = []
-        for i, ref in enumerate(refs):
+        left = list(refs)
+        while left:
+            done, left = ray.wait(left, num_returns=1, timeout=max(0.0, began + limit - time.monotonic()))
+            if not done:
+                late = [refs.index(ref) for ref in left]
+                raise RuntimeError(self._timeout_message(method, late, limit))
             try:
-                out.append(ray.get(ref, timeout=max(0.0, began + limit - time.monotonic())))
-            except GetTimeoutError:
-                done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
-                late = [j for j, other in enumerate(refs) if other not in done]
-                raise RuntimeError(self._timeout_message(method, late, limit)) from None
+                ray.get(done[0])
             except RayError as e:
-                raise RuntimeError(f"{self._role} rank {i}: {error_message(e)}") from None
+                i, cause = first_cause(refs.index(done[0]), e, refs)
+                raise RuntimeError(f"{self._role} rank {i}: {error_message(cause)}") from None
         self._deadlines.note(method, time.monotonic() - began)
+        out: list[Any] = ray.get(refs)
         return out
 
     def _begin_call(self, method: str) -> tuple[float, float]:

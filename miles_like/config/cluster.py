@@ -159,7 +159,9 @@ class ClusterConfig(Section):
         after = trainer.nodes
         if self.gpus_per_node and self.pools.trainer is None:
             after = tuple(range(min(self.nodes, -(-world // self.gpus_per_node))))
-        free = tuple(n for n in range(self.nodes) if n > after[-1])
+        others = [pool for name in ("critic", "reference") if (pool := self._named(name)) is not None]
+        last = max((after[-1], *(pool.nodes[-1] for pool in others)))
+        free = tuple(n for n in range(self.nodes) if n > last)
         together = self.colocate is not False or not self.gpus_per_node
         rest = trainer if together else Pool(nodes=free, gpus=every.gpus, keys=every.keys)
         pools: dict[PoolName, Pool] = {
@@ -192,6 +194,8 @@ class ClusterConfig(Section):
                 )
         used = {name: set(pools[name].places[:world]) for name in ("trainer", "critic", "reference")}
         sides = {"trainer": used["trainer"], "rollout": set(pools["rollout"].places)}
+        if self.pools.critic is not None:
+            sides["critic"] = used["critic"]
         if self.pools.reference is not None:
             for name, places in sides.items():
                 if shared := sorted(used["reference"] & places):
@@ -200,8 +204,9 @@ class ClusterConfig(Section):
                         "ranks of the reference keep their memory: give them other GPUs, or remove the pool, so "
                         "that the trainer's ranks swap the reference's weights in"
                     )
-        if self.colocate is False and (shared := sorted(sides["trainer"] & sides["rollout"])):
+        trained = sides["trainer"] | sides.get("critic", set())
+        if self.colocate is False and (shared := sorted(trained & sides["rollout"])):
             raise ValueError(
-                f"cluster.colocate = false, but the pools of trainer and rollout share node {shared[0][0]} GPU "
+                f"cluster.colocate = false, but trained models and the rollout share node {shared[0][0]} GPU "
                 f"{shared[0][1]}: part them, or set cluster.colocate = true"
             )

@@ -275,6 +275,12 @@ class RunConfig(Section):
                 "computes (cluster.colocate), which frees nothing without it: remove that key, or set "
                 "cluster.colocate = false"
             )
+        graphs = self.rollout.env.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
+        if self.takes_turns and graphs.lower() in ("0", "false"):
+            raise ValueError(
+                f"rollout.env.SGLANG_MEMORY_SAVER_CUDA_GRAPH = {graphs!r}, but the servers release their graphs while "
+                "the trainer computes (cluster.colocate): remove it, or set cluster.colocate = false"
+            )
         return self
 
     @model_validator(mode="after")

@@ -74,12 +74,13 @@ def judge_clocks(offsets: Mapping[str, ClockOffset]) -> list[Finding]:
 
 def judge_names(reports: Mapping[str, NodeReport], needs: Needs) -> list[Finding]:
     """Whether gloo would give other nodes a loopback address of this one, because its name resolves to one."""
-    chosen = needs.interfaces or "GLOO_SOCKET_IFNAME" in needs.environment
+    named = "GLOO_SOCKET_IFNAME" in needs.environment
     shown = {n: ", ".join(r["machine"]["name_resolves_to"]) or "nothing" for n, r in reports.items()}
     trapped = {n: _name_remedy(n, r) for n, r in reports.items() if is_trapped(r)}
     values = {n: shown[n] if n in trapped else "its address" for n in shown}
-    if not chosen:
-        return one_row("host name", values, trapped)
+    covered = {n for n, r in reports.items() if named or (needs.interfaces and r["machine"]["interface"] is not None)}
+    if not trapped.keys() <= covered:
+        return one_row("host name", values, {n: why for n, why in trapped.items() if n not in covered})
     text = "a loopback address, which is not used: the run names the interface of gloo"
     return [
         Finding(check=row.check, where=row.where, found=row.found, text=text if row.where[0] in trapped else "")

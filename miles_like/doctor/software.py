@@ -28,7 +28,7 @@ DISTRIBUTIONS = {
     "sglang-kernel": ("sglang-kernel", "sgl-kernel"),
     "transformers": ("transformers",),
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-    "deep-ep": ("deep-ep", "deep_ep"),
+    "deep-ep": ("deep-ep", "sgl-deep-ep"),  # SGLang's own build of it
 }
 ENGINE_S = 60.0
 

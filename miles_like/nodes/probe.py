@@ -36,6 +36,7 @@ class ProbeResult(TypedDict):
 
     node: str  # host name
     disks: dict[str, tuple[int, int]]  # path -> (device number, free bytes) of its file system
+    unwritable: dict[str, str]  # path -> why it cannot be made or written
     held: dict[str, int]  # path -> bytes of the files that are below it already
     missing: dict[str, str]  # package -> why it is not installed, or does not import
     used: list[int]  # ports in use
@@ -59,6 +60,7 @@ class NodeProbe:
         return {
             "node": socket.gethostname(),
             "disks": {path: disk_of(Path(path)) for path in self.paths},
+            "unwritable": {p: why for p in self.paths if (why := why_not_writable(Path(p))) is not None},
             "held": {path: bytes_under(Path(path)) for path in self.paths},
             "missing": missing,
             "used": [port for port in self.ports if not is_free(port)],
@@ -101,6 +103,14 @@ def disk_of(path: Path) -> tuple[int, int]:
     while not path.exists() and path != path.parent:
         path = path.parent
     return os.stat(path).st_dev, shutil.disk_usage(path).free
+
+
+def why_not_writable(path: Path) -> str | None:
+    """Why no directory `path` can be made or written; None where it can."""
+    there = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
+    if not there.is_dir():
+        return f"{there} is no directory"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"no permission in {there}"
 
 
 def bytes_under(path: Path) -> int:

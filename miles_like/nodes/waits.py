@@ -113,6 +113,20 @@ async def root_cause(error: RayError, answers: Sequence[asyncio.Future[Any]]) ->
     return next((e for a in done if isinstance(e := a.exception(), RayActorError)), error)
 
 
+def first_cause(number: int, error: RayError, refs: Sequence[ray.ObjectRef[Any]]) -> tuple[int, RayError]:
+    """As `root_cause`, without an event loop: (number of the call, its error). number: of the call that has failed."""
+    if not (isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError)):
+        return number, error
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_DEATH_IS_KNOWN_S)
+    for ref in done:
+        try:
+            with contextlib.suppress(RayTaskError):
+                ray.get(ref)
+        except RayActorError as e:
+            return list(refs).index(ref), e
+    return number, error
+
+
 def error_message(error: RayError) -> str:
     """A remote failure as one sentence; the traceback is in the actor's log."""
     if isinstance(error, RayTaskError):

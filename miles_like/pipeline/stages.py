@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from miles_like.pipeline.run_directory import Mode, check_nothing_lost, clear_ru
 from miles_like.staging.stage_files import HF, MEGATRON, NodeNeed, layout_inputs, stage_plan
 from miles_like.storage.completion import (
     MARKER,
+    FileFact,
     Output,
     cleared,
     file_fact,
@@ -42,6 +44,7 @@ from miles_like.storage.completion import (
     note_times,
     read_marker,
     why_incomplete,
+    write_atomically,
     write_marker,
 )
 from miles_like.storage.staging import StageFiles, verified_sums
@@ -117,6 +120,7 @@ class StageFunctions:
     on_nodes: Callable[[Sequence[StageFiles]], Sequence[Mapping[str, Any]]]  # run the copies of node k on node k
     train: Callable[[RunConfig, Path, Path, Path, bool], None]  # (config, run_dir, served HF, weights, resume)
     sizes: Sizes | None  # of the model; None: known once it is fetched
+    joins_cluster: bool = False  # whose nodes may be other machines than this one
     # (all stages, names of those that will run, whether to use network and cluster) -> the checks
     preflight: Callable[[Sequence[Stage], Sequence[str], bool], Preflight] = field(default=lambda *_: NoChecks())
 
@@ -204,7 +208,8 @@ def _plan_staging(config: RunConfig, cache: Path, functions: StageFunctions, *, 
     )
     key = input_key("stage", {"after": after, **inputs, "layout": layout_inputs(config)})
     # the marker is of this machine; another run's node k may be another machine, which lacks files
-    again = "each node checks what it has" if config.cluster.nodes > 1 else None
+    elsewhere = config.cluster.nodes > 1 or functions.joins_cluster
+    again = "each node checks what it has" if elsewhere else None
     return replace(stage, key=key, by_node=None if size is None else size.nodes, again=again)
 
 
@@ -426,12 +431,13 @@ def _convert(out: Path, done: Mapping[str, Output], functions: StageFunctions) -
 def _stage(config: RunConfig, out: Path, done: Mapping[str, Output], functions: StageFunctions) -> Path:
     stage_dir = config.cluster.stage_dir
     data = Path(stage_dir) / out.name if stage_dir else out / "data"
-    stored = out / "served"  # for another format than the fetched one; removed once it is on every node
+    stored = out / "served"  # for another format than the fetched one
     served, shards = _served(config, done["fetch"], stored), done["convert"]
     plan = stage_plan(config, data, served, shards)
     functions.on_nodes(plan.nodes)
     plan.driver()
-    shutil.rmtree(stored, ignore_errors=True)
+    if config.cluster.nodes == 1 and not functions.joins_cluster:  # elsewhere another node may need it
+        shutil.rmtree(stored, ignore_errors=True)
     return data
 
 
@@ -441,8 +447,22 @@ def _served(config: RunConfig, fetched: Output, out: Path) -> Output:
     spec = served_spec(config.precision, hf)
     if spec == spec_from_hf(hf):
         return fetched
-    store_served(fetched.root, out, spec)
-    return Output(out, {p.name: file_fact(p) for p in files_under(out)})
+    record = out.with_name("served.json")
+    if (facts := _recorded(record, out)) is None:
+        shutil.rmtree(out, ignore_errors=True)
+        store_served(fetched.root, out, spec)
+        facts = {p.name: file_fact(p) for p in files_under(out)}
+        write_atomically(record, json.dumps(facts))
+    return Output(out, facts)
+
+
+def _recorded(record: Path, directory: Path) -> Mapping[str, FileFact] | None:
+    """The files of an encoded checkpoint whose encoding has ended and which are all there; None otherwise."""
+    if not record.is_file():
+        return None
+    facts: dict[str, FileFact] = json.loads(record.read_text(encoding="utf-8"))
+    sizes = {p.name: p.stat().st_size for p in files_under(directory)} if directory.is_dir() else {}
+    return facts if sizes == {name: fact["size"] for name, fact in facts.items()} else None
 
 
 def _train(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -127,6 +127,13 @@ def check_disks(needs: Sequence[DiskNeed], disks: Callable[[Path], tuple[int, in
             )
 
 
+def _raise_unwritable(name: str, unwritable: Mapping[str, str]) -> None:
+    path, why = next(iter(unwritable.items()))
+    raise ValueError(
+        f"{name}: {path} cannot be written ({why}): mount the disk there, or set another cluster.stage_dir"
+    )
+
+
 def check_directories(directories: Sequence[Path]) -> None:
     """Raises ValueError for the first that cannot be made or written."""
     for directory in directories:
@@ -189,7 +196,9 @@ class Machines:
         self.needs = disk_needs(config, stages, to_do)
         self.directories = [s.directory for s in stages if s.name in to_do]
         self.starts_ranks = self.trains or (config.model.make is not None and "fetch" in to_do)
-        self.uses_ray = self.starts_ranks or "stage" in to_do
+        spreads = self.ray_address is not None and config.cluster.nodes > 1 and "convert" in to_do
+        self.uses_ray = self.starts_ranks or "stage" in to_do or spreads
+        self.stages = "stage" in to_do
 
     @cached_property
     def placement(self) -> PlacementPlan:
@@ -257,7 +266,7 @@ class Machines:
         """Start or join Ray if a stage needs it, and check every node."""
         out = [
             *self._secret_checks(here=True),
-            run_check("directories", lambda: check_directories(self.directories)),
+            run_check("directories", lambda: check_directories([*self.directories, *self._staged_to()])),
             run_check("disk space", lambda: check_disks([n for n in self.needs if not n.on_nodes], disk_of)),
         ]
         if not self.uses_ray:
@@ -277,11 +286,16 @@ class Machines:
             for i, (probe, of) in enumerate(zip(probes, chosen, strict=True)):
                 node: ProbeResult = {**probe, "gpus": of.gpus}  # ranks get only the GPUs that Ray was started with
                 out += [run_check(name, check) for name, check in self._node_checks(i, node, here=False).items()]
-            if len(chosen) > 1:
+            if len(chosen) > 1 or self.ray_address is not None:
                 from miles_like.preflight.examination import brief_checks
 
                 out += brief_checks(self.config, chosen)
         return out
+
+    def _staged_to(self) -> list[Path]:
+        """The node-local directory: this process stages the small files there too."""
+        stage_dir = self.config.cluster.stage_dir
+        return [Path(stage_dir)] if self.stages and stage_dir is not None else []
 
     # checks of one node
 
@@ -306,6 +320,8 @@ class Machines:
         name = "this machine" if here else f"node {node} ({probe['node']})"
         needs = [n.of_node(node, probe["held"][str(n.directory)]) for n in self.needs if n.on_nodes]
         out: dict[str, Callable[[], None]] = {}
+        if probe["unwritable"]:
+            out[f"directories of {name}"] = partial(_raise_unwritable, name, probe["unwritable"])
         if needs:
             out[f"disk space of {name}"] = lambda: check_disks(
                 needs, lambda path: probe["disks"][str(path)], f"{name}: "

@@ -31,5 +31,5 @@ def run_needs(config: RunConfig) -> Needs:
         engine=sys.executable if servers is None else servers.sglang.python or sys.executable,
         engine_packages=engine_packages,
         environment=plain_values(c.env),
-        interfaces=True,  # process_environment
+        interfaces="GLOO_SOCKET_IFNAME" not in c.env,  # as process_environment sets it
     )

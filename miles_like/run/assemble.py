@@ -36,7 +36,7 @@ from miles_like.pipeline.stages import (
     run_stages,
 )
 from miles_like.run.model_plan import PlannedModel, model_plan, planned_model
-from miles_like.run.rollout_side import RolloutSide, server_launch
+from miles_like.run.rollout_side import RolloutSide, server_launch, server_variables
 from miles_like.run.run_cluster import RunCluster
 from miles_like.staging.stage_files import node_needs
 from miles_like.storage.staging import StageFiles
@@ -107,6 +107,7 @@ def stage_functions(
         on_nodes=stage,
         train=train,
         sizes=None if model is None else _sizes(config, model),
+        joins_cluster=cluster.ray_address is not None,
         preflight=preflight,
     )
 
@@ -190,8 +191,10 @@ def _describe_environments(config: RunConfig) -> list[str]:
     roles: dict[Role, tuple[str, Mapping[str, str]]] = {"trainer": ("a trainer rank", config.cluster.env)}
     if config.algorithm.has_critic:
         roles["critic"] = ("a critic rank", config.cluster.env)
+    if config.cluster.pools.reference is not None:
+        roles["reference"] = ("a reference rank", config.cluster.env)
     if config.servers is not None:
-        roles["rollout"] = ("a rollout server", config.rollout.env)
+        roles["rollout"] = ("a rollout server", server_variables(config))
     gpus, stage_dir = config.cluster.gpus_per_node, config.cluster.stage_dir
     lines = []
     for role, (title, env) in roles.items():

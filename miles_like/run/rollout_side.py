@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,9 @@ from rollout.sglang.occupation import Occupation
 from rollout.sglang.servers import ServerLaunch
 from rollout.wire.control import PauseMode
 
+# SGLang 0.5.23 keeps the memory of CUDA graphs where it can be released only with this variable (srt/environ.py)
+GRAPHS_IN_SAVER = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+
 
 def server_launch(config: RunConfig, served: Path, logs: Path, slot: Slot, *, routes: bool) -> ServerLaunch:
     """The launch settings of the server in `slot` with the model in `served`, for a dry run and for a run. routes: the
@@ -45,8 +48,14 @@ def server_launch(config: RunConfig, served: Path, logs: Path, slot: Slot, *, ro
         node_rank=slot.node_rank,
         nnodes=slot.nnodes,
         return_routed_experts=routes,
-        env=plain_values(config.rollout.env),
+        env=plain_values(server_variables(config)),
     )
+
+
+def server_variables(config: RunConfig) -> Mapping[str, str]:
+    """The variables of the rollout servers: `rollout.env`, and what turns need."""
+    stock = config.takes_turns and config.rollout.engine == "sglang"
+    return ({GRAPHS_IN_SAVER: "1"} if stock else {}) | config.rollout.env
 
 
 @dataclass(frozen=True, kw_only=True)

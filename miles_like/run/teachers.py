@@ -14,6 +14,7 @@ from megatron_bridge.convert.manifest import Manifest
 from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
 from miles_like.batch.packer import Packer
+from miles_like.cluster.environment import driver_secrets
 from miles_like.cluster.placement import plan_placement
 from miles_like.cluster.rollout_servers import RayServers
 from miles_like.cluster.run_nodes import RunNodes
@@ -80,6 +81,7 @@ class RunTeachers:
         logs = (self.run_dir / "logs" / "teachers").resolve()
         launches = []
         placement = plan_placement(self.config.cluster, self.config.parallel, self.config.servers)
+        secrets = driver_secrets(self.config.rollout.env) if served else {}
         for i, name in enumerate(served):
             embedded = self.config.rollout.embedded.model_copy(update={"return_gates": False})
             launch = ServerLaunch(
@@ -88,6 +90,7 @@ class RunTeachers:
                 log_dir=logs,
                 return_routed_experts=False,
                 key=self.key,
+                secrets=secrets,
             )
             launches.append((placement.teacher(i), launch))
         if launches:

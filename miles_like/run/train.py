@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 
@@ -107,24 +108,24 @@ def train(
     store_config(plan.config, plan.run_dir / "config.toml")
     teachers = _teachers(rollout, launcher, console)
     teachers.prepare()
-    started = time.perf_counter()
+    started, say = time.perf_counter(), partial(_say, console)
     with contextlib.ExitStack() as stopping:
         stopping.callback(teachers.stop)  # first, so also where the run's own servers cannot be started
         teachers.launch()
         servers = launcher.servers(rollout, resumed.state.weight_version if resumed else 0)
         stopping.callback(servers.stop)
-        if plan.config.takes_turns:  # before the trainer is built, which needs the memory
-            run_to_end(release_servers(rollout, servers.wait()))
-        trainer, critic = launcher.trainer(plan, algorithm.loss), launcher.critic(plan)
-        reference = launcher.reference(plan, algorithm.loss)
-        urls = servers.wait(lambda text: console.print(f"{'':12}{text}", markup=False))
+        with servers.naming_failures():
+            if plan.config.takes_turns:  # before the trainer is built, which needs the memory
+                run_to_end(release_servers(rollout, servers.wait(say)))
+                say("rollout servers have released their memory; the trainer starts")
+            trainer, critic = launcher.trainer(plan, algorithm.loss), launcher.critic(plan)
+            reference = launcher.reference(plan, algorithm.loss)
+            urls = servers.wait(say)
         teachers.wait()
         critics = "" if critic is None else f" and {len(plan.placement.critics())} of the critic"
         payload = f"; {shape.payload}" if (shape := plan.model.routing) else ""
-        console.print(
-            f"{'':12}{len(plan.placement.of('trainer'))} trainer ranks{critics}, {len(urls)} rollout servers up "
-            f"after {time.perf_counter() - started:.0f} s{payload}"
-        )
+        ranks = f"{len(plan.placement.of('trainer'))} trainer ranks{critics}"
+        say(f"{ranks}, {len(urls)} rollout servers up after {time.perf_counter() - started:.0f} s{payload}")
         run = TrainingRun(
             rollout=rollout,
             algorithm=algorithm,
@@ -156,6 +157,10 @@ def _teachers(rollout: RolloutSide, launcher: Launcher, console: Console) -> Run
         key=rollout.key,
         nodes=lambda: launcher.nodes(plan),
     )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(f"{'':12}{text}", markup=False, soft_wrap=True)
 
 
 class TrainingRun:

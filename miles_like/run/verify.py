@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,10 +88,11 @@ class VerifyRun:
         kept = None if self.rollouts is None else read_rollouts(self.rollouts, self.version)
         servers = self.launcher.servers(self.rollout, 0) if kept is None and not self.attached else None
         try:
-            if servers is not None and self.turns:  # before the trainer is built, which needs the memory
-                run_to_end(release_servers(self.rollout, servers.wait()))
-            trainer = self.launcher.trainer(self.plan, loss)
-            urls = self.attached if servers is None else servers.wait()
+            with contextlib.nullcontext() if servers is None else servers.naming_failures():
+                if servers is not None and self.turns:  # before the trainer is built, which needs the memory
+                    run_to_end(release_servers(self.rollout, servers.wait()))
+                trainer = self.launcher.trainer(self.plan, loss)
+                urls = self.attached if servers is None else servers.wait()
             return run_to_end(self._compare(trainer, urls, kept))
         finally:
             if servers is not None:

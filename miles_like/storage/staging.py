@@ -247,10 +247,10 @@ def _stage_file(state: _State, copy: Copy, name: str) -> None:
     if state.is_trusted(path, fact) or _verify(state, path, fact):
         state.count(skipped=fact["size"])
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     # of this host: nodes may share the disk, and each copies what it does not find
     partial = path.with_name(f"{path.name}.{socket.gethostname()}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(state, partial) as out:
             if _verify(state, path, fact):  # another process of this host has copied it meanwhile
                 _discard(partial)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -132,7 +132,7 @@ class Turns:
         async with self._lock:
             if self._side is not side:
                 await self._no_users()
-                await self._change(side)
+                await _to_its_end(self._change(side))
             self._users += 1
         try:
             yield
@@ -191,3 +191,13 @@ class Turns:
         began = time.perf_counter()
         await work
         self._seconds[part] += time.perf_counter() - began
+
+
+async def _to_its_end(change: Coroutine[None, None, None]) -> None:
+    """Await a change that its user's time limit does not cut in two: the user is cancelled once it is complete."""
+    task = asyncio.ensure_future(change)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

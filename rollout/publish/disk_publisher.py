@@ -54,7 +54,12 @@ class DiskPublisher:
         path = self._directory / f"version_{version}"
         if path.exists():
             shutil.rmtree(path)  # left by a run that was killed after writing it
-        nbytes = write_hf(path, quantize_stream(stream, self._target.spec), self._hf_config, copy_from=self._copy_from)
+        # copies: a CPU tensor whose memory numpy has seen cannot be released by a trainer that sleeps
+        encoded = (
+            NamedTensor(name, x.clone() if x.device.type == "cpu" else x)
+            for name, x in quantize_stream(stream, self._target.spec)
+        )
+        nbytes = write_hf(path, encoded, self._hf_config, copy_from=self._copy_from)
         pause_seconds, checksums = self._load(path, version)
         for other in self._directory.glob("version_*"):
             if other != path:

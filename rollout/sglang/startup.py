@@ -34,6 +34,7 @@ from rollout.wire.endpoints import HEALTH
 POLL_S = 0.1
 _FREE_PORTS = 3  # attempts with a free port
 _HEALTH_S = 5.0
+_LOOK_S = 5.0  # at most counted between two looks: a driver that builds its trainer, or is suspended, does not look
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Startup:
             return Progress(self.handle.url, "ready", ready=True)
         limit, key = self._limit(phase.limit)
         now = time.monotonic()
-        spent = self._spent[key] = self._spent.get(key, 0.0) + now - self._seen
+        spent = self._spent[key] = self._spent.get(key, 0.0) + min(now - self._seen, _LOOK_S)
         self._seen = now
         if spent < limit:
             return Progress(self.handle.url, phase.words)

@@ -111,6 +111,18 @@ def test_critic_and_reference_and_teachers_have_pools_of_their_own() -> None:
         ({"pools": pools(rollout=("1", "0-1"))}, {"dp": 2}, 2, (2, 4, "cluster.pools.rollout")),
         ({"colocate": False, "pools": pools(rollout=("0", None))}, {"dp": 2}, 1, ("cluster.colocate", 0)),
         ({"colocate": False}, {"dp": 16}, 1, (1, 2, 0, "cluster.nodes")),
+        (
+            {"colocate": False, "pools": pools(trainer=("0", None), critic=("1", None), rollout=("1", None))},
+            {"dp": 2},
+            1,
+            ("cluster.colocate", 1, 0),
+        ),
+        (
+            {"pools": pools(trainer=("0", None), rollout=("0", None), critic=("1", None), reference=("1", None))},
+            {"dp": 2},
+            1,
+            ("critic", 1, 0),
+        ),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_its_pool_is_refused(

@@ -12,17 +12,24 @@ from typer.testing import CliRunner
 from miles_like.cli import app
 from miles_like.config.load import load_config
 from miles_like.config.loop import CheckpointConfig
-from miles_like.pipeline.stages import STAGES, plan_stages
+from miles_like.config.run import RunConfig
+from miles_like.pipeline.stages import STAGES, StageFunctions, plan_stages
 from miles_like.preflight.describe import LINES, decimal, describe_checkpoints, describe_plan
 from miles_like.run.assemble import known_model, stage_functions
+from miles_like.run.run_cluster import RunCluster
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FP8, BF16 = 673_150_611_808, 1_342_052_868_096  # DeepSeek-V3's 671 B parameters without the draft layer
 
 
+def functions_of(config: RunConfig) -> StageFunctions:
+    cluster = RunCluster(config, Path("run"), Console(quiet=True), None)
+    return stage_functions(config, known_model(config), Console(quiet=True), cluster)
+
+
 def described(name: str, run_dir: Path, *settings: str) -> list[str]:
     config = load_config(CONFIGS / name, list(settings))
-    functions = stage_functions(config, known_model(config), Console(quiet=True), None)
+    functions = functions_of(config)
     return describe_plan(config, functions.sizes, plan_stages(config, run_dir, functions), STAGES)
 
 
@@ -41,9 +48,7 @@ def test_deepseek_v3(tmp_path: Path) -> None:
         "one is 9.39 TB, every 20 steps, keeps the last 2: at most 3 with the one being written, 28.2 TB"
     )
     assert lines["disks"].startswith(f"{tmp_path}/cache 3.36 TB, {tmp_path} 28.2 TB, /local_nvme/miles-like of each")
-    functions = stage_functions(
-        config := load_config(CONFIGS / "deepseek_v3_fp8.toml"), known_model(config), Console(quiet=True), None
-    )
+    functions = functions_of(load_config(CONFIGS / "deepseek_v3_fp8.toml"))
     assert functions.sizes is not None
     nodes = functions.sizes.nodes
     assert (functions.sizes.fetched, functions.sizes.bf16) == (FP8, BF16)
