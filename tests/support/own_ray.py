@@ -7,6 +7,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from miles_like.cluster.run_nodes import RunNodes
+from miles_like.config.cluster import ClusterConfig
+from miles_like.nodes.reservation import reserve
+
 STARTS = """
 import secrets, sys
 token = secrets.token_hex(32)
@@ -36,3 +40,9 @@ def own_ray() -> Iterator[Mapping[str, str]]:
     finally:
         process.stdin.close()
         process.wait(60)
+
+
+def this_node() -> RunNodes:
+    """This machine, in the Ray that this process has started."""
+    held = reserve(1, 0, run="a", when_busy="refuse", timeout_s=60, say=print)
+    return RunNodes(nodes=held.nodes, facts=held.facts, cluster=ClusterConfig(), local=True)

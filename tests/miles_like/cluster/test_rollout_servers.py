@@ -24,6 +24,7 @@ from rollout.config import RolloutConfig, SGLangFlags
 from rollout.sglang.ports import stock_ports
 from rollout.sglang.servers import ServerLaunch
 from tests.support.fakes import wait_until
+from tests.support.own_ray import this_node
 from tests.support.refusals import Facts, refuses
 from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
@@ -69,7 +70,7 @@ def slot(index: int, **more: Any) -> Slot:
 
 def test_servers_report_their_phases_and_are_named_when_they_die(home: Path) -> None:
     """A client of a dead server knows only that it does not answer."""
-    servers = RayServers([(slot(i), launch(home)) for i in range(2)], home / "logs")
+    servers = RayServers([(slot(i), launch(home)) for i in range(2)], this_node(), home / "logs")
     seen: list[str] = []
     try:
         urls = servers.wait(seen.append)
@@ -103,7 +104,7 @@ def test_a_part_on_another_node_that_dies_ends_the_wait_at_once(home: Path) -> N
     """It is named with its log and its last error; the first node's part, which would wait for it, is stopped."""
     parts = [(slot(0, node_rank=rank, nnodes=2), launch(home, "sglang", node_rank=rank, nnodes=2)) for rank in range(2)]
     began = time.monotonic()
-    servers = RayServers(parts, home / "logs")
+    servers = RayServers(parts, this_node(), home / "logs")
     facts = ("rollout server 0, part 1 of 2", "exit code 1", "RuntimeError: no space left on device 5", home / "logs")
     with refuses(RuntimeError, *facts, unrecorded="a free port") as caught:
         servers.wait()

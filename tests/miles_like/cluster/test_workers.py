@@ -25,11 +25,8 @@ from miles_like.batch.unpacking import unpack
 from miles_like.cluster.call_deadlines import CallDeadlines, format_ranks
 from miles_like.cluster.factories import MegatronFactory
 from miles_like.cluster.placement import Role, Slot
-from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.config.algorithm import AlgorithmConfig, CorrectionConfig
-from miles_like.config.cluster import ClusterConfig
-from miles_like.nodes.reservation import reserve
 from miles_like.nodes.session import start_ray, stop_ray
 from miles_like.types import REFERENCE, TrainBatch
 from routing_replay.align import pack_rows
@@ -37,15 +34,10 @@ from routing_replay.rank_routes import RankRoutes, fed_routes
 from routing_replay.trace import RoutingTrace
 from tests.support import layouts, toy
 from tests.support.made_samples import LAYERS, TOP_K, group, sample
+from tests.support.own_ray import this_node
 from tests.support.refusals import refuses
 from tests.support.standin_rank import PLACES, Stand
 from tests.support.tiny_models import felt_tensors, write_checkpoint
-
-
-def here() -> RunNodes:
-    """This machine, in the Ray that this process has started."""
-    held = reserve(1, 0, run="a", when_busy="refuse", timeout_s=60, say=print)
-    return RunNodes(nodes=held.nodes, facts=held.facts, cluster=ClusterConfig(), local=True)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +49,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, Tra
     def step(where: str, batch: TrainBatch) -> Any:
         async def run() -> Any:
             slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(2)]
-            trainer = RayTrainer(Stand(where), slots, here(), len(batch.grid), Path(logs))
+            trainer = RayTrainer(Stand(where), slots, this_node(), len(batch.grid), Path(logs))
             report = await trainer.train([batch, batch])
             rows = await trainer._all("finish_save", [(True,)] * 2)
             await trainer.close()
@@ -72,7 +64,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, Tra
 def test_a_dead_rank_is_named_where_the_others_tell_of_a_lost_connection_first(ray: Any, tmp_path: Path) -> None:
     async def save() -> None:
         slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(2)]
-        trainer = RayTrainer(Stand("DP2"), slots, here(), 2, tmp_path)
+        trainer = RayTrainer(Stand("DP2"), slots, this_node(), 2, tmp_path)
         try:
             await trainer.save(tmp_path / "checkpoint")
         finally:
@@ -88,7 +80,7 @@ def test_a_rank_that_does_not_answer_is_named_and_its_stacks_are_kept(ray: Any, 
 
     async def ask() -> tuple[str, str]:
         slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(2)]
-        trainer = RayTrainer(Stand("DP2"), slots, here(), 2, tmp_path, timeout_s=60)
+        trainer = RayTrainer(Stand("DP2"), slots, this_node(), 2, tmp_path, timeout_s=60)
         trainer._deadlines = CallDeadlines(4)
         if how == "is stopped":
             os.kill(trainer._pids[1], signal.SIGSTOP)
@@ -196,7 +188,9 @@ def _trained(hf: Path, weights: Path, batches: Sequence[TrainBatch], **layout: i
     async def run() -> tuple[Any, ...]:
         config = toy.config(str(hf), **layout)
         slots = [Slot(role="trainer", index=i, node=0, gpus=()) for i in range(config.parallel.world_size)]
-        trainer = RayTrainer(MegatronFactory(config, weights, layouts.WholeSamples()), slots, here(), 1, hf / "logs")
+        trainer = RayTrainer(
+            MegatronFactory(config, weights, layouts.WholeSamples()), slots, this_node(), 1, hf / "logs"
+        )
         out = [dict((await trainer.train([b])).metrics) for b in batches]
         await trainer.load_copy("first", weights)
         of_weights = [unpack(batches[0], await trainer.logprobs(batches[0], weights=w)) for w in (None, "first")]
@@ -254,7 +248,7 @@ def test_a_step_with_ranks_of_the_reference_is_the_step_with_its_weights_swapped
     def ranks(role: Role, **settings: Any) -> RayTrainer:
         config = toy.config(str(hf), **settings)
         slots = [Slot(role=role, index=i, node=0, gpus=()) for i in range(config.parallel.world_size)]
-        return RayTrainer(MegatronFactory(config, tmp_path / "shards", loss), slots, here(), 1, tmp_path / role)
+        return RayTrainer(MegatronFactory(config, tmp_path / "shards", loss), slots, this_node(), 1, tmp_path / role)
 
     def scored(batch: TrainBatch, logprobs: Sequence[Sequence[torch.Tensor]]) -> TrainBatch:
         row = [replace(m, streams={**m.streams, REFERENCE: x}) for m, x in zip(batch.grid[0], logprobs[0], strict=True)]
