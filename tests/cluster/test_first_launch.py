@@ -133,9 +133,11 @@ def test_the_rehearsal_runs_on_cpu_ranks(cluster: Cluster, work: Path) -> None:
     done = cluster[1].run([sys.executable, *run], check=False, env=OFFLINE, timeout_s=500.0)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     seen = ["fetch", "dequantize", "convert", "stage", "rollout server 0 of 1: ", "trainer and rollout agree"]
-    seen += [f"step   {k}/3" for k in (1, 2, 3)]
+    seen += [f"step {k}/3" for k in (1, 2, 3)]
     places = [done.stdout.find(text) for text in seen]
-    assert -1 not in places and places == sorted(places), dict(zip(seen, places, strict=True))
+    assert -1 not in places and places == sorted(places), (
+        f"{dict(zip(seen, places, strict=True))}\n{done.stdout[:4000]}"
+    )
     (short,) = (work / "cpu" / "cache").glob("fetch-*/data")
     assert HFCheckpoint(short).config["num_hidden_layers"] == 3
     assert (work / "cpu" / "run" / "checkpoints" / "step_2").is_dir()

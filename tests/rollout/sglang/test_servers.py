@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollout.config import EmbeddedFlags, RolloutConfig, SGLangFlags
-from rollout.sglang import servers
+from rollout.sglang import servers, startup
 from rollout.sglang.client import RolloutError
 from rollout.sglang.ports import free_port
 from rollout.sglang.servers import ServerHandle, ServerLaunch, check_port, embedded_command, sglang_command
@@ -104,7 +104,7 @@ def test_a_server_that_never_answers(tmp_path: Path) -> None:
 PARENT = """
 import sys, time
 from pathlib import Path
-from rollout.sglang import servers
+from rollout.sglang import servers, startup
 h = servers.start([sys.executable, "-c", "import time; time.sleep(60)"], url="http://x", log=Path(sys.argv[1]))
 print(h.pid, flush=True)
 time.sleep(60)
@@ -149,14 +149,13 @@ def test_a_server_gets_the_variables_of_its_launch(tmp_path: Path, monkeypatch: 
     """Both engines; that of a stock server runs in the named interpreter's environment, and its flags follow."""
     given: list[tuple[list[str], servers.ServerEnvironment]] = []
 
-    def started(command: list[str], *_: object, environment: servers.ServerEnvironment, **__: object) -> None:
+    def start(command: list[str], *, environment: servers.ServerEnvironment, **_: object) -> None:
         given.append((command, environment))
 
-    monkeypatch.setattr(servers, "started", started)
-    monkeypatch.setattr(servers, "check_directory", lambda *_: None)
+    monkeypatch.setattr(startup, "start", start)
     stock = RolloutConfig(engine="sglang", sglang=SGLangFlags(python="/e/bin/python"))
     for config in (RolloutConfig(), RolloutConfig(engine="sglang"), stock):
-        servers.launch_server(replace(LAUNCH, config=config, env={"A": "1"}, secrets={"MY_KEY": "x"}))
+        startup.begin(replace(LAUNCH, config=config, env={"A": "1"}, secrets={"MY_KEY": "x"}), free_port())
     assert [command[0] for command, _ in given] == [sys.executable, sys.executable, "/e/bin/python"]
     assert [e.foreign for _, e in given] == [False, False, True]
     assert all((e.plain, e.secrets) == ({"A": "1"}, {"MY_KEY": "x"}) for _, e in given)
