@@ -202,7 +202,7 @@ class _State:
             self._changed = False
         path = record_of(self.data)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
         with temporary.open("w", encoding="utf-8") as f:
             f.write(text)
             f.flush()
