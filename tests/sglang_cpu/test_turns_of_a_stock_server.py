@@ -22,7 +22,8 @@ from rollout.config import PublishConfig
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.sglang.client import SGLangClient
-from rollout.sglang.servers import free_port, start
+from rollout.sglang.ports import free_port
+from rollout.sglang.servers import start
 from rollout.wire.bodies import MemoryTag
 from tests.support.refusals import refuses
 from tests.support.tiny_models import random_tensors, tiny_qwen, write_checkpoint
