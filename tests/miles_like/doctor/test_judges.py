@@ -28,6 +28,7 @@ NEEDS = Needs(
     ports={"rollout server 0": 20000},
     shared=("/shared",),
     local=("/local",),
+    engine="/opt/engine/bin/python",
     engine_packages=("sglang",),
 )
 ALL = ("node0", "node1", "node2")
