@@ -5,12 +5,25 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = ("KEY", "TOKEN", "SECRET")
+# in a word of a name (words are between underscores), wherever it stands: API_KEY, APIKEY and HFTOKENS are all secret
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL")
+# words that have one of these and are no secret
+_PLAIN = {
+    "PKEY": "the partition of an InfiniBand network, a number: NCCL_IB_PKEY, UCX_IB_PKEY",
+    "TOKENIZER": "a setting of a tokenizer: SGLANG_PATCH_TOKENIZER",
+    "TOKENIZERS": "the same: TOKENIZERS_PARALLELISM",
+    "DETOKENIZER": "the same: SGLANG_DETOKENIZER_MAX_STATES",
+}
+# before TOKENS in a name: a number of tokens, as SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK
+_COUNTS = ("MAX", "MIN", "NUM")
+# words around TOKEN of SGLang's settings: SGLANG_USE_AITER_FP8_PER_TOKEN, SGLANG_INIT_NEW_TOKEN_RATIO,
+# SGLANG_SYNC_TOKEN_IDS_ACROSS_TP
+_AROUND_TOKEN = (("PER", None), (None, "RATIO"), (None, "IDS"))
 # read by the interpreter before its first line runs: they belong to one Python environment, not to a run
 INTERPRETER = (
     "PYTHONPATH",
@@ -41,8 +54,28 @@ _OWN_PREFIXES = ("RAY_", "MILES_LIKE_", "TORCHELASTIC_")
 
 def is_secret(name: str) -> bool:
     """Whether the variable's value is a secret: it is then read from the driver's environment, and neither written nor
-    printed."""
-    return any(word in name.upper() for word in _SECRET)
+    printed. What is not known to be plain is secret, which costs an `export` where it was not meant."""
+    return secret_word(name) is not None
+
+
+def secret_word(name: str) -> str | None:
+    """The part of the name that makes its value a secret, such as KEY; None: it is plain."""
+    words = name.upper().split("_")
+    for i, word in enumerate(words):
+        found = next((part for part in _SECRET if part in word), None)
+        if found is not None and not _is_plain(words, i):
+            return found
+    return None
+
+
+def _is_plain(words: Sequence[str], i: int) -> bool:
+    """Whether word i of a name, which has a part of `_SECRET`, is known to be of no secret."""
+    if words[i] == "TOKENS":
+        return any(word in _COUNTS for word in words[:i])
+    if words[i] == "TOKEN":
+        before, after = words[i - 1] if i else None, words[i + 1] if i + 1 < len(words) else None
+        return any(first in (None, before) and last in (None, after) for first, last in _AROUND_TOKEN)
+    return words[i] in _PLAIN
 
 
 def read_variables(key: str, given: Any) -> Any:
@@ -58,10 +91,10 @@ def read_variables(key: str, given: Any) -> Any:
             raise ValueError(f"{key} has {name!r}, which is not the name of an environment variable: correct it")
         if (why := _owner(name)) is not None:
             raise ValueError(f"{key}.{name} cannot be set, {why}: remove it")
-        if is_secret(name) and value != "":
+        if (word := secret_word(name)) is not None and value != "":
             raise ValueError(
-                f"{key}.{name} has a value in the configuration, but a name with KEY, TOKEN or SECRET takes its value "
-                f'from the environment of the process that starts the run: write {name} = "" and export {name} there'
+                f"{key}.{name} has a value in the configuration, but a name with {word} takes its value from the "
+                f'environment of the process that starts the run: write {name} = "" and export {name} there'
             )
         if isinstance(value, bool) or not isinstance(value, str | int) or "\0" in str(value):
             raise ValueError(f"{key}.{name} is not a text without null characters: write its value in quotes")

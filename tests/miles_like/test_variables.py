@@ -11,13 +11,33 @@ from tests.support.refusals import refuses
 TINY = Path(__file__).parents[2] / "configs" / "tiny.toml"
 
 
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "hf_token", "AWS_SECRET_ACCESS", "Monkey"])
-def test_names_that_contain_a_word_for_secrets_are_secret(name: str) -> None:
+SECRETS = """
+    WANDB_API_KEY hf_token AWS_SECRET_ACCESS AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID API_KEYS PGPASSWORD DB_PASSWORD
+    GOOGLE_APPLICATION_CREDENTIALS APIKEY HFTOKEN MYSECRET SECRETS KEYFILE TOKEN KEY
+    SGLANG_S3_SECRET_ACCESS_KEY SGLANG_S3_ACCESS_KEY_ID SGLANG_PRECISION_HF_TOKEN SGLANG_DIFFUSION_SLACK_TOKEN
+    OAUTH_CLIENT_SECRET HUGGING_FACE_HUB_TOKEN HF_OIDC_ID_TOKEN ACTIONS_ID_TOKEN_REQUEST_TOKEN HF_TOKEN_PATH
+    HF_TOKENS ACCESS_TOKENS MAXTOKENS Monkey NCCL_IB_PKEY_SECRET TOKENIZERS_API_KEY NUM_API_KEY_TOKENS MY_PKEYS
+    MAX_TOKEN NEW_TOKEN TOKEN_RATIOS PERTOKEN
+""".split()  # the last two lines are ambiguous, or have a plain word beside a secret one
+PLAIN = """
+    NCCL_DEBUG NVSHMEM_IB_GID_INDEX SGLANG_CACHE_DIR GLOO_SOCKET_IFNAME NCCL_IB_PKEY UCX_IB_PKEY nccl_ib_pkey
+    TOKENIZERS_PARALLELISM SGLANG_PATCH_TOKENIZER SGLANG_DETOKENIZER_MAX_STATES SGLANG_BATCH_TOKENIZER_OUTPUTS
+    SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION SGLANG_MAX_THINK_TOKENS
+    SGLANG_DSV4_DECODER_TAIL_GRAPH_MIN_PREFILL_TOKENS SGLANG_USE_AITER_FP8_PER_TOKEN SGLANG_INIT_NEW_TOKEN_RATIO
+    SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS SGLANG_SYNC_TOKEN_IDS_ACROSS_TP SGLANG_PREFILL_DELAYER_MAX_DELAY_PASSES
+""".split()
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_what_may_be_a_secret_is_one(name: str) -> None:
     assert is_secret(name)
 
 
-def test_plain_names_are_not_secret() -> None:
-    assert not any(map(is_secret, ("NCCL_DEBUG", "NVSHMEM_IB_GID_INDEX", "SGLANG_CACHE_DIR", "GLOO_SOCKET_IFNAME")))
+@pytest.mark.parametrize("name", PLAIN)
+def test_settings_whose_names_only_look_like_a_secret_s_are_plain(name: str) -> None:
+    """Names of NCCL, UCX, tokenizers and SGLang 0.5.23."""
+    assert not is_secret(name)
+    assert read_variables("cluster.env", {name: 3}) == {name: "3"}
 
 
 @pytest.mark.parametrize("table", ["cluster", "rollout"])
