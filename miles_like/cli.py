@@ -38,7 +38,7 @@ from miles_like.pipeline.stages import (
 from miles_like.preflight.describe import describe_plan
 from miles_like.run import assemble
 from miles_like.run.model_plan import PlannedModel
-from miles_like.run.run_cluster import RunCluster
+from miles_like.run.run_cluster import RunCluster, on_every_node
 from rollout.server_key import given_key
 from rollout.server_url import server_url
 
@@ -99,6 +99,7 @@ def pipeline(
         loaded = load_config(config, [*overrides, *given])
         model = assemble.known_model(loaded)
         address = ray_address or os.environ.get("RAY_ADDRESS") or None
+        run_dir = on_every_node(run_dir, address)
         cluster = RunCluster(loaded, run_dir, console, address)
         functions = assemble.stage_functions(loaded, model, console, cluster)
         mode: Mode = "resume" if resume else "fresh" if fresh else "auto"
@@ -109,7 +110,8 @@ def pipeline(
         if dry_run:
             checks = functions.preflight(planned, to_do, False).run()
             raise_failures(checks)
-            for line in describe_plan(loaded, functions.sizes, planned, to_do):
+            joins = functions.joins_cluster
+            for line in describe_plan(loaded, functions.sizes, planned, to_do, joins_cluster=joins):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             console.print()
             print_plan(console, loaded, model, planned, selected, run_dir)
@@ -452,6 +454,7 @@ def doctor(
     config: Annotated[
         Path | None, typer.Option("--config", help="a run's, to whose nodes, GPUs, ports and disks they are held")
     ] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="that run's, examined with the other disks")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="everything that was found and measured")] = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
 ) -> None:
@@ -464,10 +467,13 @@ def doctor(
         loaded = None if config is None else load_config(config, overrides)
         if config is None and overrides:
             raise ValueError(f"--set {overrides[0]} does nothing without --config: give the run's configuration")
+        if config is None and run_dir is not None:
+            raise ValueError(f"--run-dir {run_dir} does nothing without --config: give the run's configuration")
         if json is not None:
             check_writable(json)
         try:
-            found = examine_nodes(loaded, ray_address or os.environ.get("RAY_ADDRESS") or None, console)
+            address = ray_address or os.environ.get("RAY_ADDRESS") or None
+            found = examine_nodes(loaded, address, console, None if run_dir is None else run_dir.resolve())
         finally:
             assemble.shut_down()
         print_examination(console, found)

@@ -55,6 +55,12 @@ def describe_environment(
     return defaults | plain_values(env) | dict.fromkeys(secret_names(env), "(from the driver's environment)")
 
 
+def network_variables(interface: str | None, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which gloo and NCCL of a rank choose their network, and the plain ones of `cluster.env`, which
+    replace them. interface: that of the node's address; None: unknown, and left to the libraries."""
+    return _interfaces(interface) | plain_values(env)
+
+
 def plain_values(env: Mapping[str, str]) -> dict[str, str]:
     """`env` without its secrets."""
     return {name: value for name, value in env.items() if not is_secret(name)}
@@ -96,14 +102,16 @@ def _defaults(
     if devices and role != "rollout":
         # a rank's communication and computation are launched in order; SGLang overwrites it with a value of its choice
         out["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if interface is not None:
-        out |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": _exactly(interface)}
+    out |= _interfaces(interface)
     return out | (_caches(role, stage_dir) if devices and stage_dir is not None else {})
 
 
-def _exactly(interface: str) -> str:
+def _interfaces(interface: str | None) -> dict[str, str]:
     """NCCL compares prefixes, eth1 with eth10 too, unless the name follows a `=`."""
-    return interface if interface.startswith("(") else f"={interface}"
+    if interface is None:
+        return {}
+    exactly = interface if interface.startswith("(") else f"={interface}"
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": exactly}
 
 
 def _caches(role: Role, stage_dir: str) -> dict[str, str]:

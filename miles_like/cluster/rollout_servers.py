@@ -18,7 +18,7 @@ from miles_like.cluster.run_nodes import RunNodes
 from miles_like.nodes.blocks import own_address
 from miles_like.nodes.session import is_local
 from miles_like.nodes.waits import get_result
-from rollout.sglang.ports import BLOCK, DIST_INIT_PORT, HTTP_PORT, ephemeral_range, first_port, free_blocks
+from rollout.sglang.ports import BLOCK, ephemeral_range, first_ports, free_blocks
 from rollout.sglang.servers import ServerLaunch
 from rollout.sglang.startup import POLL_S, Progress, Startup
 
@@ -156,10 +156,12 @@ def with_ports(
     meet at its first node's address; the ranks of a server on a single node at the loopback address.
     """
     servers = 1 + max(slot.index for slot in slots)
-    dist_init = launches[0].config.sglang.dist_init_port
-    if dist_init is None:
-        dist_init = free_blocks(servers) if is_local() else first_port(DIST_INIT_PORT, BLOCK * servers, ranges)
-    http = None if is_local() else first_port(HTTP_PORT, servers, ranges)
+    config, http = launches[0].config, None
+    dist_init = config.sglang.dist_init_port
+    if not is_local():
+        http, dist_init = first_ports(servers, http=config.port, dist_init=dist_init, ranges=ranges)
+    elif dist_init is None:
+        dist_init = free_blocks(servers)
     first = {slot.index: launch.host for slot, launch in zip(slots, launches, strict=True) if slot.node_rank == 0}
     return [
         replace(

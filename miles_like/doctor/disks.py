@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from miles_like.nodes.probe import disk_of
+from miles_like.nodes.sight import existing
 
 MEASURED_BYTES = 64 << 20  # at most; and a quarter of what is free
 MEASURED_S = 2.0  # of writing, and of reading
@@ -61,14 +62,6 @@ def forget(path: str, token: str) -> None:
     """Remove this machine's marker."""
     with contextlib.suppress(OSError):
         (existing(Path(path)) / f"{_MARKER}{token}").unlink(missing_ok=True)
-
-
-def existing(path: Path) -> Path:
-    """`path`, or the nearest directory above it that exists."""
-    path = path.absolute()
-    while not path.is_dir() and path != path.parent:
-        path = path.parent
-    return path
 
 
 def kind_of(directory: Path, mounts: Path) -> str:

@@ -83,9 +83,8 @@ class Examination:
 
 
 def examiner_of(needs: Needs, *, brief: bool = False) -> Examiner:
-    """brief: without disks and ports, which the run's other checks cover."""
-    ports, paths = ((), ()) if brief else (tuple(needs.ports.values()), needs.paths)
-    return Examiner(engine=needs.engine, ports=ports, paths=paths)
+    """brief: without disks, which the run's other checks cover."""
+    return Examiner(engine=needs.engine, paths=() if brief else needs.paths, network=needs.network)
 
 
 def examine(
@@ -109,8 +108,10 @@ def examine(
     if not brief:
         findings += judge_gpus(reports, needs, dict(zip(labels, nodes.ray_gpus, strict=False)))
         findings += judge_memory(reports, dict(zip(labels, nodes.object_store, strict=False)))
-        findings += judge_ports(reports, needs)
-        findings += judge_disks(reports, needs, _reach(nodes, labels, here, tokens, needs))
+        chosen = _chosen(nodes, here, needs)
+        findings += _ports(nodes, labels, chosen, reports, needs)
+        seen = _reach(nodes, labels, here, tokens, needs)
+        findings += judge_disks(reports, needs, seen, [labels[k] for k in chosen])
     clocks = measure_clocks(nodes, labels, here) if len(here) > 1 else {}
     findings += judge_clocks(clocks)
     links: list[Link] = []
@@ -145,6 +146,26 @@ def measure_clocks(
             if labels[k] not in out or offset.error_s < out[labels[k]].error_s:
                 out[labels[k]] = offset
     return out
+
+
+def _chosen(nodes: Nodes, here: Sequence[int], needs: Needs) -> list[int]:
+    """The nodes that the run takes while no other has GPUs, in its order: the first with enough of them."""
+    enough = [k for k in here if not nodes.ray_gpus or nodes.ray_gpus[k] >= (needs.gpus_per_node or 0)]
+    return enough[: needs.nodes]
+
+
+def _ports(
+    nodes: Nodes, labels: Sequence[str], chosen: Sequence[int], reports: Mapping[str, NodeReport], needs: Needs
+) -> list[Finding]:
+    ranges = [reports[labels[k]]["machine"]["ephemeral_ports"] for k in chosen]
+    try:
+        planned = needs.ports(ranges)
+    except ValueError as e:
+        return judge_ports(reports, str(e), {})
+    asked = {k: (tuple(port.number for port in planned[i]),) for i, k in enumerate(chosen) if i in planned}
+    answers = nodes.call("used", asked, REPORT_S)
+    used = {labels[k]: a for k, a in answers.items() if not isinstance(a, Unanswered)}
+    return judge_ports(reports, {labels[k]: planned.get(i, ()) for i, k in enumerate(chosen)}, used)
 
 
 def _reach(
@@ -212,7 +233,7 @@ def measure_links(
             if not isinstance(ports[pair[0]], Unanswered):
                 for side, k in enumerate(pair):
                     store = (nodes.names[pair[0]].address, ports[pair[0]])
-                    arguments[k] = (backend, side, *store, needs.interfaces)
+                    arguments[k] = (backend, side, *store)
         answers = ports | nodes.call("meet", arguments, limit)
         for a, b in met:
             result = _of_pair(answers[a], answers.get(b))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -21,7 +23,6 @@ class NodeReport(TypedDict):
     software: Software
     engine: Software | str  # of the engine's interpreter; a text: why it reports none
     gpus: list[GpuFacts] | str  # a text: why none is reported
-    used_ports: list[int]  # of those the run will use
     disks: dict[str, DiskFacts]
 
 
@@ -30,8 +31,8 @@ class Examiner:
     """Examines the node on which it is called."""
 
     engine: str
-    ports: tuple[int, ...]
     paths: tuple[str, ...]
+    network: Callable[[str | None], Mapping[str, str]]  # as that of `Needs`
 
     def __call__(self) -> ExaminedNode:
         return ExaminedNode(self)
@@ -45,15 +46,16 @@ class ExaminedNode:
         self._interface: str | None = None
 
     def warm(self) -> None:
+        """First of the messages: gives this process the variables of a rank, whatever it inherited from the node's Ray,
+        and imports torch."""
+        os.environ.update(self._asked.network(self._interface))
         self._linker.warm()
 
     def listen(self, address: str) -> int:
         return self._linker.listen(address)
 
-    def meet(self, backend: str, side: int, address: str, port: int, own_interface: bool) -> LinkTimes:
-        """own_interface: gloo uses the interface of the node's address in the cluster."""
-        interface = self._interface if own_interface else None
-        return self._linker.meet(backend, side, address, port, interface)
+    def meet(self, backend: str, side: int, address: str, port: int) -> LinkTimes:
+        return self._linker.meet(backend, side, address, port)
 
     def clock(self) -> float:
         """Seconds since the epoch."""
@@ -68,9 +70,12 @@ class ExaminedNode:
             "software": software(),
             "engine": engine_software(asked.engine),
             "gpus": query_gpus(),
-            "used_ports": [port for port in asked.ports if not is_free(port)],
             "disks": {path: disk_facts(path, token) for path in asked.paths},
         }
+
+    def used(self, ports: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of the ports that a process listens on."""
+        return tuple(port for port in ports if not is_free(port))
 
     def seen(self, tokens: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
         """Path -> tokens of the nodes whose markers this node sees there."""

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from miles_like.nodes.facts import ServerPort
 from miles_like.pipeline.check_results import Outcome
+
+Ports = Mapping[int, Sequence[ServerPort]]  # number of a run's node -> what its servers bind
+
+
+def no_ports(ranges: Sequence[tuple[int, int]]) -> Ports:
+    return {}
+
+
+def no_variables(interface: str | None) -> Mapping[str, str]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +41,26 @@ class Needs:
 
     nodes: int | None = None
     gpus_per_node: int | None = None
-    ports: Mapping[str, int] = field(default_factory=dict)  # what listens on it -> port of every node
-    shared: tuple[str, ...] = ()  # directories that all nodes must see
+    # ephemeral ranges of the run's nodes -> what its servers bind; raises ValueError where no ports are left
+    ports: Callable[[Sequence[tuple[int, int]]], Ports] = no_ports
+    # directory that several nodes must see as one -> number of each of those nodes in the run -> why it must
+    shared: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    either: tuple[str, ...] = ()  # directories that all nodes may see, or each may have to itself
     local: tuple[str, ...] = ()  # directories that each node must have to itself
     packages: tuple[str, ...] = ("torch", "megatron-core", "ray")  # of the trainer's environment
     engine: str = sys.executable  # interpreter of the rollout engine
     engine_packages: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)  # of the run's ranks
-    interfaces: bool = False  # the run gives gloo and NCCL the interface of the node's address in the cluster
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the run's ranks on every node
+    # interface of a node's address -> variables by which gloo and NCCL of its ranks choose their network; picklable
+    network: Callable[[str | None], Mapping[str, str]] = no_variables
 
     @property
     def paths(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([*self.shared, *self.local]))
+        return tuple(dict.fromkeys([*self.shared, *self.either, *self.local]))
+
+    def names_interface(self, interface: str | None) -> bool:
+        """Whether gloo is told its interface, so that it does not resolve the host name."""
+        return "GLOO_SOCKET_IFNAME" in self.network(interface)
 
 
 def by_value(check: str, values: Mapping[str, str]) -> list[Finding]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from miles_like.doctor.disks import DiskFacts
 from miles_like.doctor.examiner import NodeReport
 from miles_like.doctor.findings import Finding, Needs, by_value, gib, listed, one_row, rate
 from miles_like.doctor.gpus import GpuFacts
+from miles_like.nodes.facts import ServerPort
 from miles_like.pipeline.check_results import Outcome
 
 Reports = Mapping[str, NodeReport]
@@ -141,27 +142,42 @@ def _cgroup(node: str, report: NodeReport) -> list[Finding]:
     return [Finding(check="cgroup", where=(node,), found=found, text="; ".join(remarks))]
 
 
-def judge_ports(reports: Reports, needs: Needs) -> list[Finding]:
-    """Ports of the run: free, and outside of the range from which the kernel takes those of connections."""
+def judge_ports(
+    reports: Reports, planned: Mapping[str, Sequence[ServerPort]] | str, used: Mapping[str, Sequence[int]]
+) -> list[Finding]:
+    """Ports of the run's servers: free, and outside of the range from which the kernel takes those of connections.
+
+    planned: node -> what its servers bind; a text: why there is no room for them. used: node -> those in use.
+    """
     ranges = {n: "{}-{}".format(*r["machine"]["ephemeral_ports"]) for n, r in reports.items()}
     out = by_value("ephemeral ports", ranges)
-    for what, port in needs.ports.items():
-        wrong = {}
-        for node, r in reports.items():
-            first, last = r["machine"]["ephemeral_ports"]
-            if port in r["used_ports"]:
-                wrong[node] = f"{node}: port {port} of {what} is in use: stop what listens there, or set rollout.port"
-            elif first <= port <= last:
-                wrong[node] = (
-                    f"{node}: port {port} of {what} lies in {first}-{last}, from which the kernel takes ports of "
-                    "connections: set rollout.port below, or raise net.ipv4.ip_local_port_range"
-                )
-        out += one_row(f"port {port}", dict.fromkeys(reports, "free"), wrong)
+    if isinstance(planned, str):
+        return [*out, Finding(check="ports", where=tuple(reports), found="", outcome=Outcome.WRONG, text=planned)]
+    for node, ports in planned.items():
+        first, last = reports[node]["machine"]["ephemeral_ports"]
+        by_server: dict[str, list[int]] = {}
+        for port in ports:
+            of = f"{node}: port {port.number} of {port.server} ({port.purpose})"
+            if port.number in used.get(node, ()):
+                text = f"{of} is in use: stop what listens there, or set {port.key}"
+                out.append(_wrong(f"port {port.number}", node, "in use", text))
+            elif first <= port.number <= last:
+                text = f"{of} lies in {first}-{last}, from which the kernel takes ports of connections: set {port.key}"
+                text += " to one below, or raise net.ipv4.ip_local_port_range"
+                out.append(_wrong(f"port {port.number}", node, "for connections", text))
+            else:
+                by_server.setdefault(port.server, []).append(port.number)
+        out += [
+            Finding(check=f"ports of {server}", where=(node,), found=f"{', '.join(map(str, numbers))} free")
+            for server, numbers in by_server.items()
+        ]
     return out
 
 
-def judge_disks(reports: Reports, needs: Needs, seen: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[Finding]:
-    """seen: path -> node -> nodes whose marker file it sees there."""
+def judge_disks(
+    reports: Reports, needs: Needs, seen: Mapping[str, Mapping[str, tuple[str, ...]]], chosen: Sequence[str]
+) -> list[Finding]:
+    """seen: path -> node -> nodes whose marker file it sees there. chosen: the nodes of the run, in its order."""
     out: list[Finding] = []
     for path in needs.paths:
         disks = {n: r["disks"][path] for n, r in reports.items() if path in r["disks"]}
@@ -169,7 +185,7 @@ def judge_disks(reports: Reports, needs: Needs, seen: Mapping[str, Mapping[str, 
         values = {n: _disk(d) for n, d in disks.items()}
         rows = one_row(f"disk {path}", values, faults)
         out += [replace(row, text=row.text or _disk_remark(path, row, disks)) for row in rows]
-        out += _reach(path, seen.get(path, {}), shared=path in needs.shared, local=path in needs.local)
+        out += _reach(path, seen.get(path, {}), needs, chosen)
     return out
 
 
@@ -198,26 +214,36 @@ def _disk_remark(path: str, row: Finding, disks: Mapping[str, DiskFacts]) -> str
     return ""
 
 
-def _reach(path: str, seen: Mapping[str, tuple[str, ...]], *, shared: bool, local: bool) -> list[Finding]:
+def _reach(
+    path: str, seen: Mapping[str, tuple[str, ...]], needs: Needs, chosen: Sequence[str]
+) -> list[Finding]:
     """Whether all nodes see one directory, or each has its own."""
     if len(seen) < 2:
         return []
     apart = [n for n, others in seen.items() if set(others) != set(seen)]
     check, where = f"reach of {path}", tuple(seen)
-    if shared and apart:
-        first = apart[0]
+    whys = {chosen[i]: why for i, why in needs.shared.get(path, {}).items() if i < len(chosen) and chosen[i] in seen}
+    blind = [n for n in whys if not whys.keys() <= set(seen[n])]
+    if blind:
         text = (
-            f"{path} must be one directory on all nodes, {first} sees there the files of "
-            f"{listed(seen[first]) or 'none'} alone: mount the shared file system on every node, or name a path on it"
+            f"{path} must be one directory on {listed(list(whys))}, because {whys[blind[0]]}, and {blind[0]} sees there "
+            f"the files of {listed(seen[blind[0]]) or 'none'} alone: mount the shared file system on every node, or name "
+            "a path on it"
         )
         return [Finding(check=check, where=where, found="not shared", outcome=Outcome.WRONG, text=text)]
-    if local and not apart:
+    if path in needs.local and not apart:
         text = (
             f"{path} is one directory on all nodes, to which each would write its copies: set cluster.stage_dir to a "
             "path on the nodes' own disks"
         )
         return [Finding(check=check, where=where, found="shared", outcome=Outcome.WRONG, text=text)]
-    return [Finding(check=check, where=where, found="local" if apart else "shared")]
+    text = ""
+    if path in needs.either and apart:
+        text = (
+            f"{path} is another directory on each node: each keeps what it converts there or in cluster.stage_dir, and "
+            "gets the rest over the network"
+        )
+    return [Finding(check=check, where=where, found="local" if apart else "shared", text=text)]
 
 
 def _near(check: str, values: Mapping[str, float], show: Callable[[float], str]) -> list[Finding]:

@@ -74,11 +74,10 @@ def judge_clocks(offsets: Mapping[str, ClockOffset]) -> list[Finding]:
 
 def judge_names(reports: Mapping[str, NodeReport], needs: Needs) -> list[Finding]:
     """Whether gloo would give other nodes a loopback address of this one, because its name resolves to one."""
-    named = "GLOO_SOCKET_IFNAME" in needs.environment
     shown = {n: ", ".join(r["machine"]["name_resolves_to"]) or "nothing" for n, r in reports.items()}
     trapped = {n: _name_remedy(n, r) for n, r in reports.items() if is_trapped(r)}
     values = {n: shown[n] if n in trapped else "its address" for n in shown}
-    covered = {n for n, r in reports.items() if named or (needs.interfaces and r["machine"]["interface"] is not None)}
+    covered = {n for n, r in reports.items() if needs.names_interface(r["machine"]["interface"])}
     if not trapped.keys() <= covered:
         return one_row("host name", values, {n: why for n, why in trapped.items() if n not in covered})
     text = "a loopback address, which is not used: the run names the interface of gloo"
@@ -138,10 +137,17 @@ def _link_remedy(
     names: Mapping[str, NodeName],
     needs: Needs,
 ) -> str:
-    trapped = [node for node in ends if node in reports and is_trapped(reports[node])]
-    if backend == "gloo" and trapped and not needs.interfaces:
+    named = [n for n in ends if n in reports and needs.names_interface(reports[n]["machine"]["interface"])]
+    trapped = [n for n in ends if n in reports and n not in named and is_trapped(reports[n])]
+    if backend == "gloo" and trapped:
         return "; ".join(_name_remedy(node, reports[node]) for node in trapped)
     between = listed([names[node].address for node in ends])
+    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    if (given := needs.environment.get(variable)) is not None:
+        return (
+            f"{variable} = {given!r} in [cluster.env] must name an interface of each of both, from which it reaches the "
+            f"other; remove it to use that of their addresses, {between}"
+        )
     if backend == "nccl":
         return (
             "run with NCCL_DEBUG=INFO in [cluster.env], set NCCL_SOCKET_IFNAME and NCCL_IB_HCA there, and open all "

@@ -68,11 +68,12 @@ class Linker:
         self._listener.listen(8)
         return int(self._listener.getsockname()[1])
 
-    def meet(self, backend: str, side: int, address: str, port: int, interface: str | None) -> LinkTimes:
+    def meet(self, backend: str, side: int, address: str, port: int) -> LinkTimes:
         """Exchange messages with the other side of the pair, over the store at `address`, which side 0 serves.
 
-        interface: that gloo uses; None: gloo's choice, which is GLOO_SOCKET_IFNAME or that of the host name's address.
-        Raises RuntimeError where the sides do not connect or the sums are wrong.
+        The backend chooses its network as that of a rank does: by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME of this
+        process, gloo otherwise by the address of the host name. Raises RuntimeError where the sides do not connect or
+        the sums are wrong.
         """
         import torch
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -90,7 +91,7 @@ class Linker:
             timeout=timedelta(seconds=STORE_S),
             master_listen_fd=listener,
         )
-        group = _group(backend, PrefixStore(backend, store), side, limit, interface)
+        group = _group(backend, PrefixStore(backend, store), side, limit)
         device = "cpu" if backend == "gloo" else "cuda:0"
         latency = self._time(torch, group, SMALL, device, repeats=20)
         large = self._time(torch, group, LARGE, device, repeats=3)
@@ -112,17 +113,12 @@ class Linker:
         return best
 
 
-def _group(backend: str, store: Any, side: int, limit: timedelta, interface: str | None) -> Any:
+def _group(backend: str, store: Any, side: int, limit: timedelta) -> Any:
     import torch.distributed
 
     dist: Any = torch.distributed
-    if backend == "gloo" and interface is None:
-        return dist.ProcessGroupGloo(store, side, 2, limit)
     if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
-        options._timeout = limit
-        return dist.ProcessGroupGloo(store, side, 2, options)
+        return dist.ProcessGroupGloo(store, side, 2, limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     return dist.ProcessGroupNCCL(store, side, 2, options)

@@ -10,6 +10,8 @@ from typing import TypedDict
 
 import psutil
 
+from miles_like.nodes.probe import ephemeral_ports
+
 _ULIMITS = {
     "nofile": resource.RLIMIT_NOFILE,
     "memlock": resource.RLIMIT_MEMLOCK,
@@ -61,15 +63,6 @@ def machine_facts(address: str | None) -> MachineFacts:
         "name_resolves_to": _addresses(socket.gethostname()),
         "interface": interface_of(address),
     }
-
-
-def ephemeral_ports(file: Path) -> tuple[int, int]:
-    """(first, last) port of the kernel's range; (0, 0) where there is no such file."""
-    try:
-        first, last = file.read_text().split()
-    except (OSError, ValueError):
-        return 0, 0
-    return int(first), int(last)
 
 
 def interface_of(address: str | None) -> str | None:

@@ -35,6 +35,16 @@ class NodeName:
         return f"{self.host} ({self.address})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPort:
+    """A port that a rollout server of the run binds on a node."""
+
+    number: int
+    server: str  # its name in messages
+    purpose: str  # what listens on it
+    key: str  # of the configuration, which moves it
+
+
 @dataclass(frozen=True, slots=True)
 class Unanswered:
     """In place of a node's answer: why there is none."""

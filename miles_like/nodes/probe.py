@@ -11,11 +11,12 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
+from miles_like.nodes.sight import Probe
 from miles_like.variables import environment_of, inherited
 
 IMPORT_S = 300.0  # time limit of an import in a subprocess; SGLang takes 30 s on a cold disk
@@ -40,6 +41,8 @@ class ProbeResult(TypedDict):
     held: dict[str, int]  # path -> bytes of the files that are below it already
     missing: dict[str, str]  # package -> why it is not installed, or does not import
     used: list[int]  # ports in use
+    ephemeral: tuple[int, int]  # (first, last) port that the kernel gives to outgoing connections; (0, 0): not known
+    sees: dict[str, bool]  # name of a directory of the driver -> whether the node sees it
     gpus: int
     engine: EngineFound | None  # None: not asked for
 
@@ -51,6 +54,7 @@ class NodeProbe:
     paths: tuple[str, ...] = ()  # directories, which need not exist
     found: tuple[str, ...] = ()  # packages that must be installed
     ports: tuple[int, ...] = ()  # ports that must be free
+    sees: Mapping[str, Probe] = field(default_factory=dict)  # directories of the driver, by a name
     engine: str | None = None  # interpreter that must have SGLang; "": the one that runs the probe
     imports: bool = True  # import SGLang, which takes 30 s on a cold disk; False: ask for its version only
 
@@ -64,6 +68,8 @@ class NodeProbe:
             "held": {path: bytes_under(Path(path)) for path in self.paths},
             "missing": missing,
             "used": [port for port in self.ports if not is_free(port)],
+            "ephemeral": ephemeral_ports(Path("/proc/sys/net/ipv4/ip_local_port_range")),
+            "sees": {name: probe.is_seen() for name, probe in self.sees.items()},
             "gpus": gpus(),
             "engine": None if self.engine is None else find_engine(self.engine, imports=self.imports),
         }
@@ -121,6 +127,15 @@ def bytes_under(path: Path) -> int:
 def gpus() -> int:
     """The number of NVIDIA GPUs of this machine, counted by device files."""
     return sum(p.name.removeprefix("nvidia").isdecimal() for p in Path("/dev").glob("nvidia*"))
+
+
+def ephemeral_ports(file: Path) -> tuple[int, int]:
+    """(first, last) port of the kernel's range; (0, 0) where there is no such file."""
+    try:
+        first, last = file.read_text().split()
+    except (OSError, ValueError):
+        return 0, 0
+    return int(first), int(last)
 
 
 def is_free(port: int) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from miles_like.checkpoint.run_state import kept_steps
+from miles_like.nodes.sight import PROBE
 from miles_like.storage.completion import MARKER, files_under
 
 Mode = Literal["auto", "resume", "fresh"]
@@ -58,7 +59,7 @@ def check_nothing_lost(run_dir: Path) -> None:
 
 
 def _of_a_run(path: Path) -> bool:
-    return path.name in RUN_FILES or path.name.endswith(".partial")
+    return path.name in RUN_FILES or path.name.endswith(".partial") or path.name.startswith(PROBE)
 
 
 def _own_entries(run_dir: Path) -> list[Path]:

@@ -71,6 +71,7 @@ class Stage:
     key: str
     directory: Path  # holds the marker, and the data unless `run` returns another root
     size: int | None  # bytes it will write; None: known once the previous stage has run
+    removed: int = 0  # bytes beside them that it writes and removes at its end
     run: Run
     listed: Callable[[Path], list[Path]] = field(default=files_under)  # root -> files that the marker lists
     hashed: Hashes = field(default=_no_hashes)
@@ -86,6 +87,7 @@ class Sizes:
     """Bytes of a checkpoint."""
 
     fetched: int  # in the stored format
+    downloaded: int = 0  # of the files that hold the layers which are fetched, until these are written; 0: none
     bf16: int
     served: int  # in the rollout's format
     nodes: tuple[NodeNeed, ...]  # what each node copies
@@ -160,6 +162,7 @@ def plan_stages(
             key=key,
             directory=cache / f"fetch-{key}",
             size=0 if _is_taken_as_it_is(config.model) else None if size is None else size.fetched,
+            removed=0 if size is None else size.downloaded,
             run=lambda out, _: fetch(config.model, out, lambda data: functions.make(config, data)),
             listed=visible_files,
         )

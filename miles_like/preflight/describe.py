@@ -10,16 +10,23 @@ from miles_like.cluster.placement import PlacementPlan, plan_placement
 from miles_like.config.loop import CheckpointConfig
 from miles_like.config.run import RunConfig
 from miles_like.pipeline.stages import Sizes, Stage
-from miles_like.preflight.machine import checkpoint_size, disk_needs, saved_checkpoints
+from miles_like.preflight.disks import On, checkpoint_size, disk_needs, saved_checkpoints
 from miles_like.staging.stage_files import NodeNeed
 
 LINES = 10  # at most
 _SHOWN = 4  # different needs of nodes
 
 
-def describe_plan(config: RunConfig, sizes: Sizes | None, stages: Sequence[Stage], to_do: Sequence[str]) -> list[str]:
+def describe_plan(
+    config: RunConfig,
+    sizes: Sizes | None,
+    stages: Sequence[Stage],
+    to_do: Sequence[str],
+    *,
+    joins_cluster: bool = False,
+) -> list[str]:
     """At most `LINES` lines: layout, nodes, bytes of each stage and node, checkpoints, disks. sizes: None: known once
-    the model is fetched. Raises ValueError as `plan_placement`."""
+    the model is fetched. joins_cluster: nodes may have separate disks. Raises ValueError as `plan_placement`."""
     plan, p = plan_placement(config.cluster, config.parallel, config.servers), config.parallel
     layout = f"TP{p.tp} x PP{p.pp} x CP{p.cp} x DP{p.dp}, EP{p.ep} x ETP{p.etp}"
     virtual = f", {p.vpp} virtual stages each" if p.vpp > 1 else ""
@@ -36,7 +43,7 @@ def describe_plan(config: RunConfig, sizes: Sizes | None, stages: Sequence[Stage
         f"bytes: {_stage_bytes(stages)}",
         _staging(sizes.nodes),
         f"checkpoints: {saved}",
-        f"disks: {_disks(config, stages, to_do)}",
+        f"disks: {_disks(config, stages, to_do, joins_cluster=joins_cluster)}",
     ]
 
 
@@ -124,12 +131,17 @@ def _numbers(numbers: Sequence[int]) -> str:
     return f"node{'s' if len(numbers) > 1 else ''} {text}"
 
 
-def _disks(config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str]) -> str:
+def _disks(config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str], *, joins_cluster: bool) -> str:
     """Bytes that the stages to do will write below each directory."""
-    shared = Counter[Path]()
-    own = Counter[Path]()
-    for need in disk_needs(config, stages, to_do):
-        (own if need.on_nodes else shared)[need.directory.parent] += need.bytes
-    lines = [f"{directory} {decimal(n)}" for directory, n in shared.items()]
-    lines += [f"{directory} of each node up to {decimal(n)}" for directory, n in own.items()]
+    cache = next(s.directory.parent for s in stages if s.name == "convert")
+    words: dict[On, str] = {
+        "here": "{} {}",
+        "nodes": "{} of each node up to {}",
+        "apart": f"{{}} of each node that does not see {cache} up to {{}} more",
+    }
+    by_place = Counter[tuple[On, Path]]()
+    for need in disk_needs(config, stages, to_do, joins_cluster=joins_cluster):
+        below = need.directory.parent
+        by_place[need.on, cache if below.parent == cache else below] += need.bytes
+    lines = [text.format(place, decimal(n)) for on, text in words.items() for (of, place), n in by_place.items() if of == on]
     return ", ".join(lines) or "nothing is written"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
     from miles_like.nodes.members import Node
 
 
-def examine_nodes(config: RunConfig | None, ray_address: str | None, console: Console) -> Examination:
+def examine_nodes(
+    config: RunConfig | None, ray_address: str | None, console: Console, run_dir: Path | None = None
+) -> Examination:
     """All nodes of the Ray cluster at `ray_address`, or this machine where it is None, with everything that is checked.
 
-    config: the run to whose numbers they are held. Raises ValueError where the cluster does not answer.
+    config: the run to whose numbers they are held. run_dir: its directory, if that is examined too. Raises ValueError
+    where the cluster does not answer.
     """
-    needs = run_needs(config) if config is not None else Needs()
+    needs = run_needs(config, run_dir) if config is not None else Needs()
 
     def report(line: str) -> None:
         console.print(line, style="dim", highlight=False)

@@ -5,11 +5,9 @@ A dry run checks this machine only, and only if the run would use no other.
 
 from __future__ import annotations
 
-import math
-import os
+import contextlib
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -17,114 +15,27 @@ from urllib.parse import urlsplit
 
 from miles_like.cluster.environment import driver_secrets, secret_names
 from miles_like.cluster.placement import PlacementPlan, plan_placement
-from miles_like.config.loop import CheckpointConfig
+from miles_like.cluster.server_ports import server_ports
 from miles_like.config.run import RunConfig
-from miles_like.nodes.probe import EngineFound, NodeProbe, ProbeResult, bytes_under, disk_of, gpus
+from miles_like.nodes.facts import ServerPort
+from miles_like.nodes.probe import EngineFound, NodeProbe, ProbeResult, disk_of, gpus
+from miles_like.nodes.sight import Probe, existing, probe_in
 from miles_like.pipeline.check_results import CheckResult, NotCheckedError, Outcome, run_check
 from miles_like.pipeline.stages import Stage
+from miles_like.preflight.disks import DiskNeed, check_directories, check_disks, disk_needs
+from miles_like.preflight.run_needs import cache_needs, run_dir_needs
+from rollout.sglang.ports import ephemeral_range
 
 if TYPE_CHECKING:
     from miles_like.cluster.run_nodes import RunNodes
+    from miles_like.nodes.members import Node
 
 ANSWER_S = 5.0  # time limit of a connection to a server or a cluster
-_GIB = 1 << 30
-# size of a checkpoint over that of BF16 weights: BF16 weights, FP32 masters and two FP32 moments
-_CHECKPOINT = 7
-_FILE = 1 << 30  # a data file of the shards has at most this many bytes, unless it holds one larger tensor
 _EMBEDDED = "rollout.embedded"
 SGLANG_VERSION = "0.5.23"
 _OTHER_ENGINE = "and give its interpreter as rollout.sglang.python, or set rollout.engine = 'embedded'"
 _REQUIREMENTS = "docs/cluster/engine-requirements.txt"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskNeed:
-    """Bytes that a stage will write below a directory."""
-
-    stage: str
-    directory: Path
-    bytes: int  # of the node with most, if `on_nodes`
-    on_nodes: bool = False  # on each node, not on the shared file system
-    by_node: tuple[int, ...] = ()  # bytes of each node, if `on_nodes`
-
-    def of_node(self, node: int, held: int) -> DiskNeed:
-        """What one node, which has `held` bytes of it, needs still; a node that the run does not use needs nothing."""
-        return replace(self, bytes=max(0, self.by_node[node] - held) if node < len(self.by_node) else 0)
-
-
-def disk_needs(config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str]) -> list[DiskNeed]:
-    """The needs of the stages that will run; empty where sizes are known only after the fetch stage."""
-    by_name = {s.name: s for s in stages}
-    bf16, fetched, nodes = by_name["convert"].size, by_name["fetch"].size, by_name["stage"].by_node
-    out: list[DiskNeed] = []
-
-    def need(name: str, nbytes: int) -> None:
-        if name in to_do and nbytes > 0:
-            where = by_name[name].directory
-            left = nbytes - bytes_under(where)  # existing files are kept or replaced
-            out.append(DiskNeed(stage=name, directory=where, bytes=max(left, 0)))
-
-    if bf16 is None or fetched is None or nodes is None:
-        return []
-    served = max((n.served for n in nodes), default=0)
-    need("fetch", fetched + (2 * bf16 if config.model.make is not None else 0))  # made from BF16 weights and shards
-    need("dequantize", 0 if fetched == bf16 or not by_name["dequantize"].size else bf16)
-    need("convert", bf16)
-    again = 0 if served == fetched else served  # encoded into the cache before it is copied
-    if config.cluster.stage_dir is None:
-        need("stage", served + bf16 + again)
-    else:
-        need("stage", again)
-        own = tuple(n.served + _whole_files(n.shards, bf16) for n in nodes)
-        if "stage" in to_do and max(own) > 0:
-            where = Path(config.cluster.stage_dir) / by_name["stage"].directory.name
-            out.append(DiskNeed(stage="stage", directory=where, bytes=max(own), on_nodes=True, by_node=own))
-    if not config.lora.rank:
-        trained = 1 + config.algorithm.has_critic
-        need("train", trained * checkpoint_size(bf16) * saved_checkpoints(config.checkpoint, config.train.steps))
-    return out
-
-
-def checkpoint_size(bf16: int) -> int:
-    """Bytes of a checkpoint of a model with `bf16` bytes of BF16 weights."""
-    return _CHECKPOINT * bf16
-
-
-def saved_checkpoints(checkpoint: CheckpointConfig, steps: int) -> int:
-    """The most checkpoints of a run that are on disk at a time, with the one being written."""
-    every = checkpoint.every
-    saves = 1 + (steps - 1) // every if every else 1
-    kept = checkpoint.keep + (1 if checkpoint.keep_best else 0)
-    if checkpoint.keep_every and every:
-        kept += steps // math.lcm(every, checkpoint.keep_every)
-    return min(saves, kept + 1)
-
-
-def _whole_files(read: int, bf16: int) -> int:
-    """Bytes of the data files that hold `read` bytes which ranks read: files at the border hold tensors of others."""
-    return min(bf16, read + read // 8 + _FILE) if read else 0
-
-
-def check_disks(needs: Sequence[DiskNeed], disks: Callable[[Path], tuple[int, int]], where: str = "") -> None:
-    """Raises ValueError for the first file system that cannot hold the sum of what stages will write to it.
-
-    disks: directory -> (file system, free bytes). where: prefix of the message.
-    """
-    by_device: dict[int, list[DiskNeed]] = {}
-    free: dict[int, int] = {}
-    for n in needs:
-        device, free_bytes = disks(n.directory)
-        by_device.setdefault(device, []).append(n)
-        free[device] = free_bytes
-    for device, of_device in by_device.items():
-        total = sum(n.bytes for n in of_device)
-        if total > free[device]:
-            parts = ", ".join(f"{n.stage} {_gib(n.bytes)}" for n in of_device)
-            raise ValueError(
-                f"{where}the file system of {of_device[0].directory} has {_gib(free[device])} GiB free, the stages "
-                f"will write {_gib(total)} GiB to it ({parts}): free some, or give a larger one with --cache-dir, "
-                "--run-dir or cluster.stage_dir"
-            )
+_RUN_DIR, _CACHE = "--run-dir", "--cache-dir"  # the options of directories of the driver that nodes may have to see
 
 
 def _raise_unwritable(name: str, unwritable: Mapping[str, str]) -> None:
@@ -134,22 +45,11 @@ def _raise_unwritable(name: str, unwritable: Mapping[str, str]) -> None:
     )
 
 
-def check_directories(directories: Sequence[Path]) -> None:
-    """Raises ValueError for the first that cannot be made or written."""
-    for directory in directories:
-        there = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.lexists(p))
-        if not there.is_dir():
-            raise ValueError(
-                f"{directory} cannot be made: {there} is no directory; give another --run-dir or --cache-dir"
-            )
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise ValueError(
-                f"{directory} cannot be written: no permission in {there}; give another --run-dir or --cache-dir"
-            )
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / _GIB:,.1f}" if nbytes >= _GIB // 10 else f"{nbytes / _GIB:,.4f}"
+def _raise_unseen(name: str, directory: Path, why: str, option: str) -> None:
+    raise ValueError(
+        f"{name} does not see {directory} of the machine that starts the run, and its {why}: give with {option} a "
+        "directory on a file system that every node mounts at the same path"
+    )
 
 
 def check_address(address: str) -> None:
@@ -193,12 +93,16 @@ class Machines:
     def __init__(self, config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str], cluster: Cluster) -> None:
         self.config, self.cluster, self.ray_address = config, cluster, cluster.ray_address
         self.trains = "train" in to_do
-        self.needs = disk_needs(config, stages, to_do)
+        self.needs = disk_needs(config, stages, to_do, joins_cluster=cluster.ray_address is not None)
+        by_name = {s.name: s.directory for s in stages}
+        self.run_dir, self.cache = by_name["train"], by_name["convert"].parent
+        self.makes = config.model.make is not None and "fetch" in to_do
         self.directories = [s.directory for s in stages if s.name in to_do]
-        self.starts_ranks = self.trains or (config.model.make is not None and "fetch" in to_do)
+        self.starts_ranks = self.trains or self.makes
         spreads = self.ray_address is not None and config.cluster.nodes > 1 and "convert" in to_do
         self.uses_ray = self.starts_ranks or "stage" in to_do or spreads
         self.stages = "stage" in to_do
+        self.ports: Mapping[int, Sequence[ServerPort]] = {}  # node -> what its servers bind
 
     @cached_property
     def placement(self) -> PlacementPlan:
@@ -217,10 +121,11 @@ class Machines:
         others = self._why_others()
         out += self._secret_checks(here=False)
         out.append(run_check("directories", lambda: check_directories(self.directories)))
-        shared = [n for n in self.needs if not n.on_nodes]
-        out.append(run_check("disk space", lambda: self._check_local_disks(shared, others)))
+        own = [n for n in self.needs if n.on == "here"]
+        out.append(run_check("disk space", lambda: self._check_local_disks(own, others)))
         if others is None:
             probe = self._probe(imports=False)()
+            self._plan_ports([probe["ephemeral"]])
             out += [run_check(name, check) for name, check in self._node_checks(0, probe, here=True).items()]
         elif self.trains:
             what = "nodes, GPUs, packages and ports" if c.gpus_per_node else "nodes, packages and ports"
@@ -267,12 +172,10 @@ class Machines:
         out = [
             *self._secret_checks(here=True),
             run_check("directories", lambda: check_directories([*self.directories, *self._staged_to()])),
-            run_check("disk space", lambda: check_disks([n for n in self.needs if not n.on_nodes], disk_of)),
+            run_check("disk space", lambda: check_disks([n for n in self.needs if n.on == "here"], disk_of)),
         ]
         if not self.uses_ray:
             return out
-        from miles_like.nodes.work import on_every_node
-
         ray = run_check("Ray", self.cluster.join)
         out.append(ray)
         if ray.outcome is not Outcome.OK:
@@ -282,15 +185,54 @@ class Machines:
         out.append(nodes)
         if nodes.outcome is Outcome.OK:
             chosen = self.cluster.nodes().nodes
-            probes = on_every_node(self._probe(imports=True), chosen)
-            for i, (probe, of) in enumerate(zip(probes, chosen, strict=True)):
-                node: ProbeResult = {**probe, "gpus": of.gpus}  # ranks get only the GPUs that Ray was started with
-                out += [run_check(name, check) for name, check in self._node_checks(i, node, here=False).items()]
+            probes = self._probes(chosen)
+            out.append(run_check("ports", lambda: self._check_planned_ports(probes, chosen)))
+            for i, probe in enumerate(probes):
+                out += [run_check(name, check) for name, check in self._node_checks(i, probe, here=False).items()]
             if len(chosen) > 1 or self.ray_address is not None:
                 from miles_like.preflight.examination import brief_checks
 
                 out += brief_checks(self.config, chosen)
         return out
+
+    def _probes(self, chosen: Sequence[Node]) -> list[ProbeResult]:
+        from miles_like.nodes.work import on_every_node
+
+        with contextlib.ExitStack() as stack:
+            probe = self._probe(imports=True, sees=self._watched(stack))
+            found = on_every_node(probe, chosen)
+        # ranks get only the GPUs that Ray was started with
+        return [{**one, "gpus": of.gpus} for one, of in zip(found, chosen, strict=True)]
+
+    def _watched(self, stack: contextlib.ExitStack) -> dict[str, Probe]:
+        """Probes of directories of this machine which other nodes may have to see, while `stack` lasts. One that cannot
+        be written is reported by another check."""
+        out = {}
+        if self.ray_address is not None:
+            for option, directory in ((_RUN_DIR, self.run_dir), (_CACHE, self.cache)):
+                with contextlib.suppress(OSError):
+                    out[option] = stack.enter_context(probe_in(existing(directory)))
+        return out
+
+    def _check_planned_ports(self, probes: Sequence[ProbeResult], chosen: Sequence[Node]) -> None:
+        """Plan the ports by the nodes' ephemeral ranges, and look at those that were not looked at yet. Raises
+        ValueError where a range leaves no room for them."""
+        from miles_like.nodes.work import on_every_node
+
+        asked = {port.number for ports in self.ports.values() for port in ports}
+        self._plan_ports([probe["ephemeral"] for probe in probes])
+        more = {port.number for ports in self.ports.values() for port in ports} - asked
+        if more:
+            again = on_every_node(NodeProbe(ports=tuple(sorted(more))), chosen)
+            for probe, other in zip(probes, again, strict=True):
+                probe["used"] = [*probe["used"], *other["used"]]
+
+    def _plan_ports(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Raises ValueError as `server_ports`."""
+        self.ports = {}
+        if self.trains and self.config.servers is not None:
+            local = self.ray_address is None
+            self.ports = server_ports(self.placement, self.config.servers, ranges, local=local)
 
     def _staged_to(self) -> list[Path]:
         """The node-local directory: this process stages the small files there too."""
@@ -299,29 +241,35 @@ class Machines:
 
     # checks of one node
 
-    def _probe(self, *, imports: bool) -> NodeProbe:
-        """imports: import SGLang, which takes 30 s, in place of only asking for its version."""
+    def _probe(self, *, imports: bool, sees: Mapping[str, Probe] | None = None) -> NodeProbe:
+        """imports: import SGLang, which takes 30 s, in place of only asking for its version. sees: by their options."""
         c = self.config
-        paths = tuple(str(n.directory) for n in self.needs if n.on_nodes)
+        paths = tuple(str(n.directory) for n in self.needs if n.on != "here")
         if not self.trains:
-            return NodeProbe(paths=paths)
+            return NodeProbe(paths=paths, sees=sees or {})
         found = ["megatron.core", *(["transformer_engine"] if c.kernels.spec == "te" else [])]
-        ports = () if c.rollout.port is None else tuple(c.rollout.port + i for i in range(c.rollout.servers))
+        with contextlib.suppress(ValueError):  # the nodes' own ranges may leave room
+            self._plan_ports([ephemeral_range()])
         stock = c.servers is not None and c.rollout.engine == "sglang"
         return NodeProbe(
             paths=paths,
             found=(*found, *((_EMBEDDED,) if c.servers is not None and not stock else ())),
-            ports=ports if c.servers is not None else (),
+            ports=tuple(sorted({port.number for ports in self.ports.values() for port in ports})),
+            sees=sees or {},
             engine=(c.rollout.sglang.python or "") if stock else None,
             imports=imports,
         )
 
     def _node_checks(self, node: int, probe: ProbeResult, *, here: bool) -> dict[str, Callable[[], None]]:
         name = "this machine" if here else f"node {node} ({probe['node']})"
-        needs = [n.of_node(node, probe["held"][str(n.directory)]) for n in self.needs if n.on_nodes]
+        apart = not probe["sees"].get(_CACHE, True)
+        on_it = [n for n in self.needs if n.on == "nodes" or (n.on == "apart" and apart)]
+        needs = [n.of_node(node, probe["held"][str(n.directory)]) for n in on_it]
         out: dict[str, Callable[[], None]] = {}
-        if probe["unwritable"]:
-            out[f"directories of {name}"] = partial(_raise_unwritable, name, probe["unwritable"])
+        if unwritable := {str(n.directory): why for n in needs if (why := probe["unwritable"].get(str(n.directory)))}:
+            out[f"directories of {name}"] = partial(_raise_unwritable, name, unwritable)
+        for option, (directory, why) in self._unseen(node, probe["sees"]).items():
+            out[f"{option} on {name}"] = partial(_raise_unseen, name, directory, why, option)
         if needs:
             out[f"disk space of {name}"] = lambda: check_disks(
                 needs, lambda path: probe["disks"][str(path)], f"{name}: "
@@ -331,9 +279,19 @@ class Machines:
             if (engine := probe["engine"]) is not None:
                 out[f"engine of {name}"] = partial(self._check_engine, name, engine)
             out[f"GPUs of {name}"] = lambda: self._check_gpus(node, name, probe)
-        if self.trains and self.config.servers is not None and (port := self.config.rollout.port) is not None:
-            out[f"ports of {name}"] = partial(self._check_ports, node, name, probe, port)
+        if ports := self.ports.get(node):
+            out[f"ports of {name}"] = partial(self._check_ports, name, probe, ports)
         return out
+
+    def _unseen(self, node: int, sees: Mapping[str, bool]) -> dict[str, tuple[Path, str]]:
+        """Option -> (its directory, why the node must see it) of those that it does not see."""
+        needed = {_RUN_DIR: (self.run_dir, run_dir_needs(self.config, self.placement) if self.trains else {})}
+        needed[_CACHE] = (self.cache, cache_needs(self.config, self.placement) if self.makes else {})
+        return {
+            option: (directory, whys[node])
+            for option, (directory, whys) in needed.items()
+            if node in whys and not sees.get(option, True)
+        }
 
     def _check_packages(self, name: str, probe: ProbeResult) -> None:
         for package, why in probe["missing"].items():
@@ -367,11 +325,10 @@ class Machines:
                 "nodes with --ray-address"
             )
 
-    def _check_ports(self, node: int, name: str, probe: ProbeResult, first: int) -> None:
-        """first: the port of server 0."""
-        for slot in self.placement.of("rollout"):
-            if slot.node == node and first + slot.index in probe["used"]:
+    def _check_ports(self, name: str, probe: ProbeResult, ports: Sequence[ServerPort]) -> None:
+        for port in ports:
+            if port.number in probe["used"]:
                 raise ValueError(
-                    f"{name}: port {first + slot.index} of rollout server {slot.index} is in use: set rollout.port to "
-                    "another one, or leave it out for any free port"
+                    f"{name}: port {port.number} of {port.server} ({port.purpose}) is in use: set {port.key} to another "
+                    "one, or stop what uses it"
                 )

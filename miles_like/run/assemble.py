@@ -37,7 +37,7 @@ from miles_like.pipeline.stages import (
 )
 from miles_like.run.model_plan import PlannedModel, model_plan, planned_model
 from miles_like.run.rollout_side import RolloutSide, server_launch, server_variables
-from miles_like.run.run_cluster import RunCluster
+from miles_like.run.run_cluster import RunCluster, on_every_node
 from miles_like.staging.stage_files import node_needs
 from miles_like.storage.staging import StageFiles
 from miles_like.verify.report import Report as AlignmentReport
@@ -249,6 +249,7 @@ def _describe_trainer(model: PlannedModel) -> str:
 def staged(config: RunConfig, run_dir: Path, console: Console, ray_address: str | None) -> Path:
     """The directory of the job's checkpoint, made if it does not exist, with the folders `hf` (for servers) and
     `megatron`."""
+    run_dir = on_every_node(run_dir, ray_address)
     cluster = RunCluster(config, run_dir, console, ray_address)
     try:
         return _staged(config, run_dir, console, cluster)
@@ -267,6 +268,7 @@ def verify(
 ) -> tuple[AlignmentReport, list[Path]]:
     """Start both sides on the job's checkpoint, made if it does not exist, and compare them; plots are written to
     `run_dir`/verify. Raises ValueError or RuntimeError."""
+    run_dir = on_every_node(run_dir, ray_address)
     cluster = RunCluster(config, run_dir, console, ray_address)
     root = _staged(config, run_dir, console, cluster)
     from miles_like.run.launcher import Launcher

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from miles_like.nodes.reservation import Reservation
 
 
+def on_every_node(directory: Path, ray_address: str | None) -> Path:
+    """A directory that was given to this command, as the nodes of a cluster that it joins find it: their processes have
+    other working directories. It stays relative where all processes are this machine's."""
+    return directory if ray_address is None else directory.resolve()
+
+
 class RunCluster:
     """The first call of `nodes` joins the cluster, chooses the nodes and reserves their GPUs; all further calls return
     the same nodes.

@@ -18,9 +18,11 @@ from pathlib import Path
 from megatron_bridge.convert.mirror import MirroredWork, source_times
 from megatron_bridge.convert.to_megatron import Conversion
 from megatron_bridge.convert.units import ELSEWHERE, UnitWork, finished_indexes, note_elsewhere, read_unit
-from miles_like.nodes.blocks import NodeFiles, Probe, own_address, probe_in, probe_of
+from miles_like.nodes.blocks import NodeFiles, own_address
 from miles_like.nodes.members import Node
+from miles_like.nodes.sight import Probe, probe_in, probe_of
 from miles_like.nodes.work import on_every_node, on_nodes, over_nodes
+from miles_like.staging.stage_files import pieces_of
 from miles_like.storage.staging import Copy, LocalSource, Source, Staged, StageFiles
 
 Alive = Callable[[], None]
@@ -99,11 +101,6 @@ class SpreadApart:
         for address, indexes in on_every_node(collect, self.nodes, timeout_s=self.timeout_s):
             for file, index in indexes.items():
                 note_elsewhere(out, file, index, (address, str(collect.pieces)))
-
-
-def pieces_of(out: Path, local: Path | None) -> Path:
-    """Where a node that does not see the output `out` keeps the pieces that it converts."""
-    return out.with_name(f"{out.name}.pieces") if local is None else local / f"{out.parent.name}.{out.name}.pieces"
 
 
 # staging

@@ -65,6 +65,11 @@ def layout_inputs(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def pieces_of(out: Path, local: Path | None) -> Path:
+    """Where a node that does not see the output `out` of a conversion keeps the pieces that it converts."""
+    return out.with_name(f"{out.name}.pieces") if local is None else local / f"{out.parent.name}.{out.name}.pieces"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """The copies of a run."""

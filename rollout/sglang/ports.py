@@ -56,6 +56,17 @@ def first_port(default: int, count: int, ranges: Sequence[tuple[int, int]]) -> i
     )
 
 
+def first_ports(
+    servers: int, *, http: int | None, dist_init: int | None, ranges: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
+    """(HTTP port, dist_init port) of stock server 0 of a cluster: the configured ones; for None those of `first_port`.
+    Raises ValueError as `first_port`."""
+    return (
+        first_port(HTTP_PORT, servers, ranges) if http is None else http,
+        first_port(DIST_INIT_PORT, BLOCK * servers, ranges) if dist_init is None else dist_init,
+    )
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that is free now and, if possible, outside of the ephemeral range; another server may take it before it is
     used."""

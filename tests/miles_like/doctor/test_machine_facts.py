@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 
-from miles_like.doctor.disks import MEASURED_BYTES, disk_facts, existing, forget, kind_of, seen
+from miles_like.doctor.disks import MEASURED_BYTES, disk_facts, forget, kind_of, seen
 from miles_like.doctor.examine import ThisMachine, examine, examiner_of, measure_clocks, unique_labels
 from miles_like.doctor.findings import Needs
 from miles_like.doctor.gpus import query_gpus
 from miles_like.doctor.links import ring, tournament
-from miles_like.doctor.machine import cgroup_limits, ephemeral_ports, machine_facts
+from miles_like.doctor.machine import cgroup_limits, machine_facts
 from miles_like.doctor.software import _glibc_of_wheel, software
-from miles_like.nodes.facts import NodeName, Unanswered
+from miles_like.nodes.facts import NodeName, ServerPort, Unanswered
+from miles_like.nodes.probe import ephemeral_ports
+from miles_like.nodes.sight import existing
 
 SMI = {
     "gpu": "0, GPU-a, NVIDIA H100 80GB HBM3, 81559, 81079, 580.95.05, Enabled, Disabled, Enabled, 0, Default\n"
@@ -166,7 +168,8 @@ def test_this_machine_alone_is_examined_and_its_taken_port_named(
     monkeypatch.setattr("miles_like.doctor.examiner.query_gpus", lambda: "no nvidia-smi")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        needs = Needs(ports={"rollout server 0": port}, local=(str(tmp_path),))
+        own = ServerPort(number=port, server="rollout server 0", purpose="HTTP", key="rollout.port")
+        needs = Needs(ports=lambda ranges: {0: (own,)}, local=(str(tmp_path),))
         found = examine(ThisMachine(examiner_of(needs)), needs)
     assert any(f.check == f"port {port}" and f.text for f in found.findings)
     assert not found.links and not found.clocks and not list(tmp_path.iterdir())

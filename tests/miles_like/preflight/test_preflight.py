@@ -31,7 +31,7 @@ from miles_like.pipeline.run_directory import check_run_dir
 from miles_like.pipeline.stages import STAGES, Stage, plan_stages, run_stages
 from miles_like.preflight import machine as preflight_machine
 from miles_like.preflight.checks import ROWS, Preflight
-from miles_like.preflight.machine import DiskNeed, check_disks, disk_needs
+from miles_like.preflight.disks import DiskNeed, check_disks, disk_needs
 from miles_like.run import assemble
 from miles_like.run.run_cluster import RunCluster
 from tests.support.fakes import FakeServer

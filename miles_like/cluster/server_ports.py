@@ -1,0 +1,42 @@
+"""The ports that the rollout servers of a run bind on each node, before any server is started: arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from miles_like.cluster.placement import PlacementPlan
+from miles_like.nodes.facts import ServerPort
+from rollout.config import RolloutConfig
+from rollout.sglang.ports import BLOCK, Port, first_ports, stock_ports
+
+
+def server_ports(
+    plan: PlacementPlan, rollout: RolloutConfig, ranges: Sequence[tuple[int, int]], *, local: bool = False
+) -> dict[int, tuple[ServerPort, ...]]:
+    """Node of the plan -> the ports of its servers, as `miles_like.cluster.rollout_servers.with_ports` gives them.
+
+    ranges: ephemeral ranges of the nodes. local: Ray is started for the run. A port that is not configured is then any
+    free one, as is that of an embedded server, and is not listed. Raises ValueError as `first_port`.
+    """
+    slots, stock = plan.of("rollout"), rollout.engine == "sglang"
+    given = {"rollout.port": rollout.port is not None}
+    http, dist_init = rollout.port or 0, 0
+    if stock:
+        given["rollout.sglang.dist_init_port"] = rollout.sglang.dist_init_port is not None
+        servers = 1 + max((slot.index for slot in slots), default=0)
+        own = {"http": rollout.port, "dist_init": rollout.sglang.dist_init_port}
+        http, dist_init = first_ports(servers, **own, ranges=ranges)
+    out: dict[int, list[ServerPort]] = {}
+    for slot in slots:
+        number = http + slot.index
+        ports = [Port(number, "HTTP", "rollout.port")]
+        if stock:
+            dp = rollout.sglang.enable_dp_attention
+            ports = stock_ports(number, dist_init + BLOCK * slot.index, attention_dp=dp, nnodes=slot.nnodes)
+        part = f" part {slot.node_rank}" if slot.nnodes > 1 else ""
+        out.setdefault(slot.node, []).extend(
+            ServerPort(number=p.number, server=f"rollout server {slot.index}{part}", purpose=p.purpose, key=p.key)
+            for p in ports
+            if given[p.key] or (stock and not local)
+        )
+    return {node: tuple(ports) for node, ports in out.items()}
