@@ -59,7 +59,7 @@ def machine_facts(address: str | None) -> MachineFacts:
         "cgroup_memory": int(limits["memory"]),
         "cgroup_pids": int(limits["pids"]),
         "cgroup_cpus": limits["cpus"],
-        "ephemeral_ports": ephemeral_ports(Path("/proc/sys/net/ipv4/ip_local_port_range")),
+        "ephemeral_ports": ephemeral_ports(),
         "name_resolves_to": _addresses(socket.gethostname()),
         "interface": interface_of(address),
     }

@@ -68,7 +68,7 @@ class NodeProbe:
             "held": {path: bytes_under(Path(path)) for path in self.paths},
             "missing": missing,
             "used": [port for port in self.ports if not is_free(port)],
-            "ephemeral": ephemeral_ports(Path("/proc/sys/net/ipv4/ip_local_port_range")),
+            "ephemeral": ephemeral_ports(),
             "sees": {name: probe.is_seen() for name, probe in self.sees.items()},
             "gpus": gpus(),
             "engine": None if self.engine is None else find_engine(self.engine, imports=self.imports),
@@ -129,7 +129,7 @@ def gpus() -> int:
     return sum(p.name.removeprefix("nvidia").isdecimal() for p in Path("/dev").glob("nvidia*"))
 
 
-def ephemeral_ports(file: Path) -> tuple[int, int]:
+def ephemeral_ports(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> tuple[int, int]:
     """(first, last) port of the kernel's range; (0, 0) where there is no such file."""
     try:
         first, last = file.read_text().split()

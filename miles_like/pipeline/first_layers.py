@@ -16,6 +16,7 @@ from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from miles_like.types import NamedTensor
 
 INDEX = "model.safetensors.index.json"
+_FILE = 5 << 30  # bytes of a file of most published checkpoints
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -39,6 +40,19 @@ def is_kept(name: str, layers: int) -> bool:
 def needed_files(weight_map: Mapping[str, str], layers: int) -> list[str]:
     """The safetensors files that hold a kept tensor. weight_map: tensor name -> file, of the index."""
     return sorted({file for name, file in weight_map.items() if is_kept(name, layers)})
+
+
+def downloaded_bytes(config: Mapping[str, Any], layers: int, kept: int, whole: int) -> int:
+    """At most the bytes of the files that hold a kept tensor, before an index is there to add them up.
+
+    config: config.json of the whole model, which has `whole` bytes, of which `kept` are of the first `layers` layers.
+    Published checkpoints have their tensors in the order of the layers, so that only two files hold others beside: that
+    with the last kept layer, and that with norm and head. A file has up to 5 GiB, or one layer if that is larger (Kimi-K2
+    has a file for each).
+    """
+    dropped = int(config["num_hidden_layers"]) - layers
+    layer = (whole - kept) // dropped if dropped > 0 else 0
+    return min(whole, kept + 2 * max(_FILE, layer))
 
 
 def restrict_index(directory: Path, files: Iterable[str]) -> None:

@@ -16,15 +16,15 @@ from urllib.parse import urlsplit
 from miles_like.cluster.environment import driver_secrets, secret_names
 from miles_like.cluster.placement import PlacementPlan, plan_placement
 from miles_like.cluster.server_ports import server_ports
+from miles_like.config.distillation import MadeServer
 from miles_like.config.run import RunConfig
 from miles_like.nodes.facts import ServerPort
-from miles_like.nodes.probe import EngineFound, NodeProbe, ProbeResult, disk_of, gpus
+from miles_like.nodes.probe import EngineFound, NodeProbe, ProbeResult, disk_of, ephemeral_ports, gpus
 from miles_like.nodes.sight import Probe, existing, probe_in
 from miles_like.pipeline.check_results import CheckResult, NotCheckedError, Outcome, run_check
 from miles_like.pipeline.stages import Stage
 from miles_like.preflight.disks import DiskNeed, check_directories, check_disks, disk_needs
 from miles_like.preflight.run_needs import cache_needs, run_dir_needs
-from rollout.sglang.ports import ephemeral_range
 
 if TYPE_CHECKING:
     from miles_like.cluster.run_nodes import RunNodes
@@ -96,7 +96,9 @@ class Machines:
         self.needs = disk_needs(config, stages, to_do, joins_cluster=cluster.ray_address is not None)
         by_name = {s.name: s.directory for s in stages}
         self.run_dir, self.cache = by_name["train"], by_name["convert"].parent
+        teachers = [teacher.part for teacher in config.distillation.teachers.values()]
         self.makes = config.model.make is not None and "fetch" in to_do
+        self.makes |= self.trains and any(isinstance(part, MadeServer) for part in teachers)
         self.directories = [s.directory for s in stages if s.name in to_do]
         self.starts_ranks = self.trains or self.makes
         spreads = self.ray_address is not None and config.cluster.nodes > 1 and "convert" in to_do
@@ -249,7 +251,7 @@ class Machines:
             return NodeProbe(paths=paths, sees=sees or {})
         found = ["megatron.core", *(["transformer_engine"] if c.kernels.spec == "te" else [])]
         with contextlib.suppress(ValueError):  # the nodes' own ranges may leave room
-            self._plan_ports([ephemeral_range()])
+            self._plan_ports([ephemeral_ports()])
         stock = c.servers is not None and c.rollout.engine == "sglang"
         return NodeProbe(
             paths=paths,

@@ -10,13 +10,14 @@ from pathlib import Path
 from miles_like.cluster.environment import network_variables, plain_values
 from miles_like.cluster.placement import PlacementPlan, plan_placement
 from miles_like.cluster.server_ports import server_ports
+from miles_like.config.distillation import MadeServer
 from miles_like.config.run import RunConfig
 from miles_like.doctor.findings import Needs, Ports
 
 Shared = Mapping[str, Mapping[int, str]]  # as `Needs.shared`
 CHECKPOINTS = "trainer ranks write their checkpoints there"
 PUBLISHED = "rollout servers read published weights there (publish.path = 'disk')"
-MADE = "the ranks that make the model (model.make) load weights there"
+MADE = "the ranks that make a checkpoint ([model.make], a teacher's make) load weights there"
 
 
 def run_needs(config: RunConfig, run_dir: Path | None = None) -> Needs:
@@ -54,7 +55,9 @@ def run_dir_needs(config: RunConfig, plan: PlacementPlan) -> dict[int, str]:
 
 def cache_needs(config: RunConfig, plan: PlacementPlan) -> dict[int, str]:
     """The same of the directory of the stages' outputs; other nodes copy what they need of it."""
-    return {s.node: MADE for s in plan.of("trainer")} if config.model.make is not None else {}
+    teachers = config.distillation.teachers.values()
+    makes = config.model.make is not None or any(isinstance(t.part, MadeServer) for t in teachers)
+    return {s.node: MADE for s in plan.of("trainer")} if makes else {}
 
 
 def _directories(config: RunConfig, run_dir: Path | None) -> tuple[Shared, tuple[str, ...]]:

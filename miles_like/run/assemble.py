@@ -25,7 +25,7 @@ from miles_like.config.distillation import MadeServer, StartedServer
 from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import read_config_file
 from miles_like.loop.stopping import run_to_end
-from miles_like.pipeline.first_layers import shortened
+from miles_like.pipeline.first_layers import downloaded_bytes, shortened
 from miles_like.pipeline.stages import (
     Preflight,
     Sizes,
@@ -123,20 +123,33 @@ def known_model(config: RunConfig) -> PlannedModel | None:
     """The plan of the model, from a config.json that exists before anything is fetched; None where there is none. For a
     model that is made, with the format of `model.make`. Raises ValueError as `planned_model`."""
     given, make = config.model, config.model.make
-    path = Path(make.config if make is not None else given.config or given.path)
-    if make is None and given.config is None and not path.is_dir():
+    if (path := _config_file(config)) is None:
         return None
-    path = path / "config.json" if path.is_dir() else path
     hf = read_config_file(path)
     if given.first_layers is not None:
         hf = shortened(hf, given.first_layers)
     return planned_model(config, hf if make is None else quantized_config(hf, make.spec()), path.parent)
 
 
+def _config_file(config: RunConfig) -> Path | None:
+    """The config.json that exists before anything is fetched; None where there is none."""
+    given, make = config.model, config.model.make
+    path = Path(make.config if make is not None else given.config or given.path)
+    if make is None and given.config is None and not path.is_dir():
+        return None
+    return path / "config.json" if path.is_dir() else path
+
+
 def _sizes(config: RunConfig, model: PlannedModel) -> Sizes:
     fetched, bf16 = checkpoint_bytes(model.hf, model.stored)
     served = checkpoint_bytes(model.hf, model.spec)[0]
-    return Sizes(fetched=fetched, bf16=bf16, served=served, nodes=node_needs(config, model.hf, served))
+    needs = node_needs(config, model.hf, served)
+    path, layers = _config_file(config), config.model.first_layers
+    downloaded = 0
+    if path is not None and layers is not None and not Path(config.model.path).is_dir():
+        whole = read_config_file(path)
+        downloaded = downloaded_bytes(whole, layers, fetched, checkpoint_bytes(whole, model.stored)[0])
+    return Sizes(fetched=fetched, bf16=bf16, served=served, nodes=needs, downloaded=downloaded)
 
 
 def checkpoint_bytes(hf: Mapping[str, Any], spec: QuantSpec | None) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
 from miles_like.batch.packer import Packer
 from miles_like.cluster.environment import driver_secrets
-from miles_like.cluster.placement import plan_placement
+from miles_like.cluster.placement import Slot, plan_placement
 from miles_like.cluster.rollout_servers import RayServers
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.config.distillation import (
@@ -37,7 +37,7 @@ from miles_like.pipeline.fetch import describe, fetch, source_inputs, visible_fi
 from miles_like.pipeline.stages import Stage, cache_of, run_stages
 from miles_like.protocols import Trainer
 from miles_like.run.model_plan import RunTokenizer
-from miles_like.storage.completion import files_under, input_key
+from miles_like.storage.completion import Output, files_under, input_key
 from miles_like.types import REFERENCE, Prompt
 from rollout.server_key import ServerKey, read_key
 from rollout.sglang.client import SGLangClient
@@ -62,40 +62,46 @@ class RunTeachers:
         self.config, self.section = config, config.distillation
         self.run_dir, self.student, self.tokenizer, self.console = run_dir, student, tokenizer, console
         self._paths: dict[str, Path] = {}  # of teachers of weights: a converted directory; of servers: Hugging Face's
+        self._placement = plan_placement(config.cluster, config.parallel, config.servers)
         self._servers: RayServers | None = None
         self._urls: dict[str, str] = {}
 
     def prepare(self) -> None:
-        """Makes, fetches and converts teachers, each once for all runs that share the cache. Raises ValueError for
-        weights of another architecture than the student's."""
+        """Makes, fetches and converts teachers, each once for all runs that share the cache, and copies them to those
+        of the nodes that load them and do not see the cache. Raises ValueError for weights of another architecture than
+        the student's, and as `seen_by`."""
         for name, config in self.section.teachers.items():
             match config.part:
                 case StartedServer(path=source) | MadeServer(make=source):
-                    self._paths[name] = self._fetched(name, source)
+                    slot = self._placement.teacher(self._served().index(name))
+                    self._paths[name] = self._on_nodes(self._fetched(name, source), [slot])
                 case SwappedWeights(path=path):
-                    self._paths[name] = self._shards(name, path)
+                    self._paths[name] = self._on_nodes(self._shards(name, path), self._placement.of("trainer"))
 
     def launch(self) -> None:
         """Begins to start the teachers' servers; `wait` returns when they are up."""
-        served = [name for name, t in self.section.teachers.items() if isinstance(t.part, StartedServer | MadeServer)]
+        served = self._served()
         logs = (self.run_dir / "logs" / "teachers").resolve()
         launches = []
-        placement = plan_placement(self.config.cluster, self.config.parallel, self.config.servers)
         secrets = driver_secrets(self.config.rollout.env) if served else {}
         for i, name in enumerate(served):
             embedded = self.config.rollout.embedded.model_copy(update={"return_gates": False})
             launch = ServerLaunch(
-                model_path=self._paths[name].resolve(),
+                model_path=self._paths[name],
                 config=self.config.rollout.model_copy(update={"engine": "embedded", "embedded": embedded}),
                 log_dir=logs,
                 return_routed_experts=False,
                 key=self.key,
                 secrets=secrets,
             )
-            launches.append((placement.teacher(i), launch))
+            launches.append((self._placement.teacher(i), launch))
         if launches:
             self._servers = RayServers(launches, self.nodes(), logs)
             self._urls = dict.fromkeys(served, "")
+
+    def _served(self) -> list[str]:
+        """Teachers for which the run starts a server."""
+        return [name for name, t in self.section.teachers.items() if isinstance(t.part, StartedServer | MadeServer)]
 
     def wait(self) -> None:
         """Raises RuntimeError when a server did not come up."""
@@ -162,15 +168,27 @@ class RunTeachers:
         differ = [token for token in own if other.get(token) != own[token]]
         return f"{len(other)} tokens and {len(own)}" + (f", {differ[0]!r} is not the same" if differ else "")
 
-    def _shards(self, name: str, path: str) -> Path:
+    def _on_nodes(self, files: Output, slots: Sequence[Slot]) -> Path:
+        """The path at which the nodes of `slots` find the files."""
+        nodes = self.nodes()
+        if nodes.local:
+            return files.root.resolve()
+        from miles_like.staging.node_copies import seen_by
+
+        c = self.config.cluster
+        users = list({slot.node: nodes.of(slot) for slot in slots}.values())
+        local = None if c.stage_dir is None else Path(c.stage_dir)
+        return seen_by(files, users, local=local, timeout_s=c.timeout_s)
+
+    def _shards(self, name: str, path: str) -> Output:
         """A directory of Megatron shards: `path` itself, or the conversion of the Hugging Face directory `path`."""
-        if Manifest.there(Path(path)):
-            return Path(path)
-        directory = self._fetched(name, path)
+        if Manifest.there(root := Path(path)):
+            return Output(root.resolve(), {})
+        directory = self._fetched(name, path).root
         check_same_shapes(name, HFCheckpoint(directory).config, self.student)
         return self._converted(name, directory)
 
-    def _fetched(self, name: str, source: str | MakeConfig) -> Path:
+    def _fetched(self, name: str, source: str | MakeConfig) -> Output:
         from miles_like.pipeline.make_checkpoint import make_checkpoint
 
         if isinstance(source, str):
@@ -186,7 +204,7 @@ class RunTeachers:
             visible_files,
         )
 
-    def _converted(self, name: str, directory: Path) -> Path:
+    def _converted(self, name: str, directory: Path) -> Output:
         c: ConvertConfig = self.config.convert
 
         def run(out: Path) -> Path:
@@ -205,13 +223,13 @@ class RunTeachers:
         what: str,
         run: Callable[[Path], Path],
         listed: Callable[[Path], list[Path]] = files_under,
-    ) -> Path:
+    ) -> Output:
         key = input_key(stage, inputs)
         directory = cache_of(self.config, self.run_dir) / f"{stage}-{key}"
         one = Stage(
             name=stage, what=what, key=key, directory=directory, size=None, run=lambda out, _: run(out), listed=listed
         )
-        return run_stages([one], [stage], self.console, fresh=False)[stage].root
+        return run_stages([one], [stage], self.console, fresh=False)[stage]
 
 
 def check_same_shapes(name: str, teacher: Mapping[str, Any], student: Mapping[str, Any]) -> None:

@@ -118,7 +118,7 @@ class HeldFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sees:
+class Sees:
     """A node's (address, whether it sees each probe)."""
 
     probes: tuple[Probe, ...]
@@ -135,7 +135,7 @@ def stage_on_nodes(works: Sequence[StageFiles], nodes: Sequence[Node], *, timeou
     here, moved = own_address(), {root: _elsewhere(root) for root in roots}
     with contextlib.ExitStack() as stack:
         probes = tuple(_probe(root, stack) for root in roots)
-        seen = on_every_node(_Sees(probes), nodes, timeout_s=timeout_s)
+        seen = on_every_node(Sees(probes), nodes, timeout_s=timeout_s)
         placed = []
         for work, (address, sees) in zip(works, seen, strict=False):
             visible = {root for root, is_seen in zip(roots, sees, strict=True) if is_seen}

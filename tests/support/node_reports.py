@@ -18,7 +18,6 @@ def healthy(index: int = 0, *, gpus: int = 8) -> NodeReport:
         "software": software(),
         "engine": software(),
         "gpus": [gpu(i) for i in range(gpus)] if gpus else "no nvidia-smi",
-        "used_ports": [],
         "disks": {"/shared": disk(), "/local": disk()},
     }
 

@@ -7,6 +7,7 @@ import pytest
 
 from miles_like.cluster.environment import (
     describe_environment,
+    network_variables,
     plain_values,
     process_environment,
     secret_names,
@@ -77,6 +78,17 @@ def test_a_local_ray_listens_on_loopback_and_so_do_its_ranks() -> None:
 def test_an_unknown_interface_is_left_to_the_libraries() -> None:
     node = NodeFacts(host="a", address="10.0.0.7", interface=None, cores=96, devices=DEVICES)
     assert not [name for name in process_environment(slot("trainer", 0), node, **OPTIONS) if "IFNAME" in name]
+
+
+@pytest.mark.parametrize("interface", ["eth1", None])
+@pytest.mark.parametrize("env", [{}, {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_IB_HCA": "mlx5", "HF_TOKEN": ""}])
+def test_the_doctor_s_messages_have_the_network_of_a_rank(interface: str | None, env: dict[str, str]) -> None:
+    node = NodeFacts(host="a", address="10.0.0.7", interface=interface, cores=96, devices=DEVICES)
+    of_rank = process_environment(slot("trainer", 0), node, **{**OPTIONS, "env": env})
+    found = network_variables(interface, env)
+    assert found.items() <= of_rank.items()
+    network = {name for name in of_rank if name.startswith(("NCCL_", "GLOO_"))}
+    assert set(found) == network and ("GLOO_SOCKET_IFNAME" in found) == (interface is not None)
 
 
 def test_the_user_s_values_replace_the_defaults_and_secrets_are_left_out() -> None:

@@ -8,31 +8,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from miles_like.cluster.environment import network_variables
 from miles_like.doctor.examiner import NodeReport
 from miles_like.doctor.findings import Finding, Needs
 from miles_like.doctor.judge_machine import judge_disks, judge_gpus, judge_limits, judge_memory, judge_ports
 from miles_like.doctor.judge_network import ClockOffset, Link, judge_clocks, judge_links, judge_names, judge_nodes
 from miles_like.doctor.judge_software import judge_software
 from miles_like.doctor.links import LinkTimes
-from miles_like.nodes.facts import NodeName, Unanswered
+from miles_like.nodes.facts import NodeName, ServerPort, Unanswered
 from miles_like.pipeline.check_results import Outcome
 from tests.support.node_reports import GIB, healthy
 from tests.support.refusals import check_refusal
 
+WHY = "trainer ranks write their checkpoints there"
 NEEDS = Needs(
     nodes=3,
     gpus_per_node=8,
-    ports={"rollout server 0": 20000},
-    shared=("/shared",),
+    shared={"/shared": dict.fromkeys(range(3), WHY)},
     local=("/local",),
     engine="/opt/engine/bin/python",
     engine_packages=("sglang",),
 )
+GIVEN = {"GLOO_SOCKET_IFNAME": "ib0"}
+OF_RUN = replace(NEEDS, network=partial(network_variables, env={}))
 ALL = ("node0", "node1", "node2")
 SEEN = {"/shared": dict.fromkeys(ALL, ALL), "/local": {node: (node,) for node in ALL}}
+PORTS = {
+    node: [
+        ServerPort(number=30000 + i, server=f"rollout server {i}", purpose="HTTP", key="rollout.port"),
+        ServerPort(
+            number=20003 + 64 * i,
+            server=f"rollout server {i}",
+            purpose="attention data parallelism",
+            key="rollout.sglang.dist_init_port",
+        ),
+    ]
+    for i, node in enumerate(ALL)
+}
 NAMES = {node: NodeName(host=node, address=f"192.168.0.{i + 1}") for i, node in enumerate(ALL)}
 FAST = LinkTimes(latency_s=1e-4, bytes_per_s=5e9)
 Reports = dict[str, NodeReport]
@@ -49,8 +65,8 @@ def judged(reports: Reports, needs: Needs = NEEDS, seen: dict[str, dict[str, tup
         *judge_names(reports, needs),
         *judge_gpus(reports, needs, dict.fromkeys(reports, 8)),
         *judge_memory(reports, dict.fromkeys(reports, 200 * GIB)),
-        *judge_ports(reports, needs),
-        *judge_disks(reports, needs, seen),
+        *judge_ports(reports, PORTS, {}),
+        *judge_disks(reports, needs, seen, ALL),
     ]
 
 
@@ -116,10 +132,9 @@ ONE_NODE = {  # what is wrong on node1 -> facts of the one message
         lambda r: [g.update(driver="580.82.07") for g in r["gpus"]],
         ("node1", "580.82.07", "580.95.05"),
     ),
-    "port": (lambda r: r["used_ports"].append(20000), ("node1", 20000, "rollout server 0", "rollout.port")),
     "port range": (
         set_machine(ephemeral_ports=(15000, 60999)),
-        ("node1", 20000, "15000-60999", "net.ipv4.ip_local_port_range"),
+        ("node1", 30001, "rollout server 1", "15000-60999", "net.ipv4.ip_local_port_range"),
     ),
     "full disk": (set_disk("/local", free=10 << 20), ("node1", "/local", 10)),
     "no right": (set_disk("/local", error="Permission denied"), ("node1", "/local", "Permission denied")),
@@ -160,11 +175,39 @@ def test_versions_that_are_equal_and_do_not_fit(what: str) -> None:
     check_refusal(text, "node0", *facts)
 
 
+def test_a_port_in_use_is_named_with_its_server_and_its_key() -> None:
+    """On the node of that server alone: another node may use the number."""
+    found = judge_ports(cluster(), PORTS, {"node1": [20067, 20003], "node2": [20003]})
+    (text,) = faults(found)
+    check_refusal(text, "node1", 20067, "rollout server 1", "attention data parallelism", "rollout.sglang.dist_init_port")
+    free = {(f.check, f.where): f.found for f in found if f.check.startswith("ports of")}
+    assert free["ports of rollout server 1", ("node1",)] == "30001 free"
+    assert free["ports of rollout server 2", ("node2",)] == "30002, 20131 free"
+    (text,) = faults(judge_ports(cluster(), "no room", {}))
+    assert text == "no room"
+
+
 def test_a_directory_that_must_be_shared_and_one_that_must_not() -> None:
     texts = faults(judged(cluster(), seen={"/shared": SEEN["/local"], "/local": SEEN["/shared"]}))
     assert len(texts) == 2
-    check_refusal(texts[0], "/shared", "node0")
+    check_refusal(texts[0], "/shared", "node0", "node0", "node1", WHY)
     check_refusal(texts[1], "/local", "cluster.stage_dir")
+
+
+def test_a_directory_must_be_shared_by_those_nodes_of_the_run_that_need_it() -> None:
+    """Here the run is on node1 and node2; node0 is a head, or has only a server."""
+    blind = {"/shared": {"node0": ("node0",), "node1": ALL[1:], "node2": ALL[1:]}, "/local": SEEN["/local"]}
+    needs = replace(NEEDS, shared={"/shared": {0: WHY, 1: WHY}})
+    assert not faults(judge_disks(cluster(), needs, blind, ALL[1:]))
+    (text,) = faults(judge_disks(cluster(), needs, blind, ALL))
+    check_refusal(text, "/shared", "node0", "node1", WHY)
+
+
+def test_a_cache_on_each_node_s_own_disk_is_remarked() -> None:
+    either = replace(NEEDS, shared={}, either=("/shared",), local=())
+    (text,) = remarks(judge_disks(cluster(), either, {"/shared": SEEN["/local"]}, ALL))
+    assert text.startswith("/shared is another directory on each node")
+    assert not remarks(judge_disks(cluster(), either, {"/shared": SEEN["/shared"]}, ALL))
 
 
 def test_too_few_gpus_and_a_head_without_any() -> None:
@@ -209,9 +252,11 @@ def test_remarks_are_no_faults() -> None:
 def test_the_name_is_no_trap_where_the_run_names_the_interface() -> None:
     reports = cluster()
     reports["node1"]["machine"]["name_resolves_to"] = ["127.0.1.1"]
-    for needs in (replace(NEEDS, interfaces=True), replace(NEEDS, environment={"GLOO_SOCKET_IFNAME": "bond0"})):
-        found = judge_names(reports, needs)
-        assert not faults(found) and len(remarks(found)) == 1
+    found = judge_names(reports, OF_RUN)
+    assert not faults(found) and len(remarks(found)) == 1
+    reports["node1"]["machine"]["interface"] = None  # then the run leaves it to gloo
+    assert faults(judge_names(reports, OF_RUN))
+    assert not faults(judge_names(reports, replace(OF_RUN, network=partial(network_variables, env=GIVEN))))
 
 
 def test_a_node_that_does_not_answer_and_one_that_left_are_named() -> None:
@@ -244,6 +289,11 @@ def test_a_pair_that_fails_is_named_with_the_reason_and_the_remedy() -> None:
     reports["node2"]["machine"]["name_resolves_to"] = ["127.0.1.1"]
     (text,) = faults(judge_links("gloo", links, reports, NAMES, NEEDS))
     check_refusal(text, "node2", "node2", "127.0.1.1", "/etc/hosts", "GLOO_SOCKET_IFNAME")
+    (text,) = faults(judge_links("gloo", links, reports, NAMES, OF_RUN))
+    check_refusal(text, "node2", "no route to host", "firewall")
+    of_config = replace(OF_RUN, environment=GIVEN, network=partial(network_variables, env=GIVEN))
+    (text,) = faults(judge_links("gloo", links, reports, NAMES, of_config))
+    check_refusal(text, "GLOO_SOCKET_IFNAME", "ib0", "[cluster.env]", "192.168.0.1", "192.168.0.3")
 
 
 def test_many_pairs_are_summed_up_and_a_slow_one_is_remarked() -> None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from miles_like.cluster.environment import network_variables
 from miles_like.doctor.disks import MEASURED_BYTES, disk_facts, forget, kind_of, seen
 from miles_like.doctor.examine import ThisMachine, examine, examiner_of, measure_clocks, unique_labels
 from miles_like.doctor.findings import Needs
 from miles_like.doctor.gpus import query_gpus
-from miles_like.doctor.links import ring, tournament
+from miles_like.doctor.links import Linker, ring, tournament
 from miles_like.doctor.machine import cgroup_limits, machine_facts
 from miles_like.doctor.software import _glibc_of_wheel, software
 from miles_like.nodes.facts import NodeName, ServerPort, Unanswered
@@ -160,6 +162,21 @@ def test_nodes_of_one_name_are_told_apart() -> None:
     a, b = NodeName(host="vm", address="10.0.0.1"), NodeName(host="vm", address="10.0.0.2")
     assert unique_labels([a, b, NodeName(host="x", address="10.0.0.3")]) == ("vm (10.0.0.1)", "vm (10.0.0.2)", "x")
     assert len(set(unique_labels([a, a, b]))) == 3
+
+
+def test_messages_have_the_network_of_a_rank_and_not_that_of_the_node_s_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL too, which no test of this repository runs between nodes."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"):
+        monkeypatch.setenv(name, "wrong0")
+    monkeypatch.setattr("miles_like.doctor.examiner.query_gpus", lambda: "no nvidia-smi")
+    monkeypatch.setattr("miles_like.doctor.examiner.engine_software", lambda interpreter: "none")
+    monkeypatch.setattr(Linker, "warm", lambda self: None)
+    needs = Needs(network=partial(network_variables, env={"NCCL_IB_HCA": "mlx5"}))
+    node = examiner_of(needs, brief=True)()
+    interface = node.report("127.0.0.1", "token")["machine"]["interface"]
+    node.warm()
+    assert interface in ("lo", "lo0") and os.environ["GLOO_SOCKET_IFNAME"] == interface
+    assert os.environ["NCCL_SOCKET_IFNAME"] == f"={interface}" and os.environ["NCCL_IB_HCA"] == "mlx5"
 
 
 def test_this_machine_alone_is_examined_and_its_taken_port_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,16 @@ import torch
 from miles_like.config.run import ModelConfig
 from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.pipeline.fetch import fetch, source_inputs
-from miles_like.pipeline.first_layers import INDEX, is_kept, needed_files, restrict_index, shortened
+from miles_like.pipeline.first_layers import (
+    INDEX,
+    downloaded_bytes,
+    is_kept,
+    needed_files,
+    restrict_index,
+    shortened,
+)
 from tests.support.refusals import refuses
+from tests.support.sparse_models import FILE_BYTES, published_config, stored_tensors
 from tests.support.tiny_models import (
     random_tensors,
     tiny,
@@ -75,6 +84,33 @@ def test_only_files_with_a_kept_tensor_are_needed(tmp_path: Path) -> None:
     restrict_index(tmp_path, ["a", "b", "d"])
     left = json.loads((tmp_path / INDEX).read_text())["weight_map"]
     assert set(left.values()) == {"a", "b", "d"} and [n for n in left if not is_kept(n, 2)]
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_30b_a3b"])
+def test_the_bytes_of_those_files_are_bounded_before_there_is_an_index(name: str, by_layer: bool) -> None:
+    """True names and shapes, in files of 5 GiB or in one for each layer. The bound is at most two files above."""
+    hf, layers = published_config(name), 6
+    files: dict[str, int] = {}
+    weight_map: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    at, full = "0", 0
+    for tensor, dtype, shape in stored_tensors(hf):
+        sizes[tensor] = math.prod(shape) * dtype.itemsize
+        if by_layer:
+            at = tensor.split("layers.")[-1].split(".")[0]
+        elif files.get(at, 0) + sizes[tensor] > FILE_BYTES:
+            full += 1
+            at = str(full)
+        files[at] = files.get(at, 0) + sizes[tensor]
+        weight_map[tensor] = at
+    have = int(hf["num_hidden_layers"])
+    whole = sum(n for tensor, n in sizes.items() if is_kept(tensor, have))
+    kept = sum(n for tensor, n in sizes.items() if is_kept(tensor, layers))
+    downloaded = sum(files[file] for file in needed_files(weight_map, layers))
+    bound = downloaded_bytes(hf, layers, kept, whole)
+    assert kept <= downloaded <= bound <= kept + 2 * max(FILE_BYTES, (whole - kept) // (have - layers))
+    assert bound < whole / 2 and downloaded_bytes(hf, have, whole, whole) == whole
 
 
 def test_another_number_of_layers_is_another_checkpoint(tmp_path: Path) -> None:

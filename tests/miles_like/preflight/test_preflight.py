@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from miles_like.cluster.placement import plan_placement
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.config.load import load_config, store_config
 from miles_like.config.run import RunConfig
@@ -28,36 +29,27 @@ from miles_like.nodes.members import Node
 from miles_like.nodes.probe import NodeProbe, find_engine, is_free
 from miles_like.pipeline.check_results import CheckResult, Outcome, raise_failures, run_check
 from miles_like.pipeline.run_directory import check_run_dir
-from miles_like.pipeline.stages import STAGES, Stage, plan_stages, run_stages
+from miles_like.pipeline.stages import STAGES, Stage, run_stages
+from miles_like.preflight import examination
 from miles_like.preflight import machine as preflight_machine
 from miles_like.preflight.checks import ROWS, Preflight
-from miles_like.preflight.disks import DiskNeed, check_disks, disk_needs
-from miles_like.run import assemble
+from miles_like.preflight.run_needs import CHECKPOINTS, MADE, PUBLISHED, cache_needs, run_dir_needs
 from miles_like.run.run_cluster import RunCluster
 from tests.support.fakes import FakeServer
+from tests.support.planned import cluster_of, planned
 from tests.support.refusals import Facts, refuses
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = CONFIGS / "tiny.toml"
-GIB = 1 << 30
 ENGINE, AT = "rollout.engine=sglang", "rollout.sglang.python=/e/python"
-
-
-def cluster_of(config: RunConfig, run_dir: Path) -> RunCluster:
-    return RunCluster(config, run_dir, Console(quiet=True), None)
-
-
-def planned(config: RunConfig, run_dir: Path) -> list[Stage]:
-    model, cluster = assemble.known_model(config), cluster_of(config, run_dir)
-    return plan_stages(config, run_dir, assemble.stage_functions(config, model, Console(quiet=True), cluster))
 
 
 def checks_of(config: RunConfig, run_dir: Path, to_do: Sequence[str], *, online: bool) -> Preflight:
     return Preflight(config, planned(config, run_dir), to_do, cluster_of(config, run_dir), online=online)
 
 
-def start(config: RunConfig, run_dir: Path, ran: list[str]) -> None:
-    """The run, with stages that only note that they ran."""
+def start(config: RunConfig, run_dir: Path, ran: list[str], address: str | None = None) -> None:
+    """The run, with stages that only note that they ran. address: of a Ray cluster that it joins."""
     stages = [
         Stage(
             name=s.name,
@@ -75,7 +67,7 @@ def start(config: RunConfig, run_dir: Path, ran: list[str]) -> None:
         STAGES,
         Console(quiet=True),
         fresh=False,
-        preflight=lambda to_do: Preflight(config, stages, to_do, cluster_of(config, run_dir), online=True),
+        preflight=lambda to_do: Preflight(config, stages, to_do, cluster_of(config, run_dir, address), online=True),
     )
 
 
@@ -137,6 +129,11 @@ def test_nothing_is_run_before_everything_was_checked(tmp_path: Path, one_node: 
         ([], {"missing": {"megatron.core": "No module named 'megatron'"}}, ("megatron.core",)),
         (["rollout.port=21000"], {"used": [21000]}, (21000, 0)),
         (
+            [ENGINE, "rollout.sglang.enable_dp_attention=true", "rollout.sglang.dist_init_port=21000"],
+            {"used": [21003], "engine": {"version": "0.5.23", "wrong": None}},
+            (21003, "rollout server 0", "attention data parallelism", "rollout.sglang.dist_init_port"),
+        ),
+        (
             [ENGINE],
             {"engine": {"version": None, "wrong": "No module"}},
             ("0.5.23", "No module", "rollout.sglang.python"),
@@ -164,6 +161,73 @@ def test_what_a_node_lacks_ends_the_run_before_its_first_stage(
     with refuses(ValueError, *facts):
         start(load_config(TINY, sets), tmp_path / "runs" / "a", ran)
     assert not ran
+
+
+MODEL = ["model.make=false", "model.path={model}"]  # no rank loads anything of the cache
+
+
+@pytest.mark.slow  # a process imports sglang
+def test_a_node_must_see_those_directories_that_it_needs(
+    tmp_path: Path, one_node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examination, "brief_checks", lambda config, chosen: [])
+    monkeypatch.setattr(members, "is_local", lambda: False)
+    model = write_hf(tmp_path / "m", [("a", torch.ones(1))], {"model_type": "qwen3"}) and tmp_path / "m"
+    given = [text.format(model=model) for text in MODEL]
+    wanted: dict[str, bool] = {}
+
+    def probes(probe: NodeProbe, nodes: Sequence[Node]) -> list[Mapping[str, Any]]:
+        wanted.update(probe()["sees"])
+        return [probe() | one_node]
+
+    monkeypatch.setattr(work, "on_every_node", probes)
+    for sets, sees, facts in (
+        ([], {"--run-dir": False, "--cache-dir": True}, ("node 0", "trainer ranks write their checkpoints", "--run-dir")),
+        ([], {"--run-dir": True, "--cache-dir": False}, ("node 0", "[model.make]", "--cache-dir")),
+    ):
+        one_node["sees"] = sees
+        with refuses(ValueError, *facts, unrecorded="it names this machine"):
+            start(load_config(TINY, sets), tmp_path / "runs" / "a", [], "10.0.0.1:6379")
+    assert wanted == {"--run-dir": True, "--cache-dir": True}  # this machine sees its own
+    assert not list(tmp_path.rglob(".probe-*"))
+    monkeypatch.setattr(Preflight, "_model", lambda self: [])
+    found = checks_of(load_config(TINY, given), tmp_path / "runs" / "a", STAGES, online=True)
+    one_node["sees"] = {"--run-dir": True, "--cache-dir": False}
+    found.machines.ray_address = "10.0.0.1:6379"
+    assert not [c for c in found.machines.cluster_checks() if c.outcome is Outcome.WRONG]
+
+
+def test_only_nodes_that_write_or_read_there_must_see_a_run_s_directory() -> None:
+    for settings, needed in (
+        ([], {node: CHECKPOINTS for node in range(16)}),
+        (["publish.path=disk"], {n: CHECKPOINTS if n < 16 else PUBLISHED for n in range(32)}),
+    ):
+        apart = ["cluster.colocate=false", "cluster.nodes=32"]
+        config = load_config(CONFIGS / "deepseek_v3_fp8.toml", [*apart, *settings])
+        plan = plan_placement(config.cluster, config.parallel, config.servers)
+        assert run_dir_needs(config, plan) == needed and not cache_needs(config, plan)
+    made = load_config(TINY)
+    assert set(cache_needs(made, plan_placement(made.cluster, made.parallel, made.servers)).values()) == {MADE}
+
+
+@pytest.mark.slow  # a process imports sglang
+def test_ports_are_those_of_the_nodes_own_ranges(
+    tmp_path: Path, one_node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node whose range begins below this machine's is looked at again."""
+    monkeypatch.setattr(examination, "brief_checks", lambda config, chosen: [])
+    looked: list[tuple[int, ...]] = []
+    engine = {"version": "0.5.23", "wrong": None}
+
+    def probes(probe: NodeProbe, nodes: Sequence[Node]) -> list[Mapping[str, Any]]:
+        looked.append(probe.ports)
+        used = [port for port in probe.ports if port == 14999]
+        return [NodeProbe(paths=probe.paths)() | {"ephemeral": (15000, 60999), "used": used, "engine": engine}]
+
+    monkeypatch.setattr(work, "on_every_node", probes)
+    with refuses(ValueError, 14999, "rollout server 0", "HTTP", "rollout.port", unrecorded="it names this machine"):
+        start(load_config(TINY, [ENGINE]), tmp_path / "runs" / "a", [], "10.0.0.1:6379")
+    assert looked == [(20000, 30000), (14936, 14999)]
 
 
 class Scores(FakeServer):
@@ -254,40 +318,6 @@ def test_only_the_first_rows_are_read(tmp_path: Path, one_node: dict[str, Any]) 
         raise_failures(
             Preflight(config, planned(config, tmp_path), ["train"], cluster_of(config, tmp_path), online=False).run()
         )
-
-
-def test_disk_is_summed_over_the_stages_of_a_file_system() -> None:
-    """Each alone would fit. The message has needed and free space."""
-    needs = [DiskNeed(stage=s, directory=Path("/a"), bytes=6 * GIB) for s in ("fetch", "convert")]
-    with refuses(ValueError, 10.0, "GiB", 12.0, "GiB", 6.0):
-        check_disks(needs, lambda path: (1, 10 * GIB))
-    check_disks(needs, lambda path: (1, 12 * GIB))
-    check_disks(
-        [*needs, DiskNeed(stage="train", directory=Path("/b"), bytes=9 * GIB)], lambda p: (ord(p.name), 12 * GIB)
-    )
-
-
-def test_disk_needs_are_of_what_each_stage_writes(tmp_path: Path) -> None:
-    """DeepSeek-V3: 671 B parameters in FP8 and BF16; node-local staging counts on each node; what is there already
-    counts no more."""
-    config = load_config(CONFIGS / "deepseek_v3_fp8.toml")
-    stages = planned(config, tmp_path / "a")
-    needs = {(n.stage, n.on_nodes): n for n in disk_needs(config, stages, STAGES)}
-    fp8, bf16 = 673_150_611_808, 1_342_052_868_096
-    assert needs["fetch", False].bytes == fp8
-    assert needs["dequantize", False].bytes == needs["convert", False].bytes == bf16
-    staging = needs["stage", True]
-    assert staging.directory.parent == Path("/local_nvme/miles-like") and staging.bytes == max(staging.by_node)
-    # each node has a server, and half of a stage of eight
-    assert len(staging.by_node) == 16 and fp8 < min(staging.by_node) < staging.bytes < fp8 + bf16 / 10
-    assert staging.of_node(0, 7).bytes == staging.by_node[0] - 7 < staging.bytes and staging.of_node(16, 0).bytes == 0
-    assert needs["train", False].bytes == 3 * 7 * bf16  # keep = 2, and the one that is written
-    assert not disk_needs(config, stages, ["train"])[0].on_nodes
-    stages[0].directory.mkdir(parents=True)
-    (stages[0].directory / "half").write_bytes(b"x" * 1000)
-    assert disk_needs(config, stages, ["fetch"])[0].bytes == fp8 - 1000
-    fused = load_config(CONFIGS / "deepseek_v3_fp8.toml", ["convert.fuse=true"])
-    assert "dequantize" not in {n.stage for n in disk_needs(fused, planned(fused, tmp_path / "b"), STAGES)}
 
 
 def test_a_full_disk_is_found_before_the_first_stage(
