@@ -64,6 +64,15 @@ def test_servers_on_their_own_nodes_need_no_shards_and_ranks_no_checkpoint(tmp_p
     assert "nodes 0-1: 52.3 GB (served 0 B, shards 52.3 GB)" in lines["staged by need"]
 
 
+def test_nodes_of_a_cluster_may_have_their_own_disks(tmp_path: Path) -> None:
+    config = load_config(CONFIGS / "deepseek_v3_fp8.toml")
+    functions = functions_of(config)
+    planned = plan_stages(config, tmp_path / "run", functions)
+    *_, line = describe_plan(config, functions.sizes, planned, STAGES, joins_cluster=True)
+    assert line.endswith(f"/local_nvme/miles-like of each node that does not see {tmp_path}/cache up to 85.0 GB more")
+    assert describe_plan(config, functions.sizes, planned, ["train"], joins_cluster=True)[-1].count("of each node") == 0
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda p: p.stem)
 def test_every_configuration_is_said_in_few_lines(path: Path, tmp_path: Path) -> None:
     lines = described(path.name, tmp_path)

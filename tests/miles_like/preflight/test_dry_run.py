@@ -245,3 +245,18 @@ def test_neither_network_nor_heavy_libraries_are_needed(dry: Dry, monkeypatch: p
 def test_a_right_part_is_called_with_a_row_and_passes(dry: Dry) -> None:
     done = dry(reward__name="{here}/parts.py:right")
     assert done.status == 0 and "not checked" not in done.out, done.err
+
+
+def test_a_relative_run_directory_is_one_path_on_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their processes have other working directories. Without a cluster it stays as it was given."""
+    monkeypatch.chdir(tmp_path)
+    how = ["train", str(CONFIGS / "tiny.toml"), "--run-dir", "runs/a", "--dry-run"]
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        joined = ["--ray-address", f"127.0.0.1:{cluster.getsockname()[1]}"]
+        there, here = (
+            CliRunner().invoke(app, [*how, *more], env={"COLUMNS": "500", "RAY_ADDRESS": ""}).stdout
+            for more in (joined, [])
+        )
+    for stage in ("fetch", "convert", "stage"):
+        assert f"-> {tmp_path}/runs/cache/{stage}-" in there and f"-> runs/cache/{stage}-" in here
+    assert f"-> {tmp_path}/runs/a " in there and "-> runs/a " in here

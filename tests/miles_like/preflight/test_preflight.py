@@ -37,7 +37,7 @@ from miles_like.preflight.run_needs import CHECKPOINTS, MADE, PUBLISHED, cache_n
 from miles_like.run.run_cluster import RunCluster
 from tests.support.fakes import FakeServer
 from tests.support.planned import cluster_of, planned
-from tests.support.refusals import Facts, refuses
+from tests.support.refusals import Facts, check_refusal, refuses
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = CONFIGS / "tiny.toml"
@@ -195,6 +195,39 @@ def test_a_node_must_see_those_directories_that_it_needs(
     one_node["sees"] = {"--run-dir": True, "--cache-dir": False}
     found.machines.ray_address = "10.0.0.1:6379"
     assert not [c for c in found.machines.cluster_checks() if c.outcome is Outcome.WRONG]
+
+
+def test_a_node_s_own_disk_is_held_to_what_that_node_writes(tmp_path: Path) -> None:
+    """It must be writable, and larger where the node does not see the cache, so that it keeps what it converts."""
+    config = load_config(CONFIGS / "deepseek_v3_fp8.toml")
+    cluster = cluster_of(config, tmp_path / "a", "10.0.0.1:6379")
+    machines = Preflight(config, planned(config, tmp_path / "a"), STAGES, cluster, online=True).machines
+    paths = [str(n.directory) for n in machines.needs if n.on != "here"]
+    assert len(paths) == 2 and all(path.startswith("/local_nvme/miles-like/") for path in paths)
+
+    def wrong(**changes: Any) -> list[CheckResult]:
+        probe = {
+            "node": "a",
+            "disks": dict.fromkeys(paths, (1, 800 * 10**9)),
+            "unwritable": {},
+            "held": dict.fromkeys(paths, 0),
+            "missing": {},
+            "used": [],
+            "ephemeral": (32768, 60999),
+            "sees": {"--run-dir": True, "--cache-dir": True},
+            "gpus": 8,
+            "engine": None,
+        } | changes
+        checks = machines._node_checks(3, probe, here=False)  # type: ignore[arg-type]
+        return [c for name, check in checks.items() if (c := run_check(name, check)).outcome is Outcome.WRONG]
+
+    assert not wrong()
+    apart = {"--run-dir": True, "--cache-dir": False}
+    (full,) = wrong(sees=apart)
+    check_refusal(full.text, "node 3", "convert", "stage", "cluster.stage_dir")
+    assert not wrong(sees=apart, held={path: 100 * 10**9 for path in paths})  # of an interrupted run
+    (unwritable,) = wrong(unwritable=dict.fromkeys(paths, "no permission in /local_nvme"))
+    check_refusal(unwritable.text, "node 3", "no permission", "cluster.stage_dir")
 
 
 def test_only_nodes_that_write_or_read_there_must_see_a_run_s_directory() -> None:
