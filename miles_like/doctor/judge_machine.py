@@ -214,9 +214,7 @@ def _disk_remark(path: str, row: Finding, disks: Mapping[str, DiskFacts]) -> str
     return ""
 
 
-def _reach(
-    path: str, seen: Mapping[str, tuple[str, ...]], needs: Needs, chosen: Sequence[str]
-) -> list[Finding]:
+def _reach(path: str, seen: Mapping[str, tuple[str, ...]], needs: Needs, chosen: Sequence[str]) -> list[Finding]:
     """Whether all nodes see one directory, or each has its own."""
     if len(seen) < 2:
         return []
@@ -226,9 +224,9 @@ def _reach(
     blind = [n for n in whys if not whys.keys() <= set(seen[n])]
     if blind:
         text = (
-            f"{path} must be one directory on {listed(list(whys))}, because {whys[blind[0]]}, and {blind[0]} sees there "
-            f"the files of {listed(seen[blind[0]]) or 'none'} alone: mount the shared file system on every node, or name "
-            "a path on it"
+            f"{path} must be one directory on {listed(list(whys))}, because {whys[blind[0]]}, and {blind[0]} sees "
+            f"there the files of {listed(seen[blind[0]]) or 'none'} alone: mount the shared file system on every node, "
+            "or name a path on it"
         )
         return [Finding(check=check, where=where, found="not shared", outcome=Outcome.WRONG, text=text)]
     if path in needs.local and not apart:

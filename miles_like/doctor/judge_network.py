@@ -145,8 +145,8 @@ def _link_remedy(
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     if (given := needs.environment.get(variable)) is not None:
         return (
-            f"{variable} = {given!r} in [cluster.env] must name an interface of each of both, from which it reaches the "
-            f"other; remove it to use that of their addresses, {between}"
+            f"{variable} = {given!r} in [cluster.env] must name an interface of each of the two, from which it reaches "
+            f"the other; remove it to use that of their addresses, {between}"
         )
     if backend == "nccl":
         return (

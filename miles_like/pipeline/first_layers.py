@@ -47,8 +47,8 @@ def downloaded_bytes(config: Mapping[str, Any], layers: int, kept: int, whole: i
 
     config: config.json of the whole model, which has `whole` bytes, of which `kept` are of the first `layers` layers.
     Published checkpoints have their tensors in the order of the layers, so that only two files hold others beside: that
-    with the last kept layer, and that with norm and head. A file has up to 5 GiB, or one layer if that is larger (Kimi-K2
-    has a file for each).
+    with the last kept layer, and that with norm and head. A file has up to 5 GiB, or one layer if that is larger
+    (Kimi-K2 has a file for each).
     """
     dropped = int(config["num_hidden_layers"]) - layers
     layer = (whole - kept) // dropped if dropped > 0 else 0

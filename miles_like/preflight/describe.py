@@ -143,5 +143,7 @@ def _disks(config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str], *, 
     for need in disk_needs(config, stages, to_do, joins_cluster=joins_cluster):
         below = need.directory.parent
         by_place[need.on, cache if below.parent == cache else below] += need.bytes
-    lines = [text.format(place, decimal(n)) for on, text in words.items() for (of, place), n in by_place.items() if of == on]
+    lines = [
+        text.format(place, decimal(n)) for on, text in words.items() for (of, place), n in by_place.items() if of == on
+    ]
     return ", ".join(lines) or "nothing is written"

@@ -82,8 +82,9 @@ def _on_nodes(
         where = pieces_of(convert.directory / "data", local)
         out.append(DiskNeed(stage="convert", directory=where, bytes=share, on="apart", by_node=(share,) * c.nodes))
     loads = tuple(n.served + _whole_files(n.shards, bf16) for n in nodes)
-    if "stage" in to_do and max(loads) > 0 and (local is not None or joins_cluster):
-        where, on = (stage.directory, "apart") if local is None else (local / stage.directory.name, "nodes")
+    on: On = "apart" if local is None else "nodes"
+    if "stage" in to_do and max(loads) > 0 and (on == "nodes" or joins_cluster):
+        where = stage.directory if local is None else local / stage.directory.name
         out.append(DiskNeed(stage="stage", directory=where, bytes=max(loads), on=on, by_node=loads))
     return out
 

@@ -331,6 +331,6 @@ class Machines:
         for port in ports:
             if port.number in probe["used"]:
                 raise ValueError(
-                    f"{name}: port {port.number} of {port.server} ({port.purpose}) is in use: set {port.key} to another "
-                    "one, or stop what uses it"
+                    f"{name}: port {port.number} of {port.server} ({port.purpose}) is in use: set {port.key} to "
+                    "another one, or stop what uses it"
                 )

@@ -1,4 +1,4 @@
-"""A directory of the driver on those nodes whose processes load all of it, as a teacher's. Imported with Ray started."""
+"""A directory of the driver on the nodes whose processes load all of it, as a teacher's. Imported with Ray started."""
 
 from __future__ import annotations
 

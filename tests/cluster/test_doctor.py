@@ -85,8 +85,8 @@ def test_a_hostile_hosts_file_a_taken_port_and_disks_are_named(cluster: Cluster,
     """gloo really fails between the node whose name is 127.0.1.1 and the others, and not between those. With a run's
     configuration it does not: the run gives each rank the interface of its node's address.
 
-    The run's cache is on the nodes' own disks, which is no fault, as its directory is; the directory of node 1 for copies
-    cannot be written. A port of the server of node 2 is taken, which stock SGLang would bind for itself.
+    The run's cache is on the nodes' own disks, which is no fault, as its directory is; the directory of node 1 for
+    copies cannot be written. A port of the server of node 2 is taken, which stock SGLang would bind for itself.
     """
     taker = "import socket; s = socket.create_server(('', 20131)); print('up', flush=True); s.accept()"
     server = cluster[2].popen([sys.executable, "-S", "-c", taker], stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""A run's real ranks and servers over two nodes are those of one machine, and each finds its own node's network and disk.
+"""A run's real ranks and servers over two nodes are those of one machine, and each finds its node's network and disk.
 
 The nodes of namespaces have a disk each; one of them has a hostile hosts file, where the host name is 127.0.1.1, and
 every node's Ray was started with wrong variables, which its workers inherit. The command is started on a third node,
@@ -18,7 +18,7 @@ import pytest
 
 from tests.support import spread_run
 from tests.support.local_run import QUICK, TINY, Runs, untimed
-from tests.support.namespaces import ROOT, Cluster, address_of, nodes
+from tests.support.namespaces import Cluster, address_of, nodes
 from tests.support.node_listing import listed
 from tests.support.refusals import check_refusal
 
@@ -169,5 +169,6 @@ def test_a_teacher_s_server_on_another_node_gets_its_checkpoint(cluster: Cluster
     disk = cluster.disk
     got = cluster[DRIVER].call(spread_run.teach, cluster.ray_address, disk / "hf", disk, tmp_path / "run")
     assert got["url"].startswith(f"http://{address_of(1)}:")
-    copied, source = (cluster[k].call(listed, path) for k, path in ((1, Path(got["model_path"])), (DRIVER, disk / "hf")))
+    copied = cluster[1].call(listed, Path(got["model_path"]))
+    source = cluster[DRIVER].call(listed, disk / "hf")
     assert copied == source and str(got["model_path"]).startswith(f"{disk}/local/teacher-")

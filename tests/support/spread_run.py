@@ -1,5 +1,5 @@
-"""What the nodes of tests/cluster/test_spread_run.py run: the product's command, whose ranks and servers write down what
-they find on their node; processes of a run on GPUs that Ray only counts; a teacher's server."""
+"""What the nodes of tests/cluster/test_spread_run.py run: the product's command, whose ranks and servers write what they
+find on their node; processes of a run on GPUs that Ray only counts; a teacher's server."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def command() -> None:
 
 
 def placed_on_gpus(address: str, disk: str, logs: Path) -> dict[str, Any]:
-    """On the driver's node: where the smallest shipped cluster's run is placed, asked twice, and what the first rank and
-    server of each node find there."""
+    """On the driver's node: where the smallest shipped cluster's run is placed, asked twice, and what the first rank
+    and server of each node find there."""
     settings = [f"cluster.stage_dir={disk}", f"cluster.env={{{DISK}='{disk}'}}", f"rollout.env={{{DISK}='{disk}'}}"]
     config = load_config(CONFIGS / "qwen3_30b_a3b.toml", settings)
     plan = plan_placement(config.cluster, config.parallel, config.servers)

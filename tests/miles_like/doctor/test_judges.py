@@ -179,7 +179,9 @@ def test_a_port_in_use_is_named_with_its_server_and_its_key() -> None:
     """On the node of that server alone: another node may use the number."""
     found = judge_ports(cluster(), PORTS, {"node1": [20067, 20003], "node2": [20003]})
     (text,) = faults(found)
-    check_refusal(text, "node1", 20067, "rollout server 1", "attention data parallelism", "rollout.sglang.dist_init_port")
+    check_refusal(
+        text, "node1", 20067, "rollout server 1", "attention data parallelism", "rollout.sglang.dist_init_port"
+    )
     free = {(f.check, f.where): f.found for f in found if f.check.startswith("ports of")}
     assert free["ports of rollout server 1", ("node1",)] == "30001 free"
     assert free["ports of rollout server 2", ("node2",)] == "30002, 20131 free"

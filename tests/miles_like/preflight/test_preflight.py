@@ -181,13 +181,13 @@ def test_a_node_must_see_those_directories_that_it_needs(
         return [probe() | one_node]
 
     monkeypatch.setattr(work, "on_every_node", probes)
-    for sets, sees, facts in (
-        ([], {"--run-dir": False, "--cache-dir": True}, ("node 0", "trainer ranks write their checkpoints", "--run-dir")),
-        ([], {"--run-dir": True, "--cache-dir": False}, ("node 0", "[model.make]", "--cache-dir")),
+    for sees, facts in (
+        ({"--run-dir": False, "--cache-dir": True}, ("node 0", "trainer ranks write their checkpoints", "--run-dir")),
+        ({"--run-dir": True, "--cache-dir": False}, ("node 0", "[model.make]", "--cache-dir")),
     ):
         one_node["sees"] = sees
         with refuses(ValueError, *facts, unrecorded="it names this machine"):
-            start(load_config(TINY, sets), tmp_path / "runs" / "a", [], "10.0.0.1:6379")
+            start(load_config(TINY), tmp_path / "runs" / "a", [], "10.0.0.1:6379")
     assert wanted == {"--run-dir": True, "--cache-dir": True}  # this machine sees its own
     assert not list(tmp_path.rglob(".probe-*"))
     monkeypatch.setattr(Preflight, "_model", lambda self: [])
@@ -225,14 +225,14 @@ def test_a_node_s_own_disk_is_held_to_what_that_node_writes(tmp_path: Path) -> N
     apart = {"--run-dir": True, "--cache-dir": False}
     (full,) = wrong(sees=apart)
     check_refusal(full.text, "node 3", "convert", "stage", "cluster.stage_dir")
-    assert not wrong(sees=apart, held={path: 100 * 10**9 for path in paths})  # of an interrupted run
+    assert not wrong(sees=apart, held=dict.fromkeys(paths, 100 * 10**9))  # of an interrupted run
     (unwritable,) = wrong(unwritable=dict.fromkeys(paths, "no permission in /local_nvme"))
     check_refusal(unwritable.text, "node 3", "no permission", "cluster.stage_dir")
 
 
 def test_only_nodes_that_write_or_read_there_must_see_a_run_s_directory() -> None:
     for settings, needed in (
-        ([], {node: CHECKPOINTS for node in range(16)}),
+        ([], dict.fromkeys(range(16), CHECKPOINTS)),
         (["publish.path=disk"], {n: CHECKPOINTS if n < 16 else PUBLISHED for n in range(32)}),
     ):
         apart = ["cluster.colocate=false", "cluster.nodes=32"]
