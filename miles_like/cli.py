@@ -465,10 +465,9 @@ def doctor(
         from miles_like.preflight.examination import examine_nodes
 
         loaded = None if config is None else load_config(config, overrides)
-        if config is None and overrides:
-            raise ValueError(f"--set {overrides[0]} does nothing without --config: give the run's configuration")
-        if config is None and run_dir is not None:
-            raise ValueError(f"--run-dir {run_dir} does nothing without --config: give the run's configuration")
+        of_run = [*(f"--set {one}" for one in overrides), *([] if run_dir is None else [f"--run-dir {run_dir}"])]
+        if config is None and of_run:
+            raise ValueError(f"{of_run[0]} does nothing without --config: give the run's configuration")
         if json is not None:
             check_writable(json)
         try:

@@ -117,6 +117,11 @@ def inherited() -> Mapping[str, str]:
     return os.environ
 
 
+def set_variables(values: Mapping[str, str]) -> None:
+    """In the environment of this process."""
+    os.environ.update(values)
+
+
 def environment_of(python: str, environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` for the interpreter `python` of another virtual environment: without variables that would make it
     find this process's packages, and with its folder first in PATH, where its compilers look for `ninja`."""

@@ -111,7 +111,7 @@ RULES = {
     " megatron_bridge.plan megatron_bridge.convert miles_like.algorithms miles_like.batch miles_like.checkpoint"
     " miles_like.cluster miles_like.config miles_like.nodes miles_like.report miles_like.staging"
     " miles_like.storage miles_like.supervised",
-    "miles_like.doctor": "miles_like.nodes miles_like.pipeline.check_results",
+    "miles_like.doctor": "miles_like.nodes miles_like.pipeline.check_results miles_like.variables",
     "miles_like.preflight": f"{CONTRACTS} rollout.config rollout.episodes rollout.prompts miles_like.algorithms"
     " miles_like.cluster miles_like.config miles_like.doctor miles_like.nodes miles_like.pipeline miles_like.rewards"
     " miles_like.staging miles_like.supervised",

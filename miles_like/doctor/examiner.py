@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from miles_like.doctor.links import Linker, LinkTimes
 from miles_like.doctor.machine import MachineFacts, machine_facts
 from miles_like.doctor.software import Software, engine_software, software
 from miles_like.nodes.probe import is_free
+from miles_like.variables import set_variables
 
 
 class NodeReport(TypedDict):
@@ -48,7 +48,7 @@ class ExaminedNode:
     def warm(self) -> None:
         """First of the messages: gives this process the variables of a rank, whatever it inherited from the node's Ray,
         and imports torch."""
-        os.environ.update(self._asked.network(self._interface))
+        set_variables(self._asked.network(self._interface))
         self._linker.warm()
 
     def listen(self, address: str) -> int:

@@ -44,6 +44,11 @@ def content(path: Path) -> str:
         raise ValueError(f"{path}: {e.strerror}: the configuration names this file") from None
 
 
+def is_taken_as_it_is(model: ModelConfig) -> bool:
+    """Whether the stage writes nothing."""
+    return model.make is None and model.first_layers is None and Path(model.path).is_dir()
+
+
 def describe(model: ModelConfig) -> str:
     """One line for the console."""
     if model.make is not None:

@@ -23,12 +23,12 @@ from rich.console import Console
 from megatron_bridge.convert.manifest import Manifest
 from megatron_bridge.plan.precision import served_spec
 from miles_like.checkpoint.run_state import go_back
-from miles_like.config.run import ModelConfig, RunConfig
+from miles_like.config.run import RunConfig
 from miles_like.config.supervised import PAIRS
 from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.pipeline.check_results import CheckResult, Outcome, describe_unchecked, raise_failures
 from miles_like.pipeline.dequantize import dequantize_checkpoint, is_unquantized
-from miles_like.pipeline.fetch import content, describe, fetch, source_inputs, visible_files
+from miles_like.pipeline.fetch import content, describe, fetch, is_taken_as_it_is, source_inputs, visible_files
 from miles_like.pipeline.rollout_checkpoint import store_served
 from miles_like.pipeline.run_directory import Mode, check_nothing_lost, clear_run_dir, summary_files
 from miles_like.staging.stage_files import HF, MEGATRON, NodeNeed, layout_inputs, stage_plan
@@ -161,7 +161,7 @@ def plan_stages(
             what=describe(config.model),
             key=key,
             directory=cache / f"fetch-{key}",
-            size=0 if _is_taken_as_it_is(config.model) else None if size is None else size.fetched,
+            size=0 if is_taken_as_it_is(config.model) else None if size is None else size.fetched,
             removed=0 if size is None else size.downloaded,
             run=lambda out, _: fetch(config.model, out, lambda data: functions.make(config, data)),
             listed=visible_files,
@@ -497,7 +497,3 @@ def _data(config: RunConfig) -> dict[str, str]:
     paths = {"eval": config.data.eval} | {name: s.path for name, s in config.data.train_sources().items()}
     # an absolute path must be a file; a relative one may be a hub name
     return {k: content(Path(p)) for k, p in paths.items() if p and (Path(p).is_absolute() or Path(p).is_file())}
-
-
-def _is_taken_as_it_is(model: ModelConfig) -> bool:
-    return model.make is None and model.first_layers is None and Path(model.path).is_dir()

@@ -1,5 +1,5 @@
-"""What the nodes of tests/cluster/test_spread_run.py run: the product's command, whose ranks and servers write what they
-find on their node; processes of a run on GPUs that Ray only counts; a teacher's server."""
+"""What the nodes of tests/cluster/test_spread_run.py run: the product's command, whose ranks and servers write what
+they find on their node; processes of a run on GPUs that Ray only counts; a teacher's server."""
 
 from __future__ import annotations
 

@@ -51,11 +51,13 @@ def test_disk_needs_are_of_what_each_stage_writes(tmp_path: Path) -> None:
 
 def test_a_node_that_does_not_see_the_cache_needs_room_for_what_it_converts(tmp_path: Path) -> None:
     """Beside the copies that it loads: where it keeps pieces is what the conversion is told."""
-    for settings, where in (
-        ([], Path("/local_nvme/miles-like") / "{}.data.pieces"),
-        (["cluster.stage_dir=false"], tmp_path / "cache" / "{}" / "data.pieces"),
+    shipped = load_config(CONFIGS / "deepseek_v3_fp8.toml")
+    for stage_dir, where in (
+        (shipped.cluster.stage_dir, Path("/local_nvme/miles-like") / "{}.data.pieces"),
+        (None, tmp_path / "cache" / "{}" / "data.pieces"),
     ):
-        config = load_config(CONFIGS / "deepseek_v3_fp8.toml", settings)
+        cluster = shipped.cluster.model_copy(update={"stage_dir": stage_dir})
+        config = shipped.model_copy(update={"cluster": cluster})
         stages = planned(config, tmp_path / "a")
         assert "apart" not in {n.on for n in disk_needs(config, stages, STAGES)}
         needs = {(n.stage, n.on): n for n in disk_needs(config, stages, STAGES, joins_cluster=True)}
@@ -63,7 +65,7 @@ def test_a_node_that_does_not_see_the_cache_needs_room_for_what_it_converts(tmp_
         pieces = needs["convert", "apart"]
         assert str(pieces.directory) == str(where).format(key) and len(set(pieces.by_node)) == 1
         assert BF16 / 16 < pieces.bytes == pieces.by_node[15] < BF16 / 16 + 3 * GIB
-        copies = needs["stage", "nodes" if not settings else "apart"]
+        copies = needs["stage", "nodes" if stage_dir else "apart"]
         assert copies.bytes == max(copies.by_node) > 673e9 and pieces.of_node(3, 9).bytes == pieces.bytes - 9
 
 
