@@ -163,17 +163,12 @@ def test_what_a_node_lacks_ends_the_run_before_its_first_stage(
     assert not ran
 
 
-MODEL = ["model.make=false", "model.path={model}"]  # no rank loads anything of the cache
-
-
 @pytest.mark.slow  # a process imports sglang
 def test_a_node_must_see_those_directories_that_it_needs(
     tmp_path: Path, one_node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(examination, "brief_checks", lambda config, chosen: [])
     monkeypatch.setattr(members, "is_local", lambda: False)
-    model = write_hf(tmp_path / "m", [("a", torch.ones(1))], {"model_type": "qwen3"}) and tmp_path / "m"
-    given = [text.format(model=model) for text in MODEL]
     wanted: dict[str, bool] = {}
 
     def probes(probe: NodeProbe, nodes: Sequence[Node]) -> list[Mapping[str, Any]]:
@@ -190,8 +185,8 @@ def test_a_node_must_see_those_directories_that_it_needs(
             start(load_config(TINY), tmp_path / "runs" / "a", [], "10.0.0.1:6379")
     assert wanted == {"--run-dir": True, "--cache-dir": True}  # this machine sees its own
     assert not list(tmp_path.rglob(".probe-*"))
-    monkeypatch.setattr(Preflight, "_model", lambda self: [])
-    found = checks_of(load_config(TINY, given), tmp_path / "runs" / "a", STAGES, online=True)
+    config = load_config(TINY, ["model.make=false", "model.path=owner/name"])  # no rank loads anything of the cache
+    found = checks_of(config, tmp_path / "runs" / "a", STAGES, online=True)
     one_node["sees"] = {"--run-dir": True, "--cache-dir": False}
     found.machines.ray_address = "10.0.0.1:6379"
     assert not [c for c in found.machines.cluster_checks() if c.outcome is Outcome.WRONG]
