@@ -78,7 +78,7 @@ def _on_nodes(
     local = None if c.stage_dir is None else Path(c.stage_dir)
     out = []
     if "convert" in to_do and joins_cluster and c.nodes > 1:
-        share = -(-bf16 // c.nodes) + config.convert.workers * _FILE
+        share = min(bf16, -(-bf16 // c.nodes) + config.convert.workers * _FILE)
         where = pieces_of(convert.directory / "data", local)
         out.append(DiskNeed(stage="convert", directory=where, bytes=share, on="apart", by_node=(share,) * c.nodes))
     loads = tuple(n.served + _whole_files(n.shards, bf16) for n in nodes)
