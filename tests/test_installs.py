@@ -60,6 +60,17 @@ def test_a_cluster_has_the_versions_that_the_tests_run_with() -> None:
     }
 
 
+def test_the_page_and_the_container_have_what_a_build_without_isolation_needs() -> None:
+    """Of `transformer_engine_torch`, as its sources say: a missing one ends the installation on a cluster."""
+    container = (ROOT / "docs" / "cluster" / "Containerfile").read_text().replace("\\\n", " ")
+    for text in (PAGE, container):
+        (line,) = re.findall(r"trainer-constraints\.txt\s+(torch [^&\n]*)", text)
+        given = {re.split("[=><]", word.strip("'\""))[0] for word in line.split()}
+        assert given == {"torch", "pip", "setuptools", "wheel", "packaging", "ninja"}
+        assert "wheel==0.48.0" in line and "PATH=" in text
+        assert "CPATH=/opt/trainer/lib/python3.12/site-packages/nvidia/cudnn/include" in text
+
+
 def test_the_page_has_the_versions_of_the_lists() -> None:
     for line in PAGE[PAGE.index("| | trainer | engine |") :].partition("\n\n")[0].splitlines()[2:]:
         name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
