@@ -24,7 +24,6 @@ from megatron_bridge.config import TrainerConfig  # noqa: E402
 from megatron_bridge.device.collective_errors import gather_objects  # noqa: E402
 from megatron_bridge.device.cuda_settings import use_deterministic_kernels  # noqa: E402
 from megatron_bridge.device.parallel import close_parallel, init_parallel  # noqa: E402
-from megatron_bridge.device.signals import StoreSignals  # noqa: E402
 from megatron_bridge.families.registry import family_of  # noqa: E402
 from megatron_bridge.model.build import build_model, unwrap  # noqa: E402
 from megatron_bridge.optim.optimizer import NonFiniteGradient, apply_gradients, build_optimizer  # noqa: E402
@@ -93,7 +92,7 @@ class MegatronTrainer:
             seed=config.seed,
             timeout_s=timeout_s,
         )
-        self.signals = StoreSignals(self.parallel.store)
+        self.signals = self.parallel.signals
         self.chunks = build_model(config, self.hf, resolved, self.parallel, _ENV)
         self.models = [unwrap(chunk) for chunk in self.chunks]
         no_decay = matching(self.models, self.parallel, config.optimizer.no_decay, key="optimizer.no_decay")

@@ -259,6 +259,9 @@ class Signals(Protocol):
     def forget(self, name: str) -> None:
         """Remove a signal that every rank has seen."""
 
+    def meet(self) -> None:
+        """Return once every rank has called it as often; no time limit. Raises as `wait_for`."""
+
 
 class RankTrainer(Protocol):
     """One rank of the trainer; every method is collective.

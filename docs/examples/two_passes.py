@@ -34,11 +34,7 @@ class TwoPasses(Controller):
                 first = {f"first_pass/{key}": value for key, value in record.metrics.items()}
         record.metrics |= first
         self.recorder.check(record)
-        await self.feed.settle()
-        with record.timed("publish"):
-            record.published = await self.trainer.publish(version=record.step + 1)
-        with record.timed("checks"):
-            await self.checks.published(record.step + 1, record.published)
+        await self.publish(record)
 
 
 def main(config_file: str, run_dir: str) -> None:

@@ -5,6 +5,7 @@ in their next collective until its timeout.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,13 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def gather_after(value: Any, meet: Callable[[], None]) -> list[Any]:
+    """`gather_objects` of what came of work outside of the ranks, as reading a disk: the collective is opened when the
+    last rank is done. meet: `StoreSignals.meet`. Collective."""
+    meet()
+    return gather_objects(value)
 
 
 def raise_on_every_rank(error: ValueError | None, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
 from megatron_bridge.config import ParallelConfig
+from megatron_bridge.device.signals import StoreSignals
 from megatron_bridge.plan.layout import check_world
 
 
@@ -40,7 +41,7 @@ class ParallelContext:
     dp_cp_group: ProcessGroup
     ep_group: ProcessGroup
     etp_group: ProcessGroup
-    store: TCPStore  # by which the ranks met, served by rank 0
+    signals: StoreSignals  # outside of collectives, through the store at which the ranks met
     last_stage_rank: int  # global rank of the last stage of this rank's pipeline, which computes the loss
 
     @property
@@ -127,7 +128,7 @@ def init_parallel(
         dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
         ep_group=mpu.get_expert_model_parallel_group(),
         etp_group=mpu.get_expert_tensor_parallel_group(),
-        store=store,
+        signals=StoreSignals(store, world_size),
         last_stage_rank=mpu.get_pipeline_model_parallel_last_rank(),
     )
 

@@ -6,6 +6,8 @@ A rank that waits for a signal has no collective open, so that no collective's t
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -15,29 +17,59 @@ _SLOWEST_POLL_S = 0.1
 class StoreSignals:
     """Named signals, each sent by one rank and awaited by any number of others.
 
-    store: the ranks' rendezvous store, served by rank 0. A clone of it is used: a client of the store answers one
-    request at a time, and process groups use the original.
+    store: the rendezvous store of `world_size` ranks, served by rank 0. A clone of it is used: a client of the store
+    answers one request at a time, and process groups use the original. Every method raises RuntimeError when rank 0 has
+    ended.
     """
 
-    def __init__(self, store: TCPStore) -> None:
+    def __init__(self, store: TCPStore, world_size: int) -> None:
         self._store = PrefixStore("signals", store.clone())  # type: ignore[attr-defined]
+        self._world_size = world_size
+        self._meetings = 0  # so far, on every rank
 
     def send(self, name: str) -> None:
-        self._store.set(name, "")
+        with _rank_0_lives():
+            self._store.set(name, "")
 
     def wait_for(self, name: str) -> None:
-        """Return once `name` was sent. Raises RuntimeError when rank 0, which serves the store, has ended.
+        """Return once `name` was sent.
 
         There is no time limit: the driver limits the call that waits. Polls, with pauses of a tenth of the time waited
         so far, because torch writes a warning to the log each time that its own wait reaches a limit.
         """
         began = time.monotonic()
-        try:
+        with _rank_0_lives():
             while not self._store.check([name]):
                 time.sleep(min(_SLOWEST_POLL_S, 0.0005 + 0.1 * (time.monotonic() - began)))
-        except DistNetworkError:
-            raise RuntimeError("rank 0 ended while the other ranks waited for it: its log says why") from None
 
     def forget(self, name: str) -> None:
         """Remove a signal that every rank has seen."""
-        self._store.delete_key(name)
+        with _rank_0_lives():
+            self._store.delete_key(name)
+
+    def meet(self) -> None:
+        """Return once every rank has called this method as often as this rank has. No time limit, as in `wait_for`.
+
+        For the time between work that waits for something outside of the ranks (a disk, the network) and the collective
+        that follows it: the collective is opened when the last rank is ready for it.
+        """
+        if self._world_size == 1:
+            return
+        self._meetings += 1
+        arrived, complete = (f"{what} {self._meetings}" for what in ("arrived at", "all at"))
+        with _rank_0_lives():
+            last = self._store.add(arrived, 1) == self._world_size
+        if last:
+            self.forget(arrived)
+            self.send(complete)
+            if self._meetings > 1:
+                self.forget(f"all at {self._meetings - 1}")  # every rank has left that meeting
+        self.wait_for(complete)
+
+
+@contextmanager
+def _rank_0_lives() -> Iterator[None]:
+    try:
+        yield
+    except DistNetworkError:
+        raise RuntimeError("rank 0 ended while the other ranks waited for it: its log says why") from None

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from megatron_bridge.device.host_memory import buffer_bytes, parts
+
 
 def storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:
     """The storages of `tensors` on `device`, each once, by address of the storage object."""
@@ -37,8 +39,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
 class StorageSet:
     """Storages that are freed and restored together.
 
-    kept: their contents are copied to the host (pinned where the device is a GPU); otherwise they are zeros after
-    `restore`.
+    kept: their contents are copied to the host; otherwise they are zeros after `restore`.
     """
 
     def __init__(self, found: Iterable[torch.UntypedStorage], *, kept: bool) -> None:
@@ -51,16 +52,23 @@ class StorageSet:
         """Of the storages while they are there."""
         return sum(size for _, size in self._storages)
 
-    def free(self) -> None:
-        """Copies the contents to the host if they are kept, and resizes the storages to 0 bytes. Raises RuntimeError,
-        before anything is freed, for memory that a numpy array refers to."""
+    @property
+    def host_nbytes(self) -> int:
+        """Of the buffer for their contents."""
+        return buffer_bytes(size for _, size in self._storages) if self._kept else 0
+
+    def free(self, host: Tensor) -> None:
+        """Copies the contents into `host`, [host_nbytes] uint8, if they are kept, and resizes the storages to 0 bytes.
+        Raises RuntimeError, before anything is freed, for memory that a numpy array refers to."""
         if any(not storage.resizable() for storage, _ in self._storages):
             raise RuntimeError(
                 "memory of the trainer cannot be freed, since a numpy array shares it (tensor.numpy()): copy that "
                 "tensor first"
             )
         if self._kept:
-            self._host = [_on_host(storage) for storage, _ in self._storages]
+            self._host = parts(host, [size for _, size in self._storages])
+            for (storage, _), copy in zip(self._storages, self._host, strict=True):
+                copy.copy_(_bytes(storage), non_blocking=True)
             self._synchronize()
         self.free_again()
 
@@ -69,8 +77,8 @@ class StorageSet:
         for storage, _ in self._storages:
             storage.resize_(0)
 
-    def restore(self, *, keep_host: bool = False) -> None:
-        """Allocates the storages and restores their contents. keep_host: for `free_again`."""
+    def restore(self) -> None:
+        """Allocates the storages and restores their contents."""
         for i, (storage, size) in enumerate(self._storages):
             storage.resize_(size)
             raw = _bytes(storage)
@@ -79,8 +87,6 @@ class StorageSet:
             else:
                 raw.zero_()
         self._synchronize()
-        if not keep_host:
-            self._host = []
 
     def _synchronize(self) -> None:
         if self._storages and self._storages[0][0].device.type == "cuda":
@@ -90,9 +96,3 @@ class StorageSet:
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     """A tensor of all bytes of the storage, which shares its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _on_host(storage: torch.UntypedStorage) -> Tensor:
-    raw = _bytes(storage)
-    out = torch.empty(raw.shape, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return out.copy_(raw, non_blocking=True)

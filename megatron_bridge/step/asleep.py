@@ -2,7 +2,8 @@
 
 The parameters and the optimizer's state are copied to the host; gradients are dropped, since each step begins with
 zeros; weights that were rounded for the forward pass are dropped and rounded again. A rank that wakes continues with
-the same bits.
+the same bits. The host memory of the copies is allocated by the first sleep and kept for the next ones: to pin it takes
+longer than to copy.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from megatron_bridge.device.host_memory import host_buffer
 from megatron_bridge.device.storages import StorageSet, storages
 from megatron_bridge.step.overlap import finish_param_gather
 
@@ -36,6 +38,7 @@ class Sleep:
         self._chunks, self._optimizer, self._device = chunks, optimizer, device
         self._derived, self._stale = derived, stale
         self._freed: dict[str, StorageSet] | None = None  # by part; None: awake
+        self._host: dict[str, Tensor] = {}  # by part
         self._lent = False  # the parameters are on the device while the rank sleeps
 
     @property
@@ -58,7 +61,7 @@ class Sleep:
         finish_param_gather(self._chunks)
         self._freed = self._found()
         for part, stored in self._freed.items():
-            stored.free()
+            stored.free(self._buffer(part, stored.host_nbytes))
             parts[part] = stored.nbytes
         self._return_memory()
         return parts
@@ -81,7 +84,7 @@ class Sleep:
             yield
             return
         stored = self._freed["parameters"]
-        stored.restore(keep_host=True)
+        stored.restore()
         self._lent = True
         yield
         self._lent = False
@@ -119,6 +122,13 @@ class Sleep:
         for tensor in _tensors_in(self._optimizer, set()):
             if tensor.is_leaf and tensor.grad is not None:
                 yield tensor.grad
+
+    def _buffer(self, part: str, nbytes: int) -> Tensor:
+        """The host memory for a part. Its size changes once: the optimizer has no moments before the first step."""
+        if part not in self._host or self._host[part].nbytes != nbytes:
+            self._host.pop(part, None)  # freed first
+            self._host[part] = host_buffer(nbytes, self._device)
+        return self._host[part]
 
     def _return_memory(self) -> None:
         if self._device.type == "cuda":

@@ -115,7 +115,7 @@ def begin_save(
     state["distributed_optimizer"] = _is_distributed(optimizer)
     state[RNG] = rng_state(parallel.rank, parallel.world_size)
     state |= {"content_metadata": dict(_METADATA)} | dict(copies or {})
-    return CheckpointSave(path, state, asynchronous=asynchronous)
+    return CheckpointSave(path, state, parallel.signals.meet, asynchronous=asynchronous)
 
 
 def host_copy(name: str, models: Sequence[PolicyModel], parallel: ParallelContext) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def load_host_copy(path: Path, name: str, models: Sequence[PolicyModel], paralle
     incomplete, or has no copy of that name."""
     _check_small_files(path)
     _common(path)
-    source = open_verified(path)
+    source = open_verified(path, parallel.signals.meet)
     if not any(key.startswith(f"{name}.") for key in source.names()):
         raise ValueError(
             f"checkpoint {path} holds no weights of {name}, which a run with a moving reference saves: resume with "
@@ -146,7 +146,7 @@ def load_host_copy(path: Path, name: str, models: Sequence[PolicyModel], paralle
     wanted = _model_state(models, parallel, loading=True)
     add_prefix_for_sharding(wanted, f"{name}.")
     with _mismatch_as_value_error(path):
-        state = load_verified({name: wanted}, source)
+        state = load_verified({name: wanted}, source, parallel.signals.meet)
     _set_models(models, state[name])
 
 
@@ -204,9 +204,9 @@ def load_checkpoint(
     Raises ValueError when the directory is missing, incomplete, of another model, or of the other kind of optimizer.
     """
     _check_small_files(path)
-    verify_sums(path)
+    verify_sums(path, parallel.signals.meet)
     written = _common(path)
-    source = open_verified(path)
+    source = open_verified(path, parallel.signals.meet)
     if (had := written.get("distributed_optimizer")) is not (have := _is_distributed(optimizer)):
         raise ValueError(
             f"checkpoint {path} was written with distributed_optimizer = {had}, this run has {have}: "
@@ -219,7 +219,7 @@ def load_checkpoint(
     if same_layout:
         wanted[RNG] = rng_state(parallel.rank, parallel.world_size)
     with _mismatch_as_value_error(path):
-        state = load_verified(wanted, source)
+        state = load_verified(wanted, source, parallel.signals.meet)
     _set_models(models, state)
     optimizer.load_state_dict(state["optimizer"])
     step = int(state["step"])
@@ -237,7 +237,7 @@ def read_weights(path: Path, models: Sequence[PolicyModel], parallel: ParallelCo
     Raises ValueError on every rank, with the models unchanged, when the directory is missing, incomplete, damaged or of
     another model.
     """
-    source = open_verified(path)
+    source = open_verified(path, parallel.signals.meet)
     _check_small_files(path)
     _common(path)
     wanted = _model_state(models, parallel, loading=True)
@@ -246,7 +246,7 @@ def read_weights(path: Path, models: Sequence[PolicyModel], parallel: ParallelCo
     lacks = (() if adapted else ADAPTERS) + ((scalar_head.NAME,) if new_head else ())
     wanted = {chunk: {k: v for k, v in state.items() if not k.endswith(lacks)} for chunk, state in wanted.items()}
     with _mismatch_as_value_error(path):
-        state = load_verified(wanted, source)  # the result also has the checkpoint's common state
+        state = load_verified(wanted, source, parallel.signals.meet)  # the result also has the common state
     _set_models(models, state)
     if not adapted:
         reset_adapters(models)

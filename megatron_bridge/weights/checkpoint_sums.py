@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 import xxhash
 
-from megatron_bridge.device.collective_errors import gather_objects
+from megatron_bridge.device.collective_errors import gather_after
 from miles_like.limits.regular_files import check_inside, is_inner_name, read_json
 
 SUMS = "checksums.json"
@@ -53,8 +53,9 @@ def _sums(found: object) -> list[tuple[str, str]]:
     return sorted(found.items())
 
 
-def verify_sums(directory: Path) -> None:
-    """Raise DamagedFileError on every rank, naming the first file that is missing or has other bytes. Collective.
+def verify_sums(directory: Path, meet: Callable[[], None]) -> None:
+    """Raise DamagedFileError on every rank, naming the first file that is missing or has other bytes. Collective, once
+    every rank has read its files. meet: `StoreSignals.meet`.
 
     A directory without checksums, written by an older version, is not verified.
     """
@@ -76,6 +77,6 @@ def verify_sums(directory: Path) -> None:
                 problem = f"{directory / name} is missing"
             elif checksum(directory / name) != digest:
                 problem = f"{directory / name} has other bytes than were written"
-    first = next((found for found in gather_objects(problem) if found is not None), None)
+    first = next((found for found in gather_after(problem, meet) if found is not None), None)
     if first is not None:
         raise DamagedFileError(f"checkpoint {directory.parent.name} is damaged: {first}")

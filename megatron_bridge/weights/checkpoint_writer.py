@@ -5,7 +5,9 @@ a process with many threads (gloo's, Ray's) and collects their results through a
 a writer that dies, and since a writer inherits the sockets, peers do not notice when its rank is killed. A thread ends
 with its rank, and its failure is an exception.
 
-Every phase ends with an exchange of errors, so no rank continues after another rank's failure.
+Every phase ends with an exchange of errors, so no rank continues after another rank's failure. A rank that waits for a
+disk has no other rank in a collective: the exchange after such a phase begins when the last rank is done (`meet`), and
+while files are written, ranks that are done ask the others at intervals.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.planner import SavePlan
 
-from megatron_bridge.device.collective_errors import first_line, gather_objects
+from megatron_bridge.device.collective_errors import first_line, gather_after, gather_objects
 from megatron_bridge.weights.checkpoint_sums import checksum, write_sums
 
 BACKEND, VERSION = "torch_dist", 1
@@ -47,12 +50,12 @@ class CheckpointSave:
     afterwards. Without it the files are written before the constructor returns. `finish` renames the directory.
     """
 
-    def __init__(self, path: Path, state: dict[str, Any], *, asynchronous: bool) -> None:
-        """Raises ValueError when `path` exists or psutil is missing, RuntimeError when a rank fails or exits; both on
-        every rank, without creating `path`."""
+    def __init__(self, path: Path, state: dict[str, Any], meet: Callable[[], None], *, asynchronous: bool) -> None:
+        """meet: `StoreSignals.meet`. Raises ValueError when `path` exists or psutil is missing, RuntimeError when a
+        rank fails or exits; both on every rank, without creating `path`."""
         self.path = path
         self.partial = path.with_name(path.name + ".partial")
-        self._first = dist.get_rank() == 0
+        self._first, self._meet = dist.get_rank() == 0, meet
         self._results: list[Any] = []
         self._sums: dict[str, str] = {}  # of this rank's files
         self._problem: str | None = None
@@ -77,7 +80,7 @@ class CheckpointSave:
                 self._await_writers()
             elif any(gather_objects(self._thread.is_alive())):
                 return False
-            self._raise_first_problem(self._problem)
+            self._raise_first_problem(gather_objects(self._problem))
             results = [None] * dist.get_world_size() if self._first else None
             dist.gather_object(self._results, results, dst=0)
             sums = gather_objects(self._sums)
@@ -106,7 +109,7 @@ class CheckpointSave:
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
         # instead of the manager process that megatron starts for the results of writer processes
         filesystem_async._results_queue = queue.Queue()
-        self._writer = FileSystemWriterAsync(str(self.partial), thread_count=FILES_PER_RANK)
+        self._writer = _Writer(str(self.partial), self._meet)
         (_, self._metadata, _), *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(renamed, False),
             self._writer,
@@ -152,10 +155,11 @@ class CheckpointSave:
             problem = e
         except (OSError, RuntimeError) as e:
             problem = first_line(e)
-        self._raise_first_problem(problem)
+        self._raise_first_problem(gather_after(problem, self._meet))
 
-    def _raise_first_problem(self, problem: str | ValueError | None) -> None:
-        for rank, found in enumerate(gather_objects(problem)):
+    @staticmethod
+    def _raise_first_problem(problems: Sequence[str | ValueError | None]) -> None:
+        for rank, found in enumerate(problems):
             if isinstance(found, ValueError):
                 raise found
             if found is not None:
@@ -171,6 +175,20 @@ class CheckpointSave:
             raise RuntimeError(
                 f"checkpoint {self.path} was not written ({first_line(e)}); the previous one is unchanged"
             ) from e
+
+
+class _Writer(FileSystemWriterAsync):  # type: ignore[misc]
+    """Megatron's writer. The ranks' plans are gathered when every rank has looked at the directory."""
+
+    def __init__(self, directory: str, meet: Callable[[], None]) -> None:
+        super().__init__(directory, thread_count=FILES_PER_RANK)
+        self._meet = meet
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        try:
+            return super().prepare_local_plan(plan)  # type: ignore[no-any-return]
+        finally:
+            self._meet()
 
 
 def _with_tensors(bucket: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -12,6 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from megatron_bridge.device.host_memory import host_like
 from megatron_bridge.device.parallel import ParallelContext
 from megatron_bridge.model.build import unwrap
 from megatron_bridge.step.overlap import finish_param_gather
@@ -49,7 +50,8 @@ class WeightCopies:
         self._finish_param_gather()
         kept = self._copies.get(name)
         if kept is None:
-            kept = self._copies[name] = [_on_host(x) for x in self._live()]
+            own = self._live()
+            kept = self._copies[name] = host_like(own, own[0].device)
         for live, copy in zip(self._live(), kept, strict=True):
             copy.copy_(live.detach())
 
@@ -114,7 +116,3 @@ class WeightCopies:
                 a.copy_(b)
                 b.copy_(held)
         self._changed()
-
-
-def _on_host(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)

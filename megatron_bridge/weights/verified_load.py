@@ -5,13 +5,16 @@ its data: complete chunks, checked against the checksums, if the directory has a
 needed. The data is staged on the host (a second copy of the rank's share of the weights) and copied into the model when
 all ranks have read theirs. A byte that changed on disk, which stock loading does not detect, a truncated file or a
 manifest that does not match raises the same error on every rank and leaves the model unchanged.
+
+Ranks read at different speeds. Each collective after a read is opened when the last rank has read: `meet`, which is
+`StoreSignals.meet`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -29,10 +33,10 @@ from torch.futures import Future
 
 from megatron_bridge.convert.torch_archive import reencoded
 from megatron_bridge.convert.torch_dist import TorchDist
-from megatron_bridge.device.collective_errors import gather_objects
+from megatron_bridge.device.collective_errors import gather_after
 
 
-def open_verified(path: Path) -> TorchDist:
+def open_verified(path: Path, meet: Callable[[], None]) -> TorchDist:
     """Open a `torch_dist` directory and check its metadata against its manifest on every rank. Collective.
 
     Raises ValueError on every rank when the check fails on one.
@@ -43,12 +47,12 @@ def open_verified(path: Path) -> TorchDist:
         _check_beside(source)
     except (ValueError, OSError) as e:
         problem = str(e)
-    _raise_on_every_rank(problem)
+    _raise_on_every_rank(problem, meet)
     assert source is not None
     return source
 
 
-def load_verified(state: dict[str, Any], source: TorchDist) -> dict[str, Any]:
+def load_verified(state: dict[str, Any], source: TorchDist, meet: Callable[[], None]) -> dict[str, Any]:
     """The result of `dist_checkpointing.load` for the sharded `state`; `source` counts the bytes of data files that
     this rank reads. Collective.
 
@@ -56,7 +60,8 @@ def load_verified(state: dict[str, Any], source: TorchDist) -> dict[str, Any]:
     differs from the directory's manifest; otherwise as stock loading when the checkpoint does not fit `state`.
     """
     try:
-        return dist_checkpointing.load(state, str(source.path), _Strategy(source))  # type: ignore[no-any-return]
+        strategies = _Strategy(_Reader(source, meet)), _Common(meet)
+        return dist_checkpointing.load(state, str(source.path), *strategies)  # type: ignore[no-any-return]
     except CheckpointException as e:
         for error, _ in e.failures.values():
             if isinstance(error, _Damaged):
@@ -80,18 +85,32 @@ class _Damaged(ValueError):
     """The data read is damaged; the message is the same on every rank."""
 
 
-def _raise_on_every_rank(problem: str | None) -> None:
-    problems = [found for found in gather_objects(problem) if found is not None]
+def _raise_on_every_rank(problem: str | None, meet: Callable[[], None]) -> None:
+    problems = [found for found in gather_after(problem, meet) if found is not None]
     if problems:
         raise _Damaged(problems[0])
+
+
+class _Common(TorchCommonLoadStrategy):
+    """Megatron's strategy for the common state, after which it gathers the ranks' plans."""
+
+    def __init__(self, meet: Callable[[], None]) -> None:
+        super().__init__()
+        self._meet = meet
+
+    def load_common(self, checkpoint_dir: str | Path) -> Any:
+        try:
+            return super().load_common(checkpoint_dir)
+        finally:
+            self._meet()
 
 
 class _Strategy(TorchDistLoadShardedStrategy):
     """Megatron's strategy with another reader, which is substituted for the module's reader function during a load."""
 
-    def __init__(self, source: TorchDist) -> None:
+    def __init__(self, reader: _Reader) -> None:
         super().__init__()
-        self._reader = _Reader(source)
+        self._reader = reader
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         for tensor in nested_values(sharded_state_dict):
@@ -109,8 +128,8 @@ class _Strategy(TorchDistLoadShardedStrategy):
 class _Reader(StorageReader):
     """Reads all items of a plan before it passes any to the planner."""
 
-    def __init__(self, source: TorchDist) -> None:
-        self._source = source
+    def __init__(self, source: TorchDist, meet: Callable[[], None]) -> None:
+        self._source, self._meet = source, meet
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -139,7 +158,7 @@ class _Reader(StorageReader):
             staged = [(item, self._read(item)) for item in self._in_file_order(plan.items)]
         except (ValueError, OSError) as e:
             problem = str(e)
-        _raise_on_every_rank(problem)
+        _raise_on_every_rank(problem, self._meet)
         for item, value in staged:
             if isinstance(value, bytes):
                 planner.load_bytes(item, io.BytesIO(value))  # the planner calls an unrestricted torch.load

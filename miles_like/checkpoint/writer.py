@@ -45,14 +45,25 @@ class RunCheckpoints:
     console: Console
     saved: int | None = None  # step of the last complete checkpoint
     _saving: RunState | None = field(default=None, init=False)  # of a checkpoint that is not complete yet
+    _models_of: int | None = field(default=None, init=False)  # step whose models `save_models` has saved last
+    _models_s: float = field(default=0.0, init=False)  # seconds that it took
     _since: float = field(default=0.0, init=False)  # by time.perf_counter
 
-    async def begin(self, step: int, snapshot: Snapshot) -> None:
-        """Starts the checkpoint after `step` steps. `finish` completes it; an earlier one must be finished."""
-        self._since = time.perf_counter()
+    async def save_models(self, step: int) -> None:
+        """Starts the shards of all models for the checkpoint after `step` steps, which `begin` then completes. An
+        earlier checkpoint must be finished."""
+        began = time.perf_counter()
         folder = run_state.empty_folder(self.directory, step)
         for name, model in self.models.items():
             await model.save(folder / name, asynchronous=self.asynchronous)
+        self._models_of, self._models_s = step, time.perf_counter() - began
+
+    async def begin(self, step: int, snapshot: Snapshot) -> None:
+        """Starts the checkpoint after `step` steps; the models too, unless `save_models` has. `finish` completes it; an
+        earlier one must be finished."""
+        if self._models_of != step:
+            await self.save_models(step)
+        self._since = time.perf_counter() - self._models_s
         best = self.best.decide(step)
         if best is not None:
             self.console.print(best, markup=False, soft_wrap=True)
@@ -72,7 +83,7 @@ class RunCheckpoints:
 
     async def finish(self, *, wait: bool) -> float | None:
         """Completes the checkpoint and points `latest` at it if every rank has written its files; with `wait`, waits
-        for the ranks. Returns the seconds since `begin`, or None where no checkpoint was completed."""
+        for the ranks. Returns the seconds that the checkpoint took, or None where none was completed."""
         if self._saving is None or not all([await m.finish_save(wait=wait) for m in self.models.values()]):
             return None
         run_state.save(self.directory, self._saving, keep=self.keep, every=self.keep_every, best=self.best.step)

@@ -27,7 +27,11 @@ def _with_routes(shard: Sequence[MicroBatch], routes: ShardRoutes) -> list[Micro
 
 
 class Rank:
-    """One trainer rank, independent of the transport of the calls."""
+    """One trainer rank, independent of the transport of the calls.
+
+    A batch reaches each rank at another time. A call with one begins when the last rank has it (`meet`), so that no
+    rank waits in a collective for the transport of another.
+    """
 
     publisher: WeightPublisher | None = None
 
@@ -44,17 +48,21 @@ class Rank:
 
     def train(self, loss_tokens: Sequence[int], version: int, *shards: Any) -> StepReport:
         """`shards`: for each optimizer step the shard of its batch, then the routes of that shard."""
+        self.trainer.signals.meet()
         whole = [_with_routes(shard, routes) for shard, routes in zip(shards[::2], shards[1::2], strict=True)]
         return self.trainer.train(whole, loss_tokens, version)
 
     def evaluate(self, shard: Sequence[MicroBatch], routes: ShardRoutes, loss_tokens: int) -> Mapping[str, float]:
+        self.trainer.signals.meet()
         return self.trainer.evaluate(_with_routes(shard, routes), loss_tokens)
 
     def score(self, shard: Sequence[MicroBatch], routes: ShardRoutes, temperature: float, replay: bool) -> Scored:
+        self.trainer.signals.meet()
         return self.trainer.score(_with_routes(shard, routes), temperature=temperature, replay=replay)
 
     def logprobs(self, shard: Sequence[MicroBatch], weights: str | None, candidates: bool, reply: bool) -> list[Tensor]:
         """reply: return the result; False for the other ranks of a shard, whose results are equal."""
+        self.trainer.signals.meet()
         found = self.trainer.logprobs(shard, weights, candidates=candidates)
         return [x.cpu() for x in found] if reply else []
 

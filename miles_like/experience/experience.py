@@ -69,11 +69,13 @@ class Experience:
         """
         if self.mask_truncated:
             groups = mask_truncated(groups, steps=self.packer.steps_per_rollout)
+        bare = _without_routes(groups)
+        if self.teachers is not None:  # first: it may be the turn of the servers that some of them use
+            groups = await self.teachers.score(groups)
         needs, found = self.algorithm.needs, dict[str, Sequence[Sequence[Tensor]]]()
         if self.reference is not None:
             needs = needs | {REFERENCE}
         if needs & {REFERENCE, VALUES}:
-            bare = _without_routes(groups)
             batch = replace(self.packer, cost=None).batch(bare)
             if REFERENCE in needs:
                 found[REFERENCE] = streams_of(bare, batch, await self._reference_logprobs(batch))
@@ -82,7 +84,7 @@ class Experience:
                 found[VALUES] = streams_of(bare, batch, await self.critic.logprobs(batch))
         for name, streams in found.items():
             groups = with_streams(groups, name, streams)
-        return groups if self.teachers is None else await self.teachers.score(groups)
+        return groups
 
     async def _reference_logprobs(self, batch: TrainBatch) -> Sequence[Sequence[Tensor]]:
         if self.reference is not None:

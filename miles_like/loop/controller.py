@@ -1,12 +1,10 @@
 """The training loop.
 
 `Feed` samples and scores groups in the background. Each step takes the oldest groups, trains on them and publishes the
-new weights; only then are further prompts admitted. With buffer.max_staleness = 0 the next prompts wait for the new
-weights, and the loop is synchronous.
+new weights; only then are further prompts admitted. With buffer.max_staleness = 0 the loop is therefore synchronous.
 
-At the boundary of two steps the state of every object is known without a request to a server: a checkpoint
-holds this state. After a stop request while the loop waits for samples, the state at the last boundary is saved, since
-the trainer has not changed; after a stop request within a step, the step is completed first.
+At the boundary of two steps the state of every object is known without a request to a server: a checkpoint holds it.
+After a stop request the state at the last boundary is saved; within a step, the step is completed first.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ class Controller:
     saver: Saver
 
     async def run(self, *, first: int, steps: int, resumed: bool = False) -> None:
-        """Runs steps first .. steps - 1, fewer where the prompts end; step s trains on weight version s and publishes
-        version s + 1. Raises Stopped on a stop request, once the state is saved."""
+        """Runs steps first .. steps - 1, fewer where the prompts end; step s trains on weights s and publishes s + 1.
+        Raises Stopped on a stop request, once the state is saved."""
         self.recorder.start()
         if not resumed:
             self.recorder.write_first(first, await self.evaluator.figures(first))
@@ -77,11 +75,18 @@ class Controller:
             report = await self.trainer.train(self.packer.steps(scored, advantages))
             record.trained(report, await self.experience.learn(scored))
         self.recorder.check(record)
+        await self.publish(record)
+
+    async def publish(self, record: StepRecord) -> None:
+        """The last part of each `step`: publishes its weights and checks the servers."""
+        done = record.step + 1
+        with record.timed("save"):
+            await self.saver.before_publication(done)
         await self.feed.settle()
         with record.timed("publish"):
-            record.published = await self.trainer.publish(version=record.step + 1)
+            record.published = await self.trainer.publish(version=done)
         with record.timed("checks"):
-            await self.checks.published(record.step + 1, record.published)
+            await self.checks.published(done, record.published)
 
     async def after(self, record: StepRecord, *, last: bool) -> None:
         """Evaluates, records and saves; then admits prompts for the weights just published."""

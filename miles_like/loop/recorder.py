@@ -28,7 +28,7 @@ class TurnTimes(Protocol):
         """`perf/turn/...` since the last call."""
 
 
-Phase = Literal["experience", "train", "publish", "checks"]
+Phase = Literal["experience", "train", "save", "publish", "checks"]
 
 
 class Curriculum(Protocol):
@@ -52,7 +52,7 @@ class StepRecord:
 
     @contextmanager
     def timed(self, phase: Phase) -> Iterator[None]:
-        """Adds the seconds of the body to `perf/{phase}_s`."""
+        """Adds the seconds of the body to `perf/{phase}_s`; those of "save" are not part of the step."""
         if phase in ("train", "publish"):
             self.progress.phase(self.step, phase)
         began = time.perf_counter()
@@ -110,7 +110,7 @@ class Recorder:
         now, report, seconds = time.perf_counter(), record.published, record.seconds
         if report is None:
             raise RuntimeError(f"step {record.step} is recorded before its weights are published")
-        groups, step_s = [t.group for t in record.taken], now - record.began
+        groups, step_s = [t.group for t in record.taken], now - record.began - seconds["save"]
         stats = total(t.stats for t in record.taken)
         rollout_s = stats.seconds or step_s  # where prompts are admitted freely, some are always in flight
         return {

@@ -20,7 +20,11 @@ class Stateful(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Saver:
-    """Saves the state at step boundaries. every: steps between two checkpoints; 0: only after the last step."""
+    """Saves the state at step boundaries.
+
+    every: steps between two checkpoints; 0: only after the last step. models_first: the models are saved before the
+    publication of their weights, because they sleep afterwards; otherwise at the boundary.
+    """
 
     state: Stateful
     checkpoints: RunCheckpoints
@@ -28,6 +32,7 @@ class Saver:
     deadline: Deadline
     progress: PhaseBar
     every: int
+    models_first: bool = False
     _step: int = field(default=0, init=False)  # steps done at the last boundary
     _snapshot: Snapshot | None = field(default=None, init=False)  # there; None: nothing to save yet
     _saved: int = field(default=0, init=False)  # steps done in the last checkpoint that was begun
@@ -38,11 +43,18 @@ class Saver:
         self._step = self._saved = step
         self._since = time.perf_counter()
 
+    async def before_publication(self, step: int) -> None:
+        """Call when `step` steps are trained, before their weights are published."""
+        if self.models_first and self._due(step):
+            self.progress.phase(step, "save")
+            await self._finish(wait=True)
+            await self.checkpoints.save_models(step)
+
     async def boundary(self, step: int, *, last: bool, step_s: float | None = None) -> None:
         """Call after `step` steps. Saves every `every` steps, after the last one and on a stop request. A checkpoint
         may be unfinished when this returns, except after the last step. step_s: duration of the step in seconds, for
         the deadline; None: the time since the last boundary."""
-        due = last or self.stop.asked or bool(self.every and step % self.every == 0)
+        due = last or self._due(step)
         self._step, self._snapshot = step, await self.state.snapshot(step, due)
         if due:
             await self._save()
@@ -64,6 +76,9 @@ class Saver:
     async def flush(self) -> None:
         """Checks the state as it is now and writes the ledger, without a checkpoint."""
         await self.state.snapshot(self._step, False)
+
+    def _due(self, step: int) -> bool:
+        return self.stop.asked or bool(self.every and step % self.every == 0)
 
     async def _save(self) -> None:
         self.progress.phase(self._step, "save")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 
 from rich.console import Console
 
+from megatron_bridge.config import TrainerConfig
 from miles_like.algorithms.registry import make_critic_loss
 from miles_like.cluster.factories import MegatronFactory
+from miles_like.cluster.placement import Slot
 from miles_like.cluster.rollout_servers import RayServers
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.trainer_ranks import RayTrainer
@@ -38,41 +41,27 @@ class Launcher:
 
     def trainer(self, plan: ModelPlan, loss: LossFn) -> RayTrainer:
         """Start the trainer ranks with the run's initial weights."""
-        timeout_s = plan.config.cluster.timeout_s
-        return RayTrainer(
-            MegatronFactory(plan.model.trainer, plan.weights, loss, 2 * timeout_s),
-            plan.placement.of("trainer"),
-            self.nodes(plan),
-            dp_size=plan.config.parallel.dp,
-            log_dir=plan.logs,
-            timeout_s=timeout_s,
-        )
+        return self.ranks(plan, plan.placement.of("trainer"), plan.model.trainer, loss)
 
     def critic(self, plan: ModelPlan) -> RayTrainer | None:
         """Start the critic ranks: the run's initial model with a scalar head. None: the algorithm has no critic."""
         config, loss = plan.model.critic, make_critic_loss(plan.config.algorithm)
         if config is None or loss is None:
             return None
-        timeout_s = plan.config.cluster.timeout_s
-        return RayTrainer(
-            MegatronFactory(config, plan.weights, loss, 2 * timeout_s),
-            plan.placement.critics(),
-            self.nodes(plan),
-            dp_size=plan.config.parallel.dp,
-            log_dir=plan.logs,
-            timeout_s=timeout_s,
-        )
+        return self.ranks(plan, plan.placement.critics(), config, loss)
 
     def reference(self, plan: ModelPlan, loss: LossFn) -> RayTrainer | None:
         """Start the ranks that compute log-probabilities under the reference's weights, the run's initial ones. loss:
         of the trainer, which they never compute. None: the reference has no pool."""
         config = plan.model.reference
-        if config is None:
-            return None
+        return None if config is None else self.ranks(plan, plan.placement.of("reference"), config, loss)
+
+    def ranks(self, plan: ModelPlan, slots: Sequence[Slot], config: TrainerConfig, loss: LossFn) -> RayTrainer:
+        """Start the ranks in `slots`, which are of one role, with the run's initial weights."""
         timeout_s = plan.config.cluster.timeout_s
         return RayTrainer(
             MegatronFactory(config, plan.weights, loss, 2 * timeout_s),
-            plan.placement.of("reference"),
+            slots,
             self.nodes(plan),
             dp_size=plan.config.parallel.dp,
             log_dir=plan.logs,

@@ -218,12 +218,12 @@ class TrainingRun:
         checked = clients if turns is None else [self.rollout.client(url, turns=turns) for url in urls]
         eval_clients = [self.rollout.client(url, routing=False, turns=turns) for url in urls]
         self.trainer.connect(self.rollout.publisher(urls))
+        packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
+        teachers = self.teachers.teachers(self.trainer, eval_clients, packs, self.prompts.source.all())
+        await teachers.start()  # before a publication: some are loaded by the trainer, which may sleep afterwards
         first, published = await self.publish_first()
         checks = self.checks(checked)
         await checks.at_start(first, published)
-        packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
-        teachers = self.teachers.teachers(self.trainer, eval_clients, packs, self.prompts.source.all())
-        await teachers.start()
         with PhaseBar(c.train.steps, self.console) as progress:
             evaluator = Evaluator(
                 engines=eval_clients,
@@ -327,6 +327,7 @@ class TrainingRun:
                 deadline=self.deadline,
                 progress=progress,
                 every=c.checkpoint.every,
+                models_first=self._taking is not None,
             ),
         )
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from ray.cluster_utils import Cluster
 
 from tests.support.command import ROOT, SCRIPT, Commands
 from tests.support.own_ray import own_ray
@@ -108,3 +109,16 @@ def home(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
             (made / "new").rename(made / "home")
     shutil.copytree(made / "home" / "cache", home / "cache")
     return home
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[str]:
+    """The address of a Ray cluster of two nodes of this machine."""
+    with pytest.MonkeyPatch.context() as patch:  # commands that join read it, later files must not
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_worker_niceness", "0")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        cluster.add_node(num_cpus=2)
+        cluster.wait_for_nodes()
+        yield cluster.address
+        cluster.shutdown()

@@ -11,29 +11,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray.cluster_utils import Cluster
 
 from tests.e2e.conftest import ROOT, SMALL, Run, environment
 from tests.support.refusals import check_refusal
 from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
 ONE_STEP = (*SMALL, "--set", "train.steps=1")
-
-
-@pytest.fixture(scope="module")
-def two_nodes() -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:  # commands that join read it, later files must not
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_worker_niceness", "0")
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-        cluster.add_node(num_cpus=2)
-        cluster.wait_for_nodes()
-        yield cluster.address
-        cluster.shutdown()
 
 
 def test_the_command_joins_a_running_cluster_and_uses_its_nodes(shell: Run, two_nodes: str, home: Path) -> None:

@@ -48,7 +48,7 @@ def _row(t: Any, seed: int) -> tuple[Any, int]:
 def reachable(t: Any) -> tuple[int, int]:
     """(bytes, number of tensors) of all storages that can be reached from the trainer: host copies of weights and the
     bytes that `sleep` keeps there are left out, and so are modules, functions' globals and process groups."""
-    skipped = {id(t.copies), id(t._sleep._freed), id(t.family), id(t.hf)}
+    skipped = {id(t.copies), id(t._sleep._freed), id(t._sleep._host), id(t.family), id(t.hf)}
     todo, seen, sizes = [t], set[int](), dict[int, int]()
     while todo:
         thing = todo.pop()

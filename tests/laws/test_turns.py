@@ -2,13 +2,15 @@
 
 Why it must hold: taking turns is about memory alone. Every release of a server drops its weights, its cache and its
 samples in flight, and every sleep moves the trainer's state: what comes back must be what was there. The runs are small
-and on plain processes (tests/support/local_run.py); a recorder in the driver keeps the order of all calls. Not covered:
-GPUs, stock SGLang (tests/sglang_cpu/test_turns_of_a_stock_server.py).
+and on plain processes (tests/support/local_run.py), which list the calls to all ranks in the order of the driver. Not
+covered: GPUs, stock SGLang (tests/sglang_cpu/test_turns_of_a_stock_server.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,18 @@ HERE = "tests/laws/test_turns.py"
 LONG = pytest.mark.long(beside=HERE)
 STEPS = 3
 TURNS = "cluster.colocate=true"
+PPO = ("algorithm.name=ppo", "algorithm.kl_coefficient=0.01", "critic.lr=1e-3")
 CASES: dict[str, tuple[str, ...]] = {
     "deterministic": (),
+    "a critic": PPO,
+    "published on disk": ("publish.path=disk",),
+    "a critic, ranks of the reference, on disk, two behind": (
+        *PPO,
+        "cluster.pools.reference.nodes=0",
+        "publish.path=disk",
+        "buffer.max_staleness=2",
+        "checkpoint.asynchronous=true",
+    ),
     "free of determinism": ("alignment.deterministic=false", "rollout.servers=1", "rollout.prompts_per_request=64"),
     "r3": ("alignment.deterministic=false", "replay.mode=r3", "rollout.prompts_per_request=64"),
     "two behind, in lockstep": ("buffer.max_staleness=2",),
@@ -38,12 +50,14 @@ CASES: dict[str, tuple[str, ...]] = {
         "mismatch.checksums_every=1",
     ),
     "a reference, two ranks": ("algorithm.kl_coefficient=0.01", "parallel.dp=2", "parallel.ep=2"),
-    "a teacher on the rollout's servers": (
+    "a reference, and a teacher on the rollout's servers": (
+        "algorithm.kl_coefficient=0.01",
         "distillation.mode=added",
         "distillation.teachers.own={kind='self',weights='current',prompt='{answer}. {prompt}'}",
     ),
 }
-OFTEN = ("deterministic", "two behind, in lockstep")
+OFTEN = ("deterministic", "a critic", "published on disk", "two behind, in lockstep")
+CHECKED = "checks and evaluations"  # samples and scores after a publication, so that it publishes again
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +67,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    source = TorchDist(checkpoint)
+    """Of all models in a checkpoint."""
     out = {}
-    for name in source.names():
-        shape = source.stored(name).shape
-        out[name] = source.read(name, (0,) * len(shape), shape)
-    source.close()
+    for model in sorted(p for p in checkpoint.iterdir() if p.is_dir()):
+        source = TorchDist(model)
+        for name in source.names():
+            shape = source.stored(name).shape
+            out[f"{model.name} {name}"] = source.read(name, (0,) * len(shape), shape)
+        source.close()
     return out
+
+
+def calls(where: Path, *methods: str) -> list[str]:
+    """The calls to ranks of these methods, "ROLE METHOD", a publication with its version."""
+    lines = (where / "calls.txt").read_text().splitlines()
+    return [line for line in lines if line.split()[1] in methods]
 
 
 def same(a: Path, b: Path, steps: int = STEPS) -> None:
@@ -67,7 +89,7 @@ def same(a: Path, b: Path, steps: int = STEPS) -> None:
     for step in range(1, steps + 1):
         kept = [where / "rollouts" / f"step_{step}.jsonl" for where in (a, b)]
         assert kept[0].read_bytes() == kept[1].read_bytes(), f"samples of step {step}"
-        found, want = (tensors(where / "checkpoints" / f"step_{step}" / "trainer") for where in (a, b))
+        found, want = (tensors(where / "checkpoints" / f"step_{step}") for where in (a, b))
         assert found.keys() == want.keys() and len(found) > 20
         for name, x in found.items():
             assert x.view(torch.uint8).equal(want[name].view(torch.uint8)), f"{name} of step {step}"
@@ -79,36 +101,61 @@ def rows(where: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
 
 
+def whole(runs: Runs, name: str, how: str) -> Path:
+    """The run of a case, "turns" or "beside", made by the first test that asks for it."""
+    where = runs.home / name.replace(" ", "-").replace(",", "") / how
+    if not (where / "metrics.jsonl").exists():
+        settings = [*CASES[name], f"train.steps={STEPS}", *([TURNS] if how == "turns" else [])]
+        assert runs.run(where, settings) == 0, tail(where / "driver.log")
+    return where
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in OFTEN else [LONG]) for name in CASES])
 def test_a_run_that_takes_turns_is_the_run_that_does_not(runs: Runs, name: str) -> None:
-    settings, home = [*CASES[name], f"train.steps={STEPS}"], runs.home / name.replace(" ", "-").replace(",", "")
-    for where, more in ((home / "beside", []), (home / "turns", [TURNS])):
-        assert runs.run(where, [*settings, *more]) == 0, tail(where / "driver.log")
+    home = whole(runs, name, "beside").parent
+    whole(runs, name, "turns")
     same(home / "turns", home / "beside")
     turned = [row for row in rows(home / "turns") if "perf/turn/changes" in row]
     assert len(turned) == STEPS and all(row["perf/turn/changes"] >= 2 for row in turned)
     assert all(row[f"perf/turn/{part}_s"] > 0 for row in turned for part in ("release", "wake", "sleep", "resume"))
     assert not any(key.startswith("perf/turn/") for row in rows(home / "beside") for key in row)
+    published = Counter(calls(home / "turns", "publish"))
+    assert published.keys() == {f"trainer publish {version}" for version in range(STEPS + 1)}
+    assert name == CHECKED or set(published.values()) == {1}, "a version was published again"
+
+
+def test_the_calls_of_each_step(runs: Runs) -> None:
+    """Every step is saved, before its publication: one wake and one sleep of each model, one publication."""
+    found = calls(whole(runs, "a critic", "turns"), "wake", "sleep", "train", "save", "publish")
+    steps = [
+        [
+            *("trainer wake", "critic wake", "trainer train", "critic train", "trainer save", "critic save"),
+            *("trainer sleep", "critic sleep", f"trainer publish {step + 1}"),
+        ]
+        for step in range(STEPS)
+    ]
+    assert found == ["trainer sleep", "critic sleep", "trainer publish 0", *itertools.chain(*steps)]
 
 
 @pytest.mark.parametrize(
-    ("victim", "point", "where"),
+    ("name", "victim", "point", "where"),
     [
-        ("driver", "generation", 10),
-        pytest.param("rank", "step", "half", marks=LONG),
-        ("server", "publish", 1),
-        pytest.param("driver", "save", "latest", marks=LONG),
+        ("deterministic", "driver", "generation", 10),
+        pytest.param("deterministic", "rank", "step", "half", marks=LONG),
+        ("a critic", "server", "publish", 1),  # the models of the step are saved by then, its checkpoint is not whole
+        pytest.param("a critic", "rank", "save", "shards", marks=LONG),
+        pytest.param("a critic", "driver", "save", "run_state.json", marks=LONG),
+        pytest.param("deterministic", "driver", "save", "latest", marks=LONG),
     ],
 )
-def test_a_run_killed_between_turns_resumes_to_the_same_bits(runs: Runs, victim: str, point: str, where: Any) -> None:
-    settings = [TURNS, f"train.steps={STEPS}"]
-    whole, home = runs.home / "deterministic" / "turns", runs.home / f"killed-{victim}-{point}"
-    if not (whole / "metrics.jsonl").exists():
-        assert runs.run(whole, settings) == 0, tail(whole / "driver.log")
+def test_a_run_killed_between_turns_resumes_to_the_same_bits(
+    runs: Runs, name: str, victim: str, point: str, where: Any
+) -> None:
+    settings, home = [*CASES[name], TURNS, f"train.steps={STEPS}"], runs.home / f"killed-{victim}-{point}-{where}"
     assert runs.run(home, settings, Kill(victim=victim, point=point, step=2, where=where)) != 0
     assert len(witnesses(home)) == 1, tail(home / "driver.log")
     assert runs.run(home, settings) == 0, tail(home / "driver.log")
-    same(home, whole)
+    same(home, whole(runs, name, "turns"))
 
 
 def test_free_runs_lose_no_sample_to_the_turns(runs: Runs) -> None:
@@ -120,6 +167,7 @@ def test_free_runs_lose_no_sample_to_the_turns(runs: Runs) -> None:
     found = audit(home / "ledger.jsonl")
     assert found.wrong is None and found.unfinished == 0
     assert found.steps[-1].trained == steps * 8
+    assert calls(home, "publish") == [f"trainer publish {version}" for version in range(steps + 1)]
     spans = [
         [v[0] for v in json.loads(line)["versions"]]
         for step in range(1, steps + 1)
@@ -151,7 +199,7 @@ def verified(run_dir: Path, home: Path, settings: tuple[str, ...]) -> int:
     from tests.support.local_run import _Server
 
     config, logs = load_config(TINY, [*QUICK, *settings]), run_dir / "logs"
-    ranks = [Forked("trainer rank 0", answers(Rank), logs / "rank.log")]
+    ranks = {"trainer": [Forked("trainer rank 0", answers(Rank), logs / "rank.log")]}
     servers = [Forked("rollout server 0", answers(_Server), logs / "server.log")]
     try:
         plan = model_plan(config, run_dir, home / "hf", home / "megatron")
@@ -159,7 +207,7 @@ def verified(run_dir: Path, home: Path, settings: tuple[str, ...]) -> int:
         run = VerifyRun(RolloutSide(plan=plan), VerifyOptions(prompts=4), launcher=launcher)
         run.report().write_json(run_dir / "found.json")
     finally:
-        for process in (*ranks, *servers):
+        for process in (*ranks["trainer"], *servers):
             process.kill()
     return 0
 

@@ -8,10 +8,13 @@ import contextlib
 import pickle
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from megatron_bridge.config import TrainerConfig
 from miles_like.cluster.factories import MegatronFactory
+from miles_like.cluster.placement import Role, Slot
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.protocols import LossFn
 from miles_like.run.launcher import Launcher
@@ -51,14 +54,18 @@ class LocalServers:
             process.kill()
 
 
+_ANSWER_S = 3.0  # of the other ranks, once one has failed
+
+
 class LocalTrainer(RayTrainer):
-    """RayTrainer, whose ranks are called through pipes."""
+    """RayTrainer, whose ranks are called through pipes. calls: a file that lists its calls, "ROLE METHOD VERSION", of
+    which only publications have a version."""
 
     put = staticmethod(lambda value: value)  # type: ignore[assignment]
 
-    def __init__(self, factory: Any, ranks: Sequence[Forked], dp_size: int) -> None:
+    def __init__(self, factory: Any, ranks: Sequence[Forked], dp_size: int, role: Role, calls: Path) -> None:
         self.dp_size, self._ranks, self._version = dp_size, list(ranks), 0
-        self.under_way = "start"
+        self.under_way, self._role, self._calls = "start", role, calls
         port, world = free_port(), len(ranks)
         started = [(factory, i, world, "127.0.0.1", port) for i in range(world)]
         self._places = asyncio.run(self._all("start", started))
@@ -76,33 +83,41 @@ class LocalTrainer(RayTrainer):
             rank.kill()
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        asked = zip(self._ranks, arguments, strict=True)
+        with self._calls.open("a") as out:
+            print(self._role, method, *(arguments[0] if method == "publish" else ()), file=out)
         self.under_way = method
-        came = await asyncio.gather(
-            *(asyncio.to_thread(rank.call, method, *a) for rank, a in asked), return_exceptions=True
-        )
+        asked = [
+            asyncio.ensure_future(asyncio.to_thread(rank.call, method, *a))
+            for rank, a in zip(self._ranks, arguments, strict=True)
+        ]
+        _, late = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
+        if late:  # those that wait for a rank which died, outside of a collective
+            await asyncio.wait(late, timeout=_ANSWER_S)
+        errors = [e for a in asked if a.done() and (e := a.exception()) is not None]
+        if not all(a.done() for a in asked):
+            await self.close()
+            await asyncio.wait(asked)
         self.under_way = "rollout"
-        errors = [a for a in came if isinstance(a, BaseException)]
         for e in sorted(errors, key=lambda e: not isinstance(e, Gone)):
             raise e
-        return came
+        return [a.result() for a in asked]
 
 
 class LocalLauncher(Launcher):
     """A Launcher whose processes are already there."""
 
-    def __init__(self, ranks: Sequence[Forked], servers: Sequence[Forked]) -> None:
-        self.ranks, self.server_processes = ranks, servers
+    def __init__(self, ranks: Mapping[str, Sequence[Forked]], servers: Sequence[Forked]) -> None:
+        """ranks: by their role."""
+        self.rank_processes, self.server_processes = ranks, servers
 
     def check(self, plan: ModelPlan) -> None:
         """There is no Ray cluster."""
 
-    def trainer(self, plan: ModelPlan, loss: LossFn) -> RayTrainer:
-        factory = MegatronFactory(plan.model.trainer, plan.weights, loss)
-        return LocalTrainer(factory, self.ranks, plan.config.parallel.dp)
-
-    def critic(self, plan: ModelPlan) -> RayTrainer | None:
-        return None
+    def ranks(self, plan: ModelPlan, slots: Sequence[Slot], config: TrainerConfig, loss: LossFn) -> RayTrainer:
+        factory, role = MegatronFactory(config, plan.weights, loss), slots[0].role
+        return LocalTrainer(
+            factory, self.rank_processes[role], plan.config.parallel.dp, role, plan.run_dir / "calls.txt"
+        )
 
     def servers(self, rollout: RolloutSide, version: int, *, routing: bool = True) -> Any:
         plan, ports = rollout.plan, [free_port() for _ in self.server_processes]

@@ -10,6 +10,7 @@ Kills: `tests/support/kill_points.py` knows the pid of each process, and kills o
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import runpy
@@ -108,15 +109,21 @@ def drive(run_dir: Path, home: Path, settings: Sequence[str], kill: Any, loop: s
     config = load_config(TINY, [*QUICK, *settings])
     kill_points.arm(run_dir, kill)
     logs = run_dir / "logs"
-    ranks = [
-        Forked(f"trainer rank {i}", answers(lambda: kill_points.watched_rank(Rank)), logs / f"rank_{i}.log")
-        for i in range(config.parallel.world_size)
-    ]
+    makes: dict[str, Any] = {"trainer": lambda: kill_points.watched_rank(Rank)}
+    makes |= {"critic": Rank} if config.algorithm.has_critic else {}
+    makes |= {"reference": Rank} if config.cluster.pools.reference else {}
+    ranks = {
+        role: [
+            Forked(f"{role} rank {i}", answers(make), logs / f"{role}_{i}.log")
+            for i in range(config.parallel.world_size)
+        ]
+        for role, make in makes.items()
+    }
     servers = [
         Forked(f"rollout server {i}", answers(lambda: kill_points.watched_server(_Server)), logs / f"server_{i}.log")
         for i in range(config.rollout.servers)
     ]
-    kill_points.introduce(driver=os.getpid(), rank=ranks[-1].pid, server=servers[-1].pid)
+    kill_points.introduce(driver=os.getpid(), rank=ranks["trainer"][-1].pid, server=servers[-1].pid)
     try:
         plan = model_plan(config, run_dir, home / "hf", home / "megatron")
         launcher = LocalLauncher(ranks, servers)
@@ -128,7 +135,7 @@ def drive(run_dir: Path, home: Path, settings: Sequence[str], kill: Any, loop: s
         print(f"error: {e}", flush=True)
         return 2
     finally:
-        for process in (*ranks, *servers):
+        for process in (*itertools.chain(*ranks.values()), *servers):
             process.kill()
     return 0
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from miles_like.types import StepReport
@@ -21,6 +22,27 @@ PLACES = {  # of two ranks: (row of the grid, part)
 
 
 @dataclass(frozen=True)
+class FailsToStart:
+    """Ranks that cannot be built. how: "dies": rank 0 is killed, and the others have lost its connection before that is
+    known. "refuses": the last rank refuses its layout, and the others wait for it. "breaks": the last rank's GPU fails,
+    and the others lose its connection."""
+
+    how: str
+
+    def __call__(self, rank: int, world: int, host: str, port: int) -> Any:
+        guilty = rank == (0 if self.how == "dies" else world - 1)
+        if guilty and self.how == "dies":
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if guilty and self.how == "refuses":
+            raise ValueError("layout tp = 3 does not divide 16 heads")
+        if guilty:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        time.sleep({"dies": 0, "refuses": 3600, "breaks": 1}[self.how])
+        raise RuntimeError("Read error: Connection reset by peer")
+
+
+@dataclass(frozen=True)
 class Stand:
     """A rank at one of PLACES; its report is what came."""
 
@@ -31,6 +53,8 @@ class Stand:
         came: list[Any] = []
 
         class Rank:
+            signals = SimpleNamespace(meet=lambda: None)
+
             def __init__(self) -> None:
                 self.dp_rank, self.shard_spec = dp_rank, part
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_bridge.device.host_memory import host_buffer
 from megatron_bridge.device.storages import StorageSet, storages
 from tests.support.refusals import refuses
 
@@ -22,10 +23,11 @@ def test_tensors_that_share_a_storage_share_it_afterwards() -> None:
     found = storages([*views, buffer, parameter], CPU)
     assert len(found) == 1
     stored = StorageSet(found.values(), kept=True)
+    host = host_buffer(stored.host_nbytes, CPU)
     for _ in range(2):
-        stored.free()
+        stored.free(host)
         assert buffer.untyped_storage().nbytes() == 0 and stored.nbytes == 96
-        stored.restore(keep_host=True)
+        stored.restore()
         stored.free_again()
         stored.restore()
         assert all(v.equal(x) for v, x in zip((buffer, *views), before, strict=True))
@@ -38,7 +40,8 @@ def test_tensors_that_share_a_storage_share_it_afterwards() -> None:
 def test_what_is_not_kept_is_zero() -> None:
     gradient = torch.ones(5)
     stored = StorageSet(storages([gradient], CPU).values(), kept=False)
-    stored.free()
+    assert not stored.host_nbytes
+    stored.free(host_buffer(0, CPU))
     stored.restore()
     assert gradient.equal(torch.zeros(5))
 
@@ -58,5 +61,6 @@ def test_memory_of_an_array_is_refused_before_anything_is_freed() -> None:
     first, second = torch.ones(3), torch.ones(3)
     array = second.numpy()
     with refuses(RuntimeError, "tensor.numpy"):
-        StorageSet(storages([first, second], CPU).values(), kept=True).free()
+        stored = StorageSet(storages([first, second], CPU).values(), kept=True)
+        stored.free(host_buffer(stored.host_nbytes, CPU))
     assert first.untyped_storage().nbytes() == 12 and array.sum() == 3

@@ -1,6 +1,6 @@
 """Saving under trouble: beside the training, on a full disk, without psutil, and with a rank killed in the middle.
 
-Not covered: a rank that hangs (its peers wait as long as for any collective), and power loss.
+Not covered: a rank that hangs (the driver limits the wait of its peers), slow disks (test_slow_disks.py), power loss.
 """
 
 from __future__ import annotations

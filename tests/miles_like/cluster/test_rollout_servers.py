@@ -21,6 +21,7 @@ from miles_like.cluster.placement import Slot
 from miles_like.cluster.rollout_servers import RayServers, with_ports
 from miles_like.nodes.session import start_ray, stop_ray
 from rollout.config import RolloutConfig, SGLangFlags
+from rollout.sglang.phases import last_error
 from rollout.sglang.ports import stock_ports
 from rollout.sglang.servers import ServerLaunch
 from tests.support.fakes import wait_until
@@ -30,7 +31,7 @@ from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
-import json, os, sys, time
+import os, sys, time
 from pathlib import Path
 where = Path(__file__).parent
 rank = sys.argv[sys.argv.index("--node-rank") + 1]
@@ -39,8 +40,13 @@ print("Load weight begin", flush=True)
 if rank == "1":
     while not (where / "pid0").exists():
         time.sleep(0.05)
+    (where / "failed").touch()
     raise RuntimeError("no space left on device 5")
-time.sleep(120)
+while not (os.environ.get("FOLLOWS") and (where / "failed").exists()):
+    time.sleep(0.05)
+time.sleep(1.5)
+print("lost\\n" * 10, flush=True)
+raise ConnectionResetError("Connection reset by peer")
 """
 
 
@@ -61,7 +67,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def launch(home: Path, engine: Any = "embedded", **more: Any) -> ServerLaunch:
     config = RolloutConfig(engine=engine, start_timeout_s=100)
-    return ServerLaunch(model_path=home / "hf", config=config, log_dir=home / "logs", **more)
+    return ServerLaunch(**{"model_path": home / "hf", "config": config, "log_dir": home / "logs", **more})
 
 
 def slot(index: int, **more: Any) -> Slot:
@@ -111,7 +117,36 @@ def test_a_part_on_another_node_that_dies_ends_the_wait_at_once(home: Path) -> N
     assert "\n" not in str(caught.value) and ".1.log" in str(caught.value)
     assert time.monotonic() - began < 60
     head = int((home / "sglang" / "pid0").read_text())
-    assert wait_until(lambda: not Path(f"/proc/{head}").exists() or "\nState:\tZ" in _status(head), 20)
+    assert wait_until(lambda: ended(head), 20)
+
+
+def ended(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in _status(pid)
+
+
+def test_of_parts_that_follow_one_another_the_first_to_fail_is_named(home: Path) -> None:
+    """Three parts on three nodes: the second fails, then the others lose it. The driver, which built its trainer
+    meanwhile, looks when all have ended."""
+    for name in ("pid0", "pid1", "pid2", "failed"):
+        (home / "sglang" / name).unlink(missing_ok=True)
+    parts = [
+        (
+            slot(0, node_rank=rank, nnodes=3),
+            launch(home, "sglang", node_rank=rank, nnodes=3, env={"FOLLOWS": "1"}, log_dir=home / "follows"),
+        )
+        for rank in range(3)
+    ]
+    servers = RayServers(parts, this_node(), home / "logs")
+    pids = [home / "sglang" / f"pid{rank}" for rank in range(3)]
+    assert wait_until(lambda: all(pid.exists() and ended(int(pid.read_text() or 0)) for pid in pids), 60)
+    logs = sorted((home / "follows").glob("*.log"), key=lambda log: log.name.split(".")[1])
+    assert [str(last_error(log)).split(":")[0] for log in logs] == [
+        "ConnectionResetError", "RuntimeError", "ConnectionResetError",
+    ]  # fmt: skip
+    facts = ("rollout server 0, part 1 of 3", "RuntimeError: no space left on device 5", logs[1])
+    with refuses(RuntimeError, *facts, unrecorded="a free port") as caught:
+        servers.wait()
+    assert "reset" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def _status(pid: int) -> str:

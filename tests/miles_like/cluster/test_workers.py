@@ -35,8 +35,8 @@ from routing_replay.trace import RoutingTrace
 from tests.support import layouts, toy
 from tests.support.made_samples import LAYERS, TOP_K, group, sample
 from tests.support.own_ray import this_node
-from tests.support.refusals import refuses
-from tests.support.standin_rank import PLACES, Stand
+from tests.support.refusals import Facts, refuses
+from tests.support.standin_rank import PLACES, FailsToStart, Stand
 from tests.support.tiny_models import felt_tensors, write_checkpoint
 
 
@@ -72,6 +72,21 @@ def test_a_dead_rank_is_named_where_the_others_tell_of_a_lost_connection_first(r
 
     with refuses(RuntimeError, "save", "logs/"):
         asyncio.run(save())
+
+
+@pytest.mark.parametrize(
+    ("how", "facts"),
+    [
+        ("dies", ("critic rank 0", "worker process died")),
+        ("refuses", ("critic rank 2", "tp", 3)),
+        ("breaks", ("critic rank 2", "illegal memory access")),
+    ],
+)
+def test_the_rank_that_fails_first_at_the_start_is_named(ray: Any, tmp_path: Path, how: str, facts: Facts) -> None:
+    """Of three: not one that only tells of the lost connection, and not after those that wait for it."""
+    slots = [Slot(role="critic", index=i, node=0, gpus=()) for i in range(3)]
+    with refuses(RuntimeError, *facts):
+        RayTrainer(FailsToStart(how), slots, this_node(), 1, tmp_path, timeout_s=100)
 
 
 @pytest.mark.parametrize("how", ["hangs", "is stopped"])

@@ -39,7 +39,7 @@ class Ranks:
 
     async def logprobs(self, batch: TrainBatch, *, weights: str | None = None) -> list[list[Tensor]]:
         self.asked.append(weights)
-        assert all(m.routing is None for row in batch.grid for m in row)
+        assert all(m.routing is None and not m.streams for row in batch.grid for m in row)
         return [[m.labels * self.factor for m in row] for row in batch.grid]
 
     async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
@@ -106,10 +106,14 @@ def test_nobody_is_asked_who_is_not_needed() -> None:
     assert asyncio.run(experience(Asks()).learn(done)) == {}
 
 
-def test_masks_come_before_and_teachers_after_all_others() -> None:
+def test_masks_come_first_then_teachers_then_the_ranks() -> None:
+    """Where servers and trainer take turns, a teacher on the rollout's servers would otherwise cost two more changes.
+    The ranks are sent nothing of the teachers."""
+    trainer = Ranks(1.0)
+
     class Teacher:
         async def score(self, given: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
-            assert all(REFERENCE in s.streams for g in given for s in g.samples)
+            assert not trainer.asked and not any(s.loss_mask.any() for s in given[0].samples)
             return with_streams(given, TEACHER, [[torch.ones(len(s.token_ids)) for s in g.samples] for g in given])
 
         def metrics(self, given: Sequence[SampleGroup]) -> dict[str, float]:
@@ -117,7 +121,7 @@ def test_masks_come_before_and_teachers_after_all_others() -> None:
 
     given = groups()
     cut = tuple(dataclasses.replace(s, finish=Finish.LENGTH) for s in given[0].samples)
-    asked = experience(Asks(REFERENCE), mask_truncated=True, teachers=Teacher())
+    asked = experience(Asks(REFERENCE), mask_truncated=True, teachers=Teacher(), trainer=trainer)
     done = asyncio.run(asked.score([dataclasses.replace(given[0], samples=cut), *given[1:]]))
     assert asyncio.run(asked.learn(done)) == {"distill/tokens": sum(len(s.token_ids) for g in done for s in g.samples)}
     assert all(not s.loss_mask.any() and not s.streams[REFERENCE].any() for s in done[0].samples)

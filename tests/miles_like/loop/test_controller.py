@@ -138,6 +138,10 @@ class World:
         self.ledger.flush(step)
         return Snapshot(parts={"step": step, "whole": whole})
 
+    async def save_models(self, step: int) -> None:
+        assert self.unfinished is None
+        self.log.append(f"models {step} under {self.version}")
+
     async def begin(self, step: int, snapshot: Snapshot) -> None:
         assert self.unfinished is None and snapshot.parts["step"] == step
         self.log.append(f"save {step}")
@@ -167,6 +171,7 @@ class World:
         samples: Path | None = None,
         bounds: StepBounds | None = None,
         experience: type[Experience] = Experience,
+        models_first: bool = False,
     ) -> None:
         self.version, self.eval_every = first, eval_every
         self.stop, self.ledger = StopRequest(), Ledger(ledger)
@@ -197,6 +202,7 @@ class World:
                 deadline=Deadline(self.stop, None, began=0.0),
                 progress=progress,
                 every=save_every,
+                models_first=models_first,
             ),
         )
         asyncio.run(asyncio.wait_for(controller.run(first=first, steps=steps, resumed=first > 0), 20))
@@ -235,6 +241,22 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_run_ends_when_th
         *("train 0", "train 1", "save 2", "train 2", "saved 2"),
         *("train 3", "save 4", "train 4", "saved 4", "save 5", "saved 5"),
     ]
+
+
+def test_models_that_sleep_after_a_publication_are_saved_before_it() -> None:
+    """In a step that a boundary saves: `models 2 under 1` comes before version 2 is published. After the last step, and
+    after a stop request that comes later, no publication follows, so nothing is saved twice."""
+    world = World()
+    world.run(5, save_every=2, models_first=True)
+    about = [event for event in world.log if event.startswith(("train", "models", "save"))]
+    assert about == [
+        *("train 0", "train 1", "models 2 under 1", "save 2", "train 2", "saved 2"),
+        *("train 3", "models 4 under 3", "save 4", "train 4", "saved 4", "save 5", "saved 5"),
+    ]
+    world = World(stop_at=3)
+    with refuses(Stopped, 3, "--resume"):
+        world.run(9, save_every=2, models_first=True)
+    assert world.log[-3:] == ["rollout 3 with 3", "save 3", "saved 3"]
 
 
 def test_a_resumed_loop_begins_at_its_step() -> None:

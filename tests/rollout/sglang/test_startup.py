@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -122,6 +123,27 @@ def test_a_phase_that_takes_too_long_is_named_with_its_key(
     log = launch.log_dir / f"sglang_{launch.port}.0.log"
     with refuses(RolloutError, *facts, "rollout server 1", log, unrecorded="a free port"):
         launch_server(launch)
+
+
+def test_time_in_which_nothing_looks_at_the_server_does_not_count(
+    stock: Callable[..., ServerLaunch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two looks the driver builds its trainer, or is suspended: five seconds of it count, and the limit is
+    reached by looks that follow each other."""
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=time.sleep)
+    monkeypatch.setattr(startup, "time", clock)
+    start = Startup(stock(SLEEPS, start_timeout_s=12))
+    try:
+        for passed in (3600, 3600, 1.5):
+            now[0] += passed
+            assert start.poll().failure is None
+        now[0] += 1
+        failed = start.poll()
+    finally:
+        start.handle.stop()
+    with refuses(RolloutError, "starting", 12, "rollout.start_timeout_s", unrecorded="a free port"):
+        raise RolloutError(failed.failure)
 
 
 def test_the_first_of_several_parts_to_fail_is_known_by_its_time(stock: Callable[..., ServerLaunch]) -> None:
