@@ -135,20 +135,24 @@ def test_a_hostile_hosts_file_a_taken_port_and_disks_are_named(cluster: Cluster,
     assert len(remarks) == 1 and "another directory on each node" in remarks[0]
 
 
-def brief(address: str, config: RunConfig) -> list[tuple[str, str, str]]:
+def brief(address: str, *configs: RunConfig) -> list[list[tuple[str, str, str]]]:
+    """What the start of a run of each configuration finds."""
     from miles_like.nodes.members import living_nodes
     from miles_like.nodes.session import start_ray
     from miles_like.preflight.examination import brief_checks
 
     start_ray(address)
-    return [(check.name, check.outcome.value, check.text) for check in brief_checks(config, living_nodes())]
+    return [
+        [(check.name, check.outcome.value, check.text) for check in brief_checks(config, living_nodes())]
+        for config in configs
+    ]
 
 
 def test_the_start_of_a_run_finds_a_pair_that_does_not_reach_each_other(cluster: Cluster, shared: Path) -> None:
     config = load_config(TINY, ["cluster.nodes=3"])
     cluster[1].refuse(cluster[2])
     try:
-        found = cluster[0].call(brief, cluster.ray_address, config)
+        (found,) = cluster[0].call(brief, cluster.ray_address, config)
     finally:
         cluster[1].refuse(cluster[2], refused=False)
     (text,) = [text for _, outcome, text in found if outcome == Outcome.WRONG]
@@ -159,19 +163,15 @@ def test_the_start_of_a_run_finds_a_pair_that_does_not_reach_each_other(cluster:
 def test_messages_go_by_the_interface_that_the_run_s_configuration_names(cluster: Cluster) -> None:
     """Which is not always that of the nodes' addresses; the name of node 1 is no trap for either."""
     cluster[1].set_hosts("hostile")
+    given = [
+        load_config(TINY, ["cluster.nodes=3", f"cluster.env.GLOO_SOCKET_IFNAME={name}"]) for name in ("eth0", "none0")
+    ]
     try:
-        found = {
-            name: cluster[0].call(
-                brief,
-                cluster.ray_address,
-                load_config(TINY, ["cluster.nodes=3", f"cluster.env.GLOO_SOCKET_IFNAME={name}"]),
-            )
-            for name in ("eth0", "none0")
-        }
+        right, other = cluster[0].call(brief, cluster.ray_address, *given)
     finally:
         cluster[1].set_hosts("good")
-    assert not [text for _, outcome, text in found["eth0"] if outcome == Outcome.WRONG]
-    texts = [text for _, outcome, text in found["none0"] if outcome == Outcome.WRONG]
+    assert not [text for _, outcome, text in right if outcome == Outcome.WRONG]
+    texts = [text for _, outcome, text in other if outcome == Outcome.WRONG]
     assert len(texts) == 3
     for text in texts:
         check_refusal(text, "gloo", "GLOO_SOCKET_IFNAME", "[cluster.env]", "none0", unrecorded=WHY)
