@@ -25,6 +25,7 @@ from miles_like.pipeline.stages import Stage
 
 if TYPE_CHECKING:
     from miles_like.cluster.run_nodes import RunNodes
+    from miles_like.nodes.members import Node
 
 ANSWER_S = 5.0  # time limit of a connection to a server or a cluster
 _GIB = 1 << 30
@@ -181,10 +182,10 @@ class Cluster(Protocol):
     """The cluster of a run, whose nodes are chosen once."""
 
     ray_address: str | None
-    reserves: bool  # whether `nodes` reserves the nodes' GPUs
 
     def join(self) -> None: ...
-    def nodes(self) -> RunNodes: ...
+    def nodes(self) -> RunNodes: ...  # with their GPUs reserved
+    def hosts(self) -> tuple[Node, ...]: ...  # for work without GPUs
 
 
 class Machines:
@@ -277,11 +278,10 @@ class Machines:
         out.append(ray)
         if ray.outcome is not Outcome.OK:
             return out
-        self.cluster.reserves = self.starts_ranks
-        nodes = run_check("nodes", self.cluster.nodes)
+        nodes = run_check("nodes", self.cluster.nodes if self.starts_ranks else self.cluster.hosts)
         out.append(nodes)
         if nodes.outcome is Outcome.OK:
-            chosen = self.cluster.nodes().nodes
+            chosen = self.cluster.hosts()
             probes = on_every_node(self._probe(imports=True), chosen)
             for i, (probe, of) in enumerate(zip(probes, chosen, strict=True)):
                 node: ProbeResult = {**probe, "gpus": of.gpus}  # ranks get only the GPUs that Ray was started with
