@@ -96,7 +96,8 @@ def _defaults(
     role: Role, *, devices: str, interface: str | None, threads: str, stage_dir: str | None
 ) -> dict[str, str]:
     """devices: empty for a CPU process."""
-    out = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
+    # a number is the device's in nvidia-smi, by which Ray and `NodeFacts` count; CUDA's default is fastest first
+    out = {"CUDA_VISIBLE_DEVICES": devices, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if devices else {}
     # CPU ranks of one node share its cores; GPU ranks need them for an optimizer on the CPU and for encoding weights
     out["OMP_NUM_THREADS"] = threads if devices else "1"
     if devices and role != "rollout":

@@ -199,9 +199,11 @@ def node_facts(address: str, devices: Sequence[Device]) -> NodeFacts:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine with the address; None: no interface has it."""
+    """The network interface of this machine with the address; None: no interface has it. All of 127.0.0.0/8 is the
+    loopback's, which lists one address of it."""
+    wanted = "127.0.0.1" if address.startswith("127.") else address
     for name, addresses in sorted(psutil.net_if_addrs().items()):
-        if any(a.address.partition("%")[0] == address for a in addresses):
+        if any(a.address.partition("%")[0] == wanted for a in addresses):
             return str(name)
     return None
 

@@ -81,10 +81,10 @@ class Cluster(Protocol):
     """The cluster of a run, whose nodes are chosen once."""
 
     ray_address: str | None
-    reserves: bool  # whether `nodes` reserves the nodes' GPUs
 
     def join(self) -> None: ...
-    def nodes(self) -> RunNodes: ...
+    def nodes(self) -> RunNodes: ...  # with their GPUs reserved
+    def hosts(self) -> tuple[Node, ...]: ...  # for work without GPUs
 
 
 class Machines:
@@ -182,11 +182,10 @@ class Machines:
         out.append(ray)
         if ray.outcome is not Outcome.OK:
             return out
-        self.cluster.reserves = self.starts_ranks
-        nodes = run_check("nodes", self.cluster.nodes)
+        nodes = run_check("nodes", self.cluster.nodes if self.starts_ranks else self.cluster.hosts)
         out.append(nodes)
         if nodes.outcome is Outcome.OK:
-            chosen = self.cluster.nodes().nodes
+            chosen = self.cluster.hosts()
             probes = self._probes(chosen)
             out.append(run_check("ports", lambda: self._check_planned_ports(probes, chosen)))
             for i, probe in enumerate(probes):

@@ -69,7 +69,7 @@ def stage_functions(
     def stage(works: Sequence[StageFiles]) -> Sequence[Mapping[str, Any]]:
         from miles_like.staging.separate_disks import stage_on_nodes
 
-        return stage_on_nodes(works, cluster.nodes().nodes, timeout_s=config.cluster.timeout_s)
+        return stage_on_nodes(works, cluster.hosts(), timeout_s=config.cluster.timeout_s)
 
     def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
         from miles_like.run.launcher import Launcher
@@ -90,7 +90,7 @@ def stage_functions(
 
         c, p = config.convert, config.parallel
         several = cluster.ray_address is not None and config.cluster.nodes > 1
-        nodes = (lambda: cluster.nodes().nodes) if several else None
+        nodes = cluster.hosts if several else None
         local = None if config.cluster.stage_dir is None else Path(config.cluster.stage_dir)
         memory, timeout_s = int(c.memory_limit_gib * (1 << 30)), config.cluster.timeout_s
         work = ConvertWork(memory, c.workers, nodes, timeout_s, apart=True, local=local)
@@ -283,6 +283,7 @@ def verify(
     `run_dir`/verify. Raises ValueError or RuntimeError."""
     run_dir = on_every_node(run_dir, ray_address)
     cluster = RunCluster(config, run_dir, console, ray_address)
+    cluster.nodes()  # before staging, which is then done on the nodes that both sides start on
     root = _staged(config, run_dir, console, cluster)
     from miles_like.run.launcher import Launcher
     from miles_like.run.verify import VerifyRun

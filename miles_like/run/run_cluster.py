@@ -14,6 +14,7 @@ from miles_like.config.run import RunConfig
 
 if TYPE_CHECKING:
     from miles_like.cluster.run_nodes import RunNodes
+    from miles_like.nodes.members import Node
     from miles_like.nodes.reservation import Reservation
 
 
@@ -24,17 +25,16 @@ def on_every_node(directory: Path, ray_address: str | None) -> Path:
 
 
 class RunCluster:
-    """The first call of `nodes` joins the cluster, chooses the nodes and reserves their GPUs; all further calls return
-    the same nodes.
+    """Joins the cluster and chooses the run's nodes, both once: with their GPUs reserved for ranks and servers
+    (`nodes`), or for work that needs no GPU (`hosts`).
 
-    ray_address: as `start_ray`. reserves: set to False, before the first call, for work that needs the nodes and not
-    their GPUs.
+    ray_address: as `start_ray`.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, console: Console, ray_address: str | None) -> None:
         self.config, self.run_dir, self.console, self.ray_address = config, run_dir, console, ray_address
-        self.reserves = True
         self._reservation: Reservation | None = None
+        self._hosts: tuple[Node, ...] = ()
 
     def join(self) -> None:
         """Raises as `start_ray`."""
@@ -43,13 +43,18 @@ class RunCluster:
         start_ray(self.ray_address)
 
     def nodes(self) -> RunNodes:
-        """Raises as `start_ray` and `reserve`."""
+        """The nodes of the run's ranks and servers. The first call reserves their GPUs, which the run keeps until
+        `release`. Raises as `start_ray` and `reserve`."""
         from miles_like.cluster.run_nodes import RunNodes
+        from miles_like.nodes.reservation import reserve
         from miles_like.nodes.session import is_local
 
         self.join()
         if self._reservation is None:
-            self._reservation = self._chosen()
+            c, run = self.config.cluster, str(self.run_dir.resolve())
+            self._reservation = reserve(
+                c.nodes, c.gpus_per_node, run=run, when_busy=c.when_busy, timeout_s=c.timeout_s, say=self._say
+            )
         return RunNodes(
             nodes=self._reservation.nodes,
             facts=self._reservation.facts,
@@ -58,22 +63,26 @@ class RunCluster:
             local=is_local(),
         )
 
+    def hosts(self) -> tuple[Node, ...]:
+        """The nodes for work that needs no GPU, such as staging and conversion: those of `nodes` once it has been
+        called, otherwise as many nodes of that size, whatever runs on their GPUs. A run that starts ranks too calls
+        `nodes` first, because idle nodes may be other ones. Raises as `start_ray` and `suitable_nodes`."""
+        from miles_like.nodes.members import suitable_nodes
+
+        if self._reservation is not None:
+            return self._reservation.nodes
+        self.join()
+        if not self._hosts:
+            c = self.config.cluster
+            self._hosts = suitable_nodes(c.nodes, c.gpus_per_node, timeout_s=c.timeout_s, say=self._say)[: c.nodes]
+        return self._hosts
+
     def release(self) -> None:
-        """Give the GPUs back; the next call of `nodes` chooses again."""
+        """Give the GPUs back; the next call of `nodes` or `hosts` chooses again."""
+        self._hosts = ()
         if self._reservation is not None:
             self._reservation.release()
             self._reservation = None
-
-    def _chosen(self) -> Reservation:
-        from miles_like.nodes.members import suitable_nodes
-        from miles_like.nodes.reservation import Reservation, reserve
-
-        c = self.config.cluster
-        if c.gpus_per_node and not self.reserves:
-            found = suitable_nodes(c.nodes, c.gpus_per_node, timeout_s=c.timeout_s, say=self._say)
-            return Reservation(nodes=found[: c.nodes], facts=())
-        run = str(self.run_dir.resolve())
-        return reserve(c.nodes, c.gpus_per_node, run=run, when_busy=c.when_busy, timeout_s=c.timeout_s, say=self._say)
 
     def _say(self, line: str) -> None:
         self.console.print(f"{'':12}{line}", markup=False, soft_wrap=True)

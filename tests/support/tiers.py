@@ -39,6 +39,7 @@ STARTERS = (
     "tests.support.local_run",
     "tests.support.mid_run",
     "tests.support.namespaces.nodes",
+    "tests.support.pretended.pretended_cluster",
     "tests.support.spawn.run_ranks",
     "tests.support.spawn.warm_context",
 )

@@ -30,6 +30,7 @@ def slot(role: Role = "trainer", *gpus: int) -> Slot:
 def test_a_gpu_rank_gets_its_devices_its_share_of_the_cores_and_the_interface_of_its_address() -> None:
     assert process_environment(slot("trainer", 1), NODE, **OPTIONS) == {
         "CUDA_VISIBLE_DEVICES": "3",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "OMP_NUM_THREADS": "24",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "GLOO_SOCKET_IFNAME": "eth1",
