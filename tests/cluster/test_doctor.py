@@ -57,6 +57,7 @@ def wrong(found: dict[str, Any], check: str) -> list[tuple[list[str], str]]:
     ]
 
 
+@pytest.mark.long(beside="tests/cluster/test_doctor.py")
 def test_three_healthy_nodes(cluster: Cluster, shared: Path) -> None:
     given = [word for setting in settings(cluster, shared) for word in ("--set", setting)]
     status, found, printed = doctor(cluster, shared, "--config", str(TINY), *given)
@@ -120,6 +121,7 @@ def brief(address: str, config: RunConfig) -> list[tuple[str, str, str]]:
     return [(check.name, check.outcome.value, check.text) for check in brief_checks(config, living_nodes())]
 
 
+@pytest.mark.long(beside="tests/cluster/test_doctor.py")
 def test_the_start_of_a_run_finds_a_pair_that_does_not_reach_each_other(cluster: Cluster, shared: Path) -> None:
     config = load_config(TINY, ["cluster.nodes=3"])
     cluster[1].refuse(cluster[2])

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "distillation.teachers.own={kind='self',weights='current',prompt='{answer}. {prompt}'}",
     ),
 }
-OFTEN = ("deterministic", "two behind, in lockstep")
+OFTEN = ("deterministic",)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_a_run_that_takes_turns_is_the_run_that_does_not(runs: Runs, name: str) 
     [
         ("driver", "generation", 10),
         pytest.param("rank", "step", "half", marks=LONG),
-        ("server", "publish", 1),
+        pytest.param("server", "publish", 1, marks=LONG),
         pytest.param("driver", "save", "latest", marks=LONG),
     ],
 )

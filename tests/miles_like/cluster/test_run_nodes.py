@@ -38,6 +38,7 @@ RAYLET = {  # of each node's Ray, whose workers inherit it
     "GLOO_SOCKET_IFNAME": "wrong0",
 }
 WAIT_S = 120.0
+LONG = pytest.mark.long(beside="tests/miles_like/cluster/test_run_nodes.py")
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +88,7 @@ def check_seen(slots: Sequence[Slot], nodes: RunNodes, seen: Mapping[Slot, Mappi
     assert set(seen) == set(slots)
 
 
-@pytest.mark.parametrize(
-    "every", [6, pytest.param(1, marks=pytest.mark.long(beside="tests/miles_like/cluster/test_run_nodes.py"))]
-)
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=LONG)])
 def test_ranks_and_servers_have_the_devices_of_their_slots(
     cluster: PretendedCluster, tmp_path: Path, every: int
 ) -> None:
@@ -124,9 +123,9 @@ def test_ranks_and_servers_have_the_devices_of_their_slots(
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("qwen3_30b_a3b.toml", ()),
-        ("qwen3_30b_a3b.toml", ("cluster.pools.trainer.gpus=0-3", "parallel.dp=2", "rollout.servers=4",
-                                "cluster.pools.rollout.gpus=4-7")),
+        pytest.param("qwen3_30b_a3b.toml", (), marks=LONG),
+        pytest.param("qwen3_30b_a3b.toml", ("cluster.pools.trainer.gpus=0-3", "parallel.dp=2", "rollout.servers=4",
+                                            "cluster.pools.rollout.gpus=4-7"), marks=LONG),
         ("qwen3_30b_a3b.toml", ("cluster.pools.trainer.gpus=0-3", "parallel.dp=2", "rollout.servers=4",
                                 "cluster.pools.rollout.nodes=1")),
     ],
@@ -138,7 +137,7 @@ def test_every_slot_of_a_node_has_its_devices(
     probe_slots(name, more, tmp_path)
 
 
-@pytest.mark.long(beside="tests/miles_like/cluster/test_run_nodes.py")
+@LONG
 @pytest.mark.parametrize(("name", "count"), [("deepseek_v3_fp8.toml", 16), ("kimi_k2_int4_qat.toml", 32)])
 def test_every_slot_of_a_large_cluster_has_its_devices(tmp_path: Path, name: str, count: int) -> None:
     ray.shutdown()
