@@ -10,7 +10,6 @@ from pathlib import Path
 
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.limits.regular_files import MIB, check_inside, parse_json, read_own, replace_bytes
-from miles_like.report.plots import TITLES, write_plots
 from miles_like.report.sinks import first_last_best, headline_keys
 
 SHOWN_SAMPLES = 8
@@ -40,6 +39,8 @@ def write_report(run_dir: Path) -> Path:
     `config.toml`, `ledger.jsonl` and `rollouts/` are shown when they exist. Raises ValueError when `metrics.jsonl` is
     missing, empty or damaged.
     """
+    from miles_like.report.plots import TITLES, write_plots  # imports matplotlib, which is slow
+
     rows = read_metrics(run_dir / "metrics.jsonl")
     check_inside(run_dir / "plots", run_dir)
     images = write_plots(rows, run_dir / "plots")

@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 
 from megatron_bridge.convert.manifest import Manifest
-from megatron_bridge.convert.to_megatron import to_megatron
 from megatron_bridge.families.registry import family_of
 from miles_like.batch.packer import Packer
 from miles_like.cluster.environment import driver_secrets
@@ -205,6 +204,8 @@ class RunTeachers:
         )
 
     def _converted(self, name: str, directory: Path) -> Output:
+        from megatron_bridge.convert.to_megatron import to_megatron  # imports torch's checkpoints, which is slow
+
         c: ConvertConfig = self.config.convert
 
         def run(out: Path) -> Path:

@@ -59,6 +59,7 @@ def wrong(found: dict[str, Any], check: str) -> list[tuple[list[str], str]]:
     ]
 
 
+@pytest.mark.long(beside="tests/cluster/test_doctor.py")
 def test_three_healthy_nodes(cluster: Cluster, shared: Path) -> None:
     given = settings(f"cache_dir={shared}/cache", f"cluster.stage_dir={cluster.disk}", "rollout.port=20000")
     status, found, printed = doctor(cluster, shared, *given, "--run-dir", str(shared / "run"))
@@ -148,6 +149,7 @@ def brief(address: str, *configs: RunConfig) -> list[list[tuple[str, str, str]]]
     ]
 
 
+@pytest.mark.long(beside="tests/cluster/test_doctor.py")
 def test_the_start_of_a_run_finds_a_pair_that_does_not_reach_each_other(cluster: Cluster, shared: Path) -> None:
     config = load_config(TINY, ["cluster.nodes=3"])
     cluster[1].refuse(cluster[2])

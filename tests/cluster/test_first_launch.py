@@ -125,6 +125,7 @@ def on_cpu(work: Path) -> Path:
     return work / "cpu.toml"
 
 
+@pytest.mark.long(beside="tests/e2e/test_cluster.py")
 def test_the_rehearsal_runs_on_cpu_ranks(cluster: Cluster, work: Path) -> None:
     """Three steps, started from another node than that of the ranks: what the page says is to be seen at each is
     printed, in that order."""

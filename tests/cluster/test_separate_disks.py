@@ -37,6 +37,7 @@ def wait_for_units(node: Node, directory: Path, number: int) -> None:
         assert time.monotonic() < until, f"{node.name} converted nothing"
 
 
+@pytest.mark.long(beside="tests/cluster/test_separate_disks.py")
 def test_with_a_shared_disk_nothing_is_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
     driver, second, _ = cluster
     driver.call(separate_disks.write_source, tmp_path)

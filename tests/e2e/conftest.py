@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -26,6 +28,7 @@ SMALL = (
 BEFORE_TRAINING = "fetch,dequantize,convert,stage"
 ONE_RANK = ("--set", "parallel.dp=1", "--set", "parallel.ep=1")
 LIMIT_S = 240.0
+PACKAGES = ("megatron_bridge", "miles_like", "quant", "rollout", "routing_replay")
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -94,7 +97,7 @@ def miles_like(commands: Commands, ray: Mapping[str, str]) -> Run:
 
 
 @pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, alone: Run) -> Path:
     """Parent of the run directories; its `cache` holds the stages before training, which one worker makes for all."""
     home = tmp_path_factory.mktemp("runs")
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -104,7 +107,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
     with (made / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (made / "home").exists():
-            done = run("--run-dir", str(made / "new" / "first"), *SMALL, "--stages", BEFORE_TRAINING)
+            done = alone("--run-dir", str(made / "new" / "first"), *SMALL, "--stages", BEFORE_TRAINING)
             assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
             (made / "new").rename(made / "home")
     shutil.copytree(made / "home" / "cache", home / "cache")
@@ -122,3 +125,41 @@ def two_nodes() -> Iterator[str]:
         cluster.wait_for_nodes()
         yield cluster.address
         cluster.shutdown()
+
+
+# ---- the wheel
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    source = out / "source"  # a build leaves folders in its source
+    for folder in (*PACKAGES, "configs"):
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / file, source / file)
+    command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "--no-index"]
+    made = subprocess.run([*command, "--wheel-dir", str(out)], capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout + made.stderr
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="session")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a fresh environment: the wheel, and this environment's other packages on its path."""
+    home = tmp_path_factory.mktemp("environment")
+    venv.create(home, with_pip=False)
+    python = home / "bin" / "python"
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (site,) = home.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")  # its own .pth files are not read
+    return python
+
+
+def without_checkout(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command of the installed wheel, within a quarter of an hour."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)

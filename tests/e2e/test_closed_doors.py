@@ -1,4 +1,5 @@
-"""What a run on one machine leaves open while it runs: looked at from outside, in the middle of one small run.
+"""What a run on one machine leaves open while it runs, and what it leaves when SIGTERM ends it: looked at from outside,
+in the middle of one small run and after its end.
 
 Not covered: several machines; what stock SGLang opens (tests/sglang_cpu).
 """
@@ -6,6 +7,8 @@ Not covered: several machines; what stock SGLang opens (tests/sglang_cpu).
 from __future__ import annotations
 
 import ipaddress
+import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ import httpx
 import psutil
 import pytest
 
+from miles_like.checkpoint.run_state import load_latest
 from rollout.server_key import VARIABLE
 from tests.e2e.conftest import environment
 from tests.e2e.test_faults import descendants, in_mid_run, started
@@ -45,6 +49,9 @@ class Seen(NamedTuple):
     strangers: dict[str, subprocess.CompletedProcess[str]]
     unasked: dict[str, int]  # path of the rollout server -> status, without a key
     run_dir: Path
+    left: list[list[str]]  # command lines of processes that outlived the driver
+    status: int | None
+    output: str
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -91,9 +98,12 @@ def seen(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]
             unasked = {path: http.get(path).status_code for path in ("/health", "/model_info", "/server_info")}
             unasked |= {path: http.post(path, json={}).status_code for path in ("/pause_generation", "/generate")}
         assert process.poll() is None, "the run ended before it was looked at"
+        started_by_it = descendants(process)
         process.terminate()
-        process.communicate(timeout=120)
-    yield Seen(listeners, commands, environments, gcs, strangers, unasked, run_dir)
+        output, _ = process.communicate(timeout=120)
+        _, alive = psutil.wait_procs(started_by_it, timeout=20)
+    left, status = [p.cmdline() for p in alive], process.returncode
+    yield Seen(listeners, commands, environments, gcs, strangers, unasked, run_dir, left, status, output)
 
 
 def test_every_listener_is_on_loopback(seen: Seen) -> None:
@@ -105,6 +115,18 @@ def test_every_listener_is_on_loopback(seen: Seen) -> None:
         found for found in seen.listeners if not ipaddress.ip_address(found[1].removeprefix("::ffff:")).is_loopback
     ]
     assert not beyond
+
+
+def test_sigterm_saves_the_step_and_leaves_no_process(seen: Seen) -> None:
+    """A batch system's signal: no server, rank or Ray process stays behind, and the step that the run is at is saved,
+    whole: --resume would go on from there."""
+    assert not seen.left and seen.status == 128 + signal.SIGTERM
+    latest = load_latest(seen.run_dir / "checkpoints")
+    assert latest is not None
+    rows = (seen.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert latest[1].step == json.loads(rows[-1])["step"] >= 2
+    assert f"stopped: SIGTERM: step {latest[1].step} is saved, --resume goes on from it" in seen.output
+    assert not (seen.run_dir / ".complete.json").exists()
 
 
 def test_a_process_without_the_token_is_refused_by_ray(seen: Seen) -> None:

@@ -32,6 +32,7 @@ def test_the_command_joins_a_running_cluster_and_uses_its_nodes(shell: Run, two_
     assert json.loads(staged.read_text())["files"]
 
 
+@pytest.mark.long(beside="tests/cluster/test_separate_disks.py")
 def test_a_conversion_shared_by_two_nodes_is_one_machine_s(two_nodes: str, tmp_path: Path) -> None:
     """There and back, checksum for checksum; nodes share a file system."""
     source = write_checkpoint(tmp_path / "hf", tiny(), random_tensors(tiny()))
@@ -54,6 +55,7 @@ def test_a_conversion_shared_by_two_nodes_is_one_machine_s(two_nodes: str, tmp_p
     assert found[0] == found[1]
 
 
+@pytest.mark.long(beside="tests/miles_like/cluster/test_run_nodes.py")
 def test_a_placement_larger_than_the_cluster_is_refused(shell: Run, two_nodes: str, home: Path) -> None:
     done = shell("--run-dir", str(home / "three"), *ONE_STEP, "--ray-address", two_nodes, "--set", "cluster.nodes=3",
                "--set", "cluster.timeout_s=5", "--set", "parallel.dp=3", "--set", "parallel.ep=1")  # fmt: skip

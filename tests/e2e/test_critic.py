@@ -35,6 +35,7 @@ def critic(run: Run, home: Path) -> Path:
     return home / "critic"
 
 
+@pytest.mark.long(beside="tests/miles_like/experience/test_experience.py")
 def test_each_part_has_its_say(critic: Path) -> None:
     first, second = metrics(critic)[1:]
     for row in (first, second):
@@ -47,7 +48,7 @@ def test_each_part_has_its_say(critic: Path) -> None:
     assert any(r["reward_parts"].get("overlong", 0) < 0 for r in kept)
 
 
-@pytest.mark.long(beside="tests/e2e/test_critic.py")
+@pytest.mark.long(beside="tests/laws/test_kills.py")
 def test_a_run_that_goes_on_is_the_one_that_never_stopped(run: Run, critic: Path, home: Path) -> None:
     again = home / "critic_again"
     shutil.copytree(critic, again)

@@ -29,7 +29,8 @@ ENDLESS = (
     *("--set", "eval.every=0"),
     *("--set", "rollout.request_timeout_s=8.0"),
 )
-LONG = pytest.mark.long(beside="tests/e2e/test_faults.py")
+# a server that dies is named there, and every kill of one ends the run in tests/laws/test_kills.py
+NAMED = pytest.mark.long(beside="tests/miles_like/cluster/test_rollout_servers.py")
 
 
 @contextmanager
@@ -99,8 +100,8 @@ def ended(process: subprocess.Popen[str], family: list[psutil.Process]) -> str:
 @pytest.mark.parametrize(
     ("how", "cause"),
     [
-        pytest.param(signal.SIGKILL, "closed the connection|cannot be reached", id="dies"),
-        pytest.param(signal.SIGSTOP, "did not answer .* within 8 s", id="hangs", marks=LONG),
+        pytest.param(signal.SIGKILL, "closed the connection|cannot be reached", id="dies", marks=NAMED),
+        pytest.param(signal.SIGSTOP, "did not answer .* within 8 s", id="hangs", marks=NAMED),
     ],
 )
 def test_a_rollout_server_dies_or_hangs(home: Path, how: signal.Signals, cause: str) -> None:
@@ -168,7 +169,8 @@ def test_a_trainer_rank_is_killed_while_a_checkpoint_is_written(home: Path) -> N
     assert not (run_dir / ".complete.json").exists()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=LONG)])
+@pytest.mark.long(beside="tests/e2e/test_closed_doors.py")
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_the_driver_is_told_to_stop(home: Path, how: signal.Signals) -> None:
     """A batch system's SIGTERM and a person's Ctrl-C: no server, rank or Ray process stays behind. Before SIGTERM's end
     the run saves the step that it is at, whole: --resume would go on from there."""

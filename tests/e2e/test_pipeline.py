@@ -1,13 +1,15 @@
 """The real thing, small: five stages through the command, with Ray, Megatron ranks, an engine process and R3.
 
-One run is shared by the tests of this file. Not covered: that it learns (docs/learning.md), multi-node placement.
+One run is shared by the tests of this file: the demo of the installed wheel, without the checkout. Not covered: that
+it learns (docs/learning.md), multi-node placement.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,27 @@ from typer.testing import CliRunner
 
 from miles_like.config.load import load_config
 from scripts import run_deepseek
-from tests.e2e.conftest import LIMIT_S, ONE_RANK, ROOT, SMALL, Run, environment
+from tests.e2e.conftest import LIMIT_S, ONE_RANK, ROOT, SMALL, Run, environment, without_checkout
 from tests.support.command import Commands
 from tests.support.refusals import Facts, check_refusal
 
+Demo = Callable[..., "subprocess.CompletedProcess[str]"]
+THREE = ("--set", "train.steps=3", "--set", "eval.every=2")
+
 
 @pytest.fixture(scope="module")
-def demo(shell: Run, home: Path) -> tuple[Path, str]:
-    done = shell("--run-dir", str(home / "demo"), *SMALL, "--set", "train.steps=3", "--set", "eval.every=2")
+def miles_like_demo(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Demo]:
+    """The folder in which the installed `miles-like demo` runs, and that command with more arguments."""
+    cwd = tmp_path_factory.mktemp("demo")
+    return cwd, lambda *more: without_checkout([str(python.parent / "miles-like"), "demo", *SMALL, *more], cwd)
+
+
+@pytest.fixture(scope="module")
+def demo(miles_like_demo: tuple[Path, Demo]) -> tuple[Path, str]:
+    cwd, command = miles_like_demo
+    done = command(*THREE)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
-    return home / "demo", done.stdout
+    return cwd / "runs" / "demo", done.stdout
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
@@ -37,6 +50,7 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 def test_a_run_leaves_what_it_promises(demo: tuple[Path, str]) -> None:
     """Files and metric names are what users and dashboards rely on."""
     run_dir, _ = demo
+    assert sorted(p.name for p in run_dir.parents[1].iterdir()) == ["runs"]
     for name in ("config.toml", "metrics.jsonl", "report.html", "rollouts/step_3.jsonl", "checkpoints/latest"):
         assert (run_dir / name).is_file(), name
     assert list((run_dir / "plots").glob("*.png"))
@@ -74,30 +88,32 @@ def test_samples_are_readable(demo: tuple[Path, str]) -> None:
     assert all(re.fullmatch(r"\d+[-+*/]\d+=", r["prompt"]) for r in rows)
 
 
-def test_a_second_run_skips_everything(run: Run, demo: tuple[Path, str], home: Path) -> None:
-    """What is whole and made from the same inputs is not made again."""
-    again = run("--run-dir", str(home / "demo"), *SMALL, "--set", "train.steps=3", "--set", "eval.every=2")
+def test_a_second_run_skips_everything(miles_like_demo: tuple[Path, Demo], demo: tuple[Path, str]) -> None:
+    """What is whole and made from the same inputs is not made again. Without a cluster to join: there, each node looks
+    at what it has, which may be another machine's disk (tests/cluster/test_separate_disks.py)."""
+    again = miles_like_demo[1](*THREE)
     assert again.returncode == 0, again.stderr[-2000:]
     assert again.stdout.count("complete, skipped") == 5
 
 
 def test_a_damaged_output_is_made_again_and_a_finished_run_is_not_overwritten(
-    run: Run, demo: tuple[Path, str], home: Path
+    miles_like_demo: tuple[Path, Demo], demo: tuple[Path, str]
 ) -> None:
     """The dequantized directory loses a byte: that stage is redone, the others are whole and stay."""
-    tensors = next(home.glob("cache/dequantize-*/data/model*.safetensors"))
+    cwd, command = miles_like_demo
+    tensors = next(cwd.glob("runs/cache/dequantize-*/data/model*.safetensors"))
     tensors.write_bytes(tensors.read_bytes()[:-1])
-    again = run("--run-dir", str(home / "demo"), *SMALL, "--stages", "fetch,dequantize")
+    again = command(*THREE)
     assert again.returncode == 0, again.stderr[-2000:]
     assert "bytes, not" in again.stdout
-    assert again.stdout.count("complete, skipped") == 1
-    refused = run("--run-dir", str(home / "demo"), *SMALL, "--set", "train.steps=9")
+    assert again.stdout.count("complete, skipped") == 4
+    refused = command("--set", "train.steps=9")
     assert refused.returncode == 2
     check_refusal(refused.stderr, "--run-dir", "--resume", "--fresh")
 
 
 @pytest.fixture(scope="module")
-def taught(run: Run, demo: tuple[Path, str], home: Path) -> dict[str, float]:
+def taught(run: Run, home: Path) -> dict[str, float]:
     """The metrics of a step without replay, in which each third of the prompts has a teacher of another kind: the
     checkpoint that the run began with, on a server that the run starts and beside the trainer's weights, and the policy
     itself, with the answer in its prompt."""
@@ -126,6 +142,7 @@ def taught(run: Run, demo: tuple[Path, str], home: Path) -> dict[str, float]:
     return metrics(home / "taught")[1]
 
 
+@pytest.mark.long(beside="tests/miles_like/experience/test_teachers.py")
 def test_every_kind_of_teacher_speaks_of_the_tokens_that_it_was_asked_about(taught: dict[str, float]) -> None:
     """A teacher with the student's weights agrees with it but for rounding and re-chosen experts; a model that sees the
     answer differs, even an untrained one. Rewards teach nothing here, yet weights move."""
@@ -138,6 +155,7 @@ def test_every_kind_of_teacher_speaks_of_the_tokens_that_it_was_asked_about(taug
     assert taught["train/grad_norm"] > 0
 
 
+@pytest.mark.long(beside="tests/laws/test_replay_exact.py")
 def test_replay_off_still_reports_agreement_and_mismatch(taught: dict[str, float]) -> None:
     """The same metrics with and without replay, so that the effect of replay can be measured."""
     row = taught
@@ -146,11 +164,12 @@ def test_replay_off_still_reports_agreement_and_mismatch(taught: dict[str, float
     assert row["mismatch/kl"] >= 0.0
 
 
-def test_resume_goes_on_from_the_checkpoint(run: Run, demo: tuple[Path, str], home: Path) -> None:
+@pytest.mark.long(beside="tests/laws/test_kills.py")
+def test_resume_goes_on_from_the_checkpoint(miles_like_demo: tuple[Path, Demo], demo: tuple[Path, str]) -> None:
     """Steps are counted on, the optimizer's step too (learning rate), and the weights are the published ones."""
-    more = run("--run-dir", str(home / "demo"), *SMALL, "--set", "train.steps=5", "--resume")
+    more = miles_like_demo[1]("--set", "train.steps=5", "--resume")
     assert more.returncode == 0, more.stderr[-2000:]
-    rows = metrics(home / "demo")
+    rows = metrics(demo[0])
     assert [r["step"] for r in rows] == [0, 1, 2, 3, 4, 5]
     assert rows[-1]["train/lr"] > rows[3]["train/lr"]
     assert rows[-1]["tokens_total"] > rows[3]["tokens_total"]
@@ -179,9 +198,7 @@ def test_the_example_of_another_loop_runs_as_its_command(
 
 
 @pytest.mark.long(beside="tests/miles_like/rewards/maths/test_answer_table.py")
-def test_word_problems_run_through_the_same_reader_and_math_verify(
-    run: Run, demo: tuple[Path, str], home: Path
-) -> None:
+def test_word_problems_run_through_the_same_reader_and_math_verify(run: Run, home: Path) -> None:
     """GSM8K's own rows, judged by math-verify; a model this small is not expected to be right."""
     config = str(ROOT / "configs" / "tiny_gsm8k.toml")
     done = run(

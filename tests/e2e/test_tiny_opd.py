@@ -26,7 +26,7 @@ CHEAP = (
 )
 
 
-@pytest.mark.long(beside="tests/e2e/test_pipeline.py")
+@pytest.mark.long(beside="tests/miles_like/experience/test_teachers.py")
 def test_the_shipped_config_distils_from_a_made_teacher_s_candidates(run: Run, home: Path) -> None:
     """Every sampled token is taught, by another model that leaves some probability beside its candidates."""
     assert load_config(CONFIG).distillation.top_k > 0, "the config no longer covers this"

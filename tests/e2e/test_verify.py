@@ -48,6 +48,7 @@ def verify(miles_like: Run, home: Path) -> Verify:
     return verified
 
 
+@pytest.mark.long(beside="tests/laws/test_verify_names_faults.py")
 def test_a_healthy_job_has_nothing_wrong_with_it(verify: Verify, home: Path) -> None:
     """FP8 weights with QAT on two ranks, against the embedded engine: kernels and bf16 alone differ."""
     done, found = verify("verify")
@@ -92,6 +93,7 @@ def checksums(url: str) -> Mapping[str, str]:
         servers.close()
 
 
+@pytest.mark.long(beside="tests/laws/test_verify_names_faults.py")
 def test_a_running_server_with_other_weights_is_named_and_left_as_it_is(
     verify: Verify, other: tuple[str, set[str], Path]
 ) -> None:

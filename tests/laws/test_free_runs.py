@@ -106,6 +106,7 @@ def test_half_done_samples_go_on_over_publications_and_kills_within_the_bound(ru
     assert longer, "all that was saved had ended"
 
 
+@pytest.mark.long(beside="tests/miles_like/loop/test_old_tokens.py")
 def test_old_tokens_are_taken_out_of_the_loss_and_the_rest_is_trained(runs: Runs) -> None:
     """Twice as many groups beyond a step's as the bound alone would let be trained."""
     where, steps = runs.home / "masked", 8

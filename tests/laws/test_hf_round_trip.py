@@ -77,8 +77,21 @@ def _cases() -> list[tuple[str, str]]:
     return cases
 
 
+def _first(cases: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """As few of `cases` as meet every family and every layout, or about that."""
+    kept: list[tuple[str, str]] = []
+    met: set[str] = set()
+    for new in (2, 1):
+        for model, layout in cases:
+            names = {family_of(MODELS[model]).name, layout}
+            if len(names - met) >= new:
+                kept.append((model, layout))
+                met |= names
+    return kept
+
+
 CASES = _cases()
-FIRST = CASES[::2]  # of every family about half of the layouts
+FIRST = _first(CASES)
 LORA = {"rank": 4, "alpha": 6.0, "targets": ["attention", "experts", "shared_experts", "mlp"]}
 ADAPTED = {"TP2, ETP2, PP2": {"tp": 2, "etp": 2, "pp": 2}, "EP2": {"ep": 2, "dp": 4}}
 
@@ -152,7 +165,7 @@ def test_what_a_trainer_saves_is_the_checkpoint_it_loaded(case: tuple[str, str],
 
 
 def test_every_family_meets_every_layout_it_can_take() -> None:
-    """A dense model has no experts to divide. Half of the cases meet every family and every layout."""
+    """A dense model has no experts to divide. The first cases meet every family and every layout."""
     assert {family_of(MODELS[model]).name for model, _ in FIRST} == {family_of(hf).name for hf in MODELS.values()}
     assert {layout for _, layout in FIRST} == set(LAYOUTS)
     met = {(family_of(MODELS[model]).name, layout) for model, layout in CASES}

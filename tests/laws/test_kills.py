@@ -87,8 +87,11 @@ CHAINS = {
             kill("rank", "step", 1, "half"),
             kill("driver", "generation", 2, 10),
             kill("rank", "save", 3, "shards"),
-            *at_random("one behind", [3, 4, 5]),
         ),
+    ),
+    "one behind, two ranks, a filter, at random": Chain(
+        ("parallel.dp=2", "parallel.ep=2", "buffer.max_staleness=1", "algorithm.filter=nonzero_std"),
+        at_random("one behind", [3, 4, 5]),
     ),
 }
 

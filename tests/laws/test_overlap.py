@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import toy
+from tests.support.chosen import chosen, later
 from tests.support.spawn import free_port, run_ranks
 
 REDUCE = {"overlap_grad_reduce": True}
@@ -27,6 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
     "each parameter by itself": {"dp": 2, "kernels": GATHER, "bucket_size": 1},
     "all-gather of tokens": {"tp": 2, "ep": 2, "kernels": {"dispatcher": "allgather"}},
 }
+FIRST = ("plain", "and weights gathered, shared experts too", "each parameter by itself")
+NAMES = later(CASES, first=FIRST, beside="tests/laws/test_overlap.py")
 COMPARED = ("train/loss", "train/grad_norm", "train/entropy")
 
 
@@ -56,8 +59,9 @@ def _buckets(size: int | None) -> Iterator[None]:
 
 
 def _run(rank: int, world: int, port: int, hf: str, start: Path, ports: dict[str, int]) -> dict[str, Any]:
+    """The cases that `ports` has ports for."""
     out: dict[str, Any] = {}
-    for name, case in CASES.items():
+    for name, case in ((name, CASES[name]) for name in ports):
         layout, dp = dict(case), case.get("dp", 1)
         size = layout.pop("bucket_size", None)
         with _buckets(size), toy.trainer(toy.config(hf, **layout), rank, world, ports[name]) as t:
@@ -81,14 +85,13 @@ def _run(rank: int, world: int, port: int, hf: str, start: Path, ports: dict[str
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     where = tmp_path_factory.mktemp("overlap")
-    return run_ranks(
-        _run, 2, toy.hf_dir(where / "hf"), where / "start", {name: free_port() for name in CASES}, keep=True
-    )
+    ports = {name: free_port() for name in dict.fromkeys(("plain", *chosen(request, "name", CASES)))}
+    return run_ranks(_run, 2, toy.hf_dir(where / "hf"), where / "start", ports, keep=True)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "plain"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.values != ("plain",)])
 def test_an_overlapped_step_is_the_plain_step(runs: list[dict[str, Any]], name: str) -> None:
     """Only when something is sent changes, not what: loss, entropy and gradient norm within 1e-5 in four steps, each on
     the weights that the one before left. Not covered: speed, and NCCL's streams."""
@@ -98,7 +101,7 @@ def test_an_overlapped_step_is_the_plain_step(runs: list[dict[str, Any]], name: 
                 assert got[key] == pytest.approx(want[key], rel=1e-5), key
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_reader_sees_weights_of_the_step_before(runs: list[dict[str, Any]], name: str) -> None:
     """A rank that owes a gathering holds other ranks' weights of the previous step: every rank must publish the same
     tensors as the plain run, and save and load what it trained. 1e-5 as everywhere: layouts round three steps apart by

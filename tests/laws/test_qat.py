@@ -267,14 +267,26 @@ _PAIRS = {f"{name}: {format}": (case, format) for name, case in TWO.items() for 
 _PORTS = 3  # the most that a case takes
 _QUICK_PAIRS = [*(name for name in _PAIRS if name in QUICK), "inputs, TP2", "mutated", "not finite"]
 _LONG_PAIRS = [*(name for name in _PAIRS if name not in QUICK), "oracle TP2"]
+_LONG_SINGLES = [*(name for name in _SINGLES if name not in QUICK), "oracle float32"]
+
+
+@_quick_to_close()
+def _long_of_one(rank: int, world: int, port: int, where: Path) -> Found:
+    return {name: _of_one(rank, world, where, name) for name in _LONG_SINGLES}
+
+
+def _of_one(rank: int, world: int, where: Path, name: str) -> Any:
+    if name in _SINGLES:
+        return _law(where, rank, world, *_SINGLES[name], free_port())
+    dtype = name.removeprefix("oracle ")
+    return _oracle(where, rank, world, [free_port() for _ in range(_PORTS)], f"{dtype} 1", dtype=dtype)
 
 
 @_quick_to_close()
 def _one_rank(rank: int, world: int, port: int, where: Path) -> Found:
-    out: Found = {name: _law(where, rank, world, *law, free_port()) for name, law in _SINGLES.items()}
-    for dtype in ("bfloat16", "float32"):
-        ports = [free_port() for _ in range(_PORTS)]
-        out[f"oracle {dtype}"] = _oracle(where, rank, world, ports, f"{dtype} 1", dtype=dtype)
+    """The cases that are not long."""
+    quick = [*(name for name in _SINGLES if name in QUICK), "oracle bfloat16"]
+    out: Found = {name: _of_one(rank, world, where, name) for name in quick}
     out["copies"] = _copies(where, rank, world, free_port())
     out["inputs"] = _inputs(where, rank, world, free_port(), {})
     out["inputs by hand"] = [_inputs_by_hand(where, rank, world, free_port(), activations=on) for on in (True, False)]
@@ -302,22 +314,31 @@ def _two_ranks(rank: int, world: int, port: int, where: Path, ports: dict[str, l
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """The long cases of two ranks run when the first of them is asked for."""
+    """The long cases run when the first of them is asked for."""
     where = tmp_path_factory.mktemp("qat")
     for name, model in MODELS.items():
         toy.hf_dir(where / name, model)
     one = run_ranks(_one_rank, 1, where, timeout_s=500, keep=True)
 
     @functools.cache
+    def long_of_one() -> list[Found]:
+        return run_ranks(_long_of_one, 1, where, timeout_s=500, keep=True)
+
+    def of(name: str) -> list[Found]:
+        if name in one[0]:
+            return one
+        return long_of_one() if name in _LONG_SINGLES else two(long=name in _LONG_PAIRS)
+
+    @functools.cache
     def two(*, long: bool) -> list[Found]:
         ports = {name: [free_port() for _ in range(_PORTS)] for name in (_LONG_PAIRS if long else _QUICK_PAIRS)}
         return run_ranks(_two_ranks, 2, where, ports, timeout_s=500, keep=True)
 
-    return lambda name: [rank[name] for rank in (one if name in one[0] else two(long=name in _LONG_PAIRS))]
+    return lambda name: [rank[name] for rank in of(name)]
 
 
 @pytest.mark.parametrize(
-    "name", [*_SINGLES, *(pytest.param(name, marks=[LONG] * (name in _LONG_PAIRS)) for name in _PAIRS)]
+    "name", [pytest.param(name, marks=[LONG] * (name not in QUICK)) for name in (*_SINGLES, *_PAIRS)]
 )
 def test_what_is_trained_is_what_is_served(name: str, found: Reports) -> None:
     """No element differs after optimizer steps; every covered tensor is rounded, and no other one."""
@@ -329,7 +350,9 @@ def test_what_is_trained_is_what_is_served(name: str, found: Reports) -> None:
         assert r["not rounded"] == r["changed"] == [] and r["covered"] and r["trained"] != r["before"]
 
 
-@pytest.mark.parametrize("name", ["oracle bfloat16", "oracle float32", pytest.param("oracle TP2", marks=LONG)])
+@pytest.mark.parametrize(
+    "name", ["oracle bfloat16", *(pytest.param(f"oracle {other}", marks=LONG) for other in ("float32", "TP2"))]
+)
 def test_a_step_is_that_of_weights_replaced_by_hand(name: str, found: Reports) -> None:
     """The gradient of every parameter is that of the rounded weights, bit for bit, and so are the weights after the
     update, which is of the weights that were not rounded."""

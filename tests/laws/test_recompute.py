@@ -71,7 +71,13 @@ def _ranks(rank: int, world: int, port: int, hf: str, start: Path, ports: list[i
     return out
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["one rank", "TP2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, id="one rank"),
+        pytest.param({"tp": 2}, id="TP2", marks=pytest.mark.long(beside="tests/laws/test_recompute.py")),
+    ],
+)
 def test_gradients_do_not_depend_on_what_is_recomputed(tmp_path: Path, layout: dict[str, int]) -> None:
     """The same operations on the same numbers run again, so loss and every parameter's gradient are equal bit for bit
     (with norms only to rounding: megatron then adds a residual's two gradients in another order); a router inside what

@@ -46,7 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 LONG = pytest.mark.long(beside="tests/laws/test_reference_weights.py")
 OF_KINDS = [pytest.param(kind, marks=[LONG] * (kind != "bfloat16")) for kind in KINDS]
-OF_LAYOUTS = [pytest.param(name, marks=[LONG] * (name not in ("PP2, interleaved", "CP2"))) for name in LAYOUTS]
+OF_LAYOUTS = [pytest.param(name, marks=[LONG] * (name != "PP2, interleaved")) for name in LAYOUTS]
 
 
 class Listening(toy.PolicyGradient):

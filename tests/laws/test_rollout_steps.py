@@ -53,7 +53,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 LONG = pytest.mark.long(beside="tests/laws/test_rollout_steps.py")
 QUICK = (
-    *(("r2", "kept"), ("r2", "full"), ("r2", "selective, without"), ("gates", "full")),
+    *(("r2", "kept"), ("r2", "selective, without"), ("gates", "full")),
     *(("r2", "PP2xVPP2, recomputed"), ("r2", "CP2")),
 )
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support import layouts
+from tests.support.chosen import chosen, later
 from tests.support.layouts import Case, Run
 from tests.support.spawn import run_ranks
 
@@ -25,20 +26,27 @@ CASES: dict[str, Case] = {
     "auxiliary loss, TP2, recomputed": Case("mla", {"tp": 2, "recompute": "full"}, AUX),
     "auxiliary loss, EP2": Case("mla", {"dp": 2, "ep": 2}, AUX),
 }
+FIRST = ("bias, CP2, recomputed", "bias, EP2", "auxiliary loss, TP2")
 Found = tuple[dict[str, Run], dict[str, Run]]
 
 
+def named(start: str) -> list[Any]:
+    names = [name for name in CASES if name.startswith(start)]
+    return later(names, first=FIRST, beside="tests/laws/test_router_statistics.py")
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """(the single rank's runs by key, the two ranks' by the run's name)."""
     where: Path = tmp_path_factory.mktemp("routers")
+    cases = {name: CASES[name] for name in ("auxiliary loss, TP2", *chosen(request, "name", CASES))}
     alone: list[Any] = run_ranks(
-        layouts.references, 1, where, {**CASES, "none": Case("mla")}, timeout_s=layouts.PATIENCE, keep=True
+        layouts.references, 1, where, {**cases, "none": Case("mla")}, timeout_s=layouts.PATIENCE, keep=True
     )
-    return alone[0], run_ranks(layouts.in_layouts, 2, where, CASES, timeout_s=layouts.PATIENCE, keep=True)[0]
+    return alone[0], run_ranks(layouts.in_layouts, 2, where, cases, timeout_s=layouts.PATIENCE, keep=True)[0]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("bias")])
+@pytest.mark.parametrize("name", named("bias"))
 def test_the_routing_bias_moves_alike(found: Found, name: str) -> None:
     """Megatron adds rate * sign(mean load - load) to each expert's bias; loads are whole numbers of tokens, so the
     biases are equal to the last bit wherever padding counts for nothing, and differ at once where it counts."""
@@ -47,7 +55,7 @@ def test_the_routing_bias_moves_alike(found: Found, name: str) -> None:
     assert runs[name].bias != alone["mla"].bias, "the biases never moved"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("auxiliary")])
+@pytest.mark.parametrize("name", named("auxiliary"))
 def test_the_auxiliary_gradient_is_that_of_one_rank(found: Found, name: str) -> None:
     """The loss is of a micro-batch's tokens, over all its tensor- and context-parallel ranks, and per token: the sum of
     the ranks' gradients must not depend on how many share it, nor on how much padding each has. Not covered: other

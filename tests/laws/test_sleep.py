@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.support import toy
+from tests.support.chosen import later
 from tests.support.qat_cases import FORMATS
 from tests.support.refusals import check_refusal
 from tests.support.spawn import run_ranks
@@ -156,7 +157,7 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", later(CASES, ("bf16, EP2", "QAT, TP2, overlap", "tied"), beside=HERE))
 def test_a_trainer_that_slept_is_the_one_that_never_did(where: Path, name: str) -> None:
     world, settings = CASES[name]
     never = run_ranks(_never, world, str(where), settings, keep=True)

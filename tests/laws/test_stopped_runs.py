@@ -28,6 +28,11 @@ LONG = pytest.mark.long(beside="tests/laws/test_stopped_runs.py")
 SETTINGS = ("train.steps=6", "checkpoint.every=0", "eval.every=0")
 # phase, the step it is of, the steps one of which is then saved: samples may come before the signal does
 PLACES = (("rollout", 1, (1, 2)), ("train", 3, (4,)), ("publish", 4, (5,)))
+CASES = [  # staleness, places
+    pytest.param(2, PLACES[:1], id="2"),
+    pytest.param(2, PLACES[1:], id="2, later", marks=LONG),
+    pytest.param(0, PLACES, id="0", marks=LONG),
+]
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +76,14 @@ def latest(run_dir: Path) -> int:
     return int((run_dir / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=LONG), 2])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(runs: Runs, staleness: int) -> None:
-    where, settings = runs.home / str(staleness), (*SETTINGS, f"buffer.max_staleness={staleness}")
+@pytest.mark.parametrize(("staleness", "places"), CASES)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    runs: Runs, tmp_path: Path, staleness: int, places: Sequence[tuple[str, int, Sequence[int]]]
+) -> None:
+    where, settings = tmp_path, (*SETTINGS, f"buffer.max_staleness={staleness}")
     whole, cut, log = where / "whole", where / "cut", where / "cut" / "driver.log"
     assert runs.run(whole, settings) == 0, tail(whole / "driver.log")
-    for phase, step, saved in PLACES:
+    for phase, step, saved in places:
         assert runs.call(log, stopped, cut, runs.home, settings, phase, step) == 128 + signal.SIGTERM, tail(log)
         assert (before := latest(cut)) in saved, phase
         if phase == "rollout":  # the deadline is there when the next step is done

@@ -41,7 +41,7 @@ SMALL = (
     *("parallel.dp=1", "parallel.ep=1", "train.groups_per_step=5", "eval.every=2", "eval.max_prompts=4"),
     *("checkpoint.every=2", "optimizer.lr=1e-3"),
 )
-CASES = later(NAMES, ("sft", "dpo"), beside="tests/laws/test_supervised_resume.py")
+CASES = later(NAMES, ("sft",), beside="tests/laws/test_supervised_resume.py")
 STEPS = 4
 TIMES = ("perf/", "wall_s")
 

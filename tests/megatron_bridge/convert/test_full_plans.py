@@ -235,6 +235,7 @@ def check_dequantized(source: Source, names: list[str]) -> None:
             assert torch.equal(value, dequantized(source, name)), name
 
 
+@pytest.mark.long(beside="tests/laws/test_convert_survives.py")
 def test_tensors_of_true_width_are_converted_within_the_memory_limit(tmp_path: Path) -> None:
     """One of the 256 experts, and of each kind of layer one or two tensors."""
     assert convert_chosen(tmp_path, FEW.__contains__) > 600 * MIB

@@ -44,6 +44,7 @@ from tests.support.tiny_models import CONFIGS, random_tensors, tiny, tiny_glm, t
 
 HF = tiny()
 UNIT = 300_000  # bytes: about ten units
+LONG = pytest.mark.long(beside="tests/megatron_bridge/convert/test_to_megatron.py")
 
 
 def _convert(hf_dir: Path, out: Path, **how: Any) -> ConvertReport:
@@ -138,7 +139,14 @@ def _quantize(tensors: dict[str, Tensor], path: Path, hf: dict[str, Any]) -> Pat
     return write_checkpoint(path, hf | {"quantization_config": spec_to_hf(spec)}, dict(stored), shard_bytes=200_000)
 
 
-@pytest.mark.parametrize("hf", [HF, tiny_qwen(), tiny(num_nextn_predict_layers=1)], ids=["tiny", "qwen", "mtp"])
+@pytest.mark.parametrize(
+    "hf",
+    [
+        pytest.param(HF, id="tiny"),
+        pytest.param(tiny_qwen(), id="qwen", marks=LONG),
+        pytest.param(tiny(num_nextn_predict_layers=1), id="mtp", marks=LONG),
+    ],
+)
 def test_fp8_in_one_pass_is_dequantized_then_converted(hf: dict[str, Any], tmp_path: Path) -> None:
     """Byte for byte of the tensors, though no BF16 directory is made; whatever the sizes of chunks."""
     fp8 = _quantize(random_tensors(hf, mtp="num_nextn_predict_layers" in hf), tmp_path / "fp8", hf)

@@ -36,10 +36,12 @@ from quant.stream import stored_name
 from rollout.publish.buckets import cut, gathered
 from tests.megatron_bridge.families.test_published_shapes import LAYOUTS, read, stages, whole
 from tests.support.built_ranks import BuiltRank, Share, build_ranks
+from tests.support.chosen import chosen, later
 from tests.support.spawn import run_ranks
 
 # in the order in which two processes take turns
 MODELS = ("deepseek_v3", "kimi_k2", "glm45", "qwen3_235b_a22b", "qwen3_32b")
+NAMES = later(MODELS, ("deepseek_v3", "qwen3_32b"), beside="tests/megatron_bridge/families/test_built_shapes.py")
 
 
 def layout_of(name: str) -> ParallelConfig:
@@ -55,17 +57,17 @@ def _chosen(layout: ParallelConfig) -> list[int]:
     return sorted({s * size + r for s in range(layout.pp) for r in stage.get(s, (0, size - 1))})
 
 
-def _build(rank: int, world_size: int, port: int) -> dict[str, list[BuiltRank]]:
+def _build(rank: int, world_size: int, port: int, names: list[str]) -> dict[str, list[BuiltRank]]:
     out = {}
-    for name in MODELS[rank::world_size]:
+    for name in names[rank::world_size]:
         layout = layout_of(name)
         out[name] = build_ranks(read(name), layout.model_dump(), _chosen(layout))
     return out
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[str, list[BuiltRank]]:
-    first, second = run_ranks(_build, 2, keep=True)
+def built(request: pytest.FixtureRequest) -> dict[str, list[BuiltRank]]:
+    first, second = run_ranks(_build, 2, chosen(request, "name", MODELS), keep=True)
     return first | second
 
 
@@ -113,7 +115,7 @@ def _on_rank(name: str, rank: BuiltRank) -> dict[str, Entry]:
     return {n: entry for n, (entry, expert) in expected(name)[rank.pp].items() if expert is None or expert in mine}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_ranks_are_those_of_the_layout(name: str, built: dict[str, list[BuiltRank]]) -> None:
     """Else what follows would be true of fewer."""
     layout = layout_of(name)
@@ -125,7 +127,7 @@ def test_the_ranks_are_those_of_the_layout(name: str, built: dict[str, list[Buil
         assert ep == set(range(layout.ep)) if stage == layout.pp - 1 else {0, layout.ep - 1} <= ep
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_rank_holds_its_share_of_the_table_and_nothing_else(name: str, built: dict[str, list[BuiltRank]]) -> None:
     """Each parameter and routing bias that megatron built is one line of the table with one layer and one expert, of
     the line's shape divided by its split, in the dtype that is stored; none is missing."""
@@ -141,7 +143,7 @@ def test_a_rank_holds_its_share_of_the_table_and_nothing_else(name: str, built: 
             assert tensors.places_in(parameter)[0].megatron_name == parameter
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_ranks_together_have_the_published_number_of_elements(name: str, built: dict[str, list[BuiltRank]]) -> None:
     """The first rank of each stage, and what the stage's others hold of the same parameters: as many shares as
     the table's split says, on as many expert-parallel ranks. Parameters have a checkpoint tensor; megatron's sizes of
@@ -164,7 +166,7 @@ def test_the_ranks_together_have_the_published_number_of_elements(name: str, bui
     assert sum(map(math.prod, whole_tensors.values())) == published
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_stages_publish_every_tensor_once(name: str, built: dict[str, list[BuiltRank]]) -> None:
     """What the exporter makes of the built models, in which one local expert stands for one on each rank: but for the
     embedding, which a last stage with draft layers has again, no tensor is on two stages."""
@@ -227,7 +229,7 @@ FORMATS = {
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_an_engine_loads_at_once_is_sent_at_once(
     name: str, built: dict[str, list[BuiltRank]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +291,7 @@ def _inside(box: Box, share: Share) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_rank_asks_for_whole_pieces_that_the_converter_writes(name: str, built: dict[str, list[BuiltRank]]) -> None:
     """A parameter's part of the checkpoint is under the key, of the whole shape, of the dtype and in the expert's row
     that the converter gives it, and pieces fill it without being cut. Of the stages' ranks that are built, each piece
@@ -316,7 +318,7 @@ def test_a_rank_asks_for_whole_pieces_that_the_converter_writes(name: str, built
         assert len(pieces) == len(written(parameter)) or not every_rank, parameter
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_rank_is_planned_to_read_what_it_asks_for(name: str, built: dict[str, list[BuiltRank]]) -> None:
     """The shares by which files are copied to a node are the boxes that megatron asks for, of each rank by number."""
     tensors, layout = whole(name), layout_of(name)
@@ -334,7 +336,7 @@ def test_a_rank_is_planned_to_read_what_it_asks_for(name: str, built: dict[str, 
         assert planned == Counter((share.key, share.offset, share.sizes) for share in rank.shares)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_objects_beside_the_tensors_are_written_too(name: str, built: dict[str, list[BuiltRank]]) -> None:
     """Stock loading insists on them: one of each parallel linear that a rank holds, experts by their global numbers.
     Of latent attention's down projections, which are whole on each rank, only TransformerEngine asks for one."""

@@ -257,7 +257,15 @@ def test_a_damaged_common_file_is_one_sentence(damage: str, tmp_path: Path) -> N
         _common(tmp_path)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "asynchronous",
+    [
+        pytest.param(
+            False, id="sync", marks=pytest.mark.long(beside="tests/megatron_bridge/weights/test_checkpoint.py")
+        ),
+        pytest.param(True, id="async"),
+    ],
+)
 def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path, asynchronous: bool) -> None:
     """Its peer ends in bounded time with a sentence; what is half written has no name and is not the latest."""
     where, hf = tmp_path / "checkpoints", toy.hf_dir(tmp_path / "hf")

@@ -33,6 +33,7 @@ from routing_replay.align import pack_rows
 from routing_replay.rank_routes import RankRoutes, fed_routes
 from routing_replay.trace import RoutingTrace
 from tests.support import layouts, toy
+from tests.support.chosen import later
 from tests.support.made_samples import LAYERS, TOP_K, group, sample
 from tests.support.own_ray import this_node
 from tests.support.refusals import Facts, refuses
@@ -89,7 +90,9 @@ def test_the_rank_that_fails_first_at_the_start_is_named(ray: Any, tmp_path: Pat
         RayTrainer(FailsToStart(how), slots, this_node(), 1, tmp_path, timeout_s=100)
 
 
-@pytest.mark.parametrize("how", ["hangs", "is stopped"])
+@pytest.mark.parametrize(
+    "how", later(["hangs", "is stopped"], ["is stopped"], beside="tests/miles_like/cluster/test_workers.py")
+)
 def test_a_rank_that_does_not_answer_is_named_and_its_stacks_are_kept(ray: Any, tmp_path: Path, how: str) -> None:
     """Within the deadline, with the place where it hangs; the next call does not wait for it again."""
 
@@ -160,7 +163,7 @@ def batch(*, dp: int, routing: bool = True) -> TrainBatch:
     return pack([group(samples)], [[1.0] * 6], dp_size=dp, max_tokens=14)
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", later(PLACES, ["DP2", "PP2"], beside="tests/miles_like/cluster/test_workers.py"))
 def test_a_rank_is_sent_its_rows_and_layers_alone(ray: Any, where: str) -> None:
     """Bytes counted where they arrive: the tokens that a rank feeds, times the layers it has, times K, one byte each,
     and four bytes of checksum for each row and pipeline stage. They are the rollout's for those tokens; ranks that need
@@ -222,6 +225,7 @@ def _trained(hf: Path, weights: Path, batches: Sequence[TrainBatch], **layout: i
     return asyncio.run(run())
 
 
+@pytest.mark.long(beside="tests/laws/test_replay_layouts.py")
 def test_ranks_that_get_parts_of_the_routes_train_as_one_that_gets_all(ray: Any, tmp_path: Path) -> None:
     """Two stages of two context-parallel ranks: each is sent a quarter of the routes or so, cut by the driver, and the
     step is the single rank's: every row replayed, the same loss and gradient norm, before and after an update. So are
@@ -249,6 +253,7 @@ def test_ranks_that_get_parts_of_the_routes_train_as_one_that_gets_all(ray: Any,
         assert not torch.allclose(now[name], first[name], atol=1e-3)
 
 
+@pytest.mark.long(beside="tests/miles_like/experience/test_experience.py")
 def test_a_step_with_ranks_of_the_reference_is_the_step_with_its_weights_swapped_in(ray: Any, tmp_path: Path) -> None:
     """The second step, after the trained weights have moved. The ranks of the reference have no gradient buffer and no
     optimizer, and are two pipeline stages, while the trainer is one rank."""

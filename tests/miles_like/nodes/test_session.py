@@ -75,6 +75,7 @@ def joined(address: str, env: dict[str, str]) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, "-c", JOINS, address], env=env, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.long(beside="tests/e2e/test_closed_doors.py")
 def test_a_cluster_s_own_token_is_respected(cluster: Any, tmp_path: Any) -> None:
     """With it the cluster is joined, and this process's variables stay; without it, or with another, one sentence."""
     address, token = cluster

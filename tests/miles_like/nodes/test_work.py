@@ -51,7 +51,9 @@ def test_work_that_takes_longer_than_the_limit_ends_well_while_it_makes_progress
     assert on_every_node(copies, living_nodes(), timeout_s=LIMIT_S) == [{"done": 1}]
 
 
-@pytest.mark.parametrize("how", ["hangs", "stopped"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("hangs", marks=pytest.mark.long(beside="tests/miles_like/nodes/test_work.py")), "stopped"]
+)
 def test_a_process_that_makes_no_progress_is_named_and_its_stacks_are_kept(tmp_path: Path, how: str) -> None:
     with refuses(RuntimeError, 8, "cluster.timeout_s") as e:
         over_nodes(Slow(tmp_path, how), range(40), nodes=living_nodes(), each=2, timeout_s=LIMIT_S)

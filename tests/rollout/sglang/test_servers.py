@@ -20,6 +20,7 @@ from rollout.sglang.client import RolloutError
 from rollout.sglang.ports import free_port
 from rollout.sglang.servers import ServerHandle, ServerLaunch, check_port, embedded_command, sglang_command
 from rollout.sglang.startup import launch_server
+from tests.support.chosen import later
 from tests.support.fakes import wait_until
 from tests.support.refusals import Facts, refuses
 
@@ -169,7 +170,9 @@ def test_an_interpreter_that_nothing_runs_is_refused() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc to see processes")
-@pytest.mark.parametrize("killed", ["parent", "guard"])
+@pytest.mark.parametrize(
+    "killed", later(["parent", "guard"], ["parent"], beside="tests/rollout/sglang/test_servers.py")
+)
 def test_no_server_outlives_who_started_it(tmp_path: Path, killed: str) -> None:
     """SIGKILL leaves no chance to clean up; a left-over server would hold its port and memory. Ray kills the guards
     itself, as children of workers whose driver is gone."""
