@@ -81,7 +81,9 @@ class PretendedCluster:
 
     def _start(self, host: int, gpus: int) -> Any:
         named = {"num_gpus": gpus, "node_ip_address": f"127.0.0.{host}", **SMALL}
-        return self._patient(lambda: self._cluster.add_node(**named), {**self._environment, **self._machine(host, gpus)})
+        return self._patient(
+            lambda: self._cluster.add_node(**named), {**self._environment, **self._machine(host, gpus)}
+        )
 
     def _patient(self, start: Callable[[], Any], environment: Mapping[str, str], tries: int = 3) -> Any:
         """Call `start` with these variables. Ray waits 30 s for a node, which a busy machine may exceed; the node then
