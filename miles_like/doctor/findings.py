@@ -59,7 +59,7 @@ class Needs:
         return tuple(dict.fromkeys([*self.shared, *self.either, *self.local]))
 
     def names_interface(self, interface: str | None) -> bool:
-        """Whether a variable names the interface of gloo, which then does not resolve the host name."""
+        """Whether gloo is given its interface, so that it does not resolve the host name."""
         return "GLOO_SOCKET_IFNAME" in self.network(interface)
 
 

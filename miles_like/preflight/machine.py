@@ -116,7 +116,9 @@ class Machines:
     def local_checks(self) -> list[CheckResult]:
         """Checks of this machine; those of other machines are listed as not checked."""
         c = self.config.cluster
-        out = []
+        out = self._misplaced()
+        if out:
+            return out
         if self.ray_address is not None:
             address = self.ray_address
             out.append(run_check(f"Ray at {address}", lambda: check_address(address)))
@@ -127,12 +129,16 @@ class Machines:
         out.append(run_check("disk space", lambda: self._check_local_disks(own, others)))
         if others is None:
             probe = self._probe(imports=False)()
-            self._plan_ports([probe["ephemeral"]])
             out += [run_check(name, check) for name, check in self._node_checks(0, probe, here=True).items()]
         elif self.trains:
             what = "nodes, GPUs, packages and ports" if c.gpus_per_node else "nodes, packages and ports"
             out.append(CheckResult(what, Outcome.NOT_CHECKED, others))
         return out
+
+    def _misplaced(self) -> list[CheckResult]:
+        """Why ranks and servers have no place; empty where they have."""
+        placed = run_check("placement", lambda: self.placement)
+        return [placed] if placed.outcome is Outcome.WRONG else []
 
     def _secret_checks(self, *, here: bool) -> list[CheckResult]:
         """here: this process starts the run; otherwise the run may be started where they are set."""
@@ -171,12 +177,14 @@ class Machines:
 
     def cluster_checks(self) -> list[CheckResult]:
         """Start or join Ray if a stage needs it, and check every node."""
+        misplaced = self._misplaced()
         out = [
+            *misplaced,
             *self._secret_checks(here=True),
             run_check("directories", lambda: check_directories([*self.directories, *self._staged_to()])),
             run_check("disk space", lambda: check_disks([n for n in self.needs if n.on == "here"], disk_of)),
         ]
-        if not self.uses_ray:
+        if not self.uses_ray or misplaced:
             return out
         ray = run_check("Ray", self.cluster.join)
         out.append(ray)

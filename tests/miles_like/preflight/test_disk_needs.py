@@ -50,7 +50,7 @@ def test_disk_needs_are_of_what_each_stage_writes(tmp_path: Path) -> None:
 
 
 def test_a_node_that_does_not_see_the_cache_needs_room_for_what_it_converts(tmp_path: Path) -> None:
-    """Beside the copies that it loads. The pieces are where the conversion keeps them."""
+    """Beside the copies that it loads. It keeps its pieces where the conversion puts them."""
     shipped = load_config(CONFIGS / "deepseek_v3_fp8.toml")
     for stage_dir, where in (
         (shipped.cluster.stage_dir, Path("/local_nvme/miles-like") / "{}.data.pieces"),
