@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,12 +103,20 @@ def run_nodes(config: RunConfig, held: Reservation) -> RunNodes:
     return RunNodes(nodes=held.nodes, facts=held.facts, cluster=config.cluster, server_env=config.rollout.env)
 
 
-def probe(config: RunConfig, plan: PlacementPlan, logs: Path) -> dict[Process, Seen]:
+@contextmanager
+def reserved(count: int, gpus: int = 8) -> Iterator[Reservation]:
+    """That many nodes with so many GPUs, which are free again afterwards."""
+    held = reserve(count, gpus, run="a", when_busy="refuse", timeout_s=WAIT_S, say=print)
+    try:
+        yield held
+    finally:
+        held.release()
+    assert all_are_free()
+
+
+def probe(config: RunConfig, plan: PlacementPlan, held: Reservation, logs: Path) -> dict[Process, Seen]:
     """What every process of the plan would see: on each node the first is started as a run starts it, and takes the
     variables of the others in turn."""
-    held = reserve(
-        config.cluster.nodes, config.cluster.gpus_per_node, run="a", when_busy="refuse", timeout_s=WAIT_S, say=print
-    )
     nodes = run_nodes(config, held)
     by_node: dict[str, list[Slot]] = {}
     for slot in plan.slots:
@@ -116,17 +125,14 @@ def probe(config: RunConfig, plan: PlacementPlan, logs: Path) -> dict[Process, S
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SECRET.items():
             patch.setenv(name, value)
-        try:
-            asked = []
-            for number, slots in enumerate(by_node.values()):
-                actor = nodes.start(Probe, slots[0], logs / f"probe{number}.log")
-                others = [nodes.environment(s) | driver_secrets(nodes._env(s)) for s in slots[1:]]
-                asked.append((slots, actor, actor.see.remote(), actor.see_after.remote(others)))
-            for slots, _, own, others in asked:  # the actors live as long as their handles
-                found = [ray.get(own, timeout=WAIT_S), *ray.get(others, timeout=WAIT_S)]
-                seen |= {(s.role, s.index, s.node_rank): one for s, one in zip(slots, found, strict=True)}
-        finally:
-            held.release()
+        asked = []
+        for number, slots in enumerate(by_node.values()):
+            actor = nodes.start(Probe, slots[0], logs / f"probe{number}.log")
+            others = [nodes.environment(s) | driver_secrets(nodes._env(s)) for s in slots[1:]]
+            asked.append((slots, actor, actor.see.remote(), actor.see_after.remote(others)))
+        for slots, _, own, others in asked:  # the actors live as long as their handles
+            found = [ray.get(own, timeout=WAIT_S), *ray.get(others, timeout=WAIT_S)]
+            seen |= {(s.role, s.index, s.node_rank): one for s, one in zip(slots, found, strict=True)}
     return seen
 
 

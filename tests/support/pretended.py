@@ -117,7 +117,7 @@ class PretendedCluster:
             command += [f"--dashboard_agent_command={self._no_agent}", f"--runtime_env_agent_command={agent}"]
         return _START(command, process_type, *arguments, **options)
 
-    def _machine(self, host: int, gpus: int) -> Mapping[str, str]:
+    def _machine(self, host: int, gpus: int) -> dict[str, str]:
         """Make the node's nvidia-smi; returns the variables of its Ray, which has the GPUs from number `gpus` on: of
         nodes with an even number named by UUIDs, of the others by numbers."""
         where = Path(self._machines.name, str(host))
@@ -204,7 +204,7 @@ class Probe(Process):
 
     def see_after(self, environments: Sequence[Mapping[str, str]]) -> list[Seen]:
         """What actors that are started on this node with these variables would see: those of the node's Ray, which
-        this process has too, and theirs in place of its own."""
+        this process has too, with theirs in place of those that it was given."""
         of_ray = _of_ray()
         inherited = {name: value for name, value in os.environ.items() if name not in self._given}
         inherited |= {name: of_ray[name] for name in self._given if name in of_ray}

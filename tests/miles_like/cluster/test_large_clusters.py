@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.placed import CONFIGS, PLACED, RAYLET, check_light, check_seen, probe, shipped
+from tests.support.placed import CONFIGS, PLACED, RAYLET, check_light, check_seen, probe, reserved, shipped
 from tests.support.pretended import PretendedCluster, pretended_cluster
 
 LARGE = [path for path in CONFIGS if path.stem in PLACED and max(PLACED[path.stem].ranks)[0] >= 2]
@@ -27,7 +27,8 @@ def test_every_process_of_a_large_configuration_has_its_node_and_devices(
     cluster: PretendedCluster, tmp_path: Path, path: Path
 ) -> None:
     config, plan, wanted = shipped(path)
-    seen = probe(config, plan, tmp_path)
+    with reserved(config.cluster.nodes) as held:
+        seen = probe(config, plan, held, tmp_path)
     assert seen.keys() == wanted.processes().keys()
     check_light(seen)
     check_seen(seen, wanted, HOSTS)

@@ -22,10 +22,9 @@ from miles_like.cluster.placement import PlacementPlan
 from miles_like.cluster.rank import Rank
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.trainer_ranks import RayTrainer
-from miles_like.nodes.reservation import reserve
 from miles_like.types import TrainBatch
 from tests.support import layouts, toy
-from tests.support.placed import CONFIGS, RAYLET, SECRET, Placed, check_seen, places, run_nodes, shipped
+from tests.support.placed import CONFIGS, RAYLET, SECRET, Placed, check_seen, places, reserved, run_nodes, shipped
 from tests.support.pretended import pretended_cluster
 from tests.support.reporting_rank import Reporting
 from tests.support.spawn import run_ranks
@@ -46,7 +45,9 @@ Step = tuple[Mapping[str, float], dict[str, bytes]]  # metrics of the step, file
     ],
     ids=["2x2", "2x8"],
 )
-def test_a_step_of_ranks_on_two_nodes(tmp_path: Path, per_node: int, settings: tuple[str, ...]) -> None:
+def test_a_step_of_ranks_on_two_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_node: int, settings: tuple[str, ...]
+) -> None:
     """In the layout of a shipped configuration, where the ranks of an expert-parallel group are on both nodes with two
     GPUs each, and on one with eight."""
     one_thread = 'cluster.env={NCCL_DEBUG="INFO", WANDB_API_KEY="", OMP_NUM_THREADS="1"}'
@@ -58,10 +59,9 @@ def test_a_step_of_ranks_on_two_nodes(tmp_path: Path, per_node: int, settings: t
     factory = MegatronFactory(trained, tmp_path / "shards", layouts.WholeSamples())
     rows, tokens = toy.grid(layouts.batch(0), dp=parallel.dp, micros=1)
     batch = TrainBatch(grid=tuple(map(tuple, rows)), loss_tokens=tokens, versions=(0, 0))
-    with pretended_cluster(HOSTS[::-1], RAYLET, gpus=per_node), pytest.MonkeyPatch.context() as patch:
-        for name, value in SECRET.items():
-            patch.setenv(name, value)
-        held = reserve(2, per_node, run="a", when_busy="refuse", timeout_s=60, say=print)
+    with pretended_cluster(HOSTS[::-1], RAYLET, gpus=per_node), reserved(2, per_node) as held:
+        for name, value in SECRET.items():  # of the driver, not of the nodes' Ray
+            monkeypatch.setenv(name, value)
         found = on_nodes(Reporting(factory, tmp_path), plan, run_nodes(config, held), batch, writer(hf, "placed"))
     on_all = places([0, 1], range(per_node))
     seen = {("trainer", r, 0): pickle.loads((tmp_path / str(r)).read_bytes()) for r in range(parallel.world_size)}

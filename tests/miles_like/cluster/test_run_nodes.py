@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from miles_like.nodes.members import free_gpus
-from miles_like.nodes.reservation import reserve
+from miles_like.nodes.reservation import Reservation
 from tests.support import placed
 from tests.support.placed import (
     CONFIGS,
@@ -23,14 +23,14 @@ from tests.support.placed import (
     SECRET,
     WAIT_S,
     Placed,
-    all_are_free,
     check_light,
     check_seen,
     places,
     probe,
+    reserved,
     shipped,
 )
-from tests.support.pretended import PretendedCluster, Probe, pretended_cluster
+from tests.support.pretended import Probe, pretended_cluster
 
 QWEN = next(path for path in CONFIGS if path.stem == "qwen3_30b_a3b")
 SMALL = [path for path in CONFIGS if path.stem not in PLACED or max(PLACED[path.stem].ranks)[0] < 2]
@@ -38,48 +38,42 @@ HOSTS = [9, 12]  # in the order of the run
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[PretendedCluster]:
-    """Two nodes of 8 GPUs, the one with the larger address first, and a head without."""
-    with pretended_cluster(HOSTS[::-1], RAYLET) as made:
-        yield made
+def held() -> Iterator[Reservation]:
+    """Two nodes of 8 GPUs, of which the one with the larger address has joined first, beside a head without."""
+    with pretended_cluster(HOSTS[::-1], RAYLET), reserved(2) as both:
+        yield both
 
 
 @pytest.mark.parametrize(
     "every", [6, pytest.param(1, marks=pytest.mark.long(beside="tests/miles_like/cluster/test_run_nodes.py"))]
 )
-def test_ranks_and_servers_are_started_in_their_slots(cluster: PretendedCluster, tmp_path: Path, every: int) -> None:
+def test_ranks_and_servers_are_started_in_their_slots(held: Reservation, tmp_path: Path, every: int) -> None:
     """Of the 16 ranks and 8 servers of the smallest shipped cluster, started as a run starts them, all at once. Each
     node's Ray has other variables, hides its GPUs from such actors, and names them in another order than nvidia-smi.
     every: start each such slot; of 6, these are one rank and the server on its GPUs, and a rank of the other node."""
     config, plan, wanted = shipped(QWEN)
     slots = plan.slots[::every]
     assert {s.node for s in slots} == {0, 1} and {s.role for s in slots} == {"trainer", "rollout"}
-    held = reserve(2, 8, run="a", when_busy="refuse", timeout_s=30, say=print)
     nodes = placed.run_nodes(config, held)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in SECRET.items():
-                patch.setenv(name, value)
-            actors = {s: nodes.start(Probe, s, tmp_path / f"{s.role}{s.index}.log") for s in slots}
-        seen = {(s.role, s.index, s.node_rank): ray.get(a.see.remote(), timeout=WAIT_S) for s, a in actors.items()}
-        check_light(seen)
-        check_seen(seen, wanted, HOSTS)
-        assert len(seen) == len(slots) and free_gpus().get(nodes.nodes[0].id, 0) == 0
-    finally:
-        held.release()
-    assert all_are_free()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SECRET.items():
+            patch.setenv(name, value)
+        actors = {s: nodes.start(Probe, s, tmp_path / f"{s.role}{s.index}.log") for s in slots}
+    seen = {(s.role, s.index, s.node_rank): ray.get(a.see.remote(), timeout=WAIT_S) for s, a in actors.items()}
+    check_light(seen)
+    check_seen(seen, wanted, HOSTS)
+    assert len(seen) == len(slots) and not any(free_gpus().get(n.id, 0) for n in held.nodes)
 
 
 @pytest.mark.parametrize("path", SMALL, ids=lambda p: p.stem)
 def test_every_process_of_a_configuration_has_its_node_and_devices(
-    cluster: PretendedCluster, tmp_path: Path, path: Path
+    held: Reservation, tmp_path: Path, path: Path
 ) -> None:
     config, plan, wanted = shipped(path)
-    seen = probe(config, plan, tmp_path)
+    seen = probe(config, plan, held, tmp_path)
     assert seen.keys() == wanted.processes().keys()
     check_light(seen)
     check_seen(seen, wanted, HOSTS)
-    assert all_are_free()
 
 
 @pytest.mark.parametrize(
@@ -88,12 +82,12 @@ def test_every_process_of_a_configuration_has_its_node_and_devices(
     ids=["beside on each node", "on the second node, half of it shared"],
 )
 def test_pools_part_and_share_the_gpus_of_a_node(
-    cluster: PretendedCluster, tmp_path: Path, rollout: str, servers: tuple[placed.Place, ...]
+    held: Reservation, tmp_path: Path, rollout: str, servers: tuple[placed.Place, ...]
 ) -> None:
     """Eight ranks on four GPUs of each node, and four servers of two GPUs."""
     pools = ("cluster.pools.trainer.gpus=0-3", "parallel.dp=2", "rollout.servers=4", f"cluster.pools.rollout.{rollout}")
     config, plan, _ = shipped(QWEN, *pools)
     wanted = Placed(places([0, 1], [0, 1, 2, 3]), servers, 2)
-    seen = probe(config, plan, tmp_path)
+    seen = probe(config, plan, held, tmp_path)
     assert seen.keys() == wanted.processes().keys()
     check_seen(seen, wanted, HOSTS)

@@ -120,7 +120,7 @@ def test_work_without_gpus_is_done_on_nodes_that_others_use(
     cluster: PretendedCluster, other_job: None, tmp_path: Path
 ) -> None:
     """And takes none of their GPUs; once a run has reserved nodes, such work is done on these."""
-    config = load_config(TINY, ["cluster.gpus_per_node=8", "cluster.timeout_s=3"])
+    config = load_config(TINY, ["cluster.gpus_per_node=8", f"cluster.timeout_s={LIMIT_S}"])
     run = RunCluster(config, tmp_path / "run", Console(file=StringIO()), cluster.address)
     assert [n.address for n in run.hosts()] == [FIRST]
     assert sorted(int(n) for n in free_gpus().values() if n) == [7, 8]
