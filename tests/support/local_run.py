@@ -10,15 +10,18 @@ Kills: `tests/support/kill_points.py` knows the pid of each process, and kills o
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import json
 import os
 import runpy
 import shutil
+import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tests.support.forked import USERS_ERRORS, Forked, Starter, answers, tail
 
@@ -143,13 +146,36 @@ def drive(run_dir: Path, home: Path, settings: Sequence[str], kill: Any, loop: s
 # ---- the test's side
 
 
-class Runs(Starter):
-    """Starts runs on the small model of `home`, which it makes."""
+@functools.cache
+def _shared() -> tuple[Starter, Path]:
+    """What forks the drivers of all files that this process runs, and where their small model is: to make both takes
+    longer than a run."""
+    home = Path(tempfile.mkdtemp(prefix="local_run_"))
+    starter = Starter("tests.support.local_parts", "tests.support.kill_points")
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    atexit.register(starter.__exit__)  # before multiprocessing waits for its processes
+    assert starter.call(home / "home.log", make_home, home) == 0, tail(home / "home.log")
+    return starter, home
+
+
+class Runs:
+    """A context manager that starts runs on the small model, which is found in `home` too."""
 
     def __init__(self, home: Path) -> None:
-        super().__init__("tests.support.local_parts", "tests.support.kill_points")
+        self._starter, model = _shared()
         self.home = home
-        assert self.call(home / "home.log", make_home, home) == 0, tail(home / "home.log")
+        for part in ("hf", "megatron"):
+            (home / part).symlink_to(model / part)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The process that forks drivers serves other files."""
+
+    def call(self, log: Path, fn: Callable[..., Any], *arguments: Any, timeout_s: float = 90.0) -> int:
+        """As `Starter.call`."""
+        return self._starter.call(log, fn, *arguments, timeout_s=timeout_s)
 
     def run(self, run_dir: Path, settings: Sequence[str] = (), kill: Any = None, loop: str | None = None) -> int:
         """From where the run stands: its last checkpoint, if it has one. loop: as in `named`."""

@@ -165,7 +165,11 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
     trainer: Any = SimpleNamespace(dp_size=1, connect=lambda recipe: None, publish=publish)
     source: Any = SimpleNamespace(all=lambda: [0] * 20)
     prompts = Prompts(source=source, held_out=[], rewards=Rewards(RewardConfig()))
-    made = run_of(plan_of(run_dir=tmp_path), trainer, prompts=prompts)
+
+    async def start() -> None: ...
+
+    teachers: Any = SimpleNamespace(teachers=lambda *of: SimpleNamespace(start=start))
+    made = run_of(plan_of(run_dir=tmp_path), trainer, prompts=prompts, teachers=teachers)
     with refuses(ValueError, "w", "mismatch.check_prompts", 0) as refused:
         asyncio.run(made.loop(["http://x"]))
     assert "\n" not in str(refused.value)
