@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -23,9 +24,12 @@ class StoreSignals:
     """
 
     def __init__(self, store: TCPStore, world_size: int) -> None:
-        self._store = PrefixStore("signals", store.clone())  # type: ignore[attr-defined]
-        self._world_size = world_size
+        self._original, self._world_size = store, world_size
         self._meetings = 0  # so far, on every rank
+
+    @cached_property
+    def _store(self) -> PrefixStore:
+        return PrefixStore("signals", self._original.clone())  # type: ignore[attr-defined]
 
     def send(self, name: str) -> None:
         with _rank_0_lives():

@@ -16,6 +16,7 @@ import torch.distributed
 from rich.console import Console
 
 from miles_like.cluster import rollout_servers, trainer_ranks
+from miles_like.cluster.actors import Process
 from miles_like.cluster.placement import Slot, plan_placement
 from miles_like.config.load import load_config
 from miles_like.run.run_cluster import RunCluster
@@ -23,7 +24,6 @@ from miles_like.run.teachers import RunTeachers
 from rollout.server_key import ServerKey
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.servers import ServerLaunch
-from tests.support.pretended import Probe
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DISK = "NODE_DISK"  # environment variable of a run's processes: the directory that is a separate disk on each node
@@ -77,6 +77,16 @@ def command() -> None:
     app(sys.argv[1:])
 
 
+class Surroundings(Process):
+    """An actor as a rank or a server is one: it reports where it is and what it was started with."""
+
+    def node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    def see(self) -> dict[str, str]:
+        return dict(os.environ)
+
+
 def placed_on_gpus(address: str, disk: str, logs: Path) -> dict[str, Any]:
     """On the driver's node: where the smallest shipped cluster's run is placed, asked twice, and what the first rank
     and server of each node find there."""
@@ -89,7 +99,8 @@ def placed_on_gpus(address: str, disk: str, logs: Path) -> dict[str, Any]:
     for slot in plan.slots:
         first.setdefault((slot.role, slot.node), slot)
     actors = {
-        f"{role} {node}": nodes.start(Probe, slot, logs / f"{role}{node}.log") for (role, node), slot in first.items()
+        f"{role} {node}": nodes.start(Surroundings, slot, logs / f"{role}{node}.log")
+        for (role, node), slot in first.items()
     }
     seen = {name: ray.get(actor.see.remote(), timeout=120) for name, actor in actors.items()}
     there = {name: ray.get(actor.node.remote(), timeout=120) for name, actor in actors.items()}
