@@ -23,6 +23,7 @@ from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
 SCRIPT = ROOT / "tests" / "support" / "placed_run.py"
 TOKENIZER = ROOT / "configs" / "tiny"
+pytestmark = pytest.mark.long(beside="tests/miles_like/cluster/test_workers.py")  # ranks of the reference; placement
 ROLES = ("critic", "reference", "teachers")
 SETTINGS = (
     *("algorithm.name=ppo", "algorithm.kl_coefficient=0.05", "critic.lr=1e-3", "distillation.mode=added"),
