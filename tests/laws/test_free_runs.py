@@ -81,7 +81,13 @@ def begun(checkpoint: Path) -> list[Sample]:
 
 def test_half_done_samples_go_on_over_publications_and_kills_within_the_bound(runs: Runs) -> None:
     """Each part of the run has another pause mode and ends by SIGKILL in the middle of a step, but the last."""
-    where, last, saved = runs.home / "killed", 12, list[Sample]()
+    # a busy machine may have no sample half done at either kill: then the run says nothing, and is repeated
+    assert any(went_on_over_kills(runs, runs.home / f"killed-{attempt}") > 1 for attempt in range(3))
+
+
+def went_on_over_kills(runs: Runs, where: Path) -> int:
+    """Samples that were half done at a kill and trained after it, each checked."""
+    last, saved = 12, list[Sample]()
     modes = {"abort": range(1, 5), "retract": range(5, 9), "in_place": range(9, last + 1)}
     for mode, steps in modes.items():
         settings = (*FREE, "buffer.max_staleness=2", f"train.steps={last}", f"publish.pause_mode={mode}")
@@ -95,7 +101,6 @@ def test_half_done_samples_go_on_over_publications_and_kills_within_the_bound(ru
     assert audit(where / "ledger.jsonl").steps[-1].discarded == 0  # nothing was ever too old
     trained = {(s["prompt_id"], s["index"]): s for step in range(1, last + 1) for s in samples(where, step)}
     went_on = [s for s in saved if (s.prompt_id, s.index) in trained]
-    assert len(went_on) > 1
     for s in went_on:
         row, n = trained[s.prompt_id, s.index], len(s.token_ids)
         assert row["token_ids"][:n] == s.token_ids.tolist()
@@ -104,6 +109,7 @@ def test_half_done_samples_go_on_over_publications_and_kills_within_the_bound(ru
         assert row["versions"][len(was) - 1][:2] == was[-1][:2]  # the last span may be longer now
     longer = [s for s in went_on if len(trained[s.prompt_id, s.index]["token_ids"]) > len(s.token_ids)]
     assert longer, "all that was saved had ended"
+    return len(went_on)
 
 
 @pytest.mark.long(beside="tests/miles_like/loop/test_old_tokens.py")
