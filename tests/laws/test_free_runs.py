@@ -101,6 +101,8 @@ def went_on_over_kills(runs: Runs, where: Path) -> int:
     assert audit(where / "ledger.jsonl").steps[-1].discarded == 0  # nothing was ever too old
     trained = {(s["prompt_id"], s["index"]): s for step in range(1, last + 1) for s in samples(where, step)}
     went_on = [s for s in saved if (s.prompt_id, s.index) in trained]
+    if len(went_on) < 2:
+        return len(went_on)
     for s in went_on:
         row, n = trained[s.prompt_id, s.index], len(s.token_ids)
         assert row["token_ids"][:n] == s.token_ids.tolist()
