@@ -29,6 +29,7 @@ class StoreSignals:
 
     @cached_property
     def _store(self) -> PrefixStore:
+        """Cloned by the first signal: the store of a fake process group has no clone, and its ranks send none."""
         return PrefixStore("signals", self._original.clone())  # type: ignore[attr-defined]
 
     def send(self, name: str) -> None:

@@ -26,6 +26,7 @@ from rollout.wire.bodies import request_bytes
 from rollout.wire.endpoints import HEALTH
 
 _POLL_S = 0.1
+_ENDED_S = 30.0  # time limit for killed processes to end: the driver frees a GPU's memory first
 _LOG_LINES = 20
 SERVER_PROMPTS = 64  # of context length, the embedded server's default limit for one request
 
@@ -117,8 +118,8 @@ class ServerHandle:
             self._key_file.unlink(missing_ok=True)
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """Send SIGTERM to the process group and SIGKILL after `grace_s` seconds. Does nothing if it was stopped
-        before."""
+        """Send SIGTERM to the process group and SIGKILL after `grace_s` seconds; return when all its processes have
+        ended, and with them their memory and ports. Does nothing if it was stopped before."""
         self._remove_key_file()
         if self._process.returncode is not None:
             return
@@ -127,9 +128,12 @@ class ServerHandle:
         deadline = time.monotonic() + grace_s
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.02)
-        # Even if the leader has ended: a worker process of the server may be left in the group.
+        # Even if the leader has ended: worker processes of the server (SGLang's detokenizer) may be left in the group.
         os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        deadline = time.monotonic() + _ENDED_S
+        while living(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._process.wait()  # last, because the group's id may be reused then
 
     def __enter__(self) -> ServerHandle:
         return self
@@ -138,6 +142,17 @@ class ServerHandle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def living(group: int) -> list[int]:
+    """Processes of a process group that have not ended. Empty where there is no /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state not in "ZX":
+                found.append(int(stat.parent.name))
+    return found
 
 
 def log_tail(log: Path, lines: int = _LOG_LINES) -> str:

@@ -32,6 +32,7 @@ PPO = ("algorithm.name=ppo", "algorithm.kl_coefficient=0.01", "critic.lr=1e-3")
 CASES: dict[str, tuple[str, ...]] = {
     "deterministic": (),
     "a critic": PPO,
+    "published on disk, two behind": ("publish.path=disk", "buffer.max_staleness=2"),
     "published on disk": ("publish.path=disk",),
     "a critic, ranks of the reference, on disk, two behind": (
         *PPO,
@@ -56,7 +57,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "distillation.teachers.own={kind='self',weights='current',prompt='{answer}. {prompt}'}",
     ),
 }
-OFTEN = ("deterministic", "a critic")
+OFTEN = ("deterministic", "a critic", "published on disk, two behind")
 CHECKED = "checks and evaluations"  # samples and scores after a publication, so that it publishes again
 
 

@@ -23,7 +23,7 @@ from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.ports import free_port
-from rollout.sglang.servers import start
+from rollout.sglang.servers import living, start
 from rollout.wire.bodies import MemoryTag
 from tests.support.refusals import refuses
 from tests.support.tiny_models import random_tensors, tiny_qwen, write_checkpoint
@@ -167,7 +167,8 @@ async def _resume_what_was_not_released(url: str) -> None:
 def test_a_stock_server_ends_by_the_orders_that_are_refused_here(
     model: Path, tmp_path: Path, order: Callable[[str], Awaitable[None]], why: str
 ) -> None:
-    """So the refusals are of what happens, and not of what was once read."""
+    """So the refusals are of what happens, and not of what was once read. The detokenizer outlives the scheduler, until
+    the group of both is ended."""
     log = tmp_path / "sglang.log"
     with serve(model, log) as one:
         one.await_ready(START_S)
@@ -176,3 +177,4 @@ def test_a_stock_server_ends_by_the_orders_that_are_refused_here(
         while why not in log.read_text() and time.monotonic() < until:
             time.sleep(0.5)
         assert why in log.read_text()
+    assert not living(one.pid)

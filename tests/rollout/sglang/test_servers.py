@@ -8,9 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import venv
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,6 +81,22 @@ def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     (child,) = children(server.pid)
     server.stop(grace_s=0.3)
     assert wait_until(lambda: gone(child)) and not server.alive()
+
+
+def test_a_stopped_server_has_no_process_left_when_stop_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leader has ended by itself; a worker takes its time to end, as one that frees a GPU does."""
+    server = start(tmp_path, f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}])")
+    assert wait_until(lambda: "up" in server.log.read_text() and not server.alive(), 20)
+    (worker,) = servers.living(server.pid)
+
+    def later(group: int, number: int) -> None:
+        threading.Timer(0.7, os.kill, (worker, number)).start()
+
+    monkeypatch.setattr(servers, "os", SimpleNamespace(**{**vars(os), "killpg": later}))
+    server.stop()
+    assert gone(worker) and not servers.living(server.pid)
 
 
 def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
