@@ -75,6 +75,7 @@ RULES = {
     " megatron_bridge.optim megatron_bridge.model megatron_bridge.step",
     "megatron_bridge.trainer": f"{CONTRACTS} quant.exact routing_replay megatron_bridge",
     # miles_like: data and settings
+    "miles_like.timing.devices": "",
     "miles_like.batch": "routing_replay miles_like.types",
     "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts rollout.server_url"
     " miles_like.limits miles_like.section miles_like.variables",
