@@ -133,6 +133,15 @@ def _balance(run: RankRun, transformer: Any) -> Balance:
     )
 
 
+class _NoModules:
+    """In place of FlopCounterMode's tracker, whose hooks on the outputs of recomputed layers disable the trainer's."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
 class _Work:
     """Operations of a step's forward, recomputation and backward: passes under other weights are not counted."""
 
@@ -145,6 +154,7 @@ class _Work:
             def stats(*args: Any, **kwargs: Any) -> Any:
                 self.attention.flops = 0.0
                 counter = FlopCounterMode(display=False)
+                counter.mod_tracker = _NoModules()
                 with counter:
                     out = stock(*args, **kwargs)
                 counted = counter.get_flop_counts().get("Global", {})
