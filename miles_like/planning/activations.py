@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron_bridge.config import ParallelConfig
 from megatron_bridge.plan.resolve import Resolved
 from miles_like.planning.layer import LayerCost, LayerOps, Pack, layer_cost
-from miles_like.planning.parts import MIB, Part
+from miles_like.planning.parts import MIB
 from miles_like.planning.weights import ModelWeights, StageWeights
 
 _FP32 = 4
@@ -171,7 +171,3 @@ class TrainingPasses:
         """The gathered input of a column-parallel linear, which megatron's own linears keep in one global buffer
         (`get_global_memory_buffer`), and TransformerEngine's as a temporary of the same size."""
         return self.ops.gathered if self.pack.tp > 1 else 0
-
-
-def peak_parts(peak: TrainingPeak) -> dict[Part, int]:
-    return {"activations": peak.activations, "logits": peak.logits, "communication": peak.communication}

@@ -38,11 +38,9 @@ def gathering(weights: ModelWeights, layout: ParallelConfig, stage: StageWeights
 
 
 def gathering_bytes(stages: Sequence[Gathering], stage: int) -> int:
-    """The most that a rank holds beside its parameters. The first rank, which sends, holds the tensors of a chunk of any
-    stage until they are sent, while the next chunk is gathered."""
-    received = max(g.chunk for g in stages)
-    most = stages[0].owned if len(stages) == 1 else max(stages[stage].owned, received)
-    return most + (received if stage == 0 else 0)
+    """The most that a rank holds beside its parameters: for chunks of its stage, or what it receives of another's."""
+    received = max((g.chunk for other, g in enumerate(stages) if other != stage), default=0)
+    return max(stages[stage].owned, received)
 
 
 def _of_kind(weights: ModelWeights, layout: ParallelConfig, entries: Sequence[Entry]) -> Gathering:

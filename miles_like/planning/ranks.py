@@ -9,12 +9,12 @@ from functools import cached_property
 from megatron_bridge.config import TrainerConfig
 from megatron_bridge.families.base import HFConfig
 from megatron_bridge.plan.resolve import resolve, trained_config
-from miles_like.planning.activations import StepShape, TrainingPasses, peak_parts
+from miles_like.planning.activations import StepShape, TrainingPasses
 from miles_like.planning.allowances import FRAGMENTATION, trainer_allowances
 from miles_like.planning.gathering import Gathering, gathering, gathering_bytes
 from miles_like.planning.parts import Bytes, Part, Phase, added, total
 from miles_like.planning.state import RankState, rank_state
-from miles_like.planning.weights import ModelWeights, StageWeights
+from miles_like.planning.weights import ModelWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,52 +53,42 @@ class RankPlans:
         self._fragmentation = FRAGMENTATION if gpus else 0.0
         self._uses: dict[int, Mapping[Phase, Use]] = {}
 
-    def gathered(self, stage: int) -> int:
-        """The most that a rank of a stage holds for chunks of weights."""
-        return gathering_bytes(self._chunks, stage)
+    def uses(self, stage: int) -> Mapping[Phase, Use]:
+        """By phase that the ranks have, with allowances."""
+        if stage not in self._uses:
+            self._uses[stage] = {phase: self._whole(stage, phase, use) for phase, use in self.tensors(stage).items()}
+        return self._uses[stage]
+
+    def tensors(self, stage: int) -> Mapping[Phase, Use]:
+        """What tensors take, by phase that the ranks have; the sender keeps a chunk more while it publishes."""
+        state, peak = self.states[stage], self.passes.peak(self.stages[stage])
+        kept: dict[Part, int] = {"communication": peak.communication}
+        after = added(kept, {"activations": peak.left})
+        awake = added(state.device, kept)
+        dynamic: dict[Part, int] = {"activations": peak.activations, "logits": peak.logits}
+        chunk: dict[Part, int] = {"communication": gathering_bytes(self._chunks, stage) if self.publishes else 0}
+        # what is about to be freed while everything is allocated counts as parameters
+        moving: dict[Part, int] = {"parameters": max(0, state.building - total(state.device))}
+        out: dict[Phase, Use] = {
+            "building": Use(static=added(state.device, moving), dynamic={}),
+            "training": Use(static=awake, dynamic=added(dynamic)),
+        }
+        if not self.sleeps:
+            out["publishing"] = Use(static=added(state.device, after), dynamic=added(chunk))
+            return out
+        lent: dict[Part, int] = {"parameters": state.device.get("parameters", 0)} if self.publishes else {}
+        out["publishing"] = Use(static=added(after, lent), dynamic=added(chunk))
+        out["asleep"] = out["generating"] = Use(static=after, dynamic={})
+        return out
 
     @cached_property
     def _chunks(self) -> tuple[Gathering, ...]:
         return tuple(gathering(self.weights, self.config.parallel, stage) for stage in self.stages)
 
-    def uses(self, stage: int) -> Mapping[Phase, Use]:
-        """By phase that the ranks have."""
-        if stage not in self._uses:
-            self._uses[stage] = self._of_stage(stage)
-        return self._uses[stage]
-
-    def _of_stage(self, stage: int) -> Mapping[Phase, Use]:
-        state, of_stage = self.states[stage], self.stages[stage]
-        peak = self.passes.peak(of_stage)
-        dynamic: dict[Part, int] = {"activations": peak.activations, "logits": peak.logits}
-        kept: dict[Part, int] = {"communication": peak.communication}
-        awake = added(state.device, kept, self.allowances)
-        left: dict[Part, int] = {"activations": peak.left}
-        asleep = added(kept, left, self.allowances)
-        out: dict[Phase, Use] = {
-            "building": Use(static=added(self._building(of_stage, state), self.allowances), dynamic={}),
-            "training": Use(static=awake, dynamic=self._with_fragments(dynamic)),
-        }
-        chunk: dict[Part, int] = {"communication": self.gathered(stage)} if self.publishes else {}
-        sent = self._with_fragments(chunk)
-        if not self.sleeps:
-            out["publishing"] = Use(static=added(awake, left), dynamic=sent)
-            return out
-        lent: dict[Part, int] = {"parameters": state.device.get("parameters", 0)} if self.publishes else {}
-        out["publishing"] = Use(static=added(asleep, lent), dynamic=sent)
-        out["asleep"] = out["generating"] = Use(static=asleep, dynamic={})
-        return out
-
-    def _with_fragments(self, parts: Bytes) -> Bytes:
-        fragments: dict[Part, int] = {"fragmentation": int(self._fragmentation * total(parts))}
-        return added(parts, fragments)
-
-    def _building(self, stage: StageWeights, state: RankState) -> Bytes:
-        """The peak while everything is allocated; what is about to be freed counts as parameters."""
-        more: dict[Part, int] = {"parameters": max(0, state.building - total(state.device))}
-        return added(state.device, more)
-
-
-def peak_of(plans: RankPlans, stage: int) -> Bytes:
-    """Parts of the training peak without allowances."""
-    return added(plans.states[stage].device, peak_parts(plans.passes.peak(plans.stages[stage])))
+    def _whole(self, stage: int, phase: Phase, use: Use) -> Use:
+        dynamic = dict(use.dynamic)
+        if phase == "publishing" and self.publishes and stage == 0:
+            # the sender holds the tensors of a chunk of any stage until they are sent, while the next is gathered
+            dynamic["communication"] += max(chunks.chunk for chunks in self._chunks)
+        fragments: dict[Part, int] = {"fragmentation": int(self._fragmentation * total(dynamic))}
+        return Use(static=added(use.static, self.allowances), dynamic=added(dynamic, fragments))
