@@ -41,7 +41,8 @@ class TrainingPeak:
     activations: int
     logits: int  # of the head: hidden states of all rows, blocks of logits, gradients
     communication: int  # buffers that stay from the first step on
-    left: int  # of activations, after the step
+    left: int  # of activations, after the step; a rank drops it when it sleeps
+    tables: int  # of rotary angles, from the first step on; counted among the activations
 
 
 def chunks_in_flight(layout: ParallelConfig, stage: int, micro_batches: int) -> int:
@@ -92,17 +93,21 @@ class TrainingPasses:
         moments.append((self._rounding(stage), 0))
         activations, logits = max(moments, key=sum)
         return TrainingPeak(
-            activations=activations, logits=logits, communication=self._buffers(), left=self._left(stage)
+            activations=activations,
+            logits=logits,
+            communication=self._buffers(),
+            left=self._left(stage),
+            tables=self._angles(stage),
         )
 
     def _left(self, stage: StageWeights) -> int:
         """Megatron's dispatcher of a layer keeps the routing weights of its last pass, and so the graph back to the
         input of the recomputed layer, with its gradient."""
         if self.config.recompute == "none":
-            return self._angles(stage)
+            return 0
         sparse = self._sparse(stage)
         received = int(stage.stage > 0 and sparse > 0)  # the gradient that is sent to the stage before
-        return (2 * sparse + received) * self.ops.hidden + self._angles(stage)
+        return (2 * sparse + received) * self.ops.hidden
 
     def _angles(self, stage: StageWeights) -> int:
         """Tables of rotary angles in FP32: `RotaryEmbedding.forward` keeps the last 32 of different modules and lengths;
@@ -151,7 +156,9 @@ class TrainingPasses:
             moments.append((self._inputs(stage), 2 * self.ops.gathered + block))
         moments.append((self._rounding(stage), 0))
         activations, logits = max(moments, key=sum)
-        return TrainingPeak(activations=activations, logits=logits, communication=self._buffers(), left=0)
+        return TrainingPeak(
+            activations=activations, logits=logits, communication=self._buffers(), left=0, tables=self._angles(stage)
+        )
 
     def _inputs(self, stage: StageWeights) -> int:
         """The micro-batches of the step, all of which are on the device: ids, labels and positions of int64 as packed

@@ -63,7 +63,7 @@ class RankPlans:
         """What tensors take, by phase that the ranks have; the sender keeps a chunk more while it publishes."""
         state, peak = self.states[stage], self.passes.peak(self.stages[stage])
         kept: dict[Part, int] = {"communication": peak.communication}
-        after = added(kept, {"activations": peak.left})
+        after = added(kept, {"activations": peak.tables})
         awake = added(state.device, kept)
         dynamic: dict[Part, int] = {"activations": peak.activations, "logits": peak.logits}
         chunk: dict[Part, int] = {"communication": gathering_bytes(self._chunks, stage) if self.publishes else 0}
@@ -74,7 +74,7 @@ class RankPlans:
             "training": Use(static=awake, dynamic=added(dynamic)),
         }
         if not self.sleeps:
-            out["publishing"] = Use(static=added(state.device, after), dynamic=added(chunk))
+            out["publishing"] = Use(static=added(state.device, after, {"activations": peak.left}), dynamic=added(chunk))
             return out
         lent: dict[Part, int] = {"parameters": state.device.get("parameters", 0)} if self.publishes else {}
         out["publishing"] = Use(static=added(after, lent), dynamic=added(chunk))
