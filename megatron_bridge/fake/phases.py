@@ -36,7 +36,7 @@ from megatron_bridge.fake.routing import routing_substitutes
 from megatron_bridge.fake.standins import cpu_substitutes, cuda_substitutes_of, resolve_substitute, resolved_rank
 from megatron_bridge.fake.substitute import Substitute, substituted
 from megatron_bridge.fake.tensors import RankMode, apply_to_module, outside
-from megatron_bridge.fake.world import forget_devices, world_substitutes
+from megatron_bridge.fake.world import forget_last_rank, world_substitutes
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.optim.optimizer import prime_state
 from megatron_bridge.plan.kernels import choose_spec
@@ -60,8 +60,9 @@ def live_through(run: RankRun, env: DeviceEnv) -> RankCounts:
     batches = batches_of(run, hf)
     with ExitStack() as stack:
         table = _substitutes(run, hf, env, mode, live, facts, work)
+        forget_last_rank()
+        stack.callback(forget_last_rank)
         counts.stubbed = stack.enter_context(substituted(table))
-        stack.callback(forget_devices)
         stack.callback(close_parallel)  # of a trainer that could not be built
         stack.enter_context(mode)
         stack.enter_context(live)
@@ -120,6 +121,7 @@ def _substitutes(
     return [
         *world_substitutes("nccl" if cuda else "gloo"),
         Substitute("torch.nn:Module", "_apply", "fake tensors", lambda stock: apply_to_module),
+        Substitute("torch:UntypedStorage", "copy_", "fake tensors", lambda stock: lambda self, source, *a: self),
         *number_substitutes(mode, facts),
         resolve_substitute(),
         *of_kernels,
