@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from megatron_bridge.fake.routing import routing_substitutes
 from megatron_bridge.fake.standins import cpu_substitutes, cuda_substitutes_of, resolve_substitute, resolved_rank
 from megatron_bridge.fake.substitute import Substitute, substituted
 from megatron_bridge.fake.tensors import RankMode, apply_to_module, outside
-from megatron_bridge.fake.world import forget_devices, world_substitutes
+from megatron_bridge.fake.world import forget_last_rank, world_substitutes
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.optim.optimizer import prime_state
 from megatron_bridge.plan.kernels import choose_spec
@@ -60,13 +61,16 @@ def live_through(run: RankRun, env: DeviceEnv) -> RankCounts:
     batches = batches_of(run, hf)
     with ExitStack() as stack:
         table = _substitutes(run, hf, env, mode, live, facts, work)
+        forget_last_rank()
+        stack.callback(forget_last_rank)
         counts.stubbed = stack.enter_context(substituted(table))
-        stack.callback(forget_devices)
         stack.callback(close_parallel)  # of a trainer that could not be built
         stack.enter_context(mode)
         stack.enter_context(live)
         trainer = built(run, live, counts)
         stack.callback(trainer.close)
+        gc.freeze()  # collections between micro-batches need not look at the model
+        stack.callback(gc.unfreeze)
         _tell(trainer, facts, batches)
         trained(run, trainer, batches, facts.loss_tokens, live, counts)
         counts.flops = {
@@ -120,6 +124,7 @@ def _substitutes(
     return [
         *world_substitutes("nccl" if cuda else "gloo"),
         Substitute("torch.nn:Module", "_apply", "fake tensors", lambda stock: apply_to_module),
+        Substitute("torch:UntypedStorage", "copy_", "fake tensors", lambda stock: lambda self, source, *a: self),
         *number_substitutes(mode, facts),
         resolve_substitute(),
         *of_kernels,
@@ -247,11 +252,18 @@ def slept_and_published(
 
 
 def _largest_chunks(trainer: Any) -> Iterator[Any]:
-    """Exports of the largest bucket of each kind among those of this rank's stage."""
+    """Exports of the two largest buckets of each kind, one after the other: first as if another stage had gathered
+    them, then of this rank's stage. A consumer holds the last tensor of a bucket while the next one is gathered."""
     tensors = trainer.family.bind(trainer.hf, mtp=bool(trainer.models[0].config.mtp_num_layers))
     exporter, stage = export._Exporter(tensors, trainer.parallel), trainer.parallel.pp_rank
     own = (slot for chunk in trainer.chunks for slot in export._local_slots(chunk, tensors, stage))
+    largest: list[list[Any]] = []
     for _, slots in groupby(sorted(export._unique(own), key=exporter.key), key=exporter.key):
         buckets = exporter.buckets(slots, export.BUCKET_BYTES)
-        largest = max(buckets, key=lambda bucket: sum(slot.tensor.numel() for slot in bucket))
-        yield exporter.export(largest, export._served)
+        largest += sorted(buckets, key=lambda bucket: -sum(slot.tensor.numel() for slot in bucket))[:2]
+    if trainer.config.parallel.pp > 1:
+        other = stage - 1 if stage else 1
+        for bucket in largest:
+            yield exporter.export([replace(slot, stage=other, tensor=None) for slot in bucket], export._served)
+    for bucket in largest:
+        yield exporter.export(bucket, export._served)

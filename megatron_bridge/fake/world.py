@@ -124,10 +124,16 @@ def world_substitutes(backend: str) -> tuple[Substitute, ...]:
     )
 
 
-def forget_devices() -> None:
-    """Undo what megatron keeps of the last rank's device in this process."""
+def forget_last_rank() -> None:
+    """Undo what this process keeps of the rank that it executed last: tensors of its device in caches."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+    from megatron_bridge.model import local_modules, packed_rope
+    from routing_replay import agreement
+
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
+    for of_lengths in (local_modules._planned, local_modules._causal_blocks, packed_rope.packed_positions):
+        of_lengths.cache_clear()
+    agreement._marks.cache_clear()

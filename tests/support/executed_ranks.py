@@ -89,11 +89,13 @@ def _measured(run: RankRun, port: int, plant: Plant | None) -> RankCounts:
     from megatron_bridge.fake.live import LiveBytes
     from megatron_bridge.fake.phases import batches_of, built, slept_and_published, trained
     from megatron_bridge.fake.substitute import substituted
+    from megatron_bridge.fake.world import forget_last_rank
     from miles_like.hf.checkpoint import read_config
 
     batches = batches_of(run, read_config(Path(run.config.hf_config)))
     live, counts = LiveBytes(), RankCounts()
     loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches) * run.config.parallel.dp
+    forget_last_rank()
     gc.collect()
     with substituted(attribution_substitutes(live)), live:
         trainer = built(run, live, counts, address=("127.0.0.1", port))
