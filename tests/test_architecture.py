@@ -76,9 +76,14 @@ RULES = {
     "megatron_bridge.trainer": f"{CONTRACTS} quant.exact routing_replay megatron_bridge",
     # miles_like: data and settings
     "miles_like.timing.devices": "",
+    "miles_like.timing.rates": "miles_like.timing.devices",
     "miles_like.batch": "routing_replay miles_like.types",
     "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts rollout.server_url"
     " miles_like.limits miles_like.section miles_like.variables",
+    "miles_like.timing": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
+    " miles_like.config miles_like.timing.devices miles_like.timing.rates",
+    "miles_like.timing.published": "megatron_bridge.config miles_like.timing.devices miles_like.timing.rates"
+    " miles_like.timing",
     "miles_like.algorithms.terms": "miles_like.types",
     "miles_like.algorithms.advantages": "miles_like.types miles_like.protocols miles_like.algorithms.terms",
     "miles_like.algorithms.losses": "miles_like.types miles_like.protocols miles_like.algorithms.terms",
@@ -151,6 +156,7 @@ SEE_THE_WHOLE_CONFIGURATION = (
     "miles_like.preflight",
     "miles_like.run",
     "miles_like.staging",
+    "miles_like.timing.of_run",
     "miles_like.cli",
 )
 
