@@ -79,7 +79,7 @@ RULES = {
     "miles_like.timing.rates": "miles_like.timing.devices",
     "miles_like.batch": "routing_replay miles_like.types",
     "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts rollout.server_url"
-    " miles_like.limits miles_like.section miles_like.variables",
+    " miles_like.limits miles_like.section miles_like.timing.devices miles_like.variables",
     "miles_like.timing": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
     " miles_like.config miles_like.timing.devices miles_like.timing.rates",
     "miles_like.timing.published": "megatron_bridge.config miles_like.timing.devices miles_like.timing.rates"
@@ -117,25 +117,30 @@ RULES = {
     " megatron_bridge.plan megatron_bridge.convert miles_like.algorithms miles_like.batch miles_like.checkpoint"
     " miles_like.cluster miles_like.config miles_like.nodes miles_like.report miles_like.staging"
     " miles_like.storage miles_like.supervised",
+    "miles_like.planning": "quant megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
+    " megatron_bridge.convert miles_like.cluster miles_like.config miles_like.timing.devices rollout.config",
     "miles_like.doctor": "miles_like.nodes miles_like.pipeline.check_results",
     "miles_like.preflight": f"{CONTRACTS} rollout.config rollout.episodes rollout.prompts miles_like.algorithms"
-    " miles_like.cluster miles_like.config miles_like.doctor miles_like.nodes miles_like.pipeline miles_like.rewards"
-    " miles_like.staging miles_like.supervised",
+    " miles_like.cluster miles_like.config miles_like.doctor miles_like.nodes miles_like.pipeline miles_like.planning"
+    " miles_like.rewards miles_like.staging miles_like.supervised miles_like.timing.devices",
     "miles_like.run": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
     " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience miles_like.loop"
-    " miles_like.nodes miles_like.pipeline"
+    " miles_like.nodes miles_like.pipeline miles_like.planning"
     " miles_like.preflight miles_like.report miles_like.rewards miles_like.staging miles_like.storage"
-    " miles_like.supervised miles_like.turns miles_like.verify",
+    " miles_like.supervised miles_like.timing.devices miles_like.turns miles_like.verify",
     "miles_like.command_errors": "miles_like.loop",
+    "miles_like.commands": "miles_like.command_errors miles_like.config miles_like.pipeline miles_like.planning"
+    " miles_like.run miles_like.timing.devices",
     "miles_like.cli": "rollout.embedded.server rollout.server_key rollout.server_url miles_like.checkpoint"
-    " miles_like.command_errors miles_like.config miles_like.doctor miles_like.pipeline miles_like.preflight"
-    " miles_like.report miles_like.run",
-    "scripts": "miles_like.cli miles_like.pipeline",
+    " miles_like.command_errors miles_like.commands miles_like.config miles_like.doctor miles_like.pipeline"
+    " miles_like.preflight miles_like.report miles_like.run",
+    "scripts": "miles_like.cli miles_like.commands miles_like.pipeline",
 }
 BOTH_SIDES = (
     "miles_like.cluster",
     "miles_like.verify",
     "miles_like.pipeline",
+    "miles_like.planning",
     "miles_like.preflight",
     "miles_like.run",
     "miles_like.staging",
@@ -153,6 +158,7 @@ TORCH_FREE = (  # and all that they import
 SEE_THE_WHOLE_CONFIGURATION = (
     "miles_like.config",
     "miles_like.pipeline",
+    "miles_like.planning",
     "miles_like.preflight",
     "miles_like.run",
     "miles_like.staging",

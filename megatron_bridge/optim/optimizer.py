@@ -164,7 +164,9 @@ def apply_gradients(optimizer: ChainedOptimizer, *, lr: float, clip: float) -> f
         raise NonFiniteGradient(f"gradient norm is {norm}")
     for part in optimizer.chained_optimizers:
         if not getattr(part, "is_stub_optimizer", False) and part.get_parameters():
-            clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=clip, total_norm=norm)
+            # with an optimizer on the host gradients are views of the buffer, beside parameters of another dtype
+            apart = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(part.get_parameters(), clip, norm, use_decoupled_grad=apart)
     for group in optimizer.param_groups:
         group["lr"] = lr
         # megatron applies the multiplier only in its scheduler

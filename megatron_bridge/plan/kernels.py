@@ -271,6 +271,10 @@ def optimizer_arguments(config: TrainerConfig) -> OptimizerKeywords:
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": kernels.offload_optimizer,
             "overlap_cpu_optimizer_d2h_h2d": True,
+            # Without it the masters stay on the device beside the host's, and are not set when weights are loaded: the
+            # first step would replace the loaded weights by the random ones (megatron-core 0.16.1, distrib_optimizer's
+            # _build_model_and_main_param_groups and hybrid_optimizer's update_fp32_param_by_new_param)
+            "use_precision_aware_optimizer": True,
         }
     return out
 

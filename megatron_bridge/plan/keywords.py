@@ -41,3 +41,4 @@ class OptimizerKeywords(TypedDict, total=False):
     optimizer_cpu_offload: bool
     optimizer_offload_fraction: float
     overlap_cpu_optimizer_d2h_h2d: bool
+    use_precision_aware_optimizer: bool

@@ -52,36 +52,49 @@ class DiskNeed:
         return replace(self, bytes=max(0, self.by_node[node] - held) if node < len(self.by_node) else 0)
 
 
-def disk_needs(config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str]) -> list[DiskNeed]:
-    """The needs of the stages that will run; empty where sizes are known only after the fetch stage."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes:
+    """Bytes that a run writes from the start: by stage to the shared file system, and to each node's own disk."""
+
+    shared: Mapping[str, int]
+    by_node: tuple[int, ...]  # empty without a node-local directory
+
+
+def stage_bytes(config: RunConfig, stages: Sequence[Stage]) -> StageBytes | None:
+    """None where sizes are known only after the fetch stage."""
     by_name = {s.name: s for s in stages}
     bf16, fetched, nodes = by_name["convert"].size, by_name["fetch"].size, by_name["stage"].by_node
-    out: list[DiskNeed] = []
+    if bf16 is None or fetched is None or nodes is None:
+        return None
+    served = max((n.served for n in nodes), default=0)
+    again = 0 if served == fetched else served  # encoded into the cache before it is copied
+    local = config.cluster.stage_dir is not None
+    trained = 0 if config.lora.rank else 1 + config.algorithm.has_critic
+    shared = {
+        "fetch": fetched + (2 * bf16 if config.model.make is not None else 0),  # made from BF16 weights and shards
+        "dequantize": 0 if fetched == bf16 or not by_name["dequantize"].size else bf16,
+        "convert": bf16,
+        "stage": again if local else served + bf16 + again,
+        "train": trained * checkpoint_size(bf16) * saved_checkpoints(config.checkpoint, config.train.steps),
+    }
+    own = tuple(n.served + _whole_files(n.shards, bf16) for n in nodes) if local else ()
+    return StageBytes(shared=shared, by_node=own)
 
-    def need(name: str, nbytes: int) -> None:
+
+def disk_needs(config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str]) -> list[DiskNeed]:
+    """The needs of the stages that will run; empty where sizes are known only after the fetch stage."""
+    if (written := stage_bytes(config, stages)) is None:
+        return []
+    by_name, out = {s.name: s for s in stages}, list[DiskNeed]()
+    for name, nbytes in written.shared.items():
         if name in to_do and nbytes > 0:
             where = by_name[name].directory
             left = nbytes - bytes_under(where)  # existing files are kept or replaced
             out.append(DiskNeed(stage=name, directory=where, bytes=max(left, 0)))
-
-    if bf16 is None or fetched is None or nodes is None:
-        return []
-    served = max((n.served for n in nodes), default=0)
-    need("fetch", fetched + (2 * bf16 if config.model.make is not None else 0))  # made from BF16 weights and shards
-    need("dequantize", 0 if fetched == bf16 or not by_name["dequantize"].size else bf16)
-    need("convert", bf16)
-    again = 0 if served == fetched else served  # encoded into the cache before it is copied
-    if config.cluster.stage_dir is None:
-        need("stage", served + bf16 + again)
-    else:
-        need("stage", again)
-        own = tuple(n.served + _whole_files(n.shards, bf16) for n in nodes)
-        if "stage" in to_do and max(own) > 0:
-            where = Path(config.cluster.stage_dir) / by_name["stage"].directory.name
+        if name == "stage" and name in to_do and max(written.by_node, default=0) > 0:
+            assert config.cluster.stage_dir is not None
+            where, own = Path(config.cluster.stage_dir) / by_name["stage"].directory.name, written.by_node
             out.append(DiskNeed(stage="stage", directory=where, bytes=max(own), on_nodes=True, by_node=own))
-    if not config.lora.rank:
-        trained = 1 + config.algorithm.has_critic
-        need("train", trained * checkpoint_size(bf16) * saved_checkpoints(config.checkpoint, config.train.steps))
     return out
 
 

@@ -1,0 +1,67 @@
+"""`miles-like plan`: what a run needs of its devices, hosts and disks, before any of them is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from miles_like.command_errors import one_sentence
+from miles_like.commands.options import SetOption
+from miles_like.config.load import load_config
+from miles_like.pipeline.stages import plan_stages
+from miles_like.planning.compose import IMBALANCE
+from miles_like.planning.table import print_plan, write_plan
+from miles_like.run import assemble
+from miles_like.run.run_cluster import RunCluster
+from miles_like.timing.devices import DEVICES
+from miles_like.timing.devices import device as named_device
+
+
+def plan(
+    path: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="a run's configuration")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="the same, as an option")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="the plan, with sizes in GiB")] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help=f"in place of cluster.device: {', '.join(DEVICES)}")
+    ] = None,
+    imbalance: Annotated[
+        float, typer.Option("--imbalance", min=1.0, help="rows of the busiest rank's experts over the average")
+    ] = IMBALANCE,
+    overrides: SetOption = [],  # noqa: B006  typer does not change the default
+) -> None:
+    """Plan the memory of a run by pipeline stage and phase, its host memory and disk; status 1 if it does not fit."""
+    console = Console(width=None if Console().is_terminal else _WIDE)
+    with one_sentence():
+        loaded = load_config(_one_of(path, config), overrides)
+        if (model := assemble.known_model(loaded)) is None:
+            raise ValueError(
+                f"model.path = {loaded.model.path!r} is not here, and without its config.json nothing can be planned: "
+                "give model.config, a config.json to plan with"
+            )
+        on = named_device(loaded.cluster.device if device is None else device)
+        cluster = RunCluster(loaded, _RUN_DIR, console, None)
+        stages = plan_stages(loaded, _RUN_DIR, assemble.stage_functions(loaded, model, console, cluster), mode="fresh")
+        found = assemble.memory_plan(loaded, model, stages, on=on, imbalance=imbalance)
+        print_plan(console, found)
+        if json is not None:
+            json.parent.mkdir(parents=True, exist_ok=True)
+            write_plan(json, found)
+        if not found.fits:
+            console.print(assemble.memory_refusal(loaded, model, found), markup=False, highlight=False, soft_wrap=True)
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+_RUN_DIR = Path("runs/plan")  # nothing is written there
+_WIDE = 200  # columns of a table in a file
+
+
+def _one_of(argument: Path | None, option: Path | None) -> Path:
+    if (argument is None) == (option is None):
+        raise ValueError("miles-like plan needs one configuration: as its argument, or with --config")
+    found = argument or option
+    assert found is not None
+    return found
