@@ -119,6 +119,8 @@ RULES = {
     " miles_like.storage miles_like.supervised",
     "miles_like.planning": "quant megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
     " megatron_bridge.convert miles_like.cluster miles_like.config miles_like.timing.devices rollout.config",
+    "miles_like.layout_search": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
+    " miles_like.config miles_like.planning miles_like.timing.devices miles_like.timing.rates miles_like.timing",
     "miles_like.doctor": "miles_like.nodes miles_like.pipeline.check_results",
     "miles_like.preflight": f"{CONTRACTS} rollout.config rollout.episodes rollout.prompts miles_like.algorithms"
     " miles_like.cluster miles_like.config miles_like.doctor miles_like.nodes miles_like.pipeline miles_like.planning"
@@ -129,8 +131,8 @@ RULES = {
     " miles_like.preflight miles_like.report miles_like.rewards miles_like.staging miles_like.storage"
     " miles_like.supervised miles_like.timing.devices miles_like.turns miles_like.verify",
     "miles_like.command_errors": "miles_like.loop",
-    "miles_like.commands": "miles_like.command_errors miles_like.config miles_like.pipeline miles_like.planning"
-    " miles_like.run miles_like.timing.devices",
+    "miles_like.commands": "quant.spec miles_like.command_errors miles_like.config miles_like.layout_search"
+    " miles_like.pipeline miles_like.planning miles_like.run miles_like.timing miles_like.timing.devices",
     "miles_like.cli": "rollout.embedded.server rollout.server_key rollout.server_url miles_like.checkpoint"
     " miles_like.command_errors miles_like.commands miles_like.config miles_like.doctor miles_like.pipeline"
     " miles_like.preflight miles_like.report miles_like.run",
@@ -163,6 +165,8 @@ SEE_THE_WHOLE_CONFIGURATION = (
     "miles_like.run",
     "miles_like.staging",
     "miles_like.timing.of_run",
+    "miles_like.layout_search",
+    "miles_like.commands",
     "miles_like.cli",
 )
 

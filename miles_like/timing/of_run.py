@@ -16,6 +16,7 @@ from miles_like.timing.devices import Device
 from miles_like.timing.engine import EngineSetup
 from miles_like.timing.layers import LayerSetup
 from miles_like.timing.publish import PublishSetup
+from miles_like.timing.rates.calibration import IMBALANCE, SHARED_DISK
 from miles_like.timing.step import RewardSetup, StepSetup
 from miles_like.timing.train import TrainSetup
 from miles_like.timing.workload import Lengths, Workload, lengths_with_mean
@@ -24,6 +25,7 @@ from quant.spec import FOUR_BIT, QuantFormat, QuantSpec
 # Of their limits, where nothing is known of a run's data: prompts, and responses.
 PROMPT_SHARE = 0.1
 RESPONSE_SHARE = 0.4
+NOWHERE = Path(".")  # of config.json, which is given
 _SCALE_BITS = {  # of one scale
     QuantFormat.FP8: 32,
     QuantFormat.FP8_UE8M0: 32,
@@ -48,6 +50,8 @@ class Facts:
     """Seconds of one score."""
     trained: float = 1.0
     """Share of the parameters that have gradients, with adapters."""
+    imbalance: float = IMBALANCE
+    """Rows of the busiest expert-parallel rank over the average."""
 
 
 def element_bytes(spec: QuantSpec | None) -> float:
@@ -66,7 +70,7 @@ def step_setup(run: RunConfig, hf: HFConfig, facts: Facts) -> StepSetup:
     engine = engine_setup(run, hf, facts)
     train = train_setup(run, hf, facts, load)
     world, colocated = run.parallel.world_size, run.takes_turns
-    publish = PublishSetup(path=run.publish.path, device=facts.device, ranks=world, engine=engine)
+    publish = PublishSetup(path=run.publish.path, device=facts.device, ranks=world, engine=engine, disk=SHARED_DISK)
     return StepSetup(
         train=train,
         publish=publish,
@@ -118,8 +122,9 @@ def engine_setup(run: RunConfig, hf: HFConfig, facts: Facts) -> EngineSetup:
     )
 
 
-def layer_setup(trainer: TrainerConfig, hf: HFConfig, device: Device) -> LayerSetup:
+def layer_setup(trainer: TrainerConfig, hf: HFConfig, facts: Facts) -> LayerSetup:
     """What a layer of a trainer rank depends on."""
+    device = facts.device
     keywords = family_of(hf).transformer_config(hf) | {"moe_grouped_gemm": trainer.kernels.grouped_gemm}
     chosen = recompute_settings(trainer, keywords).get("recompute_modules") or ()
     return LayerSetup(
@@ -130,17 +135,18 @@ def layer_setup(trainer: TrainerConfig, hf: HFConfig, device: Device) -> LayerSe
         fp8=trainer.kernels.fp8 != "none" and device.fp8 is not None,
         dispatcher=trainer.kernels.dispatcher,
         adapters=trainer.lora.rank > 0,
+        imbalance=facts.imbalance,
     )
 
 
 def train_setup(run: RunConfig, hf: HFConfig, facts: Facts, load: Workload) -> TrainSetup:
     """How a rank computes a rollout: passes under the old policy come with several optimizer steps, or with the routes
     of mode r2; a pass under the reference's weights, which the ranks swap in, with a penalty."""
-    trainer = trainer_config(run, Path("."))
+    trainer = trainer_config(run, NOWHERE)
     old = run.train.steps_per_rollout > 1 or run.replay.mode == "r2"
     reference = trainer.reference and trainer.reference_for_loss
     return TrainSetup(
-        layer=layer_setup(trainer, hf, facts.device),
+        layer=layer_setup(trainer, hf, facts),
         pack_tokens=run.max_pack_tokens,
         overlap_grads=run.kernels.overlap_grad_reduce,
         overlap_params=run.kernels.overlap_param_gather,

@@ -102,6 +102,15 @@ class StepTime:
         name = max(waited, key=lambda n: waited[n].seconds)
         return f"{name}: {waited[name].decides}"
 
+    def flat(self) -> dict[str, float]:
+        """Seconds by "total", phase, and "phase: term"."""
+        out = {"total": self.seconds}
+        for name, phase in self.phases.items():
+            if phase.seconds:
+                out[name] = phase.seconds
+                out |= {f"{name}: {term}": seconds for term, seconds in phase.terms.items()}
+        return out
+
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds

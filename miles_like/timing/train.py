@@ -8,7 +8,7 @@ rest (Narayanan et al., arXiv:2104.04473, sections 2.2.1 and 2.2.2).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_bridge.config import ParallelConfig
 from miles_like.timing.layers import BF16, LayerSetup, LayerTime, layer_time
@@ -67,6 +67,22 @@ class Stage:
     experts: float
 
 
+@dataclass(slots=True)
+class Memo:
+    """What layouts of one model on one device type have in common, for a search over many of them."""
+
+    layers: dict[tuple[object, ...], LayerTime] = field(default_factory=dict)
+    packs: dict[tuple[object, ...], Packs] = field(default_factory=dict)
+    stages: dict[tuple[object, ...], tuple[Stage, ...]] = field(default_factory=dict)
+
+
+def _stages(shape: ModelShape, p: ParallelConfig, memo: Memo) -> tuple[Stage, ...]:
+    key = (p.tp, p.pp, p.vpp, p.ep, p.etp, p.first_stage_layers, p.last_stage_layers)
+    if key not in memo.stages:
+        memo.stages[key] = stages_of(shape, p)
+    return memo.stages[key]
+
+
 def stages_of(shape: ModelShape, p: ParallelConfig) -> tuple[Stage, ...]:
     """The stages as megatron-core divides them: first and last as given, the others equally; with virtual stages,
     chunk c of stage s holds the (c p + s)-th share of the layers."""
@@ -108,20 +124,21 @@ class StageTime:
     backward: Mapping[str, float]
 
 
-def stage_time(shape: ModelShape, setup: TrainSetup, tokens: float, squares: float) -> StageTime:
+def stage_time(
+    shape: ModelShape, setup: TrainSetup, tokens: float, squares: float, memo: Memo | None = None
+) -> StageTime:
     """tokens, squares: of a micro-batch."""
-    kinds: dict[bool, LayerTime] = {}
+    memo = memo or Memo()
     slowest, longest = StageTime({}, {}), -1.0
-    stages = stages_of(shape, setup.parallel)
+    stages = _stages(shape, setup.parallel, memo)
     for number, stage in enumerate(stages):
         forward: dict[str, float] = {}
         backward: dict[str, float] = {}
         for count, moe in ((stage.dense, False), (stage.moe, True)):
             if count:
-                if moe not in kinds:
-                    kinds[moe] = layer_time(shape, setup.layer, tokens, squares, moe=moe)
-                _add(forward, kinds[moe].forward, count)
-                _add(backward, kinds[moe].backward, count)
+                layer = _layer(shape, setup.layer, tokens, squares, moe, memo)
+                _add(forward, layer.forward, count)
+                _add(backward, layer.backward, count)
         if number == len(stages) - 1:
             head = _head(shape, setup, tokens)
             _add(forward, {"head": head}, 1)
@@ -130,6 +147,21 @@ def stage_time(shape: ModelShape, setup: TrainSetup, tokens: float, squares: flo
         if seconds > longest:
             slowest, longest = StageTime(forward, backward), seconds
     return slowest
+
+
+def _layer(shape: ModelShape, setup: LayerSetup, tokens: float, squares: float, moe: bool, memo: Memo) -> LayerTime:
+    p = setup.parallel
+    key = (moe, tokens, squares, p.tp, p.cp, p.ep, p.etp, setup.recompute, setup.again, setup.dispatcher)
+    if key not in memo.layers:
+        memo.layers[key] = layer_time(shape, setup, tokens, squares, moe=moe)
+    return memo.layers[key]
+
+
+def _packs(load: Workload, capacity: int, p: ParallelConfig, memo: Memo) -> Packs:
+    key = (capacity, p.dp, p.micro_multiple)
+    if key not in memo.packs:
+        memo.packs[key] = packs_of(load, capacity, p.dp, multiple=p.micro_multiple)
+    return memo.packs[key]
 
 
 def _add(total: dict[str, float], terms: Mapping[str, float], factor: float) -> None:
@@ -145,20 +177,21 @@ def _head(shape: ModelShape, setup: TrainSetup, tokens: float) -> float:
     return logits + moved(rows * columns * (BF16 + 3 * MASTER), device)
 
 
-def train_time(shape: ModelShape, setup: TrainSetup, load: Workload) -> Phase:
-    """All optimizer steps of one rollout."""
+def train_time(shape: ModelShape, setup: TrainSetup, load: Workload, memo: Memo | None = None) -> Phase:
+    """All optimizer steps of one rollout. memo: of other layouts of this model, device and load."""
+    memo = memo or Memo()
     p = setup.parallel
-    packs = packs_of(load, setup.pack_tokens, p.dp, multiple=p.micro_multiple)
-    micro = stage_time(shape, setup, packs.tokens, packs.squares)
+    packs = _packs(load, setup.pack_tokens, p, memo)
+    micro = stage_time(shape, setup, packs.tokens, packs.squares, memo)
     both = dict(micro.forward)
     _add(both, micro.backward, 1)
     terms = {name: packs.count * value for name, value in both.items()}
     terms |= _pipeline(shape, p, setup, packs, sum(both.values()))
     if setup.fully_sharded:
-        terms["parameters and gradients"] = packs.count * _fully_sharded(shape, setup, sum(both.values()))
+        terms["parameters and gradients"] = packs.count * _fully_sharded(shape, setup, sum(both.values()), memo)
     else:
-        terms["parameters and gradients"] = _data_parallel(shape, setup, micro)
-    terms |= _optimizer(shape, setup)
+        terms["parameters and gradients"] = _data_parallel(shape, setup, micro, memo)
+    terms |= _optimizer(shape, setup, memo)
     return Phase({k: v for k, v in terms.items() if v > 0}).times(load.steps_per_rollout)
 
 
@@ -180,13 +213,13 @@ def _data_groups(p: ParallelConfig, setup: TrainSetup) -> tuple[Group, Group]:
     return group_of(p.cp * p.dp, p.tp, device), group_of(max(1, ranks // (p.ep * p.etp)), p.ep * p.etp, device)
 
 
-def _data_parallel(shape: ModelShape, setup: TrainSetup, micro: StageTime) -> float:
+def _data_parallel(shape: ModelShape, setup: TrainSetup, micro: StageTime, memo: Memo) -> float:
     """Gradients are scattered and updated weights gathered once an optimizer step. With overlap, what takes longer than
     the last micro-batch's backward, and than the first one's forward, remains."""
     device = setup.layer.device
     dense, expert = _data_groups(setup.parallel, setup)
     scatter = gather = 0.0
-    for stage in stages_of(shape, setup.parallel):
+    for stage in _stages(shape, setup.parallel, memo):
         parts = ((stage.others, dense), (stage.experts, expert))
         scatter = max(
             scatter, sum(reduce_scatter(setup.gradient_bytes * setup.trained * n, g, device) for n, g in parts)
@@ -199,33 +232,34 @@ def _data_parallel(shape: ModelShape, setup: TrainSetup, micro: StageTime) -> fl
     return scatter + gather
 
 
-def _fully_sharded(shape: ModelShape, setup: TrainSetup, micro: float) -> float:
+def _fully_sharded(shape: ModelShape, setup: TrainSetup, micro: float, memo: Memo) -> float:
     """Two gathers of all weights and one scatter of all gradients in a micro-batch, during its computation: what takes
     longer than it."""
     device = setup.layer.device
     dense, expert = _data_groups(setup.parallel, setup)
     seconds = 0.0
-    for stage in stages_of(shape, setup.parallel):
+    for stage in _stages(shape, setup.parallel, memo):
         for n, group in ((stage.others, dense), (stage.experts, expert)):
             seconds += 2 * all_gather(BF16 * n, group, device)
             seconds += reduce_scatter(setup.gradient_bytes * setup.trained * n, group, device)
     return max(0.0, seconds - micro)
 
 
-def parameters_of_rank(shape: ModelShape, setup: TrainSetup) -> tuple[float, float]:
+def parameters_of_rank(shape: ModelShape, setup: TrainSetup, memo: Memo | None = None) -> tuple[float, float]:
     """Elements that a rank of the largest stage holds, and those whose optimizer state it holds."""
+    memo = memo or Memo()
     dense, expert = _data_groups(setup.parallel, setup)
     held = owned = 0.0
-    for stage in stages_of(shape, setup.parallel):
+    for stage in _stages(shape, setup.parallel, memo):
         held = max(held, stage.others + stage.experts)
         owned = max(owned, setup.trained * (stage.others / dense.size + stage.experts / expert.size))
     return held, owned
 
 
-def _optimizer(shape: ModelShape, setup: TrainSetup) -> dict[str, float]:
+def _optimizer(shape: ModelShape, setup: TrainSetup, memo: Memo) -> dict[str, float]:
     """AdamW on the device, and on the host, where gradients and weights cross the host's link during the update."""
     device = setup.layer.device
-    held, owned = parameters_of_rank(shape, setup)
+    held, owned = parameters_of_rank(shape, setup, memo)
     terms = {"optimizer": moved((1 - setup.offload) * owned * UPDATE, device)}
     if setup.offload:
         copies = setup.offload * owned * (setup.gradient_bytes + BF16) / (HOST * device.host)
@@ -236,26 +270,27 @@ def _optimizer(shape: ModelShape, setup: TrainSetup) -> dict[str, float]:
     return terms
 
 
-def passes_time(shape: ModelShape, setup: TrainSetup, load: Workload) -> Phase:
+def passes_time(shape: ModelShape, setup: TrainSetup, load: Workload, memo: Memo | None = None) -> Phase:
     """The forward passes before training, with the traffic of weights that are swapped in."""
     if not setup.passes:
         return NOTHING
     p, device = setup.parallel, setup.layer.device
-    packs = packs_of(load, setup.pass_tokens or setup.pack_tokens, p.dp, multiple=p.micro_multiple)
-    micro = stage_time(shape, setup, packs.tokens, packs.squares)
+    memo = memo or Memo()
+    packs = _packs(load, setup.pass_tokens or setup.pack_tokens, p, memo)
+    micro = stage_time(shape, setup, packs.tokens, packs.squares, memo)
     rounds = packs.count * load.steps_per_rollout
     terms = {name: rounds * value for name, value in micro.forward.items()}
     if p.pp > 1:
         terms["bubble"] = (p.pp - 1) / p.vpp * sum(micro.forward.values())
-    held, _ = parameters_of_rank(shape, setup)
+    held, _ = parameters_of_rank(shape, setup, memo)
     # the trained weights go to the host, the others come, the trained ones come back
     swap = Phase({"swapped weights": 3 * BF16 * held / (HOST * device.host)}).times(setup.swaps)
     return together([Phase(terms).times(setup.passes), swap])
 
 
-def sleep_time(shape: ModelShape, setup: TrainSetup, *, rate: float | None = None) -> Phase:
+def sleep_time(shape: ModelShape, setup: TrainSetup, *, rate: float | None = None, memo: Memo | None = None) -> Phase:
     """A trainer's sleep and wake: weights, masters and moments that are on the device go to the host and come back;
     gradients are dropped. rate: bytes/s of these copies, if not the host link's."""
-    held, owned = parameters_of_rank(shape, setup)
+    held, owned = parameters_of_rank(shape, setup, memo)
     nbytes = BF16 * held + 3 * MASTER * owned * (1 - setup.offload)
     return Phase({"sleep and wake of the trainer": 2 * nbytes / (rate or HOST * setup.layer.device.host)})

@@ -69,6 +69,6 @@ OTHERS: Mapping[str, dict[str, Any]] = {
 
 
 def published_shapes(configs: Path) -> dict[str, ModelShape]:
-    """Shapes by model name. configs: the directory with NAME/config.json of the shipped models. Raises OSError without them."""
+    """Shapes by model name. configs: directory with NAME/config.json of the shipped models. Raises OSError without."""
     shipped = {name: json.loads((configs / name / "config.json").read_text(encoding="utf-8")) for name in SHIPPED}
     return {name: model_shape(hf) for name, hf in (shipped | dict(OTHERS)).items()}

@@ -84,6 +84,9 @@ HOST_MEMORY = 400e9
 # fresh pages (assumption).
 PAGEABLE = 4e9
 
+# Bytes/s of the file system that trainer and servers share (assumption; each read of a publication counts).
+SHARED_DISK = 10e9
+
 # Bytes/s at which one thread quantizes and writes a file through the page cache, and at which it encodes base64 in
 # JSON (assumptions: a write is a copy into fresh pages, an encoding two passes over memory).
 ONE_WRITER = 2e9
@@ -91,4 +94,4 @@ ONE_ENCODER = 1e9
 
 # Load of the busiest expert-parallel rank over the mean. Trained routers are balanced over a corpus, not over the
 # tokens of one domain in a micro-batch (assumption).
-IMBALANCE = 1.3
+IMBALANCE = 1.25
