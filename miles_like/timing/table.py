@@ -43,8 +43,8 @@ def lines_of(time: StepTime, setup: StepSetup) -> Iterator[str]:
     )
     load, engine = setup.load, setup.publish.engine
     yield (
-        f"assumed: {load.samples:,} samples of {load.prompt:,.0f} prompt and {load.responses.mean:,.0f} response tokens "
-        f"on average, {load.responses.longest:,.0f} at most (--prompt, --response); {_BESIDE[time.overlap]}; "
+        f"assumed: {load.samples:,} samples, prompts of {load.prompt:,.0f} and responses of {load.responses.mean:,.0f} "
+        f"tokens on average, {load.responses.longest:,.0f} at most (--prompt, --response); {_BESIDE[time.overlap]}; "
         f"{engine.device.name}s reach {REACHED[engine.device.name]:.0%} of the formulas' speed (docs/plan.md)"
     )
 
