@@ -41,9 +41,7 @@ def errors(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         seen, predicted = (f"{x:,.4g} {row.unit}" for x in (row.seen, row.predicted))
         mark = "" if abs(row.error) <= WITHIN else " *"
-        lines.append(
-            f"| {row.source} | {row.name} | {seen} | {predicted} | {row.error:+.0%}{mark} | {row.decides} |"
-        )
+        lines.append(f"| {row.source} | {row.name} | {seen} | {predicted} | {row.error:+.0%}{mark} | {row.decides} |")
     return lines
 
 
