@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PINNED = "pinned rounding"  # host part: what pinned allocations take beyond their tensors
+_DEVICE = torch.ops.prim.device.default
 _PIN = torch.ops.aten._pin_memory.default
 
 
@@ -145,6 +146,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE:  # asked by C++ code several times for each operator
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         pinned = func is _PIN or bool(kwargs and kwargs.get("pin_memory"))
         if isinstance(out, Tensor):

@@ -17,6 +17,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_bridge.device.device import DeviceEnv
+from megatron_bridge.device.parallel import close_parallel
 from megatron_bridge.fake.attribution import (
     ACTIVATIONS,
     MOMENTS,
@@ -55,31 +56,39 @@ def live_through(run: RankRun, env: DeviceEnv) -> RankCounts:
     live = LiveBytes(host="cpu" if env.device.type == "cuda" else None)
     work, facts, counts = _Work(), StepFacts(), RankCounts()
     work.attention.pairs = run.pack.causal_pairs / run.config.parallel.cp
-    batches = _batches(run, hf)
+    batches = batches_of(run, hf)
     with ExitStack() as stack:
         table = _substitutes(run, hf, env, mode, live, facts, work)
         counts.stubbed = stack.enter_context(substituted(table))
         stack.callback(forget_devices)
+        stack.callback(close_parallel)  # of a trainer that could not be built
         stack.enter_context(mode)
         stack.enter_context(live)
-        with _phase("building", live, counts):
-            trainer = _built(run, live)
+        trainer = built(run, live, counts)
         stack.callback(trainer.close)
-        _count_parameters(trainer, counts)
-        spec = trainer.shard_spec
-        facts.rows = _real(lambda: len(pack_rows(batches[0].cu_seqlens, spec).rows)) // run.config.parallel.tp
-        facts.hidden = trainer.models[0].config.hidden_size
-        facts.loss_tokens = sum(_real(lambda: [int(b.loss_mask.sum()) for b in batches]))
-        _train(run, trainer, batches, facts, live, work, counts)
-        _sleep_and_publish(run, trainer, live, counts)
+        _tell(trainer, facts, batches)
+        trained(run, trainer, batches, facts.loss_tokens, live, counts)
+        counts.flops = {
+            "linears": work.linears / run.micro_batches,
+            "core attention": work.attention.flops / run.micro_batches,
+        }
+        slept_and_published(run, trainer, live, counts)
     return counts
+
+
+def _tell(trainer: Any, facts: StepFacts, batches: list[Any]) -> None:
+    """What the step of this trainer needs to know of numbers."""
+    rows = _real(lambda: len(pack_rows(batches[0].cu_seqlens, trainer.shard_spec).rows))
+    facts.rows = rows // trainer.config.parallel.tp
+    facts.hidden = trainer.models[0].config.hidden_size
+    facts.loss_tokens = _real(lambda: sum(int(batch.loss_mask.sum()) for batch in batches))
 
 
 def _real(function: Callable[[], Any]) -> Any:
     return outside(function)()
 
 
-def _batches(run: RankRun, hf: Any) -> list[Any]:
+def batches_of(run: RankRun, hf: Any) -> list[Any]:
     """The step's micro-batches; with routes where the configuration replays the rollout's."""
     family, replays = family_of(hf), run.config.replay.mode == "r3" and run.config.trains
     layers = tuple(family.moe_layers(hf)) if replays else ()
@@ -133,6 +142,15 @@ def _balance(run: RankRun, transformer: Any) -> Balance:
     )
 
 
+class _NoModules:
+    """In place of FlopCounterMode's tracker, whose hooks on the outputs of recomputed layers disable the trainer's."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
 class _Work:
     """Operations of a step's forward, recomputation and backward: passes under other weights are not counted."""
 
@@ -145,6 +163,7 @@ class _Work:
             def stats(*args: Any, **kwargs: Any) -> Any:
                 self.attention.flops = 0.0
                 counter = FlopCounterMode(display=False)
+                counter.mod_tracker = _NoModules()
                 with counter:
                     out = stock(*args, **kwargs)
                 counted = counter.get_flop_counts().get("Global", {})
@@ -156,35 +175,7 @@ class _Work:
         return Substitute("megatron_bridge.step.step:Step", "stats", "operations counted", make)
 
 
-def _count_parameters(trainer: Any, counts: RankCounts) -> None:
-    counts.stage = trainer.parallel.pp_rank
-    for model in trainer.models:
-        for name, parameter in model.named_parameters():
-            counts.parameters += parameter.numel()
-            counts.expert_parameters += parameter.numel() if ".experts." in name else 0
-
-
-def _train(
-    run: RankRun,
-    trainer: Any,
-    batches: list[Any],
-    facts: StepFacts,
-    live: LiveBytes,
-    work: _Work,
-    counts: RankCounts,
-) -> None:
-    """A step, or for ranks that do not train a pass."""
-    with _phase("training", live, counts), live.part(ACTIVATIONS):
-        if run.config.trains:
-            trainer.train([batches], [facts.loss_tokens], 1)
-        else:
-            trainer.logprobs(batches)
-    attribute(trainer, live)
-    counts.static = live.device
-    counts.flops = {
-        "linears": work.linears / run.micro_batches,
-        "core attention": work.attention.flops / run.micro_batches,
-    }
+# ---- the phases, of fake ranks and of real ones
 
 
 @contextmanager
@@ -194,27 +185,48 @@ def _phase(name: str, live: LiveBytes, counts: RankCounts) -> Iterator[None]:
     counts.peaks[name], counts.host[name] = live.peak, live.host_peak
 
 
-def _built(run: RankRun, live: LiveBytes) -> Any:
-    trainer = MegatronTrainer(
-        run.config,
-        rank=run.rank,
-        world_size=run.config.parallel.world_size,
-        master_addr="",
-        master_port=0,
-        loss=PolicyGradient(),
-    )
-    if run.config.trains:
-        with live.part(MOMENTS):
-            prime_state(trainer.optimizer)
-            prime_hybrid(trainer.optimizer)
-    if run.config.reference:
-        with live.part(REFERENCES):
-            trainer.copies.keep(REFERENCE)
-    attribute(trainer, live)
+def built(run: RankRun, live: LiveBytes, counts: RankCounts, *, address: tuple[str, int] = ("", 0)) -> Any:
+    """The trainer of a rank, with its optimizer's state and its reference. address: where real ranks meet."""
+    with _phase("building", live, counts):
+        trainer = MegatronTrainer(
+            run.config,
+            rank=run.rank,
+            world_size=run.config.parallel.world_size,
+            master_addr=address[0],
+            master_port=address[1],
+            loss=PolicyGradient(),
+        )
+        if run.config.trains:
+            with live.part(MOMENTS):
+                prime_state(trainer.optimizer)
+                prime_hybrid(trainer.optimizer)
+        if run.config.reference:
+            with live.part(REFERENCES):
+                trainer.copies.keep(REFERENCE)
+        attribute(trainer, live)
+    counts.stage = trainer.parallel.pp_rank
+    for model in trainer.models:
+        for name, parameter in model.named_parameters():
+            counts.parameters += parameter.numel()
+            counts.expert_parameters += parameter.numel() if ".experts." in name else 0
     return trainer
 
 
-def _sleep_and_publish(run: RankRun, trainer: Any, live: LiveBytes, counts: RankCounts) -> None:
+def trained(
+    run: RankRun, trainer: Any, batches: list[Any], loss_tokens: int, live: LiveBytes, counts: RankCounts
+) -> None:
+    """A step; for ranks that do not train, a pass."""
+    with _phase("training", live, counts), live.part(ACTIVATIONS):
+        if run.config.trains:
+            trainer.train([batches], [loss_tokens], 1)
+        else:
+            trainer.logprobs(batches)
+    attribute(trainer, live)
+    counts.static = live.device
+
+
+def slept_and_published(run: RankRun, trainer: Any, live: LiveBytes, counts: RankCounts) -> None:
+    """Only an awake rank publishes where trainer and engine do not share the device."""
     if run.colocated:
         trainer.sleep()
         attribute_asleep(trainer, live)
