@@ -21,14 +21,16 @@ def executed_flops(
     attends, n (n + 1) / 2 of a sample of n tokens. The rank's experts get `setup.imbalance` times the mean of tokens.
     """
     p = setup.parallel
-    found = stages_of(shape, p)[stage]
+    found = stages_of(shape, p, setup.mtp)[stage]
     layers = found.dense + found.moe
     per_layer = _forward_of_layers(shape, setup, found, tokens)
+    if stage == p.pp - 1:
+        per_layer["mtp inputs"] = setup.mtp * 4.0 * tokens / p.cp * shape.hidden * shape.hidden / p.tp
     gradients = 1 if setup.adapters else 2
     linears = (1 + gradients) * sum(per_layer.values()) + _again(per_layer, setup)
     if stage == p.pp - 1:
         # logits once more in backward, where they are not kept
-        linears += (2 + gradients) * 2 * loss_rows / p.cp * shape.hidden * shape.vocab / p.tp
+        linears += (1 + setup.mtp) * (2 + gradients) * 2 * loss_rows / p.cp * shape.hidden * shape.vocab / p.tp
     core = layers * 2 * pairs * shape.core / (p.tp * p.cp)
     passes = 1 + ATTENTION_BACKWARD + (setup.recompute == "full" or "core_attn" in _selected(setup))
     return {"linears": linears, "core attention": passes * core}

@@ -41,6 +41,8 @@ class LayerSetup:
     adapters: bool = False
     """Only adapters have gradients: the products for weights' gradients are not executed."""
     imbalance: float = IMBALANCE
+    mtp: int = 0
+    """Depths of multi-token prediction that are trained: layers after the last one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,7 @@ def layer_setup(trainer: TrainerConfig, hf: HFConfig, facts: Facts) -> LayerSetu
         dispatcher=trainer.kernels.dispatcher,
         adapters=trainer.lora.rank > 0,
         imbalance=facts.imbalance,
+        mtp=family_of(hf).mtp_layers(hf) if trainer.mtp_coefficient else 0,
     )
 
 

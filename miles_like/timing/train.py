@@ -58,7 +58,8 @@ class TrainSetup:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers of one pipeline stage, and the parameters that a rank of it holds."""
+    """Layers of one pipeline stage, those of multi-token prediction included, and the parameters that a rank of it
+    holds."""
 
     dense: int
     moe: int
@@ -76,16 +77,18 @@ class Memo:
     stages: dict[tuple[object, ...], tuple[Stage, ...]] = field(default_factory=dict)
 
 
-def _stages(shape: ModelShape, p: ParallelConfig, memo: Memo) -> tuple[Stage, ...]:
-    key = (p.tp, p.pp, p.vpp, p.ep, p.etp, p.first_stage_layers, p.last_stage_layers)
+def _stages(shape: ModelShape, layer: LayerSetup, memo: Memo) -> tuple[Stage, ...]:
+    p = layer.parallel
+    key = (p.tp, p.pp, p.vpp, p.ep, p.etp, p.first_stage_layers, p.last_stage_layers, layer.mtp)
     if key not in memo.stages:
-        memo.stages[key] = stages_of(shape, p)
+        memo.stages[key] = stages_of(shape, p, layer.mtp)
     return memo.stages[key]
 
 
-def stages_of(shape: ModelShape, p: ParallelConfig) -> tuple[Stage, ...]:
+def stages_of(shape: ModelShape, p: ParallelConfig, mtp: int = 0) -> tuple[Stage, ...]:
     """The stages as megatron-core divides them: first and last as given, the others equally; with virtual stages,
-    chunk c of stage s holds the (c p + s)-th share of the layers."""
+    chunk c of stage s holds the (c p + s)-th share of the layers. `mtp` layers more on the last one are of the last
+    layer's kind; they need the embedding there too."""
     counts = list(_layer_counts(shape.layers, p))
     per_stage: list[list[int]] = [[] for _ in range(p.pp)]
     first = 0
@@ -95,11 +98,14 @@ def stages_of(shape: ModelShape, p: ParallelConfig) -> tuple[Stage, ...]:
             first += count // p.vpp
     out = []
     for s, layers in enumerate(per_stage):
+        drafts = mtp if s == p.pp - 1 else 0
+        layers += [shape.layers - 1] * drafts
         moe = sum(1 for i in layers if i in shape.moe_layers)
         others = len(layers) * ((shape.attention - shape.latent) / p.tp + shape.latent)
         others += (len(layers) - moe) * shape.dense / p.tp + moe * (shape.shared / p.tp + shape.router)
         ends = int(s == 0) + int(s == p.pp - 1 and not (shape.tied and p.pp == 1))
-        others += ends * shape.hidden * shape.vocab / p.tp
+        ends += int(drafts > 0 and p.pp > 1)
+        others += (ends * shape.vocab + 2 * drafts * shape.hidden) * shape.hidden / p.tp
         out.append(Stage(len(layers) - moe, moe, others, moe * shape.experts * shape.expert / (p.ep * p.etp)))
     return tuple(out)
 
@@ -130,7 +136,7 @@ def stage_time(
     """tokens, squares: of a micro-batch."""
     memo = memo or Memo()
     slowest, longest = StageTime({}, {}), -1.0
-    stages = _stages(shape, setup.parallel, memo)
+    stages = _stages(shape, setup.layer, memo)
     for number, stage in enumerate(stages):
         forward: dict[str, float] = {}
         backward: dict[str, float] = {}
@@ -140,9 +146,12 @@ def stage_time(
                 _add(forward, layer.forward, count)
                 _add(backward, layer.backward, count)
         if number == len(stages) - 1:
-            head = _head(shape, setup, tokens)
-            _add(forward, {"head": head}, 1)
-            _add(backward, {"head": 3 * head}, 1)  # logits are computed again, block by block
+            mtp, inputs = setup.layer.mtp, _inputs_of_draft(shape, setup.layer, tokens)
+            head = (1 + mtp) * _head(shape, setup, tokens)
+            _add(forward, {"head": head, "products": mtp * inputs}, 1)
+            again = float(setup.layer.recompute == "full")
+            # logits are computed again, block by block
+            _add(backward, {"head": 3 * head, "products": (2 + again) * mtp * inputs}, 1)
         seconds = sum(forward.values()) + sum(backward.values())
         if seconds > longest:
             slowest, longest = StageTime(forward, backward), seconds
@@ -167,6 +176,12 @@ def _packs(load: Workload, capacity: int, p: ParallelConfig, memo: Memo) -> Pack
 def _add(total: dict[str, float], terms: Mapping[str, float], factor: float) -> None:
     for name, value in terms.items():
         total[name] = total.get(name, 0.0) + factor * value
+
+
+def _inputs_of_draft(shape: ModelShape, layer: LayerSetup, tokens: float) -> float:
+    """A depth's projection of hidden states beside embeddings to hidden states."""
+    p, elements = layer.parallel, 2 * shape.hidden * shape.hidden / layer.parallel.tp
+    return product(2 * tokens / p.cp * elements, BF16 * elements, layer.device)
 
 
 def _head(shape: ModelShape, setup: TrainSetup, tokens: float) -> float:
@@ -219,7 +234,7 @@ def _data_parallel(shape: ModelShape, setup: TrainSetup, micro: StageTime, memo:
     device = setup.layer.device
     dense, expert = _data_groups(setup.parallel, setup)
     scatter = gather = 0.0
-    for stage in _stages(shape, setup.parallel, memo):
+    for stage in _stages(shape, setup.layer, memo):
         parts = ((stage.others, dense), (stage.experts, expert))
         scatter = max(
             scatter, sum(reduce_scatter(setup.gradient_bytes * setup.trained * n, g, device) for n, g in parts)
@@ -238,7 +253,7 @@ def _fully_sharded(shape: ModelShape, setup: TrainSetup, micro: float, memo: Mem
     device = setup.layer.device
     dense, expert = _data_groups(setup.parallel, setup)
     seconds = 0.0
-    for stage in _stages(shape, setup.parallel, memo):
+    for stage in _stages(shape, setup.layer, memo):
         for n, group in ((stage.others, dense), (stage.experts, expert)):
             seconds += 2 * all_gather(BF16 * n, group, device)
             seconds += reduce_scatter(setup.gradient_bytes * setup.trained * n, group, device)
@@ -250,7 +265,7 @@ def parameters_of_rank(shape: ModelShape, setup: TrainSetup, memo: Memo | None =
     memo = memo or Memo()
     dense, expert = _data_groups(setup.parallel, setup)
     held = owned = 0.0
-    for stage in _stages(shape, setup.parallel, memo):
+    for stage in _stages(shape, setup.layer, memo):
         held = max(held, stage.others + stage.experts)
         owned = max(owned, setup.trained * (stage.others / dense.size + stage.experts / expert.size))
     return held, owned

@@ -1,7 +1,4 @@
-"""Executed FLOPs against the model's, and against records of executed ranks.
-
-Not covered: multi-token prediction.
-"""
+"""Executed FLOPs against the model's, and against what torch counts while ranks are executed on fake tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +9,22 @@ from pathlib import Path
 import pytest
 
 from megatron_bridge.config import ParallelConfig
+from megatron_bridge.fake.facts import packed
+from megatron_bridge.fake.records import ExecutedRank, read_records
 from megatron_bridge.plan.flops import forward_terms
+from miles_like.config.load import load_config
+from miles_like.config.ranks import trainer_config
 from miles_like.timing.devices import device
 from miles_like.timing.flops import executed_flops
 from miles_like.timing.layers import LayerSetup
+from miles_like.timing.of_run import NOWHERE, Facts, layer_setup
 from miles_like.timing.shape import model_shape
+from tests.support.executed_ranks import CASES, MODELS, PACK, fake_ranks
+from tests.support.layouts import PATIENCE
+from tests.support.spawn import run_ranks
 
 ROOT = Path(__file__).parents[3]
+RECORDS = [r for r in read_records(ROOT / "docs/plan/executed.json") if r["role"] == "trainer"]
 NAMES = ("deepseek_v3", "qwen3_30b_a3b", "qwen3_32b", "glm45")
 HF = {name: json.loads((ROOT / f"configs/{name}/config.json").read_text()) for name in NAMES}
 
@@ -53,14 +59,39 @@ def test_the_ranks_of_a_replica_execute_the_model_s_flops_together(layout: dict[
     assert ranks * sum(x["core attention"] for x in found) == pytest.approx(3.5 * core)
 
 
-def test_a_middle_stage_of_deepseek_v3_executes_what_was_counted() -> None:
-    """76.7 T of products for 16,384 tokens on rank 64 of 128: counted by torch over the trainer's own code on fake
-    tensors, with full recomputation."""
-    p = ParallelConfig(tp=8, pp=8, dp=2, ep=16, first_stage_layers=7, last_stage_layers=6)
-    setup = LayerSetup(device=device("H100"), parallel=p, recompute="full", imbalance=1.0)
-    shape = model_shape(HF["deepseek_v3"])
-    found = executed_flops(shape, setup, 4, tokens=16384, pairs=0.0, loss_rows=16384)
-    assert found["linears"] == pytest.approx(76.7e12, rel=0.005)
+@pytest.mark.parametrize("record", RECORDS, ids=[f"{r['config']}-{r['rank']}" for r in RECORDS])
+def test_flops_are_those_of_executed_ranks(record: ExecutedRank) -> None:
+    """Counted by torch over the trainer's own code on fake tensors: within 5 % of products and of attention."""
+    run = load_config(ROOT / f"configs/{record['config']}.toml")
+    assert run.model.config is not None and record["world"] == run.parallel.world_size
+    hf = json.loads(Path(run.model.config).read_text())
+    setup = layer_setup(trainer_config(run, NOWHERE), hf, Facts(device=device("H100"), imbalance=record["imbalance"]))
+    pack = packed(record["pack_tokens"], record["sample_tokens"])
+    found = executed_flops(
+        model_shape(hf), setup, record["stage"], tokens=pack.tokens, pairs=pack.causal_pairs, loss_rows=pack.tokens
+    )
+    assert found == pytest.approx(record["flops"], rel=0.05)
+
+
+def test_flops_of_draft_layers_and_of_modules_that_are_computed_again(tmp_path: Path) -> None:
+    """Small models: one with a layer of multi-token prediction, and one with context-parallel ranks."""
+    names = ["ETP2, MTP", "CP2, recomputed in parts"]
+    ranks = run_ranks(fake_ranks, 2, str(tmp_path), names, "cpu", timeout_s=PATIENCE)
+    for name, counts in [pair for found in ranks for pair in found.items()]:
+        case = CASES[name]
+        run, shape = case.run(tmp_path), model_shape(MODELS[case.model])
+        setup = layer_setup(run.config, MODELS[case.model], Facts(device=device("H100"), imbalance=run.imbalance))
+        found = executed_flops(
+            shape, setup, counts.stage, tokens=PACK.tokens, pairs=PACK.causal_pairs, loss_rows=PACK.tokens
+        )
+        assert found == pytest.approx(counts.flops, rel=1e-6), name
+
+
+def test_the_records_have_first_middle_and_last_stages() -> None:
+    """Of trainers: a critic's and a reference's rank have other passes."""
+    stages = {(r["config"], r["stage"]) for r in RECORDS}
+    assert {("deepseek_v3_fp8", 0), ("deepseek_v3_fp8", 4), ("deepseek_v3_fp8", 7)} <= stages
+    assert len({r["config"] for r in RECORDS}) >= 3
 
 
 def test_selective_recomputation_and_adapters_change_what_they_name() -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from megatron_bridge.config import ParallelConfig
+from megatron_bridge.families.registry import family_of
 from miles_like.timing.devices import device
-from miles_like.timing.layers import LayerSetup
+from miles_like.timing.layers import LayerSetup, layer_time
 from miles_like.timing.published.models import published_shapes
 from miles_like.timing.rates.calibration import HOST
+from miles_like.timing.rates.roofline import product_rate
 from miles_like.timing.shape import model_shape
 from miles_like.timing.train import (
     TrainSetup,
@@ -153,6 +155,27 @@ def test_the_stages_of_all_ranks_hold_the_model_once(tp: int) -> None:
     assert tp * (sum(s.others for s in stages) - whole) + whole == pytest.approx(V3.others)
     held, owned = parameters_of_rank(V3, setup(p))
     assert owned < held and held * 128 > V3.parameters
+
+
+def test_the_last_stage_holds_and_computes_the_draft_layer() -> None:
+    """Its elements are those of the checkpoint's tensors; on another stage than the first, also the embedding."""
+    hf = json.loads((ROOT / "configs/deepseek_v3/config.json").read_text())
+    family = family_of(hf)
+    elements = family.parameter_count(hf, mtp=True) - family.parameter_count(hf)
+    one = ParallelConfig()
+    added = stages_of(V3, one, 1)[0].others + stages_of(V3, one, 1)[0].experts - V3.parameters
+    assert added == pytest.approx(elements, rel=1e-3)
+    p = ParallelConfig(pp=8, dp=16, ep=16, first_stage_layers=7, last_stage_layers=6)
+    first, *_, last = zip(stages_of(V3, p), stages_of(V3, p, 1), strict=True)
+    assert first[0] == first[1] and last[1].moe == last[0].moe + 1
+    assert last[1].others - last[0].others > V3.hidden * V3.vocab
+    plain, more = (
+        stage_time(V3, replace(setup(one), layer=replace(setup(one).layer, mtp=mtp)), 4096, 4096.0**2) for mtp in (0, 1)
+    )
+    assert more.forward["head"] == 2 * plain.forward["head"] and more.backward["head"] == 2 * plain.backward["head"]
+    layer = layer_time(V3, setup(one).layer, 4096, 4096.0**2, moe=True)
+    inputs = more.forward["products"] - plain.forward["products"] - layer.forward["products"]
+    assert inputs == pytest.approx(4 * 4096 * V3.hidden**2 / product_rate(H100, fp8=False), rel=0.01)
 
 
 # Megatron-Bridge, docs/performance-summary-archive.md, 25.11: model, device, GPUs, FP8, samples, of a micro-batch, TP,
