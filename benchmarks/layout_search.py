@@ -37,7 +37,7 @@ def main() -> int:
     assert model is not None
     facts = Asked(prompt=None, response=None, reward_s=0.0).facts(run, device("H100"), IMBALANCE)
     wall, cpu = time.perf_counter(), time.process_time()
-    found = searched(run, model, facts, nodes=nodes, formats=())
+    found = searched(run, model, facts, nodes=str(nodes), formats=None, by=None)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     figures = {
         "configuration": name,

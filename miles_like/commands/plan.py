@@ -39,9 +39,10 @@ def plan(
     response: Annotated[float | None, typer.Option("--response", min=1, help="mean tokens of a response")] = None,
     reward_s: Annotated[float, typer.Option("--reward-seconds", min=0, help="of one score")] = 0.0,
     search: Annotated[bool, typer.Option("--search", help="rank other layouts by predicted tokens/s")] = False,
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="of the search")] = None,
+    nodes: Annotated[str | None, typer.Option("--nodes", help="of the search: 16, or 8,16,32")] = None,
+    by: Annotated[str | None, typer.Option("--by", help="of the search: speed, or cost in GPU-hours a token")] = None,
     formats: Annotated[str | None, typer.Option("--formats", help="of the search: bf16,fp8,...")] = None,
-    write: Annotated[Path | None, typer.Option("--write", help="the search's fastest layout, as TOML")] = None,
+    write: Annotated[Path | None, typer.Option("--write", help="the search's best layout, as TOML")] = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
 ) -> None:
     """Plan a run: memory by pipeline stage and phase, host memory, disk, and seconds of a step; status 1 if it does not
@@ -49,7 +50,7 @@ def plan(
     console = Console(width=None if Console().is_terminal else _WIDE)
     with one_sentence():
         given = _one_of(path, config)
-        _check_search(search, {"--nodes": nodes, "--formats": formats, "--write": write})
+        _check_search(search, {"--nodes": nodes, "--by": by, "--formats": formats, "--write": write})
         loaded = load_config(given, overrides)
         if (model := assemble.known_model(loaded)) is None:
             raise ValueError(
@@ -59,8 +60,8 @@ def plan(
         on = named_device(loaded.cluster.device if device is None else device)
         asked = Asked(prompt=prompt, response=response, reward_s=reward_s)
         if search:
-            several = formats.split(",") if formats else ()
-            ranked = searched(loaded, model, asked.facts(loaded, on, imbalance), nodes=nodes, formats=several)
+            facts = asked.facts(loaded, on, imbalance)
+            ranked = searched(loaded, model, facts, nodes=nodes, formats=formats, by=by)
             report(console, ranked, given, json_path=json, write=write)
             raise typer.Exit(0 if ranked.found else 1)
         cluster = RunCluster(loaded, _RUN_DIR, console, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from miles_like.config.run import RunConfig
 from miles_like.layout_search.report import chosen_toml, print_search, search_json
-from miles_like.layout_search.search import Searched, search
+from miles_like.layout_search.search import Order, Searched, search
 from miles_like.planning.plan import Plan
 from miles_like.run import assemble
 from miles_like.run.model_plan import PlannedModel, planned_model
@@ -51,22 +50,40 @@ def predicted(run: RunConfig, model: PlannedModel, plan: Plan, asked: Asked) -> 
 
 
 def searched(
-    run: RunConfig, model: PlannedModel, facts: Facts, *, nodes: int | None, formats: Sequence[str]
+    run: RunConfig, model: PlannedModel, facts: Facts, *, nodes: str | None, formats: str | None, by: str | None
 ) -> Searched:
-    """The layouts of the run. Raises ValueError for an unknown format, and as `search`."""
+    """The layouts of the run; nodes, formats: several are separated by commas. Raises ValueError for an unknown format
+    or order and for nodes that are no number, and as `search`."""
 
     def plan_of(other: RunConfig) -> Plan:
         planned = planned_model(other, model.hf, Path())
         return assemble.memory_plan(other, planned, on=facts.device, imbalance=facts.imbalance)
 
     known = {f.value: f for f in QuantFormat}
-    if wrong := [name for name in formats if name not in known]:
-        raise ValueError(f"--formats {','.join(formats)}: {wrong[0]!r} is none of {', '.join(known)}")
-    return search(run, model.hf, facts, plan_of, nodes=nodes, formats=[known[name] for name in formats])
+    names = formats.split(",") if formats else []
+    if wrong := [name for name in names if name not in known]:
+        raise ValueError(f"--formats {formats}: {wrong[0]!r} is none of {', '.join(known)}")
+    order = by or "speed"
+    if order not in _ORDERS:
+        raise ValueError(f"--by {by}: want one of {', '.join(_ORDERS)}")
+    return search(
+        run, model.hf, facts, plan_of, nodes=_numbers(nodes), formats=[known[n] for n in names], by=_ORDERS[order]
+    )
+
+
+_ORDERS: dict[str, Order] = {"speed": "speed", "cost": "cost"}
+
+
+def _numbers(nodes: str | None) -> list[int]:
+    """Of nodes, separated by commas."""
+    texts = nodes.split(",") if nodes else []
+    if wrong := [text for text in texts if not text.isdecimal() or int(text) < 1]:
+        raise ValueError(f"--nodes {nodes}: {wrong[0]!r} is no number of nodes: give one or more, as 8,16")
+    return [int(text) for text in texts]
 
 
 def report(console: Console, found: Searched, path: Path, *, json_path: Path | None, write: Path | None) -> None:
-    """The table, the JSON, and the fastest layout as a configuration that extends `path`. Raises ValueError where there
+    """The table, the JSON, and the best layout as a configuration that extends `path`. Raises ValueError where there
     is none to write."""
     print_search(console, found)
     if json_path is not None:

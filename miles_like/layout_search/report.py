@@ -15,19 +15,19 @@ from rich.table import Table
 from miles_like.config.load import dump_config
 from miles_like.layout_search.search import Found, Searched
 
-_COLUMNS = ("", "tokens/s", "a GPU", "step s", "GPU h / B tokens", "decided by", "trainer", "servers", "spare")
+_COLUMNS = ("", "GPUs", "tokens/s", "a GPU", "step s", "GPU h / B tokens", "decided by", "trainer", "servers", "spare")
 
 
 def print_search(console: Console, searched: Searched) -> None:
-    """The layouts, the fastest first, and why others are not among them."""
-    table = Table(title="Layouts by predicted tokens/s", title_justify="left", box=box.SIMPLE)
+    """The layouts, the best first, and why others are not among them."""
+    table = Table(title="Layouts by prediction, the best first", title_justify="left", box=box.SIMPLE)
     for number, name in enumerate(_COLUMNS):
-        table.add_column(name, justify="right" if 1 <= number <= 4 else "left", overflow="fold")
+        table.add_column(name, justify="right" if 1 <= number <= 5 else "left", overflow="fold")
     for rank, one in enumerate(searched.found, 1):
         time = one.time
         figures = (f"{time.tokens_per_s:,.0f}", f"{time.tokens_per_s_per_gpu:,.1f}", f"{time.seconds:,.0f}")
         cells = (f"{one.gpu_hours:,.0f}", time.decides, trainer_of(one), servers_of(one), f"{one.plan.spare:.0%}")
-        table.add_row(str(rank), *figures, *cells)
+        table.add_row(str(rank), f"{time.gpus:,}", *figures, *cells)
     console.print(table)
     for line in lines_of(searched):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -64,7 +64,7 @@ def lines_of(searched: Searched) -> list[str]:
 
 
 def search_json(searched: Searched) -> dict[str, Any]:
-    """`layouts`, the fastest first, with their keys, seconds by phase and term, and memory."""
+    """`layouts`, the best first, with their keys, seconds by phase and term, and memory."""
     return {
         "considered": searched.considered,
         "planned": searched.planned,
@@ -72,6 +72,7 @@ def search_json(searched: Searched) -> dict[str, Any]:
         "layouts": [
             {
                 "change": dict(one.change),
+                "gpus": one.time.gpus,
                 "tokens_per_s": one.time.tokens_per_s,
                 "tokens_per_s_per_gpu": one.time.tokens_per_s_per_gpu,
                 "gpu_hours_per_billion_tokens": one.gpu_hours,

@@ -11,6 +11,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from megatron_bridge.families.base import HFConfig
 from miles_like.config.ranks import trainer_config
@@ -50,6 +51,7 @@ PATHS: tuple[Route, ...] = ("tensor", "disk")  # of publications
 TRIED = 160  # plans at most
 TRAINERS, ENGINES = 24, 16  # of the fastest that fit by themselves, whose combinations are tried
 RANKS = 500  # trainers whose memory is computed at most
+Order = Literal["speed", "cost"]
 SPLITS = (0.25, 0.5, 0.75)  # share of the nodes that separate servers have
 
 
@@ -70,7 +72,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """`found`: the fastest first. considered: divisions of trainer ranks and of servers that were timed."""
+    """`found`: the best first. considered: divisions of trainer ranks and of servers that were timed."""
 
     found: tuple[Found, ...]
     considered: int
@@ -95,12 +97,13 @@ def search(
     facts: Facts,
     plan_of: Callable[[RunConfig], Plan],
     *,
-    nodes: int | None = None,
+    nodes: Sequence[int] = (),
     kept: int = KEPT,
     formats: Sequence[QuantFormat] = (),
+    by: Order = "speed",
 ) -> Searched:
-    """The layouts of `run` on `nodes` nodes of facts.device (None: the configuration's number), in its format or in
-    each of `formats`.
+    """The layouts of `run` on each number of `nodes` of facts.device (empty: the configuration's), in its format or in
+    each of `formats`; the fastest first, or the ones with the fewest GPU-hours a token.
 
     hf: config.json of the served checkpoint. plan_of: the memory plan; raises ValueError for a configuration that the
     run refuses. Raises ValueError for a run without GPUs or without a rollout by stock SGLang.
@@ -111,10 +114,12 @@ def search(
             "rollout.engine = 'sglang'"
         )
     searches, refusals = [], Refusals()
-    for change in [in_format(run, f) for f in dict.fromkeys(formats)] or [{}]:
-        one = _Search(run, hf, facts, plan_of, nodes or run.cluster.nodes, kept, change, refusals)
+    changes = [in_format(run, f) for f in dict.fromkeys(formats)] or [{}]
+    for number, change in itertools.product(dict.fromkeys(nodes or [run.cluster.nodes]), changes):
+        one = _Search(run, hf, facts, plan_of, number, kept, change, refusals)
         searches.append((one, one.run()))
-    found = sorted((f for _, several in searches for f in several), key=lambda f: -f.time.tokens_per_s)
+    found = [f for _, several in searches for f in several]
+    found.sort(key=lambda f: (f.gpu_hours, f.time.seconds) if by == "cost" else (f.time.seconds, f.gpu_hours))
     return Searched(
         found=tuple(found[:kept]),
         considered=sum(s.considered for s, _ in searches),

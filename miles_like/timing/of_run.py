@@ -25,6 +25,7 @@ from quant.spec import FOUR_BIT, QuantFormat, QuantSpec
 # Of their limits, where nothing is known of a run's data: prompts, and responses.
 PROMPT_SHARE = 0.1
 RESPONSE_SHARE = 0.4
+CALLS = 64  # concurrent calls of a reward, where reward.concurrency is not given
 NOWHERE = Path(".")  # of config.json, which is given
 _SCALE_BITS = {  # of one scale
     QuantFormat.FP8: 32,
@@ -80,7 +81,7 @@ def step_setup(run: RunConfig, hf: HFConfig, facts: Facts) -> StepSetup:
         staleness=float(run.buffer.slack),
         ahead=run.buffer.over_sampling,
         rounds=run.in_lockstep,
-        reward=RewardSetup(seconds=facts.reward_s),
+        reward=RewardSetup(seconds=facts.reward_s, at_once=run.reward.concurrency or CALLS),
     )
 
 

@@ -24,7 +24,7 @@ class RewardSetup:
     """`seconds` of one score, of which `at_once` are computed at a time, while other samples are still sampled."""
 
     seconds: float = 0.0
-    at_once: int = 64
+    at_once: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,7 @@ def test_a_written_layout_is_the_configuration_that_was_found(
         run, {"parallel.tp": 1, "parallel.pp": 2, "parallel.dp": 4, "parallel.ep": 4, "parallel.first_stage_layers": 25}
     )
     hf = json.loads(Path(str(run.model.config)).read_text())
-    whole = searched(narrow, hf, kept=1, nodes=1).found[0]
+    whole = searched(narrow, hf, kept=1, nodes=[1]).found[0]
     path = tmp_path / "whole.toml"
     path.write_text(chosen_toml(whole, given, path))
     assert load_config(path) == whole.config
@@ -106,8 +106,11 @@ def test_a_written_layout_is_the_configuration_that_was_found(
 
 def test_nodes_devices_and_formats_are_searched() -> None:
     run, hf = loaded("qwen3_4b")
-    two = searched(run, hf, kept=2, nodes=2)
+    two = searched(run, hf, kept=2, nodes=[2])
     assert all(one.config.cluster.nodes == 2 and one.time.gpus == 16 for one in two.found)
+    fast, cheap = (searched(run, hf, kept=2, nodes=[1, 2], by=by).found for by in ("speed", "cost"))
+    assert fast[0].time == two.found[0].time and fast[0].time.seconds < cheap[0].time.seconds
+    assert cheap[0].config.cluster.nodes == 1 and cheap[0].gpu_hours < fast[0].gpu_hours
     both = searched(run, hf, kept=6, formats=(QuantFormat.BF16, QuantFormat.FP8))
     assert {one.config.precision.format for one in both.found} >= {QuantFormat.FP8}
     assert both.considered > searched(run, hf, kept=1).considered
@@ -126,7 +129,7 @@ def test_separate_servers_are_ranked_where_samples_may_be_stale() -> None:
 
 def test_a_model_that_no_layout_holds_has_none() -> None:
     run, hf = loaded("qwen3_235b_a22b")
-    found = searched(run, hf, nodes=1)
+    found = searched(run, hf, nodes=[1])
     assert not found.found and any("no layout fits" in line for line in lines_of(found))
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
+from miles_like.rewards import load
 from miles_like.timing.devices import device
 from miles_like.timing.of_run import RESPONSE_SHARE, Facts, element_bytes, step_setup
 from miles_like.timing.shape import model_shape
@@ -101,3 +102,8 @@ def test_a_supervised_run_has_no_rollout() -> None:
     run = load_config(ROOT / "configs" / "tiny_sft.toml")
     with refuses(ValueError, "algorithm.name"):
         step_setup(run, {}, FACTS)
+
+
+def test_scores_wait_for_as_many_calls_as_the_run_makes() -> None:
+    assert step_setup(*run_of("qwen3_4b.toml", "reward.concurrency=7"), FACTS).reward.at_once == 7
+    assert step_setup(*run_of("qwen3_4b.toml"), FACTS).reward.at_once == load.CALLS

@@ -45,7 +45,7 @@ def setup(**more: object) -> StepSetup:
 
 
 def test_a_synchronous_step_is_the_sum_of_its_phases() -> None:
-    time = step_time(SMALL, setup(reward=RewardSetup(seconds=2.0)))
+    time = step_time(SMALL, setup(reward=RewardSetup(seconds=2.0, at_once=64)))
     assert time.overlap == "none" and time.seconds == pytest.approx(sum(p.seconds for p in time.phases.values()))
     assert all(p.seconds > 0 for p in time.phases.values())
     assert time.tokens_per_s_per_gpu == pytest.approx(time.tokens / time.seconds / 16)
@@ -82,7 +82,7 @@ def test_turns_move_the_trainer_s_state_both_ways() -> None:
 
 
 def test_scores_are_waited_for_where_they_take_longer_than_sampling() -> None:
-    quick = step_time(SMALL, setup(reward=RewardSetup(seconds=1.0)))
+    quick = step_time(SMALL, setup(reward=RewardSetup(seconds=1.0, at_once=64)))
     assert quick.reward.seconds == 1.0  # the last one's
     slow = step_time(SMALL, setup(reward=RewardSetup(seconds=1000.0, at_once=64)))
     assert slow.reward.seconds == pytest.approx(256 * 1000 / 64 - slow.rollout.seconds)
