@@ -6,6 +6,7 @@ makes it.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,6 +47,7 @@ def attribution_substitutes(live: LiveBytes) -> tuple[Substitute, ...]:
         Substitute(trainer, "apply_gradients", why, in_part(STEP)),
         Substitute("megatron_bridge.device.storages", "_on_host", why, on_host),
         Substitute("megatron_bridge.weights.copies", "_on_host", why, on_host),
+        Substitute("megatron_bridge.step.step:Step", "_forward", "garbage is collected", _without_garbage),
         Substitute("torch:UntypedStorage", "resize_", why, lambda stock: _measured(stock, live)),
     )
 
@@ -73,6 +75,17 @@ def _buffers_of(stock: Any, live: LiveBytes) -> Any:
 
 def _static(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda stock: staticmethod(make(stock))
+
+
+def _without_garbage(stock: Any) -> Any:
+    """Python objects that refer to each other keep tensors until they are collected, at times that no layout
+    determines: here before each forward pass."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        gc.collect()
+        return stock(*args, **kwargs)
+
+    return forward
 
 
 def _measured(stock: Any, live: LiveBytes) -> Any:

@@ -7,7 +7,8 @@ of a rank that sleeps if trainer and engine share the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
@@ -72,7 +73,7 @@ def live_through(run: RankRun, env: DeviceEnv) -> RankCounts:
             "linears": work.linears / run.micro_batches,
             "core attention": work.attention.flops / run.micro_batches,
         }
-        slept_and_published(run, trainer, live, counts)
+        slept_and_published(run, trainer, lambda: _largest_chunks(trainer), live, counts)
     return counts
 
 
@@ -180,6 +181,7 @@ class _Work:
 
 @contextmanager
 def _phase(name: str, live: LiveBytes, counts: RankCounts) -> Iterator[None]:
+    gc.collect()
     live.begin_phase()
     yield
     counts.peaks[name], counts.host[name] = live.peak, live.host_peak
@@ -222,11 +224,14 @@ def trained(
         else:
             trainer.logprobs(batches)
     attribute(trainer, live)
+    gc.collect()
     counts.static = live.device
 
 
-def slept_and_published(run: RankRun, trainer: Any, live: LiveBytes, counts: RankCounts) -> None:
-    """Only an awake rank publishes where trainer and engine do not share the device."""
+def slept_and_published(
+    run: RankRun, trainer: Any, chunks: Callable[[], Iterable[Iterable[Any]]], live: LiveBytes, counts: RankCounts
+) -> None:
+    """A rank publishes awake where trainer and engine do not share the device. chunks: the exports to run."""
     if run.colocated:
         trainer.sleep()
         attribute_asleep(trainer, live)
@@ -234,7 +239,7 @@ def slept_and_published(run: RankRun, trainer: Any, live: LiveBytes, counts: Ran
             pass
     context = trainer.parameters() if run.colocated else nullcontext()
     with _phase("publishing", live, counts), live.part(ACTIVATIONS), context:
-        for chunk in _largest_chunks(trainer):
+        for chunk in chunks():
             for _ in chunk:
                 pass
     if run.colocated:

@@ -20,6 +20,7 @@ from miles_like.planning.weights import ModelWeights, StageWeights
 
 _FP32 = 4
 _INT64 = 8
+_TABLES = 32
 ROUNDING_ELEMENTS = 1 << 26  # weights that fake_quant.py rounds in one call, on a GPU in one tile of codec.py
 _ROUNDING = 16  # bytes of temporaries for each: two BF16 copies, codes, levels and products in FP32
 
@@ -30,6 +31,7 @@ class StepShape:
 
     tokens: int  # of a micro-batch, before context parallelism
     micro_batches: int
+    longest: int  # tokens of a sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class TrainingPeak:
     activations: int
     logits: int  # of the head: hidden states of all rows, blocks of logits, gradients
     communication: int  # buffers that stay from the first step on
+    left: int  # of activations, after the step
 
 
 def chunks_in_flight(layout: ParallelConfig, stage: int, micro_batches: int) -> int:
@@ -77,7 +80,7 @@ class TrainingPasses:
         of_chunks = [costs[v * per_chunk : (v + 1) * per_chunk] for v in range(layout.vpp)]
         whole = max(sum(c.keeps for c in chunk) for chunk in of_chunks) + (0 if last else hidden)
         flying = chunks_in_flight(layout, stage.stage, self.step.micro_batches)
-        held = (flying - 1) * whole + self._inputs(stage)
+        held = (flying - 1) * whole + self._inputs(stage) + self._angles(stage)
         # the gradient that comes in and the one that goes out, and the activations of the next micro-batch
         passed = 3 * hidden if layout.pp > 1 else hidden
         moments = [(held + passed + n, 0) for n in self._backward(of_chunks[-1])]
@@ -88,7 +91,28 @@ class TrainingPasses:
             moments.append((held + passed + self._embedding(), 0))
         moments.append((self._rounding(stage), 0))
         activations, logits = max(moments, key=sum)
-        return TrainingPeak(activations=activations, logits=logits, communication=self._buffers())
+        return TrainingPeak(
+            activations=activations, logits=logits, communication=self._buffers(), left=self._left(stage)
+        )
+
+    def _left(self, stage: StageWeights) -> int:
+        """Megatron's dispatcher of a layer keeps the routing weights of its last pass, and so the graph back to the
+        input of the recomputed layer, with its gradient."""
+        if self.config.recompute == "none":
+            return self._angles(stage)
+        sparse = self._sparse(stage)
+        received = int(stage.stage > 0 and sparse > 0)  # the gradient that is sent to the stage before
+        return (2 * sparse + received) * self.ops.hidden + self._angles(stage)
+
+    def _angles(self, stage: StageWeights) -> int:
+        """Tables of rotary angles in FP32: `RotaryEmbedding.forward` keeps the last 32 of different modules and lengths;
+        counted for one length. Latent attention has a module in each layer."""
+        d, layers = self.weights.dims, sum(map(len, stage.layers))
+        tables, columns = (layers, d["kv_down"] - d["kv_lora"]) if self.ops.latent else (len(stage.layers), d["head"])
+        return min(tables, _TABLES) * self.step.longest * columns * _FP32
+
+    def _sparse(self, stage: StageWeights) -> int:
+        return sum(layer in self.weights.moe_layers for chunk in stage.layers for layer in chunk)
 
     def _backward(self, costs: Sequence[LayerCost]) -> list[int]:
         """What one micro-batch's backward through a chunk holds while each layer works, from the last to the first."""
@@ -127,7 +151,7 @@ class TrainingPasses:
             moments.append((self._inputs(stage), 2 * self.ops.gathered + block))
         moments.append((self._rounding(stage), 0))
         activations, logits = max(moments, key=sum)
-        return TrainingPeak(activations=activations, logits=logits, communication=self._buffers())
+        return TrainingPeak(activations=activations, logits=logits, communication=self._buffers(), left=0)
 
     def _inputs(self, stage: StageWeights) -> int:
         """The micro-batches of the step, all of which are on the device: ids, labels and positions of int64 as packed
@@ -136,8 +160,7 @@ class TrainingPasses:
         depths = len(self.weights.tensors.draft_layers)
         packed = tokens * (4 * _INT64 + 4 * _FP32)
         fed = rows * (2 * _INT64 + (1 + depths) * (_INT64 + 1))
-        sparse = sum(layer in self.weights.moe_layers for chunk in stage.layers for layer in chunk)
-        routes = self.pack.rows * sparse * self.weights.dims.get("top_k", 0) * 2
+        routes = self.pack.rows * self._sparse(stage) * self.weights.dims.get("top_k", 0) * 2
         return self.step.micro_batches * (packed + fed + routes)
 
     def _rounding(self, stage: StageWeights) -> int:

@@ -52,7 +52,7 @@ def step_shape(config: RunConfig) -> StepShape:
         samples = train.groups_per_step * train.samples_per_group // train.steps_per_rollout
     of_rank = -(-samples // c.parallel.dp)
     micro = -(-of_rank // max(1, tokens // longest))
-    return StepShape(tokens=tokens, micro_batches=max(1, -(-micro // packs)) * packs)
+    return StepShape(tokens=tokens, micro_batches=max(1, -(-micro // packs)) * packs, longest=longest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ class LayerOps:
         both, one = self._rows(2 * width), self._rows(width)
         extra = 0 if self.config.kernels.swiglu_fusion else 2 * one  # the gate's activation and its product
         yield self._column(2 * width, keeps=keeps)
-        yield Op(keeps=both + extra, forward=one, backward=2 * one + both, module=module)
+        yield Op(keeps=both + extra, forward=one, backward=3 * one + both, module=module)
         yield self._row(width, keeps=one, module=module)
 
     def _experts(self) -> Iterator[Op]:
@@ -232,8 +232,10 @@ class LayerOps:
             backward=both + line_rows + local * self._matrix(2 * width, d["hidden"]),
             module="moe",
         )
+        # FP32 as the routing weights: the weighted gradient, both halves and their gradients, silu(gate), the product;
+        # a compiled kernel needs less
         wide = padded * width * _FP32
-        yield Op(keeps=both, forward=held + one + wide, backward=one + both + 3 * wide, module="moe")
+        yield Op(keeps=both, forward=held + one + wide, backward=one + 7 * wide, module="moe")
         yield Op(
             keeps=one,
             forward=held + 2 * line_rows,

@@ -11,7 +11,7 @@ from megatron_bridge.families.base import HFConfig
 from megatron_bridge.plan.resolve import resolve, trained_config
 from miles_like.planning.activations import StepShape, TrainingPasses, peak_parts
 from miles_like.planning.allowances import FRAGMENTATION, trainer_allowances
-from miles_like.planning.gathering import gathering_bytes
+from miles_like.planning.gathering import Gathering, gathering, gathering_bytes
 from miles_like.planning.parts import Bytes, Part, Phase, added, total
 from miles_like.planning.state import RankState, rank_state
 from miles_like.planning.weights import ModelWeights, StageWeights
@@ -53,9 +53,13 @@ class RankPlans:
         self._fragmentation = FRAGMENTATION if gpus else 0.0
         self._uses: dict[int, Mapping[Phase, Use]] = {}
 
+    def gathered(self, stage: int) -> int:
+        """The most that a rank of a stage holds for chunks of weights."""
+        return gathering_bytes(self._chunks, stage)
+
     @cached_property
-    def _gathered(self) -> int:
-        return gathering_bytes(self.weights, self.config.parallel)
+    def _chunks(self) -> tuple[Gathering, ...]:
+        return tuple(gathering(self.weights, self.config.parallel, stage) for stage in self.stages)
 
     def uses(self, stage: int) -> Mapping[Phase, Use]:
         """By phase that the ranks have."""
@@ -69,15 +73,16 @@ class RankPlans:
         dynamic: dict[Part, int] = {"activations": peak.activations, "logits": peak.logits}
         kept: dict[Part, int] = {"communication": peak.communication}
         awake = added(state.device, kept, self.allowances)
-        asleep = added(kept, self.allowances)
+        left: dict[Part, int] = {"activations": peak.left}
+        asleep = added(kept, left, self.allowances)
         out: dict[Phase, Use] = {
             "building": Use(static=added(self._building(of_stage, state), self.allowances), dynamic={}),
             "training": Use(static=awake, dynamic=self._with_fragments(dynamic)),
         }
-        chunk: dict[Part, int] = {"communication": self._gathered} if self.publishes else {}
+        chunk: dict[Part, int] = {"communication": self.gathered(stage)} if self.publishes else {}
         sent = self._with_fragments(chunk)
         if not self.sleeps:
-            out["publishing"] = Use(static=awake, dynamic=sent)
+            out["publishing"] = Use(static=added(awake, left), dynamic=sent)
             return out
         lent: dict[Part, int] = {"parameters": state.device.get("parameters", 0)} if self.publishes else {}
         out["publishing"] = Use(static=added(asleep, lent), dynamic=sent)
@@ -90,9 +95,8 @@ class RankPlans:
 
     def _building(self, stage: StageWeights, state: RankState) -> Bytes:
         """The peak while everything is allocated; what is about to be freed counts as parameters."""
-        without: dict[Part, int] = {part: n for part, n in state.device.items() if part != "moments"}
-        more: dict[Part, int] = {"parameters": max(0, state.building - total(without))}
-        return added(without, more)
+        more: dict[Part, int] = {"parameters": max(0, state.building - total(state.device))}
+        return added(state.device, more)
 
 
 def peak_of(plans: RankPlans, stage: int) -> Bytes:

@@ -128,9 +128,10 @@ def _moving(moves: Sequence[_Move], width: int) -> Iterator[int]:
 
 
 def _finishing(weights: StageWeights, config: TrainerConfig, parts: Mapping[Part, int]) -> int:
-    """Bytes alive while the optimizer is built, and then the rounded copies: moments are made by the first step. With a
-    part of the optimizer on the host, `HybridDeviceOptimizer` first makes FP32 copies of the rest of all parameters,
-    unsharded."""
+    """Bytes alive while the optimizer is built, and with everything. With a part of the optimizer on the host,
+    `HybridDeviceOptimizer` first makes FP32 copies of the rest of all parameters, unsharded."""
     moved, share = parts["parameters"] + parts["gradients"], config.kernels.offload_optimizer
     unsharded = math.ceil(_FP32 * weights.elements(trained=True) * (1 - share)) if 0 < share < 1 else 0
-    return max(moved + unsharded + parts["masters"], total({**parts, "moments": 0}))
+    if share:  # a copy of each parameter on its way to the host
+        unsharded += 2 * max((h.elements for h in weights.held if h.trained), default=0)
+    return max(moved + unsharded + parts["masters"], total(parts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -124,16 +124,32 @@ class ModelWeights:
         for number, own in enumerate(layers):
             first = stage == 0 and number == 0
             last = stage == layout.pp - 1 and number == layout.vpp - 1
-            rows = [row for layer in own for row in self._by_layer[layer]]
-            rows += [row for row in self._by_layer[None] if self._is_at(row.entry, first, last)]
-            if last:
-                rows += [row for layer in self.tensors.draft_layers for row in self._by_layer[layer]]
+            rows = self._rows(own, first, last)
             counted = Counter(h for row in rows for h in self._held(row, layout))
             held = [replace(h, count=h.count * n) for h, n in counted.items()]
             if last and not first and (self.tensors.tied or self.tensors.draft_layers):
                 held += [h for row in self._by_layer[None] if _is_embedding(row.entry) for h in self._held(row, layout)]
             chunks.append(tuple(held))
         return StageWeights(stage=stage, layers=layers, chunks=tuple(chunks))
+
+    def entries(self, layout: ParallelConfig, stage: StageWeights) -> Iterator[Entry]:
+        """The table's entry of each parameter of a stage, an entry of experts once for every layer."""
+        for number, own in enumerate(stage.layers):
+            first = stage.stage == 0 and number == 0
+            last = stage.stage == layout.pp - 1 and number == layout.vpp - 1
+            yield from (row.entry for row in self._rows(own, first, last))
+
+    def local_experts(self, layout: ParallelConfig, entry: Entry) -> int:
+        """Parameters of an entry that one rank holds in a layer."""
+        return self.tensors.experts_of(entry) // (layout.ep if entry.per_expert else 1)
+
+    def _rows(self, layers: Sequence[int], first: bool, last: bool) -> list[_Row]:
+        """Of the chunk with these layers."""
+        rows = [row for layer in layers for row in self._by_layer[layer]]
+        rows += [row for row in self._by_layer[None] if self._is_at(row.entry, first, last)]
+        if last:
+            rows += [row for layer in self.tensors.draft_layers for row in self._by_layer[layer]]
+        return rows
 
     def _is_at(self, entry: Entry, first: bool, last: bool) -> bool:
         return first if _is_embedding(entry) else last
@@ -143,7 +159,7 @@ class ModelWeights:
         shape = self.tensors.megatron_shape(entry)
         ranks = layout.etp if entry.per_expert else layout.tp
         elements = math.prod(shape) // (1 if entry.split is Split.REPLICATED else ranks)
-        count = self.tensors.experts_of(entry) // (layout.ep if entry.per_expert else 1)
+        count = self.local_experts(layout, entry)
         kind: Kind = "expert" if entry.per_expert else "dense"
         fp32 = entry.precision is Precision.FP32
         adapted = bool(lora.rank) and _is_adapted(row, lora)

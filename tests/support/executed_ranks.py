@@ -102,7 +102,7 @@ def _measured(run: RankRun, port: int, plant: Plant | None) -> RankCounts:
                 plant(trainer)
             trained(run, trainer, batches, loss_tokens, live, counts)
             counts.static |= {"seen from outside": _tensors_of(trainer)}
-            slept_and_published(run, trainer, live, counts)
+            slept_and_published(run, trainer, lambda: [trainer.export()], live, counts)
         finally:
             trainer.close()
     return counts
