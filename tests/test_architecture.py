@@ -77,9 +77,14 @@ RULES = {
     "megatron_bridge.fake": f"{CONTRACTS} routing_replay megatron_bridge",
     # miles_like: data and settings
     "miles_like.timing.devices": "",
+    "miles_like.timing.rates": "miles_like.timing.devices",
     "miles_like.batch": "routing_replay miles_like.types",
     "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts rollout.server_url"
     " miles_like.limits miles_like.section miles_like.timing.devices miles_like.variables",
+    "miles_like.timing": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
+    " miles_like.config miles_like.timing.devices miles_like.timing.rates",
+    "miles_like.timing.published": "megatron_bridge.config miles_like.timing.devices miles_like.timing.rates"
+    " miles_like.timing",
     "miles_like.algorithms.terms": "miles_like.types",
     "miles_like.algorithms.advantages": "miles_like.types miles_like.protocols miles_like.algorithms.terms",
     "miles_like.algorithms.losses": "miles_like.types miles_like.protocols miles_like.algorithms.terms",
@@ -117,6 +122,8 @@ RULES = {
     " megatron_bridge.convert miles_like.cluster miles_like.config miles_like.timing.devices rollout.config",
     "megatron_bridge.fake.__main__": "quant.hf_config megatron_bridge.config megatron_bridge.fake megatron_bridge.plan"
     " miles_like.config miles_like.pipeline",
+    "miles_like.layout_search": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
+    " miles_like.config miles_like.planning miles_like.timing.devices miles_like.timing.rates miles_like.timing",
     "miles_like.doctor": "miles_like.nodes miles_like.pipeline.check_results",
     "miles_like.preflight": f"{CONTRACTS} rollout.config rollout.episodes rollout.prompts miles_like.algorithms"
     " miles_like.cluster miles_like.config miles_like.doctor miles_like.nodes miles_like.pipeline miles_like.planning"
@@ -127,8 +134,8 @@ RULES = {
     " miles_like.preflight miles_like.report miles_like.rewards miles_like.staging miles_like.storage"
     " miles_like.supervised miles_like.timing.devices miles_like.turns miles_like.verify",
     "miles_like.command_errors": "miles_like.loop",
-    "miles_like.commands": "miles_like.command_errors miles_like.config miles_like.pipeline miles_like.planning"
-    " miles_like.run miles_like.timing.devices",
+    "miles_like.commands": "quant.spec miles_like.command_errors miles_like.config miles_like.layout_search"
+    " miles_like.pipeline miles_like.planning miles_like.run miles_like.timing miles_like.timing.devices",
     "miles_like.cli": "rollout.embedded.server rollout.server_key rollout.server_url miles_like.checkpoint"
     " miles_like.command_errors miles_like.commands miles_like.config miles_like.doctor miles_like.pipeline"
     " miles_like.preflight miles_like.report miles_like.run",
@@ -161,6 +168,9 @@ SEE_THE_WHOLE_CONFIGURATION = (
     "miles_like.preflight",
     "miles_like.run",
     "miles_like.staging",
+    "miles_like.timing.of_run",
+    "miles_like.layout_search",
+    "miles_like.commands",
     "miles_like.cli",
 )
 
