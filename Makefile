@@ -12,7 +12,7 @@ JOBS ?= 3
 # 1: tests over nodes of Linux namespaces (tests/cluster) fail, and are not skipped, without the right to make them
 export MILES_LIKE_NEED_NAMESPACES ?= 0
 
-.PHONY: demo lint resolve check test test-fast test-slow test-all snapshot test-sglang fuzz benchmarks clean
+.PHONY: demo lint resolve check test test-fast test-slow test-all snapshot test-sglang fuzz plan-all benchmarks clean
 
 # Python keeps what it compiles: tests start hundreds of processes. Threads that wait for each other sleep: they would
 # spin on cores that other processes of the tests could use.
@@ -70,6 +70,12 @@ test-sglang: $(STAMP) $(SGLANG)/.installed
 SEED ?= 0
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.fuzz --seed $(SEED)
+
+# a rank of each kind of pipeline stage of every configuration with GPUs, on fake tensors: tens of minutes the first time,
+# then what has changed (build/executed keeps the results); make plan-all ONLY='NAME ...' for some configurations
+ONLY :=
+plan-all: $(STAMP)
+	OMP_NUM_THREADS=1 nice -n 5 $(BIN)/python -W ignore -m megatron_bridge.fake --all configs --json docs/plan/executed.json $(if $(ONLY),--only $(ONLY))
 
 benchmarks: $(STAMP)
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,11 +16,12 @@ from rich.markup import escape
 
 from miles_like.checkpoint.run_state import check_kept
 from miles_like.command_errors import one_sentence
+from miles_like.commands.convert import convert
+from miles_like.commands.options import FORMATS, SetOption
+from miles_like.commands.plan import plan
 from miles_like.config.load import dump_config, load_config
 from miles_like.config.run import RunConfig
-from miles_like.pipeline import convert as conversions
 from miles_like.pipeline.check_results import CheckResult, describe_unchecked, raise_failures
-from miles_like.pipeline.convert import ConvertWork, cluster_nodes
 from miles_like.pipeline.dequantize import dequantize_checkpoint
 from miles_like.pipeline.quant_report import QuantReport
 from miles_like.pipeline.quantize import quantize_checkpoint, spec_of
@@ -46,19 +46,20 @@ from rollout.server_url import server_url
 atexit.register(gc.freeze)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from one form to another.")
 app.add_typer(convert, name="convert")
+app.command("plan")(plan)
 
 DEMO = Path(__file__).resolve().parent / "demo_files" / "tiny.toml"
-FORMATS = "fp8, fp8-ue8m0, int4, mxfp8, mxfp4 or nvfp4"
 CacheOption = Annotated[
     Path | None,
     typer.Option("--cache-dir", help="outputs of the stages before training; default: cache beside the run directory"),
 ]
-SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override section.key of the config")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")]
 FromStepOption = Annotated[
     int | None, typer.Option("--from-step", metavar="N", help="resume from the checkpoint of step N, not the last")
+]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="start a run that does not fit the memory of its devices by the plan")
 ]
 
 
@@ -83,6 +84,7 @@ def pipeline(
     dry_run: DryRunOption = False,
     ray_address: Annotated[str | None, typer.Option("--ray-address")] = None,
     cache_dir: CacheOption = None,
+    force: ForceOption = False,
     stages: Annotated[str, typer.Option("--stages", hidden=True)] = ",".join(STAGES),  # of scripts/run_deepseek.py
 ) -> None:
     """Run all five stages of a configuration, which ends in a trained model."""
@@ -101,7 +103,7 @@ def pipeline(
         address = ray_address or os.environ.get("RAY_ADDRESS") or None
         run_dir = on_every_node(run_dir, address)
         cluster = RunCluster(loaded, run_dir, console, address)
-        functions = assemble.stage_functions(loaded, model, console, cluster)
+        functions = assemble.stage_functions(loaded, model, console, cluster, force=force)
         mode: Mode = "resume" if resume else "fresh" if fresh else "auto"
         planned = plan_stages(loaded, run_dir, functions, mode=mode, from_step=from_step)
         selected = parse_stages(stages)
@@ -111,7 +113,8 @@ def pipeline(
             checks = functions.preflight(planned, to_do, False).run()
             raise_failures(checks)
             joins = functions.joins_cluster
-            for line in describe_plan(loaded, functions.sizes, planned, to_do, joins_cluster=joins):
+            lines = describe_plan(loaded, functions.sizes, planned, to_do, joins_cluster=joins)
+            for line in [*lines, *assemble.describe_memory(loaded, model)]:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             console.print()
             print_plan(console, loaded, model, planned, selected, run_dir)
@@ -209,80 +212,6 @@ def quantize(
         if measured is not None:
             Console().print(measured.table())
         typer.echo(f"{written:,} bytes -> {out_dir}")
-
-
-MemoryOption = Annotated[
-    str, typer.Option("--memory-limit", help="resident memory of all processes of this machine, such as 4GiB")
-]
-WorkersOption = Annotated[int, typer.Option("--workers", min=1, help="processes on each machine")]
-RayOption = Annotated[str | None, typer.Option("--ray-address", help="share the work with this Ray cluster's nodes")]
-
-
-@convert.command("to-megatron")
-def to_megatron(
-    hf_dir: Path,
-    out_dir: Path,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="cut shards for so many ranks")] = 1,
-    pp: Annotated[int, typer.Option("--pp", min=1)] = 1,
-    ep: Annotated[int, typer.Option("--ep", min=1)] = 1,
-    etp: Annotated[int, typer.Option("--etp", min=1, help="as --tp, for the experts")] = 1,
-    memory_limit: MemoryOption = "4GiB",
-    workers: WorkersOption = 1,
-    ray_address: RayOption = None,
-) -> None:
-    """Convert a BF16 or quantized Hugging Face directory to Megatron torch_dist shards that load in any layout."""
-    with one_sentence():
-        work = ConvertWork(parse_bytes(memory_limit), workers, cluster_nodes(ray_address))
-        try:
-            typer.echo(conversions.to_megatron(hf_dir, out_dir, work, tp=tp, pp=pp, ep=ep, etp=etp))
-        finally:
-            assemble.shut_down()
-
-
-@convert.command("to-hf")
-def to_hf(
-    megatron_dir: Path,
-    out_dir: Path,
-    format: Annotated[str, typer.Option("--format", help=f"bf16, {FORMATS}")] = "bf16",
-    hf_config: Annotated[
-        Path | None, typer.Option("--hf-config", help="Hugging Face directory of a checkpoint that training saved")
-    ] = None,
-    lora_alpha: Annotated[
-        float | None, typer.Option("--lora-alpha", help="merge the checkpoint's adapters, as trained with this alpha")
-    ] = None,
-    memory_limit: MemoryOption = "4GiB",
-    workers: WorkersOption = 1,
-    ray_address: RayOption = None,
-) -> None:
-    """Convert Megatron torch_dist shards, from a conversion or saved by training, to a Hugging Face directory."""
-    with one_sentence():
-        work = ConvertWork(parse_bytes(memory_limit), workers, cluster_nodes(ray_address))
-        try:
-            done = conversions.to_hf(
-                megatron_dir, out_dir, work, format=format, hf_config=hf_config, lora_alpha=lora_alpha
-            )
-            typer.echo(done)
-        finally:
-            assemble.shut_down()
-
-
-@convert.command("check")
-def check_converted(directory: Path, memory_limit: MemoryOption = "4GiB", workers: WorkersOption = 1) -> None:
-    """Verify every tensor and file of a converted directory against its manifest."""
-    with one_sentence():
-        typer.echo(conversions.check(directory, memory_limit=parse_bytes(memory_limit), workers=workers))
-
-
-def parse_bytes(text: str) -> int:
-    """`4GiB`, `512 MiB` or a plain number of bytes. Raises ValueError for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*", text, re.IGNORECASE)
-    if found is None:
-        raise ValueError(f"{text!r} is no amount of memory: write it as 4GiB or 512MiB")
-    unit = (found[2] or "B").upper()[0]
-    amount = float(found[1]) * 1024 ** "BKMGT".index(unit)
-    if amount >= 2**63:
-        raise ValueError(f"{text[:40]!r} is more memory than any machine addresses: write it as 4GiB or 512MiB")
-    return int(amount)
 
 
 KeyFileOption = Annotated[

@@ -247,6 +247,7 @@ for byte.
 | `gsm8k_train.jsonl`, `gsm8k_eval.jsonl` | 64, 32 | the first word problems of GSM8K's train and test files |
 | `tokenizer.json`, `tokenizer_config.json` | 128 tokens | one per printable ASCII character; made by the same script |
 | `model.json`, `model_2m.json`, `model.toml` | | the model, a larger one, and how it is made, written by hand |
+| `qwen.json`, `qwen_moe.json`, `glm.json`, `kimi.json`, `moonlight.json` | | models of other families, as small |
 
 No two of the first four files share an expression; 3+5 and 5+3 count as one expression in this, 3*5 and 5*3 too.
 

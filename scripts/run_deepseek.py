@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from miles_like.cli import CacheOption, DryRunOption, FromStepOption, SetOption, pipeline
+from miles_like.cli import CacheOption, DryRunOption, ForceOption, FromStepOption, pipeline
+from miles_like.commands.options import SetOption
 from miles_like.pipeline.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +30,7 @@ def main(
     dry_run: DryRunOption = False,
     ray_address: Annotated[str | None, typer.Option("--ray-address", help="join this Ray cluster")] = None,
     cache_dir: CacheOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Run the five stages of one configuration."""
     pipeline(
@@ -43,6 +45,7 @@ def main(
         dry_run=dry_run,
         ray_address=ray_address,
         cache_dir=cache_dir,
+        force=force,
     )
 
 

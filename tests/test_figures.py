@@ -20,7 +20,13 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"<!-- figures: (\S+) -->\n(.*?)<!-- end of figures -->", re.DOTALL)
 FOUND = [(page, *m.groups()) for page in PAGES for m in BLOCK.finditer(page.read_text())]
-FROM_ELSEWHERE = {"algorithms.py", "staleness_study.py", "alignment.py", "demo.py"}  # their blocks are on other pages
+FROM_ELSEWHERE = {
+    "algorithms.py",
+    "staleness_study.py",
+    "alignment.py",
+    "demo.py",
+    "plan_figures.py",
+}  # their blocks are on other pages
 PARTS = {"figures.py", "algorithms_report.py", "long_tail.py", "transformers_step.py", "trl_side.py"}  # of scripts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 from collections import Counter
@@ -90,6 +91,8 @@ def build_optimizer(
     of parameters that is frozen on every rank has no optimizer.
     """
     config = MegatronOptimizerConfig(**resolved.optimizer)
+    if config.optimizer_cpu_offload:
+        _keep_masters_on_host(config)
     _store_padding(chunks)
     for parameter in no_decay:
         parameter.no_decay = True  # type: ignore[attr-defined]
@@ -103,7 +106,21 @@ def build_optimizer(
     for inner in _torch_optimizers(optimizer):
         for group in inner.param_groups:
             group["fused"] = True  # one pass over each parameter instead of about a dozen
+    if config.optimizer_cpu_offload:
+        gc.collect()  # megatron first builds one over unsharded parameters, whose masters live on in a cycle
     return optimizer
+
+
+def _keep_masters_on_host(config: MegatronOptimizerConfig) -> None:
+    """Hand `HybridDeviceOptimizer` the BF16 shards instead of FP32 masters on the device.
+
+    With masters on the device, each has a copy on the host beside it, and loading weights sets neither
+    (megatron-core 0.16.1, `update_fp32_param_by_new_param`): the first step would replace the loaded weights by the
+    random ones. Megatron-LM's arguments require this too. Set here and not as an argument, because the constructor
+    compares the version of TransformerEngine, which need not be installed.
+    """
+    config.use_precision_aware_optimizer = True
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
 
 
 def _store_padding(chunks: Sequence[DistributedDataParallel]) -> None:
@@ -164,7 +181,9 @@ def apply_gradients(optimizer: ChainedOptimizer, *, lr: float, clip: float) -> f
         raise NonFiniteGradient(f"gradient norm is {norm}")
     for part in optimizer.chained_optimizers:
         if not getattr(part, "is_stub_optimizer", False) and part.get_parameters():
-            clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=clip, total_norm=norm)
+            # with an optimizer on the host gradients are views of the buffer, beside parameters of another dtype
+            apart = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(part.get_parameters(), clip, norm, use_decoupled_grad=apart)
     for group in optimizer.param_groups:
         group["lr"] = lr
         # megatron applies the multiplier only in its scheduler

@@ -59,6 +59,7 @@ class Sleep:
         if self._freed is not None:
             return parts
         finish_param_gather(self._chunks)
+        _drop_graphs(self._chunks)
         self._freed = self._found()
         for part, stored in self._freed.items():
             stored.free(self._buffer(part, stored.host_nbytes))
@@ -133,6 +134,18 @@ class Sleep:
     def _return_memory(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # to the driver: the engine is another process
+
+
+def _drop_graphs(chunks: Sequence[torch.nn.Module]) -> None:
+    """Megatron's dispatchers keep the routing weights of their last pass with the graph of them. Where layers are
+    recomputed it ends at their inputs, and keeps these and their gradients: two hidden states a layer."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            dispatcher = getattr(module, "token_dispatcher", None)
+            for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+                for name, value in vars(owner).items() if owner is not None else ():
+                    if isinstance(value, Tensor) and value.grad_fn is not None:
+                        setattr(owner, name, value.detach())
 
 
 def _buffers(chunk: DistributedDataParallel) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from miles_like.section import Section
+from miles_like.timing.devices import device
 from miles_like.variables import read_variables
 
 PoolName = Literal["trainer", "rollout", "critic", "reference", "teachers"]
@@ -101,6 +102,7 @@ class ClusterConfig(Section):
 
     nodes: int = Field(1, ge=1)
     gpus_per_node: int = Field(0, ge=0)  # 0: CPU ranks
+    device: str = "H100"  # kind of the GPUs, for `miles-like plan`, which holds their memory and speed to the run
     # limit of a call to trainer or critic ranks, or ten times the longest such call so far; then the run ends. Also of
     # the wait for nodes that have not joined the cluster yet
     timeout_s: float = Field(1800.0, gt=0)
@@ -119,6 +121,12 @@ class ClusterConfig(Section):
     @classmethod
     def variables_can_be_set(cls, given: Any) -> Any:
         return read_variables("cluster.env", given)
+
+    @field_validator("device")
+    @classmethod
+    def the_device_is_known(cls, name: str) -> str:
+        device(name)
+        return name
 
     @model_validator(mode="after")
     def pools_are_in_the_cluster(self) -> ClusterConfig:

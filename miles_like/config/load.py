@@ -148,13 +148,16 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ValueError(f"no configuration file {path}: give --config the path of a TOML file") from None
     except ValueError as e:
         raise ValueError(f"{path} cannot be read as TOML: {e}") from None
-    base = tree.pop("extends", None)
+    base = tree.pop("extends", [])
     tree = _spelt_out({k: _rooted(v, path.parent) for k, v in tree.items()})
-    if base is None:
-        return tree
-    if not isinstance(base, str):
-        raise ValueError(f"{path}: `extends` must name one file, not {base!r}")
-    merged = _read(path.parent / base, (*seen, path))
+    names = [base] if isinstance(base, str) else base
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: `extends` must name a file, or a list of files, not {base!r}")
+    merged: dict[str, Any] = {}
+    for name in names:
+        layer = _read(path.parent / name, (*seen, path))
+        _check_model(merged, layer, name)
+        _merge(merged, layer)
     _check_model(merged, tree, str(path))
     _merge(merged, tree)
     return merged

@@ -34,7 +34,10 @@ _HUB = "its rows are on the hub"
 
 
 class Preflight:
-    """The checks of one run. `stages`: all planned stages; `to_do`: names of those that will run."""
+    """The checks of one run. `stages`: all planned stages; `to_do`: names of those that will run.
+
+    memory: refuses a run that does not fit its devices; its argument is the fetched checkpoint, None before that.
+    """
 
     def __init__(
         self,
@@ -44,8 +47,9 @@ class Preflight:
         cluster: Cluster,
         *,
         online: bool,
+        memory: Callable[[Path | None], None] = lambda _: None,
     ) -> None:
-        self.config, self.to_do, self.online = config, to_do, online
+        self.config, self.to_do, self.online, self._memory = config, to_do, online, memory
         self.machines = Machines(config, stages, to_do, cluster)
         self.prompts: list[Prompt] = []  # of all readable sources, training's before evaluation's
         self.trained: list[Prompt] = []  # of the training sources
@@ -62,6 +66,7 @@ class Preflight:
         if "fetch" in self.to_do:
             out += self._model()
         if "train" in self.to_do:
+            out.append(run_check("memory", lambda: self._memory(None)))
             out += self._sources()
             out += self._rewards() if self.config.servers is not None else []
             out += self._plugins()
@@ -73,15 +78,19 @@ class Preflight:
         return [*out, *self.machines.cluster_checks()]
 
     def fetched(self, root: Path) -> list[CheckResult]:
-        """The checks that need the fetched checkpoint's tokenizer."""
-        if "train" not in self.to_do or self.tokenizer_dir is not None:
+        """The checks that need the fetched checkpoint's config.json or tokenizer."""
+        if "train" not in self.to_do:
             return []
+        fits = run_check("memory", lambda: self._memory(root))
+        if self.tokenizer_dir is not None:
+            return [fits]
         self.tokenizer_dir = root
         self.__dict__.pop("tokenizer", None)
         self.prompts, self.trained, self.examples = [], [], []
         sources = self._sources()
         late = self._reward_names() if self.config.servers is not None else []
         return [
+            fits,
             *sources,
             *(self._checked_reward(name) for name in late if _sends_tokens(self.config.reward.part(name))),
             *self._teacher_prompts(),

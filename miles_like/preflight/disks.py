@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -38,50 +38,64 @@ class DiskNeed:
         return replace(self, bytes=max(0, self.by_node[node] - held) if node < len(self.by_node) else 0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes:
+    """Bytes that a run writes from the start: by stage to the driver's file system, and to each node's own disk."""
+
+    shared: Mapping[str, int]
+    by_node: tuple[int, ...]  # what each node loads; empty without cluster.stage_dir
+
+
+def stage_bytes(config: RunConfig, stages: Sequence[Stage]) -> StageBytes | None:
+    """None where sizes are known only after the fetch stage."""
+    by_name = {s.name: s for s in stages}
+    bf16, fetched, nodes = by_name["convert"].size, by_name["fetch"].size, by_name["stage"].by_node
+    if bf16 is None or fetched is None or nodes is None:
+        return None
+    served = max((n.served for n in nodes), default=0)
+    made = 2 * bf16 if config.model.make is not None else 0  # from BF16 weights and shards
+    again = 0 if served == fetched else served  # encoded into the cache before it is copied
+    local = config.cluster.stage_dir is not None
+    trained = 0 if config.lora.rank else 1 + config.algorithm.has_critic
+    shared = {
+        "fetch": fetched + made + by_name["fetch"].removed,
+        "dequantize": 0 if fetched == bf16 or not by_name["dequantize"].size else bf16,
+        "convert": bf16,
+        "stage": again + (0 if local else served + bf16),
+        "train": trained * checkpoint_size(bf16) * saved_checkpoints(config.checkpoint, config.train.steps),
+    }
+    return StageBytes(shared=shared, by_node=_loaded(by_name["stage"], bf16) if local else ())
+
+
 def disk_needs(
     config: RunConfig, stages: Sequence[Stage], to_do: Sequence[str], *, joins_cluster: bool = False
 ) -> list[DiskNeed]:
     """The needs of the stages that will run; empty where sizes are known only after the fetch stage. joins_cluster: the
     nodes may have separate disks."""
-    by_name = {s.name: s for s in stages}
-    bf16, fetched, nodes = by_name["convert"].size, by_name["fetch"].size, by_name["stage"].by_node
-    out: list[DiskNeed] = []
-
-    def need(name: str, nbytes: int) -> None:
+    if (written := stage_bytes(config, stages)) is None:
+        return []
+    by_name, out = {s.name: s for s in stages}, list[DiskNeed]()
+    for name, nbytes in written.shared.items():
         if name in to_do and nbytes > 0:
             where = by_name[name].directory
             left = nbytes - bytes_under(where)  # existing files are kept or replaced
             out.append(DiskNeed(stage=name, directory=where, bytes=max(left, 0)))
-
-    if bf16 is None or fetched is None or nodes is None:
-        return []
-    served = max((n.served for n in nodes), default=0)
-    made = 2 * bf16 if config.model.make is not None else 0  # from BF16 weights and shards
-    need("fetch", fetched + made + by_name["fetch"].removed)
-    need("dequantize", 0 if fetched == bf16 or not by_name["dequantize"].size else bf16)
-    need("convert", bf16)
-    again = 0 if served == fetched else served  # encoded into the cache before it is copied
-    need("stage", again + (served + bf16 if config.cluster.stage_dir is None else 0))
-    out += _on_nodes(config, by_name["convert"], by_name["stage"], to_do, joins_cluster=joins_cluster)
-    if not config.lora.rank:
-        trained = 1 + config.algorithm.has_critic
-        need("train", trained * checkpoint_size(bf16) * saved_checkpoints(config.checkpoint, config.train.steps))
-    return out
+    return [*out, *_on_nodes(config, by_name["convert"], by_name["stage"], to_do, joins_cluster=joins_cluster)]
 
 
 def _on_nodes(
     config: RunConfig, convert: Stage, stage: Stage, to_do: Sequence[str], *, joins_cluster: bool
 ) -> list[DiskNeed]:
     """On the nodes' own disks: what each loads, and what a node that does not see the cache converts and keeps."""
-    bf16, nodes, c = convert.size, stage.by_node, config.cluster
-    assert bf16 is not None and nodes is not None
+    bf16, c = convert.size, config.cluster
+    assert bf16 is not None
     local = None if c.stage_dir is None else Path(c.stage_dir)
     out = []
     if "convert" in to_do and joins_cluster and c.nodes > 1:
         share = min(bf16, -(-bf16 // c.nodes) + config.convert.workers * _FILE)
         where = pieces_of(convert.directory / "data", local)
         out.append(DiskNeed(stage="convert", directory=where, bytes=share, on="apart", by_node=(share,) * c.nodes))
-    loads = tuple(n.served + _whole_files(n.shards, bf16) for n in nodes)
+    loads = _loaded(stage, bf16)
     on: On = "apart" if local is None else "nodes"
     if "stage" in to_do and max(loads) > 0 and (on == "nodes" or joins_cluster):
         where = stage.directory if local is None else local / stage.directory.name
@@ -102,6 +116,12 @@ def saved_checkpoints(checkpoint: CheckpointConfig, steps: int) -> int:
     if checkpoint.keep_every and every:
         kept += steps // math.lcm(every, checkpoint.keep_every)
     return min(saves, kept + 1)
+
+
+def _loaded(stage: Stage, bf16: int) -> tuple[int, ...]:
+    """Bytes that each node loads."""
+    assert stage.by_node is not None
+    return tuple(n.served + _whole_files(n.shards, bf16) for n in stage.by_node)
 
 
 def _whole_files(read: int, bf16: int) -> int:

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,9 @@ from miles_like.cluster.placement import PlacementPlan, Role, plan_placement
 from miles_like.config.cluster import format_ranges
 from miles_like.config.distillation import MadeServer, StartedServer
 from miles_like.config.run import RunConfig
-from miles_like.hf.checkpoint import read_config_file
+from miles_like.hf.checkpoint import read_config, read_config_file
 from miles_like.loop.stopping import run_to_end
+from miles_like.pipeline.check_results import NotCheckedError
 from miles_like.pipeline.first_layers import downloaded_bytes, shortened
 from miles_like.pipeline.stages import (
     Preflight,
@@ -35,11 +37,16 @@ from miles_like.pipeline.stages import (
     plan_stages,
     run_stages,
 )
+from miles_like.planning.compose import IMBALANCE, plan_run
+from miles_like.planning.nearby import Model, nearest, refusal
+from miles_like.planning.plan import Plan
+from miles_like.preflight.disk_plan import disk_plan
 from miles_like.run.model_plan import PlannedModel, model_plan, planned_model
 from miles_like.run.rollout_side import RolloutSide, server_launch, server_variables
 from miles_like.run.run_cluster import RunCluster, on_every_node
 from miles_like.staging.stage_files import node_needs
 from miles_like.storage.staging import StageFiles
+from miles_like.timing.devices import Device, device
 from miles_like.verify.report import Report as AlignmentReport
 from quant.hf_config import quantized_config
 from quant.registry import codec_or_none
@@ -55,10 +62,10 @@ SEPARATE: tuple[Role, ...] = ("critic", "reference")  # roles whose ranks have a
 
 
 def stage_functions(
-    config: RunConfig, model: PlannedModel | None, console: Console, cluster: RunCluster
+    config: RunConfig, model: PlannedModel | None, console: Console, cluster: RunCluster, *, force: bool = False
 ) -> StageFunctions:
     """The functions of the five stages; the first that uses Ray starts it and chooses the nodes of all. model: None:
-    known once it is fetched."""
+    known once it is fetched. force: also a run that does not fit the memory of its devices."""
 
     def make(config: RunConfig, out: Path) -> None:
         from miles_like.pipeline.make_checkpoint import make_checkpoint
@@ -99,7 +106,8 @@ def stage_functions(
     def preflight(stages: Sequence[Stage], to_do: Sequence[str], online: bool) -> Preflight:
         from miles_like.preflight.checks import Preflight
 
-        return Preflight(config, stages, to_do, cluster, online=online)
+        memory = partial(_check_memory, config, model, stages, force=force)
+        return Preflight(config, stages, to_do, cluster, online=online, memory=memory)
 
     return StageFunctions(
         make=make,
@@ -110,6 +118,53 @@ def stage_functions(
         joins_cluster=cluster.ray_address is not None,
         preflight=preflight,
     )
+
+
+def _check_memory(
+    config: RunConfig, model: PlannedModel | None, stages: Sequence[Stage], root: Path | None, *, force: bool
+) -> None:
+    """Raises ValueError for a run that does not fit its devices or nodes, once: where the model is known before it is
+    fetched, then."""
+    if force or not config.cluster.gpus_per_node or (model is not None and root is not None):
+        return
+    if model is None:
+        if root is None:
+            raise NotCheckedError("the model's config.json is not fetched yet")
+        model = planned_model(config, read_config(root), root)
+    plan = memory_plan(config, model, stages)
+    if not plan.fits:
+        raise ValueError(memory_refusal(config, model, plan))
+
+
+def memory_plan(
+    config: RunConfig,
+    model: PlannedModel,
+    stages: Sequence[Stage] = (),
+    *,
+    on: Device | None = None,
+    imbalance: float = IMBALANCE,
+) -> Plan:
+    """stages: all planned stages, for the disk. on: None: cluster.device."""
+    gpu = on or device(config.cluster.device)
+    return plan_run(config, model.hf, on=gpu, disk=disk_plan(config, stages, gpu), imbalance=imbalance)
+
+
+def memory_refusal(config: RunConfig, model: PlannedModel, plan: Plan) -> str:
+    """One sentence about a plan that does not fit, with configurations near it, on the same GPUs, that do."""
+
+    def plan_of(other: RunConfig) -> Plan:
+        return memory_plan(other, planned_model(other, model.hf, Path()), on=plan.device, imbalance=plan.imbalance)
+
+    family, hf = model.family, model.hf
+    found = nearest(config, plan, Model(family.num_layers(hf), family.num_experts(hf)), plan_of)
+    return refusal(plan, found)
+
+
+def describe_memory(config: RunConfig, model: PlannedModel | None) -> list[str]:
+    """The verdict of the memory plan in one line; none for a run on CPU, or before the model is known."""
+    if model is None or not config.cluster.gpus_per_node:
+        return []
+    return [f"memory: {memory_plan(config, model).verdict()}"]
 
 
 def shut_down() -> None:

@@ -13,8 +13,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from miles_like.cli import app, parse_bytes, pipeline
+from miles_like.cli import app, pipeline
 from miles_like.command_errors import LOG_BYTES, one_sentence, sentence
+from miles_like.commands.convert import parse_bytes
 from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from miles_like.loop.stopping import Stopped
 from tests.support import tiny_models

@@ -1,0 +1,179 @@
+"""`python -m megatron_bridge.fake CONFIG --rank R`: executes one rank of a run's trainer on fake tensors and prints
+what it holds; `python -m megatron_bridge.fake --all DIRECTORY --json FILE`: a rank of each kind of every configuration
+with GPUs.
+
+Results are kept in a cache by everything that determines them. Each rank is executed in a separate process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_bridge.config import TrainerConfig
+from megatron_bridge.fake.facts import RankRun, packed
+from megatron_bridge.fake.records import Cache, ExecutedRank, key_of, read_records, record, table, write_records
+from megatron_bridge.fake.run import execute
+from megatron_bridge.fake.stages import distinct_stages, first_rank, micro_batches_in_flight
+from megatron_bridge.plan.precision import served_spec
+from miles_like.config.load import load_config
+from miles_like.config.ranks import critic_config, reference_config, trainer_config
+from miles_like.pipeline.first_layers import shortened
+from quant.hf_config import quantized_config
+
+ROLES = ("trainer", "critic", "reference")
+_CACHE = Path("build/executed")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 1 after an error of the user, printed in one line."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.all is not None:
+            _every_configuration(options.all, options.json, Cache(options.cache), options.only)
+            return 0
+        found = _one(options)
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    if options.json is not None:
+        write_records(options.json, [found])
+    print(table(found))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megatron_bridge.fake", description=__doc__)
+    parser.add_argument("config", type=Path, nargs="?", help="TOML file of a run")
+    parser.add_argument("--rank", type=int, default=0, help="rank of the trainer")
+    parser.add_argument("--role", choices=ROLES, default="trainer")
+    parser.add_argument("--micro-batches", type=int, help="of the step; default: what its highest memory needs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="of the fake tensors")
+    parser.add_argument("--imbalance", type=float, default=1.0, help="tokens of this rank's experts / the mean")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides of the file")
+    parser.add_argument("--json", type=Path, help="file for the record")
+    parser.add_argument("--cache", type=Path, default=_CACHE, help="directory of earlier results")
+    parser.add_argument("--all", type=Path, metavar="DIRECTORY", help="a rank of each kind of its configurations")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="with --all: these configurations")
+    return parser
+
+
+def _one(options: argparse.Namespace) -> ExecutedRank:
+    if options.config is None:
+        raise ValueError("no configuration: give the TOML file of a run, or --all DIRECTORY")
+    with tempfile.TemporaryDirectory() as where:
+        ranks = Ranks(options.config, Path(where), options.set, role=options.role)
+        run = ranks.run(options.rank, options.micro_batches, device=options.device, imbalance=options.imbalance)
+        key, cache = ranks.key(run), Cache(options.cache)
+        found = cache.get(key)
+        if found is None:
+            found = record(run, execute(run), name=options.config.stem, role=options.role, key=key)
+            cache.put(found)
+        return found
+
+
+class Ranks:
+    """The ranks of one role of a run. where: a directory for the config.json that they read.
+
+    Raises ValueError for a configuration that cannot be read, a run without GPUs' layout, or one without such ranks.
+    """
+
+    def __init__(self, path: Path, where: Path, overrides: Sequence[str] = (), *, role: str = "trainer") -> None:
+        self.path, self.role = path, role
+        self._run = load_config(path, overrides)
+        self.hf = _served_config(self._run)
+        (where / "config.json").write_text(json.dumps(self.hf), encoding="utf-8")
+        trainer = trainer_config(self._run, where)
+        found: Mapping[str, TrainerConfig | None] = {
+            "trainer": trainer,
+            "critic": critic_config(self._run, trainer),
+            "reference": reference_config(self._run, trainer),
+        }
+        config = found[role]
+        if config is None:
+            raise ValueError(f"{path}: the run has no {role} ranks")
+        self.config = config
+
+    @property
+    def has_gpus(self) -> bool:
+        return self._run.cluster.gpus_per_node > 0
+
+    def run(
+        self, rank: int, micro_batches: int | None = None, *, device: str = "cuda", imbalance: float = 1.0
+    ) -> RankRun:
+        """Raises ValueError for a rank outside of the world."""
+        parallel = self.config.parallel
+        if not 0 <= rank < parallel.world_size:
+            raise ValueError(f"rank {rank} of a layout of {parallel.world_size} ranks: choose one of them")
+        stage = rank // first_rank(parallel, 1)
+        longest = self._run.data.max_prompt_tokens + self._run.rollout.max_new_tokens
+        return RankRun(
+            config=self.config,
+            rank=rank,
+            pack=packed(self._run.max_pack_tokens, longest),
+            micro_batches=micro_batches or micro_batches_in_flight(parallel, stage),
+            device="cuda" if device == "cuda" else "cpu",
+            imbalance=imbalance,
+            colocated=self._run.cluster.colocate is not False,
+        )
+
+    def key(self, run: RankRun) -> str:
+        return key_of(run, self.hf, self.role)
+
+
+def _served_config(run: Any) -> dict[str, Any]:
+    """config.json of the checkpoint that servers load. Raises ValueError for a model that must be fetched first."""
+    given = run.model.config if run.model.make is None else run.model.make.config
+    if given is None:
+        raise ValueError(f"model.path = {run.model.path!r} without model.config: give the path of its config.json")
+    hf: dict[str, Any] = json.loads(Path(given).read_text(encoding="utf-8"))
+    if run.model.first_layers is not None:
+        hf = shortened(hf, run.model.first_layers)
+    return quantized_config(hf, served_spec(run.precision, hf))
+
+
+def _every_configuration(directory: Path, out: Path | None, cache: Cache, only: Sequence[str]) -> None:
+    """Records of a rank of each kind of stage go to `out` as they are ready; those of `only` replace its own."""
+    if out is None:
+        raise ValueError("--all needs --json FILE for the records")
+    paths = [p for p in sorted(directory.glob("*.toml")) if not only or p.stem in only]
+    kept = [r for r in read_records(out) if r["config"] not in {p.stem for p in paths}] if only and out.exists() else []
+    found = list(kept)
+    for path in paths:
+        for made in _ranks_of(path, cache):
+            found.append(made)
+            write_records(out, found)
+
+
+def _ranks_of(path: Path, cache: Cache) -> Iterator[ExecutedRank]:
+    with tempfile.TemporaryDirectory() as where:
+        ranks = Ranks(path, Path(where))
+        if not ranks.has_gpus:
+            return
+        for stage in distinct_stages(ranks.config, ranks.hf):
+            rank = first_rank(ranks.config.parallel, stage.number)
+            key = ranks.key(ranks.run(rank))
+            if (found := cache.get(key)) is None:
+                found = _in_a_process(path, rank, Path(where) / "record.json", cache)
+            print(table(found), flush=True)
+            yield found
+
+
+def _in_a_process(path: Path, rank: int, out: Path, cache: Cache) -> ExecutedRank:
+    """Raises ValueError with the process's last line if it fails."""
+    command = [sys.executable, "-m", "megatron_bridge.fake", str(path), "--rank", str(rank), "--json", str(out)]
+    done = subprocess.run([*command, "--cache", str(cache.directory)], capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise ValueError(f"{path}, rank {rank}: {last}")
+    return read_records(out)[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Which part of a trainer a storage belongs to.
+
+What lives as long as the trainer is attributed by where the trainer keeps it; what a step makes, by the function that
+makes it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megatron_bridge.fake.live import LiveBytes
+from megatron_bridge.fake.substitute import Substitute
+from megatron_bridge.step.asleep import _tensors_in
+
+ACTIVATIONS, LOGITS, COMMUNICATION = "activations", "logits", "communication"
+PARAMETERS, GRADIENTS, MASTERS, MOMENTS = "parameters", "gradients", "masters", "moments"
+ROUNDED, REFERENCES, STEP = "rounded weights", "reference weights", "optimizer step"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def attribution_substitutes(live: LiveBytes) -> tuple[Substitute, ...]:
+    """Functions whose storages are of a part, or on the host, and resized storages."""
+    logprobs, why = "megatron_bridge.model.logprobs:_LabelLogprobs", "counted"
+
+    def in_part(name: str) -> Callable[[Any], Any]:
+        return lambda stock: _inside(stock, lambda: live.part(name))
+
+    def on_host(stock: Any) -> Any:
+        return _inside(stock, live.on_host)
+
+    trainer = "megatron_bridge.trainer"
+    return (
+        Substitute(trainer, "build_model", why, in_part(PARAMETERS)),
+        Substitute("megatron_bridge.model.build", "DistributedDataParallel", why, lambda s: _buffers_of(s, live)),
+        Substitute(trainer, "build_optimizer", why, in_part(MASTERS)),
+        Substitute(trainer, "FakeQuant", why, in_part(ROUNDED)),
+        Substitute(logprobs, "forward", why, lambda stock: staticmethod(in_part(LOGITS)(stock))),
+        Substitute(logprobs, "backward", why, lambda stock: staticmethod(in_part(LOGITS)(stock))),
+        Substitute("megatron.core.utils:GlobalMemoryBuffer", "get_tensor", why, in_part(COMMUNICATION)),
+        Substitute("megatron_bridge.weights.export:_Exporter", "_all_gather", why, _static(in_part(COMMUNICATION))),
+        Substitute(trainer, "apply_gradients", why, in_part(STEP)),
+        Substitute("megatron_bridge.device.storages", "_on_host", why, on_host),
+        Substitute("megatron_bridge.weights.copies", "_on_host", why, on_host),
+        Substitute("megatron_bridge.step.step:Step", "_forward", "garbage is collected", _without_garbage),
+        Substitute("torch:UntypedStorage", "resize_", why, lambda stock: _measured(stock, live)),
+    )
+
+
+def _inside(stock: Any, context: Callable[[], Any]) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return stock(*args, **kwargs)
+
+    return function
+
+
+def _buffers_of(stock: Any, live: LiveBytes) -> Any:
+    """Megatron's wrapper, which makes buffers of gradients and of parameters."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with live.part(GRADIENTS):
+            chunk = stock(*args, **kwargs)
+        buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
+        live.assign([b.param_data for b in buffers if b.param_data is not None], PARAMETERS)
+        return chunk
+
+    return wrapped
+
+
+def _static(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda stock: staticmethod(make(stock))
+
+
+def _without_garbage(stock: Any) -> Any:
+    """Python objects that refer to each other keep tensors until they are collected, at times that no layout
+    determines: here before each forward pass."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        gc.collect()
+        return stock(*args, **kwargs)
+
+    return forward
+
+
+def _measured(stock: Any, live: LiveBytes) -> Any:
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        out = stock(self, size)
+        live.measure(self)
+        return out
+
+    return resize_
+
+
+def attribute(trainer: Any, live: LiveBytes) -> None:
+    """Attribute what the trainer keeps between steps. A storage of several parts is the last one's: the shards of fp32
+    parameters are parameters."""
+    sleep = trainer._sleep
+    live.assign(_tensors_in(trainer.optimizer, set()), MASTERS)
+    for inner in inner_optimizers(trainer.optimizer):
+        live.assign(_state(inner, _MOMENTS), MOMENTS)
+        live.assign(getattr(inner, "cpu_copy_map_grad", {}).values(), GRADIENTS)
+    live.assign(sleep._derived, ROUNDED)
+    live.assign(sleep._gradients(), GRADIENTS)
+    live.assign(sleep._parameters(), PARAMETERS)
+    for copy in trainer.copies._copies.values():
+        live.assign(copy, REFERENCES)
+
+
+def inner_optimizers(optimizer: Any) -> Iterator[Any]:
+    """torch's and megatron's hybrid optimizers in a chain, and those that a hybrid one is made of."""
+    for chained in optimizer.chained_optimizers:
+        yield chained.optimizer
+        yield from getattr(chained.optimizer, "sub_optimizers", ())
+
+
+def prime_hybrid(optimizer: Any) -> None:
+    """The state of AdamW that the first step of a HybridDeviceOptimizer creates: on the host, except for the share that
+    is not offloaded."""
+    for chained in optimizer.chained_optimizers:
+        for adam in getattr(chained.optimizer, "sub_optimizers", ()):
+            for group in adam.param_groups:
+                for p in group["params"]:
+                    if not adam.state[p]:
+                        state = {name: torch.zeros_like(p) for name in _MOMENTS}
+                        adam.state[p] = {"step": torch.zeros((), device="cpu")} | state
+
+
+def _state(optimizer: Optimizer, names: tuple[str, ...]) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (state[name] for name in names if isinstance(state.get(name), Tensor))
+
+
+def attribute_asleep(trainer: Any, live: LiveBytes) -> None:
+    """Attribute the host copies of a trainer that sleeps to the parts of what they are copies of."""
+    for stored in trainer._sleep._freed.values():
+        for (storage, _), copy in zip(stored._storages, stored._host, strict=False):
+            live.assign([copy], live.part_of(storage) or MASTERS)

@@ -1,0 +1,53 @@
+"""Replacements of functions for as long as a rank is executed, each with a name that its record lists."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Substitute:
+    """`owner.name` is replaced by `make(stock)`. owner: import path of a module, or "module:Class"."""
+
+    owner: str
+    name: str
+    reason: str
+    make: Callable[[Any], Any]
+
+    @property
+    def label(self) -> str:
+        """As the record lists it."""
+        return f"{self.owner.replace(':', '.')}.{self.name}: {self.reason}"
+
+
+def owner_of(path: str) -> Any:
+    """The module or class that a substitute's `owner` names."""
+    module, _, attribute = path.partition(":")
+    owner: Any = importlib.import_module(module)
+    return getattr(owner, attribute) if attribute else owner
+
+
+@contextmanager
+def substituted(table: Iterable[Substitute]) -> Iterator[list[str]]:
+    """The labels of `table`, which is in force inside. Raises AttributeError for a target that is gone."""
+    undo: list[tuple[Any, str, Any, bool]] = []
+    labels = []
+    try:
+        for entry in table:
+            owner = owner_of(entry.owner)
+            stock = getattr(owner, entry.name)
+            own = entry.name in vars(owner)
+            undo.append((owner, entry.name, vars(owner)[entry.name] if own else None, own))
+            setattr(owner, entry.name, entry.make(stock))
+            labels.append(entry.label)
+        yield labels
+    finally:
+        for owner, name, value, own in reversed(undo):
+            if own:
+                setattr(owner, name, value)
+            else:
+                delattr(owner, name)

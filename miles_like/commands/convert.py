@@ -1,0 +1,89 @@
+"""`miles-like convert`: checkpoints between Hugging Face and Megatron."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from miles_like.command_errors import one_sentence
+from miles_like.commands.options import FORMATS
+from miles_like.pipeline import convert as conversions
+from miles_like.pipeline.convert import ConvertWork, cluster_nodes
+from miles_like.run import assemble
+
+convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from one form to another.")
+MemoryOption = Annotated[
+    str, typer.Option("--memory-limit", help="resident memory of all processes of this machine, such as 4GiB")
+]
+WorkersOption = Annotated[int, typer.Option("--workers", min=1, help="processes on each machine")]
+RayOption = Annotated[str | None, typer.Option("--ray-address", help="share the work with this Ray cluster's nodes")]
+
+
+@convert.command("to-megatron")
+def to_megatron(
+    hf_dir: Path,
+    out_dir: Path,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="cut shards for so many ranks")] = 1,
+    pp: Annotated[int, typer.Option("--pp", min=1)] = 1,
+    ep: Annotated[int, typer.Option("--ep", min=1)] = 1,
+    etp: Annotated[int, typer.Option("--etp", min=1, help="as --tp, for the experts")] = 1,
+    memory_limit: MemoryOption = "4GiB",
+    workers: WorkersOption = 1,
+    ray_address: RayOption = None,
+) -> None:
+    """Convert a BF16 or quantized Hugging Face directory to Megatron torch_dist shards that load in any layout."""
+    with one_sentence():
+        work = ConvertWork(parse_bytes(memory_limit), workers, cluster_nodes(ray_address))
+        try:
+            typer.echo(conversions.to_megatron(hf_dir, out_dir, work, tp=tp, pp=pp, ep=ep, etp=etp))
+        finally:
+            assemble.shut_down()
+
+
+@convert.command("to-hf")
+def to_hf(
+    megatron_dir: Path,
+    out_dir: Path,
+    format: Annotated[str, typer.Option("--format", help=f"bf16, {FORMATS}")] = "bf16",
+    hf_config: Annotated[
+        Path | None, typer.Option("--hf-config", help="Hugging Face directory of a checkpoint that training saved")
+    ] = None,
+    lora_alpha: Annotated[
+        float | None, typer.Option("--lora-alpha", help="merge the checkpoint's adapters, as trained with this alpha")
+    ] = None,
+    memory_limit: MemoryOption = "4GiB",
+    workers: WorkersOption = 1,
+    ray_address: RayOption = None,
+) -> None:
+    """Convert Megatron torch_dist shards, from a conversion or saved by training, to a Hugging Face directory."""
+    with one_sentence():
+        work = ConvertWork(parse_bytes(memory_limit), workers, cluster_nodes(ray_address))
+        try:
+            done = conversions.to_hf(
+                megatron_dir, out_dir, work, format=format, hf_config=hf_config, lora_alpha=lora_alpha
+            )
+            typer.echo(done)
+        finally:
+            assemble.shut_down()
+
+
+@convert.command("check")
+def check_converted(directory: Path, memory_limit: MemoryOption = "4GiB", workers: WorkersOption = 1) -> None:
+    """Verify every tensor and file of a converted directory against its manifest."""
+    with one_sentence():
+        typer.echo(conversions.check(directory, memory_limit=parse_bytes(memory_limit), workers=workers))
+
+
+def parse_bytes(text: str) -> int:
+    """`4GiB`, `512 MiB` or a plain number of bytes. Raises ValueError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*", text, re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"{text!r} is no amount of memory: write it as 4GiB or 512MiB")
+    unit = (found[2] or "B").upper()[0]
+    amount = float(found[1]) * 1024 ** "BKMGT".index(unit)
+    if amount >= 2**63:
+        raise ValueError(f"{text[:40]!r} is more memory than any machine addresses: write it as 4GiB or 512MiB")
+    return int(amount)

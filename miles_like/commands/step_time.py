@@ -1,0 +1,97 @@
+"""The parts of `miles-like plan` that predict time: of a step, and of other layouts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from miles_like.config.run import RunConfig
+from miles_like.layout_search.report import chosen_toml, print_search, search_json
+from miles_like.layout_search.search import Order, Searched, search
+from miles_like.planning.plan import Plan
+from miles_like.run import assemble
+from miles_like.run.model_plan import PlannedModel, planned_model
+from miles_like.timing.devices import Device
+from miles_like.timing.of_run import Facts, step_setup
+from miles_like.timing.shape import model_shape
+from miles_like.timing.step import StepSetup, StepTime, step_time
+from miles_like.timing.workload import Lengths, lengths_with_mean
+from quant.spec import QuantFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command's options say about a run's data. None: shares of the configuration's limits."""
+
+    prompt: float | None
+    response: float | None
+    reward_s: float
+
+    def facts(self, run: RunConfig, device: Device, imbalance: float) -> Facts:
+        """Raises ValueError for a mean response above the longest."""
+        responses: Lengths | None = None
+        if self.response is not None:
+            responses = lengths_with_mean(self.response, run.rollout.longest_answer)
+        return Facts(
+            device=device, prompt=self.prompt, responses=responses, reward_s=self.reward_s, imbalance=imbalance
+        )
+
+
+def predicted(run: RunConfig, model: PlannedModel, plan: Plan, asked: Asked) -> tuple[StepSetup, StepTime] | None:
+    """The time of a step; None for CPU ranks, and for a run without a rollout by stock SGLang."""
+    if not plan.on_gpus or run.servers is None or plan.engine is None:
+        return None
+    facts = replace(asked.facts(run, plan.device, plan.imbalance), cache_tokens=float(plan.engine.tokens))
+    setup = step_setup(run, model.hf, facts)
+    return setup, step_time(model_shape(model.hf), setup)
+
+
+def searched(
+    run: RunConfig, model: PlannedModel, facts: Facts, *, nodes: str | None, formats: str | None, by: str | None
+) -> Searched:
+    """The layouts of the run; nodes, formats: several are separated by commas. Raises ValueError for an unknown format
+    or order and for nodes that are no number, and as `search`."""
+
+    def plan_of(other: RunConfig) -> Plan:
+        planned = planned_model(other, model.hf, Path())
+        return assemble.memory_plan(other, planned, on=facts.device, imbalance=facts.imbalance)
+
+    known = {f.value: f for f in QuantFormat}
+    names = formats.split(",") if formats else []
+    if wrong := [name for name in names if name not in known]:
+        raise ValueError(f"--formats {formats}: {wrong[0]!r} is none of {', '.join(known)}")
+    order = by or "speed"
+    if order not in _ORDERS:
+        raise ValueError(f"--by {by}: want one of {', '.join(_ORDERS)}")
+    return search(
+        run, model.hf, facts, plan_of, nodes=_numbers(nodes), formats=[known[n] for n in names], by=_ORDERS[order]
+    )
+
+
+_ORDERS: dict[str, Order] = {"speed": "speed", "cost": "cost"}
+
+
+def _numbers(nodes: str | None) -> list[int]:
+    """Of nodes, separated by commas."""
+    texts = nodes.split(",") if nodes else []
+    if wrong := [text for text in texts if not text.isdecimal() or int(text) < 1]:
+        raise ValueError(f"--nodes {nodes}: {wrong[0]!r} is no number of nodes: give one or more, as 8,16")
+    return [int(text) for text in texts]
+
+
+def report(console: Console, found: Searched, path: Path, *, json_path: Path | None, write: Path | None) -> None:
+    """The table, the JSON, and the best layout as a configuration that extends `path`. Raises ValueError where there
+    is none to write."""
+    print_search(console, found)
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(search_json(found), indent=2) + "\n", encoding="utf-8")
+    if write is None:
+        return
+    if not found.found:
+        raise ValueError(f"--write {write}: no layout was found that fits, so there is none to write: use more nodes")
+    write.write_text(chosen_toml(found.found[0], path, write), encoding="utf-8")
+    console.print(f"-> {write}", markup=False, highlight=False)

@@ -1,0 +1,200 @@
+"""A plan for people, as a table, and for programs, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from miles_like.planning.allowances import ALLOWANCES
+from miles_like.planning.parts import GIB, PARTS, PHASES, Bytes, Part, gib, total
+from miles_like.planning.plan import Plan, StagePlan, phases_of
+
+_DIGITS = 3  # of GiB in the JSON
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """The tables of GPUs, then servers, host and disk, the allowances, and the verdict."""
+    for table in (_by_phase(plan), _by_part(plan), _fullest(plan)):
+        console.print(table)
+    for line in lines_of(plan):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    style = "bold" if plan.fits else "bold red"
+    console.print(f"[{style}]{escape(plan.verdict())}[/]", highlight=False, soft_wrap=True)
+
+
+def _by_phase(plan: Plan) -> Table:
+    """The sums of every stage."""
+    unit = f"of a {plan.device.name} with {gib(plan.device.memory)}" if plan.on_gpus else "of host memory a rank"
+    table = _table(f"GiB {unit}, by pipeline stage and phase", "processes", "layers", "parameters")
+    phases = [phase for phase in PHASES if any(phase in row.phases for row in plan.stages)]
+    for phase in phases:
+        table.add_column(phase, justify="right")
+    for row in plan.stages:
+        sums = [_sum(plan, row.phases[phase]) if phase in row.phases else "" for phase in phases]
+        size = f"{row.parameters / 1e9:.2f} B" if row.parameters else ""
+        table.add_row(_processes(row, plan.on_gpus), row.layers, size, *sums)
+    return table
+
+
+def _by_part(plan: Plan) -> Table:
+    """Every stage while it trains; GPUs of servers alone while they generate."""
+    used = {row.name: row.phases.get("training", row.phases.get("generating", {})) for row in plan.stages}
+    table = _table("GiB while training, by part", "processes")
+    shown = _shown(used.values())
+    for part in shown:
+        table.add_column(part, justify="right")
+    table.add_column("sum", justify="right")
+    for name, parts in used.items():
+        table.add_row(name, *_cells(parts, shown), _sum(plan, parts))
+    return table
+
+
+def _fullest(plan: Plan) -> Table:
+    """All phases of the fullest GPU."""
+    row = plan.worst
+    table = _table(f"GiB of {row.name}, by part and phase", "part")
+    phases = phases_of(row)
+    for phase in phases:
+        table.add_column(phase, justify="right")
+    for part in _shown(row.phases.values()):
+        table.add_row(part, *(_cells(row.phases[phase], [part])[0] for phase in phases))
+    table.add_row("sum", *(_sum(plan, row.phases[phase]) for phase in phases), style="bold")
+    return table
+
+
+def _table(title: str, *names: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    return table
+
+
+def _cells(parts: Bytes, shown: Iterable[Part]) -> list[str]:
+    return [gib(parts[part]) if parts.get(part) else "" for part in shown]
+
+
+def _sum(plan: Plan, parts: Bytes) -> str:
+    nbytes = total(parts)
+    return f"[red]{gib(nbytes)}[/]" if plan.on_gpus and nbytes > plan.device.memory else gib(nbytes)
+
+
+def _shown(several: Iterable[Bytes]) -> list[Part]:
+    """Parts of at least 0.05 GiB somewhere."""
+    found = {part for parts in several for part, n in parts.items() if n >= GIB // 20}
+    return [part for part in PARTS if part in found]
+
+
+def _processes(row: StagePlan, on_gpus: bool) -> str:
+    beside = "".join(f" + {role}" for role in row.shared_with)
+    what = "GPU" if on_gpus else "rank"
+    return f"{row.name}{beside}, {row.gpus} {what}{'s' if row.gpus > 1 else ''}"
+
+
+def lines_of(plan: Plan) -> list[str]:
+    """Servers, host memory, disk and what the figures assume, one line each."""
+    lines = []
+    if (engine := plan.engine) is not None:
+        lines.append(
+            f"servers: {plan.servers}, each GPU with {gib(engine.weights)} GiB of weights and a cache of "
+            f"{gib(max(engine.cache, 0))} GiB; a server's cache holds {engine.tokens:,} tokens of {engine.cell:,} bytes"
+        )
+    host = plan.host
+    parts = ", ".join(f"{name} {gib(n)}" for name, n in host.parts.items() if n)
+    of = f" of {gib(host.memory)}" if plan.on_gpus else ""
+    lines.append(f"host memory: {gib(host.total)}{of} GiB on node {host.node} ({parts}; page cache not counted)")
+    lines.append(_disk(plan))
+    lines.append(f"experts: the busiest rank has {plan.imbalance:g} times the average rows (--imbalance)")
+    if plan.on_gpus:
+        found = {part for row in plan.stages for one in row.phases.values() for part in one}
+        lines += [f"allowance for {a.part}: {a.what} ({a.source})" for a in ALLOWANCES if a.part in found]
+    return lines
+
+
+def _disk(plan: Plan) -> str:
+    disk = plan.disk
+    if disk is None:
+        return "disk: known once the model is fetched"
+    shared = ", ".join(f"{name} {gib(n)}" for name, n in disk.shared.items() if n)
+    text = f"disk: {gib(sum(disk.shared.values()))} GiB on the shared file system ({shared})"
+    if disk.node:
+        own = ", ".join(f"{name} {gib(n)}" for name, n in disk.node.items() if n)
+        text += f", {gib(sum(disk.node.values()))} of {gib(disk.node_disk)} GiB on a node's own ({own})"
+    return text
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan with sizes in GiB. `stages` has a row for each kind of GPU, `phases` the GiB by part."""
+    engine, disk = plan.engine, plan.disk
+    return {
+        "fits": plan.fits,
+        "verdict": plan.verdict(),
+        "problems": plan.problems(),
+        "spare": round(plan.spare, _DIGITS) if plan.on_gpus else None,
+        "device": plan.device.name,
+        "device_gib": _gib(plan.device.memory),
+        "imbalance": plan.imbalance,
+        "stages": [_row(row) for row in plan.stages],
+        "engine": None
+        if engine is None
+        else {
+            "servers": plan.servers,
+            "weights_gib": _gib(engine.weights),
+            "cache_gib": _gib(max(engine.cache, 0)),
+            "cache_tokens": engine.tokens,
+            "bytes_per_token": engine.cell,
+            "least_mem_fraction_static": round(engine.least_fraction, _DIGITS),
+        },
+        "host_gib": {
+            "node": plan.host.node,
+            "total": _gib(plan.host.total),
+            "memory": _gib(plan.host.memory),
+            "parts": _gibs(plan.host.parts),
+        },
+        "disk_gib": None
+        if disk is None
+        else {
+            "shared": _gibs(disk.shared),
+            "node": _gibs(disk.node),
+            "checkpoint": _gib(disk.checkpoint),
+            "node_disk": _gib(disk.node_disk),
+        },
+        "allowances": [{"part": a.part, "what": a.what, "source": a.source} for a in ALLOWANCES],
+        "step_s": None if plan.step_s is None else dict(plan.step_s),
+    }
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    path.write_text(json.dumps(plan_json(plan), indent=2) + "\n", encoding="utf-8")
+
+
+def _row(row: StagePlan) -> dict[str, Any]:
+    return {
+        "role": row.role,
+        "stage": row.stage,
+        "gpus": row.gpus,
+        "layers": row.layers,
+        "parameters": row.parameters,
+        "expert_parameters": row.expert_parameters,
+        "shared_with": list(row.shared_with),
+        "phases": {phase: _with_total(row.phases[phase]) for phase in phases_of(row)},
+    }
+
+
+def _with_total(parts: Bytes) -> dict[str, float]:
+    return {**_gibs(parts), "total": _gib(total(parts))}
+
+
+def _gibs(parts: Mapping[Any, int]) -> dict[str, float]:
+    items: Iterable[tuple[Any, int]] = parts.items()
+    return {str(name): _gib(n) for name, n in items}
+
+
+def _gib(nbytes: int) -> float:
+    return round(nbytes / GIB, _DIGITS)

@@ -1,0 +1,106 @@
+"""Seconds of a publication by path. The bytes of the model are those of the served format; gathers are of BF16.
+
+Paths of rollout/publish:
+    tensor   one rank gathers, encodes base64 in JSON, once for each of a server's ranks, and sends it to every server
+    disk     one rank gathers, quantizes and writes one directory, which every server reads
+Paths whose formulas are stated here ahead of their code:
+    ipc           each rank gathers whole tensors and hands them to the server rank on its device by a CUDA IPC handle
+    distributed   `sources` ranks broadcast whole tensors to all ranks of all servers
+    shards        every rank quantizes and writes its part of the directory
+    reshard       every rank sends the slices that a server rank holds to that rank alone
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from miles_like.timing.devices import Device
+from miles_like.timing.engine import EngineSetup
+from miles_like.timing.phase import Phase
+from miles_like.timing.rates.calibration import ONE_ENCODER, ONE_WRITER, TENSOR
+from miles_like.timing.rates.links import Group, broadcast, group_of, link, ring_rate
+from miles_like.timing.rates.roofline import moved
+from miles_like.timing.shape import ModelShape
+
+Path = Literal["tensor", "disk", "ipc", "distributed", "shards", "reshard"]
+BF16 = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishSetup:
+    path: Path
+    device: Device
+    ranks: int
+    """Of the trainer."""
+    engine: EngineSetup
+    sources: int = 1
+    """Ranks that send at once ("distributed")."""
+    disk: float | None = None
+    """Bytes/s of the directory's file system; None: a node's local NVMe."""
+
+
+def served_bytes(shape: ModelShape, engine: EngineSetup) -> float:
+    """Of the model as it is published: experts, other linears, and embedding and head in BF16."""
+    linears = shape.others - shape.embeddings
+    return engine.expert_bytes * shape.routed + engine.weight_bytes * linears + BF16 * shape.embeddings
+
+
+def tensors(shape: ModelShape) -> float:
+    """Of a checkpoint, roughly: three of an expert, and ten of a layer otherwise."""
+    return 3.0 * shape.sparse * shape.experts + 10.0 * shape.layers
+
+
+def publish_time(shape: ModelShape, setup: PublishSetup) -> Phase:
+    """One publication to all servers."""
+    encoded, full = served_bytes(shape, setup.engine), BF16 * shape.parameters
+    everyone = group_of(setup.ranks, 1, setup.device)
+    gather = full / ring_rate(everyone, setup.device) if setup.ranks > 1 else 0.0
+    gather = max(gather, TENSOR * tensors(shape))
+    if setup.path == "tensor":
+        return Phase({"gather": gather} | _by_requests(encoded, setup))
+    if setup.path == "disk":
+        # gathered in pieces while the writer writes
+        return Phase({"one writer": max(gather, encoded / ONE_WRITER), "reading": _reading(encoded, setup)})
+    if setup.path == "shards":
+        nodes = -(-setup.ranks // setup.device.node_gpus)
+        write = encoded / min(setup.ranks * ONE_WRITER, setup.disk or nodes * setup.device.disk)
+        return Phase({"writing": write, "reading": _reading(encoded, setup)})
+    if setup.path == "ipc":
+        return Phase({"gather": gather, "loading": _loading(encoded, setup)})
+    if setup.path == "distributed":
+        apart = Group(setup.engine.gpus + 1, 1 if _is_apart(setup) else everyone.local)
+        sent = broadcast(encoded / setup.sources, apart, setup.device)
+        # tensors are whole before they are sent, piece by piece: the slower of the two
+        return Phase({"gather and broadcast": max(gather, sent), "loading": _loading(encoded, setup)})
+    return Phase({"slices": _slices(encoded, setup), "loading": _loading(encoded / setup.engine.tp, setup)})
+
+
+def _is_apart(setup: PublishSetup) -> bool:
+    """Whether trainer and servers do not fit into one NVLink domain together."""
+    return setup.ranks + setup.engine.gpus > setup.device.domain
+
+
+def _by_requests(encoded: float, setup: PublishSetup) -> dict[str, float]:
+    """4/3 bytes of base64 a byte, for each of a server's ranks; the requests to all servers leave by one node."""
+    body = encoded * 4 / 3 * setup.engine.tp
+    return {"encoding": body / ONE_ENCODER, "requests": body * setup.engine.servers / link(setup.device, near=False)}
+
+
+def _reading(encoded: float, setup: PublishSetup) -> float:
+    """Every server reads the directory once; a shared file system divides its rate among them."""
+    if setup.disk is not None:
+        return encoded * setup.engine.servers / setup.disk
+    return encoded / setup.device.disk
+
+
+def _loading(encoded: float, setup: PublishSetup) -> float:
+    """Every server rank reads the whole tensors on its device and writes its slice."""
+    return moved(encoded * (1 + 1 / setup.engine.tp), setup.device)
+
+
+def _slices(encoded: float, setup: PublishSetup) -> float:
+    """Each server takes the model once, in slices that all its ranks receive, and all trainer ranks send, at once."""
+    received = encoded / setup.engine.tp
+    sent = encoded * setup.engine.servers / setup.ranks
+    return max(received, sent) / link(setup.device, near=False)

@@ -1,0 +1,95 @@
+"""`miles-like plan` says how long a step takes, and with --search writes the best layout that it finds.
+
+Not covered: predictions and rankings, which tests/miles_like/timing and tests/miles_like/layout_search hold.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from miles_like.cli import app
+from miles_like.config.load import load_config
+from tests.support.refusals import check_refusal
+
+ROOT = Path(__file__).parents[3]
+CONFIG = ROOT / "configs/qwen3_4b.toml"  # dense: its search is short
+
+
+def planned(*options: str | Path, config: Path = CONFIG) -> Result:
+    return CliRunner().invoke(app, ["plan", str(config), *map(str, options)])
+
+
+def step_s(where: Path, *options: str) -> dict[str, float]:
+    done = planned("--json", where / "plan.json", *options)
+    assert done.exit_code == 0, done.output
+    found: dict[str, float] = json.loads((where / "plan.json").read_text())["step_s"]
+    return found
+
+
+def test_the_plan_has_the_seconds_of_a_step(tmp_path: Path) -> None:
+    """The total is the sum of the phases of a synchronous run, and each phase is the sum of its terms."""
+    found = step_s(tmp_path)
+    phases = [name for name in found if ":" not in name and name != "total"]
+    assert {"rollout", "train", "turns", "publish"} <= set(phases)
+    assert found["total"] == pytest.approx(sum(found[name] for name in phases))
+    for phase in phases:
+        terms = sum(seconds for name, seconds in found.items() if name.startswith(f"{phase}: "))
+        assert found[phase] == pytest.approx(terms)
+    out = planned().output
+    assert "Predicted seconds of a step" in out and f"{found['total']:,.0f} s, decided by" in out
+
+
+def test_what_is_known_of_the_data_changes_the_seconds(tmp_path: Path) -> None:
+    usual = step_s(tmp_path)
+    longer = step_s(tmp_path, "--prompt", "1000", "--response", "6000")
+    at_once = ("--set", "reward.concurrency=100000", "--reward-seconds", "50")
+    scored, queued = step_s(tmp_path, *at_once), step_s(tmp_path, "--reward-seconds", "50")
+    assert longer["train"] > usual["train"] and longer["rollout"] > usual["rollout"]
+    assert scored["reward"] == 50.0 and scored["rollout"] == usual["rollout"]
+    assert queued["reward"] > 50.0  # calls wait for each other
+    faster = step_s(tmp_path, "--device", "B200")
+    assert faster["train"] < usual["train"] and faster["rollout"] < usual["rollout"]
+
+
+def test_a_run_on_cpu_ranks_has_no_seconds(tmp_path: Path) -> None:
+    done = planned("--json", tmp_path / "plan.json", config=ROOT / "configs/tiny.toml")
+    assert done.exit_code == 0 and "Predicted seconds" not in done.output
+    assert json.loads((tmp_path / "plan.json").read_text())["step_s"] is None
+
+
+def test_the_search_writes_a_configuration_that_runs(tmp_path: Path) -> None:
+    """It is planned again from its file, with the seconds that the search predicted."""
+    chosen, listed = tmp_path / "best.toml", tmp_path / "search.json"
+    done = planned("--search", "--write", chosen, "--json", listed)
+    assert done.exit_code == 0, done.output
+    assert "Layouts by prediction" in done.output and "refused by" in done.output
+    first = json.loads(listed.read_text())["layouts"][0]
+    run = load_config(chosen)
+    assert run.cluster.nodes == load_config(CONFIG).cluster.nodes
+    again = CliRunner().invoke(app, ["plan", str(chosen), "--json", str(tmp_path / "plan.json")])
+    assert again.exit_code == 0, again.output
+    assert json.loads((tmp_path / "plan.json").read_text())["step_s"] == pytest.approx(first["step_s"])
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        (("--nodes", "4"), ("--nodes", 4, "--search")),
+        (("--by", "cost"), ("--by", "cost", "--search")),
+        (("--search", "--by", "price"), ("--by", "price", "cost")),
+        (("--search", "--nodes", "2,x"), ("--nodes", "2,x")),
+        (("--search", "--nodes", "0"), ("--nodes", 0)),
+        (("--formats", "fp8"), ("--formats", "fp8", "--search")),
+        (("--search", "--formats", "fp7"), ("--formats", "fp7", "fp8")),
+        (("--response", "100000"), (100000,)),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options: tuple[str, ...], facts: tuple[object, ...]) -> None:
+    done = planned(*options)
+    assert done.exit_code == 2
+    check_refusal(done.stderr, *facts)

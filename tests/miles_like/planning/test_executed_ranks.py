@@ -1,0 +1,88 @@
+"""The arithmetic against ranks that were executed: the trainer's own code on fake tensors (docs/plan/executed.json)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from megatron_bridge.fake.records import ExecutedRank, read_records
+from miles_like.planning import state
+from miles_like.planning.parts import total
+from miles_like.planning.ranks import RankPlans
+from miles_like.planning.state import RankState
+from miles_like.planning.weights import Held
+from tests.support.executed_plans import BOUND, deviations, step_of
+from tests.support.plans import gib_of, planned, shipped, trainer_ranks
+
+RECORDS = read_records(Path(__file__).parents[3] / "docs" / "plan" / "executed.json")
+
+
+def _name(record: ExecutedRank) -> str:
+    return f"{record['config']} rank {record['rank']}"
+
+
+def _plans(record: ExecutedRank) -> RankPlans:
+    return trainer_ranks(record["config"], step=step_of(record), imbalance=record["imbalance"])
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=_name)
+def test_parts_and_peaks_are_those_of_the_executed_rank(record: ExecutedRank) -> None:
+    assert deviations(record, _plans(record)) == []
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=_name)
+def test_the_host_holds_what_the_executed_rank_did(record: ExecutedRank) -> None:
+    """Copies while the rank sleeps, and an optimizer on the host."""
+    from miles_like.planning.host import PROCESS, rank_host
+
+    plans, stage = _plans(record), record["stage"]
+    found = rank_host(
+        plans.stages[stage], plans.states[stage], plans.config, sleeps=plans.sleeps, copies=0, saves_aside=False
+    )
+    executed = max(sum(parts.values()) for phase, parts in record["host"].items() if phase != "building")
+    assert sum(found.values()) - PROCESS == pytest.approx(executed, rel=BOUND, abs=1 << 28)
+
+
+def test_every_shipped_configuration_was_executed() -> None:
+    assert {record["config"] for record in RECORDS} >= set(shipped())
+
+
+# planted errors
+
+
+@pytest.fixture(scope="module")
+def deepseek() -> ExecutedRank:
+    """A middle stage of DeepSeek-V3."""
+    return next(r for r in RECORDS if r["config"] == "deepseek_v3_fp8" and r["stage"] == 4)
+
+
+def test_a_forgotten_optimizer_copy_is_seen(deepseek: ExecutedRank) -> None:
+    """One moment in place of two: the executed ranks differ, and a layout that cannot run would be taken."""
+    name, overrides = "qwen3_30b_a3b_node", ("kernels.offload_optimizer=0.25",)
+    right = planned(name, *overrides)
+    with patch.object(state, "_MOMENTS", 0), patch.object(state, "_FP32", 4):
+        wrong = planned(name, *overrides)
+    assert wrong.worst.peak < right.worst.peak
+    assert (right.fits, wrong.fits) == (False, True)
+
+
+def test_an_expert_that_is_not_sharded_is_seen(deepseek: ExecutedRank) -> None:
+    """Experts held whole on every expert-parallel rank: no configuration of them would fit."""
+    plans = _plans(deepseek)
+    ep = plans.config.parallel.ep
+
+    def whole(held: Held) -> Held:
+        return replace(held, count=held.count * ep) if held.kind == "expert" else held
+
+    stage = plans.stages[4]
+    chunks = tuple(tuple(map(whole, chunk)) for chunk in stage.chunks)
+    wrong = state.rank_state(replace(stage, chunks=chunks), plans.config)
+    assert total(wrong.device) > 10 * total(plans.states[4].device)
+    plans.states = (*plans.states[:4], wrong, *plans.states[5:])
+    found = deviations(deepseek, plans)
+    assert any(line.startswith("parameters:") for line in found) and any("gradients" in line for line in found)

@@ -1,0 +1,35 @@
+"""Compares a rank that was executed with the plan of it."""
+
+from __future__ import annotations
+
+from megatron_bridge.fake.records import ExecutedRank
+from miles_like.planning.activations import StepShape
+from miles_like.planning.parts import MIB, total
+from miles_like.planning.ranks import RankPlans
+from tests.support.plans import tensors
+
+BOUND = 0.05
+SMALL = 32 * MIB  # bytes: modules' tables and indices, which the plan does not count
+STATIC = ("parameters", "gradients", "masters", "moments", "rounded weights")
+
+
+def step_of(record: ExecutedRank) -> StepShape:
+    return StepShape(
+        tokens=record["pack_tokens"], micro_batches=record["micro_batches"], longest=record["sample_tokens"]
+    )
+
+
+def deviations(record: ExecutedRank, plans: RankPlans, *, small: int = SMALL) -> list[str]:
+    """A line for each static part and each phase's peak that is off by more than the bound."""
+    stage, found = record["stage"], []
+    state, peaks = plans.states[stage], tensors(plans, stage)
+    pairs = {part: (state.device.get(part, 0), record["static"].get(part, 0)) for part in STATIC}
+    for phase, parts in record["peaks"].items():
+        pairs[f"peak while {phase}"] = (total(peaks[phase]), sum(parts.values()))
+    for what, (expected, executed) in pairs.items():
+        if abs(expected - executed) > BOUND * executed + small:
+            found.append(f"{what}: planned {expected / MIB:,.0f} MiB, executed {executed / MIB:,.0f}")
+    counted = (plans.stages[stage].elements(), plans.stages[stage].elements("expert"))
+    if counted != (record["parameters"], record["expert_parameters"]):
+        found.append(f"parameters: planned {counted}, executed {record['parameters'], record['expert_parameters']}")
+    return found
