@@ -39,6 +39,7 @@ from miles_like.preflight.describe import describe_plan
 from miles_like.run import assemble
 from miles_like.run.model_plan import PlannedModel
 from miles_like.run.run_cluster import RunCluster
+from miles_like.simulate_command import simulate
 from rollout.server_key import given_key
 from rollout.server_url import server_url
 
@@ -485,6 +486,9 @@ def report(run_dir: Path) -> None:
 
         write_report(run_dir)
         typer.echo(f"-> {run_dir / 'report.html'}")
+
+
+app.command()(simulate)
 
 
 def main() -> None:

@@ -120,10 +120,19 @@ RULES = {
     " miles_like.nodes miles_like.pipeline"
     " miles_like.preflight miles_like.report miles_like.rewards miles_like.staging miles_like.storage"
     " miles_like.supervised miles_like.turns miles_like.verify",
+    # miles_like: the loop in virtual time, without torch
+    "miles_like.simulation.clock": "",
+    "miles_like.simulation.inputs": "miles_like.section",
+    "miles_like.simulation.servers": "miles_like.simulation.clock miles_like.simulation.inputs",
+    "miles_like.simulation.loop": "miles_like.simulation.clock miles_like.simulation.inputs"
+    " miles_like.simulation.servers",
+    "miles_like.simulation": "miles_like.limits miles_like.simulation",
     "miles_like.command_errors": "miles_like.loop",
+    "miles_like.simulate_command": "miles_like.command_errors miles_like.config miles_like.limits"
+    " miles_like.simulation",
     "miles_like.cli": "rollout.embedded.server rollout.server_key rollout.server_url miles_like.checkpoint"
     " miles_like.command_errors miles_like.config miles_like.doctor miles_like.pipeline miles_like.preflight"
-    " miles_like.report miles_like.run",
+    " miles_like.report miles_like.run miles_like.simulate_command",
     "scripts": "miles_like.cli miles_like.pipeline",
 }
 BOTH_SIDES = (
@@ -138,6 +147,7 @@ LIBRARIES_OF_THE_GROUND = {"torch", "numpy"}
 TORCH_FREE = (  # and all that they import
     "megatron_bridge.config",
     "miles_like.config",
+    "miles_like.simulation",
     "quant.hf_config",
     "quant.spec",
     "rollout.config",
@@ -151,6 +161,7 @@ SEE_THE_WHOLE_CONFIGURATION = (
     "miles_like.run",
     "miles_like.staging",
     "miles_like.cli",
+    "miles_like.simulate_command",
 )
 
 
