@@ -11,13 +11,10 @@ class SimSample:
 
     prompt_tokens: int
     length: int  # tokens at its end
+    tokens: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)  # (weight version, tokens sampled by it), in order
     started: float | None = None  # first token
     ended: float | None = None  # last token
-
-    @property
-    def tokens(self) -> int:
-        return sum(n for _, n in self.spans)
 
     @property
     def left(self) -> int:
@@ -25,9 +22,14 @@ class SimSample:
 
     def sampled(self, n: int, version: int) -> None:
         """`n` further tokens, sampled by weights `version`."""
+        self.tokens += n
         if self.spans and self.spans[-1][0] == version:
             n += self.spans.pop()[1]
         self.spans.append((version, n))
+
+    def reset(self, spans: list[tuple[int, int]]) -> None:
+        """Back to earlier spans: what was sampled since is lost."""
+        self.spans, self.tokens = list(spans), sum(n for _, n in spans)
 
     def trainable(self, oldest: int) -> list[tuple[int, int]]:
         """The spans of weights `oldest` or later."""

@@ -11,6 +11,7 @@ where the cache is full.
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +29,13 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A sample on a server. reply: set when it has ended or was aborted. before: its tokens when it was submitted."""
+    """A sample on a server. reply: set when it has ended or was aborted. before: its tokens when it was submitted.
+    since: the server's step up to which the sample has its tokens."""
 
     sample: SimSample
     reply: asyncio.Future[None]
     before: list[tuple[int, int]]
+    since: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +58,11 @@ class Server:
     version: int = 0
     generated: int = 0  # tokens
     _queue: deque[Entry] = field(default_factory=deque)
-    _running: list[Job] = field(default_factory=list)
+    _running: dict[Job, None] = field(default_factory=dict)
+    _ends: list[tuple[int, int, Job]] = field(default_factory=list)  # heap: step after which a job ends, tie, job
+    _begun: int = 0  # samples that were started
+    _steps: int = 0  # taken
+    _context: int = 0  # tokens of all running samples, prompts included
     _reserved: int = 0  # tokens of cache
     _paused: bool = False
     _down: bool = False  # it failed, and is being restarted
@@ -88,6 +95,8 @@ class Server:
         """Continues with weights `version`."""
 
         def resumed() -> None:
+            for job in self._running:  # paused in place
+                self._credit(job)
             self.version, self._paused = version, False
 
         await self._between_steps(resumed)
@@ -102,9 +111,10 @@ class Server:
 
         def failed() -> None:
             self._down = True
-            for job in [*self._running, *(job for entry in self._queue for job in entry.jobs)]:
-                job.sample.spans = list(job.before)
+            lost = [*self._running, *(job for entry in self._queue for job in entry.jobs)]
             self._abort(lambda _: True)
+            for job in lost:
+                job.sample.reset(job.before)
 
         await self._between_steps(failed)
         await asyncio.sleep(restart_s)
@@ -138,27 +148,24 @@ class Server:
         for job in started:
             if job.sample.started is None:
                 job.sample.started = now()
-        self._running += started
-        self._sampled(1)
+            self._start(job)
+        self._take(1)
 
     async def _decode(self) -> None:
         """Steps until a sample ends or something reaches the server."""
-        steps = min(job.sample.left for job in self._running)
+        steps = self._next_end() - self._steps
         work = self.processors.begin(self._decoding(steps), self.engine.cores)
         await self._woken(work)
         if not work.done.done():
             elapsed = self.processors.stop(work)
-            steps = self._begun(elapsed, steps)
+            steps = self._entered(elapsed, steps)
             await self.processors.run(self._decoding(steps) - elapsed, self.engine.cores)
-        self._sampled(steps)
+        self._take(steps)
 
     def _decoding(self, steps: int) -> float:
-        context = 0
-        if self.engine.context_s:
-            context = sum(job.sample.prompt_tokens + job.sample.tokens for job in self._running)
-        return decode_seconds(self.engine, steps=steps, running=len(self._running), context=context)
+        return decode_seconds(self.engine, steps=steps, running=len(self._running), context=self._context)
 
-    def _begun(self, elapsed: float, most: int) -> int:
+    def _entered(self, elapsed: float, most: int) -> int:
         """The fewest steps that take at least `elapsed` seconds, at least 1."""
         low, high = 1, most
         while low < high:
@@ -166,19 +173,46 @@ class Server:
             low, high = (low, middle) if self._decoding(middle) >= elapsed else (middle + 1, high)
         return low
 
-    def _sampled(self, steps: int) -> None:
-        ended = []
+    def _take(self, steps: int) -> None:
+        """`steps` steps are done; samples whose last token is among them end."""
+        self._steps += steps
+        self._context += steps * len(self._running)
         self.generated += steps * len(self._running)
-        for job in self._running:
-            job.sample.sampled(steps, self.version)
-            if not job.sample.left:
-                ended.append(job)
-        if ended:
-            self._running = [job for job in self._running if job.sample.left]
-        for job in ended:
-            self._free(job)
+        while self._running and self._next_end() <= self._steps:
+            _, _, job = heapq.heappop(self._ends)
+            self._remove(job)
             job.sample.ended = now()
             _answer(job)
+
+    def _start(self, job: Job) -> None:
+        job.since = self._steps
+        self._running[job] = None
+        self._context += job.sample.prompt_tokens + job.sample.tokens
+        self._begun += 1
+        heapq.heappush(self._ends, (self._steps + job.sample.left, self._begun, job))
+
+    def _remove(self, job: Job) -> None:
+        """Ends a running job, or returns it to the queue; its entry in `_ends` is skipped later."""
+        self._credit(job)
+        del self._running[job]
+        self._context -= job.sample.prompt_tokens + job.sample.tokens
+        self._reserved -= self._needs(job)
+
+    def _credit(self, job: Job) -> None:
+        """Gives the sample its tokens up to now."""
+        if self._steps > job.since:
+            job.sample.sampled(self._steps - job.since, self.version)
+            job.since = self._steps
+
+    def _next_end(self) -> int:
+        """The step after which the next running sample ends."""
+        while self._ends[0][2] not in self._running or self._ends[0][0] != self._end(self._ends[0][2]):
+            heapq.heappop(self._ends)
+        return self._ends[0][0]
+
+    @staticmethod
+    def _end(job: Job) -> int:
+        return job.since + job.sample.left
 
     # ---- admission
 
@@ -210,26 +244,22 @@ class Server:
     def _needs(self, job: Job) -> int:
         return self.capacity.reserved(job.sample.prompt_tokens, job.sample.length)
 
-    def _free(self, job: Job) -> None:
-        self._reserved -= self._needs(job)
-
     # ---- between two steps
 
     def _retract(self) -> None:
         """Returns running samples to the front of the queue; their tokens are fed again."""
         for entry in self._queue:
             entry.fed = False
-        for job in self._running:
-            self._free(job)
-        back = [Entry(deque([job]), job.sample.prompt_tokens + job.sample.tokens) for job in self._running]
-        self._running = []
-        self._queue.extendleft(reversed(back))
+        back = list(self._running)
+        for job in back:
+            self._remove(job)
+        entries = [Entry(deque([job]), job.sample.prompt_tokens + job.sample.tokens) for job in back]
+        self._queue.extendleft(reversed(entries))
 
     def _abort(self, matches: Callable[[Job], bool]) -> None:
         ended = [job for job in self._running if matches(job)]
-        self._running = [job for job in self._running if not matches(job)]
         for job in ended:
-            self._free(job)
+            self._remove(job)
         for entry in list(self._queue):
             ended += [job for job in entry.jobs if matches(job)]
             entry.jobs = deque(job for job in entry.jobs if not matches(job))

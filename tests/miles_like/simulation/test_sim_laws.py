@@ -110,7 +110,7 @@ def fits(changed: dict[str, Any]) -> bool:
     return share is None or k == 0 or (not changed["lockstep"] and share <= k)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(changed=LOOPS.filter(fits), world=WORLDS)
 def test_every_group_is_trained_once_or_discarded_once_and_no_token_is_too_old(
     changed: dict[str, Any], world: dict[str, Any]

@@ -260,7 +260,7 @@ BUFFERS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     buffer=BUFFERS.map(allowed).filter(lambda b: b is not None),
     groups=st.integers(1, 5),
@@ -279,16 +279,16 @@ def test_both_loops_do_the_same_at_the_same_times(
 def test_the_cases_reach_masks_aborts_back_fill_and_an_end() -> None:
     """Without these the comparison would hold for rules that are missing."""
     seen = set[str]()
-    for seed in range(40):
-        for given_ in (
-            {"max_staleness": 1},
-            {"over_sampling": 1.0},
-            {"over_sampling": 1.5, "max_staleness": 1, "old_tokens": "mask"},
-            {"max_staleness": 2, "lockstep": True},
+    for seed in range(12):
+        for given_, refused in (
+            ({"max_staleness": 1}, 0.4),
+            ({"over_sampling": 1.0}, 0.4),
+            ({"over_sampling": 1.5, "max_staleness": 1, "old_tokens": "mask"}, 0.4),
+            ({"max_staleness": 2, "lockstep": True}, 0.8),
         ):
             config = allowed({"lockstep": False} | given_)
             assert config is not None
-            case = Case(buffer=config, groups=3, refused=0.4, max_rounds=4, tail=0.7, seed=seed)
+            case = Case(buffer=config, groups=3, refused=refused, max_rounds=4, tail=0.7, seed=seed)
             events = simulated(case).events
             assert events == real(case).events
             seen |= {e[1] for e in events} | {reason for reason, n in events[-1][3].items() if n}
