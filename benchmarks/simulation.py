@@ -5,30 +5,34 @@ server, the driver and Ray, on this machine's cores) and records them in docs/pl
 run the seconds of each phase, the lengths of its answers and how many cores its processes kept busy in each phase; of
 every run the seconds from step to step and the idle shares of trainer and server. Two series: "tiny" as shipped, with
 answers of up to 5 tokens, and "tails", a checkpoint crafted so that a few answers are much longer than the others
-(long_tail.py). Run it while nothing else runs. Without it the recorded runs are compared.
+(long_tail.py). Each run is a separate process and is measured again until other processes kept at most `--most` cores
+busy in the meantime (`foreign`). Without `--measure` the recorded runs are compared.
 
 Idle: the trainer, outside of `train` and `publish`; the server, while no request is in flight.
 
 Goals: step time within 15 %, idle shares within 15 % or 0.05.
 
-    python benchmarks/simulation.py [--measure] [--steps 25] [--write]
+    python benchmarks/simulation.py [--measure [--home DIR] [--steps 25]] [--write]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import itertools
 import json
+import math
 import os
-import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from figures import ROOT, add_write, finish, provenance
@@ -65,6 +69,15 @@ ROLES = {"ranks": "ray::_Rank", "servers": "rollout.embedded.server"}  # part of
 Span = tuple[float, float]
 
 
+class Mark(NamedTuple):
+    """The end of a phase. used: processor seconds of the run's processes by role; machine: of all, the host's too."""
+
+    time: float
+    phase: str
+    used: dict[str, float]
+    machine: float
+
+
 @dataclass
 class Watch:
     """What a run did, seen from the driver."""
@@ -72,13 +85,16 @@ class Watch:
     requests: list[Span] = field(default_factory=list)
     phases: dict[str, list[Span]] = field(default_factory=lambda: {"samples": [], "train": [], "publish": []})
     published: dict[int, float] = field(default_factory=dict)  # version -> time
-    marks: list[tuple[float, str, dict[str, float]]] = field(default_factory=list)  # time, phase that ended, CPU s
+    marks: list[Mark] = field(default_factory=list)
     processes: dict[str, list[psutil.Process]] = field(default_factory=dict)
 
     def mark(self, phase: str) -> None:
         if not self.processes:
             self.processes = by_role()
-        self.marks.append((time.perf_counter(), phase, {role: cpu(of) for role, of in self.processes.items()}))
+        used = {role: cpu(of) for role, of in self.processes.items()}
+        times = psutil.cpu_times()
+        machine = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
+        self.marks.append(Mark(time.perf_counter(), phase, used, machine))
 
 
 def by_role() -> dict[str, list[psutil.Process]]:
@@ -156,16 +172,16 @@ def share(spans: Iterable[Span], begin: float, end: float) -> float:
 
 
 def busy_cores(watch: Watch, begin: float, end: float) -> dict[str, float]:
-    """Phase -> cores that all processes kept busy in it, between two publications."""
-    seconds, used = Counter[str](), Counter[str]()
-    for (a, _, before), (b, phase, after) in zip(watch.marks, watch.marks[1:], strict=False):
-        if begin <= a and b <= end + 1e-3:
-            seconds[phase] += b - a
-            used[phase] += sum(after.values()) - sum(before.values())
+    """Phase -> cores that all processes of the run kept busy in it, between two publications."""
+    seconds, used = defaultdict[str, float](float), defaultdict[str, float](float)
+    for before, after in itertools.pairwise(watch.marks):
+        if begin <= before.time and after.time <= end + 1e-3:
+            seconds[after.phase] += after.time - before.time
+            used[after.phase] += sum(after.used.values()) - sum(before.used.values())
     return {phase: used[phase] / seconds[phase] for phase in seconds}
 
 
-def measured_run(watch: Watch, run_dir: Path, k: int, load: float) -> MeasuredRun:
+def measured_run(watch: Watch, run_dir: Path, k: int) -> MeasuredRun:
     last = max(watch.published)
     begin, end = watch.published[FIRST], watch.published[last]
     staleness = Counter[int]()
@@ -174,8 +190,8 @@ def measured_run(watch: Watch, run_dir: Path, k: int, load: float) -> MeasuredRu
             for sample in map(json.loads, lines):
                 for version, a, b in sample["versions"]:
                     staleness[step - 1 - version] += b - a
-    counted = [m for m in watch.marks if begin <= m[0] <= end + 1e-3]
-    cpu_s = {role: (counted[-1][2][role] - counted[0][2][role]) / (last - FIRST) for role in counted[0][2]}
+    first, *_, final = [m for m in watch.marks if begin <= m.time <= end + 1e-3]
+    own = sum(final.used.values()) - sum(first.used.values())
     return MeasuredRun(
         max_staleness=k,
         first=FIRST,
@@ -184,8 +200,8 @@ def measured_run(watch: Watch, run_dir: Path, k: int, load: float) -> MeasuredRu
         trainer_idle=1 - share([*watch.phases["train"], *watch.phases["publish"]], begin, end),
         servers_idle=1 - share(watch.requests, begin, end),
         staleness={str(s): n / staleness.total() for s, n in sorted(staleness.items())},
-        load=load,
-        cpu_s=cpu_s,
+        cpu_s={role: (final.used[role] - first.used[role]) / (last - FIRST) for role in first.used},
+        foreign=(final.machine - first.machine - own) / (final.time - first.time),
     )
 
 
@@ -193,43 +209,81 @@ def spelt(settings: Mapping[str, Any]) -> list[str]:
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
 
 
-def measure(name: str, home: Path, steps: int, watching: Watching) -> MeasuredSeries:
-    """All runs of a series, one after the other."""
-    console, config_file = Console(quiet=True), TINY
-    settings = spelt(SERIES[name] | {"train.steps": steps})
-    more = ["model.make.max_steps=0"]
-    if name == "tails":
-        config_file, more = home / "tails.toml", []
-        config_file.write_text(dump_config(crafted_config(home)))
-        settings += ["parallel.dp=2", "parallel.ep=2"]
-    runs, calibrating, busy = [], [], dict[str, float]()
-    for k in STALENESS:
-        config = load_config(config_file, [*settings, *more, f"buffer.max_staleness={k}"])
-        run_dir = home / f"{name}-{k}"
-        run_dir.mkdir(parents=True)
-        root = assemble.staged(config, run_dir, console, None)
-        watching.watch, load = Watch(), os.getloadavg()[0]
-        train_module.train(model_plan(config, run_dir, root / "hf", root / "megatron"), console, resume=False)
-        runs.append(measured_run(watching.watch, run_dir, k, load))
-        print(json.dumps({"series": name, **vars_of(runs[-1])}), flush=True)
-        if not k:
-            calibrating = read_run(run_dir)
-            published = watching.watch.published
-            busy = busy_cores(watching.watch, published[FIRST], published[max(published)])
-            print(json.dumps({"busy": busy}), flush=True)
-    return MeasuredSeries(
+def measure_one(name: str, k: int, home: Path, steps: int) -> None:
+    """One run; its figures replace those of an earlier one with more foreign load in `home`."""
+    settings, (config_file, more) = settings_of(name, steps), model_of(name, home)
+    config = load_config(config_file, [*settings, *more, f"buffer.max_staleness={k}"])
+    with tempfile.TemporaryDirectory(dir=home) as scratch:
+        run_dir = Path(scratch) / "run"
+        run_dir.mkdir()
+        start_ray(None)
+        try:
+            root = assemble.staged(config, run_dir, Console(quiet=True), None)
+            watch = Watching().watch
+            plan = model_plan(config, run_dir, root / "hf", root / "megatron")
+            train_module.train(plan, Console(quiet=True), resume=False)
+        finally:
+            assemble.shut_down()
+        run = measured_run(watch, run_dir, k)
+        steps_ = read_run(run_dir) if not k else []
+    busy = busy_cores(watch, watch.published[FIRST], watch.published[max(watch.published)])
+    series = MeasuredSeries(
         name=name,
         settings=settings,
-        made=provenance().replace("`", ""),
+        made="",
         cores=float(len(os.sched_getaffinity(0))),
-        steps=calibrating,
+        steps=steps_,
         busy=busy,
-        runs=runs,
+        runs=[run],
     )
+    print(json.dumps({"series": name, **dataclasses.asdict(run), "busy": busy}), flush=True)
+    file = home / f"{name}-{k}.json"
+    if not file.exists() or run.foreign < read_series(file)[0].runs[0].foreign:
+        file.write_text(json.dumps([series.to_json()]))
 
 
-def vars_of(run: MeasuredRun) -> dict[str, Any]:
-    return {key: getattr(run, key) for key in run.__slots__}
+def settings_of(name: str, steps: int) -> list[str]:
+    """Overrides of configs/tiny.toml."""
+    given = SERIES[name] | {"train.steps": steps}
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in given.items()]
+
+
+def model_of(name: str, home: Path) -> tuple[Path, list[str]]:
+    """The configuration file of the series' model, and its overrides."""
+    if name == "tiny":
+        return TINY, ["model.make.max_steps=0", f"cache_dir={home / 'cache'}"]
+    file = home / "tails.toml"
+    if not file.exists():
+        file.write_text(dump_config(crafted_config(home)))
+    return file, ["parallel.dp=2", "parallel.ep=2", f"cache_dir={home / 'cache'}"]
+
+
+def measure_all(home: Path, steps: int, most: float, patience_s: float) -> list[MeasuredSeries]:
+    """Every run of every series, in separate processes, each again until other load was at most `most` cores or the
+    time is over."""
+    home.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + patience_s
+    while True:
+        due = [(name, k) for name in SERIES for k in STALENESS if foreign(home / f"{name}-{k}.json") > most]
+        never = [one for one in due if not (home / f"{one[0]}-{one[1]}.json").exists()]
+        if not due or (time.monotonic() > until and not never):
+            break
+        for name, k in never if time.monotonic() > until else due:
+            while time.monotonic() < until and (psutil.cpu_percent(10) > 100 * most / (psutil.cpu_count() or 1)):
+                pass
+            command = [sys.executable, __file__, "--one", name, str(k), "--home", str(home), "--steps", str(steps)]
+            subprocess.run(command, check=True)
+    return [collected(name, home) for name in SERIES]
+
+
+def foreign(file: Path) -> float:
+    return read_series(file)[0].runs[0].foreign if file.exists() else math.inf
+
+
+def collected(name: str, home: Path) -> MeasuredSeries:
+    parts = [read_series(home / f"{name}-{k}.json")[0] for k in STALENESS]
+    runs = [run for part in parts for run in part.runs]
+    return dataclasses.replace(parts[0], made=provenance().replace("`", ""), runs=runs)
 
 
 def predicted(series: MeasuredSeries, run: MeasuredRun, seeds: Sequence[int] = range(5)) -> SimulationFigures:
@@ -267,15 +321,18 @@ def main() -> None:
     add_write(parser)
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--home", type=Path, help="keeps the measured runs, so that an interrupted --measure continues")
+    parser.add_argument("--most", type=float, default=0.1, help="cores that other load may keep busy during a run")
+    parser.add_argument("--patience", type=float, default=60.0, help="minutes after which busier runs are accepted")
+    parser.add_argument("--one", nargs=2, metavar=("SERIES", "K"), help="measure one run into --home")
     given = parser.parse_args()
+    if given.one:
+        measure_one(given.one[0], int(given.one[1]), given.home.resolve(), given.steps)
+        return
     if given.measure:
-        watching = Watching()
-        with tempfile.TemporaryDirectory() as home:
-            start_ray(None)
-            try:
-                series = [measure(name, Path(home), given.steps, watching) for name in SERIES]
-            finally:
-                assemble.shut_down()
+        with tempfile.TemporaryDirectory() as scratch:
+            home = (given.home or Path(scratch)).resolve()
+            series = measure_all(home, given.steps, given.most, 60 * given.patience)
         RECORD.parent.mkdir(exist_ok=True)
         RECORD.write_text("[\n" + ",\n".join(json.dumps(s.to_json()) for s in series) + "\n]\n")
     head = ["series", "`max_staleness`", "seconds a step, measured", "simulated", "error"]

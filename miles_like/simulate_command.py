@@ -31,7 +31,8 @@ OWN = "simulation."
 def simulate(
     config: Path,
     run: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN_DIR", help="a run, for its answers and the seconds of its steps")
+        Path | None,
+        typer.Option("--from", metavar="RUN_DIR", help="a run, for its answers and the seconds of its steps"),
     ] = None,
     overrides: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a key of the config, or a simulation.KEY")
@@ -65,9 +66,7 @@ def loop_settings(config: RunConfig, assumed: Assumptions) -> LoopSettings:
     """Raises ValueError for a run without a rollout."""
     rollout, embedded = config.servers, config.rollout.engine == "embedded"
     if rollout is None:
-        raise ValueError(
-            f"algorithm.name = {config.algorithm.name!r} samples nothing: there is no loop to simulate"
-        )
+        raise ValueError(f"algorithm.name = {config.algorithm.name!r} samples nothing: there is no loop to simulate")
     flags = rollout.embedded if embedded else rollout.sglang
     return LoopSettings(
         seed=config.seed,
@@ -107,8 +106,8 @@ def assumed_tree(
     if run is not None:
         if not is_synchronous(run):
             raise ValueError(
-                f"{run} is of an asynchronous run, in which sampling and training overlap, so its seconds are not those "
-                "of either part: give --from a run with buffer.max_staleness = 0"
+                f"{run} is of an asynchronous run, whose sampling and training overlap, so its seconds are of neither: "
+                "give --from a run with buffer.max_staleness = 0"
             )
         steps, embedded = read_run(run), config.rollout.engine == "embedded"
         tree = calibrated(steps, servers=config.rollout.servers, shards=config.parallel.dp, one_pass=embedded)
@@ -135,7 +134,9 @@ def read_assumptions(tree: Mapping[str, Any]) -> Assumptions:
     try:
         return Assumptions.model_validate(tree)
     except ValidationError as e:
-        raise ValueError("; ".join(_problem(error["loc"], error["type"], error["msg"]) for error in e.errors())) from None
+        raise ValueError(
+            "; ".join(_problem(error["loc"], error["type"], error["msg"]) for error in e.errors())
+        ) from None
 
 
 def figures_table(figures: SimulationFigures, name: str) -> Table:
@@ -144,7 +145,9 @@ def figures_table(figures: SimulationFigures, name: str) -> Table:
     table = Table("figure", "value", title=f"{name}, {figures['steps']} steps simulated, {figures['warm']} not counted")
     table.add_row("seconds a step", f"{step['mean']:.3g} mean, {step['median']:.3g} median, {step['p90']:.3g} p90")
     table.add_row("trainer idle", f"{figures['trainer_idle']:.1%}")
-    table.add_row("servers idle", f"{figures['servers_idle']:.1%}; while the trainer: {_listed(figures['servers_idle_while'])}")
+    table.add_row(
+        "servers idle", f"{figures['servers_idle']:.1%}; while the trainer: {_listed(figures['servers_idle_while'])}"
+    )
     table.add_row("trainer's time", _listed(figures["trainer"]))
     table.add_row("batch of a busy server", f"{figures['running']:.1f} samples")
     table.add_row("a step waits for samples", _listed(figures["waits_s"], "{:.3g} s") or "never")

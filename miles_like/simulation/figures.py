@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
 from miles_like.simulation.clock.timeline import running_mean, shares, while_idle
@@ -95,14 +96,11 @@ def figures_of(outcome: Outcome, warm: int | None = None) -> SimulationFigures:
     warm = warm_steps(len(rows), settings.max_staleness) if warm is None else warm
     counted = rows[warm - 1 :]
     begin, end = counted[0].published, counted[-1].published
-    seconds = [b.published - a.published for a, b in zip(counted, counted[1:], strict=False)]
+    seconds = [b.published - a.published for a, b in itertools.pairwise(counted)]
     trainer = _share(shares(outcome.trainer, begin, end), end - begin)
-    servers, idle_while = Counter[str](), Counter[str]()
-    for timeline in outcome.servers:
-        servers.update(shares(timeline.intervals, begin, end))
-        idle_while.update(while_idle(timeline.intervals, outcome.trainer, begin, end))
     each = (end - begin) * len(outcome.servers)
-    server = _share(servers, each)
+    server = _share(_sum(shares(t.intervals, begin, end) for t in outcome.servers), each)
+    idle_while = _sum(while_idle(t.intervals, outcome.trainer, begin, end) for t in outcome.servers)
     return SimulationFigures(
         seed=settings.seed,
         steps=len(rows),
@@ -124,9 +122,7 @@ def figures_of(outcome: Outcome, warm: int | None = None) -> SimulationFigures:
             discarded=dict(outcome.state.ledger.reasons),
             outstanding=outcome.state.ledger.outstanding,
         ),
-        faults=Faults(
-            ended_runs=outcome.faults, server_restarts=outcome.restarts, lost_steps=outcome.lost_steps
-        ),
+        faults=Faults(ended_runs=outcome.faults, server_restarts=outcome.restarts, lost_steps=outcome.lost_steps),
         turn_changes=outcome.turns,
         cores=_cores(outcome, outcome.assumed),
         rows=[
@@ -147,6 +143,14 @@ def figures_of(outcome: Outcome, warm: int | None = None) -> SimulationFigures:
 def _seconds(values: list[float]) -> Seconds:
     p90 = statistics.quantiles(values, n=10, method="inclusive")[-1] if len(values) > 1 else values[0]
     return Seconds(mean=statistics.fmean(values), median=statistics.median(values), p90=p90)
+
+
+def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    out = defaultdict[str, float](float)
+    for part in parts:
+        for key, value in part.items():
+            out[key] += value
+    return out
 
 
 def _share(seconds: Mapping[str, float], of: float) -> dict[str, float]:

@@ -33,8 +33,8 @@ STEPS, LANES = 6, 16  # shown
 
 
 def write_gantt(outcome: Outcome, path: Path, *, title: str = "", steps: int = STEPS) -> None:
-    """Writes a PNG of `steps` steps after the first ones: a lane for each of up to 16 servers, whose colour deepens with
-    the size of the batch, and one for the trainer, with the steps' publications as lines."""
+    """Writes a PNG of `steps` steps after the first ones: a lane for the trainer and one for each of up to 16 servers,
+    whose colour deepens with the size of the batch. Lines are publications."""
     write_gantts([(title, outcome)], path, steps=steps)
 
 

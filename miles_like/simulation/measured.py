@@ -26,8 +26,8 @@ class MeasuredRun:
     trainer_idle: float  # share without training and publication
     servers_idle: float  # share without a request
     staleness: Mapping[str, float]  # weight versions -> share of tokens
-    load: float  # of the machine in the minute before the run
-    cpu_s: Mapping[str, float]  # of a step: driver, ranks, servers, ray
+    cpu_s: Mapping[str, float]  # processor seconds of a step: driver, ranks, servers, ray
+    foreign: float  # cores that other processes kept busy, or the host took
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

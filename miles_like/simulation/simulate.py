@@ -1,7 +1,7 @@
 """A simulated run: its lives between faults, and what it leaves.
 
-A fault ends the run at once. It resumes from its last complete checkpoint, as docs/resume.md describes: what was sampled
-and trained since is lost, and the time passes.
+A fault ends the run at once. It resumes from its last complete checkpoint, as docs/resume.md describes: what was
+sampled and trained since is lost, and the time passes.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_the_command_writes_figures_and_a_picture(tmp_path: Path) -> None:
 
 
 def test_a_run_is_simulated_from_its_records(tmp_path: Path) -> None:
-    from tests.miles_like.simulation.test_calibration import made_run  # noqa: PLC0415
+    from tests.miles_like.simulation.test_calibration import made_run
 
     made_run(tmp_path, steps=9)
     status, out = command(TINY, "train.steps=5", arguments=("--from", str(tmp_path)))
@@ -70,7 +70,10 @@ def test_a_run_is_simulated_from_its_records(tmp_path: Path) -> None:
         (GIVEN[1:], ("simulation.engine.step_s",)),
         ((*GIVEN, "simulation.engine.step=1"), ("'simulation.engine.step'", "'simulation.engine.step_s'")),
         ((*GIVEN, "simulation.lengths.kind=uniform"), ("simulation.lengths.kind",)),
-        ((*GIVEN, "simulation.publish.pause_s=1"), ("simulation.publish.pause_s", "simulation.publish.seconds", 1, 0.1)),
+        (
+            (*GIVEN, "simulation.publish.pause_s=1"),
+            ("simulation.publish.pause_s", "simulation.publish.seconds", 1, 0.1),
+        ),
         ((*GIVEN, "train.stepss=1"), ("'train.stepss'", "'train.steps'")),
     ],
 )

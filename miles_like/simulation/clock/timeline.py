@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -77,13 +77,13 @@ class TrainerTimeline:
         self._since, self._state = now(), state
 
 
-def shares(intervals: Sequence[ServerInterval | TrainerInterval], begin: float, end: float) -> Counter[str]:
+def shares(intervals: Sequence[ServerInterval | TrainerInterval], begin: float, end: float) -> dict[str, float]:
     """Seconds in each state between `begin` and `end`."""
-    found = Counter[str]()
+    found = defaultdict[str, float](float)
     for interval in intervals:
         if (seconds := min(interval.end, end) - max(interval.begin, begin)) > 0:
             found[interval.state] += seconds
-    return found
+    return dict(found)
 
 
 def running_mean(intervals: Sequence[ServerInterval], begin: float, end: float) -> float:
@@ -98,9 +98,9 @@ def running_mean(intervals: Sequence[ServerInterval], begin: float, end: float) 
 
 def while_idle(
     server: Sequence[ServerInterval], trainer: Sequence[TrainerInterval], begin: float, end: float
-) -> Counter[str]:
+) -> dict[str, float]:
     """Seconds in which the server is idle, by what the trainer's side did then. Both lists are in order of time."""
-    found, first = Counter[str](), 0
+    found, first = defaultdict[str, float](float), 0
     for s in server:
         if s.state != "idle" or s.end <= begin or s.begin >= end:
             continue
@@ -111,4 +111,4 @@ def while_idle(
                 break
             if (seconds := min(s.end, t.end, end) - max(s.begin, t.begin, begin)) > 0:
                 found[t.state] += seconds
-    return found
+    return dict(found)

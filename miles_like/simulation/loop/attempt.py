@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from miles_like.simulation.clock.processors import Processors
+from miles_like.simulation.clock.timeline import ServerTimeline, TrainerTimeline
+from miles_like.simulation.clock.virtual_time import now
 from miles_like.simulation.inputs.assumptions import Assumptions
+from miles_like.simulation.inputs.lengths import AnswerSource, Purpose, stream
+from miles_like.simulation.inputs.settings import Capacity, LoopSettings, train_seconds
 from miles_like.simulation.loop.buffer import SimBuffer, SimEntry
 from miles_like.simulation.loop.ledger import SimLedger
-from miles_like.simulation.inputs.lengths import AnswerSource, Purpose, stream
-from miles_like.simulation.servers.pool import Pool
-from miles_like.simulation.clock.processors import Processors
 from miles_like.simulation.loop.producer import ProducerState, SimProducer
+from miles_like.simulation.loop.turns import SimTurns
+from miles_like.simulation.loop.waits import causes
+from miles_like.simulation.servers.pool import Pool
 from miles_like.simulation.servers.samples import SimGroup, SimSample
 from miles_like.simulation.servers.server import Server
-from miles_like.simulation.inputs.settings import Capacity, LoopSettings, train_seconds
-from miles_like.simulation.clock.timeline import ServerTimeline, TrainerTimeline
-from miles_like.simulation.loop.turns import SimTurns
-from miles_like.simulation.clock.virtual_time import now
-from miles_like.simulation.loop.waits import causes
 
 
 @dataclass(kw_only=True)
@@ -72,7 +73,7 @@ class Attempt:
     def __post_init__(self) -> None:
         s, a = self.settings, self.assumed
         self.saved = copy.deepcopy(self.state)
-        self.processors = Processors(**({} if a.cores is None else {"cores": a.cores}))
+        self.processors = Processors(cores=math.inf if a.cores is None else a.cores)
         capacity = Capacity.of(s, a.engine)
         self.servers = [
             Server(
@@ -84,9 +85,7 @@ class Attempt:
             )
             for timeline in self.timelines
         ]
-        self.pool = Pool(
-            settings=s, engine=a.engine, reward=a.reward, servers=self.servers, processors=self.processors
-        )
+        self.pool = Pool(settings=s, engine=a.engine, reward=a.reward, servers=self.servers, processors=self.processors)
         self.buffer = SimBuffer(
             max_staleness=s.max_staleness,
             backfill=s.in_flight_at_publication,

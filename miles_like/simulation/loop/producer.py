@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from miles_like.simulation.clock.virtual_time import now
 from miles_like.simulation.loop.buffer import SimBuffer
 from miles_like.simulation.servers.samples import SimGroup
-from miles_like.simulation.clock.virtual_time import now
 
 SURPLUS = "more than the step needs"
 FILTERED = "by the filter"

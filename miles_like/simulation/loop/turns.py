@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from miles_like.simulation.clock.timeline import TrainerTimeline
 from miles_like.simulation.inputs.assumptions import TurnAssumptions
 from miles_like.simulation.servers.pool import Pool
-from miles_like.simulation.clock.timeline import TrainerTimeline
 
 
 @dataclass(kw_only=True)
 class SimTurns:
     """Begins with the trainer's turn. enabled: False on separate devices, where every method returns at once.
 
-    settle: waits for the samples that a publication waits for, where groups are sampled step by step. publish: publishes
+    settle: waits for the samples that a publication waits for, where groups are sampled step by step. publish: sends
     the current weights.
     """
 

@@ -11,13 +11,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
+from miles_like.simulation.clock.processors import Processors
+from miles_like.simulation.clock.virtual_time import now
 from miles_like.simulation.inputs.assumptions import EngineAssumptions, RewardAssumptions
 from miles_like.simulation.inputs.lengths import scoring_seconds
-from miles_like.simulation.clock.processors import Processors
+from miles_like.simulation.inputs.settings import LoopSettings
 from miles_like.simulation.servers.samples import SimGroup, SimSample
 from miles_like.simulation.servers.server import Server
-from miles_like.simulation.inputs.settings import LoopSettings
-from miles_like.simulation.clock.virtual_time import now
 
 ABORT_AGAIN_S = 0.1  # of rollout.episodes.partial
 
@@ -140,8 +140,8 @@ class Pool:
             for first in range(0, len(share), together):
                 await self._drive(self.engine.request_s)
                 for i in share[first : first + together]:
-                    replies = self.servers[e].submit(prompts[i])
-                    waits.append(asyncio.create_task(self._replied(e, prompts[i], replies, needed and needed[i])))
+                    replies, wanted = self.servers[e].submit(prompts[i]), None if needed is None else needed[i]
+                    waits.append(asyncio.create_task(self._replied(e, prompts[i], replies, wanted)))
 
         waits: list[asyncio.Task[None]] = []
         try:
@@ -194,4 +194,3 @@ class Pool:
         e = min(range(len(self._load)), key=self._load.__getitem__)
         self._load[e] += cost
         return e
-

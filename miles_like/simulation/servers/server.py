@@ -17,12 +17,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from miles_like.simulation.inputs.assumptions import EngineAssumptions
 from miles_like.simulation.clock.processors import Processors, Work
-from miles_like.simulation.servers.samples import SimSample
-from miles_like.simulation.inputs.settings import Capacity, decode_seconds
 from miles_like.simulation.clock.timeline import ServerState, ServerTimeline
 from miles_like.simulation.clock.virtual_time import now
+from miles_like.simulation.inputs.assumptions import EngineAssumptions
+from miles_like.simulation.inputs.settings import Capacity, decode_seconds
+from miles_like.simulation.servers.samples import SimSample
 
 PauseMode = Literal["abort", "retract", "in_place"]
 

@@ -58,7 +58,14 @@ def made_run(path: Path, *, steps: int, buffer: str = "", **row: Any) -> None:
         ]
         groups.append(groups[0])  # a prompt that is sampled twice in a step
         write_rollouts(path / "rollouts" / f"step_{step}.jsonl", groups)
-        seconds = {"rollout": 4.0 + step, "experience": 0.25, "train": 2.0, "publish": 0.5, "checks": 0.0, "pause": 0.25}
+        seconds = {
+            "rollout": 4.0 + step,
+            "experience": 0.25,
+            "train": 2.0,
+            "publish": 0.5,
+            "checks": 0.0,
+            "pause": 0.25,
+        }
         times = {f"perf/{key}_s": value for key, value in seconds.items()}
         rows.append({"step": step, "wall_s": 10.0 * step + 0.5 * step**2, "perf/step_s": 9.0, **times, **row})
     (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -106,9 +113,7 @@ def test_known_times_are_found_again() -> None:
             shards[shards.index(min(shards))] += n
         parts = {"rollout_s": 0.02 * longest + 3e-4 * fed, "train_s": 0.7 + 2e-4 * max(shards), "publish_s": 0.3}
         parts |= {"experience_s": 0.1, "checks_s": 0.05}
-        steps.append(
-            MeasuredStep(pause_s=0.2, between_s=sum(parts.values()) + 0.04, groups=groups, **parts)
-        )
+        steps.append(MeasuredStep(pause_s=0.2, between_s=sum(parts.values()) + 0.04, groups=groups, **parts))
     found = Assumptions.model_validate(calibrated(steps, servers=2, shards=2, one_pass=True))
     assert found.engine.step_s == pytest.approx(0.02) and found.engine.token_s == pytest.approx(3e-4)
     assert found.engine.prefill_s == found.engine.token_s

@@ -5,6 +5,7 @@ Not covered: whether a machine has the assumed times (tests/miles_like/simulatio
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from dataclasses import replace
@@ -115,7 +116,7 @@ def fits(changed: dict[str, Any]) -> bool:
 def test_every_group_is_trained_once_or_discarded_once_and_no_token_is_too_old(
     changed: dict[str, Any], world: dict[str, Any]
 ) -> None:
-    """The ledger raises for a group that ends twice. In turns a sample in flight is aborted, whatever the pause mode."""
+    """The ledger raises for a group that ends twice."""
     settings_ = loop(**changed, slow_reward="mean_s" in world["reward"])
     out = run(settings_, assumed(**world))
     ledger, rows = out.state.ledger, out.state.rows
@@ -128,12 +129,12 @@ def test_every_group_is_trained_once_or_discarded_once_and_no_token_is_too_old(
     assert sum(r.tokens for r in rows) == sum(sum(r.staleness.values()) for r in rows) <= out.generated
     if settings_.lockstep:
         assert all(set(r.staleness) == {min(r.step - 1, settings_.max_staleness)} for r in rows)
-    for before, after in zip(rows, rows[1:], strict=False):
+    for before, after in itertools.pairwise(rows):
         assert before.published <= after.began <= after.taken <= after.trained <= after.published
         assert sum(after.waits.values()) == pytest.approx(after.taken - after.began)
     intervals = out.trainer
     assert intervals[0].begin == 0 and intervals[-1].end == pytest.approx(out.wall_s)
-    assert all(a.end == b.begin for a, b in zip(intervals, intervals[1:], strict=False))
+    assert all(a.end == b.begin for a, b in itertools.pairwise(intervals))
 
 
 @settings(max_examples=40, deadline=None)
@@ -237,13 +238,15 @@ def test_twice_as_many_servers_are_never_slower(servers: int, groups: int, seed:
         assert wall(more, a) <= wall(fewer, a) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("changed", [{}, {"max_staleness": 1}, {"over_sampling": 0.5}, {"max_staleness": 2, "lockstep": True}])
+@pytest.mark.parametrize(
+    "changed", [{}, {"max_staleness": 1}, {"over_sampling": 0.5}, {"max_staleness": 2, "lockstep": True}]
+)
 def test_more_servers_are_no_slower_in_the_mean(changed: dict[str, Any]) -> None:
     means = [
         statistics.fmean(wall(loop(servers=n, groups=6, seed=seed, **changed), assumed()) for seed in range(12))
         for n in (1, 2, 3, 5)
     ]
-    assert all(b <= a * 1.005 for a, b in zip(means, means[1:], strict=False)), means
+    assert all(b <= a * 1.005 for a, b in itertools.pairwise(means)), means
 
 
 @pytest.mark.parametrize("changed", [{}, {"max_staleness": 2}])
@@ -284,10 +287,15 @@ def test_turns_add_their_changes_and_a_saved_step_is_published_twice() -> None:
     """docs/turns.md: a publication is part of each turn of the servers."""
     turns = {"release_s": 1.0, "wake_s": 2.0, "sleep_s": 4.0, "resume_s": 8.0}
     a = assumed(lengths={"kind": "fixed", "mean": 60})
-    apart, together = (run(loop(takes_turns=t, steps=6), assumed(lengths={"kind": "fixed", "mean": 60}, turns=turns)) for t in (False, True))
+    apart, together = (
+        run(loop(takes_turns=t, steps=6), assumed(lengths={"kind": "fixed", "mean": 60}, turns=turns))
+        for t in (False, True)
+    )
     step = lambda o: o.state.rows[3].published - o.state.rows[2].published  # noqa: E731
     assert step(together) == pytest.approx(step(apart) + 15)
-    saved = run(loop(takes_turns=True, steps=6, save_every=3), assumed(lengths={"kind": "fixed", "mean": 60}, turns=turns))
+    saved = run(
+        loop(takes_turns=True, steps=6, save_every=3), assumed(lengths={"kind": "fixed", "mean": 60}, turns=turns)
+    )
     assert step(saved) == pytest.approx(step(together) + 15 + a.publish.seconds)
 
 

@@ -25,8 +25,8 @@ from miles_like.simulation.loop.ledger import SimLedger
 from miles_like.simulation.loop.producer import SimProducer
 from miles_like.simulation.servers.samples import SimGroup, SimSample
 from miles_like.types import Prompt, SampleGroup, VersionSpan
-from tests.support.made_samples import sample
 from tests.support.made_samples import group as made_group
+from tests.support.made_samples import sample
 
 STEPS = 7
 EARLY, LATE = 2, 3  # tokens of a sample that are drawn when it begins, and when it ends
