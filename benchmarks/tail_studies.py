@@ -198,7 +198,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def study_packing(steps: int, write: bool) -> list[str]:
     head = ["", "seconds a step", "of it training", "waiting for samples", "trainer idle", "servers idle"]
-    head += ["sampled tokens that are trained", "mean staleness of a token"]
+    head += ["sampled tokens that are trained", "mean staleness of a token", "trained tokens/s"]
     cases = {name: simulated(steps, settings, assumed) for name, (settings, assumed) in VARIANTS.items()}
     rows = [
         [
@@ -210,6 +210,7 @@ def study_packing(steps: int, write: bool) -> list[str]:
             f"{c.figures['servers_idle']:.0%}",
             f"{c.figures['goodput']['useful']:.0%}",
             f"{c.staleness:.2f}",
+            f"{c.figures['goodput']['tokens_per_s']:.0f}",
         ]
         for name, c in cases.items()
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,8 +45,15 @@ class MeasuredSeries:
     runs: Sequence[MeasuredRun]
 
     def assumptions(self, *, servers: int, shards: int) -> dict[str, Any]:
-        """The tree of `Assumptions`, from the synchronous run alone."""
+        """The tree of `Assumptions`, from the synchronous run alone. What a rollout takes while no request is in flight
+        is the driver's work on the replies."""
+        (synchronous,) = (run for run in self.runs if not run.max_staleness)
         tree = calibrated(self.steps, servers=servers, shards=shards, one_pass=True)
+        rollout_s = statistics.fmean(s.rollout_s for s in self.steps)
+        served_s = min((1 - synchronous.servers_idle) * synchronous.step_s, rollout_s)
+        samples = statistics.fmean(sum(len(g.lengths) for g in s.groups) for s in self.steps)
+        engine = {key: value * served_s / rollout_s for key, value in tree["engine"].items()}
+        tree["engine"] = engine | {"reply_s": (rollout_s - served_s) / samples}
         tree["cores"] = self.cores
         for part, phase in (("engine", "samples"), ("train", "train"), ("publish", "publish")):
             tree[part]["cores"] = self.busy[phase]
