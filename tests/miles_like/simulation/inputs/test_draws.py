@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from miles_like.simulation.inputs.assumptions import LengthAssumptions, PublishAssumptions, RewardAssumptions
 from miles_like.simulation.inputs.lengths import (
@@ -79,9 +80,9 @@ def test_a_group_is_scored_with_its_slowest_sample() -> None:
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
-    with pytest.raises(ValueError) as lengths:
+    with pytest.raises(ValidationError) as lengths:
         LengthAssumptions(kind="lognormal", prompt_tokens=3)
-    check_refusal(lengths.value.errors()[0]["msg"], "simulation.lengths.mean", "'lognormal'")  # type: ignore[attr-defined]
-    with pytest.raises(ValueError) as publish:
+    check_refusal(lengths.value.errors()[0]["msg"], "simulation.lengths.mean", "'lognormal'")
+    with pytest.raises(ValidationError) as publish:
         PublishAssumptions(seconds=1.0, pause_s=2.0)
-    check_refusal(publish.value.errors()[0]["msg"], "simulation.publish.pause_s", 2, 1)  # type: ignore[attr-defined]
+    check_refusal(publish.value.errors()[0]["msg"], "simulation.publish.pause_s", 2, 1)
