@@ -20,7 +20,7 @@ from miles_like.simulation.inputs.lengths import AnswerSource, Purpose, stream
 from miles_like.simulation.inputs.settings import LoopSettings
 from miles_like.simulation.loop.attempt import Attempt, SimState
 
-STUCK = 1000  # lives in a row that end at the checkpoint that they began with
+STUCK = 100  # lives in a row that end at the checkpoint that they began with
 
 
 @dataclass(kw_only=True)

@@ -123,7 +123,7 @@ class Pool:
         """Continues aborted samples. Spare ones that have not ended with the others were aborted."""
         missing = group.needed - len(group.complete)
         if missing > 0:
-            unfinished = sorted((s for s in group.samples if s.ended is None), key=lambda s: s.left)
+            unfinished = sorted((s for s in group.samples if s.ended is None), key=lambda s: -s.tokens)
             await asyncio.gather(*(self._continued(s) for s in unfinished[:missing]))
 
     async def _request(

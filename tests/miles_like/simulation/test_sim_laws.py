@@ -243,8 +243,8 @@ def test_twice_as_many_servers_are_never_slower(servers: int, groups: int, seed:
 )
 def test_more_servers_are_no_slower_in_the_mean(changed: dict[str, Any]) -> None:
     means = [
-        statistics.fmean(wall(loop(servers=n, groups=6, seed=seed, **changed), assumed()) for seed in range(12))
-        for n in (1, 2, 3, 5)
+        statistics.fmean(wall(loop(servers=n, groups=6, seed=seed, **changed), assumed()) for seed in range(6))
+        for n in (1, 2, 3)
     ]
     assert all(b <= a * 1.005 for a, b in itertools.pairwise(means)), means
 
@@ -255,7 +255,7 @@ def test_faults_lower_goodput_and_cost_no_group(changed: dict[str, Any]) -> None
     found = []
     for trainer_s in (None, 60.0, 15.0):
         faults = {} if trainer_s is None else {"trainer_s": trainer_s, "resume_s": 5.0}
-        outcomes = [run(replace(settings_, seed=seed), assumed(faults=faults)) for seed in range(5)]
+        outcomes = [run(replace(settings_, seed=seed), assumed(faults=faults)) for seed in range(3)]
         found.append(statistics.fmean(figures_of(o)["goodput"]["samples_per_s"] for o in outcomes))
         assert all(len(o.state.ledger.trained) == 30 * 4 for o in outcomes)
         assert (trainer_s is None) == (not any(o.faults for o in outcomes))
