@@ -19,6 +19,7 @@ from miles_like.command_errors import one_sentence
 from miles_like.commands.convert import convert
 from miles_like.commands.options import FORMATS, SetOption
 from miles_like.commands.plan import plan
+from miles_like.commands.simulate import simulate
 from miles_like.config.load import dump_config, load_config
 from miles_like.config.run import RunConfig
 from miles_like.pipeline.check_results import CheckResult, describe_unchecked, raise_failures
@@ -419,6 +420,9 @@ def report(run_dir: Path) -> None:
 
         write_report(run_dir)
         typer.echo(f"-> {run_dir / 'report.html'}")
+
+
+app.command()(simulate)
 
 
 def main() -> None:

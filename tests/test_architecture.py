@@ -133,9 +133,17 @@ RULES = {
     " miles_like.nodes miles_like.pipeline miles_like.planning"
     " miles_like.preflight miles_like.report miles_like.rewards miles_like.staging miles_like.storage"
     " miles_like.supervised miles_like.timing.devices miles_like.turns miles_like.verify",
+    # miles_like: the loop in virtual time, without torch
+    "miles_like.simulation.clock": "",
+    "miles_like.simulation.inputs": "miles_like.section",
+    "miles_like.simulation.servers": "miles_like.simulation.clock miles_like.simulation.inputs",
+    "miles_like.simulation.loop": "miles_like.simulation.clock miles_like.simulation.inputs"
+    " miles_like.simulation.servers",
+    "miles_like.simulation": "miles_like.limits miles_like.simulation",
     "miles_like.command_errors": "miles_like.loop",
     "miles_like.commands": "quant.spec miles_like.command_errors miles_like.config miles_like.layout_search"
-    " miles_like.pipeline miles_like.planning miles_like.run miles_like.timing miles_like.timing.devices",
+    " miles_like.limits miles_like.pipeline miles_like.planning miles_like.run miles_like.simulation"
+    " miles_like.timing miles_like.timing.devices",
     "miles_like.cli": "rollout.embedded.server rollout.server_key rollout.server_url miles_like.checkpoint"
     " miles_like.command_errors miles_like.commands miles_like.config miles_like.doctor miles_like.pipeline"
     " miles_like.preflight miles_like.report miles_like.run",
@@ -155,6 +163,7 @@ COMMANDS = ("megatron_bridge.fake.__main__",)  # of lower packages, which read a
 TORCH_FREE = (  # and all that they import
     "megatron_bridge.config",
     "miles_like.config",
+    "miles_like.simulation",
     "quant.hf_config",
     "quant.spec",
     "rollout.config",

@@ -64,7 +64,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, *, host: str | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._host_type = host
         self._part, self._on_host = "other", False
         self._storages: dict[int, _Storage] = {}

@@ -8,7 +8,7 @@ of a rank that sleeps if trainer and engine share the device.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
@@ -169,7 +169,7 @@ class _Work:
             def stats(*args: Any, **kwargs: Any) -> Any:
                 self.attention.flops = 0.0
                 counter = FlopCounterMode(display=False)
-                counter.mod_tracker = _NoModules()
+                counter.mod_tracker = _NoModules()  # type: ignore[assignment]
                 with counter:
                     out = stock(*args, **kwargs)
                 counted = counter.get_flop_counts().get("Global", {})
@@ -251,6 +251,10 @@ def slept_and_published(
         trainer.wake()
 
 
+def _elements(bucket: Sequence[Any]) -> int:
+    return sum(slot.tensor.numel() for slot in bucket)
+
+
 def _largest_chunks(trainer: Any) -> Iterator[Any]:
     """Exports of the two largest buckets of each kind, one after the other: first as if another stage had gathered
     them, then of this rank's stage. A consumer holds the last tensor of a bucket while the next one is gathered."""
@@ -260,7 +264,7 @@ def _largest_chunks(trainer: Any) -> Iterator[Any]:
     largest: list[list[Any]] = []
     for _, slots in groupby(sorted(export._unique(own), key=exporter.key), key=exporter.key):
         buckets = exporter.buckets(slots, export.BUCKET_BYTES)
-        largest += sorted(buckets, key=lambda bucket: -sum(slot.tensor.numel() for slot in bucket))[:2]
+        largest += sorted(buckets, key=_elements, reverse=True)[:2]
     if trainer.config.parallel.pp > 1:
         other = stage - 1 if stage else 1
         for bucket in largest:

@@ -110,8 +110,8 @@ class TrainingPasses:
         return (2 * sparse + received) * self.ops.hidden
 
     def _angles(self, stage: StageWeights) -> int:
-        """Tables of rotary angles in FP32: `RotaryEmbedding.forward` keeps the last 32 of different modules and lengths;
-        counted for one length. Latent attention has a module in each layer."""
+        """Tables of rotary angles in FP32: `RotaryEmbedding.forward` keeps the last 32 of different modules and
+        lengths; counted for one length. Latent attention has a module in each layer."""
         d, layers = self.weights.dims, sum(map(len, stage.layers))
         tables, columns = (layers, d["kv_down"] - d["kv_lora"]) if self.ops.latent else (len(stage.layers), d["head"])
         return min(tables, _TABLES) * self.step.longest * columns * _FP32

@@ -2,8 +2,8 @@
 megatron_bridge/weights/export.py.
 
 A chunk has 256 MiB, or one parameter if that is larger: an embedding, or one local expert of every expert-parallel
-rank. A rank that owns it holds the gathered shards and a flat copy for the broadcast to the other stages, which hold the
-flat copy.
+rank. A rank that owns it holds the gathered shards and a flat copy for the broadcast to the other stages, which hold
+the flat copy.
 """
 
 from __future__ import annotations

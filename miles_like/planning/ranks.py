@@ -13,7 +13,7 @@ from miles_like.planning.activations import StepShape, TrainingPasses
 from miles_like.planning.allowances import FRAGMENTATION, trainer_allowances
 from miles_like.planning.gathering import Gathering, gathering, gathering_bytes
 from miles_like.planning.parts import Bytes, Part, Phase, added, total
-from miles_like.planning.state import RankState, rank_state
+from miles_like.planning.state import rank_state
 from miles_like.planning.weights import ModelWeights
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from megatron_bridge.fake.records import ExecutedRank
 from miles_like.planning.activations import StepShape
-from miles_like.planning.parts import MIB, total
+from miles_like.planning.parts import MIB, Part, total
 from miles_like.planning.ranks import RankPlans
 from tests.support.plans import tensors
 
 BOUND = 0.05
 SMALL = 32 * MIB  # bytes: modules' tables and indices, which the plan does not count
-STATIC = ("parameters", "gradients", "masters", "moments", "rounded weights")
+STATIC: tuple[Part, ...] = ("parameters", "gradients", "masters", "moments", "rounded weights")
 
 
 def step_of(record: ExecutedRank) -> StepShape:
@@ -23,7 +23,9 @@ def deviations(record: ExecutedRank, plans: RankPlans, *, small: int = SMALL) ->
     """A line for each static part and each phase's peak that is off by more than the bound."""
     stage, found = record["stage"], []
     state, peaks = plans.states[stage], tensors(plans, stage)
-    pairs = {part: (state.device.get(part, 0), record["static"].get(part, 0)) for part in STATIC}
+    pairs: dict[str, tuple[int, int]] = {
+        part: (state.device.get(part, 0), record["static"].get(part, 0)) for part in STATIC
+    }
     for phase, parts in record["peaks"].items():
         pairs[f"peak while {phase}"] = (total(peaks[phase]), sum(parts.values()))
     for what, (expected, executed) in pairs.items():

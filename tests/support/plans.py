@@ -12,7 +12,8 @@ from miles_like.planning.compose import IMBALANCE, step_shape
 from miles_like.planning.parts import GIB, Bytes, added, total
 from miles_like.planning.plan import Plan
 from miles_like.planning.ranks import RankPlans
-from miles_like.run.assemble import PlannedModel, known_model, memory_plan
+from miles_like.run.assemble import known_model, memory_plan
+from miles_like.run.model_plan import PlannedModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

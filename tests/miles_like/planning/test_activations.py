@@ -73,7 +73,7 @@ def test_every_micro_batch_in_flight_is_held() -> None:
 
 
 def test_the_head_computes_logits_within_their_limit() -> None:
-    """Hidden states and a block of logits, not logits of all tokens: 151,936 columns of 8,192 rows in FP32 are 4.6 GiB."""
+    """Hidden states and a block of logits, not logits of all tokens: 8,192 x 151,936 in FP32 are 4.6 GiB."""
     plans = trainer_ranks("qwen3_4b", step=STEP)
     peak = plans.passes._head_moments(0)[0][1]
     limit = plans.config.logprob_memory_mib * MIB

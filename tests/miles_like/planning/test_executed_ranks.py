@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -14,10 +12,9 @@ from megatron_bridge.fake.records import ExecutedRank, read_records
 from miles_like.planning import state
 from miles_like.planning.parts import total
 from miles_like.planning.ranks import RankPlans
-from miles_like.planning.state import RankState
 from miles_like.planning.weights import Held
 from tests.support.executed_plans import BOUND, deviations, step_of
-from tests.support.plans import gib_of, planned, shipped, trainer_ranks
+from tests.support.plans import planned, shipped, trainer_ranks
 
 RECORDS = read_records(Path(__file__).parents[3] / "docs" / "plan" / "executed.json")
 

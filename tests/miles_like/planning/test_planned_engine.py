@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.support.plans import CONFIGS, path_of, planned
 def _weights(name: str, **flags: object) -> EngineWeights:
     config = load_config(path_of(name))
     assert config.model.config is not None
-    hf = json.loads(open(config.model.config).read())
+    hf = json.loads(Path(config.model.config).read_text())
     return EngineWeights(hf, served_spec(config.precision, hf), SGLangFlags.model_validate(flags))
 
 

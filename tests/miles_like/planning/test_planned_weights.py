@@ -8,7 +8,7 @@ from megatron_bridge.config import ParallelConfig
 from miles_like.planning.weights import ModelWeights, chunk_layers
 from tests.support.plans import trainer_ranks
 
-# parameters in billions: model cards on huggingface.co; DeepSeek-V3: arXiv:2412.19437; Kimi K2: arXiv:2507.20534 (1.04 T)
+# parameters in billions: model cards on huggingface.co; DeepSeek-V3: arXiv:2412.19437; Kimi K2 (1.04 T): 2507.20534
 PUBLISHED = {
     "deepseek_v3_fp8": 671.0,
     "kimi_k2_int4_qat": 1040.0,

@@ -11,7 +11,7 @@ from miles_like.planning.state import data_ranks, rank_state
 from tests.support.plans import gib_of, tensors, trainer_ranks
 
 OLD = ("kernels.offload_optimizer=0.0",)  # of DeepSeek-V3 on 16 nodes
-# GiB of ranks built by the trainer's own code at true shapes: parameters and gradients, masters, moments, rounded copies
+# GiB of ranks built by the trainer's code at true shapes: parameters and gradients, masters, moments, rounded copies
 BUILT = {4: (33.5, 21.7, 43.3, 11.1)}
 # GiB by stage: all of these, and the peak of a step
 MEASURED = {0: (59.4, 65.1), 4: (109.6, 113.7), 7: (83.5, 86.4)}

@@ -1,0 +1,202 @@
+"""The command `miles-like simulate`: the loop of a configuration in virtual time."""
+
+from __future__ import annotations
+
+import difflib
+import json as jsons
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from miles_like.command_errors import one_sentence
+from miles_like.config.load import load_config, parse_override
+from miles_like.config.run import RunConfig
+from miles_like.limits.regular_files import replace_bytes
+from miles_like.simulation.calibration import calibrated, is_synchronous, read_run
+from miles_like.simulation.figures import SimulationFigures, figures_of
+from miles_like.simulation.inputs.assumptions import Assumptions, missing
+from miles_like.simulation.inputs.lengths import AnswerSource, DrawnAnswers, RecordedAnswers
+from miles_like.simulation.inputs.settings import LoopSettings
+from miles_like.simulation.simulate import simulate as run_simulation
+
+OWN = "simulation."
+
+
+def simulate(
+    config: Path,
+    run: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN_DIR", help="a run, for its answers and the seconds of its steps"),
+    ] = None,
+    overrides: Annotated[
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a key of the config, or a simulation.KEY")
+    ] = [],  # noqa: B006  typer does not change the default
+    json: Annotated[Path | None, typer.Option("--json", help="all figures")] = None,
+    gantt: Annotated[Path | None, typer.Option("--gantt", help="a picture of some steps, as PNG")] = None,
+) -> None:
+    """Simulate the loop of a configuration: step time, idle shares, staleness, goodput."""
+    with one_sentence():
+        own = [text for text in overrides if text.startswith(OWN)]
+        loaded = load_config(config, [text for text in overrides if not text.startswith(OWN)])
+        tree, answers = assumed_tree(loaded, run, own)
+        assumed = read_assumptions(tree)
+        settings = loop_settings(loaded, assumed)
+        source = answers or DrawnAnswers(lengths=assumed.lengths, limit=settings.limit)
+        outcome = run_simulation(settings, assumed, source)
+        figures = figures_of(outcome)
+        Console().print(figures_table(figures, config.stem))
+        if json is not None:
+            given = {"config": str(config), "assumptions": assumed.model_dump(mode="json"), **figures}
+            json.parent.mkdir(parents=True, exist_ok=True)
+            replace_bytes(json, (jsons.dumps(given, indent=1) + "\n").encode())
+        if gantt is not None:
+            from miles_like.simulation.gantt import write_gantt  # imports matplotlib, which is slow
+
+            gantt.parent.mkdir(parents=True, exist_ok=True)
+            write_gantt(outcome, gantt, title=config.stem)
+
+
+def loop_settings(config: RunConfig, assumed: Assumptions) -> LoopSettings:
+    """Raises ValueError for a run without a rollout."""
+    rollout, embedded = config.servers, config.rollout.engine == "embedded"
+    if rollout is None:
+        raise ValueError(f"algorithm.name = {config.algorithm.name!r} samples nothing: there is no loop to simulate")
+    flags = rollout.embedded if embedded else rollout.sglang
+    return LoopSettings(
+        seed=config.seed,
+        steps=config.train.steps,
+        groups=config.train.groups_per_step,
+        samples=config.train.samples_per_group,
+        max_staleness=config.buffer.max_staleness,
+        lockstep=config.in_lockstep,
+        over_sampling=config.buffer.over_sampling,
+        mask_old_tokens=config.buffer.old_tokens == "mask",
+        in_flight_at_publication=config.in_flight_at_publication,
+        max_rounds=rollout.max_rounds,
+        servers=rollout.servers,
+        slots=flags.max_running_requests,
+        kv_tokens=rollout.embedded.max_total_tokens if embedded else None,
+        reserves_limit=embedded,
+        prompts_per_request=rollout.prompts_per_request,
+        limit=rollout.longest_answer,
+        slow_reward=assumed.reward.mean_s > 0,
+        pause_mode=config.publish.pause_mode,
+        ranks=config.parallel.world_size,
+        shards=config.parallel.dp,
+        micro_batch_tokens=config.max_pack_tokens,
+        eval_every=config.eval.every,
+        save_every=config.checkpoint.every,
+        save_asynchronous=config.checkpoint.asynchronous,
+        takes_turns=config.takes_turns,
+    )
+
+
+def assumed_tree(
+    config: RunConfig, run: Path | None, overrides: Sequence[str]
+) -> tuple[dict[str, Any], AnswerSource | None]:
+    """The assumptions of the run in `run`, with the overrides, and its recorded answers. Raises ValueError."""
+    tree: dict[str, Any] = {}
+    answers: AnswerSource | None = None
+    if run is not None:
+        if not is_synchronous(run):
+            raise ValueError(
+                f"{run} is of an asynchronous run, whose sampling and training overlap, so its seconds are of neither: "
+                "give --from a run with buffer.max_staleness = 0"
+            )
+        steps, embedded = read_run(run), config.rollout.engine == "embedded"
+        tree = calibrated(steps, servers=config.rollout.servers, shards=config.parallel.dp, one_pass=embedded)
+        if not config.cluster.gpus_per_node:  # ranks and servers share this machine's processors
+            tree["cores"] = float(len(os.sched_getaffinity(0)))
+            tree["engine"]["cores"] = float(config.rollout.embedded.threads)
+        recorded = [group for step in steps for group in step.groups]
+        answers = RecordedAnswers(recorded=recorded, limit=config.rollout.longest_answer)
+    for text in overrides:
+        _merge(tree, parse_override(text)["simulation"])
+    if answers is not None and tree["lengths"].get("kind", "recorded") != "recorded":
+        answers = None
+    return tree, answers
+
+
+def read_assumptions(tree: Mapping[str, Any]) -> Assumptions:
+    """Raises ValueError with one sentence for each key that is missing, unknown or wrong."""
+    if lacking := missing(tree):
+        raise ValueError(
+            f"{', '.join(lacking)}: not given, and nothing can be simulated without: give --from a synchronous run, or "
+            "--set simulation.engine.step_s=..., simulation.train.token_s=..., simulation.publish.seconds=..., "
+            "simulation.lengths.mean=... and simulation.lengths.prompt_tokens=..."
+        )
+    try:
+        return Assumptions.model_validate(tree)
+    except ValidationError as e:
+        raise ValueError(
+            "; ".join(_problem(error["loc"], error["type"], error["msg"]) for error in e.errors())
+        ) from None
+
+
+def figures_table(figures: SimulationFigures, name: str) -> Table:
+    """The main figures, for a terminal."""
+    step, goodput, groups, faults = figures["step_s"], figures["goodput"], figures["groups"], figures["faults"]
+    table = Table("figure", "value", title=f"{name}, {figures['steps']} steps simulated, {figures['warm']} not counted")
+    table.add_row("seconds a step", f"{step['mean']:.3g} mean, {step['median']:.3g} median, {step['p90']:.3g} p90")
+    table.add_row("trainer idle", f"{figures['trainer_idle']:.1%}")
+    table.add_row(
+        "servers idle", f"{figures['servers_idle']:.1%}; while the trainer: {_listed(figures['servers_idle_while'])}"
+    )
+    table.add_row("trainer's time", _listed(figures["trainer"]))
+    table.add_row("batch of a busy server", f"{figures['running']:.1f} samples")
+    table.add_row("a step waits for samples", _listed(figures["waits_s"], "{:.3g} s") or "never")
+    table.add_row("staleness", _listed(figures["staleness"]))
+    table.add_row(
+        "trained",
+        f"{goodput['tokens_per_s']:.4g} tokens/s, {goodput['samples_per_s']:.4g} samples/s, "
+        f"{goodput['useful']:.1%} of the sampled tokens",
+    )
+    table.add_row("groups", f"{groups['trained']} trained, discarded: {groups['discarded'] or 'none'}")
+    if faults["ended_runs"] or faults["server_restarts"]:
+        table.add_row(
+            "faults",
+            f"{faults['ended_runs']} ended the run, {faults['lost_steps']} steps lost, "
+            f"{faults['server_restarts']} servers restarted",
+        )
+    if figures["cores"] is not None:
+        table.add_row("cores kept busy", f"{figures['cores']:.2f}")
+    return table
+
+
+def _listed(values: Mapping[str, float], form: str = "{:.1%}") -> str:
+    return ", ".join(f"{key} {form.format(value)}" for key, value in values.items() if value > 5e-4)
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    for key, value in new.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _problem(loc: Sequence[int | str], kind: str, message: str) -> str:
+    key = ".".join(["simulation", *map(str, loc)])
+    if kind == "extra_forbidden":
+        known = known_keys()
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+        return f"unknown key {key!r}; the nearest known one is {near[0]!r}"
+    if kind == "missing":
+        return f"{key} is missing: set it"
+    text = message.removeprefix("Value error, ")
+    return text if "simulation." in text else f"{key}: {text}"
+
+
+def known_keys() -> list[str]:
+    """All keys `simulation.*`."""
+    keys = []
+    for name, field in Assumptions.model_fields.items():
+        section = getattr(field.annotation, "model_fields", None)
+        keys += [f"simulation.{name}"] if section is None else [f"simulation.{name}.{inner}" for inner in section]
+    return keys
