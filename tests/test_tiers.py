@@ -103,3 +103,11 @@ def test_a_long_test_runs_in_test_all_only_and_names_the_test_beside_it(tmp_path
     done = pytest_in(tmp_path)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
     assert "test_long" in done.stderr and "tests/test_gone.py" in done.stderr
+
+
+def test_all_files_can_be_collected_in_one_run() -> None:
+    """pytest imports a file outside of a package under its base name, and refuses a second file of that name. A run of
+    one tier, which leaves out the files of another, does not see it."""
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    twice = {name: paths for name in {p.name for p in files} if len(paths := [p for p in files if p.name == name]) > 1}
+    assert not twice
