@@ -21,6 +21,7 @@ from megatron_bridge.step.asleep import _tensors_in
 ACTIVATIONS, LOGITS, COMMUNICATION = "activations", "logits", "communication"
 PARAMETERS, GRADIENTS, MASTERS, MOMENTS = "parameters", "gradients", "masters", "moments"
 ROUNDED, REFERENCES, STEP = "rounded weights", "reference weights", "optimizer step"
+OPTIMIZER = "optimizer state"  # masters and moments
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -31,9 +32,11 @@ def attribution_substitutes(live: LiveBytes) -> tuple[Substitute, ...]:
     def in_part(name: str) -> Callable[[Any], Any]:
         return lambda stock: _inside(stock, lambda: live.part(name))
 
-    def on_host(stock: Any) -> Any:
-        return _inside(stock, live.on_host)
+    def host_buffer(nbytes: int, device: torch.device) -> Tensor:
+        with live.on_host():
+            return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
+    on_host = "counted, and not pinned"
     trainer = "megatron_bridge.trainer"
     return (
         Substitute(trainer, "build_model", why, in_part(PARAMETERS)),
@@ -45,8 +48,8 @@ def attribution_substitutes(live: LiveBytes) -> tuple[Substitute, ...]:
         Substitute("megatron.core.utils:GlobalMemoryBuffer", "get_tensor", why, in_part(COMMUNICATION)),
         Substitute("megatron_bridge.weights.export:_Exporter", "_all_gather", why, _static(in_part(COMMUNICATION))),
         Substitute(trainer, "apply_gradients", why, in_part(STEP)),
-        Substitute("megatron_bridge.device.storages", "_on_host", why, on_host),
-        Substitute("megatron_bridge.weights.copies", "_on_host", why, on_host),
+        Substitute("megatron_bridge.device.host_memory", "host_buffer", on_host, lambda _: host_buffer),
+        Substitute("megatron_bridge.step.asleep", "host_buffer", on_host, lambda _: host_buffer),
         Substitute("megatron_bridge.step.step:Step", "_forward", "garbage is collected", _without_garbage),
         Substitute("torch:UntypedStorage", "resize_", why, lambda stock: _measured(stock, live)),
     )
@@ -137,7 +140,7 @@ def _state(optimizer: Optimizer, names: tuple[str, ...]) -> Iterator[Tensor]:
 
 
 def attribute_asleep(trainer: Any, live: LiveBytes) -> None:
-    """Attribute the host copies of a trainer that sleeps to the parts of what they are copies of."""
-    for stored in trainer._sleep._freed.values():
-        for (storage, _), copy in zip(stored._storages, stored._host, strict=False):
-            live.assign([copy], live.part_of(storage) or MASTERS)
+    """Attribute the host copies of a trainer that sleeps: a buffer for the parameters, one for the optimizer."""
+    for name, part in (("parameters", PARAMETERS), ("optimizer", OPTIMIZER)):
+        if name in trainer._sleep._host:
+            live.assign([trainer._sleep._host[name]], part)

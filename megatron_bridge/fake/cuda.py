@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megatron_bridge.device import device as device_module
-from megatron_bridge.device import storages
 from megatron_bridge.device.cpu_ops import foreach_norm, scale_in_place, swiglu_back, weighted_swiglu_back
 from megatron_bridge.device.device import DeviceEnv
 from megatron_bridge.device.shims import NO_TE_SHIMS, called_by_megatron
@@ -56,16 +55,6 @@ def _as(value: Any) -> Any:
     return lambda stock: lambda *args, **kwargs: value
 
 
-def _pinned_copy(stock: Any) -> Any:
-    """The storage of a fake CUDA tensor says "meta", but its copy on the host is pinned."""
-
-    def on_host(storage: torch.UntypedStorage) -> torch.Tensor:
-        raw = storages._bytes(storage)
-        return torch.empty(raw.shape, dtype=torch.uint8, device="cpu", pin_memory=True).copy_(raw)
-
-    return on_host
-
-
 def cuda_substitutes() -> tuple[Substitute, ...]:
     """What stands for CUDA while a rank is executed."""
     driver, stream = "needs a driver", "streams"
@@ -84,7 +73,6 @@ def cuda_substitutes() -> tuple[Substitute, ...]:
         Substitute("torch.cuda", "get_device_capability", driver, _as((9, 0))),
         Substitute("torch.cuda.nvtx", "range_push", driver, _as(None)),
         Substitute("torch.cuda.nvtx", "range_pop", driver, _as(None)),
-        Substitute("megatron_bridge.device.storages", "_on_host", "device of fake storages", _pinned_copy),
         Substitute("torch:Tensor", "cuda", "device of fake tensors", to_cuda),
         Substitute("torch:Tensor", "to", "device of fake tensors", to_device),
         Substitute("torch:Tensor", "type", "device of fake tensors", type_name),

@@ -1,4 +1,4 @@
-"""What a rank is told in place of numbers: the samples of a pack, and how tokens are spread over experts."""
+"""What a rank is given in place of numbers: the samples of a pack, and how tokens are spread over experts."""
 
 from __future__ import annotations
 

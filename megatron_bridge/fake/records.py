@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -21,6 +21,7 @@ class ExecutedRank(TypedDict):
 
     key: str  # of everything that determines the record
     config: str  # name of the configuration
+    overrides: list[str]  # of its keys: section.key=value
     role: str  # "trainer", "critic" or "reference"
     device: str  # "cuda" or "cpu": of the fake tensors
     rank: int
@@ -39,10 +40,13 @@ class ExecutedRank(TypedDict):
     stubbed: list[str]  # functions that were replaced
 
 
-def record(run: RankRun, counts: RankCounts, *, name: str, role: str, key: str) -> ExecutedRank:
+def record(
+    run: RankRun, counts: RankCounts, *, name: str, overrides: Sequence[str], role: str, key: str
+) -> ExecutedRank:
     return ExecutedRank(
         key=key,
         config=name,
+        overrides=list(overrides),
         role=role,
         device=run.device,
         rank=run.rank,
@@ -124,7 +128,7 @@ def read_records(path: Path) -> list[ExecutedRank]:
 def write_records(path: Path, records: Iterable[ExecutedRank]) -> None:
     """Replaces `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    ordered = sorted(records, key=lambda r: (r["config"], r["role"], r["rank"], r["micro_batches"]))
+    ordered = sorted(records, key=lambda r: (bool(r["overrides"]), r["config"], r["overrides"], r["role"], r["rank"]))
     new = path.with_suffix(".new")
     new.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     new.rename(path)
@@ -137,7 +141,8 @@ def table(found: ExecutedRank) -> str:
     """The record as text: a row per part, a column per phase, in GiB."""
     phases = list(found["peaks"])
     lines = [
-        f"{found['config']}, {found['role']} rank {found['rank']} of {found['world']} (pipeline stage "
+        " ".join([found["config"], *found["overrides"]]),
+        f"{found['role']} rank {found['rank']} of {found['world']} (pipeline stage "
         f"{found['stage']}): {found['parameters'] / 1e9:.3f} B parameters, {found['expert_parameters'] / 1e9:.3f} B of "
         f"routed experts; {found['micro_batches']} micro-batches of {found['pack_tokens']} tokens",
         *_rows("device, GiB", {"between steps": found["static"]} | found["peaks"]),

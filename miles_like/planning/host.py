@@ -1,7 +1,8 @@
 """Host memory of a node: what its processes hold beside their GPUs.
 
-PyTorch's allocator of pinned memory rounds every block up to a power of two and keeps freed blocks
-(ATen/core/CachingHostAllocator.h), so that copies of a sleeping trainer stay counted while it trains.
+Copies of a sleeping trainer are kept while it trains (megatron_bridge/step/asleep.py). Gradients of an offloaded
+optimizer are allocated by megatron: PyTorch rounds each of its pinned blocks up to a power of two
+(ATen/core/CachingHostAllocator.h).
 """
 
 from __future__ import annotations
@@ -56,12 +57,11 @@ def rank_host(
     if state.host.total:
         out["offloaded optimizer"] = state.host.masters + state.host.moments + int(share * _pinned(each, 4))
     if sleeps:
-        on_device = _pinned(each, 4) + 2 * _pinned(each, 4)  # masters and two moments, one storage each
-        out["sleeping copies"] = sum(map(pinned, state.buffers)) + int((1 - share) * on_device)
-        fixed = [h for h in weights.held if not h.trained]
-        out["sleeping copies"] += sum(h.count * pinned(2 * h.elements) for h in fixed)
+        on_device = 12 * sum(n * elements for n, elements in each)  # masters and two moments
+        fixed = sum(2 * h.count * h.elements for h in weights.held if not h.trained)
+        out["sleeping copies"] = sum(state.buffers) + int((1 - share) * on_device) + fixed
     if copies:
-        out["copies of weights"] = copies * sum(h.count * pinned(2 * h.elements) for h in weights.held)
+        out["copies of weights"] = copies * sum(2 * h.count * h.elements for h in weights.held)
     if saves_aside:
         out["checkpoint copy"] = 2 * weights.elements() + (_CHECKPOINT_BYTES - 2) * sum(n * e for n, e in each)
     return out

@@ -1,6 +1,6 @@
-"""`python -m megatron_bridge.fake CONFIG --rank R`: executes one rank of a run's trainer on fake tensors and prints
-what it holds; `python -m megatron_bridge.fake --all DIRECTORY --json FILE`: a rank of each kind of every configuration
-with GPUs.
+"""`python -m miles_like.commands.execute CONFIG --rank R` executes one rank of a run's trainer on fake tensors and
+prints what it holds; with `--all DIRECTORY --json FILE`, a rank of each kind of stage of every configuration with GPUs, and of
+the layouts in `--layouts FILE`.
 
 Results are kept in a cache by everything that determines them. Each rank is executed in a separate process.
 """
@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         if options.all is not None:
-            _every_configuration(options.all, options.json, Cache(options.cache), options.only)
+            _execute_all(options)
             return 0
         found = _one(options)
     except (ValueError, OSError) as e:
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_bridge.fake", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m miles_like.commands.execute", description=__doc__)
     parser.add_argument("config", type=Path, nargs="?", help="TOML file of a run")
     parser.add_argument("--rank", type=int, default=0, help="rank of the trainer")
     parser.add_argument("--role", choices=ROLES, default="trainer")
@@ -61,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache", type=Path, default=_CACHE, help="directory of earlier results")
     parser.add_argument("--all", type=Path, metavar="DIRECTORY", help="a rank of each kind of its configurations")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="with --all: these configurations")
+    parser.add_argument("--layouts", type=Path, help="with --all: JSON list of {config, overrides, stage}")
+    parser.add_argument("--jobs", type=int, default=1, help="with --all: ranks that are executed at a time")
     return parser
 
 
@@ -73,7 +77,8 @@ def _one(options: argparse.Namespace) -> ExecutedRank:
         key, cache = ranks.key(run), Cache(options.cache)
         found = cache.get(key)
         if found is None:
-            found = record(run, execute(run), name=options.config.stem, role=options.role, key=key)
+            counts = execute(run)
+            found = record(run, counts, name=options.config.stem, overrides=options.set, role=options.role, key=key)
             cache.put(found)
         return found
 
@@ -138,40 +143,69 @@ def _served_config(run: Any) -> dict[str, Any]:
     return quantized_config(hf, served_spec(run.precision, hf))
 
 
-def _every_configuration(directory: Path, out: Path | None, cache: Cache, only: Sequence[str]) -> None:
-    """Records of a rank of each kind of stage go to `out` as they are ready; those of `only` replace its own."""
-    if out is None:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One rank to execute: the first of `stage`. name: as a file in the directory of configurations."""
+
+    path: Path
+    overrides: tuple[str, ...]
+    stage: int
+
+
+def _execute_all(options: argparse.Namespace) -> None:
+    """Records go to the file as they are ready; those of `--only` replace its records of the same configurations."""
+    if options.json is None:
         raise ValueError("--all needs --json FILE for the records")
-    paths = [p for p in sorted(directory.glob("*.toml")) if not only or p.stem in only]
-    kept = [r for r in read_records(out) if r["config"] not in {p.stem for p in paths}] if only and out.exists() else []
-    found = list(kept)
+    cache, out = Cache(options.cache), options.json
+    paths = [p for p in sorted(options.all.glob("*.toml")) if not options.only or p.stem in options.only]
+    chosen = {p.stem for p in paths}
+    kept = [r for r in read_records(out) if r["config"] not in chosen] if options.only and out.exists() else []
+    jobs = [*(job for job in _layouts(options) if job.path.stem in chosen), *_shipped(paths)]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        pending = [pool.submit(_recorded, job, cache) for job in jobs]
+        try:
+            for done in as_completed(pending):
+                kept.append(done.result())
+                print(table(kept[-1]), flush=True)
+                write_records(out, kept)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _shipped(paths: Sequence[Path]) -> Iterator[_Job]:
+    """A rank of each kind of stage."""
     for path in paths:
-        for made in _ranks_of(path, cache):
-            found.append(made)
-            write_records(out, found)
+        with tempfile.TemporaryDirectory() as where:
+            ranks = Ranks(path, Path(where))
+            if ranks.has_gpus:
+                yield from (_Job(path, (), stage.number) for stage in distinct_stages(ranks.config, ranks.hf))
 
 
-def _ranks_of(path: Path, cache: Cache) -> Iterator[ExecutedRank]:
+def _layouts(options: argparse.Namespace) -> Iterator[_Job]:
+    for given in json.loads(options.layouts.read_text(encoding="utf-8")) if options.layouts else ():
+        yield _Job(options.all / f"{given['config']}.toml", tuple(given["overrides"]), given["stage"])
+
+
+def _recorded(job: _Job, cache: Cache) -> ExecutedRank:
     with tempfile.TemporaryDirectory() as where:
-        ranks = Ranks(path, Path(where))
-        if not ranks.has_gpus:
-            return
-        for stage in distinct_stages(ranks.config, ranks.hf):
-            rank = first_rank(ranks.config.parallel, stage.number)
-            key = ranks.key(ranks.run(rank))
-            if (found := cache.get(key)) is None:
-                found = _in_a_process(path, rank, Path(where) / "record.json", cache)
-            print(table(found), flush=True)
-            yield found
+        ranks = Ranks(job.path, Path(where), job.overrides)
+        rank = first_rank(ranks.config.parallel, job.stage)
+        found = cache.get(ranks.key(ranks.run(rank)))
+        made = found or _in_a_process(job, rank, Path(where) / "record.json", cache)
+        # the cache knows a rank by what it executes: two configurations may have the same
+        return ExecutedRank(**{**made, "config": job.path.stem, "overrides": list(job.overrides)})
 
 
-def _in_a_process(path: Path, rank: int, out: Path, cache: Cache) -> ExecutedRank:
+def _in_a_process(job: _Job, rank: int, out: Path, cache: Cache) -> ExecutedRank:
     """Raises ValueError with the process's last line if it fails."""
-    command = [sys.executable, "-m", "megatron_bridge.fake", str(path), "--rank", str(rank), "--json", str(out)]
-    done = subprocess.run([*command, "--cache", str(cache.directory)], capture_output=True, text=True)
+    command = [sys.executable, "-W", "ignore", "-m", __spec__.name, str(job.path), "--rank", str(rank)]
+    command += [word for override in job.overrides for word in ("--set", override)]
+    done = subprocess.run(
+        [*command, "--json", str(out), "--cache", str(cache.directory)], capture_output=True, text=True
+    )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise ValueError(f"{path}, rank {rank}: {last}")
+        raise ValueError(f"{job.path} {' '.join(job.overrides)}, rank {rank}: {last}")
     return read_records(out)[0]
 
 
