@@ -1,6 +1,6 @@
 """`python -m miles_like.commands.execute CONFIG --rank R` executes one rank of a run's trainer on fake tensors and
-prints what it holds; with `--all DIRECTORY --json FILE`, a rank of each kind of stage of every configuration with GPUs, and of
-the layouts in `--layouts FILE`.
+prints what it holds; with `--all DIRECTORY --json FILE`, a rank of each kind of stage of every configuration with
+GPUs, and of the layouts in `--layouts FILE`.
 
 Results are kept in a cache by everything that determines them. Each rank is executed in a separate process.
 """

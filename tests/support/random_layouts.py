@@ -69,7 +69,7 @@ def _drawn(rng: random.Random, name: str) -> RandomLayout | None:
         f"model.first_layers={layers}",
         "data.max_prompt_tokens=512",
         "rollout.max_new_tokens=1024",
-        *_divided(parallel, layers),
+        *_divided(parallel, layers, base.parallel),
         *_placed(ranks, servers.sglang.tp_size),
         f"train.recompute={recompute}",
         f"train.max_tokens_per_rank={rng.choice(TOKENS)}",
@@ -84,10 +84,10 @@ def _drawn(rng: random.Random, name: str) -> RandomLayout | None:
     return RandomLayout(config=name, overrides=overrides, stage=rng.randrange(parallel.pp))
 
 
-def _divided(p: ParallelConfig, layers: int) -> list[str]:
-    """Stages of equal numbers of layers have them written out: a configuration may have other ends."""
+def _divided(p: ParallelConfig, layers: int, base: ParallelConfig) -> list[str]:
+    """Stages of equal numbers of layers have them written out if the configuration has other ends."""
     sizes = {name: getattr(p, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")}
-    if p.pp > 1:
+    if p.pp > 1 and (p.first_stage_layers or base.first_stage_layers):
         sizes["first_stage_layers"] = p.first_stage_layers or layers // p.pp
         sizes["last_stage_layers"] = p.last_stage_layers or layers // p.pp
     return [f"parallel.{name}={value}" for name, value in sizes.items()]

@@ -55,6 +55,11 @@ GQA = tiny_qwen()  # the same, all layers with experts, 2 key/value heads
         (MLA, {"pp": 2, "first_stage_layers": 3}, (0, 3, 1)),
         (MLA, {"first_stage_layers": 1}, ("parallel.pp", 1)),
         (tiny(num_hidden_layers=7), {"pp": 2, "vpp": 2, "first_stage_layers": 3}, (3, 2)),
+        (
+            tiny(num_hidden_layers=4),
+            {"pp": 2, "vpp": 2, "first_stage_layers": 2, "last_stage_layers": 2},
+            (2, "remove"),
+        ),
     ],
 )
 def test_an_impossible_layout_is_refused_with_numbers(

@@ -44,10 +44,20 @@ def test_the_plan_has_the_seconds_of_a_step(tmp_path: Path) -> None:
     assert "Predicted seconds of a step" in out and f"{found['total']:,.0f} s, decided by" in out
 
 
+def test_the_disk_is_that_of_the_stages(tmp_path: Path) -> None:
+    """Of Qwen3-4B, 8.04 GB in BF16: fetched, converted, checkpoints of seven times that, and staged on each node."""
+    planned("--json", tmp_path / "plan.json")
+    found, bf16 = json.loads((tmp_path / "plan.json").read_text())["disk_gib"], 8.04e9 / (1 << 30)
+    assert found["shared"]["fetch"] == found["shared"]["convert"] == pytest.approx(bf16, rel=0.01)
+    assert found["checkpoint"] == pytest.approx(7 * bf16, rel=0.01)
+    assert sum(found["node"].values()) >= bf16 and found["node_disk"] == pytest.approx(30.72e12 / (1 << 30), rel=0.1)
+
+
 def test_what_is_known_of_the_data_changes_the_seconds(tmp_path: Path) -> None:
     usual = step_s(tmp_path)
     longer = step_s(tmp_path, "--prompt", "1000", "--response", "6000")
-    at_once = ("--set", "reward.concurrency=100000", "--reward-seconds", "50")
+    remote = ("reward.name=remote", "reward.remote.url=http://127.0.0.1:9", "reward.concurrency=100000")
+    at_once = (*(word for key in remote for word in ("--set", key)), "--reward-seconds", "50")
     scored, queued = step_s(tmp_path, *at_once), step_s(tmp_path, "--reward-seconds", "50")
     assert longer["train"] > usual["train"] and longer["rollout"] > usual["rollout"]
     assert scored["reward"] == 50.0 and scored["rollout"] == usual["rollout"]

@@ -60,7 +60,7 @@ def deepseek() -> ExecutedRank:
 
 def test_a_forgotten_optimizer_copy_is_seen(deepseek: ExecutedRank) -> None:
     """One moment in place of two: the executed ranks differ, and a layout that cannot run would be taken."""
-    name, overrides = "qwen3_30b_a3b_node", ("kernels.offload_optimizer=0.25",)
+    name, overrides = "qwen3_30b_a3b_fp8_node", ("kernels.offload_optimizer=0.0",)
     right = planned(name, *overrides)
     with patch.object(state, "_MOMENTS", 0), patch.object(state, "_FP32", 4):
         wrong = planned(name, *overrides)

@@ -26,7 +26,7 @@ def _found(name: str, *overrides: str) -> tuple[RunConfig, Plan, list[Alternativ
 
 
 CASES = {
-    "optimizer": ("qwen3_30b_a3b_node", "kernels.offload_optimizer=0.0"),
+    "optimizer": ("qwen3_30b_a3b_fp8_node", "kernels.offload_optimizer=0.0"),
     "cache": ("qwen3_4b", "rollout.sglang.mem_fraction_static=0.95"),
     "no cache": ("qwen3_30b_a3b", "rollout.sglang.mem_fraction_static=0.3"),
     "activations": ("qwen3_4b", 'train.recompute="none"', "train.max_tokens_per_rank=65536"),

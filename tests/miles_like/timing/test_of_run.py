@@ -104,6 +104,9 @@ def test_a_supervised_run_has_no_rollout() -> None:
         step_setup(run, {}, FACTS)
 
 
+REMOTE = ("reward.name=remote", "reward.remote.url=http://127.0.0.1:9")
+
+
 def test_scores_wait_for_as_many_calls_as_the_run_makes() -> None:
-    assert step_setup(*run_of("qwen3_4b.toml", "reward.concurrency=7"), FACTS).reward.at_once == 7
+    assert step_setup(*run_of("qwen3_4b.toml", *REMOTE, "reward.concurrency=7"), FACTS).reward.at_once == 7
     assert step_setup(*run_of("qwen3_4b.toml"), FACTS).reward.at_once == load.CALLS
