@@ -153,7 +153,8 @@ class _Job:
 
 
 def _execute_all(options: argparse.Namespace) -> None:
-    """Records go to the file as they are ready; those of `--only` replace its records of the same configurations."""
+    """Records go to the file as they are ready; those of `--only` replace its records of the same configurations.
+    Raises ValueError at the end if ranks could not be executed."""
     if options.json is None:
         raise ValueError("--all needs --json FILE for the records")
     cache, out = Cache(options.cache), options.json
@@ -161,15 +162,18 @@ def _execute_all(options: argparse.Namespace) -> None:
     chosen = {p.stem for p in paths}
     kept = [r for r in read_records(out) if r["config"] not in chosen] if options.only and out.exists() else []
     jobs = [*(job for job in _layouts(options) if job.path.stem in chosen), *_shipped(paths)]
+    failed = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        pending = [pool.submit(_recorded, job, cache) for job in jobs]
-        try:
-            for done in as_completed(pending):
-                kept.append(done.result())
-                print(table(kept[-1]), flush=True)
-                write_records(out, kept)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for done in as_completed([pool.submit(_recorded, job, cache) for job in jobs]):
+            if (error := done.exception()) is not None:
+                failed.append(str(error))
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                continue
+            kept.append(done.result())
+            print(table(kept[-1]), flush=True)
+            write_records(out, kept)
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(jobs)} ranks could not be executed; the first: {failed[0]}")
 
 
 def _shipped(paths: Sequence[Path]) -> Iterator[_Job]:

@@ -9,22 +9,24 @@ from unittest.mock import patch
 import pytest
 
 from megatron_bridge.fake.records import ExecutedRank, read_records
+from megatron_bridge.fake.stages import distinct_stages
 from miles_like.planning import state
 from miles_like.planning.parts import total
 from miles_like.planning.ranks import RankPlans
 from miles_like.planning.weights import Held
 from tests.support.executed_plans import BOUND, deviations, step_of
 from tests.support.plans import planned, shipped, trainer_ranks
+from tests.support.random_layouts import random_layouts
 
 RECORDS = read_records(Path(__file__).parents[3] / "docs" / "plan" / "executed.json")
 
 
 def _name(record: ExecutedRank) -> str:
-    return f"{record['config']} rank {record['rank']}"
+    return " ".join([record["config"], f"rank {record['rank']}", *(o.split(".", 1)[1] for o in record["overrides"])])
 
 
 def _plans(record: ExecutedRank) -> RankPlans:
-    return trainer_ranks(record["config"], step=step_of(record), imbalance=record["imbalance"])
+    return trainer_ranks(record["config"], *record["overrides"], step=step_of(record), imbalance=record["imbalance"])
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=_name)
@@ -45,8 +47,15 @@ def test_the_host_holds_what_the_executed_rank_did(record: ExecutedRank) -> None
     assert sum(found.values()) - PROCESS == pytest.approx(executed, rel=BOUND, abs=1 << 28)
 
 
-def test_every_shipped_configuration_was_executed() -> None:
-    assert {record["config"] for record in RECORDS} >= set(shipped())
+def test_every_stage_of_shipped_configurations_and_40_random_layouts_were_executed() -> None:
+    whole = {(r["config"], r["stage"]) for r in RECORDS if not r["overrides"]}
+    for name in shipped():
+        plans = trainer_ranks(name)
+        kinds = {stage.number for stage in distinct_stages(plans.config, plans.hf)}
+        assert {stage for config, stage in whole if config == name} == kinds, name
+    drawn = {(one["config"], *one["overrides"], one["stage"]) for one in random_layouts()}
+    assert {(r["config"], *r["overrides"], r["stage"]) for r in RECORDS if r["overrides"]} == drawn
+    assert len(drawn) == 40
 
 
 # planted errors
