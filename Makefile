@@ -71,13 +71,12 @@ SEED ?= 0
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.fuzz --seed $(SEED)
 
-# a rank of each kind of pipeline stage of every configuration with GPUs, and random layouts, on fake tensors: an hour the
-# first time, then what has changed (build/executed keeps the results); make plan-all ONLY='NAME ...' for some of them
+# a rank of each kind of pipeline stage of every configuration with GPUs, on fake tensors: an hour the first time, then
+# what has changed (build/executed keeps the results); make plan-all ONLY='NAME ...' for some of them
 ONLY :=
-PLAN := docs/plan
 plan-all: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m miles_like.commands.execute --all configs --layouts $(PLAN)/random_layouts.json \
-	  --jobs 2 --json $(PLAN)/executed.json $(if $(ONLY),--only $(ONLY))
+	OMP_NUM_THREADS=1 $(BIN)/python -m miles_like.commands.execute --all configs --jobs 2 --json docs/plan/executed.json \
+	  $(if $(ONLY),--only $(ONLY))
 
 benchmarks: $(STAMP)
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done

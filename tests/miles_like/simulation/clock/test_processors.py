@@ -1,6 +1,6 @@
 """Work on shared processors: none is lost or gained, and alone it takes its time.
 
-Not covered: how far a real scheduler is from fair shares (docs/plan/simulation.json holds measured runs to it).
+Not covered: how far a real scheduler is from fair shares.
 """
 
 from __future__ import annotations
