@@ -3,7 +3,7 @@ megatron_bridge/weights/export.py.
 
 A chunk has 256 MiB, or one parameter if that is larger: an embedding, or one local expert of every expert-parallel
 rank. A rank that owns it holds the gathered shards and a flat copy for the broadcast to the other stages, which hold
-the flat copy.
+the flat copy. The loop over the tensors holds the last one of the chunk before.
 """
 
 from __future__ import annotations
@@ -21,32 +21,68 @@ CHUNK_BYTES = 256 << 20  # BUCKET_BYTES of export.py and CHUNK_BYTES of pacing.p
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gathering:
-    """What the ranks of one stage hold for the chunks of it."""
+class Gathered:
+    """One of the chunks of a kind of parameters: bytes of its complete tensors, and the most that a rank of the stage
+    that owns it holds while it is gathered."""
 
-    chunk: int  # the largest, bytes of complete tensors
-    owned: int  # the most that a rank of the stage holds beside its parameters
+    chunk: int
+    owned: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathering:
+    """The two largest chunks of each kind of a stage, in the order in which they are gathered."""
+
+    largest: tuple[Gathered, ...]
+
+    @property
+    def chunk(self) -> int:
+        """Bytes of the largest."""
+        return max(g.chunk for g in self.largest)
+
+    @property
+    def owned(self) -> int:
+        """The most that a rank of the stage holds for one of them."""
+        return max(g.owned for g in self.largest)
 
 
 def gathering(weights: ModelWeights, layout: ParallelConfig, stage: StageWeights) -> Gathering:
     """Chunks have parameters of one kind: experts, replicated ones or others, of one dtype."""
-    kinds: defaultdict[object, list[Entry]] = defaultdict(list)
+    kinds: defaultdict[tuple[bool, bool, bool], list[Entry]] = defaultdict(list)
     for entry in weights.entries(layout, stage):
-        kinds[entry.per_expert, entry.split is Split.REPLICATED, weights.tensors.dtype(entry)].append(entry)
-    found = [_of_kind(weights, layout, entries) for entries in kinds.values()]
-    return Gathering(chunk=max(g.chunk for g in found), owned=max(g.owned for g in found))
+        fp32 = weights.tensors.dtype(entry).itemsize == 4
+        kinds[entry.per_expert, entry.split is Split.REPLICATED, fp32].append(entry)
+    of_kinds = (_of_kind(weights, layout, kinds[kind]) for kind in sorted(kinds))
+    return Gathering(largest=tuple(g for largest in of_kinds for g in largest))
 
 
 def gathering_bytes(stages: Sequence[Gathering], stage: int) -> int:
-    """The most that a rank holds beside its parameters: for chunks of its stage, or what it receives of another's."""
-    received = max((g.chunk for other, g in enumerate(stages) if other != stage), default=0)
-    return max(stages[stage].owned, received)
+    """The most that a rank holds beside its parameters: for chunks of its stage, or what it receives of another's, while
+    the loop over the tensors still holds one of the chunk before, and so all of it. Stages follow each other; the last
+    chunk of the stage before has experts, whose size is that of this stage's."""
+    own, others = stages[stage].largest, [g.largest for other, g in enumerate(stages) if other != stage]
+    received = max((_while_held(0, [g.chunk for g in one], one) for one in others), default=0)
+    return max(_while_held(own[-1].chunk if others else 0, [g.owned for g in own], own), received)
 
 
-def _of_kind(weights: ModelWeights, layout: ParallelConfig, entries: Sequence[Entry]) -> Gathering:
-    slots = [_slot(weights, layout, entry) for entry in entries]
-    every = sum(n * weights.local_experts(layout, entry) for n, entry in zip(slots, entries, strict=True))
-    chunk = max(*slots, min(CHUNK_BYTES, every))
+def _while_held(held: int, needed: Sequence[int], chunks: Sequence[Gathered]) -> int:
+    """held: bytes of the chunk before the first."""
+    before = [held, *(g.chunk for g in chunks)]
+    return max(kept + now for kept, now in zip(before, needed, strict=False))
+
+
+def _of_kind(weights: ModelWeights, layout: ParallelConfig, entries: Sequence[Entry]) -> list[Gathered]:
+    slots = sorted(
+        (_slot(weights, layout, e) for e in entries for _ in range(weights.local_experts(layout, e))), reverse=True
+    )
+    first = max(slots[0], min(CHUNK_BYTES, sum(slots)))
+    rest = slots[1:] if slots[0] >= CHUNK_BYTES else slots
+    left = sum(slots) - first
+    second = max(rest[0] if rest and rest[0] <= left else 0, min(CHUNK_BYTES, left))
+    return [Gathered(chunk=n, owned=_owned(layout, entries, n)) for n in (first, second) if n > 0]
+
+
+def _owned(layout: ParallelConfig, entries: Sequence[Entry], chunk: int) -> int:
     first = entries[0]
     outer = layout.ep if first.per_expert else 1  # experts are gathered over both groups, one after the other
     inner = 1 if first.split is Split.REPLICATED else layout.etp if first.per_expert else layout.tp
@@ -55,7 +91,7 @@ def _of_kind(weights: ModelWeights, layout: ParallelConfig, entries: Sequence[En
     before = chunk // outer if outer > 1 and inner > 1 else 0  # gathered over the inner group
     merged = chunk if any(_copies(entry, inner) for entry in entries) else 0
     flat = chunk if layout.pp > 1 else 0
-    return Gathering(chunk=chunk, owned=max(before + shards + gathered, gathered + merged, (merged or gathered) + flat))
+    return max(before + shards + gathered, gathered + merged, (merged or gathered) + flat)
 
 
 def _slot(weights: ModelWeights, layout: ParallelConfig, entry: Entry) -> int:

@@ -89,6 +89,8 @@ class RankPlans:
         dynamic = dict(use.dynamic)
         if phase == "publishing" and self.publishes and stage == 0:
             # the sender holds the tensors of a chunk of any stage until they are sent, while the next is gathered
-            dynamic["communication"] += max(chunks.chunk for chunks in self._chunks)
+            sent = max(max(g.chunk, self._chunks[stage].owned) for g in self._chunks)
+            largest = max(chunks.chunk for chunks in self._chunks)
+            dynamic["communication"] = max(dynamic["communication"], sent + largest)
         fragments: dict[Part, int] = {"fragmentation": int(self._fragmentation * total(dynamic))}
         return Use(static=added(use.static, self.allowances), dynamic=added(dynamic, fragments))

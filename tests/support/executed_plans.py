@@ -9,7 +9,8 @@ from miles_like.planning.ranks import RankPlans
 from tests.support.plans import tensors
 
 BOUND = 0.05
-SMALL = 32 * MIB  # bytes: modules' tables and indices, which the plan does not count
+# bytes that the plan does not count: modules' tables, and of the last micro-batch two hidden states and its routing
+SMALL = 160 * MIB
 STATIC: tuple[Part, ...] = ("parameters", "gradients", "masters", "moments", "rounded weights")
 
 

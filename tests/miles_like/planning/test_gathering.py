@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miles_like.planning import gathering
-from miles_like.planning.gathering import Gathering, gathering_bytes
+from miles_like.planning.gathering import Gathered, Gathering, gathering_bytes
 from miles_like.planning.parts import MIB
 from tests.support.plans import trainer_ranks
 
@@ -28,9 +28,11 @@ def test_the_largest_chunk_is_one_expert_of_every_rank() -> None:
 
 
 def test_a_rank_receives_chunks_of_other_stages() -> None:
-    small, large = Gathering(chunk=1, owned=2), Gathering(chunk=10, owned=20)
-    assert [gathering_bytes([small, large], stage) for stage in (0, 1)] == [10, 20]
-    assert gathering_bytes([small], 0) == 2
+    """While it still holds the chunk before."""
+    small = Gathering(largest=(Gathered(chunk=2, owned=3), Gathered(chunk=1, owned=2)))
+    large = Gathering(largest=(Gathered(chunk=10, owned=20), Gathered(chunk=5, owned=6)))
+    assert [gathering_bytes([small, large], stage) for stage in (0, 1)] == [15, 25]
+    assert gathering_bytes([small], 0) == 4
 
 
 def test_small_parameters_fill_a_chunk_together() -> None:
