@@ -22,11 +22,12 @@ CHUNK_BYTES = 256 << 20  # BUCKET_BYTES of export.py and CHUNK_BYTES of pacing.p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """One of the chunks of a kind of parameters: bytes of its complete tensors, and the most that a rank of the stage
-    that owns it holds while it is gathered."""
+    """One of the chunks of a kind of parameters: bytes of its complete tensors, the most that a rank of the stage that
+    owns it holds while it is gathered, and what it holds with a tensor of it: nothing for views of the parameters."""
 
     chunk: int
     owned: int
+    kept: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,41 +58,55 @@ def gathering(weights: ModelWeights, layout: ParallelConfig, stage: StageWeights
 
 
 def gathering_bytes(stages: Sequence[Gathering], stage: int) -> int:
-    """The most that a rank holds beside its parameters: for chunks of its stage, or what it receives of another's, while
-    the loop over the tensors still holds one of the chunk before, and so all of it. Stages follow each other; the last
-    chunk of the stage before has experts, whose size is that of this stage's."""
+    """The most that a rank holds beside its parameters: for chunks of its stage, or what it receives of another's,
+    while the loop over the tensors still holds one of the chunk before, and so all of it. Stages follow each other; the
+    last chunk of the stage before has experts, whose size is that of this stage's."""
     own, others = stages[stage].largest, [g.largest for other, g in enumerate(stages) if other != stage]
     received = max((_while_held(0, [g.chunk for g in one], one) for one in others), default=0)
-    return max(_while_held(own[-1].chunk if others else 0, [g.owned for g in own], own), received)
+    return max(_while_held(own[-1].kept if others else 0, [g.owned for g in own], own), received)
 
 
 def _while_held(held: int, needed: Sequence[int], chunks: Sequence[Gathered]) -> int:
     """held: bytes of the chunk before the first."""
-    before = [held, *(g.chunk for g in chunks)]
+    before = [held, *(g.kept for g in chunks)]
     return max(kept + now for kept, now in zip(before, needed, strict=False))
 
 
 def _of_kind(weights: ModelWeights, layout: ParallelConfig, entries: Sequence[Entry]) -> list[Gathered]:
-    slots = sorted(
-        (_slot(weights, layout, e) for e in entries for _ in range(weights.local_experts(layout, e))), reverse=True
-    )
-    first = max(slots[0], min(CHUNK_BYTES, sum(slots)))
-    rest = slots[1:] if slots[0] >= CHUNK_BYTES else slots
-    left = sum(slots) - first
-    second = max(rest[0] if rest and rest[0] <= left else 0, min(CHUNK_BYTES, left))
-    return [Gathered(chunk=n, owned=_owned(layout, entries, n)) for n in (first, second) if n > 0]
+    """The two largest chunks. One with several parameters has them in the proportion in which the stage has them."""
+    sizes = ((_slot(weights, layout, entry), entry, weights.local_experts(layout, entry)) for entry in entries)
+    slots = sorted(((n, entry) for n, entry, count in sizes for _ in range(count)), key=_size, reverse=True)
+    every, inner = sum(map(_size, slots)), _inner(layout, entries[0])
+    copied = sum(n for n, entry in slots if _copies(entry, inner)) / every
+    found, left = list[Gathered](), every
+    for nbytes, entry in slots[:2]:
+        alone = nbytes >= min(CHUNK_BYTES, left)
+        chunk = nbytes if alone else min(CHUNK_BYTES, left)
+        if chunk > 0:
+            share = float(_copies(entry, inner)) if alone else copied
+            found.append(_gathered(layout, entries[0], chunk, int(share * chunk)))
+        left -= chunk
+    return found
 
 
-def _owned(layout: ParallelConfig, entries: Sequence[Entry], chunk: int) -> int:
-    first = entries[0]
-    outer = layout.ep if first.per_expert else 1  # experts are gathered over both groups, one after the other
-    inner = 1 if first.split is Split.REPLICATED else layout.etp if first.per_expert else layout.tp
+def _size(slot: tuple[int, Entry]) -> int:
+    return slot[0]
+
+
+def _inner(layout: ParallelConfig, entry: Entry) -> int:
+    return 1 if entry.split is Split.REPLICATED else layout.etp if entry.per_expert else layout.tp
+
+
+def _gathered(layout: ParallelConfig, entry: Entry, chunk: int, merged: int) -> Gathered:
+    """merged: bytes of the tensors of which `_merge` copies the shards."""
+    outer = layout.ep if entry.per_expert else 1  # experts are gathered over both groups, one after the other
+    inner = _inner(layout, entry)
     gathered = chunk if outer * inner > 1 else 0
     shards = chunk // outer if outer > 1 else chunk // inner if inner > 1 else 0  # concatenated, to be gathered
     before = chunk // outer if outer > 1 and inner > 1 else 0  # gathered over the inner group
-    merged = chunk if any(_copies(entry, inner) for entry in entries) else 0
     flat = chunk if layout.pp > 1 else 0
-    return max(before + shards + gathered, gathered + merged, (merged or gathered) + flat)
+    owned = max(before + shards + gathered, gathered + merged, (merged or gathered) + flat)
+    return Gathered(chunk=chunk, owned=owned, kept=flat or gathered or merged)
 
 
 def _slot(weights: ModelWeights, layout: ParallelConfig, entry: Entry) -> int:
