@@ -104,6 +104,7 @@ def test_a_written_layout_is_the_configuration_that_was_found(
     assert load_config(path) == whole.config
 
 
+@pytest.mark.slow  # six searches
 def test_nodes_devices_and_formats_are_searched() -> None:
     run, hf = loaded("qwen3_4b")
     two = searched(run, hf, kept=2, nodes=[2])
