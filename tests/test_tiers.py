@@ -4,13 +4,14 @@ that only `make test-all` runs names the one that holds its law in `make test`."
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.tiers import starts_processes
+from tests.support.tiers import in_order, starts_processes
 
 ROOT = Path(__file__).parents[1]
 WATCHED = """
@@ -38,6 +39,21 @@ def test_long(): ...
 
 def test_short(): ...
 """
+
+SHARED = """
+import pytest
+
+@pytest.fixture(scope="session")
+def made_once(): ...
+
+@pytest.fixture
+def home(made_once): ...
+"""
+FILES = {
+    "free": "def test_it(): ...",
+    "long": LONG.format(beside="test_tiers.py").replace("test_long()", "test_long(home)"),
+    "user": "def test_it(home): ...",
+}
 
 
 @pytest.mark.parametrize(
@@ -103,6 +119,27 @@ def test_a_long_test_runs_in_test_all_only_and_names_the_test_beside_it(tmp_path
     done = pytest_in(tmp_path)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
     assert "test_long" in done.stderr and "tests/test_gone.py" in done.stderr
+
+
+def test_what_files_share_is_made_first_and_its_users_wait_without_a_worker() -> None:
+    """The longest file that needs the shared thing goes first, and a second one when the other workers have had files
+    for as long as it takes to make it; the longest of what is left goes next."""
+    seconds = {Path(name): t for name, t in (("c", 30.0), ("user", 90.0), ("a", 200.0), ("maker", 100.0), ("b", 110.0))}
+    users = {Path("user"), Path("maker")}
+    assert [p.name for p in in_order(seconds, set(), 3)] == ["a", "b", "maker", "user", "c"]
+    assert [p.name for p in in_order(seconds, users, 1)] == ["maker", "a", "b", "user", "c"]
+    assert [p.name for p in in_order(seconds, users, 2)] == ["maker", "a", "b", "user", "c"]
+    assert [p.name for p in in_order(seconds, users, 4)] == ["maker", "a", "b", "c", "user"]
+
+
+def test_the_workers_get_the_files_in_that_order(tmp_path: Path) -> None:
+    """A file whose only user of the fixture is not run is no user of it."""
+    (tmp_path / "conftest.py").write_text(SHARED)
+    for name, text in FILES.items():
+        (tmp_path / f"test_{name}.py").write_text(text)
+    done = pytest_in(tmp_path, "--dist", "loadfile", "--numprocesses", "1", "-m", "not long", "-v")
+    assert done.returncode == 0, done.stdout
+    assert list(dict.fromkeys(re.findall(r"PASSED \S*test_(\w+)\.py", done.stdout))) == ["user", "free", "long"]
 
 
 def test_all_files_can_be_collected_in_one_run() -> None:

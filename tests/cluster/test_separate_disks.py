@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,14 @@ RAY = str(Path(sys.executable).with_name("ray"))
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with nodes(3, disk_mib=64, work=tmp_path_factory.mktemp("n")) as made:
-        made[0].call(separate_disks.write_source, made.disk)
         made.start_ray(cpus=2)
         yield made
+
+
+@pytest.fixture(scope="module")
+def alone(cluster: Cluster) -> dict[str, Any]:
+    """What one machine makes of the source, which is on the driver's node."""
+    return cluster[0].call(separate_disks.write_source, cluster.disk)
 
 
 def wait_for_units(node: Node, directory: Path, number: int) -> None:
@@ -40,17 +46,18 @@ def wait_for_units(node: Node, directory: Path, number: int) -> None:
 @pytest.mark.long(beside="tests/cluster/test_separate_disks.py")
 def test_with_a_shared_disk_nothing_is_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
     driver, second, _ = cluster
-    driver.call(separate_disks.write_source, tmp_path)
+    alone = driver.call(separate_disks.write_source, tmp_path)
     local = cluster.disk / "unused"
     found = driver.call(
         separate_disks.convert_apart, tmp_path / "hf", tmp_path / "out", cluster.ray_address, local, False
     )
-    alone = driver.call(separate_disks.described, tmp_path / "alone")
     assert found == alone and found["elsewhere"] == "{}"
     assert not second.call(listed, local)
 
 
-def test_a_conversion_over_separate_disks_survives_a_node_and_is_staged_by_need(cluster: Cluster) -> None:
+def test_a_conversion_over_separate_disks_survives_a_node_and_is_staged_by_need(
+    cluster: Cluster, alone: dict[str, Any]
+) -> None:
     driver, second, third = cluster
     disk, address = cluster.disk, cluster.ray_address
     out, local = disk / "cache" / "out", disk / "local"
@@ -66,7 +73,6 @@ def test_a_conversion_over_separate_disks_survives_a_node_and_is_staged_by_need(
     assert len(kept) > 2 and not second.call(listed, disk / "hf")  # the source is on the driver's node alone
 
     found = driver.call(separate_disks.convert_apart, disk / "hf", out, address, local, False, 2)
-    alone = driver.call(separate_disks.described, disk / "alone")
     assert found["manifest"] == alone["manifest"] and found["metadata"] == alone["metadata"]
     elsewhere = json.loads(found["elsewhere"])
     assert {tuple(where) for where in elsewhere.values()} == {(second.address, str(pieces))}
@@ -81,7 +87,7 @@ def check_staging(cluster: Cluster, out: Path) -> None:
     disk, address = cluster.disk, cluster.ray_address
     back = [f"--address={address}", "--num-cpus=2", f"--node-ip-address={third.address}"]
     third.run([RAY, "start", *back, "--object-store-memory=80000000"])
-    staged = driver.call(separate_disks.stage, disk / "hf", out, disk / "staged", address)
+    staged, resumed = driver.call(separate_disks.stage_twice, disk / "hf", out, disk / "staged", address)
     whole = driver.call(listed, disk / "alone")
     source = driver.call(listed, disk / "hf")
     by_node = [node.call(listed, disk / "staged") for node in cluster]
@@ -94,7 +100,6 @@ def check_staging(cluster: Cluster, out: Path) -> None:
         assert 0 < sum(name.endswith(".distcp") for name in files) < 0.6 * len(whole)
     weights = [any(name.endswith(".safetensors") for name in files) for files in by_node]
     assert sorted(weights) == [False, False, True]  # of the node with the server
-    resumed = driver.call(separate_disks.stage, disk / "hf", out, disk / "staged", address)
     assert all(s["copied_bytes"] == s["hashed_bytes"] == 0 for s in resumed)
     assert [s["skipped_bytes"] for s in resumed] == [s["copied_bytes"] for s in staged]
 

@@ -61,7 +61,7 @@ def cluster(work: Path, runs: Runs) -> Iterator[Cluster]:
         for node in made:
             node.run(["sh", "-c", f"printf {node.name} > {made.disk}/owner"])
             node.environment |= RAYLET
-        made[DRIVER].run(["cp", "-r", str(runs.home / "hf"), str(made.disk / "hf")])
+        made[DRIVER].run(["cp", "-r", str((runs.home / "hf").resolve()), str(made.disk / "hf")])
         made.start_ray(gpus=[0, 8, 8])
         for node in made:
             for name in RAYLET:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -27,10 +29,11 @@ SMALL = (
 )
 BEFORE_TRAINING = "fetch,dequantize,convert,stage"
 ONE_RANK = ("--set", "parallel.dp=1", "--set", "parallel.ep=1")
-LIMIT_S = 240.0
+LIMIT_S = 600.0  # five times what the longest takes on two idle cores
 PACKAGES = ("megatron_bridge", "miles_like", "quant", "rollout", "routing_replay")
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+MadeOnce = Callable[[], AbstractContextManager[Path | None]]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -43,7 +46,7 @@ def command(*arguments: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def shell() -> Run:
-    """The command as a shell starts it, to its end, within four minutes. Keywords are environment variables."""
+    """The command as a shell starts it, to its end, within ten minutes. Keywords are environment variables."""
 
     def started(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -97,20 +100,37 @@ def miles_like(commands: Commands, ray: Mapping[str, str]) -> Run:
 
 
 @pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory, alone: Run) -> Path:
-    """Parent of the run directories; its `cache` holds the stages before training, which one worker makes for all."""
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+    """A context of the cache of the stages before training that is there for all workers, or will be when the one that
+    finds it absent has made it, for which the others wait. None: there are no others."""
+
+    @contextlib.contextmanager
+    def locked() -> Iterator[Path | None]:
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            yield None
+            return
+        made = tmp_path_factory.getbasetemp().parent / "made"
+        made.mkdir(exist_ok=True)
+        with (made / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield made / "cache"
+
+    return locked
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory, alone: Run, made_once: MadeOnce) -> Path:
+    """Parent of the run directories; its `cache` holds the stages before training, which one worker makes for all: with
+    the run of test_pipeline.py, or here where that file is not run."""
     home = tmp_path_factory.mktemp("runs")
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return home
-    made = tmp_path_factory.getbasetemp().parent / "made"
-    made.mkdir(exist_ok=True)
-    with (made / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (made / "home").exists():
-            done = alone("--run-dir", str(made / "new" / "first"), *SMALL, "--stages", BEFORE_TRAINING)
+    with made_once() as cache:
+        if cache is not None and not cache.exists():
+            new = tmp_path_factory.mktemp("made")
+            done = alone("--run-dir", str(new / "first"), *SMALL, "--stages", BEFORE_TRAINING)
             assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
-            (made / "new").rename(made / "home")
-    shutil.copytree(made / "home" / "cache", home / "cache")
+            (new / "cache").rename(cache)
+    if cache is not None:
+        shutil.copytree(cache, home / "cache")
     return home
 
 

@@ -194,12 +194,13 @@ def test_the_driver_is_told_to_stop(home: Path, how: signal.Signals) -> None:
     assert not (run_dir / ".complete.json").exists()
 
 
-def test_a_port_in_use_is_said_with_its_number(home: Path) -> None:
+def test_a_port_in_use_is_said_with_its_number(tmp_path: Path) -> None:
+    """Before the first stage."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
         port = s.getsockname()[1]
-        with started(home / "fault-port", *ONE_RANK, "--set", f"rollout.port={port}") as process:
+        with started(tmp_path / "run", *ONE_RANK, "--set", f"rollout.port={port}") as process:
             errors = ended(process, [])
     check_refusal(errors, port, "rollout.port")
-    assert not (home / "fault-port" / ".complete.json").exists()
+    assert not list(tmp_path.glob("**/data")) and not (tmp_path / "run" / ".complete.json").exists()

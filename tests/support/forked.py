@@ -33,6 +33,7 @@ ON_DEMAND = (
     "transformers.models.deepseek_v3.configuration_deepseek_v3",
 )
 USERS_ERRORS = (ValueError, RuntimeError, OSError)  # one sentence each, as the command line says them
+BUSY_S = 240.0  # for what an idle machine does in fifteen seconds
 _PDEATHSIG, _SUBREAPER = 1, 36  # of prctl(2)
 
 
@@ -175,7 +176,7 @@ class Starter:
         if self.process.is_alive():
             self.process.kill()
 
-    def call(self, log: Path, fn: Callable[..., Any], *arguments: Any, timeout_s: float = 90.0) -> int:
+    def call(self, log: Path, fn: Callable[..., Any], *arguments: Any, timeout_s: float = BUSY_S) -> int:
         """fn(*arguments) in a forked process, which ends; its exit status, negative for a signal. Everything that it
         has started has ended too."""
         self.line.send_bytes(pickle.dumps((log, fn, arguments)))

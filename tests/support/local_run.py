@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tests.support.forked import USERS_ERRORS, Forked, Starter, answers, tail
+from tests.support.forked import BUSY_S, USERS_ERRORS, Forked, Starter, answers, tail
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny.toml"
@@ -173,7 +173,7 @@ class Runs:
     def __exit__(self, *_: object) -> None:
         """The process that forks drivers serves other files."""
 
-    def call(self, log: Path, fn: Callable[..., Any], *arguments: Any, timeout_s: float = 90.0) -> int:
+    def call(self, log: Path, fn: Callable[..., Any], *arguments: Any, timeout_s: float = BUSY_S) -> int:
         """As `Starter.call`."""
         return self._starter.call(log, fn, *arguments, timeout_s=timeout_s)
 

@@ -136,7 +136,8 @@ class Cluster(Sequence[Node]):
             where = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
             where = where if k == 0 else [f"--address={self.ray_address}"]
             size = [f"--num-cpus={cpus}", f"--num-gpus={number[k]}", "--object-store-memory=80000000"]
-            command = [ray, "start", "--disable-usage-stats", *where, *size, f"--node-ip-address={node.address}"]
+            less = ["--disable-usage-stats", "--include-log-monitor=false"]  # a process that prints workers' lines
+            command = [ray, "start", *less, *where, *size, f"--node-ip-address={node.address}"]
             return node.popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
         for batch in ([k for k in chosen if k == 0], [k for k in chosen if k]):

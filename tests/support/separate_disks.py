@@ -48,11 +48,12 @@ def plan_stuck(*args: Any, **kwargs: Any) -> Conversion:
     return Stuck(*(getattr(job, f.name) for f in dataclasses.fields(Conversion)))
 
 
-def write_source(disk: Path) -> None:
-    """And what one machine makes of it."""
+def write_source(disk: Path) -> dict[str, Any]:
+    """And what one machine makes of it, which is described."""
     write_checkpoint(disk / "hf", HF, random_tensors(HF, mtp=True), shard_bytes=1 << 19)
     (disk / "hf" / "tokenizer.json").write_text('{"version": "1.0"}')
     convert_source(Source.open(disk / "hf"), disk / "alone", Grid(), chunk_bytes=CHUNK, unit_bytes=UNIT)
+    return described(disk / "alone")
 
 
 def join(address: str, alive: int) -> None:
@@ -87,15 +88,19 @@ def described(out: Path) -> dict[str, Any]:
     }
 
 
-def stage(source: Path, out: Path, data: Path, address: str) -> list[Any]:
-    """On the driver's node: one stage of the pipeline and no server, or the server, on each of three nodes."""
+def stage_twice(source: Path, out: Path, data: Path, address: str) -> tuple[list[Any], list[Any]]:
+    """On the driver's node: one stage of the pipeline and no server, or the server, on each of three nodes; and what
+    the same does when all is there."""
     join(address, 3)
     try:
         config = load_config(TINY, list(LAYOUT))
         hf, shards = (
             Output(root, {str(p.relative_to(root)): file_fact(p) for p in files_under(root)}) for root in (source, out)
         )
-        plan = stage_plan(config, data, hf, shards)
-        return list(stage_on_nodes(plan.nodes, living_nodes(), timeout_s=120.0))
+        first, again = (
+            list(stage_on_nodes(stage_plan(config, data, hf, shards).nodes, living_nodes(), timeout_s=120.0))
+            for _ in range(2)
+        )
+        return first, again
     finally:
         stop_ray()

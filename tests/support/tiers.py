@@ -14,7 +14,7 @@ import ast
 import functools
 import multiprocessing.util
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if tier != "not slow" and "mark.slow" not in path.read_text(encoding="utf-8") else None
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # in between, tests are chosen by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
     for item in items:
         if starts_processes(item.path):
             item.add_marker(pytest.mark.slow)
@@ -82,18 +82,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     f"{item.nodeid} is marked long(beside={beside!r}): want a slow test, and the file of the test that "
                     "holds its law in `make test`"
                 )
+    yield
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: -_seconds(item.path))
+        users = {item.path for item in items if SHARED in getattr(item, "fixturenames", ())}
+        files = in_order({item.path: _seconds(item.path) for item in items}, users, config.workerinput["workercount"])
+        place = {path: i for i, path in enumerate(files)}
+        items.sort(key=lambda item: place[item.path])
 
 
 def _seconds(path: Path) -> float:
     return measured().get(path.relative_to(ROOT).as_posix(), 0.0) if path.is_relative_to(ROOT) else 0.0
 
 
+SHARED = "made_once"  # fixture of what the first file that needs it makes for all
+MADE_S = 150.0  # which takes so long beside other tests
+
+
+def in_order(seconds: Mapping[Path, float], users: Collection[Path], workers: int) -> list[Path]:
+    """The files as they go to the workers, the longest first, so that none begins when the other workers are done.
+
+    seconds: of each file. users: files that need what one of them makes for all. The longest of these is the very
+    first, and while it makes it the other workers get files that do not need it: each user would hold a worker that
+    waits.
+    """
+    files = sorted(seconds, key=lambda path: -seconds[path])
+    first = [path for path in files if path in users][:1]
+    busy = (workers - 1) * MADE_S if first else 0.0
+    for path in files:
+        if busy > 0 and path not in users:
+            first.append(path)
+            busy -= seconds[path]
+    return [*first, *(path for path in files if path not in first)]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
-    """A file is one worker's, because its tests share fixtures. The longest go first, so that none begins when the
-    other workers are done; xdist's own order is by the number of tests."""
+    """A file is one worker's, because its tests share fixtures. xdist's own order is by the number of tests."""
     config.option.loadscopereorder = False
     return LoadFileScheduling(config, log)
 
