@@ -9,7 +9,7 @@ from miles_like.planning.ranks import RankPlans
 from tests.support.plans import tensors
 
 BOUND = 0.05
-# (configuration, stage) -> a wider bound: of 64 local experts the plan has all gradients of one product at once, too much
+# (configuration, stage) -> a wider bound: of 64 local experts the plan has the gradients of a product all at once
 WIDER = {("rehearsal_deepseek_v3", 0): 0.08}
 # bytes that the plan does not count: modules' tables, and of the last micro-batch two hidden states and its routing
 SMALL = 160 * MIB
