@@ -223,7 +223,7 @@ Command = Callable[..., Result]
 def saving(monkeypatch: pytest.MonkeyPatch) -> Saving:
     cluster = Saving()
     monkeypatch.setattr(assemble, "known_model", lambda _: None)
-    monkeypatch.setattr(assemble, "stage_functions", lambda *_: cluster.parts())
+    monkeypatch.setattr(assemble, "stage_functions", lambda *_, force: cluster.parts())
     return cluster
 
 
