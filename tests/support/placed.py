@@ -43,7 +43,8 @@ class Placed:
     ranks: Sequence[Place]
     servers: Sequence[Place]
     width: int
-    per_node: int = 8  # of every shipped configuration
+    per_node: int = 8
+    used: int = 8  # of them, by the run: cluster.gpus_per_node
 
     def processes(self) -> dict[Process, tuple[int, tuple[int, ...]]]:
         """(node, positions of its GPUs) of every process."""
@@ -63,18 +64,28 @@ def places(nodes: Sequence[int], gpus: Sequence[int] = range(8)) -> tuple[Place,
     return tuple((node, gpu) for node in nodes for gpu in gpus)
 
 
-def colocated(nodes: int, width: int) -> Placed:
-    """A rank on each GPU and, over all of them, servers of `width` GPUs."""
-    return Placed(places(range(nodes)), places(range(nodes)), width)
+def colocated(nodes: int, width: int, gpus: int = 8) -> Placed:
+    """A rank on each of the first `gpus` GPUs of the nodes and, over all of them, servers of `width` GPUs."""
+    there = places(range(nodes), range(gpus))
+    return Placed(there, there, width, used=gpus)
 
 
 PLACED = {
     "deepseek_v3_fp8": colocated(16, 32),  # four servers over four nodes each
+    "glm45_air": colocated(2, 8),
     "kimi_k2_int4_qat": colocated(32, 16),  # sixteen servers over two nodes each
+    "moonlight_16b_a3b": colocated(1, 2),
+    "qwen3_0_6b": colocated(1, 1, gpus=1),
+    "qwen3_0_6b_24gb": colocated(1, 1, gpus=1),
+    "qwen3_235b_a22b": colocated(16, 16),  # eight servers over two nodes each
     "qwen3_30b_a3b": colocated(2, 2),
     "qwen3_30b_a3b_fp8": colocated(2, 2),
+    "qwen3_30b_a3b_fp8_node": colocated(1, 2),
     "qwen3_30b_a3b_int4_qat": colocated(2, 2),
+    "qwen3_30b_a3b_int4_qat_node": colocated(1, 2),
+    "qwen3_30b_a3b_node": colocated(1, 2),
     "qwen3_30b_a3b_nvfp4": colocated(2, 2),
+    "qwen3_4b": colocated(1, 1),
     "rehearsal_deepseek_v3": colocated(1, 8),
     "rehearsal_qwen3_30b": colocated(1, 2),
 }
@@ -154,7 +165,7 @@ def check_seen(
         assert one.address == f"127.0.0.{hosts[node]}", process
         indices = [placed.per_node + gpu for gpu in gpus]
         assert one.devices == tuple(uuid_of(hosts[node], index) for index in indices), process
-        wanted = variables(process[0], indices, placed.per_node) | dict(given or {})
+        wanted = variables(process[0], indices, placed.used) | dict(given or {})
         assert not (different := sorted(one.set_here.items() ^ wanted.items())), (process, different)
         for gpu, uuid in zip(gpus, one.devices, strict=True):
             by_place.setdefault((node, gpu), set()).add(uuid)
@@ -162,13 +173,13 @@ def check_seen(
     assert len(set.union(*by_place.values())) == len(by_place)
 
 
-def variables(role: Role, indices: Sequence[int], per_node: int) -> dict[str, str]:
+def variables(role: Role, indices: Sequence[int], used: int) -> dict[str, str]:
     """What a process has that its node's Ray has not. indices: of its GPUs in nvidia-smi. All shipped configurations
     name the same directory on the nodes' disks."""
     common = {
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, indices)),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // per_node)),
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // used)),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "=lo",
     }

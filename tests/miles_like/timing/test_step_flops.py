@@ -21,6 +21,7 @@ from miles_like.timing.of_run import NOWHERE, Facts, layer_setup
 from miles_like.timing.shape import model_shape
 from tests.support.executed_ranks import CASES, MODELS, PACK, fake_ranks
 from tests.support.layouts import PATIENCE
+from tests.support.plans import model_of
 from tests.support.spawn import run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -63,8 +64,8 @@ def test_the_ranks_of_a_replica_execute_the_model_s_flops_together(layout: dict[
 def test_flops_are_those_of_executed_ranks(record: ExecutedRank) -> None:
     """Counted by torch over the trainer's own code on fake tensors: within 5 % of products and of attention."""
     run = load_config(ROOT / f"configs/{record['config']}.toml")
-    assert run.model.config is not None and record["world"] == run.parallel.world_size
-    hf = json.loads(Path(run.model.config).read_text())
+    assert record["world"] == run.parallel.world_size
+    hf = model_of(run).hf
     setup = layer_setup(trainer_config(run, NOWHERE), hf, Facts(device=device("H100"), imbalance=record["imbalance"]))
     pack = packed(record["pack_tokens"], record["sample_tokens"])
     found = executed_flops(
