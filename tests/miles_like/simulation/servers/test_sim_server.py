@@ -7,7 +7,7 @@ the engines' steps take the times that are assumed.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -35,10 +35,16 @@ class Asked:
 
 ASKED = st.builds(
     Asked,
-    time=st.floats(0, 40).map(lambda t: round(t, 3) + 0.0001),  # between two steps of the oracle's grid
+    time=st.integers(0, 40 * 32).map(lambda n: n / 32),  # ENGINE's steps are multiples of 1/32 s
     prompt_tokens=st.integers(1, 6),
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4).map(tuple),
 )
+
+
+def between_steps(prompts: list[Asked]) -> list[Asked]:
+    """Each prompt later by another part of 1/32 s: none arrives in the moment in which a step ends, where rounding
+    alone would decide which step feeds it."""
+    return [replace(asked, time=asked.time + (i + 1) / 1000) for i, asked in enumerate(prompts)]
 
 
 def made(engine: EngineAssumptions = ENGINE, *, slots: float = 1e9, kv: float = 1e9, prefill: int = 10**6) -> Server:
@@ -100,7 +106,7 @@ def step_by_step(prompts: list[Asked], *, slots: int, prefill: int) -> list[list
 
 @settings(max_examples=150, deadline=None)
 @given(
-    prompts=st.lists(ASKED, min_size=1, max_size=8, unique_by=lambda a: a.time),
+    prompts=st.lists(ASKED, min_size=1, max_size=8).map(between_steps),
     slots=st.integers(1, 12),
     prefill=st.integers(3, 12),
 )
