@@ -56,9 +56,9 @@ test-slow: $(STAMP)
 snapshot: $(STAMP)
 	$(PYTEST) --numprocesses $(JOBS) --accept-refusals --refusals-only
 
-# the long tests too; results go to tests/RESULTS.md and tests/fuzz/RESULTS.md
+# the long tests too, and other examples in every run; results go to tests/RESULTS.md and tests/fuzz/RESULTS.md
 test-all: $(STAMP)
-	$(PYTEST) --numprocesses $(JOBS) --junitxml $(OUT)/all.xml
+	$(PYTEST) --numprocesses $(JOBS) --hypothesis-profile default --junitxml $(OUT)/all.xml
 	$(BIN)/python -m tests.support.results $(OUT)/all.xml
 	$(MAKE) fuzz
 

@@ -1,12 +1,18 @@
-"""The tiers of the suite (tests/support/tiers.py) and the snapshot of refusals (tests/support/refusals.py)."""
+"""The tiers of the suite (tests/support/tiers.py), the snapshot of refusals (tests/support/refusals.py), and the
+examples that hypothesis draws."""
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 
 from tests.support.refusals import ACCEPT, ONLY, RefusalSnapshot
 
 pytest_plugins = ("tests.support.tiers",)
+
+# The same examples in every run, so that a commit is green or red for all; `make test-all` draws others each time.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
