@@ -55,6 +55,11 @@ def _as(value: Any) -> Any:
     return lambda stock: lambda *args, **kwargs: value
 
 
+def _unpinned(stock: Any) -> Any:
+    """`torch.tensor` without pinned memory, for which this build has no allocator."""
+    return lambda *args, pin_memory=False, **kwargs: stock(*args, **kwargs)
+
+
 def cuda_substitutes() -> tuple[Substitute, ...]:
     """What stands for CUDA while a rank is executed."""
     driver, stream = "needs a driver", "streams"
@@ -73,6 +78,7 @@ def cuda_substitutes() -> tuple[Substitute, ...]:
         Substitute("torch.cuda", "get_device_capability", driver, _as((9, 0))),
         Substitute("torch.cuda.nvtx", "range_push", driver, _as(None)),
         Substitute("torch.cuda.nvtx", "range_pop", driver, _as(None)),
+        Substitute("torch", "tensor", "pinned memory", _unpinned),
         Substitute("torch:Tensor", "cuda", "device of fake tensors", to_cuda),
         Substitute("torch:Tensor", "to", "device of fake tensors", to_device),
         Substitute("torch:Tensor", "type", "device of fake tensors", type_name),

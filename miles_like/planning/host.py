@@ -53,13 +53,14 @@ def rank_host(
     checkpoint is written from a copy while training continues."""
     out = Counter({"processes": PROCESS})
     each = list(_shards(weights, config))
-    share = config.kernels.offload_optimizer
+    on_host, on_device = state.host.moments, state.device.get("moments", 0)
+    share = on_host / max(on_host + on_device, 1)
     if state.host.total:
         out["offloaded optimizer"] = state.host.masters + state.host.moments + int(share * _pinned(each, 4))
     if sleeps:
-        on_device = 12 * sum(n * elements for n, elements in each)  # masters and two moments
+        kept = on_device + state.device.get("masters", 0)
         fixed = sum(2 * h.count * h.elements for h in weights.held if not h.trained)
-        out["sleeping copies"] = sum(state.buffers) + int((1 - share) * on_device) + fixed
+        out["sleeping copies"] = sum(state.buffers) + kept + fixed
     if copies:
         out["copies of weights"] = copies * sum(2 * h.count * h.elements for h in weights.held)
     if saves_aside:

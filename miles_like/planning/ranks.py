@@ -29,7 +29,8 @@ class RankPlans:
     """The ranks of one role: trainer, critic or reference.
 
     hf: config.json of the served checkpoint. gpus: on GPUs with TransformerEngine, where libraries take memory too.
-    sleeps: the ranks take turns with servers. publishes: they send weights. Raises ValueError as `resolve`.
+    sleeps: the ranks take turns with servers. publishes: they send weights. data_rank: as
+    `rank_state`. Raises ValueError as `resolve`.
     """
 
     def __init__(
@@ -42,13 +43,14 @@ class RankPlans:
         sleeps: bool,
         publishes: bool,
         imbalance: float,
+        data_rank: int | None = None,
     ) -> None:
         self.config, self.sleeps, self.publishes = config, sleeps, publishes
         self.weights = ModelWeights(config, hf)
         self.resolved = resolve(config, trained_config(config, hf), cuda=gpus, te=gpus)
         self.passes = TrainingPasses(self.weights, self.resolved, step, imbalance=imbalance)
         self.stages = self.weights.stages(config.parallel)
-        self.states = tuple(rank_state(stage, config) for stage in self.stages)
+        self.states = tuple(rank_state(stage, config, data_rank) for stage in self.stages)
         self.allowances: Bytes = trainer_allowances(config, self.weights.dims["hidden"]) if gpus else {}
         self._fragmentation = FRAGMENTATION if gpus else 0.0
         self._uses: dict[int, Mapping[Phase, Use]] = {}

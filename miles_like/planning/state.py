@@ -8,8 +8,9 @@ parallel ranks) with a distributed optimizer.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_bridge.config import ParallelConfig, TrainerConfig
@@ -20,6 +21,8 @@ _ALIGN = 64  # elements at whose multiples a parameter of a buffer begins: _pad_
 _BUCKET = 128  # and a bucket ends, if the ranks divide it: _pad_end_of_bucket_if_needed
 _FP32 = 4
 _MOMENTS = 8  # of AdamW: two FP32 numbers
+_LEAST_OF_BUCKET, _OF_BUCKET = 40_000_000, 1_000_000  # elements of a bucket where buckets overlap: at least, a rank
+_KINDS: tuple[Kind, ...] = ("dense", "expert")  # in the order of the optimizers
 _FP8_COPIES = 2  # of a weight in TransformerEngine's FP8 products: the codes and their transpose
 
 
@@ -53,28 +56,33 @@ def data_ranks(layout: ParallelConfig, kind: Kind) -> int:
     return ranks if kind == "dense" else ranks * layout.tp // (layout.ep * layout.etp)
 
 
-def rank_state(weights: StageWeights, config: TrainerConfig) -> RankState:
-    """The state of a rank once its optimizer has taken a step."""
+def rank_state(weights: StageWeights, config: TrainerConfig, data_rank: int | None = None) -> RankState:
+    """The state of a rank once its optimizer has taken a step.
+
+    data_rank: the one among those that hold the same parameters. They differ where a part of the optimizer is on the
+    host, which takes whole shards. None: the most that one has on the device, and the mean on the host.
+    """
     width = 2 if config.params_dtype == "bfloat16" else _FP32
     moves = tuple(_moves(weights, config))
     updated = sum(move.updated for move in moves)
     in_buffers = sum(move.buffer for move in moves)
     fixed = width * weights.elements(trained=False) + _FP32 * sum(h.total for h in weights.held if h.fp32)
-    offloaded = math.ceil(updated * config.kernels.offload_optimizer)
+    split = _split(weights, config, updated, data_rank)
     parts: dict[Part, int] = {
         "parameters": fixed + width * in_buffers,
         "gradients": _FP32 * in_buffers,
-        "masters": _FP32 * (updated - offloaded) if width == 2 else 0,
-        "moments": _MOMENTS * (updated - offloaded),
+        "masters": _FP32 * split.device if width == 2 else 0,
+        "moments": _MOMENTS * split.device,
         "rounded weights": _rounded(weights, config, width),
     }
+    offloaded = split.host
     host = HostState(masters=_FP32 * offloaded, moments=_MOMENTS * offloaded, gradients=_FP32 * offloaded)
     moving = max((fixed + n for n in _moving(moves, width)), default=fixed)
     return RankState(
         device={part: n for part, n in parts.items() if n},
         buffers=tuple(width * move.buffer for move in moves if move.buffer),
         host=host,
-        building=max(moving, _finishing(weights, config, parts)),
+        building=max(moving, _finishing(weights, parts, split, offloaded > 0)),
         host_building=_FP32 * weights.elements(trained=True) + host.masters if offloaded else 0,
     )
 
@@ -90,9 +98,8 @@ class _Move:
 
 def _moves(weights: StageWeights, config: TrainerConfig) -> Iterator[_Move]:
     """In the order of `DistributedDataParallel.__init__`: chunk by chunk, dense parameters before experts."""
-    kinds: tuple[Kind, ...] = ("dense", "expert")
     for chunk in weights.chunks:
-        for kind in kinds:
+        for kind in _KINDS:
             own = [h for h in chunk if h.trained and h.kind == kind]
             held, ranks = sum(h.total for h in own), data_ranks(config.parallel, kind)
             shards = ranks if config.distributed_optimizer else 1
@@ -107,7 +114,7 @@ def _buffer(held: list[Held], ranks: int, distributed: bool) -> int:
     if not distributed:
         return sum(h.total for h in held)
     divisor = math.lcm(ranks, _BUCKET)
-    return -(-sum(-(-h.elements // _ALIGN) * _ALIGN * h.count for h in held) // divisor) * divisor
+    return _padded(sum(_padded(h.elements, _ALIGN) * h.count for h in held), divisor)
 
 
 def _rounded(weights: StageWeights, config: TrainerConfig, width: int) -> int:
@@ -127,11 +134,101 @@ def _moving(moves: Sequence[_Move], width: int) -> Iterator[int]:
         yield each * sum(m.buffer for m in moves[: k + 1]) + width * (move.held + sum(m.held for m in moves[k + 1 :]))
 
 
-def _finishing(weights: StageWeights, config: TrainerConfig, parts: Mapping[Part, int]) -> int:
-    """Bytes alive while the optimizer is built, and with everything. With a part of the optimizer on the host,
-    `HybridDeviceOptimizer` first makes FP32 copies of the rest of all parameters, unsharded."""
-    moved, share = parts["parameters"] + parts["gradients"], config.kernels.offload_optimizer
-    unsharded = math.ceil(_FP32 * weights.elements(trained=True) * (1 - share)) if 0 < share < 1 else 0
-    if share:  # a copy of each parameter on its way to the host
-        unsharded += 2 * max((h.elements for h in weights.held if h.trained), default=0)
-    return max(moved + unsharded + parts["masters"], total(parts))
+def _finishing(weights: StageWeights, parts: Mapping[Part, int], split: _Split, offloads: bool) -> int:
+    """Bytes alive while the optimizer is built, and with everything."""
+    moved = parts["parameters"] + parts["gradients"]
+    # a copy of each parameter on its way to the host, before others are copied on the device
+    leaving = 2 * max((h.elements for h in weights.held if h.trained), default=0) if offloads else 0
+    return max(moved + max(leaving, parts["masters"], _FP32 * split.building), total(parts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Split:
+    """Elements whose FP32 state a rank keeps on the device and on the host; the most FP32 elements on the device while
+    its optimizers are built."""
+
+    device: int
+    host: int
+    building: int
+
+
+def _split(weights: StageWeights, config: TrainerConfig, updated: int, data_rank: int | None) -> _Split:
+    """updated: elements of the mean rank's shards."""
+    share = config.kernels.offload_optimizer
+    if share in (0, 1):
+        return _Split(device=updated * (share == 0), host=updated * (share == 1), building=0)
+    of_kinds = [_Shards(weights, config, kind) for kind in _KINDS]
+    device, host, building = 0, 0, 0
+    for shards in of_kinds:
+        ranks = range(shards.ranks) if data_rank is None else (data_rank % shards.ranks,)
+        kept = [_kept(shards.of(rank), share) for rank in ranks]
+        # `HybridDeviceOptimizer` copies all that it keeps, unsharded, before `DistributedOptimizer` gives it its shards
+        building = max(building, device + _kept(shards.parameters, share) + max(kept))
+        device += max(kept)
+        host += sum(shards.size(rank) for rank in ranks) // len(ranks) - sum(kept) // len(kept)
+    return _Split(device=device, host=host, building=building)
+
+
+def _kept(parameters: Iterable[tuple[int, bool]], share: float) -> int:
+    """Elements that `HybridDeviceOptimizer` keeps on the device. It takes whole (elements, vector) for the host, those
+    with weight decay first, until they are `share` of all."""
+    ordered = sorted(parameters, key=lambda parameter: parameter[1])
+    wanted, taken, kept = share * sum(n for n, _ in ordered), 0, 0
+    for elements, _ in ordered:
+        if taken < wanted:
+            taken += elements
+        else:
+            kept += elements
+    return kept
+
+
+class _Shards:
+    """The trained parameters of one kind, and how the ranks that hold the same ones divide them: each bucket of a
+    gradient buffer, whose parameters are in reverse, in equal runs."""
+
+    def __init__(self, weights: StageWeights, config: TrainerConfig, kind: Kind) -> None:
+        self.ranks = data_ranks(config.parallel, kind) if config.distributed_optimizer else 1
+        chunks = [
+            [(h.elements, h.vector) for h in chunk if h.trained and h.kind == kind for _ in range(h.count)]
+            for chunk in weights.modules
+        ]
+        self.parameters = [parameter for chunk in chunks for parameter in chunk]
+        self._buckets: list[list[tuple[int, bool]]] = []
+        for number, chunk in enumerate(chunks):
+            # later chunks and stages have one bucket each: DistributedDataParallel.__init__
+            several = config.kernels.overlap_grad_reduce and number == 0 and weights.stage == 0
+            dense = data_ranks(config.parallel, "dense")
+            self._buckets += _buckets(chunk[::-1], max(_LEAST_OF_BUCKET, _OF_BUCKET * dense) if several else None)
+
+    def of(self, rank: int) -> list[tuple[int, bool]]:
+        """(elements, vector) of each parameter's part, in the order of the buffers."""
+        return [part for bucket in self._buckets for part in _run(bucket, rank, self.ranks)]
+
+    def size(self, rank: int) -> int:
+        return sum(elements for elements, _ in self.of(rank))
+
+
+def _buckets(parameters: Sequence[tuple[int, bool]], size: int | None) -> Iterator[list[tuple[int, bool]]]:
+    """A bucket ends with the parameter with which it has `size` elements; None: there is one."""
+    bucket: list[tuple[int, bool]] = []
+    for parameter in parameters:
+        bucket.append(parameter)
+        if size is not None and sum(elements for elements, _ in bucket) >= size:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def _run(bucket: Sequence[tuple[int, bool]], rank: int, ranks: int) -> Iterator[tuple[int, bool]]:
+    """The parts of parameters in one rank's run of a bucket."""
+    starts = list(itertools.accumulate((_padded(n, _ALIGN) for n, _ in bucket), initial=0))
+    run = _padded(starts[-1], math.lcm(ranks, _BUCKET)) // ranks
+    for start, (elements, vector) in zip(starts, bucket, strict=False):
+        part = min(start + elements, (rank + 1) * run) - max(start, rank * run)
+        if part > 0:
+            yield part, vector
+
+
+def _padded(elements: int, multiple: int) -> int:
+    return -(-elements // multiple) * multiple

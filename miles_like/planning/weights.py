@@ -37,6 +37,7 @@ class Held:
     rounded: bool = False  # a rounded copy is kept for quantization-aware training
     linear: bool = False  # a matrix product: has an FP8 copy where products are in FP8
     fp32: bool = False  # a buffer that stays FP32
+    vector: bool = False  # without weight decay: it comes last in its optimizer
 
     @property
     def total(self) -> int:
@@ -53,13 +54,19 @@ class _Row:
     rounded: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StageWeights:
     """What one rank of a pipeline stage holds, by virtual stage (chunk)."""
 
     stage: int
     layers: tuple[tuple[int, ...], ...]  # of each chunk
-    chunks: tuple[tuple[Held, ...], ...]
+    modules: tuple[tuple[Held, ...], ...]  # of each chunk, as megatron registers them
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[Held, ...], ...]:
+        """Of each chunk, equal ones of all its layers counted together."""
+        counted = (Counter(chunk) for chunk in self.modules)
+        return tuple(tuple(replace(h, count=h.count * n) for h, n in found.items()) for found in counted)
 
     @property
     def held(self) -> Iterator[Held]:
@@ -120,17 +127,15 @@ class ModelWeights:
 
     def _stage(self, layout: ParallelConfig, stage: int) -> StageWeights:
         layers = chunk_layers(layout, self.dims["layers"], stage)
-        chunks = []
+        modules = []
         for number, own in enumerate(layers):
             first = stage == 0 and number == 0
             last = stage == layout.pp - 1 and number == layout.vpp - 1
-            rows = self._rows(own, first, last)
-            counted = Counter(h for row in rows for h in self._held(row, layout))
-            held = [replace(h, count=h.count * n) for h, n in counted.items()]
+            held = [h for row in self._rows(own, first, last) for h in self._held(row, layout)]
             if last and not first and (self.tensors.tied or self.tensors.draft_layers):
                 held += [h for row in self._by_layer[None] if _is_embedding(row.entry) for h in self._held(row, layout)]
-            chunks.append(tuple(held))
-        return StageWeights(stage=stage, layers=layers, chunks=tuple(chunks))
+            modules.append(tuple(held))
+        return StageWeights(stage=stage, layers=layers, modules=tuple(modules))
 
     def entries(self, layout: ParallelConfig, stage: StageWeights) -> Iterator[Entry]:
         """The table's entry of each parameter of a stage, an entry of experts once for every layer."""
@@ -144,12 +149,13 @@ class ModelWeights:
         return self.tensors.experts_of(entry) // (layout.ep if entry.per_expert else 1)
 
     def _rows(self, layers: Sequence[int], first: bool, last: bool) -> list[_Row]:
-        """Of the chunk with these layers."""
-        rows = [row for layer in layers for row in self._by_layer[layer]]
-        rows += [row for row in self._by_layer[None] if self._is_at(row.entry, first, last)]
-        if last:
-            rows += [row for layer in self.tensors.draft_layers for row in self._by_layer[layer]]
-        return rows
+        """Of the chunk with these layers, in the order in which megatron registers their modules: embedding, layers,
+        final norm, draft layers, output layer; in attention the output projection comes first."""
+        drafts = self.tensors.draft_layers if last else ()
+        rows = [row for layer in (*layers, *drafts) for row in sorted(self._by_layer[layer], key=_place_in_layer)]
+        top = [row for row in self._by_layer[None] if self._is_at(row.entry, first, last)]
+        before, after = [r for r in top if _is_embedding(r.entry)], [r for r in top if not _is_embedding(r.entry)]
+        return [*before, *rows, *after]
 
     def _is_at(self, entry: Entry, first: bool, last: bool) -> bool:
         return first if _is_embedding(entry) else last
@@ -172,6 +178,7 @@ class ModelWeights:
             rounded=row.rounded,
             linear=entry.linear,
             fp32=fp32,
+            vector=len(shape) == 1,
         )
         if adapted:
             for n in _adapters(entry.split, shape[0], shape[1], ranks, lora.rank):
@@ -187,6 +194,12 @@ def chunk_layers(layout: ParallelConfig, layers: int, stage: int) -> tuple[tuple
 
 def _is_embedding(entry: Entry) -> bool:
     return entry.where is Where.TOP and entry.megatron.startswith("embedding.")
+
+
+def _place_in_layer(row: _Row) -> int:
+    """The table has the order of a layer's modules, but for attention's output projection."""
+    name = row.entry.megatron
+    return 0 if ".input_layernorm." in name else 1 if ".self_attention.linear_proj." in name else 2
 
 
 def _is_adapted(row: _Row, lora: LoraConfig) -> bool:

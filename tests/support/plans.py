@@ -40,7 +40,7 @@ def model_of(config: RunConfig) -> PlannedModel:
 
 
 def trainer_ranks(name: str, *overrides: str, step: StepShape | None = None, imbalance: float = 1.0) -> RankPlans:
-    """Of the trainer, as its tensors are: without allowances."""
+    """Of the trainer, as the tensors of the first rank of each stage are: without allowances."""
     config = load_config(path_of(name), overrides)
     return RankPlans(
         trainer_config(config, Path()),
@@ -50,6 +50,7 @@ def trainer_ranks(name: str, *overrides: str, step: StepShape | None = None, imb
         sleeps=config.takes_turns,
         publishes=True,
         imbalance=imbalance,
+        data_rank=0,
     )
 
 

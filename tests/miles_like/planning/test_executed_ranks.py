@@ -85,8 +85,8 @@ def test_an_expert_that_is_not_sharded_is_seen(deepseek: ExecutedRank) -> None:
         return replace(held, count=held.count * ep) if held.kind == "expert" else held
 
     stage = plans.stages[MIDDLE]
-    chunks = tuple(tuple(map(whole, chunk)) for chunk in stage.chunks)
-    wrong = state.rank_state(replace(stage, chunks=chunks), plans.config)
+    modules = tuple(tuple(map(whole, chunk)) for chunk in stage.modules)
+    wrong = state.rank_state(replace(stage, modules=modules), plans.config)
     assert total(wrong.device) > 10 * total(plans.states[MIDDLE].device)
     plans.states = (*plans.states[:MIDDLE], wrong, *plans.states[MIDDLE + 1 :])
     found = deviations(deepseek, plans)

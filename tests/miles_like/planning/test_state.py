@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from miles_like.planning.parts import GIB, total
@@ -57,19 +55,36 @@ def test_experts_are_sharded_over_the_ranks_that_repeat_them() -> None:
     assert (data_ranks(wider, "dense"), data_ranks(wider, "expert")) == (4, 2)
 
 
-def test_an_offloaded_share_is_on_the_host() -> None:
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_an_offloaded_share_is_on_the_host(share: float) -> None:
     """Masters, moments and gradients on their way: 4, 8 and 4 bytes of each parameter that this rank updates."""
-    device: dict[float, Any] = {}
-    for share in (0.0, 0.25, 1.0):
-        state = trainer_ranks("qwen3_30b_a3b", f"kernels.offload_optimizer={share}").states[0]
-        device[share] = state.device
-        moments = state.device.get("moments", 0) + state.host.moments
-        assert moments == pytest.approx(device[0.0]["moments"], rel=1e-6)
-        assert (state.host.masters, state.host.gradients) == (state.host.moments // 2, state.host.moments // 2)
-    assert "moments" not in device[1.0] and "masters" not in device[1.0]
-    assert device[0.25]["moments"] == pytest.approx(0.75 * device[0.0]["moments"], rel=1e-6)
-    kept = {part: n for part, n in device[0.0].items() if part not in ("masters", "moments")}
-    assert device[1.0] == kept
+    plans = trainer_ranks("qwen3_30b_a3b", f"kernels.offload_optimizer={share}")
+    whole = trainer_ranks("qwen3_30b_a3b", "kernels.offload_optimizer=0.0").states[0].device
+    state = plans.states[0]
+    kept = state.device.get("moments", 0)
+    assert kept + state.host.moments == pytest.approx(whole["moments"], rel=1e-3)  # a rank's shards, or the mean rank's
+    assert (state.host.masters, state.host.gradients) == (state.host.moments // 2, state.host.moments // 2)
+    assert 2 * state.device.get("masters", 0) == kept
+    # at least the share, in whole parameters
+    largest = 8 * max(h.elements for h in plans.stages[0].held)
+    assert (1 - share) * whole["moments"] - 2 * largest <= kept <= (1 - share) * whole["moments"] * 1.001
+    others = {part: n for part, n in state.device.items() if part not in ("masters", "moments")}
+    assert others == {part: n for part, n in whole.items() if part not in ("masters", "moments")}
+
+
+def test_ranks_with_the_same_parameters_share_them_out() -> None:
+    """Every parameter of a stage is in exactly one rank's shards. The plan has the most that a rank keeps on its device
+    and the mean on the host."""
+    plans = trainer_ranks("qwen3_30b_a3b_fp8_node")
+    stage, config, planned = plans.stages[0], plans.config, rank_state(plans.stages[0], plans.config)
+    ranks = range(data_ranks(config.parallel, "dense"))
+    states = [rank_state(stage, config, rank) for rank in ranks]
+    assert config.kernels.offload_optimizer == 0.25 and data_ranks(config.parallel, "expert") in (1, *ranks)
+    moments = sum(s.device["moments"] + s.host.moments for s in states)
+    copies = len(ranks) // data_ranks(config.parallel, "expert")  # of one rank's experts in this sum
+    assert moments == pytest.approx(8 * (stage.elements("dense") + copies * stage.elements("expert")), rel=1e-5)
+    assert planned.device["moments"] >= max(s.device["moments"] for s in states)
+    assert planned.host.moments == pytest.approx(sum(s.host.moments for s in states) / len(ranks), rel=1e-5)
 
 
 def test_a_sleeping_rank_keeps_neither_weights_nor_state() -> None:
