@@ -12,7 +12,7 @@ JOBS ?= 3
 # 1: tests over nodes of Linux namespaces (tests/cluster) fail, and are not skipped, without the right to make them
 export MILES_LIKE_NEED_NAMESPACES ?= 0
 
-.PHONY: demo lint resolve check test test-fast test-slow test-all snapshot test-sglang fuzz plan-all benchmarks clean
+.PHONY: demo lint resolve check test test-fast test-slow test-long test-all snapshot test-sglang fuzz plan-all benchmarks clean
 
 # Python keeps what it compiles: tests start hundreds of processes. Threads that wait for each other sleep: they would
 # spin on cores that other processes of the tests could use.
@@ -56,11 +56,13 @@ test-slow: $(STAMP)
 snapshot: $(STAMP)
 	$(PYTEST) --numprocesses $(JOBS) --accept-refusals --refusals-only
 
-# the long tests too, and other examples in every run; results go to tests/RESULTS.md and tests/fuzz/RESULTS.md
-test-all: $(STAMP)
-	$(PYTEST) --numprocesses $(JOBS) --hypothesis-profile default --junitxml $(OUT)/all.xml
-	$(BIN)/python -m tests.support.results $(OUT)/all.xml
-	$(MAKE) fuzz
+# further cases of the slowest tests, with other examples in every run; the result goes to tests/RESULTS.md
+test-long: $(STAMP)
+	status=0; $(PYTEST) --numprocesses $(JOBS) -m long --hypothesis-profile default --junitxml $(OUT)/long.xml || status=$$?; \
+	  $(BIN)/python -m tests.support.results $(OUT)/long.xml; exit $$status
+
+# all there is: `make test`, which every commit passes, and what is too long for it
+test-all: test test-long fuzz
 
 # stock SGLang on CPU, in an environment of its own: its pins are not ours
 test-sglang: $(STAMP) $(SGLANG)/.installed
@@ -71,12 +73,12 @@ SEED ?= 0
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.fuzz --seed $(SEED)
 
-# a rank of each kind of pipeline stage of every configuration with GPUs, on fake tensors: an hour the first time, then
-# what has changed (build/executed keeps the results); make plan-all ONLY='NAME ...' for some of them
+# a rank of each kind of pipeline stage of every configuration with GPUs, and of 40 random layouts (drawn by
+# tests/support/random_layouts.py), on fake tensors: 45 minutes of a core the first time, then what has changed (build/executed keeps the results); make plan-all ONLY='NAME ...' for some of them
 ONLY :=
 plan-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m miles_like.commands.execute --all configs --jobs 2 --json docs/plan/executed.json \
-	  $(if $(ONLY),--only $(ONLY))
+	  --layouts docs/plan/random_layouts.json $(if $(ONLY),--only $(ONLY))
 
 benchmarks: $(STAMP)
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_bridge.model.weight_functions import input_of, weight_of
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -115,12 +115,23 @@ class LocalGroupedMLP(SequentialMLP):
         return resized(self._linear("linear_fc2", h, sizes), sizes, counts), None
 
     def _linear(self, name: str, x: Tensor, sizes: list[int]) -> Tensor:
-        """Linear `name` of every expert. The modules are called one by one when any has hooks (an observer, or the
-        wait for overlap_param_gather), or when only some have an input function."""
+        """Linear `name` of every expert. The modules are called one by one when any has a hook that sees what it
+        returns or replaces its input, or when only some have an input function."""
         linears = [getattr(expert, name) for expert in self.local_experts]
+        runs = x.split(sizes)
         mixed = len({hasattr(linear, "input_function") for linear in linears}) > 1
-        if mixed or any(getattr(linear, kind) for linear in linears for kind in _HOOKS):
-            return torch.cat([linear(rows)[0] for linear, rows in zip(linears, x.split(sizes), strict=True)])
+        if mixed or any(getattr(linear, kind) for linear in linears for kind in _HOOKS) or _replaced(linears, runs):
+            return torch.cat([linear(rows)[0] for linear, rows in zip(linears, runs, strict=True)])
         product = self.product(name)
         out: Tensor = product.apply(input_of(linears[0], x), sizes, *map(weight_of, linears))  # type: ignore[no-untyped-call]
         return out
+
+
+def _replaced(linears: Sequence[torch.nn.Module], runs: Sequence[Tensor]) -> bool:
+    """Calls all forward pre-hooks, such as the wait for overlap_param_gather; whether one gives another input."""
+    hooks = [
+        hook(linear, (rows,))
+        for linear, rows in zip(linears, runs, strict=True)
+        for hook in linear._forward_pre_hooks.values()
+    ]
+    return any(value is not None for value in hooks)

@@ -138,9 +138,12 @@ class Sleep:
 
 def _drop_graphs(chunks: Sequence[torch.nn.Module]) -> None:
     """Megatron's dispatchers keep the routing weights of their last pass with the graph of them. Where layers are
-    recomputed it ends at their inputs, and keeps these and their gradients: two hidden states a layer."""
+    recomputed it ends at their inputs, and keeps these and their gradients: two hidden states a layer. The decoder of a
+    later stage keeps the last hidden states that it received, and their gradient, until it is given the next ones."""
     for chunk in chunks:
         for module in chunk.modules():
+            if isinstance(getattr(module, "input_tensor", None), Tensor):
+                module.input_tensor = None
             dispatcher = getattr(module, "token_dispatcher", None)
             for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
                 for name, value in vars(owner).items() if owner is not None else ():

@@ -242,7 +242,8 @@ class LayerOps:
             backward=line_rows + one + local * self._matrix(d["hidden"], width),
             module="moe",
         )
-        back = 2 * rows * d["hidden"] * _FP32 if layout.etp > 1 else 0  # the reduce-scatter is in the router's FP32
+        # the reduce-scatter is in the router's FP32: all rows, and this rank's
+        back = (rows + rows // layout.etp) * d["hidden"] * _FP32 if layout.etp > 1 else 0
         yield Op(forward=held + 2 * gathered + back + self.hidden, backward=2 * gathered + back, module="moe")
 
 

@@ -68,7 +68,7 @@ class RankPlans:
         after = added(kept, {"activations": peak.tables})
         awake = added(state.device, kept)
         dynamic: dict[Part, int] = {"activations": peak.activations, "logits": peak.logits}
-        chunk: dict[Part, int] = {"communication": gathering_bytes(self._chunks, stage) if self.publishes else 0}
+        chunk: dict[Part, int] = {"communication": gathering_bytes(self.chunks, stage) if self.publishes else 0}
         # what is about to be freed while everything is allocated counts as parameters
         moving: dict[Part, int] = {"parameters": max(0, state.building - total(state.device))}
         out: dict[Phase, Use] = {
@@ -84,15 +84,16 @@ class RankPlans:
         return out
 
     @cached_property
-    def _chunks(self) -> tuple[Gathering, ...]:
+    def chunks(self) -> tuple[Gathering, ...]:
+        """What each stage gathers for a publication."""
         return tuple(gathering(self.weights, self.config.parallel, stage) for stage in self.stages)
 
     def _whole(self, stage: int, phase: Phase, use: Use) -> Use:
         dynamic = dict(use.dynamic)
         if phase == "publishing" and self.publishes and stage == 0:
             # the sender holds the tensors of a chunk of any stage until they are sent, while the next is gathered
-            sent = max(max(g.chunk, self._chunks[stage].owned) for g in self._chunks)
-            largest = max(chunks.chunk for chunks in self._chunks)
+            sent = max(max(g.chunk, self.chunks[stage].owned) for g in self.chunks)
+            largest = max(chunks.chunk for chunks in self.chunks)
             dynamic["communication"] = max(dynamic["communication"], sent + largest)
         fragments: dict[Part, int] = {"fragmentation": int(self._fragmentation * total(dynamic))}
         return Use(static=added(use.static, self.allowances), dynamic=added(dynamic, fragments))

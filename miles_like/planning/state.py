@@ -46,7 +46,8 @@ class RankState:
     device: Bytes
     buffers: tuple[int, ...]  # of each parameter buffer; each is one storage, as the host's copy while a rank sleeps
     host: HostState
-    building: int  # the peak on the device while model, buffers and optimizer are built, in bytes
+    building: int  # the most on the device while model, buffers and optimizer are built, in bytes
+    uncollected: int  # part of it that Python's garbage collector may have freed by then
     host_building: int  # the same on the host
 
 
@@ -78,11 +79,13 @@ def rank_state(weights: StageWeights, config: TrainerConfig, data_rank: int | No
     offloaded = split.host
     host = HostState(masters=_FP32 * offloaded, moments=_MOMENTS * offloaded, gradients=_FP32 * offloaded)
     moving = max((fixed + n for n in _moving(moves, width)), default=fixed)
+    building = max(moving, _finishing(weights, parts, split.building, offloaded > 0))
     return RankState(
         device={part: n for part, n in parts.items() if n},
         buffers=tuple(width * move.buffer for move in moves if move.buffer),
         host=host,
-        building=max(moving, _finishing(weights, parts, split, offloaded > 0)),
+        building=building,
+        uncollected=building - max(moving, _finishing(weights, parts, split.collected, offloaded > 0)),
         host_building=_FP32 * weights.elements(trained=True) + host.masters if offloaded else 0,
     )
 
@@ -134,39 +137,45 @@ def _moving(moves: Sequence[_Move], width: int) -> Iterator[int]:
         yield each * sum(m.buffer for m in moves[: k + 1]) + width * (move.held + sum(m.held for m in moves[k + 1 :]))
 
 
-def _finishing(weights: StageWeights, parts: Mapping[Part, int], split: _Split, offloads: bool) -> int:
-    """Bytes alive while the optimizer is built, and with everything."""
+def _finishing(weights: StageWeights, parts: Mapping[Part, int], copied: int, offloads: bool) -> int:
+    """Bytes alive while the optimizer is built, and with everything. copied: FP32 elements while it is built."""
     moved = parts["parameters"] + parts["gradients"]
     # a copy of each parameter on its way to the host, before others are copied on the device
     leaving = 2 * max((h.elements for h in weights.held if h.trained), default=0) if offloads else 0
-    return max(moved + max(leaving, parts["masters"], _FP32 * split.building), total(parts))
+    return max(moved + max(leaving, parts["masters"], _FP32 * copied), total(parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Split:
-    """Elements whose FP32 state a rank keeps on the device and on the host; the most FP32 elements on the device while
-    its optimizers are built."""
+    """Elements whose FP32 state a rank keeps on the device and on the host.
+
+    `HybridDeviceOptimizer` copies all that it keeps, unsharded, before `DistributedOptimizer` gives it its shards. The
+    first copies are in a cycle of references: they live until the garbage collector finds them.
+
+    building: the most FP32 elements on the device while the optimizers are built; collected: if it finds them at once.
+    """
 
     device: int
     host: int
-    building: int
+    building: int = 0
+    collected: int = 0
 
 
 def _split(weights: StageWeights, config: TrainerConfig, updated: int, data_rank: int | None) -> _Split:
     """updated: elements of the mean rank's shards."""
     share = config.kernels.offload_optimizer
     if share in (0, 1):
-        return _Split(device=updated * (share == 0), host=updated * (share == 1), building=0)
+        return _Split(device=updated * (share == 0), host=updated * (share == 1))
     of_kinds = [_Shards(weights, config, kind) for kind in _KINDS]
-    device, host, building = 0, 0, 0
+    device, host, building, collected = 0, 0, 0, 0
     for shards in of_kinds:
         ranks = range(shards.ranks) if data_rank is None else (data_rank % shards.ranks,)
         kept = [_kept(shards.of(rank), share) for rank in ranks]
-        # `HybridDeviceOptimizer` copies all that it keeps, unsharded, before `DistributedOptimizer` gives it its shards
-        building = max(building, device + _kept(shards.parameters, share) + max(kept))
+        copied = _kept(shards.parameters, share) + max(kept)
+        building, collected = building + copied, max(collected, device + copied)
         device += max(kept)
         host += sum(shards.size(rank) for rank in ranks) // len(ranks) - sum(kept) // len(kept)
-    return _Split(device=device, host=host, building=building)
+    return _Split(device=device, host=host, building=building, collected=collected)
 
 
 def _kept(parameters: Iterable[tuple[int, bool]], share: float) -> int:

@@ -1,4 +1,4 @@
-"""Write the last run of the tests into tests/RESULTS.md: python -m tests.support.results junit.xml [more.xml ...]"""
+"""Write the last run of the long tier into tests/RESULTS.md: python -m tests.support.results junit.xml [more.xml ...]"""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 RESULTS = Path(__file__).parents[1] / "RESULTS.md"
-HEAD = """# Last run of all tests
+HEAD = """# Last run of the long tier
 
-Written by `make test-all`. The long tier of tests/fuzz has its own tables: [fuzz/RESULTS.md](fuzz/RESULTS.md).
+Further cases of the slowest tests, which `make test-all` runs beside those of `make test`; every commit passes the
+latter. Written by `make test-long`. The long tier of tests/fuzz has its own tables:
+[fuzz/RESULTS.md](fuzz/RESULTS.md).
 
 """
 

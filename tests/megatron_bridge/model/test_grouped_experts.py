@@ -27,6 +27,9 @@ def _compare(rank: int, world: int, port: int, dtype: str, frozen: bool, watched
     fc1[2].weight.requires_grad_(not frozen)
     use_weight_function(fc1[4], lambda w: 2 * w)
     watches: list[int] = []
+    waits: list[Any] = []
+    for linear in fc1:
+        linear.register_forward_pre_hook(lambda module, args: waits.append(len(args[0])))
     if watched:
         fc1[3].register_forward_hook(lambda *_: None)
         experts.local_experts[5].linear_fc2.register_full_backward_hook(lambda *_: watches.append(5))
@@ -41,6 +44,7 @@ def _compare(rank: int, world: int, port: int, dtype: str, frozen: bool, watched
         out, _ = forward(x, counts, probs)
         found.append([out, *torch.autograd.grad(out, values, grad)])
         assert len(watches) == watched * len(found), "a hook on a linear was not called"
+        assert len(waits) >= len(fc1) * len(found), "a hook before a linear was not called"
     leave()
     names = ["output", "x", "probs", *(n for n, p in experts.named_parameters() if p.requires_grad)]
     return {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -11,14 +14,17 @@ import pytest
 from megatron_bridge.fake.records import ExecutedRank, read_records
 from megatron_bridge.fake.stages import distinct_stages
 from miles_like.config.load import load_config
+from miles_like.config.ranks import trainer_config
 from miles_like.planning import state
 from miles_like.planning.parts import total
 from miles_like.planning.ranks import RankPlans
 from miles_like.planning.weights import Held
+from tests.support import random_layouts
 from tests.support.executed_plans import BOUND, deviations, step_of
 from tests.support.plans import model_of, path_of, planned, shipped, trainer_ranks
 
-RECORDS = read_records(Path(__file__).parents[3] / "docs" / "plan" / "executed.json")
+DOCS = Path(__file__).parents[3] / "docs" / "plan"
+RECORDS = read_records(DOCS / "executed.json")
 
 MIDDLE = 1  # a stage of DeepSeek-V3 that stands for those between the first and the last
 
@@ -28,7 +34,10 @@ def _name(record: ExecutedRank) -> str:
 
 
 def _plans(record: ExecutedRank) -> RankPlans:
-    return trainer_ranks(record["config"], *record["overrides"], step=step_of(record), imbalance=record["imbalance"])
+    return copy.copy(_made(record["config"], *record["overrides"], step=step_of(record), imbalance=record["imbalance"]))
+
+
+_made = functools.cache(trainer_ranks)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=_name)
@@ -55,6 +64,17 @@ def test_every_kind_of_stage_of_the_shipped_configurations_was_executed() -> Non
         plans = trainer_ranks(name)
         kinds = {stage.number for stage in distinct_stages(plans.config, model_of(load_config(path_of(name))).hf)}
         assert {stage for config, stage in whole if config == name} == kinds, name
+
+
+def test_forty_random_layouts_were_executed() -> None:
+    """Those that the generator draws, whose ranks differ in every dimension of a layout."""
+    drawn = json.loads((DOCS / "random_layouts.json").read_text(encoding="utf-8"))
+    assert len(drawn) == random_layouts.COUNT and drawn == list(random_layouts.drawn(random_layouts.SEED, len(drawn)))
+    executed = [(r["config"], r["overrides"], r["stage"]) for r in RECORDS]
+    assert all((layout["config"], layout["overrides"], layout["stage"]) in executed for layout in drawn)
+    layouts = [trainer_config(load_config(path_of(at["config"]), at["overrides"]), Path()).parallel for at in drawn]
+    for size in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp"):
+        assert {getattr(layout, size) > 1 for layout in layouts} == {False, True}, size
 
 
 # planted errors

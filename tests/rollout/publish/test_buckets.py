@@ -58,8 +58,9 @@ def test_no_boundary_parts_what_an_engine_fuses(name: str) -> None:
         order.shuffle(whole)
         weights = [NamedTensor(n, t) for n, t in whole]
         wanted = dict(quantize_stream(weights, spec))
+        stream = list(quantize_stream(gathered(weights, fused), spec))
         for size in (1, 1 << 14, 1 << 30):
-            parts = list(cut(quantize_stream(gathered(weights, fused), spec), size, fused))
+            parts = list(cut(stream, size, fused))
             requests: dict[str, set[int]] = {}
             for number, part in enumerate(parts):
                 for stored, _ in part:
