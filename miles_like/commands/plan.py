@@ -13,7 +13,7 @@ from rich.console import Console
 
 from miles_like.command_errors import one_sentence
 from miles_like.commands.options import SetOption
-from miles_like.commands.step_time import Asked, predicted, report, searched
+from miles_like.commands.step_time import Asked, not_timed, predicted, report, searched
 from miles_like.config.load import load_config
 from miles_like.pipeline.stages import plan_stages
 from miles_like.planning.compose import IMBALANCE
@@ -72,6 +72,8 @@ def plan(
             setup, time = timed
             print_step(console, time, setup)
             found = replace(found, step_s=time.flat())
+        if (line := not_timed(loaded, model, found)) is not None:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         if json is not None:
             json.parent.mkdir(parents=True, exist_ok=True)
             write_plan(json, found)

@@ -12,6 +12,7 @@ from miles_like.config.run import RunConfig
 from miles_like.layout_search.report import chosen_toml, print_search, search_json
 from miles_like.layout_search.search import Order, Searched, search
 from miles_like.planning.plan import Plan
+from miles_like.planning.weights import trained_share
 from miles_like.run import assemble
 from miles_like.run.model_plan import PlannedModel, planned_model
 from miles_like.timing.devices import Device
@@ -44,9 +45,29 @@ def predicted(run: RunConfig, model: PlannedModel, plan: Plan, asked: Asked) -> 
     """The time of a step; None for CPU ranks, and for a run without a rollout by stock SGLang."""
     if not plan.on_gpus or run.servers is None or plan.engine is None:
         return None
-    facts = replace(asked.facts(run, plan.device, plan.imbalance), cache_tokens=float(plan.engine.tokens))
-    setup = step_setup(run, model.hf, facts)
+    facts = replace(
+        asked.facts(run, plan.device, plan.imbalance),
+        cache_tokens=float(plan.engine.tokens),
+        trained=trained_share(model.trainer, model.hf),
+    )
+    setup = replace(step_setup(run, model.hf, facts), gpus=sum(row.gpus for row in plan.stages))
     return setup, step_time(model_shape(model.hf), setup)
+
+
+def not_timed(run: RunConfig, model: PlannedModel, plan: Plan) -> str | None:
+    """What the time of a step leaves out, as one line; None: nothing."""
+    if not plan.on_gpus:
+        return None
+    if run.servers is None or plan.engine is None:
+        what = f"rollout.engine = {run.rollout.engine!r}" if run.servers else f"algorithm.name = {run.algorithm.name!r}"
+        return f"no step time: it is predicted for runs with a rollout by stock SGLang, and this one has {what}"
+    parts = {
+        "the critic's passes and steps": model.critic is not None,
+        "the pass of the reference on its own devices": model.reference is not None,
+        "the passes of teachers": bool(run.distillation.teachers),
+    }
+    missing = [part for part, there in parts.items() if there]
+    return f"not in these seconds: {', '.join(missing)}" if missing else None
 
 
 def searched(
@@ -63,6 +84,7 @@ def searched(
     names = formats.split(",") if formats else []
     if wrong := [name for name in names if name not in known]:
         raise ValueError(f"--formats {formats}: {wrong[0]!r} is none of {', '.join(known)}")
+    facts = replace(facts, trained=trained_share(model.trainer, model.hf))
     order = by or "speed"
     if order not in _ORDERS:
         raise ValueError(f"--by {by}: want one of {', '.join(_ORDERS)}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_bridge.families.base import HFConfig
+from miles_like.config.cluster import POOLS
 from miles_like.config.ranks import trainer_config
 from miles_like.config.run import RunConfig
 from miles_like.layout_search.estimate import Floor
@@ -113,6 +114,11 @@ def search(
             "layouts are searched for a run on GPUs with a rollout by stock SGLang: give cluster.gpus_per_node and "
             "rollout.engine = 'sglang'"
         )
+    if pools := [name for name in POOLS if run.cluster.pools.of(name) is not None]:
+        raise ValueError(
+            f"cluster.pools.{pools[0]} gives GPUs of certain nodes to a role, and a search divides all of them: "
+            "remove cluster.pools"
+        )
     searches, refusals = [], Refusals()
     changes = [in_format(run, f) for f in dict.fromkeys(formats)] or [{}]
     for number, change in itertools.product(dict.fromkeys(nodes or [run.cluster.nodes]), changes):
@@ -159,7 +165,8 @@ class _Search:
         self.config, self.hf, self.facts, self.plan_of, self.nodes, self.kept = run, hf, facts, plan_of, nodes, kept
         self.shape: ModelShape = model_shape(hf)
         self.base: StepSetup = step_setup(run, hf, facts)
-        self.width = facts.device.node_gpus
+        same = facts.device.name == run.cluster.device  # other devices come in nodes of their usual size
+        self.width = run.cluster.gpus_per_node if same else facts.device.node_gpus
         self.memo, self.considered, self.planned = Memo(), 0, 0
         self.divisions = Divisions(hf, self.shape, self.width, self.refusals)
         self.floor = Floor(

@@ -17,7 +17,7 @@ from miles_like.config.ranks import critic_config, reference_config, trainer_con
 from miles_like.config.run import RunConfig
 from miles_like.planning.activations import StepShape
 from miles_like.planning.engine import EnginePlan, engine_plan
-from miles_like.planning.host import Samples, driver_host, engine_host, rank_host, summed
+from miles_like.planning.host import DRIVER, Samples, driver_host, engine_host, rank_host, summed
 from miles_like.planning.parts import PHASES, Bytes, Phase, added, largest, total
 from miles_like.planning.plan import DiskPlan, HostPlan, Plan, StagePlan
 from miles_like.planning.ranks import RankPlans, Use
@@ -161,6 +161,8 @@ class _Composer:
         role, stage = process
         if role == "rollout":
             return phase in ("publishing", "generating")
+        if phase == "publishing" and self.config.servers is None:
+            return False
         return phase in self.ranks[role].uses(stage)
 
     def _use(self, process: Process, phase: Phase) -> Use | None:
@@ -197,7 +199,9 @@ class _Composer:
         node, parts = max(
             ((node, summed(several)) for node, several in sorted(by_node.items())), key=lambda of: sum(of[1].values())
         )
-        return HostPlan(node=node, parts=parts, memory=self.device.node_memory)
+        # a node with more or fewer GPUs than is usual has memory in proportion
+        gpus = self.config.cluster.gpus_per_node or self.device.node_gpus
+        return HostPlan(node=node, parts=parts, memory=self.device.node_memory * gpus // self.device.node_gpus)
 
     def _of_rank(self, role: Role, stage: int) -> Mapping[str, int]:
         plans, c = self.ranks[role], self.config
@@ -221,7 +225,7 @@ class _Composer:
     def _driver(self) -> Mapping[str, int]:
         c, family = self.config, family_of(self.hf)
         if c.servers is None:
-            return driver_host(Samples(count=0, tokens=0, layers=0, top_k=0, experts=0), bucket=0, copies=0)
+            return {"processes": DRIVER}
         routed = len(family.moe_layers(self.hf)) if c.routes_belong_to_their_log_probs else 0
         samples = Samples(
             count=math.ceil(c.train.groups_per_step * c.train.samples_per_group * (1 + c.buffer.slack)),

@@ -85,7 +85,12 @@ def changed(config: RunConfig, change: Change) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as e:
-        raise ValueError(str(e)) from None
+        raise ValueError("; ".join(_sentence(error["loc"], error["msg"]) for error in e.errors())) from None
+
+
+def _sentence(where: Sequence[int | str], message: str) -> str:
+    key, text = ".".join(map(str, where)), message.removeprefix("Value error, ")
+    return f"{key}: {text}" if key and key not in text else text
 
 
 def _changes(config: RunConfig, plan: Plan, model: Model) -> Iterator[Change]:

@@ -94,6 +94,6 @@ class RankPlans:
             # the sender holds the tensors of a chunk of any stage until they are sent, while the next is gathered
             sent = max(max(g.chunk, self.chunks[stage].owned) for g in self.chunks)
             largest = max(chunks.chunk for chunks in self.chunks)
-            dynamic["communication"] = max(dynamic["communication"], sent + largest)
+            dynamic["communication"] = max(dynamic.get("communication", 0), sent + largest)
         fragments: dict[Part, int] = {"fragmentation": int(self._fragmentation * total(dynamic))}
         return Use(static=added(use.static, self.allowances), dynamic=added(dynamic, fragments))

@@ -185,6 +185,12 @@ class ModelWeights:
                 yield Held(kind=kind, elements=n, count=count, trained=self.config.trains)
 
 
+def trained_share(config: TrainerConfig, hf: HFConfig) -> float:
+    """Share of the parameters of all ranks that have gradients: 1 without adapters and frozen weights."""
+    stages = ModelWeights(config, hf).stages(config.parallel)
+    return sum(s.elements(trained=True) for s in stages) / sum(s.elements() for s in stages)
+
+
 def chunk_layers(layout: ParallelConfig, layers: int, stage: int) -> tuple[tuple[int, ...], ...]:
     """Global numbers of the decoder layers of each virtual stage of a pipeline stage."""
     own = [i for i, s in enumerate(stages_by_layer(layout, layers)) if s == stage]

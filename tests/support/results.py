@@ -1,4 +1,4 @@
-"""Write the last run of the long tier into tests/RESULTS.md: python -m tests.support.results junit.xml [more.xml ...]"""
+"""Write the last run of the long tier into tests/RESULTS.md: python -m tests.support.results long.xml"""
 
 from __future__ import annotations
 

@@ -66,6 +66,68 @@ def test_what_is_known_of_the_data_changes_the_seconds(tmp_path: Path) -> None:
     assert faster["train"] < usual["train"] and faster["rollout"] < usual["rollout"]
 
 
+def test_what_the_seconds_leave_out_is_named(tmp_path: Path) -> None:
+    """A critic's work; and all of a run without a rollout, which publishes nothing."""
+    critic = planned("--set", "algorithm.name=ppo")
+    assert critic.exit_code == 0 and "not in these seconds: the critic's passes and steps" in critic.output
+    assert "not in these seconds" not in planned().output
+    tuned = planned("--json", tmp_path / "plan.json", config=_supervised(tmp_path))
+    assert "no step time" in tuned.output and "algorithm.name = 'sft'" in tuned.output
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["step_s"] is None and all("publishing" not in stage["phases"] for stage in found["stages"])
+
+
+def _supervised(where: Path) -> Path:
+    """A run on GPUs that trains on given answers."""
+    path = where / "sft.toml"
+    config = ROOT / "configs/qwen3_4b/config.json"
+    path.write_text(
+        f"""
+[model]
+path = "Qwen/Qwen3-4B"
+config = "{config}"
+[data]
+train = "x.jsonl"
+[parallel]
+dp = 8
+[algorithm]
+name = "sft"
+[cluster]
+gpus_per_node = 8
+"""
+    )
+    return path
+
+
+def test_adapters_have_few_gradients(tmp_path: Path) -> None:
+    """Their optimizer's step and their gradients take less of a step than those of all weights."""
+    local = ("--set", "kernels.rope_fusion=false", "--set", "kernels.spec=local")
+    whole, adapters = step_s(tmp_path, *local), step_s(tmp_path, *local, "--set", "lora.rank=16")
+    assert adapters["train: optimizer"] < 0.1 * whole["train: optimizer"]
+
+
+def test_experts_on_every_rank_are_planned() -> None:
+    """Without tensor-, pipeline- or expert-parallel ranks nothing is gathered for a publication."""
+    layout = ("parallel.tp=1", "parallel.dp=8", "parallel.ep=1")
+    done = planned(
+        "--device",
+        "H200",
+        *(word for key in layout for word in ("--set", key)),
+        config=ROOT / "configs/moonlight_16b_a3b.toml",
+    )
+    assert done.exit_code == 0 and "fits" in done.output, done.output
+
+
+def test_a_search_divides_the_gpus_of_the_configuration() -> None:
+    """Of one GPU there is one division; pools, which it would not keep, are refused."""
+    done = planned("--search", config=ROOT / "configs/qwen3_0_6b.toml")
+    assert done.exit_code == 0 and "one rank" in done.output
+    pools = ("cluster.nodes=2", 'cluster.pools.trainer.nodes="0"')
+    done = planned("--search", *(word for key in pools for word in ("--set", key)))
+    assert done.exit_code == 2
+    check_refusal(done.output, "cluster.pools.trainer", "cluster.pools")
+
+
 def test_a_run_on_cpu_ranks_has_no_seconds(tmp_path: Path) -> None:
     done = planned("--json", tmp_path / "plan.json", config=ROOT / "configs/tiny.toml")
     assert done.exit_code == 0 and "Predicted seconds" not in done.output

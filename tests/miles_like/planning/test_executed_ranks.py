@@ -86,12 +86,15 @@ def deepseek() -> ExecutedRank:
     return next(r for r in RECORDS if r["config"] == "deepseek_v3_fp8" and r["stage"] == MIDDLE)
 
 
-def test_a_forgotten_optimizer_copy_is_seen(deepseek: ExecutedRank) -> None:
-    """One moment in place of two: the executed ranks differ, and a layout that cannot run would be taken."""
+def test_a_forgotten_optimizer_copy_is_seen() -> None:
+    """Without moments the executed ranks differ, and a layout that cannot run would be taken."""
     name, overrides = "qwen3_30b_a3b_fp8_node", ("kernels.offload_optimizer=0.0",)
     right = planned(name, *overrides)
     with patch.object(state, "_MOMENTS", 0), patch.object(state, "_FP32", 4):
         wrong = planned(name, *overrides)
+        record = next(r for r in RECORDS if r["config"] == "qwen3_30b_a3b_node" and not r["overrides"])
+        found = trainer_ranks(record["config"], step=step_of(record))
+        assert any(line.startswith("moments:") for line in deviations(record, found))
     assert wrong.worst.peak < right.worst.peak
     assert (right.fits, wrong.fits) == (False, True)
 

@@ -41,8 +41,8 @@ def test_step_time_and_idle_shares_are_those_of_the_run(k: str) -> None:
 
 
 def test_a_wrong_calibration_is_seen() -> None:
-    """Half of the engine's time: another step time, where a step waits for samples."""
-    engine = {key: value / 2 for key, value in RECORD["assumptions"]["engine"].items() if key != "cores"}
+    """A quarter of the engine's time: another step time, where a step waits for samples."""
+    engine = {key: value / 4 for key, value in RECORD["assumptions"]["engine"].items() if key != "cores"}
     assumptions = RECORD["assumptions"] | {"engine": RECORD["assumptions"]["engine"] | engine}
     wrong: Measured = {**RECORD, "assumptions": assumptions}
     assert _simulated(wrong, "0")["step_s"] < (1 - STEP) * RECORD["runs"]["0"]["step_s"]
