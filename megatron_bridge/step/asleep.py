@@ -143,7 +143,7 @@ def _drop_graphs(chunks: Sequence[torch.nn.Module]) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(getattr(module, "input_tensor", None), Tensor):
-                module.input_tensor = None
+                vars(module)["input_tensor"] = None
             dispatcher = getattr(module, "token_dispatcher", None)
             for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
                 for name, value in vars(owner).items() if owner is not None else ():
