@@ -34,6 +34,7 @@ def process_environment(
         slot.role,
         devices=",".join(str(facts.devices[gpu].index) for gpu in slot.gpus),
         interface=_loopback() if local else facts.interface,
+        address=None if local else facts.address,
         threads=str(max(1, facts.cores // max(1, gpus_per_node))),
         stage_dir=stage_dir,
     )
@@ -49,6 +50,7 @@ def describe_environment(
         role,
         devices="(the GPUs of its slot)" if gpus_per_node else "",
         interface="(interface of the node's address)",
+        address="(the node's address)",
         threads=f"(cores of the node / {gpus_per_node})",
         stage_dir=stage_dir,
     )
@@ -93,9 +95,9 @@ def _loopback() -> str:
 
 
 def _defaults(
-    role: Role, *, devices: str, interface: str | None, threads: str, stage_dir: str | None
+    role: Role, *, devices: str, interface: str | None, address: str | None, threads: str, stage_dir: str | None
 ) -> dict[str, str]:
-    """devices: empty for a CPU process."""
+    """devices: empty for a CPU process. address: of the node; None: on loopback."""
     # a number is the device's in nvidia-smi, by which Ray and `NodeFacts` count; CUDA's default is fastest first
     out = {"CUDA_VISIBLE_DEVICES": devices, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if devices else {}
     # CPU ranks of one node share its cores; GPU ranks need them for an optimizer on the CPU and for encoding weights
@@ -103,6 +105,10 @@ def _defaults(
     if devices and role != "rollout":
         # a rank's communication and computation are launched in order; SGLang overwrites it with a value of its choice
         out["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if devices and role == "rollout" and address is not None:
+        # by which the parts of a server on several nodes find each other (get_local_ip_auto of SGLang 0.5.23): its own
+        # choice is the interface of the default route, or what the host name resolves to
+        out["SGLANG_HOST_IP"] = address
     out |= _interfaces(interface)
     return out | (_caches(role, stage_dir) if devices and stage_dir is not None else {})
 

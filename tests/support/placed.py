@@ -165,7 +165,7 @@ def check_seen(
         assert one.address == f"127.0.0.{hosts[node]}", process
         indices = [placed.per_node + gpu for gpu in gpus]
         assert one.devices == tuple(uuid_of(hosts[node], index) for index in indices), process
-        wanted = variables(process[0], indices, placed.used) | dict(given or {})
+        wanted = variables(process[0], one.address, indices, placed.used) | dict(given or {})
         assert not (different := sorted(one.set_here.items() ^ wanted.items())), (process, different)
         for gpu, uuid in zip(gpus, one.devices, strict=True):
             by_place.setdefault((node, gpu), set()).add(uuid)
@@ -173,9 +173,9 @@ def check_seen(
     assert len(set.union(*by_place.values())) == len(by_place)
 
 
-def variables(role: Role, indices: Sequence[int], used: int) -> dict[str, str]:
-    """What a process has that its node's Ray has not. indices: of its GPUs in nvidia-smi. All shipped configurations
-    name the same directory on the nodes' disks."""
+def variables(role: Role, address: str, indices: Sequence[int], used: int) -> dict[str, str]:
+    """What a process has that its node's Ray has not. address: of its node. indices: of its GPUs in nvidia-smi. All
+    shipped configurations name the same directory on the nodes' disks."""
     common = {
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, indices)),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -192,6 +192,7 @@ def variables(role: Role, indices: Sequence[int], used: int) -> dict[str, str]:
     if role == "trainer":
         return common | caches | SECRET | {"NCCL_DEBUG": "INFO", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     engine = {
+        "SGLANG_HOST_IP": address,
         "SGLANG_CACHE_DIR": base,
         "SGLANG_JIT_CACHE_DIR": f"{base}/jit",
         "FLASHINFER_WORKSPACE_BASE": base,

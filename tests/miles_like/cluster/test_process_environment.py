@@ -52,6 +52,18 @@ def test_a_server_keeps_the_launch_queues_of_its_engine() -> None:
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in process_environment(slot("rollout", 0), NODE, **OPTIONS)
 
 
+def test_a_server_finds_its_other_parts_by_the_node_s_address() -> None:
+    """Not by the host name or the default route, which SGLang would ask; a table may name another."""
+    assert process_environment(slot("rollout", 0), NODE, **OPTIONS)["SGLANG_HOST_IP"] == NODE.address
+    given = process_environment(slot("rollout", 0), NODE, **OPTIONS | {"env": {"SGLANG_HOST_IP": "10.0.0.9"}})
+    assert given["SGLANG_HOST_IP"] == "10.0.0.9"
+    for found in (
+        process_environment(slot("trainer", 0), NODE, **OPTIONS),
+        process_environment(slot("rollout", 0), NODE, **OPTIONS | {"local": True}),
+    ):
+        assert "SGLANG_HOST_IP" not in found
+
+
 def test_a_gpu_that_the_run_does_not_hold_is_refused() -> None:
     with refuses(ValueError, "trainer", 4, "cluster.gpus_per_node"):
         process_environment(slot("trainer", 4), NODE, **OPTIONS)
