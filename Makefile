@@ -74,7 +74,8 @@ fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m tests.fuzz --seed $(SEED)
 
 # a rank of each kind of pipeline stage of every configuration with GPUs, and of 40 random layouts (drawn by
-# tests/support/random_layouts.py), on fake tensors: 45 minutes of a core the first time, then what has changed (build/executed keeps the results); make plan-all ONLY='NAME ...' for some of them
+# tests/support/random_layouts.py), on fake tensors: 45 minutes of a core the first time, then what has changed
+# (build/executed keeps the results); make plan-all ONLY='NAME ...' for some of them
 ONLY :=
 plan-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m miles_like.commands.execute --all configs --jobs 2 --json docs/plan/executed.json \

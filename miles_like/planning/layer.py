@@ -131,14 +131,16 @@ class LayerOps:
         return Op(keeps=keeps, forward=whole + self.hidden, backward=back, module=module)
 
     def _core(self, query: int, key: int, value: int, out: int) -> Op:
-        """Core attention of q, k, v and output of these widths on this rank; context parallelism gathers keys and
-        values. It keeps the numbers per row and head, and its output, which the next linear keeps too."""
-        cp = self.pack.cp
-        read = self._rows(query) + cp * (self._rows(key) + self._rows(value))
+        """Core attention of q, k, v and output of these widths on this rank. It keeps the numbers per row and head, and
+        its output, which the next linear keeps too. Keys and values of the other context-parallel ranks pass in a ring;
+        the local module gathers and keeps them."""
+        pair, others = self._rows(key) + self._rows(value), self.pack.cp - 1
+        read = self._rows(query) + pair + (others * pair if self.local else 0)
+        ring = 0 if self.local else others * pair
         numbers = self.pack.gathered * self.heads * _FP32
-        grads = self._rows(out) + read
         module = "mla_up_proj" if self.latent else ""
-        return Op(keeps=read + numbers, forward=self._rows(out), backward=grads, module=module)
+        out_rows = self._rows(out)
+        return Op(keeps=read + numbers, forward=out_rows + ring, backward=out_rows + read, module=module)
 
     def _grouped_attention(self) -> Iterator[Op]:
         d, tp = self.dims, self.pack.tp
@@ -218,14 +220,15 @@ class LayerOps:
         rows *= layout.etp
         gathered = rows * line  # after etp's gather
         sorted_ = gathered if flex or d["experts"] // layout.ep > 1 else 0
-        held = sent + received + (gathered if layout.etp > 1 else 0)  # local variables of MoELayer.forward
+        held = sent + received  # local variables of MoELayer.forward
+        unsorted = gathered if layout.etp > 1 else 0  # of the dispatcher, until its rows are sorted
         padded = rows + (64 * d["experts"] // layout.ep if self.local and pack.width == 2 else 0)
         copies = padded * line - gathered if padded > rows else 0
         width, local = d["moe_ffn"] // layout.etp, d["experts"] // layout.ep
         both, one = padded * 2 * width * pack.width, padded * width * pack.width
         line_rows = padded * line
         index = own * 8
-        yield Op(keeps=index, forward=held + sorted_, backward=gathered + sorted_, module="moe")
+        yield Op(keeps=index, forward=held + unsorted + sorted_, backward=gathered + sorted_, module="moe")
         yield Op(
             keeps=line_rows,
             forward=held + both + copies,

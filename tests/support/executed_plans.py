@@ -10,8 +10,6 @@ from miles_like.planning.ranks import RankPlans
 from tests.support.plans import tensors
 
 BOUND = 0.05
-# (configuration, stage) -> a wider bound: of 64 local experts the plan has the gradients of a product all at once
-WIDER = {("rehearsal_deepseek_v3", 0): 0.08}
 # bytes that the plan does not count: modules' tables, and of the last micro-batch two hidden states and its routing
 SMALL = 160 * MIB
 STATIC: tuple[Part, ...] = ("parameters", "gradients", "masters", "moments", "rounded weights")
@@ -33,10 +31,9 @@ def deviations(record: ExecutedRank, plans: RankPlans, *, small: int = SMALL) ->
     for phase, parts in record["peaks"].items():
         unexecuted = _unexecuted(plans, stage) if phase == "publishing" else 0
         pairs[f"peak while {phase}"] = (total(peaks[phase]) - unexecuted, sum(parts.values()))
-    bound = WIDER.get((record["config"], stage), BOUND)
     for what, (expected, executed) in pairs.items():
         least = expected - state.uncollected if what == "peak while building" else expected
-        allowed = bound * executed + small
+        allowed = BOUND * executed + small
         if not least - allowed <= executed <= expected + allowed:
             found.append(f"{what}: planned {expected / MIB:,.0f} MiB, executed {executed / MIB:,.0f}")
     counted = (plans.stages[stage].elements(), plans.stages[stage].elements("expert"))

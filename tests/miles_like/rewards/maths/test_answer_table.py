@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from miles_like.protocols import SampleReward
 from miles_like.rewards.maths import answer_text, math_worker
 from miles_like.rewards.maths.answers import exact_number, gsm8k
+from tests.fuzz.pool import watchdog
 from tests.support.made_samples import group, sample
 
 ROOT = Path(__file__).parents[4]
@@ -118,12 +119,14 @@ LONG = 60_000  # characters, of which a pattern with quadratic time would not se
     ["1", ",111", " ", "<answer>", "5 or ", "$ ", "####", "\\boxed{", "1.", "-", "1e", "**", "*5* ", "US$", "1 * 10^"],
 )
 def test_a_long_response_is_read_to_its_end(piece: str) -> None:
+    """Every reader ends: with quadratic time it would take minutes, and the watchdog would end it with an error."""
     text = piece * (LONG // len(piece))
-    for read in (answer_text.plain_signs, answer_text.given, answer_text.boxed, answer_text.for_latex):
-        read(text)
-    answer_text.for_prose(text), answer_text.in_tags(text), answer_text.last_alternatives(text)
-    answer_text.alternatives(text), answer_text.is_formula(text), answer_text.number_of(text)
-    answer_text.last_number(text, first=False), answer_text.last_number(text, first=True)
+    with watchdog(60.0):
+        for read in (answer_text.plain_signs, answer_text.given, answer_text.boxed, answer_text.for_latex):
+            read(text)
+        answer_text.for_prose(text), answer_text.in_tags(text), answer_text.last_alternatives(text)
+        answer_text.alternatives(text), answer_text.is_formula(text), answer_text.number_of(text)
+        answer_text.last_number(text, first=False), answer_text.last_number(text, first=True)
 
 
 # the process
