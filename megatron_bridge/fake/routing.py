@@ -150,7 +150,8 @@ def _dispatch(balance: Balance) -> Any:
     ) -> tuple[Any, ...]:
         """(rows [n, H], ids [n, K], weights [n, K], rows of each local expert, what the reverse needs)."""
         ranks = group.size()
-        received = balance.received(round(len(x) * balance.ranks_of_a_token(ranks)))
+        slices = num_experts // balance.experts  # tensor-parallel ranks of an expert, each of which gets its tokens
+        received = balance.received(round(len(x) * slices * balance.ranks_of_a_token(ranks // slices)))
         rows, probs = _Dispatch.apply(x, token_probs, received)  # type: ignore[no-untyped-call]
         ids = token_indices.new_empty(received, token_indices.shape[1])
         # DeepEP's handle: which rows go to which ranks, and where each received row came from
@@ -160,7 +161,7 @@ def _dispatch(balance: Balance) -> Any:
             x.new_empty(len(x), ranks, dtype=torch.int32),
             x.new_empty(received, dtype=torch.int32),
         )
-        of_experts = even(balance.received(len(x) * balance.top_k), num_experts // ranks)
+        of_experts = even(balance.received(len(x) * slices * balance.top_k), num_experts // ranks)
         return rows, ids, probs, _Counts(of_experts), handle
 
     return fused_dispatch
@@ -204,7 +205,8 @@ def _hybrid_dispatch(balance: Balance) -> Any:
     def hybrid_ep_dispatch(
         x: Tensor, routing_map: Tensor, probs: Tensor, group: Any, num_local_experts: int, **_: Any
     ) -> tuple[Any, ...]:
-        received = balance.received(len(x) * balance.top_k)
+        slices = routing_map.shape[1] // balance.experts  # as in `_dispatch`
+        received = balance.received(len(x) * slices * balance.top_k)
         rows, weights = _Dispatch.apply(x, probs, received)  # type: ignore[no-untyped-call]
         return rows, weights[:, 0], None, _Counts(even(received, num_local_experts)), (len(x), routing_map)
 

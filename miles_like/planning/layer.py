@@ -207,21 +207,17 @@ class LayerOps:
 
     def _routed(self) -> Iterator[Op]:
         d, pack, layout = self.dims, self.pack, self.config.parallel
-        flex = self.config.kernels.dispatcher == "flex"
+        dispatcher = self.config.kernels.dispatcher
         own = pack.rows * d["top_k"]  # rows that this rank sends, one per choice
         rows = math.ceil(own * (pack.imbalance if layout.ep > 1 else 1.0))  # that it receives
         line = d["hidden"] * pack.width
-        sent = 0 if flex else own * line
-        if flex:  # a row is sent once to each rank, for all of its experts there
-            hit = layout.ep * (1 - (1 - 1 / layout.ep) ** d["top_k"])
-            received = math.ceil(pack.rows * hit * pack.imbalance) * line
-        else:
-            received = rows * line if layout.ep > 1 else 0
-        rows *= layout.etp
-        gathered = rows * line  # after etp's gather
-        sorted_ = gathered if flex or d["experts"] // layout.ep > 1 else 0
-        held = sent + received  # local variables of MoELayer.forward
-        unsorted = gathered if layout.etp > 1 else 0  # of the dispatcher, until its rows are sorted
+        rows *= layout.etp  # each of an expert's tensor-parallel ranks computes a slice of all its tokens
+        gathered = rows * line
+        sliced = layout.etp > 1 and dispatcher == "alltoall"  # its tokens are gathered after they are sent
+        # local variables of MoELayer.forward, and of the dispatcher until its rows are sorted
+        held = self._sent_and_received(own, rows // layout.etp)
+        unsorted = gathered if sliced else 0
+        sorted_ = gathered if dispatcher != "alltoall" or d["experts"] // layout.ep > 1 else 0
         padded = rows + (64 * d["experts"] // layout.ep if self.local and pack.width == 2 else 0)
         copies = padded * line - gathered if padded > rows else 0
         width, local = d["moe_ffn"] // layout.etp, d["experts"] // layout.ep
@@ -246,8 +242,21 @@ class LayerOps:
             module="moe",
         )
         # the reduce-scatter is in the router's FP32: all rows, and this rank's
-        back = (rows + rows // layout.etp) * d["hidden"] * _FP32 if layout.etp > 1 else 0
+        back = (rows + rows // layout.etp) * d["hidden"] * _FP32 if sliced else 0
         yield Op(forward=held + 2 * gathered + back + self.hidden, backward=2 * gathered + back, module="moe")
+
+    def _sent_and_received(self, own: int, rows: int) -> int:
+        """Bytes of hidden states that a dispatcher sends and receives; own, rows: one per choice of an expert."""
+        d, pack, layout = self.dims, self.pack, self.config.parallel
+        line = d["hidden"] * pack.width
+        match self.config.kernels.dispatcher:
+            case "alltoall":
+                return own * line + (rows * line if layout.ep > 1 else 0)
+            case "allgather":  # every rank's
+                return pack.rows * layout.ep * layout.etp * line
+            case "flex":  # a row once to each rank, for all of its experts there
+                hit = layout.ep * (1 - (1 - 1 / layout.ep) ** d["top_k"])
+                return math.ceil(pack.rows * layout.etp * hit * pack.imbalance) * line
 
 
 def _waiting(ops: Iterable[Op], more: int) -> Iterator[Op]:

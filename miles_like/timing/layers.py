@@ -134,7 +134,7 @@ def _experts(shape: ModelShape, setup: LayerSetup, tokens: float) -> dict[str, T
         "activations": moved(BF16 * rows * channels, device),
         "all-to-all": 2 * setup.imbalance * dispatch(shape, setup, kept),
     }
-    if p.etp > 1:
+    if p.etp > 1 and setup.dispatcher == "alltoall":
         group = group_of(p.etp, 1, device)
         moe["expert-tensor-parallel collectives"] = 2 * all_gather(BF16 * rows * shape.hidden, group, device)
     return {"moe": moe} | ({"shared_experts": _shared(shape, setup, tokens)} if shape.shared else {})
@@ -152,21 +152,22 @@ def _shared(shape: ModelShape, setup: LayerSetup, tokens: float) -> Terms:
 def dispatch(shape: ModelShape, setup: LayerSetup, tokens: float) -> float:
     """Seconds to send the tokens that a rank keeps to their experts, or back.
 
-    "alltoall" sends a token once for each of its experts. "flex" (DeepEP) sends it once to each domain, where it is
-    forwarded over NVLink to each rank of its experts. "allgather" gives every rank all tokens.
+    "alltoall" sends a token once for each of its experts, to one of an expert's tensor-parallel ranks. "flex" (DeepEP)
+    sends it once to each domain, where it is forwarded over NVLink to each rank of its experts. "allgather" gives every
+    rank all tokens.
     """
     p, device = setup.parallel, setup.device
-    if p.ep == 1:
-        return 0.0
-    group = group_of(p.ep, p.etp, device)
     row = BF16 * shape.hidden
-    if setup.dispatcher == "allgather":
-        return all_gather(tokens * row * p.ep, group, device)
     if setup.dispatcher == "alltoall":
-        return all_to_all(tokens * row * shape.top_k, group, device)
+        return all_to_all(tokens * row * shape.top_k, group_of(p.ep, p.etp, device), device) if p.ep > 1 else 0.0
+    if p.ep * p.etp == 1:
+        return 0.0
+    group = group_of(p.ep * p.etp, 1, device)
+    if setup.dispatcher == "allgather":
+        return all_gather(tokens * row * p.ep * p.etp, group, device)
     domains = group.domains
     reached = domains * (1 - (1 - 1 / domains) ** shape.top_k)  # domains with an expert of a token, on average
-    ranks = p.ep * (1 - (1 - 1 / p.ep) ** shape.top_k)
+    ranks = p.etp * p.ep * (1 - (1 - 1 / p.ep) ** shape.top_k)
     far = tokens * row * reached * (domains - 1) / domains
     near = tokens * row * ranks
     return _overlapped(far, near, group.local, device)

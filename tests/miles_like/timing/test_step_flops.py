@@ -60,10 +60,10 @@ def test_the_ranks_of_a_replica_execute_the_model_s_flops_together(layout: dict[
     assert ranks * sum(x["core attention"] for x in found) == pytest.approx(3.5 * core)
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=[f"{r['config']}-{r['rank']}" for r in RECORDS])
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: " ".join([r["config"], f"rank {r['rank']}", *r["overrides"]]))
 def test_flops_are_those_of_executed_ranks(record: ExecutedRank) -> None:
     """Counted by torch over the trainer's own code on fake tensors: within 5 % of products and of attention."""
-    run = load_config(ROOT / f"configs/{record['config']}.toml")
+    run = load_config(ROOT / f"configs/{record['config']}.toml", record["overrides"])
     assert record["world"] == run.parallel.world_size
     hf = model_of(run).hf
     setup = layer_setup(trainer_config(run, NOWHERE), hf, Facts(device=device("H100"), imbalance=record["imbalance"]))
