@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from tests.support.budget import Budget, by_folder, file_of, load, over, taken
+from tests.support.budget import Budget, by_folder, file_of, grown, load, over, taken
 
 JUNIT = """<testsuites><testsuite tests="3" time="7.5">
 <testcase classname="tests.laws.test_kills" name="test_a[x]" time="4.0"/>
@@ -22,17 +23,34 @@ def test_seconds_are_summed_by_file_and_folder(tmp_path: Path) -> None:
     assert by_folder(found.seconds) == {"tests/laws": 11.0, "tests": 1.0} and found.wall_s == 15.0
 
 
+def budget(**values: Any) -> Budget:
+    free = {"wall_s": 99.0, "check_s": 99.0, "baseline_s": 99.0, "growth_s": 0.0, "factor": 1.0, "extra_s": 0.0}
+    return Budget(**(free | values))
+
+
 def test_what_is_over_the_budget_is_named(tmp_path: Path) -> None:
     (tmp_path / "junit.xml").write_text(JUNIT)
     found = taken([tmp_path / "junit.xml"])
-    fits = Budget(seconds={"tests/laws": 4.0, "tests": 1.0}, wall_s=6.0, factor=1.25, extra_s=0.5)
+    fits = budget(seconds={"tests/laws": 4.0, "tests": 1.0}, wall_s=6.0, factor=1.25, extra_s=0.5)
     assert over(found, fits) == []
-    tight = Budget(seconds={"tests/laws": 3.0}, wall_s=5.0, factor=1.5, extra_s=0.0)
+    tight = budget(seconds={"tests/laws": 3.0}, wall_s=5.0, factor=1.5)
     without, folder = over(found, tight)
     assert "tests " in without and "no line in budget.toml" in without
     assert "tests/laws took 6 s, its budget is 3 s, at most 4 s" in folder
-    (wall,) = over(found, Budget(seconds={"tests/laws": 9.0, "tests": 1.0}, wall_s=4.0, factor=1.0, extra_s=0.0))
+    wide = {"tests/laws": 9.0, "tests": 1.0}
+    (wall,) = over(found, budget(seconds=wide, wall_s=4.0))
     assert "the run took 8 s, its budget is 4 s" in wall
+    assert over(found, budget(seconds=wide, check_s=4.0)) == []
+    (check,) = over(found, budget(seconds=wide, check_s=3.0), check=True)
+    assert "the run took 8 s, its budget is 3 s" in check
+
+
+def test_the_folders_grow_by_what_an_issue_may_add() -> None:
+    seconds = {"tests/laws": 40.0, "tests": 21.0}
+    assert grown(budget(seconds=seconds, baseline_s=1.0, growth_s=60.0)) == []
+    (sentence,) = grown(budget(seconds=seconds, baseline_s=0.0, growth_s=60.0))
+    assert "have 61 s" in sentence and "growth_s = 60 s" in sentence
+    assert grown(load()) == []
 
 
 def test_every_folder_with_tests_has_a_line_and_every_line_a_folder() -> None:

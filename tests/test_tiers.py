@@ -115,10 +115,11 @@ def test_a_long_test_runs_in_test_all_only_and_names_the_test_beside_it(tmp_path
     for tier, want in (("not long", {"test_short"}), ("slow and not long", set()), ("", {"test_long", "test_short"})):
         _, _, summary = pytest_in(tmp_path, "-m", tier).stdout.partition("short test summary info")
         assert outcomes(summary) == dict.fromkeys(want, "PASSED"), tier
-    (tmp_path / "test_it.py").write_text(LONG.format(beside="test_gone.py"))
-    done = pytest_in(tmp_path)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
-    assert "test_long" in done.stderr and "tests/test_gone.py" in done.stderr
+    for beside in ("test_gone.py", "miles_like/cluster/test_large_clusters.py"):  # the latter has long tests only
+        (tmp_path / "test_it.py").write_text(LONG.format(beside=beside))
+        done = pytest_in(tmp_path)
+        assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+        assert "test_long" in done.stderr and f"tests/{beside}" in done.stderr
 
 
 def test_what_files_share_is_made_first_and_its_users_wait_without_a_worker() -> None:

@@ -60,6 +60,28 @@ def starts_processes(path: Path) -> bool:
     return False
 
 
+@functools.cache
+def has_shorter_tests(path: Path) -> bool:
+    """Whether a test file has a test that is not marked long; a mark of one of a test's cases does not count."""
+    if not path.is_file():
+        return False
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    marks = {"LONG"}  # the name that files give the mark where several tests have it
+    everything = [node.value for node in tree.body if isinstance(node, ast.Assign) and _names(node, "pytestmark")]
+    if any(_is_long(mark, marks) for mark in everything):
+        return False
+    tests = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return any(not any(_is_long(mark, marks) for mark in test.decorator_list) for test in tests)
+
+
+def _names(node: ast.Assign, name: str) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+
+
+def _is_long(mark: ast.expr, names: Collection[str]) -> bool:
+    return ast.unparse(mark).startswith("pytest.mark.long") or ast.unparse(mark) in names
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file of which a tier runs nothing is not imported."""
     tier, path = config.option.markexpr, collection_path
@@ -77,10 +99,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         for long in item.iter_markers("long"):
             beside = long.kwargs.get("beside", "")
-            if not item.get_closest_marker("slow") or not (ROOT / beside).is_file():
+            if not item.get_closest_marker("slow") or not has_shorter_tests(ROOT / beside):
                 raise pytest.UsageError(
-                    f"{item.nodeid} is marked long(beside={beside!r}): want a slow test, and the file of the test that "
-                    "holds its law in `make test`"
+                    f"{item.nodeid} is marked long(beside={beside!r}): want a slow test, and the file of a test that "
+                    "holds its law in `make test`, one without the mark"
                 )
     yield
     if hasattr(config, "workerinput"):

@@ -89,7 +89,7 @@ def test_shards_of_codes_are_those_of_the_decoded_directory(spec: QuantSpec, sou
     facts = {}
     for which in ("coded", "plain"):
         opened = Source.open(tmp_path / which)
-        convert_source(opened, tmp_path / f"{which}-out", chunk_bytes=3000, unit_bytes=300_000)
+        convert_source(opened, tmp_path / f"{which}-out", chunk_bytes=6000, unit_bytes=300_000)
         pieces = Manifest.read(tmp_path / f"{which}-out").tensors
         facts[which] = {
             k: (f.dtype, f.shape, sorted((p.offset, p.sizes, p.sum) for p in f.pieces)) for k, f in pieces.items()

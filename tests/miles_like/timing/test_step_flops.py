@@ -19,10 +19,7 @@ from miles_like.timing.flops import executed_flops
 from miles_like.timing.layers import LayerSetup
 from miles_like.timing.of_run import NOWHERE, Facts, layer_setup
 from miles_like.timing.shape import model_shape
-from tests.support.executed_ranks import CASES, MODELS, PACK, fake_ranks
-from tests.support.layouts import PATIENCE
 from tests.support.plans import model_of
-from tests.support.spawn import run_ranks
 
 ROOT = Path(__file__).parents[3]
 RECORDS = [r for r in read_records(ROOT / "docs/plan/executed.json") if r["role"] == "trainer"]
@@ -72,20 +69,6 @@ def test_flops_are_those_of_executed_ranks(record: ExecutedRank) -> None:
         model_shape(hf), setup, record["stage"], tokens=pack.tokens, pairs=pack.causal_pairs, loss_rows=pack.tokens
     )
     assert found == pytest.approx(record["flops"], rel=0.05)
-
-
-def test_flops_of_draft_layers_and_of_modules_that_are_computed_again(tmp_path: Path) -> None:
-    """Small models: one with a layer of multi-token prediction, and one with context-parallel ranks."""
-    names = ["ETP2, MTP", "CP2, recomputed in parts"]
-    ranks = run_ranks(fake_ranks, 2, str(tmp_path), names, "cpu", timeout_s=PATIENCE)
-    for name, counts in [pair for found in ranks for pair in found.items()]:
-        case = CASES[name]
-        run, shape = case.run(tmp_path), model_shape(MODELS[case.model])
-        setup = layer_setup(run.config, MODELS[case.model], Facts(device=device("H100"), imbalance=run.imbalance))
-        found = executed_flops(
-            shape, setup, counts.stage, tokens=PACK.tokens, pairs=PACK.causal_pairs, loss_rows=PACK.tokens
-        )
-        assert found == pytest.approx(counts.flops, rel=1e-6), name
 
 
 def test_the_records_have_first_middle_and_last_stages() -> None:
