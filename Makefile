@@ -41,6 +41,7 @@ check: $(STAMP)
 
 test-fast: $(STAMP)
 	$(PYTEST) --numprocesses 2 -m "not slow" --junitxml $(OUT)/check.xml
+	$(BUDGET) --check $(OUT)/check.xml
 
 # all tests but those marked long, within the budget of tests/budget.toml
 test: $(STAMP)

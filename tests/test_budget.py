@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.budget import Budget, by_folder, file_of, grown, load, over, taken
+import pytest
+
+from tests.support.budget import Budget, by_folder, file_of, grown, load, main, over, taken
 
 JUNIT = """<testsuites><testsuite tests="3" time="7.5">
 <testcase classname="tests.laws.test_kills" name="test_a[x]" time="4.0"/>
@@ -24,7 +26,8 @@ def test_seconds_are_summed_by_file_and_folder(tmp_path: Path) -> None:
 
 
 def budget(**values: Any) -> Budget:
-    free = {"wall_s": 99.0, "check_s": 99.0, "baseline_s": 99.0, "growth_s": 0.0, "factor": 1.0, "extra_s": 0.0}
+    free = dict.fromkeys(("wall_s", "check_s", "ci_s", "baseline_s"), 99.0)
+    free |= {"growth_s": 0.0, "factor": 1.0, "extra_s": 0.0}
     return Budget(**(free | values))
 
 
@@ -43,6 +46,12 @@ def test_what_is_over_the_budget_is_named(tmp_path: Path) -> None:
     assert over(found, budget(seconds=wide, check_s=4.0)) == []
     (check,) = over(found, budget(seconds=wide, check_s=3.0), check=True)
     assert "the run took 8 s, its budget is 3 s" in check
+
+
+def test_the_whole_of_ci_has_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--ci", str(load().ci_s)]) == 0
+    assert main(["--ci", "99999"]) == 1
+    assert "took 99999 s, its budget is 2400 s" in capsys.readouterr().err
 
 
 def test_the_folders_grow_by_what_an_issue_may_add() -> None:

@@ -3,6 +3,7 @@
 python -m tests.support.budget junit.xml [more.xml ...]            the table; status 1 for what is over its budget
 python -m tests.support.budget --rewrite junit.xml [more.xml ...]  also set budget and order by this run
 python -m tests.support.budget --check junit.xml                   of `make check`, which has a limit by the clock
+python -m tests.support.budget --ci SECONDS                        of .ci/run, which took so long
 
 A test's seconds are those of its setup, call and teardown. Files run side by side, so a folder's share of the time by
 the clock is less than its sum.
@@ -31,12 +32,14 @@ TABLE = "[seconds]"  # the last one of BUDGET
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """`seconds` of each folder, `wall_s` of all and `check_s` of `make check` are on two idle cores; a slower machine
-    may take `factor` times that, and `extra_s`. The sum of `seconds` is at most `baseline_s` and `growth_s`."""
+    """`seconds` of each folder, and by the clock `wall_s` of all, `check_s` of `make check` and `ci_s` of .ci/run, are on
+    two idle cores; a slower machine may take `factor` times that, and `extra_s`. The sum of `seconds` is at most
+    `baseline_s` and `growth_s`."""
 
     seconds: Mapping[str, float]
     wall_s: float
     check_s: float
+    ci_s: float
     baseline_s: float
     growth_s: float
     factor: float
@@ -102,11 +105,13 @@ def over(found: Taken, budget: Budget, *, check: bool = False) -> list[str]:
         elif took > budget.allowed(budget.seconds[folder]):
             of = budget.seconds[folder]
             wrong.append(f"{folder} took {took:.0f} s, its budget is {of:.0f} s, at most {budget.allowed(of):.0f} s")
-    wall_s = budget.check_s if check else budget.wall_s
-    if found.wall_s > budget.allowed(wall_s):
-        most = budget.allowed(wall_s)
-        wrong.append(f"the run took {found.wall_s:.0f} s, its budget is {wall_s:.0f} s, at most {most:.0f} s")
-    return wrong
+    return wrong + too_long(found.wall_s, budget.check_s if check else budget.wall_s, budget)
+
+
+def too_long(took: float, of: float, budget: Budget) -> list[str]:
+    """A sentence where a run took longer by the clock than its budget `of` allows."""
+    most = budget.allowed(of)
+    return [f"the run took {took:.0f} s, its budget is {of:.0f} s, at most {most:.0f} s"] if took > most else []
 
 
 def grown(budget: Budget) -> list[str]:
@@ -144,16 +149,20 @@ def rewrite(found: Taken) -> None:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.budget")
-    parser.add_argument("junit", type=Path, nargs="+")
+    parser.add_argument("junit", type=Path, nargs="*")
     parser.add_argument("--rewrite", action="store_true", help=f"write {BUDGET.name} and {SECONDS.name} by this run")
     parser.add_argument("--check", action="store_true", help="hold `make check`'s limit by the clock")
+    parser.add_argument("--ci", type=float, metavar="SECONDS", help="hold .ci/run's limit by the clock")
     args = parser.parse_args(arguments)
     found = taken(args.junit)
     if args.rewrite:
         rewrite(found)
     budget = load()
-    print(table(found, budget))
-    wrong = over(found, budget, check=args.check)
+    if args.ci is not None:
+        wrong = too_long(args.ci, budget.ci_s, budget)
+    else:
+        print(table(found, budget))
+        wrong = over(found, budget, check=args.check)
     for sentence in wrong:
         print(f"over budget: {sentence}", file=sys.stderr)
     return 1 if wrong else 0
