@@ -32,8 +32,8 @@ TABLE = "[seconds]"  # the last one of BUDGET
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """`seconds` of each folder, and by the clock `wall_s` of all, `check_s` of `make check` and `ci_s` of .ci/run, are on
-    two idle cores; a slower machine may take `factor` times that, and `extra_s`. The sum of `seconds` is at most
+    """On two idle cores: `seconds` of each folder, and by the clock `wall_s` of all, `check_s` of `make check` and
+    `ci_s` of .ci/run. A slower machine may take `factor` times that, and `extra_s`. The sum of `seconds` is at most
     `baseline_s` and `growth_s`."""
 
     seconds: Mapping[str, float]
