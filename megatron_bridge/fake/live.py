@@ -129,11 +129,6 @@ class LiveBytes(TorchDispatchMode):
                 found.part = part
                 sums.add(part, found.nbytes)
 
-    def part_of(self, storage: torch.UntypedStorage) -> str | None:
-        """The part of a storage; None: it is not counted."""
-        found = self._storages.get(storage._cdata)
-        return None if found is None else found.part
-
     def measure(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that was resized with its new size."""
         found = self._storages.get(storage._cdata)

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from miles_like.config.flat import FlatSection, Part
 from miles_like.config.supervised import SupervisedName
 
-Estimator: TypeAlias = Literal["k1", "k2", "k3"]
 ClipLow: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 ClipHigh: TypeAlias = Annotated[float, Field(gt=0)]
 # Bound in nats of log(p_train / p_old), or of k3's log-ratio; None: no bound. verl's: 20.

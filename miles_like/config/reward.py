@@ -189,7 +189,6 @@ Response:
 {response}
 
 Rate how well the response answers the question, from 0 (not at all) to 10 (fully right). End with a line "Score: N"."""
-_PLACES = regex.compile(r"\{(\w+)\}")
 
 
 class JudgeConfig(EndpointConfig):

@@ -48,7 +48,6 @@ class RankState:
     host: HostState
     building: int  # the most on the device while model, buffers and optimizer are built, in bytes
     uncollected: int  # part of it that Python's garbage collector may have freed by then
-    host_building: int  # the same on the host
 
 
 def data_ranks(layout: ParallelConfig, kind: Kind) -> int:
@@ -86,7 +85,6 @@ def rank_state(weights: StageWeights, config: TrainerConfig, data_rank: int | No
         host=host,
         building=building,
         uncollected=building - max(moving, _finishing(weights, parts, split.collected, offloaded > 0)),
-        host_building=_FP32 * weights.elements(trained=True) + host.masters if offloaded else 0,
     )
 
 

@@ -13,7 +13,6 @@ from miles_like.pipeline.stages import Sizes, Stage
 from miles_like.preflight.disks import On, checkpoint_size, disk_needs, saved_checkpoints
 from miles_like.staging.stage_files import NodeNeed
 
-LINES = 10  # at most
 _SHOWN = 4  # different needs of nodes
 
 
@@ -25,7 +24,7 @@ def describe_plan(
     *,
     joins_cluster: bool = False,
 ) -> list[str]:
-    """At most `LINES` lines: layout, nodes, bytes of each stage and node, checkpoints, disks. sizes: None: known once
+    """At most 10 lines: layout, nodes, bytes of each stage and node, checkpoints, disks. sizes: None: known once
     the model is fetched. joins_cluster: nodes may have separate disks. Raises ValueError as `plan_placement`."""
     plan, p = plan_placement(config.cluster, config.parallel, config.servers), config.parallel
     layout = f"TP{p.tp} x PP{p.pp} x CP{p.cp} x DP{p.dp}, EP{p.ep} x ETP{p.etp}"

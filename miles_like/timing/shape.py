@@ -64,10 +64,6 @@ class ModelShape:
         """Elements of embedding and head."""
         return self.hidden * self.vocab * (1 if self.tied else 2)
 
-    def moe_dense(self) -> int:
-        """Elements of a layer with experts outside of its routed experts."""
-        return self.attention + self.shared + self.router
-
     @property
     def routed(self) -> int:
         """Elements of all routed experts."""

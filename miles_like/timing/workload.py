@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -27,13 +26,6 @@ class Lengths:
     def longest(self) -> float:
         return self.knots[-1]
 
-    def quantile(self, p: float) -> float:
-        """Tokens that a share p of the responses does not exceed."""
-        at = p * len(self.knots) - 0.5
-        low = min(max(math.floor(at), 0), len(self.knots) - 1)
-        high = min(low + 1, len(self.knots) - 1)
-        return self.knots[low] + min(max(at - low, 0.0), 1.0) * (self.knots[high] - self.knots[low])
-
     def of_n(self, n: int) -> list[float]:
         """The lengths of n typical responses, ascending, with the distribution's mean: the i-th is the mean of the
         i-th n-th of it."""
@@ -50,15 +42,6 @@ class Lengths:
         longest falls on it."""
         size = len(self.knots)
         return sum(x * (((i + 1) / size) ** n - (i / size) ** n) for i, x in enumerate(self.knots))
-
-
-def lengths_of(samples: Sequence[float]) -> Lengths:
-    """The distribution of measured lengths. Raises ValueError for none, and for one below 1."""
-    if not samples or min(samples) < 1:
-        raise ValueError(f"{len(samples)} lengths, the smallest is {min(samples, default=0)}: want lengths from 1 on")
-    ordered = sorted(samples)
-    size = min(_KNOTS, len(ordered))
-    return Lengths(tuple(ordered[int((i + 0.5) * len(ordered) / size)] for i in range(size)))
 
 
 @lru_cache(maxsize=64)

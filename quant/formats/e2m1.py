@@ -1,4 +1,4 @@
-"""Fast e2m1 codes (four-bit floats) for MXFP4 and NVFP4. The reference is `minifloat.e2m1_encode`."""
+"""Fast e2m1 codes (four-bit floats) for MXFP4 and NVFP4."""
 
 from __future__ import annotations
 

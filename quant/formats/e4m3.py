@@ -1,4 +1,4 @@
-"""Fast e4m3 codes (eight-bit floats) for block FP8 and MXFP8. The reference is `minifloat.e4m3_encode`."""
+"""Fast e4m3 codes (eight-bit floats) for block FP8 and MXFP8."""
 
 from __future__ import annotations
 

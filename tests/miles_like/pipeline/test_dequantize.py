@@ -16,10 +16,10 @@ from torch import Tensor
 
 from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from miles_like.pipeline.dequantize import dequantize_checkpoint, dequantized_bytes
-from quant.formats.minifloat import e4m3_decode
 from quant.hf_config import spec_to_hf
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
+from tests.support.minifloat_rounding import e4m3_decode
 from tests.support.refusals import refuses
 
 MODEL = Path(__file__).parents[3] / "configs" / "tiny" / "model.json"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from miles_like.timing.devices import device
-from miles_like.timing.flops import executed_flops
 from miles_like.timing.of_run import Facts, layer_setup
 from miles_like.timing.shape import model_shape
+from tests.support.executed_flops import executed_flops
 from tests.support.executed_ranks import CASES, MODELS, PACK, fake_ranks
 from tests.support.layouts import PATIENCE
 from tests.support.spawn import run_ranks

@@ -15,10 +15,10 @@ from megatron_bridge.plan.flops import forward_terms
 from miles_like.config.load import load_config
 from miles_like.config.ranks import trainer_config
 from miles_like.timing.devices import device
-from miles_like.timing.flops import executed_flops
 from miles_like.timing.layers import LayerSetup
 from miles_like.timing.of_run import NOWHERE, Facts, layer_setup
 from miles_like.timing.shape import model_shape
+from tests.support.executed_flops import executed_flops
 from tests.support.plans import model_of
 
 ROOT = Path(__file__).parents[3]

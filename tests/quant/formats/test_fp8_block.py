@@ -11,9 +11,9 @@ from torch import Tensor
 
 from quant.formats.codec import QuantTensor
 from quant.formats.fp8_block import Fp8BlockCodec, ceil_to_power_of_two
-from quant.formats.minifloat import e4m3_decode, e4m3_encode
 from quant.registry import CODECS, make_codec
 from quant.spec import QuantFormat, QuantSpec
+from tests.support.minifloat_rounding import e4m3_decode, e4m3_encode
 from tests.support.refusals import refuses
 
 CODEC = make_codec(QuantSpec(format=QuantFormat.FP8))

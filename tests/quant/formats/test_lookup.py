@@ -9,9 +9,9 @@ import torch
 
 from quant.formats import tiles
 from quant.formats.lookup import e2m1_values, e4m3_values, int4_values, pack_nibbles
-from quant.formats.minifloat import e2m1_decode, e4m3_decode
 from quant.registry import CODECS, make_codec
 from quant.spec import QuantFormat, QuantSpec
+from tests.support.minifloat_rounding import e2m1_decode, e4m3_decode
 
 BYTES = torch.arange(256, dtype=torch.uint8)
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from quant.formats.codec import QuantTensor
-from quant.formats.minifloat import e8m0_decode, e8m0_encode
+from quant.formats.minifloat import e8m0_decode
 from quant.registry import make_codec
 from quant.spec import QuantFormat, QuantSpec
+from tests.support.minifloat_rounding import e8m0_encode
 from tests.support.refusals import refuses
 
 MXFP8 = make_codec(QuantSpec(format=QuantFormat.MXFP8))

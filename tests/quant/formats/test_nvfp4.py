@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from quant.formats.codec import Codec
-from quant.formats.minifloat import e2m1_decode
 from quant.formats.nvfp4 import Nvfp4Codec
 from quant.registry import make_codec
 from quant.spec import QuantFormat, QuantSpec
 from quant.stream import pair_stream, quantize_stream
+from tests.support.minifloat_rounding import e2m1_decode
 from tests.support.refusals import refuses
 
 CT = make_codec(QuantSpec(format=QuantFormat.NVFP4, convention="compressed-tensors"))
