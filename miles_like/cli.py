@@ -118,7 +118,7 @@ def pipeline(
             for line in [*lines, *assemble.describe_memory(loaded, model)]:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             console.print()
-            print_plan(console, loaded, model, planned, selected, run_dir)
+            print_stages(console, loaded, model, planned, selected, run_dir)
             print_not_checked(console, checks)
             return
         console.print(f"[bold]{'cache':>10}[/]  {escape(describe_cache(loaded, run_dir))}", soft_wrap=True)
@@ -134,7 +134,7 @@ def pipeline(
             assemble.shut_down()
 
 
-def print_plan(
+def print_stages(
     console: Console,
     config: RunConfig,
     model: PlannedModel | None,
@@ -365,9 +365,9 @@ def evaluate(
         for path in (json, answers):
             if path is not None:
                 check_writable(path)
-        from miles_like.run.evaluate import EvalAlone, read_config
+        from miles_like.run.evaluate import EvalAlone, read_evaluation_config
 
-        settings = read_config(config, [*overrides, *short], data or ())
+        settings = read_evaluation_config(config, [*overrides, *short], data or ())
         found = EvalAlone(hf_dir, settings, run_dir, console, server, given_key(key_file)).run()
         console.print(found.table())
         if json is not None:

@@ -121,3 +121,8 @@ def _of_file(path: Path) -> ModuleType:
     finally:
         del sys.modules[name]
     return module
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call of the function, or of the object, returns a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -41,6 +41,11 @@ def coded_weight_of(codec: Codec | None, name: str, dtype: torch.dtype) -> tuple
     return f"{module}.weight", leaf
 
 
+def is_dropped(codec: Codec | None, name: str) -> bool:
+    """Whether the stored tensor `name` is one that decoding does not read."""
+    return codec is not None and name.rpartition(".")[2] in codec.dropped
+
+
 def quantize_stream(
     tensors: Iterable[Named], spec: QuantSpec | None, *, batch_bytes: int = 16 << 20
 ) -> Iterator[Named]:
@@ -103,7 +108,7 @@ def pair_stream(
     """
     pairs = _Pairs(codec_or_none(spec), lookup, held_bytes)
     for name, tensor in tensors:
-        if pairs.drops(name):
+        if is_dropped(pairs.codec, name):
             continue
         coded = coded_weight_of(pairs.codec, name, tensor.dtype)
         if coded is None:
@@ -158,9 +163,6 @@ class _Pairs:
         self.held: dict[str, dict[str, Tensor]] = {}  # weight -> leaf -> stored tensor
         self.fetched: set[str] = set()  # stored names that `lookup` returned before they came in the stream
         self.waiting = 0  # bytes of codes in self.held
-
-    def drops(self, name: str) -> bool:
-        return self.codec is not None and name.rpartition(".")[2] in self.codec.dropped
 
     def take(self, name: str, leaf: str, tensor: Tensor) -> tuple[str, QuantTensor] | None:
         """The weight `name`, if `tensor` completes it."""

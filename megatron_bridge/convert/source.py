@@ -19,7 +19,7 @@ from quant.formats.codec import Codec, PerBlock
 from quant.hf_config import spec_from_hf
 from quant.registry import codec_or_none
 from quant.spec import QuantSpec
-from quant.stream import coded_weight_of, refuse_foreign, stored_name
+from quant.stream import coded_weight_of, is_dropped, refuse_foreign, stored_name
 
 DECODED = torch.bfloat16
 """The dtype of decoded weights, as in `miles-like dequantize`."""
@@ -55,7 +55,7 @@ class Source:
 
     def __contains__(self, name: str) -> bool:
         return self.is_coded(name) or (
-            name in self.hf and self._coded_weight_of(name) is None and not self._drops(name)
+            name in self.hf and self._coded_weight_of(name) is None and not is_dropped(self.codec, name)
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -124,13 +124,10 @@ class Source:
         """(weight, last name component) if a stored tensor belongs to a quantized weight."""
         return coded_weight_of(self.codec, stored, self.hf.info(stored).dtype)
 
-    def _drops(self, stored: str) -> bool:
-        return self.codec is not None and stored.rpartition(".")[2] in self.codec.dropped
-
     def _stored(self) -> Iterator[tuple[str, str | None]]:
         """(weight, last name component or None) of all stored tensors that are read, in file order."""
         for stored in self.hf.names():
-            if not self._drops(stored):
+            if not is_dropped(self.codec, stored):
                 yield self._coded_weight_of(stored) or (stored, None)
 
     def _check_headers(self) -> None:

@@ -36,6 +36,7 @@ from typing import Any, Protocol
 import xxhash
 
 from megatron_bridge.convert.manifest import FileFact
+from miles_like.hf.checkpoint import sync_path
 from miles_like.limits.child_process import die_with_parent
 
 ELSEWHERE = "elsewhere.json"  # in OUT: file -> [address, directory] where it is; absent where OUT holds all
@@ -196,7 +197,7 @@ def building(out: Path, job: Job) -> Iterator[Path]:
             yield partial
             os.fsync(descriptor)
             partial.rename(out)
-        sync_directory(out.parent)
+        sync_path(out.parent)
         for number in range(job.count):
             _index_path(out, job.file(number)).unlink()
     finally:
@@ -305,14 +306,6 @@ def write_file(path: Path, data: bytes) -> FileFact:
     with HashedFile(path) as out:
         out.write(data)
         return out.finish()
-
-
-def sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _index_path(directory: Path, file: str) -> Path:

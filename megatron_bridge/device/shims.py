@@ -47,7 +47,7 @@ class Shim:
     still_needed: Callable[[Any], bool] = lambda stock: True  # checks the stock object, where a check is possible
 
     def install(self) -> None:
-        owner = _resolve(self.owner)
+        owner = owner_of(self.owner)
         assert hasattr(owner, self.name), (
             f"shim target {self.owner}.{self.name} is gone: review the shim ({self.reason})"
         )
@@ -56,7 +56,8 @@ class Shim:
         setattr(owner, self.name, self.make(stock))
 
 
-def _resolve(path: str) -> Any:
+def owner_of(path: str) -> Any:
+    """The module, or the class "module:Class", in which a function is replaced."""
     module, _, attribute = path.partition(":")
     owner: Any = importlib.import_module(module)
     return getattr(owner, attribute) if attribute else owner
@@ -66,25 +67,25 @@ def called_by_megatron(depth: int = 2) -> bool:
     return str(sys._getframe(depth).f_globals.get("__name__", "")).startswith("megatron.")
 
 
-class _Stream:
-    """CPU work runs in order, so waiting does nothing."""
+class IdleStream:
+    """Stands for torch.cuda.Stream where work runs in order, or not at all: waiting does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def wait_stream(self, stream: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
     def synchronize(self) -> None: ...
     def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
+        return event or IdleEvent()
 
 
-class _Event:
+class IdleEvent:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def record(self, *args: Any) -> None: ...
     def wait(self, *args: Any) -> None: ...
     def synchronize(self) -> None: ...
 
 
-_THE_STREAM = _Stream()
+IDLE_STREAM = IdleStream()
 
 
 def _for_megatron(value: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -164,10 +165,10 @@ TORCH_SHIMS: tuple[Shim, ...] = (
     Shim("torch.cuda", "set_device", "asynchronous checkpoint writers", _for_megatron(lambda *a: None)),
     Shim("torch.cuda", "synchronize", "p2p, schedules, dist_checkpointing", _for_megatron(lambda *a, **k: None)),
     Shim("torch.cuda", "empty_cache", "optimizer offload, mlp", _for_megatron(lambda: None)),
-    Shim("torch.cuda", "Stream", "all-to-all dispatcher, DDP communication stream", lambda stock: _Stream),
-    Shim("torch.cuda", "Event", "offload, 1F1B overlap", lambda stock: _Event),
-    Shim("torch.cuda", "current_stream", "all-to-all dispatcher", _for_megatron(lambda *a, **k: _THE_STREAM)),
-    Shim("torch.cuda", "default_stream", "gradient buffer overlap", _for_megatron(lambda *a, **k: _THE_STREAM)),
+    Shim("torch.cuda", "Stream", "all-to-all dispatcher, DDP communication stream", lambda stock: IdleStream),
+    Shim("torch.cuda", "Event", "offload, 1F1B overlap", lambda stock: IdleEvent),
+    Shim("torch.cuda", "current_stream", "all-to-all dispatcher", _for_megatron(lambda *a, **k: IDLE_STREAM)),
+    Shim("torch.cuda", "default_stream", "gradient buffer overlap", _for_megatron(lambda *a, **k: IDLE_STREAM)),
     Shim("torch.cuda", "stream", "all-to-all dispatcher", _for_megatron(lambda *a, **k: contextlib.nullcontext())),
     Shim("torch.cuda", "manual_seed", "random number tracker: the CPU generator", _for_megatron(torch.manual_seed)),
     Shim("torch.cuda", "get_rng_state", "random number tracker", _for_megatron(lambda *a, **k: torch.get_rng_state())),

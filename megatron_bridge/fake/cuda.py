@@ -17,33 +17,12 @@ import torch
 from megatron_bridge.device import device as device_module
 from megatron_bridge.device.cpu_ops import foreach_norm, scale_in_place, swiglu_back, weighted_swiglu_back
 from megatron_bridge.device.device import DeviceEnv
-from megatron_bridge.device.shims import NO_TE_SHIMS, called_by_megatron
+from megatron_bridge.device.shims import IDLE_STREAM, NO_TE_SHIMS, IdleEvent, IdleStream, called_by_megatron
 from megatron_bridge.fake.substitute import Substitute
 from megatron_bridge.fake.tensors import dispatch_device, is_cuda, to_cuda, to_device, type_name
 
 CUDA = torch.device("cuda", 0)
 _FAKE_TENSOR = "torch._subclasses.fake_tensor:FakeTensor"
-
-
-class _Stream:
-    """Nothing runs, so nothing is waited for."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-
-class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def record(self, *args: Any) -> None: ...
-    def wait(self, *args: Any) -> None: ...
-    def synchronize(self) -> None: ...
-
-
-_THE_STREAM = _Stream()
 
 
 def _current_device(stock: Any) -> Any:
@@ -69,11 +48,11 @@ def cuda_substitutes() -> tuple[Substitute, ...]:
         Substitute("torch.cuda", "empty_cache", driver, _as(None)),
         Substitute("torch.cuda", "set_device", driver, _as(None)),
         Substitute("torch.cuda", "is_current_stream_capturing", driver, _as(False)),
-        Substitute("torch.cuda", "Stream", stream, lambda stock: _Stream),
-        Substitute("torch.cuda", "Event", stream, lambda stock: _Event),
+        Substitute("torch.cuda", "Stream", stream, lambda stock: IdleStream),
+        Substitute("torch.cuda", "Event", stream, lambda stock: IdleEvent),
         Substitute("torch.cuda", "stream", stream, lambda stock: lambda *a, **k: contextlib.nullcontext()),
-        Substitute("torch.cuda", "current_stream", stream, _as(_THE_STREAM)),
-        Substitute("torch.cuda", "default_stream", stream, _as(_THE_STREAM)),
+        Substitute("torch.cuda", "current_stream", stream, _as(IDLE_STREAM)),
+        Substitute("torch.cuda", "default_stream", stream, _as(IDLE_STREAM)),
         Substitute("torch.cuda.nccl", "version", driver, _as((2, 27, 0))),
         Substitute("torch.cuda", "get_device_capability", driver, _as((9, 0))),
         Substitute("torch.cuda.nvtx", "range_push", driver, _as(None)),

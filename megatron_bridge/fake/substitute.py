@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_bridge.device.shims import owner_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +23,6 @@ class Substitute:
     def label(self) -> str:
         """As the record lists it."""
         return f"{self.owner.replace(':', '.')}.{self.name}: {self.reason}"
-
-
-def owner_of(path: str) -> Any:
-    """The module or class that a substitute's `owner` names."""
-    module, _, attribute = path.partition(":")
-    owner: Any = importlib.import_module(module)
-    return getattr(owner, attribute) if attribute else owner
 
 
 @contextmanager

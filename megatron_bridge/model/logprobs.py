@@ -101,15 +101,6 @@ def _local(labels: Tensor, share: int) -> tuple[Tensor, Tensor]:
     return labels.clamp(0, share - 1), (labels >= 0) & (labels < share)
 
 
-def _rescale(sums: Tensor, gap: Tensor) -> None:
-    """Rescale softmax sums to a higher maximum, in place; gap [n] = old maximum - new, -inf for the first block."""
-    z, weighted = sums[0], sums[1]
-    factor = gap.exp()
-    # Sum of e^(l - new) (l - new) = e^gap (sum of e^(l - old) (l - old) + gap * sum of e^(l - old))
-    weighted.addcmul_(gap.clamp(min=-1e30), z).mul_(factor)
-    z.mul_(factor)
-
-
 def _softmax_sums(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, memory: int
 ) -> tuple[Tensor, Tensor]:
@@ -122,7 +113,7 @@ def _softmax_sums(
         local, mine = _local(labels - a, b - a)
         sums[2:] += torch.where(mine, logits.gather(1, local), 0.0).t()
         higher = torch.maximum(top, logits.amax(1))
-        _rescale(sums, top - higher)
+        logprobs.rescale(sums, top - higher)
         top = higher
         exps = logits.sub_(top[:, None]).exp()
         sums[0] += exps.sum(1)
@@ -140,7 +131,7 @@ def _sums(
         mine = top
         top = top.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-        _rescale(sums, mine - top)
+        logprobs.rescale(sums, mine - top)
         dist.all_reduce(sums, group=group)
     return top, sums
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypedDict, cast
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, RootModel, StrictInt, ValidationError
 
 from miles_like.checkpoint.random_state import RANDOM
-from miles_like.storage.checkpoint_files import FileFact as StoredFact
+from miles_like.storage.checkpoint_files import SavedFile
 from miles_like.types import Json
 
 DEEPEST = 100
@@ -29,7 +29,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class FileFact(_Strict):
+class FileEntry(_Strict):
     """A file beside run_state.json."""
 
     bytes: Count
@@ -48,7 +48,7 @@ class RunStateFile(_Strict):
     weight_version: Count
     tokens_total: Count
     parts: dict[Name, Any]
-    files: dict[Name, FileFact]
+    files: dict[Name, FileEntry]
 
 
 class RolloutStatsState(_Strict):
@@ -147,7 +147,7 @@ class RunStateKeys(TypedDict):
     weight_version: int
     tokens_total: int
     parts: dict[str, Json]
-    files: dict[str, StoredFact]
+    files: dict[str, SavedFile]
 
 
 def check_state(found: object) -> RunStateKeys:

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from miles_like.nodes.members import Node
 from miles_like.nodes.waits import on_node
+from miles_like.variables import set_variables
 from rollout.sglang.ports import free_port
 
 
@@ -86,7 +87,7 @@ class Process:
 
     @staticmethod
     def set_environment(environment: Mapping[str, str]) -> None:
-        os.environ.update(environment)
+        set_variables(environment)
 
     def address(self) -> tuple[str, int]:
         """This node's address, and a port of it that is held for this process."""

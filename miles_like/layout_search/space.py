@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from megatron_bridge.config import ParallelConfig
 from megatron_bridge.families.base import HFConfig
 from megatron_bridge.plan.layout import check_layout
-from miles_like.planning.nearby import Change, stage_ends
+from miles_like.planning.nearby import Change, divisors, stage_ends
 from miles_like.timing.layers import Recompute
 from miles_like.timing.shape import ModelShape
 
@@ -150,10 +150,6 @@ def servers_of(shape: ModelShape, gpus: int, width: int, fractions: tuple[float,
                 for deepep in {False, ep == dp == size and size > 1}:
                     for fraction in fractions:
                         yield Servers(count=gpus // size, tp=size, ep=ep, dp=dp, deepep=deepep, fraction=fraction)
-
-
-def divisors(number: int, most: int) -> list[int]:
-    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
 def merged(*changes: Mapping[str, object]) -> dict[str, object]:

@@ -34,8 +34,8 @@ from miles_like.pipeline.run_directory import Mode, check_nothing_lost, clear_ru
 from miles_like.staging.stage_files import HF, MEGATRON, NodeNeed, layout_inputs, stage_plan
 from miles_like.storage.completion import (
     MARKER,
-    FileFact,
     Output,
+    OutputFile,
     cleared,
     file_fact,
     files_under,
@@ -459,11 +459,11 @@ def _served(config: RunConfig, fetched: Output, out: Path) -> Output:
     return Output(out, facts)
 
 
-def _recorded(record: Path, directory: Path) -> Mapping[str, FileFact] | None:
+def _recorded(record: Path, directory: Path) -> Mapping[str, OutputFile] | None:
     """The files of an encoded checkpoint whose encoding has ended and which are all there; None otherwise."""
     if not record.is_file():
         return None
-    facts: dict[str, FileFact] = json.loads(record.read_text(encoding="utf-8"))
+    facts: dict[str, OutputFile] = json.loads(record.read_text(encoding="utf-8"))
     sizes = {p.name: p.stat().st_size for p in files_under(directory)} if directory.is_dir() else {}
     return facts if sizes == {name: fact["size"] for name, fact in facts.items()} else None
 

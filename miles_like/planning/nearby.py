@@ -141,10 +141,10 @@ def _layouts(config: RunConfig, model: Model) -> Iterator[Change]:
     now, width = config.parallel, config.cluster.gpus_per_node or config.parallel.world_size
     options: list[tuple[float, str, Change]] = []
     ranks, layers, experts = now.world_size // now.cp, model.layers, model.experts
-    for tp in _divisors(ranks, width):
-        for pp in _divisors(ranks // tp, layers):
+    for tp in divisors(ranks, width):
+        for pp in divisors(ranks // tp, layers):
             dp = ranks // tp // pp
-            for ep in _divisors(tp * now.cp * dp, experts or 1):
+            for ep in divisors(tp * now.cp * dp, experts or 1):
                 sizes = {"tp": tp, "pp": pp, "dp": dp, "ep": ep}
                 if all(getattr(now, name) == size for name, size in sizes.items()):
                     continue
@@ -178,5 +178,6 @@ def stage_ends(layers: int, stages: int) -> tuple[int | None, int | None]:
     return -(-ends // 2), ends // 2
 
 
-def _divisors(number: int, most: int) -> list[int]:
+def divisors(number: int, most: int) -> list[int]:
+    """Divisors of `number` up to `most`, ascending."""
     return [n for n in range(1, min(number, most) + 1) if number % n == 0]

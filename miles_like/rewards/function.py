@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from miles_like.limits.threads import DaemonThreads, keep_until_exit
+from miles_like.plugins import is_async
 from miles_like.rewards.outcome import each, outcome_of
 from miles_like.rewards.scorer import RewardCall
 from miles_like.rewards.styles import STYLES, Logged, recognised
@@ -85,10 +86,6 @@ async def await_or_abandon(awaited: Awaitable[object]) -> object:
     if left is not None:
         raise left
     return returned
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _style_and_unit(function: Callable[..., Any], label: str, style: str | None, unit: Unit | None) -> tuple[str, Unit]:

@@ -30,10 +30,10 @@ from miles_like.config.reward import (
 )
 from miles_like.config.reward import MathVerify as MathVerifyConfig
 from miles_like.limits.threads import DaemonThreads
-from miles_like.plugins import load
+from miles_like.plugins import is_async, load
 from miles_like.protocols import RewardFn, SampleReward
 from miles_like.rewards.form import Format, Length, none
-from miles_like.rewards.function import adapt, is_async
+from miles_like.rewards.function import adapt
 from miles_like.rewards.judges.judge import Judge
 from miles_like.rewards.judges.remote import Remote
 from miles_like.rewards.judges.reward_model import RewardModel

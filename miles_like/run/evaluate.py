@@ -49,7 +49,7 @@ class AloneConfig(Section):
     eval: EvalConfig = EvalConfig()
 
 
-def read_config(path: Path | None, overrides: Sequence[str], data: Sequence[str]) -> AloneConfig:
+def read_evaluation_config(path: Path | None, overrides: Sequence[str], data: Sequence[str]) -> AloneConfig:
     """A run's configuration, if `path` names one, and `--data [NAME=]FILE` in place of its sets.
 
     Raises ValueError for an invalid configuration, override or `data`, and where neither names a set.

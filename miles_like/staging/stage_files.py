@@ -21,7 +21,7 @@ from miles_like.cluster.placement import PlacementPlan, plan_placement
 from miles_like.config.ranks import critic_config, trainer_config
 from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import companions, read_config
-from miles_like.storage.completion import FileFact, Output, file_sha256
+from miles_like.storage.completion import Output, OutputFile, file_sha256
 from miles_like.storage.staging import Copy, FileSum, LocalSource, StageFiles
 from quant.hf_config import MODELOPT_FILE
 
@@ -114,13 +114,13 @@ def _shard_files(shards: Output) -> dict[str, FileSum]:
     return listed
 
 
-def _small_files(served: Output) -> dict[str, FileFact]:
+def _small_files(served: Output) -> dict[str, OutputFile]:
     """config.json, tokenizer, chat templates and the like: all that a process without the weights reads."""
     names = {"config.json", MODELOPT_FILE} | {str(p.relative_to(served.root)) for p in companions(served.root)}
     return {name: fact for name, fact in served.files.items() if name in names}
 
 
-def _sums(files: Mapping[str, FileFact]) -> dict[str, FileSum]:
+def _sums(files: Mapping[str, OutputFile]) -> dict[str, FileSum]:
     return {name: {"size": fact["size"], "sha256": fact["sha256"]} for name, fact in files.items()}
 
 

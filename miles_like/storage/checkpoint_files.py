@@ -26,16 +26,16 @@ class DamagedError(ValueError):
     """A checkpoint differs from what was written."""
 
 
-class FileFact(TypedDict):
+class SavedFile(TypedDict):
     """An entry of the manifest."""
 
     bytes: int
     sha256: str | None  # None for large files in subfolders
 
 
-def file_facts(folder: Path, *, but: str) -> dict[str, FileFact]:
+def file_facts(folder: Path, *, but: str) -> dict[str, SavedFile]:
     """An entry for each file below `folder` except `but`, keyed by its relative path."""
-    out: dict[str, FileFact] = {}
+    out: dict[str, SavedFile] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name, size = path.relative_to(folder).as_posix(), path.stat().st_size
         if name != but and not name.endswith(".tmp"):  # left by a writer that was killed
@@ -44,7 +44,7 @@ def file_facts(folder: Path, *, but: str) -> dict[str, FileFact]:
     return out
 
 
-def check_files(folder: Path, facts: Mapping[str, FileFact]) -> None:
+def check_files(folder: Path, facts: Mapping[str, SavedFile]) -> None:
     """Raises DamagedError naming the first file that is missing, has another size, or another SHA-256 if one is given.
 
     Sizes are checked first: they cost nothing, and the message then names the truncated file as truncated.

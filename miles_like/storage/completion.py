@@ -28,7 +28,7 @@ VERSION = 2  # of a marker; in version 1 its root is absolute
 _STAGE_DIRECTORY = re.compile(r"[a-z]+-[0-9a-f]{16}")  # of a cache
 
 
-class FileFact(TypedDict):
+class OutputFile(TypedDict):
     """An output file in a marker."""
 
     size: int
@@ -43,7 +43,7 @@ class Marker(TypedDict):
     stage: str
     key: str
     root: str
-    files: dict[str, FileFact]
+    files: dict[str, OutputFile]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Output:
     """The output of a complete stage: files under `root`, with size and SHA-256 as in its marker."""
 
     root: Path
-    files: Mapping[str, FileFact]
+    files: Mapping[str, OutputFile]
 
 
 def input_key(stage: str, inputs: Mapping[str, Any]) -> str:
@@ -66,7 +66,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def file_fact(path: Path, known: tuple[int, str] | None = None) -> FileFact:
+def file_fact(path: Path, known: tuple[int, str] | None = None) -> OutputFile:
     """A file's entry in a marker. `known`: (size, SHA-256) by the file's writer, used if the size still matches."""
     st = path.stat()
     sha256 = known[1] if known is not None and known[0] == st.st_size else file_sha256(path)

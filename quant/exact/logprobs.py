@@ -35,7 +35,7 @@ def shard_sums(logits: Logits, width: int, labels: Tensor) -> tuple[Tensor, Tens
         label = (labels - a).clamp(0, block.shape[1] - 1)
         sums[2:] += torch.where(here, block.gather(1, label), 0.0).t()
         higher = torch.maximum(top, block.amax(1))
-        _below(sums, top - higher)
+        rescale(sums, top - higher)
         top = higher
         exps = block.sub_(top[:, None]).exp()
         sums[0] += exps.sum(1)
@@ -49,7 +49,7 @@ def joined(tops: Sequence[Tensor], sums: Sequence[Tensor]) -> tuple[Tensor, Tens
     top = torch.stack(list(tops)).amax(0)
     below = [s.clone() for s in sums]
     for s, own in zip(below, tops, strict=True):
-        _below(s, own - top)
+        rescale(s, own - top)
     return top, in_rank_order(below)
 
 
@@ -72,8 +72,9 @@ def _columns(logits: Tensor, start: int) -> Callable[[int, int], Tensor]:
     return lambda a, b: logits[:, start + a : start + b].float().clone()
 
 
-def _below(sums: Tensor, gap: Tensor) -> None:
-    """Rescales sums in place from one maximum to a higher one; gap [T] = old maximum - new, -inf for none yet."""
+def rescale(sums: Tensor, gap: Tensor) -> None:
+    """Rescales the sums of `shard_sums` in place from one maximum to a higher one. gap [T] = old maximum - new, -inf
+    for none yet."""
     z, weighted = sums[0], sums[1]
     factor = gap.exp()
     # Sum of e^(l - new) (l - new) = e^gap (sum of e^(l - old) (l - old) + gap * sum of e^(l - old))

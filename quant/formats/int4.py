@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quant.formats.codec import Codec, PerBlock, PerWeight
 from quant.formats.lookup import int4_values, pack_nibbles
+from quant.formats.tiles import groups
 from quant.spec import QuantFormat, QuantSpec
 
 LEVELS = 7  # symmetric: -8 is never written, though it is read
@@ -43,7 +44,7 @@ class Int4Codec(Codec):
         scales = bits.view(torch.bfloat16).float().div_(LEVELS).clamp_(LEAST_SCALE, _GREATEST_SCALE).to(torch.bfloat16)
         x = w.to(torch.float32, memory_format=torch.contiguous_format)
         # the relative error of the bf16 scale is at most 2^-8, so no quotient reaches 7.5: no clamp is needed
-        _groups(x, self.block[1]).div_(scales.float()[..., None])
+        groups(x, self.block[1]).div_(scales.float()[..., None])
         return x, (scales,)
 
     def _pack(self, codes: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ class Int4Codec(Codec):
         return int4_values(packed.contiguous().view(torch.uint8))
 
     def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
-        _groups(levels, self.block[1]).mul_(scales[0].float()[..., None])
+        groups(levels, self.block[1]).mul_(scales[0].float()[..., None])
         # the weight is defined as a bf16 value, for any dtype of computation
         return levels if dtype is torch.bfloat16 else levels.to(torch.bfloat16)
 
@@ -77,8 +78,3 @@ class Int4Codec(Codec):
             raise ValueError(
                 f"{name}.weight_shape is {given}, {name}.weight_packed holds {list(shape)}: fetch the checkpoint again"
             )
-
-
-def _groups(x: Tensor, g: int) -> Tensor:
-    """[B, r, c] -> [B, r, c/g, g]."""
-    return x.view(*x.shape[:-1], -1, g)

@@ -23,6 +23,7 @@ from quant.formats.codec import Codec, PerBlock
 from quant.formats.e2m1 import E2m1Codec, e2m1_codes
 from quant.formats.e4m3 import E4m3Codec, within_e4m3
 from quant.formats.minifloat import e8m0_decode
+from quant.formats.tiles import groups
 from quant.spec import QuantFormat, QuantSpec
 
 GROUP = 32
@@ -42,7 +43,7 @@ class _MxCodec(Codec):
         self.scales = "weight_scale_inv" if spec.convention == "sglang" else "weight_scale"
 
     def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
-        _groups(levels).mul_(e8m0_decode(scales[0])[..., None])
+        groups(levels, GROUP).mul_(e8m0_decode(scales[0])[..., None])
         return levels
 
     def _accept(self, leaf: str, tensor: Tensor) -> Tensor:
@@ -91,10 +92,5 @@ class Mxfp4Codec(_MxCodec, E2m1Codec):
 def _divided(w: Tensor, codes: Tensor) -> Tensor:
     """bf16 [B, r, c] divided by the scales of codes [B, r, c / 32]: fp32, exact, as reciprocals are powers of two."""
     x = w.to(torch.float32, memory_format=torch.contiguous_format)
-    _groups(x).mul_(e8m0_decode(_INVERSE - codes)[..., None])
+    groups(x, GROUP).mul_(e8m0_decode(_INVERSE - codes)[..., None])
     return x
-
-
-def _groups(x: Tensor) -> Tensor:
-    """[B, r, c] -> [B, r, c / 32, 32]."""
-    return x.view(*x.shape[:-1], -1, GROUP)

@@ -30,6 +30,7 @@ from torch import Tensor
 from quant.formats.codec import PerBlock, PerWeight
 from quant.formats.e2m1 import E2m1Codec, e2m1_codes
 from quant.formats.minifloat import E2M1_MAX, E4M3_MAX
+from quant.formats.tiles import groups
 from quant.spec import QuantFormat, QuantSpec
 
 GROUP = 16
@@ -92,7 +93,7 @@ class Nvfp4Codec(E2m1Codec):
         by = self._factors(scales, top)
         by = by.masked_fill_(by == 0, math.inf)  # w / infinity = 0
         quotients = w.to(torch.float32, memory_format=torch.contiguous_format)
-        _groups(quotients).div_(by[..., None])
+        groups(quotients, GROUP).div_(by[..., None])
         return e2m1_codes(w, quotients), (scales,)
 
     def _factors(self, scales: Tensor, top: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ class Nvfp4Codec(E2m1Codec):
 
     def _scaled(self, levels: Tensor, scales: tuple[Tensor, ...], top: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert top is not None
-        _groups(levels).mul_(self._factors(scales[0], top)[..., None])
+        groups(levels, GROUP).mul_(self._factors(scales[0], top)[..., None])
         return levels
 
     def _whole(self, shape: tuple[int, ...], top: Tensor | None) -> dict[str, Tensor]:
@@ -130,8 +131,3 @@ class Nvfp4Codec(E2m1Codec):
 
 def _column(top: Tensor) -> Tensor:
     return top[:, None, None]
-
-
-def _groups(x: Tensor) -> Tensor:
-    """[B, r, c] -> [B, r, c / 16, 16]."""
-    return x.view(*x.shape[:-1], -1, GROUP)

@@ -45,6 +45,11 @@ def _runs(length: int, block: int, step: int) -> Iterator[slice]:
         yield slice(whole, length)
 
 
+def groups(x: Tensor, size: int) -> Tensor:
+    """[B, r, c] -> [B, r, c / size, size], a view."""
+    return x.view(*x.shape[:-1], -1, size)
+
+
 def amax_bits(w: Tensor, block: tuple[int, int]) -> Tensor:
     """w bf16 [B, r, c], whole blocks or a single smaller one -> int16 [B, r/bn, c/bk], the bits of each block's largest
     magnitude.

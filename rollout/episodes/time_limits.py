@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from miles_like.limits.threads import DaemonThreads
+from miles_like.plugins import is_async
 
 
 class TimeLimitedCalls:
@@ -25,7 +26,7 @@ class TimeLimitedCalls:
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The function's result, awaited if it is awaitable. Raises TimeoutError, and whatever the function raises."""
-        if _is_async(function):
+        if is_async(function):
             return await self._within(function(*args, **kwargs))
         async with self._turn:
             result = await self._within(self._threads.run(partial(function, *args, **kwargs)))
@@ -41,7 +42,3 @@ class TimeLimitedCalls:
             raise TimeoutError(
                 f"no answer within {self._seconds:g} s: raise rollout.call_timeout_s, or have the function end earlier"
             ) from None
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -22,10 +22,9 @@ from miles_like.layout_search.space import (
     Divisions,
     Layout,
     Refusals,
-    divisors,
     servers_of,
 )
-from miles_like.planning.nearby import stage_ends
+from miles_like.planning.nearby import divisors, stage_ends
 from miles_like.timing.shape import model_shape
 from rollout.config import SGLangFlags
 from tests.support.tiny_models import CONFIGS

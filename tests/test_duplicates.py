@@ -1,0 +1,124 @@
+"""No function of the source is written twice, and none is there for tests alone.
+
+Why it must hold: a fault that is repaired in one of two copies stays in the other, and code that only tests call is
+read and kept for nothing. Bodies are compared without docstrings, annotations and the names of local variables. Not
+covered: copies that differ in one expression; methods; a name that is read elsewhere for something else.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("quant", "routing_replay", "rollout", "megatron_bridge", "miles_like", "scripts")
+CALLERS = (*SOURCES, "benchmarks", "docs")
+LENGTH = 400  # characters of a normalized body: from two statements on
+TWICE = {  # by their names, why both are kept
+    ("_moe_layers",): "trainer and rollout read config.json separately, and are compared with each other",
+    ("combine",): "the exact operations are a specification, the plain ones what is fast",
+    ("room", "settle"): "the simulation follows the loop without torch",
+    ("_sum", "json_sha256"): "manifests of a conversion and of a run: formats on disk that change separately",
+    ("publish",): "two publishers with one signature",
+}
+
+
+class _Locals(ast.NodeTransformer):
+    """Numbers in place of the names of arguments and local variables."""
+
+    def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        names = [n.arg for n in ast.walk(function) if isinstance(n, ast.arg)]
+        names += [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        self._numbers = {name: f"_{i}" for i, name in enumerate(dict.fromkeys(names))}
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(self._numbers.get(node.id, node.id), ast.Load())
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return ast.arg(self._numbers[node.arg])
+
+
+def normalized(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    rename = _Locals(function)
+    return "\n".join(ast.dump(rename.visit(copy.deepcopy(statement))) for statement in body)
+
+
+def modules(folders: tuple[str, ...]) -> dict[str, ast.Module]:
+    paths = sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py"))
+    return {".".join(p.relative_to(ROOT).with_suffix("").parts): ast.parse(p.read_text()) for p in paths}
+
+
+def repeated(trees: dict[str, ast.Module]) -> dict[tuple[str, ...], list[str]]:
+    """Names of functions with equal bodies -> their modules."""
+    found = defaultdict(list)
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(body := normalized(node)) >= LENGTH:
+                found[body].append((node.name, module))
+    several = [places for places in found.values() if len(places) > 1]
+    return {tuple(sorted({name for name, _ in places})): [module for _, module in places] for places in several}
+
+
+def test_no_function_is_written_twice() -> None:
+    found = repeated(modules(SOURCES))
+    kept = {name for names in TWICE for name in names}
+    assert not {names: where for names, where in found.items() if not kept.issuperset(names)}
+    assert kept == {name for names in found for name in names}, "an exception that nothing needs"
+
+
+def test_a_copy_with_other_names_and_annotations_is_found() -> None:
+    one = "def a(x: int) -> int:\n    '''Text.'''\n    rows = [n for n in range(x) if n % 2]\n    return sum(rows) + x"
+    two = "def b(y):\n    found = [m for m in range(y) if m % 2]\n    return sum(found) + y"
+    trees = {"m": ast.parse(one), "n": ast.parse(two), "o": ast.parse(two.replace("% 2", "% 3"))}
+    assert repeated(trees) == {("a", "b"): ["m", "n"]}
+
+
+def definitions(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """(name, times that the definition itself names it) of a module's functions and classes without decorators that
+    register them, and of its constants."""
+    for node in tree.body:
+        names: list[str] = []
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            registered = any("command" in ast.unparse(decorator) for decorator in node.decorator_list)
+            names = [] if registered else [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [t.id for t in targets if isinstance(t, ast.Name)]
+        for name in names:
+            yield name, loads(node).count(name)
+
+
+def loads(tree: ast.AST) -> list[str]:
+    """Names that are read, attributes, and imported names."""
+    out = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+    out += [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+    return out + [a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names]
+
+
+def uncalled(sources: dict[str, ast.Module], callers: dict[str, ast.Module], texts: str) -> list[str]:
+    """module.name of what no module of `callers` reads, and no text names. A private name is its module's."""
+    everywhere = Counter(name for tree in callers.values() for name in loads(tree))
+    out, words = [], set(re.findall(r"\w+", texts))
+    for module, tree in sources.items():
+        here = Counter(loads(tree))
+        for name, within in definitions(tree):
+            read = here if name.startswith("_") else everywhere
+            if read[name] <= within and not name.startswith("__") and name not in words:
+                out.append(f"{module}.{name}")
+    return out
+
+
+def test_every_function_has_a_caller_outside_of_the_tests() -> None:
+    pages = "".join(p.read_text() for p in [ROOT / "README.md", ROOT / "pyproject.toml", *(ROOT / "docs").glob("*.md")])
+    assert not uncalled(modules(SOURCES), modules(CALLERS), pages)
+
+
+def test_what_only_itself_calls_has_no_caller() -> None:
+    tree = ast.parse("def a(n):\n    return n and a(n - 1)\n\nB = 1\n\ndef c():\n    return B\n")
+    assert uncalled({"m": tree}, {"m": tree}, "") == ["m.a", "m.c"]
+    assert uncalled({"m": tree}, {"m": tree, "n": ast.parse("from m import c")}, "Call `a`.") == []
