@@ -11,21 +11,20 @@ from quant.spec import FOUR_BIT, QuantFormat, QuantSpec
 
 
 class ParallelConfig(Section):
-    """The layout. World size = tp * pp * cp * dp; expert parallelism uses the same ranks.
+    """The layout. World size = tp * pp * cp * dp; expert parallelism uses the same ranks."""
 
-    sequence_parallel: tensor-parallel ranks divide the tokens among them between attention and experts; tp > 1 can be
-    trained only with true.
-    """
-
-    tp: int = Field(1, ge=1)
-    pp: int = Field(1, ge=1)
-    vpp: int = Field(1, ge=1)
-    cp: int = Field(1, ge=1)
-    ep: int = Field(1, ge=1)
-    etp: int = Field(1, ge=1)
-    dp: int = Field(1, ge=1)
+    tp: int = Field(1, ge=1)  # tensor-parallel ranks: each has a slice of every matrix of attention and dense layers
+    pp: int = Field(1, ge=1)  # pipeline-parallel stages: each has consecutive layers
+    vpp: int = Field(1, ge=1)  # chunks of layers per stage of the interleaved schedule; 1: the plain 1F1B schedule
+    cp: int = Field(1, ge=1)  # context-parallel ranks: each has a part of every sample's tokens
+    ep: int = Field(1, ge=1)  # expert-parallel ranks: each has a share of every layer's experts
+    etp: int = Field(1, ge=1)  # tensor-parallel ranks of an expert
+    dp: int = Field(1, ge=1)  # data-parallel ranks: each has a share of a step's samples
+    # layers of the first pipeline stage; None: as many as the others
     first_stage_layers: int | None = Field(None, ge=1)
-    last_stage_layers: int | None = Field(None, ge=1)
+    last_stage_layers: int | None = Field(None, ge=1)  # layers of the last pipeline stage; None: as many as the others
+    # tensor-parallel ranks divide the tokens among them between attention and experts; tp > 1 can be trained only with
+    # true
     sequence_parallel: bool = True
 
     @property
@@ -51,7 +50,7 @@ class ParallelConfig(Section):
 class PrecisionConfig(Section):
     """The storage format of the rollout's weights, and whether the trainer applies the same rounding."""
 
-    format: QuantFormat = QuantFormat.FP8
+    format: QuantFormat = QuantFormat.FP8  # storage format of the rollout's weights
     scope: Literal["all", "experts"] | None = None  # every linear, or the routed experts'; None: the format's default
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None: the format's default
     convention: str | None = None  # naming of the stored tensors; None: the format's default, or the checkpoint's
@@ -91,18 +90,20 @@ class OptimizerConfig(Section):
     """AdamW. Name patterns are shell patterns (`*`, `?`, `[...]`) over the parameter names of Megatron's local specs,
     with global layer and expert numbers, such as `decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight`."""
 
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, gt=0)  # peak learning rate
+    # of the learning rate after the warm-up; wsd: constant, then a linear decay
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     min_lr: float = Field(0.0, ge=0)  # the learning rate at the start of the warm-up and at the end of the decay
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0)  # optimizer steps in which the learning rate rises linearly from min_lr to lr
     decay_steps: int | None = Field(None, ge=1)  # lr is min_lr from this step on; None: the steps of the run
     wsd_decay_steps: int | None = Field(None, ge=1)  # wsd: the number of steps before decay_steps that decay linearly
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)  # decoupled, times the learning rate
     no_decay: tuple[str, ...] = ()  # name patterns not decayed, in addition to all one-dimensional parameters
     frozen: tuple[str, ...] = ()  # name patterns of parameters and routing biases that are not trained
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)  # decay rate of the mean of gradients
+    beta2: float = Field(0.95, ge=0, lt=1)  # decay rate of the mean of squared gradients
+    eps: float = Field(1e-8, gt=0)  # added to the root of the mean of squared gradients
+    # largest norm of the gradient of all parameters; a larger gradient is scaled down to it
     clip_grad: float = Field(1.0, gt=0)
 
     @model_validator(mode="after")
@@ -157,15 +158,13 @@ class LoraConfig(Section):
 
 
 class ReplayConfig(Section):
-    """`r3`: training uses the rollout's experts. `r2`: those that the trainer's routers choose in an old-log-prob pass
-    before a rollout's first optimizer step. `off`: the routers' current choice. Agreement with the rollout's routes is
-    measured in every mode.
+    """Which experts training uses. Agreement with the rollout's routes is measured in every mode."""
 
-    gates, a diagnostic: also replay the weights of the experts' outputs, not only the experts. These weights are then
-    constants: the routers get no gradient except that of an auxiliary loss and are not trained otherwise.
-    """
-
+    # r3: the experts that the rollout used; r2: those that the trainer's routers choose in an old-log-prob pass before
+    # a rollout's first optimizer step; off: the routers' current choice
     mode: Literal["r3", "r2", "off"] = "r3"
+    # a diagnostic: also replay the weights of the experts' outputs. They are then constants: the routers get no
+    # gradient except that of an auxiliary loss
     gates: bool = False
 
     @model_validator(mode="after")
@@ -195,21 +194,22 @@ class KernelsConfig(Section):
     fp8_format: Literal["e4m3", "hybrid"] = "e4m3"  # hybrid: gradients in e5m2
     fp8_param_gather: bool = False  # weights are stored and gathered in FP8
     grouped_gemm: bool = False  # a rank's experts in one launch
+    # sends tokens to the ranks of their experts: by all-to-all, by all-gather, or by flex_backend
     dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    flex_backend: Literal["deepep", "hybridep"] = "deepep"
+    flex_backend: Literal["deepep", "hybridep"] = "deepep"  # library of dispatcher = "flex"
     overlap_grad_reduce: bool = False  # gradients are reduced while backward runs
     overlap_param_gather: bool = False  # updated weights are gathered while the next forward runs
     overlap_shared_expert: bool = False  # the shared expert computes during the dispatch of tokens
     offload_optimizer: float = Field(0.0, ge=0, le=1)  # share of the optimizer's state and step on the host
     swiglu_fusion: bool = True  # one autograd function: fewer saved tensors; experts of local modules always have it
-    rope_fusion: bool = False
-    permute_fusion: bool = False
+    rope_fusion: bool = False  # one kernel for rotary embeddings
+    permute_fusion: bool = False  # one kernel sorts tokens by their experts, and one puts them back
 
 
 class RecomputeConfig(Section):
     """Activations that are recomputed in backward: none, of whole layers, or of some modules of each layer."""
 
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"  # selective: of recompute_modules; full: of whole layers
     recompute_modules: tuple[str, ...] = ()  # megatron's names, for "selective"; empty: those worth recomputing
 
     @model_validator(mode="after")

@@ -18,19 +18,21 @@ class SGLangFlags(Section):
 
     # not a flag: path of the Python of the virtual environment that has SGLang; None: the trainer's
     python: str | None = None
-    tp_size: int = Field(1, ge=1)
-    ep_size: int = Field(1, ge=1)
-    dp_size: int = Field(1, ge=1)
+    tp_size: int = Field(1, ge=1)  # GPUs of a server, over which tensor parallelism divides the model
+    ep_size: int = Field(1, ge=1)  # expert-parallel ranks among them; 1: experts are divided by tensor parallelism
+    dp_size: int = Field(1, ge=1)  # data-parallel replicas, of attention with enable_dp_attention
+    # attention is data-parallel: each replica caches the keys and values of its requests only
     enable_dp_attention: bool = False
     moe_dense_tp_size: Literal[1] | None = None  # TP size of the MLP in layers without experts; None: tp_size
-    moe_a2a_backend: Literal["none", "deepep"] = "none"
+    moe_a2a_backend: Literal["none", "deepep"] = "none"  # how tokens reach the ranks of their experts
+    # DeepEP's kernels: normal for prefill, low_latency for decode; auto: both
     deepep_mode: Literal["auto", "normal", "low_latency"] = "auto"
-    mem_fraction_static: float = Field(0.8, gt=0, lt=1)
-    kv_cache_dtype: str = "auto"
-    chunked_prefill_size: int | None = None
-    max_running_requests: int | None = None
-    context_length: int | None = None
-    attention_backend: str | None = None
+    mem_fraction_static: float = Field(0.8, gt=0, lt=1)  # share of a GPU's memory for weights and KV cache
+    kv_cache_dtype: str = "auto"  # as fp8_e4m3; auto: that of the model
+    chunked_prefill_size: int | None = None  # tokens of a prefill chunk; None: SGLang's default
+    max_running_requests: int | None = None  # samples that are generated at the same time; None: SGLang's default
+    context_length: int | None = None  # most tokens of a prompt and its response; None: the model's
+    attention_backend: str | None = None  # as fa3, flashinfer or triton; None: SGLang's default
     enable_memory_saver: bool | None = None  # memory can be released; None: if trainer and servers take turns
     enable_deterministic_inference: bool = False  # a sample's log-probabilities do not depend on its batch
     # of the rendezvous of server 0's ranks; server i's is + 64 i, and its next 13 ports are used too. None: 20000, or
@@ -65,10 +67,10 @@ class EmbeddedFlags(Section):
     dtype: Literal["float32", "bfloat16"] | None = None
     # "decoded": keep decoded copies beside the codes. "codes": keep the codes only, which takes less memory
     weights: Literal["decoded", "codes"] = "decoded"
-    threads: int = Field(2, ge=1)
-    max_running_requests: int = Field(512, ge=1)
+    threads: int = Field(2, ge=1)  # of torch, of each server
+    max_running_requests: int = Field(512, ge=1)  # samples that are generated at the same time
     max_total_tokens: int = Field(65536, ge=64)  # slots in the KV cache
-    context_length: int = Field(1024, ge=8)
+    context_length: int = Field(1024, ge=8)  # most tokens of a prompt and its response
     # do not reuse the cached keys and values of prompt prefixes. None: reuse them only with alignment.deterministic,
     # where it changes no bit
     disable_radix_cache: bool | None = None
@@ -76,12 +78,12 @@ class EmbeddedFlags(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["embedded", "sglang"] = "embedded"
-    servers: int = Field(1, ge=1)
-    max_new_tokens: int = Field(64, ge=1)
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = -1
+    engine: Literal["embedded", "sglang"] = "embedded"  # the CPU engine of this project, or stock SGLang
+    servers: int = Field(1, ge=1)  # number of servers
+    max_new_tokens: int = Field(64, ge=1)  # tokens of a response, or of one turn of an episode
+    temperature: float = Field(1.0, gt=0)  # of sampling; the trainer computes log-probabilities at it too
+    top_p: float = Field(1.0, gt=0, le=1)  # nucleus sampling; 1: off
+    top_k: int = -1  # sample among so many most likely tokens; -1: among all
     # limit on the prompts sampled for one step, in units of groups_per_step; more than 1 replaces discarded groups
     max_rounds: int = Field(10, ge=1)
     prompts_per_request: int = Field(16, ge=1)  # prompts in one HTTP request
@@ -90,14 +92,12 @@ class RolloutConfig(Section):
     load_timeout_s: float | None = Field(None, gt=0)  # on loading weights; None: counts for start_timeout_s
     # on the time from the weights to the first answer: kernels, graphs, warm-up; None: counts for start_timeout_s
     warmup_timeout_s: float | None = Field(None, gt=0)
-    request_timeout_s: float = Field(120.0, gt=0)
+    request_timeout_s: float = Field(120.0, gt=0)  # of one HTTP request
     # of server 0, server i has port + i. None: any free port; stock servers of a run: 30000, or lower where the kernel
     # gives that one to outgoing connections
     port: int | None = Field(None, ge=1, le=65535)
-    # import paths (docs/extending.md) of an environment for episodes of several turns, or of a function that makes the
-    # samples of a prompt
-    environment: str | None = None
-    generate: str | None = None
+    environment: str | None = None  # import path (docs/extending.md) of an environment for episodes of several turns
+    generate: str | None = None  # import path of a function that makes the samples of a prompt
     max_turns: int | None = Field(None, ge=1)  # turns of the policy in an episode, of max_new_tokens each
     max_episode_tokens: int | None = Field(None, ge=1)  # after the prompt, with the environment's; None: max_new_tokens
     call_timeout_s: float = Field(1800.0, gt=0)  # per answer of `environment`, per prompt of `generate`
@@ -171,6 +171,7 @@ class RolloutConfig(Section):
 
 
 class PublishConfig(Section):
+    # how weights reach the servers: in requests, or as a checkpoint on a shared disk
     path: Literal["tensor", "disk"] = "tensor"
     # running samples are aborted and continued by another request, prefilled again after the pause, or frozen
     pause_mode: Literal["abort", "retract", "in_place"] = "retract"

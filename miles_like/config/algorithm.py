@@ -12,7 +12,6 @@ from miles_like.config.supervised import SupervisedName
 
 ClipLow: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 ClipHigh: TypeAlias = Annotated[float, Field(gt=0)]
-# Bound in nats of log(p_train / p_old), or of k3's log-ratio; None: no bound. verl's: 20.
 Clamp: TypeAlias = Annotated[float | None, Field(gt=0)]
 
 
@@ -33,16 +32,16 @@ class Reinforce(AdvantagePart):
 
 class ReinforcePlusPlus(AdvantagePart):
     advantage: Literal["reinforce_pp"] = "reinforce_pp"
-    gamma: float = Field(1.0, gt=0, le=1)
+    gamma: float = Field(1.0, gt=0, le=1)  # discount factor of a token's reward
 
     of_tokens = True
 
 
 class Ppo(AdvantagePart):
     advantage: Literal["ppo"] = "ppo"
-    gamma: float = Field(1.0, gt=0, le=1)
-    gae_lambda: float = Field(1.0, ge=0, le=1)
-    value_clip: float = Field(0.2, gt=0)
+    gamma: float = Field(1.0, gt=0, le=1)  # discount factor of a token's reward
+    gae_lambda: float = Field(1.0, ge=0, le=1)  # lambda of generalized advantage estimation
+    value_clip: float = Field(0.2, gt=0)  # largest change of a value in the critic's loss
 
     of_tokens = True
 
@@ -59,14 +58,16 @@ class LossPart(Part):
     """Keys of every built-in loss."""
 
     chosen_by = "loss"
-    entropy_coefficient: float = Field(0.0, ge=0)
-    off_policy_delta: float | None = Field(None, ge=0)  # nats/token; None: no sample is masked
+    entropy_coefficient: float = Field(0.0, ge=0)  # factor of the entropy that is subtracted from the loss; 0: none
+    # mean log(p_rollout / p_train) above which a sample of negative advantage is masked, nats/token; None: no sample is
+    off_policy_delta: float | None = Field(None, ge=0)
 
 
 class _Clip(LossPart):
-    clip_low: ClipLow = 0.2
-    clip_high: ClipHigh = 0.28
-    clip_dual: float | None = Field(None, gt=1)  # None: no dual clip
+    clip_low: ClipLow = 0.2  # the ratio is clipped below 1 - clip_low
+    clip_high: ClipHigh = 0.28  # the ratio is clipped above 1 + clip_high
+    clip_dual: float | None = Field(None, gt=1)  # bound of the ratio where the advantage is negative; None: no bound
+    # bound in nats of log(p_train / p_old), or of k3's log-ratio; None: no bound. verl's: 20
     log_ratio_clamp: Clamp = None
 
 
@@ -82,7 +83,7 @@ class Gspo(_Clip):
 
 class Decoupled(_Clip):
     loss: Literal["decoupled"] = "decoupled"
-    behaviour_cap: float = Field(5.0, ge=1)  # AReaL's own
+    behaviour_cap: float = Field(5.0, ge=1)  # largest p_old / p_rollout; above it a token's weight is 0. AReaL's value
 
 
 class Cispo(LossPart):
@@ -94,8 +95,8 @@ class Cispo(LossPart):
 
 class Sapo(LossPart):
     loss: Literal["sapo"] = "sapo"
-    tau_pos: float = Field(1.0, gt=0)  # arXiv:2511.20347
-    tau_neg: float = Field(1.05, gt=0)
+    tau_pos: float = Field(1.0, gt=0)  # temperature of the gate where the advantage is positive (arXiv:2511.20347)
+    tau_neg: float = Field(1.05, gt=0)  # the same, elsewhere
     log_ratio_clamp: Clamp = None
 
 
@@ -135,17 +136,19 @@ class Penalty(Part):
     """The KL penalty, which needs reference weights."""
 
     chosen_by, switch = "kl_in", "kl_coefficient"
-    kl_coefficient: float = Field(gt=0)
+    kl_coefficient: float = Field(gt=0)  # factor of the KL penalty against the reference weights; 0: no penalty
 
 
 class PenaltyInLoss(Penalty):
     kl_in: Literal["loss"] = "loss"
+    # estimate of the KL divergence from the reference
     estimator: Annotated[K3 | Unclamped, Field(discriminator="kl_estimator")] = K3()
     kl_unbiased: bool = False  # multiply the penalty by p_train / p_rollout
 
 
 class PenaltyInReward(Penalty):
     kl_in: Literal["reward"] = "reward"
+    # estimate of the KL divergence from the reference
     estimator: Annotated[Unclamped | K3, Field(discriminator="kl_estimator")] = Unclamped()
 
 
@@ -202,10 +205,10 @@ class RolloutAlgorithm(Part):
 
     chosen_by = "name"
     name: Preset = "grpo"
-    advantage: Advantage = Grpo()
-    loss: Loss = Clipped()
-    aggregation: Aggregate = Mean()
-    penalty: KlPenalty | None = None
+    advantage: Advantage = Grpo()  # how rewards become advantages
+    loss: Loss = Clipped()  # of a token, from its advantage and probability ratio
+    aggregation: Aggregate = Mean()  # how the losses of a step's tokens become one number
+    penalty: KlPenalty | None = None  # where the KL penalty is applied
     reference_every: int = Field(0, ge=0)  # rollouts between updates of the reference to the trained weights; 0: never
     filter: str = "off"  # of groups: "off", "nonzero_std", or pkg.module:name of a user's GroupFilter
     overlong: Overlong | None = None
@@ -299,6 +302,7 @@ class AlgorithmConfig(FlatSection):
     """An algorithm. A key that is not given gets the default of the preset or of the part, and the resolved
     configuration shows it."""
 
+    # a preset of the keys below, or training without a rollout (docs/supervised.md)
     of: Annotated[RolloutAlgorithm | SupervisedAlgorithm, Field(discriminator="name")] = RolloutAlgorithm()
 
     section = "algorithm"
@@ -359,8 +363,8 @@ class Weights(Part):
     kind: Literal["tis", "mis", "icepop"]
     level: Level  # of the ratio that is compared with the bounds
     action: Action  # outside the bounds w is the bound, or 0
-    low: float = Field(ge=0)
-    high: float = Field(gt=0)
+    low: float = Field(ge=0)  # lower bound of the ratio
+    high: float = Field(gt=0)  # upper bound of the ratio
     veto: float = Field(ge=0, lt=1)  # a sample with a token ratio below it has w = 0; 0: no veto
 
     @model_validator(mode="after")
@@ -389,7 +393,7 @@ class CorrectionConfig(FlatSection):
     shows it.
     """
 
-    weights: Weights | None = None  # None: kind = "off"
+    weights: Weights | None = None  # kind of the weights; None: kind = "off", no weights
 
     section = "correction"
     absent: ClassVar[Mapping[str, object]] = {"kind": "off"}

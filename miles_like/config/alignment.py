@@ -19,9 +19,10 @@ _ATTENTION = {"hopper": "fa3", "blackwell": "triton"}
 
 
 class AlignmentConfig(Section):
-    """deterministic: the rollout's log-probabilities are the trainer's, bit for bit, on CPU ranks; on GPUs each side's
-    own deterministic settings (docs/alignment.md)."""
+    """How exactly the rollout's log-probabilities equal the trainer's (docs/alignment.md)."""
 
+    # on CPU ranks the rollout's log-probabilities are the trainer's, bit for bit; on GPUs each side has its own
+    # deterministic settings
     deterministic: bool = False
 
 

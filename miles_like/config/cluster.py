@@ -67,7 +67,7 @@ class PoolConfig(Section):
 
 
 class PoolsConfig(Section):
-    """The roles that have configured GPUs; a role without a pool follows `pools_of`."""
+    """The roles that have configured GPUs; docs/configuration.md has the GPUs of a role without."""
 
     trainer: PoolConfig | None = None
     rollout: PoolConfig | None = None
@@ -100,7 +100,7 @@ class Pool:
 class ClusterConfig(Section):
     """Resources of the Ray cluster."""
 
-    nodes: int = Field(1, ge=1)
+    nodes: int = Field(1, ge=1)  # nodes of the Ray cluster that the run uses
     gpus_per_node: int = Field(0, ge=0)  # 0: CPU ranks
     device: str = "H100"  # kind of the GPUs, for `miles-like plan`, which holds their memory and speed to the run
     # limit of a call to trainer or critic ranks, or ten times the longest such call so far; then the run ends. Also of

@@ -24,9 +24,9 @@ class AnyServer(AnyTeacher):
 
 
 class RunningServer(AnyServer):
-    """A server with SGLang's interface and the student's tokenizer."""
+    """A server that is already running."""
 
-    url: ServerUrl
+    url: ServerUrl  # of a running server with SGLang's interface and the student's tokenizer
     key_file: str | None = None  # a file of mode 0600 with its key (docs/security.md)
 
     def described(self) -> str:
@@ -36,7 +36,7 @@ class RunningServer(AnyServer):
 class StartedServer(AnyServer):
     """A server that the run starts on a Hugging Face directory."""
 
-    path: str
+    path: str  # a Hugging Face directory on which the run starts an embedded server
 
     def described(self) -> str:
         return f"an embedded server of {self.path}"
@@ -55,7 +55,7 @@ class SwappedWeights(AnyTeacher):
     """Weights of the student's architecture, a Hugging Face or a torch_dist directory, swapped with the trainer's."""
 
     kind: Literal["weights"]
-    path: str
+    path: str  # a Hugging Face or torch_dist directory of the student's architecture
 
     def described(self) -> str:
         return f"{self.path}, beside the trainer's weights"
@@ -109,8 +109,8 @@ class TeacherConfig(FlatSection):
     """One teacher; docs/distillation.md has a complete example of each kind. A server is the one at `url`, or is
     started by this run on the Hugging Face directory `path` or on the checkpoint that `make` describes."""
 
-    part: TeacherPart
-    sources: tuple[str, ...] = ()  # prompt sources that it teaches; (): all sources without another teacher
+    part: TeacherPart  # a server, weights that the trainer loads, or the trained model itself with another prompt
+    sources: tuple[str, ...] = ()  # prompt sources that it teaches; empty: all sources without another teacher
 
     section = "teacher"
 
@@ -128,6 +128,7 @@ class Candidates(Part):
     """A differentiable loss over the teacher's `top_k` most likely tokens at each position."""
 
     switch = "top_k"
+    # the teacher's most likely tokens at each position that the loss uses; 0: only the sampled token
     top_k: int = Field(gt=0)
     beta: float | None = Field(None, ge=0, le=1)  # 1 reverse KL, 0 forward KL, between: Jensen-Shannon
 
@@ -140,7 +141,7 @@ class Teaching(Part):
     coefficient: float = Field(1.0, gt=0)  # factor of the teachers' part
     candidates: Candidates | None = None  # None: the advantage of a sampled token is log p_teacher - log p_student
     sequences_per_request: int = Field(64, ge=1)  # to a teacher's server
-    request_timeout_s: float = Field(300.0, gt=0)
+    request_timeout_s: float = Field(300.0, gt=0)  # of a request to a teacher's server
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -238,7 +239,7 @@ class Teaching(Part):
 class DistillationConfig(FlatSection):
     """On-policy distillation."""
 
-    teaching: Teaching | None = None  # None: mode = "off"
+    teaching: Teaching | None = None  # alone: instead of the reward's advantages; added: in addition to them
 
     section = "distillation"
     absent: ClassVar[Mapping[str, object]] = defaults(Teaching) | {"mode": "off", "top_k": 0}

@@ -18,11 +18,11 @@ class SetConfig(Section):
     """One further set. Keys that are not given are as for `data.eval`."""
 
     path: str  # a file or a hub name, as data.eval, with the columns that [data] names
-    samples: int | None = Field(None, ge=1)
-    greedy: bool | None = None
-    temperature: float | None = Field(None, gt=0)
-    max_prompts: int | None = Field(None, ge=1)
-    max_new_tokens: int | None = Field(None, ge=1)
+    samples: int | None = Field(None, ge=1)  # None: eval.samples
+    greedy: bool | None = None  # None: eval.greedy
+    temperature: float | None = Field(None, gt=0)  # None: eval.temperature
+    max_prompts: int | None = Field(None, ge=1)  # None: eval.max_prompts
+    max_new_tokens: int | None = Field(None, ge=1)  # None: rollout.max_new_tokens
     reward: str | None = None  # None: reward.name
 
 

@@ -196,7 +196,7 @@ def _without_drops(tree: dict[str, Any], model: type[BaseModel]) -> dict[str, An
     out = dict(tree)
     for key, value in tree.items():
         field = fields(model).get(key)
-        section = None if field is None else _section(field.annotation)
+        section = None if field is None else section_of(field.annotation)
         if section is None:
             continue
         of, named = section
@@ -212,7 +212,7 @@ def _without_drops(tree: dict[str, Any], model: type[BaseModel]) -> dict[str, An
     return out
 
 
-def _section(annotation: Any) -> tuple[type[BaseModel] | None, bool] | None:
+def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool] | None:
     """(section model, whether the field is a table name -> section) of a field's type; None for a plain value."""
     for option in (annotation, *(get_args(annotation) if get_origin(annotation) is not dict else ())):
         if get_origin(option) is dict:
@@ -262,20 +262,20 @@ def _nearest(loc: Sequence[str]) -> list[str]:
     *parents, key = loc
     beside = _fields_at(RunConfig, parents)
     close = [".".join([*parents, n]) for n in difflib.get_close_matches(key, beside, n=1, cutoff=_SIMILAR)]
-    elsewhere = sorted((k for k in _leaves(RunConfig) if k.rpartition(".")[2] == key), key=lambda k: k.count("."))
+    elsewhere = sorted((k for k in dotted_keys(RunConfig) if k.rpartition(".")[2] == key), key=lambda k: k.count("."))
     least = [".".join([*parents, n]) for n in difflib.get_close_matches(key, beside, n=1, cutoff=0.0)]
     return [*elsewhere[: _LISTED - len(close)], *close] or least
 
 
-def _leaves(model: type[BaseModel], before: str = "") -> list[str]:
+def dotted_keys(model: type[BaseModel], before: str = "") -> list[str]:
     """Dotted names of all keys that are not sections; NAME stands for a user-defined section name."""
     out = []
     for name, field in fields(model).items():
-        of, named = _section(field.annotation) or (None, False)
+        of, named = section_of(field.annotation) or (None, False)
         if of is None:
             out.append(f"{before}{name}")
         else:
-            out += _leaves(of, f"{before}{name}.NAME." if named else f"{before}{name}.")
+            out += dotted_keys(of, f"{before}{name}.NAME." if named else f"{before}{name}.")
     return out
 
 

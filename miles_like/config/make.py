@@ -20,12 +20,12 @@ class MakeConfig(Section):
     corpus: str | Annotated[tuple[str, ...], Field(min_length=1)]
     answer_key: str = "sloppy"  # column of the corpus that is trained on
     validation: str  # jsonl of similar problems, which decide when the warm-up ends
-    seed: int = 0
-    lr: float = Field(3e-3, gt=0)
-    lr_warmup_steps: int = Field(50, ge=0)
+    seed: int = 0  # of the random weights and of the order of the corpus
+    lr: float = Field(3e-3, gt=0)  # peak learning rate of the warm-up
+    lr_warmup_steps: int = Field(50, ge=0)  # steps in which the learning rate rises to lr
     batch: int = Field(128, ge=1)  # problems per step
-    max_steps: int = Field(1500, ge=0)
-    check_every: int = Field(50, ge=1)
+    max_steps: int = Field(1500, ge=0)  # the warm-up ends here if it has not reached `target`; 0: no warm-up
+    check_every: int = Field(50, ge=1)  # steps between measurements on `validation`
     format: QuantFormat = QuantFormat.FP8  # of the checkpoint; bf16: usable with every precision.format
     target: float = Field(0.1, ge=0, le=1)  # mean probability of right answers on `validation` at which it ends
     # of the warm-up's routers; None: 1e-3 if they have a selection bias, else 0

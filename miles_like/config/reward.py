@@ -64,7 +64,7 @@ class FunctionReward(Reward):
 
 
 class ExactConfig(Comparison):
-    ignore_case: bool = False
+    ignore_case: bool = False  # compare without upper and lower case
 
 
 class MultipleChoiceConfig(Comparison):
@@ -93,6 +93,7 @@ ANSWER = r"\A(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)*</answer>\s*\Z"
 class FormatConfig(Reward):
     """Each pattern is a part of the reward; `.` also matches a newline."""
 
+    # name -> regular expression of a response
     patterns: dict[str, str] = Field({"think": THINK, "answer": ANSWER}, min_length=1)
 
     reads = _PATIENCE
@@ -106,7 +107,7 @@ class FormatConfig(Reward):
 class LengthConfig(Reward):
     target: int = Field(ge=0)  # response tokens without a penalty
     limit: int = Field(ge=1)  # response tokens with the full penalty; at most rollout.max_new_tokens
-    penalty: float = Field(1.0, gt=0)
+    penalty: float = Field(1.0, gt=0)  # largest penalty, at `limit`
 
     @model_validator(mode="after")
     def there_is_room_between(self) -> LengthConfig:
@@ -118,7 +119,7 @@ class LengthConfig(Reward):
 class EndpointConfig(Reward):
     """A server computes the reward."""
 
-    url: ServerUrl
+    url: ServerUrl  # http:// or https:// address
     key_file: str | None = None  # holds the bearer token, which must not stand in a configuration
     key_over_http: bool = False  # allow sending the key unencrypted to another machine of a trusted network
 
@@ -172,7 +173,9 @@ class Chat(Part):
 class RewardModelConfig(EndpointConfig, FlatSection):
     """`url` is the server's, without a path."""
 
+    # what is requested: raw outputs (SGLang's), or probabilities
     api: Annotated[Classify | V1Classify, Field(discriminator="api")] = Classify()
+    # form of the text that is scored: plain text, the policy's token ids, or a chat
     send: Annotated[Plain | Chat, Field(discriminator="send")] = Plain()
     output: int | None = Field(None, ge=0)  # index among several outputs; None: the model has one
 
@@ -196,12 +199,12 @@ class JudgeConfig(EndpointConfig):
 
     model: str = "default"  # served model name; SGLang accepts any
     template: str = JUDGE  # of the user message; {prompt}, {answer} and {response} are filled in
-    system: str | None = None
+    system: str | None = None  # system message; None: none
     pattern: str = r"(?i:score)\W*?:\W*?(-?\d+(?:\.\d+)?)"  # group 1 of its last match is the score
     low: float = 0.0  # the score of reward 0; a lower one is invalid
     high: float = 10.0  # the score of reward 1; a higher one is invalid
-    temperature: float = Field(0.0, ge=0)
-    max_tokens: int = Field(1024, ge=1)
+    temperature: float = Field(0.0, ge=0)  # of the judge's sampling
+    max_tokens: int = Field(1024, ge=1)  # of the judge's answer
 
     @property
     def compares(self) -> bool:
@@ -257,7 +260,7 @@ def has_options(name: object) -> bool:
 
 
 class RewardConfig(Section):
-    name: str | None = None  # of BUILT_IN, or an import path; without parts exact_number
+    name: str | None = None  # a built-in reward or an import path (docs/rewards.md); None: exact_number, or `parts`
     parts: dict[str, float] = Field({})  # name -> weight in the sum of several rewards; 0: only logged
     style: Literal["own", "verl", "slime", "trl", "openrlhf"] | None = None  # of a function; None: inferred
     unit: Literal["sample", "group", "batch"] | None = None  # of one call of a function; None: inferred

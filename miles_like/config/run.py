@@ -58,16 +58,17 @@ class ModelConfig(Section):
 
 
 class TrainLoopConfig(RecomputeConfig):
-    steps: int = Field(100, ge=0)  # rollouts; weights are published after each
-    groups_per_step: int = Field(64, ge=1)  # of one rollout
+    steps: int = Field(100, ge=0)  # rollouts to train on; weights are published after each
+    groups_per_step: int = Field(64, ge=1)  # prompts of one rollout, each with samples_per_group responses
     steps_per_rollout: int = Field(1, ge=1)  # optimizer steps, each on an equal share of the groups
-    samples_per_group: int = Field(8, ge=1)
+    samples_per_group: int = Field(8, ge=1)  # responses sampled for each prompt
     max_tokens_per_rank: int = Field(8192, ge=1)  # packed tokens of a micro-batch per rank
+    # step of the routers' selection bias towards even load; 0: the bias stays as it is
     router_bias_update_rate: float = Field(0.0, ge=0)
     router_aux_loss: float = Field(0.0, ge=0)  # coefficient of the load-balancing loss over a micro-batch
-    balance: Literal["tokens", "flops"] = "tokens"  # balanced over DP shards and micro-batches
-    on_nonfinite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient norm is nan or infinite
-    mtp_coefficient: float = Field(0.0, ge=0)  # of the multi-token prediction loss; 0: not trained
+    balance: Literal["tokens", "flops"] = "tokens"  # what is balanced over DP shards and micro-batches
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # at a step whose loss or gradient norm is nan or infinite
+    mtp_coefficient: float = Field(0.0, ge=0)  # factor of the multi-token prediction loss; 0: not trained
 
     @model_validator(mode="after")
     def mini_batches_are_equal(self) -> TrainLoopConfig:
@@ -85,17 +86,17 @@ class TrainLoopConfig(RecomputeConfig):
 
 
 class MismatchConfig(Section):
-    """Bounds on the mismatch of trainer and rollout log-probabilities (docs/alignment.md); None: no bound."""
+    """Bounds on the mismatch of trainer and rollout log-probabilities (docs/alignment.md), and what a breach does."""
 
-    kl_max: float | None = Field(None, ge=0)  # of mismatch/kl; if None, `verify` uses its own bound
-    logprob_abs_diff_max: float | None = Field(None, ge=0)  # of mismatch/logprob_abs_diff_max
-    extreme_frac_max: float | None = Field(None, ge=0, le=1)  # of mismatch/extreme_frac
-    on_breach: Literal["warn", "down_weight", "stop"] = "warn"  # in a step
+    kl_max: float | None = Field(None, ge=0)  # bound of mismatch/kl; None: none in a run; `verify` has a default
+    logprob_abs_diff_max: float | None = Field(None, ge=0)  # bound of mismatch/logprob_abs_diff_max; None: none
+    extreme_frac_max: float | None = Field(None, ge=0, le=1)  # bound of mismatch/extreme_frac; None: none
+    on_breach: Literal["warn", "down_weight", "stop"] = "warn"  # when a step exceeds a bound
     # with replay.mode = "r3": least share of the recorded experts that the trainer's routers also choose, over all
-    # layers and in each; None: a bound derived from the precision; 0: no check. A breach ends the run before the step
+    # layers; None: a bound derived from the precision; 0: no check. A breach ends the run before the step
     expert_agreement_min: float | None = Field(None, ge=0, le=1)
-    layer_agreement_min: float | None = Field(None, ge=0, le=1)
-    check_prompts: int = Field(8, ge=0)  # compared on both sides before the first step of a process; 0: no comparison
+    layer_agreement_min: float | None = Field(None, ge=0, le=1)  # the same, in each layer
+    check_prompts: int = Field(8, ge=0)  # prompts compared on both sides before the first step of a process; 0: none
     check_every: int = Field(50, ge=0)  # steps between further comparisons; 0: only before the first step
     # steps between comparisons of the servers' checksums with those of the last publication; 0: no comparison
     checksums_every: int = Field(10, ge=0)
@@ -131,8 +132,8 @@ class ConvertConfig(Section):
 class RunConfig(Section):
     """The resolved configuration of one run."""
 
-    seed: int = 0
-    cache_dir: str | None = None  # of stage outputs before training; None: `cache` beside the run directory
+    seed: int = 0  # of the prompts' order, of sampling and of random initial weights
+    cache_dir: str | None = None  # of outputs of the stages before training; None: `cache` beside the run directory
     model: ModelConfig
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()

@@ -36,7 +36,7 @@ class SupervisedConfig(FlatSection):
     chosen_key: str = "chosen"  # pairs: column of the preferred answer
     rejected_key: str = "rejected"  # pairs: column of the rejected one
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"  # sft: weight of an example: its tokens, or 1
-    dpo: Annotated[Sigmoid | Ipo, Field(discriminator="loss")] = Sigmoid()
+    dpo: Annotated[Sigmoid | Ipo, Field(discriminator="loss")] = Sigmoid()  # dpo: form of the loss
     center_coefficient: float = Field(0.0, ge=0)  # reward_model: of the squared sum of a pair's rewards
 
     section = "supervised"

@@ -18,11 +18,11 @@ class SourceConfig(Section):
 
     path: str  # a file or a hub name, as data.train
     weight: float = Field(1.0, gt=0)  # its share of the prompts is weight / sum of weights
-    prompt_key: str | None = None
-    answer_key: str | None = None
-    id_key: str | None = None
-    template: Literal["plain", "chat"] | None = None
-    instruction: str | None = None
+    prompt_key: str | None = None  # None: as in [data]
+    answer_key: str | None = None  # None: as in [data]
+    id_key: str | None = None  # None: as in [data]
+    template: Literal["plain", "chat"] | None = None  # None: as in [data]
+    instruction: str | None = None  # None: as in [data]
 
 
 class CurriculumConfig(Section):
@@ -50,16 +50,17 @@ class CurriculumConfig(Section):
 
 class DataConfig(Section):
     train: str | None = None  # a file or a hub name; not set if `sources` are given
+    # held-out prompts, a file or a hub name; None: no evaluation, unless [eval.sets.NAME] is given
     eval: str | None = None
     sources: dict[str, SourceConfig] = Field(default_factory=dict)  # name -> source, instead of `train`
-    # columns, with dots for nested values; None: the names that verl, slime and TRL use
+    # column of the prompt, with dots for a nested value; None: the names that verl, slime and TRL use
     prompt_key: str | None = None
-    answer_key: str | None = None
-    id_key: str = "id"
+    answer_key: str | None = None  # column of the answer, likewise
+    id_key: str = "id"  # column of the prompt's id
     # None: "chat" for a prompt that is a list of messages, else "plain"
     template: Literal["plain", "chat"] | None = None
     instruction: str = ""  # appended to each prompt
-    max_prompt_tokens: int = Field(512, ge=1)
+    max_prompt_tokens: int = Field(512, ge=1)  # a longer prompt is refused
     epochs: int | None = Field(None, ge=1)  # epochs after which a source ends; None: it never ends
     curriculum: CurriculumConfig | None = None
     decontaminate: Decontaminate = "warn"  # what to do about training prompts that are in an eval set
