@@ -5,8 +5,10 @@ Whole runs: tests/laws/test_supervised_resume.py."""
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import torch
 
 from miles_like.checkpoint.best import KeptBest
 from miles_like.checkpoint.random_state import random_state, set_random_state
-from miles_like.checkpoint.resume_check import resume_differences
+from miles_like.checkpoint.resume_check import REFUSED, SILENT, resume_differences
 from miles_like.checkpoint.run_state import RunState, kept_steps, save
-from miles_like.config.load import load_config
+from miles_like.config.load import dotted_keys, load_config
+from miles_like.config.run import RunConfig
 from tests.support.refusals import Facts, check_refusal, refuses
 
 
@@ -92,6 +95,16 @@ def test_what_may_change_on_resume() -> None:
     before, after = config(buffer={"max_staleness": 2}), config(buffer={"max_staleness": 0})
     with refuses(ValueError, "buffer.max_staleness", 2, 0):  # what is in flight would be stale
         resume_differences(before, after)
+
+
+def test_the_page_lists_what_may_and_may_not_change_as_the_code_does() -> None:
+    """And every entry is a key, or matches some: the name of a removed key would allow or refuse nothing."""
+    page = (Path(__file__).parents[3] / "docs" / "resume.md").read_text()
+    rows = dict(re.findall(r"^\| (may[^|]*) \| (.*) \|$", page, re.MULTILINE))
+    listed = [tuple(re.findall(r"`([^`]+)`", cell)) for cell in rows.values()]
+    assert listed == [SILENT, REFUSED, ("optimizer.lr",)]
+    keys = [*dotted_keys(RunConfig), *(f"{table}.NAME" for table in ("rollout.env", "cluster.env"))]
+    assert [one for one in (*SILENT, *REFUSED) if not fnmatch.filter(keys, one)] == []
 
 
 def test_the_drivers_generators_come_back_through_json() -> None:
