@@ -17,7 +17,19 @@ from rich.markup import escape
 from miles_like.checkpoint.run_state import check_kept
 from miles_like.command_errors import one_sentence
 from miles_like.commands.convert import convert
-from miles_like.commands.options import FORMATS, SetOption
+from miles_like.commands.options import (
+    FORMATS,
+    CacheOption,
+    DryRunOption,
+    ForceOption,
+    FreshOption,
+    FromStepOption,
+    FuseOption,
+    RayOption,
+    ResumeOption,
+    RunDirOption,
+    SetOption,
+)
 from miles_like.commands.plan import plan
 from miles_like.commands.simulate import simulate
 from miles_like.config.load import dump_config, load_config
@@ -51,17 +63,6 @@ app.add_typer(convert, name="convert")
 app.command("plan")(plan)
 
 DEMO = Path(__file__).resolve().parent / "demo_files" / "tiny.toml"
-CacheOption = Annotated[
-    Path | None,
-    typer.Option("--cache-dir", help="outputs of the stages before training; default: cache beside the run directory"),
-]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")]
-FromStepOption = Annotated[
-    int | None, typer.Option("--from-step", metavar="N", help="resume from the checkpoint of step N, not the last")
-]
-ForceOption = Annotated[
-    bool, typer.Option("--force", help="start a run that does not fit the memory of its devices by the plan")
-]
 
 
 def check_writable(path: Path) -> None:
@@ -76,14 +77,14 @@ def check_writable(path: Path) -> None:
 @app.command("train")
 def pipeline(
     config: Path,
-    run_dir: Annotated[Path, typer.Option("--run-dir")],
+    run_dir: RunDirOption,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
-    fuse: Annotated[bool, typer.Option("--fuse", help="decode while converting: no BF16 directory")] = False,
-    resume: bool = False,
+    fuse: FuseOption = False,
+    resume: ResumeOption = False,
     from_step: FromStepOption = None,
-    fresh: bool = False,
+    fresh: FreshOption = False,
     dry_run: DryRunOption = False,
-    ray_address: Annotated[str | None, typer.Option("--ray-address")] = None,
+    ray_address: RayOption = None,
     cache_dir: CacheOption = None,
     force: ForceOption = False,
     stages: Annotated[str, typer.Option("--stages", hidden=True)] = ",".join(STAGES),  # of scripts/run_deepseek.py
@@ -169,10 +170,10 @@ def print_not_checked(console: Console, checks: Sequence[CheckResult]) -> None:
 
 @app.command()
 def demo(
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="run directory")] = Path("runs/demo"),
+    run_dir: RunDirOption = Path("runs/demo"),
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
-    resume: bool = False,
-    fresh: bool = False,
+    resume: ResumeOption = False,
+    fresh: FreshOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
     """Train the tiny model on two CPU cores: all five stages, with the configuration and data that are installed."""
@@ -268,7 +269,7 @@ def verify(
         int | None, typer.Option("--prompts", min=1, help="number of prompts to sample, 32 by default")
     ] = None,
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
-    ray_address: Annotated[str | None, typer.Option("--ray-address")] = None,
+    ray_address: RayOption = None,
 ) -> None:
     """Compare trainer and rollout and attribute the gap; status 1 if the precision does not explain it."""
     console = Console()

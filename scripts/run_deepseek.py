@@ -11,8 +11,19 @@ from typing import Annotated
 
 import typer
 
-from miles_like.cli import CacheOption, DryRunOption, ForceOption, FromStepOption, pipeline
-from miles_like.commands.options import SetOption
+from miles_like.cli import pipeline
+from miles_like.commands.options import (
+    CacheOption,
+    DryRunOption,
+    ForceOption,
+    FreshOption,
+    FromStepOption,
+    FuseOption,
+    RayOption,
+    ResumeOption,
+    RunDirOption,
+    SetOption,
+)
 from miles_like.pipeline.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,15 +31,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main(
     config: Annotated[Path, typer.Option(help="TOML file")] = ROOT / "configs" / "tiny.toml",
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="run directory")] = Path("runs/demo"),
+    run_dir: RunDirOption = Path("runs/demo"),
     stages: Annotated[str, typer.Option(help="comma-separated subset")] = ",".join(STAGES),
     overrides: SetOption = [],  # noqa: B006  typer does not change the default
-    resume: Annotated[bool, typer.Option("--resume", help="resume from the last checkpoint")] = False,
+    resume: ResumeOption = False,
     from_step: FromStepOption = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="redo complete stages")] = False,
-    fuse: Annotated[bool, typer.Option("--fuse", help="decode FP8 while converting: no BF16 directory")] = False,
+    fresh: FreshOption = False,
+    fuse: FuseOption = False,
     dry_run: DryRunOption = False,
-    ray_address: Annotated[str | None, typer.Option("--ray-address", help="join this Ray cluster")] = None,
+    ray_address: RayOption = None,
     cache_dir: CacheOption = None,
     force: ForceOption = False,
 ) -> None:

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 FORMATS = "fp8, fp8-ue8m0, int4, mxfp8, mxfp4 or nvfp4"
 SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override section.key of the config")]
+RunDirOption = Annotated[Path, typer.Option("--run-dir", help="run directory")]
+ResumeOption = Annotated[bool, typer.Option("--resume/--no-resume", help="resume from the last checkpoint")]
+FromStepOption = Annotated[
+    int | None, typer.Option("--from-step", metavar="N", help="resume from the checkpoint of step N, not the last")
+]
+FreshOption = Annotated[bool, typer.Option("--fresh/--no-fresh", help="redo complete stages")]
+FuseOption = Annotated[bool, typer.Option("--fuse", help="decode FP8 while converting: no BF16 directory")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="print what would be done, touch nothing")]
+RayOption = Annotated[str | None, typer.Option("--ray-address", help="join this Ray cluster")]
+CacheOption = Annotated[
+    Path | None,
+    typer.Option("--cache-dir", help="outputs of the stages before training; default: cache beside the run directory"),
+]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="start a run that does not fit the memory of its devices by the plan")
+]
