@@ -65,7 +65,7 @@ test-long: $(STAMP)
 # all there is: `make test`, which every commit passes, and what is too long for it
 test-all: test test-long fuzz
 
-# stock SGLang on CPU, in an environment of its own: its pins are not ours
+# stock SGLang on CPU, in a separate environment, because its pins differ from ours
 test-sglang: $(STAMP) $(SGLANG)/.installed
 	$(PYTEST) --numprocesses 2 tests/sglang_cpu
 

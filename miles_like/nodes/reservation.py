@@ -68,8 +68,8 @@ def reserve(
 ) -> Reservation:
     """Choose `count` nodes and reserve `gpus_per_node` GPUs on each; with 0 nothing is reserved.
 
-    run: how messages of other runs call this one. when_busy: what happens while other jobs have the GPUs: "refuse"
-    raises ValueError, "queue" waits without limit and says once a minute for whom. Raises ValueError as
+    run: the name of this run in messages of others. when_busy: what happens while other jobs have the GPUs: "refuse"
+    raises ValueError, "queue" waits without limit and reports every minute which jobs have them. Raises ValueError as
     `suitable_nodes`; RuntimeError when a node does not report its facts within `timeout_s`.
     """
     if not gpus_per_node:

@@ -215,7 +215,7 @@ def paused(path: Path, mode: PauseMode, at: tuple[int, ...] = (8,), **changes: A
 @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
 def test_rows_stay_those_that_gave_the_log_probs(path: Path, mode: PauseMode) -> None:
     """Tokens sampled before the weights changed keep the routes that gave their log-probs, also when the engine has to
-    feed them again under the new ones, twice; the rows say of whom they are."""
+    feed them again under the new ones, twice; each row has the version of its weights."""
     engine = service(path).engine
     engine.set_version("0")
     old = submit(engine, spec(list(A.token_ids), max_new_tokens=20))[0]
