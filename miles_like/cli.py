@@ -108,7 +108,7 @@ def pipeline(
         functions = assemble.stage_functions(loaded, model, console, cluster, force=force)
         mode: Mode = "resume" if resume else "fresh" if fresh else "auto"
         planned = plan_stages(loaded, run_dir, functions, mode=mode, from_step=from_step)
-        selected = parse_stages(stages)
+        selected = parse_stages(stages, fuse=loaded.convert.fuse)
         if "train" in (to_do := stages_to_do(planned, selected, fresh=fresh)):
             check_run_dir(run_dir, mode)
         if dry_run:

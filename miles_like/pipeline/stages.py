@@ -264,14 +264,15 @@ def _of_a_step(config: RunConfig) -> str:
     return "pairs" if config.algorithm.name in PAIRS else "examples"
 
 
-def parse_stages(text: str) -> list[str]:
-    """`fetch,train` as a list of names. Raises ValueError for an unknown stage, and for no stage."""
+def parse_stages(text: str, *, fuse: bool = False) -> list[str]:
+    """`fetch,train` as a list of names. fuse: `convert.fuse`: dequantize is a part of convert, which selects both.
+    Raises ValueError for an unknown stage, and for no stage."""
     selected = [s.strip() for s in text.split(",") if s.strip()]
     unknown = [s for s in selected if s not in STAGES]
     if unknown or not selected:
         what = f"no stage called {unknown[0]!r}" if unknown else "--stages names none"
         raise ValueError(f"{what}; the stages are {', '.join(STAGES)}")
-    return selected
+    return ["dequantize", *selected] if fuse and "convert" in selected and "dequantize" not in selected else selected
 
 
 def stages_to_do(stages: Sequence[Stage], selected: Sequence[str], *, fresh: bool) -> list[str]:

@@ -235,6 +235,24 @@ def command(config: RunConfig, tmp_path: Path) -> Command:
     return lambda *more: CliRunner().invoke(app, [*how, *more], env={"COLUMNS": "500"})
 
 
+@pytest.mark.parametrize("stages", ["fetch,convert", "fetch,dequantize,convert"])
+def test_a_fused_conversion_needs_no_dequantize_stage(
+    saving: Saving, command: Command, tmp_path: Path, stages: str
+) -> None:
+    """It decodes itself: both lists of stages run the same. Without --fuse the missing stage is named."""
+    done = command("--stages", stages, "--fuse")
+    assert done.exit_code == 0 and saving.ran == ["convert"], done.output
+    assert not list((tmp_path / "runs" / "cache").glob("dequantize-*/data"))
+    again = command("--stages", stages, "--fuse")
+    assert again.output.count("complete, skipped") == 3 and saving.ran == ["convert"]
+    planned = command("--stages", stages, "--fuse", "--dry-run")
+    assert planned.exit_code == 0 and planned.output.count("not selected") == 2
+    other = command("--stages", stages)
+    assert (other.exit_code == 0) == ("dequantize" in stages)
+    if other.exit_code:
+        check_refusal(other.stderr.strip(), "convert", "dequantize", "--stages")
+
+
 def as_first_written(cache: Path) -> None:
     """Markers as they were before their paths were relative."""
     for path in cache.glob("*/.complete.json"):
