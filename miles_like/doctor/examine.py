@@ -24,6 +24,7 @@ from miles_like.doctor.judge_network import (
 from miles_like.doctor.judge_software import judge_software
 from miles_like.doctor.links import LIMIT_S, STORE_S, LinkTimes, ring, tournament
 from miles_like.nodes.facts import NodeName, Unanswered
+from miles_like.nodes.racks import in_fewest_racks
 from miles_like.pipeline.check_results import Outcome
 
 REPORT_S = 300.0  # Ray starts the process, the engine's interpreter and nvidia-smi answer, disks are measured
@@ -40,7 +41,11 @@ class Nodes(Protocol):
 
     @property
     def ray_gpus(self) -> Sequence[int]:
-        """GPUs that Ray was started with on each; empty without Ray, as the next two."""
+        """GPUs that Ray was started with on each; empty without Ray, as the next three."""
+
+    @property
+    def racks(self) -> Sequence[str | None]:
+        """The rack of each."""
 
     @property
     def object_store(self) -> Sequence[int]:
@@ -57,6 +62,7 @@ class ThisMachine:
     """`Nodes` without Ray: this process."""
 
     ray_gpus: Sequence[int] = ()
+    racks: Sequence[str | None] = ()
     object_store: Sequence[int] = ()
     departed: Sequence[str] = ()
 
@@ -149,9 +155,11 @@ def measure_clocks(
 
 
 def _chosen(nodes: Nodes, here: Sequence[int], needs: Needs) -> list[int]:
-    """The nodes that the run takes while no other has GPUs, in its order: the first with enough of them."""
+    """The nodes that the run takes while no other has GPUs, in its order: of those with enough of them, in the fewest
+    racks."""
     enough = [k for k in here if not nodes.ray_gpus or nodes.ray_gpus[k] >= (needs.gpus_per_node or 0)]
-    return enough[: needs.nodes]
+    racks = [nodes.racks[k] if nodes.racks else None for k in enough]
+    return [enough[i] for i in in_fewest_racks(racks, len(enough) if needs.nodes is None else needs.nodes)]
 
 
 def _ports(

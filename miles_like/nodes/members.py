@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import ray
 from ray._private.state import available_resources_per_node
 
+from miles_like.nodes.racks import in_fewest_racks
 from miles_like.nodes.session import is_local
 
 Say = Callable[[str], None]  # prints one line of progress
@@ -85,15 +86,19 @@ def free_gpus() -> Mapping[str, int]:
     return {node: int(has.get("GPU", 0)) for node, has in free.items()}
 
 
-def suitable_nodes(count: int, gpus_per_node: int, *, timeout_s: float, say: Say) -> tuple[Node, ...]:
+def suitable_nodes(
+    count: int, gpus_per_node: int, *, timeout_s: float, say: Say, began: float | None = None
+) -> tuple[Node, ...]:
     """All nodes with at least `gpus_per_node` GPUs, `count` or more, busy or not. A CPU-only head is none of them where
     the run has GPUs.
 
     Nodes that have not joined the cluster yet are waited for, with a line of progress whenever their number changes.
-    Raises ValueError that names what every node has when they have not come within `timeout_s` seconds, and at once in
-    a Ray that this process started, which no node can join.
+    began: when the limit began, by the monotonic clock; None: now. Raises ValueError that names what every node has
+    when they have not come within `timeout_s` seconds, and at once in a Ray that this process started, which no node
+    can join.
     """
-    began, before, silent_since = time.monotonic(), -1, 0.0
+    began = time.monotonic() if began is None else began
+    before, silent_since = -1, 0.0
     while True:
         nodes = living_nodes()
         found = tuple(n for n in nodes if n.gpus >= gpus_per_node)
@@ -111,10 +116,9 @@ def suitable_nodes(count: int, gpus_per_node: int, *, timeout_s: float, say: Say
         time.sleep(min(_LOOK_EVERY_S, max(0.05, timeout_s - waited)))
 
 
-def choose_nodes(count: int, *, timeout_s: float, say: Say) -> tuple[Node, ...]:
-    """The first `count` nodes, for a run on CPU; raises as `suitable_nodes`. A run on GPUs takes nodes whose GPUs are
-    free: `miles_like.nodes.reservation.reserve`."""
-    return suitable_nodes(count, 0, timeout_s=timeout_s, say=say)[:count]
+def choose_nodes(nodes: Sequence[Node], count: int) -> tuple[Node, ...]:
+    """`count` of the nodes, which are in the order of `in_order`, in as few racks as possible; in that order."""
+    return tuple(nodes[i] for i in in_fewest_racks([n.rack for n in nodes], count))
 
 
 def format_nodes(count: int, gpus_per_node: int) -> str:

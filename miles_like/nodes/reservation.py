@@ -9,6 +9,7 @@ started on its node with the CUDA_VISIBLE_DEVICES of its slot, so two of them ca
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import socket
@@ -66,23 +67,26 @@ class Reservation:
 def reserve(
     count: int, gpus_per_node: int, *, run: str, when_busy: WhenBusy, timeout_s: float, say: Say
 ) -> Reservation:
-    """Choose `count` nodes and reserve `gpus_per_node` GPUs on each; with 0 nothing is reserved.
+    """Choose `count` nodes, in as few racks as possible, and reserve `gpus_per_node` GPUs on each; with 0 nothing is
+    reserved.
 
     run: the name of this run in messages of others. when_busy: what happens while other jobs have the GPUs: "refuse"
-    raises ValueError, "queue" waits without limit and reports every minute which jobs have them. Raises ValueError as
-    `suitable_nodes`; RuntimeError when a node does not report its facts within `timeout_s`.
+    raises ValueError, "queue" waits without limit and reports every minute which jobs have them. timeout_s: for all
+    other waits together. Raises ValueError as `suitable_nodes`; RuntimeError when a node does not report its facts in
+    time.
     """
+    limit = _Limit(timeout_s)
     if not gpus_per_node:
-        nodes = choose_nodes(count, timeout_s=timeout_s, say=say)
-        return Reservation(nodes=nodes, facts=_facts_on_cpu(nodes, timeout_s))
+        nodes = choose_nodes(suitable_nodes(count, 0, timeout_s=timeout_s, say=say, began=limit.began), count)
+        return Reservation(nodes=nodes, facts=_facts_on_cpu(nodes, limit))
     name = f"{_NAME}{run!r} of process {os.getpid()} on {socket.gethostname()}"
     began, silent_since = time.monotonic(), 0.0
     while True:
-        nodes = suitable_nodes(count, gpus_per_node, timeout_s=timeout_s, say=say)
-        free = free_gpus()
-        idle = [n for n in nodes if free.get(n.id, 0) >= gpus_per_node][:count]
-        if len(idle) == count and (group := _create(idle, gpus_per_node, name, timeout_s)) is not None:
-            return _held(idle, group, gpus_per_node, timeout_s)
+        nodes = suitable_nodes(count, gpus_per_node, timeout_s=timeout_s, say=say, began=limit.began)
+        found, free = time.monotonic(), free_gpus()
+        idle = choose_nodes([n for n in nodes if free.get(n.id, 0) >= gpus_per_node], count)
+        if len(idle) == count and (group := _create(idle, gpus_per_node, name, limit)) is not None:
+            return _held(idle, group, gpus_per_node, limit)
         waited = time.monotonic() - began
         busy = _busy(nodes, count, gpus_per_node)
         if when_busy == "refuse" and waited >= min(_SETTLES_S, timeout_s):
@@ -90,10 +94,23 @@ def reserve(
         if when_busy == "queue" and (not silent_since or waited - silent_since >= SAY_EVERY_S):
             say(f"queued for {waited:.0f} s: {busy}")
             silent_since = max(waited, 1e-9)
-        time.sleep(1.0)
+        time.sleep(min(1.0, limit.left()) if when_busy == "refuse" else 1.0)
+        if when_busy == "queue":
+            limit.began += time.monotonic() - found
 
 
-def _create(nodes: Sequence[Node], gpus: int, name: str, timeout_s: float) -> PlacementGroup | None:
+class _Limit:
+    """`cluster.timeout_s` for several waits together. began: by the monotonic clock."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s, self.began = timeout_s, time.monotonic()
+
+    def left(self, most: float = math.inf) -> float:
+        """Seconds that are left, at most `most`."""
+        return min(most, max(0.0, self.began + self.timeout_s - time.monotonic()))
+
+
+def _create(nodes: Sequence[Node], gpus: int, name: str, limit: _Limit) -> PlacementGroup | None:
     """None when another job was faster: Ray then holds no part of the group."""
     group: PlacementGroup = placement_group(
         [{"GPU": gpus}] * len(nodes),
@@ -101,13 +118,13 @@ def _create(nodes: Sequence[Node], gpus: int, name: str, timeout_s: float) -> Pl
         name=name,
         bundle_label_selector=[{"ray.io/node-id": n.id} for n in nodes],
     )
-    if group.wait(min(_GROUP_S, timeout_s)):
+    if group.wait(limit.left(_GROUP_S)):
         return group
     remove_placement_group(group)
     return None
 
 
-def _held(nodes: Sequence[Node], group: PlacementGroup, gpus: int, timeout_s: float) -> Reservation:
+def _held(nodes: Sequence[Node], group: PlacementGroup, gpus: int, limit: _Limit) -> Reservation:
     holder: Any = ray.remote(_Holder)
     holders = tuple(
         holder.options(
@@ -118,35 +135,35 @@ def _held(nodes: Sequence[Node], group: PlacementGroup, gpus: int, timeout_s: fl
         for i in range(len(nodes))
     )
     try:
-        facts = _answers(
-            [h.facts.remote(n.address, n.id) for h, n in zip(holders, nodes, strict=True)], nodes, timeout_s
-        )
+        facts = _answers([h.facts.remote(n.address, n.id) for h, n in zip(holders, nodes, strict=True)], nodes, limit)
     except BaseException:
         remove_placement_group(group)
         raise
     return Reservation(nodes=tuple(nodes), facts=facts, group=group, holders=holders)
 
 
-def _facts_on_cpu(nodes: Sequence[Node], timeout_s: float) -> tuple[NodeFacts, ...]:
+def _facts_on_cpu(nodes: Sequence[Node], limit: _Limit) -> tuple[NodeFacts, ...]:
     """Facts of nodes without devices. Those of this process's node are taken here, without a process."""
     here = ray.get_runtime_context().get_node_id()
     task: Any = ray.remote(num_cpus=0, max_retries=0)(node_facts)
     others = [n for n in nodes if n.id != here]
     refs = [task.options(scheduling_strategy=on_node(n.id)).remote(n.address, ()) for n in others]
-    found = dict(zip((n.id for n in others), _answers(refs, others, timeout_s), strict=True))
+    found = dict(zip((n.id for n in others), _answers(refs, others, limit), strict=True))
     return tuple(found[n.id] if n.id in found else node_facts(n.address, ()) for n in nodes)
 
 
-def _answers(refs: Sequence[Any], nodes: Sequence[Node], timeout_s: float) -> tuple[NodeFacts, ...]:
-    deadline = time.monotonic() + min(_FACTS_S, timeout_s)
+def _answers(refs: Sequence[Any], nodes: Sequence[Node], limit: _Limit) -> tuple[NodeFacts, ...]:
+    most = limit.left(_FACTS_S)
+    deadline = time.monotonic() + most
     found: list[NodeFacts] = []
     for ref, node in zip(refs, nodes, strict=True):
         try:
             found.append(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
         except GetTimeoutError:
             raise RuntimeError(
-                f"node {node.address} started no process within {min(_FACTS_S, timeout_s):g} s; {cluster_gist()}: look "
-                "at `ray status` and at the logs of Ray on that node, then run again"
+                f"node {node.address} started no process within {most:.3g} s"
+                + ("" if most == _FACTS_S else f", the rest of cluster.timeout_s = {limit.timeout_s:g} s")
+                + f"; {cluster_gist()}: look at `ray status` and at the logs of Ray on that node, then run again"
             ) from None
         except RayError as e:
             raise RuntimeError(f"node {node.address}: {error_message(e)}") from None

@@ -30,8 +30,8 @@ class _Service:
 class NodeServices:
     """`factory()` on each of `nodes`, in their order; use as a context manager.
 
-    names: of the nodes. ray_gpus, object_store: GPUs and bytes of the object store that Ray has on each. departed:
-    addresses of nodes that were in the cluster and left it; empty for chosen nodes, which a run does without.
+    names, racks: of the nodes. ray_gpus, object_store: GPUs and bytes of the object store that Ray has on each.
+    departed: addresses of nodes that were in the cluster and left it; empty for chosen nodes, which a run does without.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class NodeServices:
         every = ray.nodes()  # type: ignore[no-untyped-call]
         stores = {str(n["NodeID"]): int(n["Resources"].get("object_store_memory", 0)) for n in every}
         self.names = tuple(NodeName(host=n.host, address=n.address) for n in nodes)
-        self.ray_gpus = [n.gpus for n in nodes]
+        self.ray_gpus, self.racks = [n.gpus for n in nodes], [n.rack for n in nodes]
         self.object_store = [stores.get(n.id, 0) for n in nodes]
         here = {n.address for n in living_nodes()}
         gone = {str(n["NodeManagerAddress"]) for n in every if not n["Alive"]} if everything else set()

@@ -67,14 +67,15 @@ class RunCluster:
         """The nodes for work that needs no GPU, such as staging and conversion: those of `nodes` once it has been
         called, otherwise as many nodes of that size, whatever runs on their GPUs. A run that starts ranks too calls
         `nodes` first, because idle nodes may be other ones. Raises as `start_ray` and `suitable_nodes`."""
-        from miles_like.nodes.members import suitable_nodes
+        from miles_like.nodes.members import choose_nodes, suitable_nodes
 
         if self._reservation is not None:
             return self._reservation.nodes
         self.join()
         if not self._hosts:
             c = self.config.cluster
-            self._hosts = suitable_nodes(c.nodes, c.gpus_per_node, timeout_s=c.timeout_s, say=self._say)[: c.nodes]
+            found = suitable_nodes(c.nodes, c.gpus_per_node, timeout_s=c.timeout_s, say=self._say)
+            self._hosts = choose_nodes(found, c.nodes)
         return self._hosts
 
     def release(self) -> None:

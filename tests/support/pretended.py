@@ -74,13 +74,14 @@ class PretendedCluster:
         self._agent_port = self._cluster.head_node._ray_params.runtime_env_agent_port
         self.address = str(self._cluster.address)
 
-    def add(self, hosts: Sequence[int], *, gpus: int = 8) -> list[Any]:
-        """Start node 127.0.0.`host` for every host, one after the other. Returns their handles, which `remove`
-        takes."""
-        return [self._start(host, gpus) for host in hosts]
+    def add(self, hosts: Sequence[int], *, gpus: int = 8, racks: Mapping[int, str] | None = None) -> list[Any]:
+        """Start node 127.0.0.`host` for every host, one after the other. racks: by host, of those that have one.
+        Returns their handles, which `remove` takes."""
+        return [self._start(host, gpus, (racks or {}).get(host)) for host in hosts]
 
-    def _start(self, host: int, gpus: int) -> Any:
-        named = {"num_gpus": gpus, "node_ip_address": f"127.0.0.{host}", **SMALL}
+    def _start(self, host: int, gpus: int, rack: str | None) -> Any:
+        labels = {} if rack is None else {"rack": rack}
+        named = {"num_gpus": gpus, "node_ip_address": f"127.0.0.{host}", "labels": labels, **SMALL}
         return self._patient(
             lambda: self._cluster.add_node(**named), {**self._environment, **self._machine(host, gpus)}
         )
@@ -164,13 +165,17 @@ _START = services.start_ray_process
 
 @contextmanager
 def pretended_cluster(
-    hosts: Sequence[int], environment: Mapping[str, str] | None = None, *, gpus: int = 8
+    hosts: Sequence[int],
+    environment: Mapping[str, str] | None = None,
+    *,
+    gpus: int = 8,
+    racks: Mapping[int, str] | None = None,
 ) -> Iterator[PretendedCluster]:
-    """A cluster with the nodes 127.0.0.`host`, which this process has joined."""
+    """A cluster with the nodes 127.0.0.`host`, which this process has joined. racks: as `PretendedCluster.add`."""
     with patch.dict(os.environ, QUIET):
         cluster = PretendedCluster(environment or {})
         try:
-            cluster.add(hosts, gpus=gpus)
+            cluster.add(hosts, gpus=gpus, racks=racks)
             start_ray(cluster.address)
             yield cluster
         finally:

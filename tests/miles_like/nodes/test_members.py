@@ -3,13 +3,16 @@ tests/miles_like/cluster/test_run_nodes.py."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from miles_like.nodes import members, reservation
-from miles_like.nodes.members import Node, in_order, suitable_nodes
+from miles_like.nodes.members import Node, choose_nodes, in_order, suitable_nodes
 from miles_like.nodes.reservation import devices_of, interface_of
 from tests.support.refusals import refuses
 
@@ -34,6 +37,25 @@ def test_nodes_are_in_the_order_of_racks_and_of_addresses_as_numbers() -> None:
     for seed in range(20):
         mixed = random.Random(seed).sample(wanted, len(wanted))
         assert list(in_order(mixed)) == wanted
+
+
+def test_a_rack_with_room_for_the_run_is_taken_whole() -> None:
+    """By their order alone, a run of four would have three nodes of rack a and one of b."""
+    cluster = in_order([node(f"10.0.0.{i}", rack="a" if i < 4 else "b") for i in range(1, 8)])
+    assert [n.address for n in choose_nodes(cluster, 4)] == ["10.0.0.4", "10.0.0.5", "10.0.0.6", "10.0.0.7"]
+    assert [n.rack for n in choose_nodes(cluster, 3)] == ["a"] * 3  # which leaves b to a larger run
+    assert [n.rack for n in choose_nodes(cluster, 5)] == ["a", "b", "b", "b", "b"]
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_size=9), st.integers(1, 9), st.randoms())
+def test_a_run_crosses_as_few_racks_as_possible(racks: list[str | None], count: int, mixed: random.Random) -> None:
+    """Against every choice; in whatever order Ray lists the nodes, which stay in the order of racks and addresses."""
+    nodes = [node(f"10.0.0.{i}", rack=rack) for i, rack in enumerate(racks)]
+    found = choose_nodes(in_order(mixed.sample(nodes, len(nodes))), count)
+    assert found == choose_nodes(in_order(nodes), count) == in_order(found)
+    assert len(found) == min(count, len(nodes)) == len(set(found))
+    fewest = min(len({n.rack for n in some}) for some in itertools.combinations(nodes, len(found)))
+    assert len({n.rack for n in found}) == fewest
 
 
 def test_nodes_that_are_late_are_waited_for_with_a_line_and_a_missing_one_is_named(

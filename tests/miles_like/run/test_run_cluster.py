@@ -31,13 +31,14 @@ from tests.support.refusals import check_refusal
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny.toml"
 LIMIT_S = 120.0  # of a command, far above every cluster.timeout_s here that it may exhaust
-SECOND, FIRST = "127.0.0.12", "127.0.0.9"
+LATE, FIRST, SECOND = "127.0.0.3", "127.0.0.9", "127.0.0.12"
+RACKS = {9: "r2", 12: "r10", 3: "r10"}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[PretendedCluster]:
     """Two nodes of 8 GPUs and a head without."""
-    with pretended_cluster([12, 9], RAYLET) as made:
+    with pretended_cluster([12, 9], RAYLET, racks=RACKS) as made:
         yield made
 
 
@@ -171,16 +172,22 @@ def test_a_second_run_is_refused_or_queued_until_the_first_is_killed(
 def test_a_late_node_is_taken_when_it_comes(
     train: Train, commands: Commands, cluster: PretendedCluster, tmp_path: Path
 ) -> None:
-    """Last, because the cluster has three nodes then. The late one has the smallest address and so becomes node 0."""
+    """Last, because the cluster has three nodes then. The late one has the smallest address, and its rack the larger
+    number, so that it becomes node 1. Two nodes are then taken from this rack, which they fill, and not the first
+    two."""
     done: list[subprocess.CompletedProcess[str]] = []
     run = threading.Thread(target=lambda: done.append(train(3, timeout_s=LIMIT_S)))
     output = commands.where / f"command_{commands.number + 1}.out"
     run.start()
     wait_for(output, "waiting for nodes: 2 of 3 nodes with 8 GPUs each")
-    cluster.add([3])
+    cluster.add([3], racks=RACKS)
     run.join(LIMIT_S)
     check_placed(done[0])
-    config = load_config(TINY, ["cluster.gpus_per_node=8", "cluster.nodes=3"])
-    again = RunCluster(config, tmp_path / "run", Console(file=StringIO()), cluster.address)
-    assert [n.address for n in again.nodes().nodes] == ["127.0.0.3", FIRST, SECOND]
-    again.release()
+    for nodes, wanted in ((3, [FIRST, LATE, SECOND]), (2, [LATE, SECOND])):
+        config = load_config(TINY, ["cluster.gpus_per_node=8", f"cluster.nodes={nodes}"])
+        again = RunCluster(config, tmp_path / "run", Console(file=StringIO()), cluster.address)
+        assert [n.address for n in again.hosts()] == wanted
+        again.release()
+        assert [n.address for n in again.nodes().nodes] == wanted
+        again.release()
+        assert all_are_free()
