@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -59,14 +59,14 @@ class Nodes(Protocol):
 
 
 class ThisMachine:
-    """`Nodes` without Ray: this process."""
+    """`Nodes` of this process alone. ray_gpus: as that of `Nodes`, of a Ray on this machine."""
 
-    ray_gpus: Sequence[int] = ()
     racks: Sequence[str | None] = ()
     object_store: Sequence[int] = ()
     departed: Sequence[str] = ()
 
-    def __init__(self, examiner: Examiner) -> None:
+    def __init__(self, examiner: Examiner, ray_gpus: Sequence[int] = ()) -> None:
+        self.ray_gpus = ray_gpus
         self.names = (NodeName(host=socket.gethostname(), address="127.0.0.1"),)
         self._target = examiner()
 
@@ -89,14 +89,21 @@ class Examination:
 
 
 def examiner_of(needs: Needs, *, brief: bool = False) -> Examiner:
-    """brief: without disks, which the run's other checks cover."""
-    return Examiner(engine=needs.engine, paths=() if brief else needs.paths, network=needs.network)
+    """brief: without disks, which the run's other checks cover, and without GPUs of a run that uses none."""
+    paths, gpus = (() if brief else needs.paths), not brief or bool(needs.gpus_per_node)
+    return Examiner(engine=needs.engine, paths=paths, gpus=gpus, network=needs.network)
 
 
 def examine(
-    nodes: Nodes, needs: Needs, *, brief: bool = False, report: Callable[[str], None] = lambda _: None
+    nodes: Nodes,
+    needs: Needs,
+    *,
+    brief: bool = False,
+    held: Sequence[Collection[str]] | None = None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Examination:
-    """brief: only versions, limits, clocks, names, and gloo between neighbours. report: gets a line before a step."""
+    """brief: only versions, limits, memory, clocks, names, gloo between neighbours, and the GPUs in `held`: UUIDs of
+    those that the run holds on each node; None: none. report: gets a line before a step."""
     report(f"examining {len(nodes.names)} node{'s' * (len(nodes.names) > 1)}")
     labels = unique_labels(nodes.names)
     tokens = tuple(f"{secrets.token_hex(8)}-{k}" for k in range(len(labels)))
@@ -111,9 +118,11 @@ def examine(
     findings += judge_software(reports, needs) + judge_limits(reports)
     if len({name.address for name in nodes.names}) > 1:  # several nodes of one machine reach each other in any case
         findings += judge_names(reports, needs)
+    if not brief or held is not None:
+        own = reports if held is None else _with_gpus(reports, dict(zip(labels, held, strict=True)))
+        findings += judge_gpus(own, needs, dict(zip(labels, nodes.ray_gpus, strict=False)))
+    findings += judge_memory(reports, dict(zip(labels, nodes.object_store, strict=False)))
     if not brief:
-        findings += judge_gpus(reports, needs, dict(zip(labels, nodes.ray_gpus, strict=False)))
-        findings += judge_memory(reports, dict(zip(labels, nodes.object_store, strict=False)))
         chosen = _chosen(nodes, here, needs)
         findings += _ports(nodes, labels, chosen, reports, needs)
         seen = _reach(nodes, labels, here, tokens, needs)
@@ -126,6 +135,16 @@ def examine(
         links, found = _links(nodes, labels, here, reports, needs, brief=brief)
         findings += found
     return Examination(findings=tuple(findings), reports=reports, clocks=clocks, links=tuple(links))
+
+
+def _with_gpus(reports: Mapping[str, NodeReport], held: Mapping[str, Collection[str]]) -> dict[str, NodeReport]:
+    """The reports with those GPUs alone whose UUIDs are in `held`: another job may use the others."""
+    out = {}
+    for node, report in reports.items():
+        gpus = report["gpus"]
+        own = gpus if isinstance(gpus, str) else [gpu for gpu in gpus if gpu["uuid"] in held[node]]
+        out[node] = NodeReport(**{**report, "gpus": own})
+    return out
 
 
 def unique_labels(names: Sequence[NodeName]) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ class Examiner:
 
     engine: str
     paths: tuple[str, ...]
+    gpus: bool = True  # ask nvidia-smi, which may take seconds a GPU
     network: Callable[[str | None], Mapping[str, str]]  # as that of `Needs`
 
     def __call__(self) -> ExaminedNode:
@@ -69,7 +70,7 @@ class ExaminedNode:
             "machine": machine,
             "software": software(),
             "engine": engine_software(asked.engine),
-            "gpus": query_gpus(),
+            "gpus": query_gpus() if asked.gpus else "not asked for",
             "disks": {path: disk_facts(path, token) for path in asked.paths},
         }
 

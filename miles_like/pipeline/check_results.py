@@ -15,7 +15,8 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of one check. text: for WRONG the fault and the remedy, for NOT_CHECKED the reason, for OK empty."""
+    """The result of one check. text: for WRONG the fault and the remedy, for NOT_CHECKED the reason, for OK a remark,
+    or empty."""
 
     name: str
     outcome: Outcome = Outcome.OK
@@ -50,3 +51,8 @@ def raise_failures(checks: Iterable[CheckResult]) -> None:
 def describe_unchecked(checks: Iterable[CheckResult]) -> list[str]:
     """One line for each check that was not made."""
     return [f"{c.name}: {c.text}" for c in checks if c.outcome is Outcome.NOT_CHECKED]
+
+
+def describe_remarks(checks: Iterable[CheckResult]) -> list[str]:
+    """One line for each remark, without repeats."""
+    return list(dict.fromkeys(c.text for c in checks if c.outcome is Outcome.OK and c.text))

@@ -26,7 +26,7 @@ from miles_like.checkpoint.run_state import go_back
 from miles_like.config.run import RunConfig
 from miles_like.config.supervised import PAIRS
 from miles_like.hf.checkpoint import HFCheckpoint
-from miles_like.pipeline.check_results import CheckResult, Outcome, describe_unchecked, raise_failures
+from miles_like.pipeline.check_results import CheckResult, Outcome, describe_remarks, describe_unchecked, raise_failures
 from miles_like.pipeline.dequantize import dequantize_checkpoint, is_unquantized
 from miles_like.pipeline.fetch import content, describe, fetch, is_taken_as_it_is, source_inputs, visible_files
 from miles_like.pipeline.rollout_checkpoint import store_served
@@ -52,7 +52,6 @@ from quant.hf_config import spec_from_hf
 
 STAGES = ("fetch", "dequantize", "convert", "stage", "train")
 USUAL_CACHE = Path("runs/cache")  # the default cache of runs in runs/
-
 
 Run = Callable[[Path, Mapping[str, Output]], Path]  # (directory, earlier stages' outputs) -> root of the data
 Hashes = Callable[[Path], Mapping[str, tuple[int, str]]]  # root -> (size, SHA-256) of files that the stage hashed
@@ -330,13 +329,14 @@ def _run(stage: Stage, done: Mapping[str, Output]) -> None:
 
 
 def _report_checks(checks: Sequence[CheckResult], console: Console) -> None:
-    """Print the number of passed checks and what was not checked. Raises ValueError if a check failed."""
+    """Print the number of passed checks, remarks and what was not checked. Raises ValueError if a check failed."""
     raise_failures(checks)
     passed = sum(c.outcome is Outcome.OK for c in checks)
     if checks:
         console.print(f"[bold]{'checks':>10}[/]  {passed} passed", soft_wrap=True)
-    for line in describe_unchecked(checks):
-        console.print(f"{'':12}not checked: {line}", markup=False, soft_wrap=True)
+    lines = [f"remark: {line}" for line in describe_remarks(checks)]
+    for line in [*lines, *(f"not checked: {line}" for line in describe_unchecked(checks))]:
+        console.print(f"{'':12}{line}", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from miles_like.config.run import RunConfig
 from miles_like.doctor.examine import Examination, ThisMachine, examine, examiner_of
-from miles_like.doctor.findings import Needs
-from miles_like.pipeline.check_results import CheckResult
+from miles_like.doctor.findings import Finding, Needs
+from miles_like.nodes.facts import Device
+from miles_like.pipeline.check_results import CheckResult, Outcome
 from miles_like.preflight.run_needs import run_needs
 
 if TYPE_CHECKING:
@@ -41,16 +42,33 @@ def examine_nodes(
         return examine(nodes, needs, report=report)
 
 
-def brief_checks(config: RunConfig, chosen: Sequence[Node]) -> list[CheckResult]:
-    """Before a run over several nodes, with Ray joined: versions, limits, clocks, names, gloo between neighbours."""
-    from miles_like.nodes.services import NodeServices
+def brief_checks(
+    config: RunConfig, chosen: Sequence[Node], devices: Sequence[Sequence[Device]] | None = None, *, here: bool = False
+) -> list[CheckResult]:
+    """Before a run, with Ray joined or started: versions, limits, memory, clocks, names, gloo between neighbours, GPUs.
 
+    devices: the run's on each node; None or empty: it has none there. here: the only node is this machine, which is
+    examined in this process. A run on one node without GPUs is never refused: a laptop's limits may do for it.
+    """
     needs = run_needs(config)
-    with NodeServices(examiner_of(needs, brief=True), _environment(needs), chosen) as nodes:
-        found = examine(nodes, needs, brief=True)
-    return [
-        CheckResult(" of ".join(filter(None, [f.check, ", ".join(f.where)])), f.outcome, f.text) for f in found.findings
-    ]
+    examiner, held = examiner_of(needs, brief=True), None
+    if devices is not None and any(devices):
+        held = [{device.uuid for device in of_node} for of_node in devices]
+    if here:
+        found = examine(ThisMachine(examiner, [n.gpus for n in chosen]), needs, brief=True, held=held)
+    else:
+        from miles_like.nodes.services import NodeServices
+
+        with NodeServices(examiner, _environment(needs), chosen) as nodes:
+            found = examine(nodes, needs, brief=True, held=held)
+    never_wrong = len(chosen) == 1 and not config.cluster.gpus_per_node
+    return [_result(finding, never_wrong=never_wrong) for finding in found.findings]
+
+
+def _result(finding: Finding, *, never_wrong: bool) -> CheckResult:
+    name = " of ".join(filter(None, [finding.check, ", ".join(finding.where)]))
+    outcome = Outcome.OK if never_wrong and finding.outcome is Outcome.WRONG else finding.outcome
+    return CheckResult(name, outcome, finding.text)
 
 
 def _environment(needs: Needs) -> Mapping[str, str]:

@@ -198,11 +198,15 @@ class Machines:
             out.append(run_check("ports", lambda: self._check_planned_ports(probes, chosen)))
             for i, probe in enumerate(probes):
                 out += [run_check(name, check) for name, check in self._node_checks(i, probe, here=False).items()]
-            if len(chosen) > 1 or self.ray_address is not None:
-                from miles_like.preflight.examination import brief_checks
-
-                out += brief_checks(self.config, chosen)
+            out += self._brief_checks(chosen)
         return out
+
+    def _brief_checks(self, chosen: Sequence[Node]) -> list[CheckResult]:
+        from miles_like.preflight.examination import brief_checks
+
+        devices = [facts.devices for facts in self.cluster.nodes().facts] if self.starts_ranks else None
+        here = self.ray_address is None and len(chosen) == 1
+        return brief_checks(self.config, chosen, devices, here=here)
 
     def _probes(self, chosen: Sequence[Node]) -> list[ProbeResult]:
         from miles_like.nodes.work import on_every_node

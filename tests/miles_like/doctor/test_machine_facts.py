@@ -121,7 +121,7 @@ class Shifted:
     """Nodes whose clocks are given: node 0 is right, node 1 an hour late, node 2 does not answer."""
 
     names = tuple(NodeName(host=f"node{k}", address=f"192.168.0.{k + 1}") for k in range(3))
-    ray_gpus = object_store = departed = ()
+    ray_gpus = racks = object_store = departed = ()
 
     def __init__(self) -> None:
         self.time = 1000.0

@@ -167,7 +167,7 @@ def test_what_a_node_lacks_ends_the_run_before_its_first_stage(
 def test_a_node_must_see_those_directories_that_it_needs(
     tmp_path: Path, one_node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examination, "brief_checks", lambda config, chosen: [])
+    monkeypatch.setattr(examination, "brief_checks", lambda *_, **__: [])
     monkeypatch.setattr(members, "is_local", lambda: False)
     wanted: dict[str, bool] = {}
 
@@ -243,7 +243,7 @@ def test_ports_are_those_of_the_nodes_own_ranges(
     tmp_path: Path, one_node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node whose range begins below this machine's is looked at again."""
-    monkeypatch.setattr(examination, "brief_checks", lambda config, chosen: [])
+    monkeypatch.setattr(examination, "brief_checks", lambda *_, **__: [])
     looked: list[tuple[int, ...]] = []
     engine = {"version": "0.5.23", "wrong": None}
 
