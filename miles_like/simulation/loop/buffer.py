@@ -20,6 +20,7 @@ class SimEntry:
     group: SimGroup
     version: int  # of the weights when it was admitted
     ready: bool = False
+    oldest: int = 0  # version that sampled a token which is trained; of a ready group
 
 
 @dataclass(kw_only=True)
@@ -47,7 +48,8 @@ class SimBuffer:
         self.entries[group.group_id] = SimEntry(group, version)
 
     def put(self, group_id: int) -> None:
-        self.entries[group_id].ready = True
+        entry = self.entries[group_id]
+        entry.ready, entry.oldest = True, entry.group.oldest_version
         self._changed.set()
 
     def discard(self, group_id: int, reason: str) -> None:
@@ -76,7 +78,8 @@ class SimBuffer:
         chosen = [i for i, e in self.entries.items() if e.ready][:n]
         if len(chosen) < n:
             return None
-        left, behind = Counter(e.version for i, e in self.entries.items() if i not in set(chosen)), 0
+        taken, behind = set(chosen), 0
+        left = Counter(e.version for i, e in self.entries.items() if i not in taken)
         for admitted in sorted(left):
             behind += left[admitted]
             if behind > n * max(admitted + self.slack - version, 0):
@@ -86,8 +89,9 @@ class SimBuffer:
     def _age(self, version: int) -> None:
         oldest = version - self.max_staleness
         for group_id, entry in list(self.entries.items()):
-            if not entry.ready or entry.group.oldest_version >= oldest:
+            if not entry.ready or entry.oldest >= oldest:
                 continue
             entry.group.mask = oldest
+            entry.oldest = entry.group.oldest_version
             if not self.mask_old_tokens or not entry.group.spans():
                 self.discard(group_id, STALE)

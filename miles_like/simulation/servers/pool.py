@@ -49,19 +49,25 @@ class Pool:
                 yield place
             return
 
-        async def whole(group: SimGroup) -> None:
-            await self._sampled([group])
-            await self._scored([group])
+        ended: asyncio.Queue[int] = asyncio.Queue()
 
-        tasks = [asyncio.create_task(whole(group)) for group in groups]
-        waiting = set(tasks)
+        async def whole(place: int) -> None:
+            await self._sampled([groups[place]])
+            await self._scored([groups[place]])
+
+        tasks = [asyncio.create_task(whole(place)) for place in range(len(groups))]
+        for place, task in enumerate(tasks):
+            task.add_done_callback(lambda _, place=place: ended.put_nowait(place))  # type: ignore[misc]
         try:
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for place, task in enumerate(tasks):
-                    if task in done:
-                        task.result()
-                        yield place
+            left = len(tasks)
+            while left:
+                done = [await ended.get()]
+                while not ended.empty():
+                    done.append(ended.get_nowait())
+                left -= len(done)
+                for place in sorted(done):
+                    tasks[place].result()
+                    yield place
         finally:
             for task in tasks:
                 task.cancel()
