@@ -22,7 +22,9 @@ _FP32 = 4
 _INT64 = 8
 _TABLES = 32
 ROUNDING_ELEMENTS = 1 << 26  # weights that fake_quant.py rounds in one call, on a GPU in one tile of codec.py
-_ROUNDING = 16  # bytes of temporaries for each: two BF16 copies, codes, levels and products in FP32
+CPU_TILE = 1 << 18  # CPU_ELEMENTS of tiles.py, of one thread
+_COPIES = 4  # bytes for each: two BF16 copies
+_TEMPORARIES = 12  # bytes for each of a tile: codes, levels and products in FP32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +58,12 @@ def chunks_in_flight(layout: ParallelConfig, stage: int, micro_batches: int) -> 
 class TrainingPasses:
     """The passes of the ranks of one configuration."""
 
-    def __init__(self, weights: ModelWeights, resolved: Resolved, step: StepShape, *, imbalance: float = 1.0) -> None:
+    def __init__(
+        self, weights: ModelWeights, resolved: Resolved, step: StepShape, *, gpus: bool, imbalance: float = 1.0
+    ) -> None:
         self.weights, self.config, self.step = weights, weights.config, step
         self.pack = Pack.of(self.config, step.tokens, token_multiple=resolved.token_multiple, imbalance=imbalance)
-        self.ops = LayerOps(weights, self.pack, local=resolved.spec == "local")
+        self.ops = LayerOps(weights, self.pack, local=resolved.spec == "local", cpu=not gpus)
         modules = resolved.transformer.get("recompute_modules") or ()
         mode = self.config.recompute
         self.costs: Mapping[bool, LayerCost] = {
@@ -171,8 +175,11 @@ class TrainingPasses:
         return self.step.micro_batches * (packed + fed + routes)
 
     def _rounding(self, stage: StageWeights) -> int:
-        rounded = sum(h.total for h in stage.held if h.rounded)
-        return _ROUNDING * min(rounded, ROUNDING_ELEMENTS)
+        rounded = [h for h in stage.held if h.rounded]
+        together = min(sum(h.total for h in rounded), ROUNDING_ELEMENTS)
+        # on a CPU the tiles, whose temporaries are in FP32, are small
+        tile = min(max((h.elements for h in rounded), default=0), CPU_TILE) if self.ops.cpu else together
+        return _COPIES * together + _TEMPORARIES * tile
 
     def _buffers(self) -> int:
         """The gathered input of a column-parallel linear, which megatron's own linears keep in one global buffer

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_bridge.config import ParallelConfig
-from megatron_bridge.families.base import Entry, Split
+from megatron_bridge.families.base import Entry, Precision, Split
 from miles_like.planning.weights import ModelWeights, StageWeights
 
 CHUNK_BYTES = 256 << 20  # BUCKET_BYTES of export.py and CHUNK_BYTES of pacing.py, which a test compares
@@ -84,7 +84,7 @@ def _of_kind(weights: ModelWeights, layout: ParallelConfig, entries: Sequence[En
         chunk = nbytes if alone else min(CHUNK_BYTES, left)
         if chunk > 0:
             share = float(_copies(entry, inner)) if alone else copied
-            found.append(_gathered(layout, entries[0], chunk, int(share * chunk)))
+            found.append(_gathered(layout, entries[0], chunk, int(share * chunk), casts=_casts(weights, entry)))
         left -= chunk
     return found
 
@@ -97,16 +97,23 @@ def _inner(layout: ParallelConfig, entry: Entry) -> int:
     return 1 if entry.split is Split.REPLICATED else layout.etp if entry.per_expert else layout.tp
 
 
-def _gathered(layout: ParallelConfig, entry: Entry, chunk: int, merged: int) -> Gathered:
-    """merged: bytes of the tensors of which `_merge` copies the shards."""
+def _casts(weights: ModelWeights, entry: Entry) -> bool:
+    """Whether the parameters have another dtype than the checkpoint."""
+    width = 4 if weights.config.params_dtype == "float32" or entry.precision is Precision.FP32 else 2
+    return width != weights.tensors.dtype(entry).itemsize
+
+
+def _gathered(layout: ParallelConfig, entry: Entry, chunk: int, merged: int, *, casts: bool) -> Gathered:
+    """merged: bytes of the tensors of which `_merge` copies the shards; casts: shards are cast before they are sent."""
     outer = layout.ep if entry.per_expert else 1  # experts are gathered over both groups, one after the other
     inner = _inner(layout, entry)
     gathered = chunk if outer * inner > 1 else 0
     shards = chunk // outer if outer > 1 else chunk // inner if inner > 1 else 0  # concatenated, to be gathered
     before = chunk // outer if outer > 1 and inner > 1 else 0  # gathered over the inner group
     flat = chunk if layout.pp > 1 else 0
-    owned = max(before + shards + gathered, gathered + merged, (merged or gathered) + flat)
-    return Gathered(chunk=chunk, owned=owned, kept=flat or gathered or merged)
+    cast = chunk // (outer * inner) if casts else 0  # alive while the tensors are merged
+    owned = max(cast + before + shards + gathered, cast + gathered + merged, (merged or gathered or cast) + flat)
+    return Gathered(chunk=chunk, owned=owned, kept=flat or gathered or max(merged, cast))
 
 
 def _slot(weights: ModelWeights, layout: ParallelConfig, entry: Entry) -> int:

@@ -21,6 +21,7 @@ from megatron_bridge.config import TrainerConfig
 from miles_like.planning.weights import ModelWeights
 
 _FP32 = 4
+_PADDED = 64  # rows to whose multiples LocalGroupedMLP pads each expert's: half of them on average
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +90,14 @@ def layer_cost(ops: Sequence[Op], recompute: str, modules: Iterable[str], hidden
 
 
 class LayerOps:
-    """The operations of a model's layers in one layout. local: megatron's local modules, not TransformerEngine's."""
+    """The operations of a model's layers in one layout. local: megatron's local modules, not TransformerEngine's; cpu:
+    of CPU ranks."""
 
-    def __init__(self, weights: ModelWeights, pack: Pack, *, local: bool) -> None:
+    def __init__(self, weights: ModelWeights, pack: Pack, *, local: bool, cpu: bool = False) -> None:
         self.dims, self.config, self.pack = weights.dims, weights.config, pack
         self.latent = "kv_lora" in self.dims
         self.heads = weights.hf["num_attention_heads"] // pack.tp
-        self.local = local
+        self.local, self.cpu = local, cpu
         self.hidden = pack.rows * self.dims["hidden"] * pack.width
         self.gathered = pack.gathered * self.dims["hidden"] * pack.width
 
@@ -140,7 +142,10 @@ class LayerOps:
         numbers = self.pack.gathered * self.heads * _FP32
         module = "mla_up_proj" if self.latent else ""
         out_rows = self._rows(out)
-        return Op(keeps=read + numbers, forward=out_rows + ring, backward=out_rows + read, module=module)
+        pieces = out_rows if self.local else 0  # outputs of the samples, before they are put in order
+        if self.cpu:  # packed_causal_attention computes in FP32 there
+            read, pieces = (n * _FP32 // self.pack.width for n in (read, pieces))
+        return Op(keeps=read + numbers + pieces, forward=out_rows + ring, backward=out_rows + read, module=module)
 
     def _grouped_attention(self) -> Iterator[Op]:
         d, tp = self.dims, self.pack.tp
@@ -150,7 +155,9 @@ class LayerOps:
         yield self._column(qkv, keeps=self.hidden)
         normed = self._rows(query) if d["qk_norm"] else 0  # the norm's input, a contiguous copy
         # keys and values are views of the product's output, which therefore stays
-        yield Op(keeps=self._rows(qkv) + normed, forward=2 * self._rows(query), backward=3 * self._rows(query))
+        angles = 2 * self._rows(query + key) if self.local else 0  # packed_rope.py: sines and cosines for each head
+        kept = self._rows(qkv) + normed + angles
+        yield Op(keeps=kept, forward=2 * self._rows(query), backward=3 * self._rows(query))
         # the local modules repeat keys and values for every query head
         repeated = query if self.local else key
         yield self._core(query, repeated, repeated if self.local else 0, query)
@@ -218,7 +225,7 @@ class LayerOps:
         held = self._sent_and_received(own, rows // layout.etp)
         unsorted = gathered if sliced else 0
         sorted_ = gathered if dispatcher != "alltoall" or d["experts"] // layout.ep > 1 else 0
-        padded = rows + (64 * d["experts"] // layout.ep if self.local and pack.width == 2 else 0)
+        padded = rows + (_PADDED // 2 * d["experts"] // layout.ep if self.local and pack.width == 2 else 0)
         copies = padded * line - gathered if padded > rows else 0
         width, local = d["moe_ffn"] // layout.etp, d["experts"] // layout.ep
         both, one = padded * 2 * width * pack.width, padded * width * pack.width

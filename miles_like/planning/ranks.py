@@ -48,7 +48,7 @@ class RankPlans:
         self.config, self.sleeps, self.publishes = config, sleeps, publishes
         self.weights = ModelWeights(config, hf)
         self.resolved = resolve(config, trained_config(config, hf), cuda=gpus, te=gpus)
-        self.passes = TrainingPasses(self.weights, self.resolved, step, imbalance=imbalance)
+        self.passes = TrainingPasses(self.weights, self.resolved, step, gpus=gpus, imbalance=imbalance)
         self.stages = self.weights.stages(config.parallel)
         self.states = tuple(rank_state(stage, config, data_rank) for stage in self.stages)
         self.allowances: Bytes = trainer_allowances(config, self.weights.dims["hidden"]) if gpus else {}
