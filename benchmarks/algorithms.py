@@ -31,9 +31,9 @@ import psutil
 from algorithms_report import write_study
 from rich.console import Console
 
-from miles_like.config.algorithm import PRESETS
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
+from miles_like.config.sections.algorithm import PRESETS
 from miles_like.run import assemble
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,7 +64,7 @@ class Study:
     def run(self, task: Task) -> dict[str, Any]:
         """The task's figures; `ended` is None, or the sentence with which it ended early."""
         from miles_like.nodes.session import start_ray
-        from miles_like.run.model_plan import model_plan
+        from miles_like.run.setup.model_plan import model_plan
         from miles_like.run.train import train
 
         config, run_dir = self.configured(task), self.home / task.name

@@ -45,8 +45,8 @@ from miles_like.nodes.session import start_ray
 from miles_like.report.sinks import MultiSink
 from miles_like.run import assemble
 from miles_like.run import train as train_module
-from miles_like.run.model_plan import model_plan
-from miles_like.run.trainer_side import RunFiles
+from miles_like.run.setup.model_plan import model_plan
+from miles_like.run.setup.trainer_side import RunFiles
 from miles_like.storage import checkpoint_files
 
 GOALS = {"share_max": 0.03}

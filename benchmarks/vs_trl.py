@@ -42,16 +42,16 @@ from rich.table import Table
 from trl_side import TrlSide, TrlWork
 
 from megatron_bridge.families.registry import family_of
-from miles_like.config.algorithm import Clipped
 from miles_like.config.load import load_config
 from miles_like.config.run import ModelConfig, RunConfig
+from miles_like.config.sections.algorithm import Clipped
 from miles_like.hf.checkpoint import write_hf
 from miles_like.nodes.session import start_ray
 from miles_like.pipeline.warmup import random_weights
 from miles_like.run import assemble
-from miles_like.run.launcher import Launcher, freeze_gc
-from miles_like.run.model_plan import model_plan
-from miles_like.run.rollout_side import RolloutSide
+from miles_like.run.setup.launcher import Launcher, freeze_gc
+from miles_like.run.setup.model_plan import model_plan
+from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.types import NamedTensor
 from rollout.prompts.mix import PromptSource
 

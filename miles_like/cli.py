@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from miles_like.check_results import CheckResult, describe_unchecked, raise_failures
 from miles_like.checkpoint.run_state import check_kept
 from miles_like.command_errors import one_sentence
 from miles_like.commands.convert import convert
@@ -34,7 +35,6 @@ from miles_like.commands.plan import plan
 from miles_like.commands.simulate import simulate
 from miles_like.config.load import dump_config, load_config
 from miles_like.config.run import RunConfig
-from miles_like.pipeline.check_results import CheckResult, describe_unchecked, raise_failures
 from miles_like.pipeline.dequantize import dequantize_checkpoint
 from miles_like.pipeline.quant_report import QuantReport
 from miles_like.pipeline.quantize import quantize_checkpoint, spec_of
@@ -50,8 +50,8 @@ from miles_like.pipeline.stages import (
 )
 from miles_like.preflight.describe import describe_plan
 from miles_like.run import assemble
-from miles_like.run.model_plan import PlannedModel
-from miles_like.run.run_cluster import RunCluster, on_every_node
+from miles_like.run.setup.model_plan import PlannedModel
+from miles_like.run.setup.run_cluster import RunCluster, on_every_node
 from rollout.server_key import given_key
 from rollout.server_url import server_url
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from miles_like.loop.stopping import Stopped
+from miles_like.stopping import Stopped
 
 DRIVER_LOG = "driver.log"
 LOG_BYTES = 4 << 20  # a larger driver.log becomes driver.log.1, in place of an older one

@@ -63,7 +63,8 @@ RULES = {
     "megatron_bridge.config": "quant.spec miles_like.section",
     "megatron_bridge.families": "",
     "megatron_bridge.plan": "quant megatron_bridge.config megatron_bridge.families",
-    "megatron_bridge.convert": f"{CONTRACTS} quant megatron_bridge.config megatron_bridge.families",
+    "megatron_bridge.convert.directory": "megatron_bridge.config megatron_bridge.families miles_like.limits",
+    "megatron_bridge.convert": f"{CONTRACTS} quant megatron_bridge.families megatron_bridge.convert.directory",
     "megatron_bridge.device": "megatron_bridge.config megatron_bridge.plan",
     "megatron_bridge.optim": "megatron_bridge.device megatron_bridge.plan",
     "megatron_bridge.model": "quant.exact routing_replay miles_like.types megatron_bridge.config"
@@ -74,13 +75,17 @@ RULES = {
     "megatron_bridge.weights": f"{CONTRACTS} megatron_bridge.families megatron_bridge.convert megatron_bridge.device"
     " megatron_bridge.optim megatron_bridge.model megatron_bridge.step",
     "megatron_bridge.trainer": f"{CONTRACTS} quant.exact routing_replay megatron_bridge",
+    "megatron_bridge.fake.substitutes": "routing_replay miles_like.types megatron_bridge.config megatron_bridge.plan"
+    " megatron_bridge.device megatron_bridge.model",
     "megatron_bridge.fake": f"{CONTRACTS} routing_replay megatron_bridge",
     # miles_like: data and settings
     "miles_like.timing.devices": "",
     "miles_like.timing.rates": "miles_like.timing.devices",
     "miles_like.batch": "routing_replay miles_like.types",
-    "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts rollout.server_url"
-    " miles_like.limits miles_like.section miles_like.timing.devices miles_like.variables",
+    "miles_like.config.sections": "quant.spec megatron_bridge.config rollout.config rollout.server_url"
+    " miles_like.section miles_like.timing.devices miles_like.variables",
+    "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts miles_like.limits"
+    " miles_like.section miles_like.config.sections",
     "miles_like.timing": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
     " miles_like.config miles_like.timing.devices miles_like.timing.rates",
     "miles_like.timing.published": "megatron_bridge.config miles_like.timing.devices miles_like.timing.rates"
@@ -89,47 +94,56 @@ RULES = {
     "miles_like.algorithms.advantages": "miles_like.types miles_like.protocols miles_like.algorithms.terms",
     "miles_like.algorithms.losses": "miles_like.types miles_like.protocols miles_like.algorithms.terms",
     "miles_like.algorithms": f"{CONTRACTS} miles_like.config miles_like.algorithms",
-    "miles_like.rewards.maths": f"{CONTRACTS} miles_like.config",
-    "miles_like.rewards.judges": f"{CONTRACTS} miles_like.config rollout.server_url",
-    "miles_like.rewards": f"{CONTRACTS} miles_like.config miles_like.rewards",
+    "miles_like.rewards.maths": f"{CONTRACTS} miles_like.config.sections",
+    "miles_like.rewards.judges": f"{CONTRACTS} miles_like.config.sections rollout.server_url",
+    "miles_like.rewards": f"{CONTRACTS} miles_like.config.sections miles_like.rewards",
     # miles_like: what a run keeps
     "miles_like.storage": CONTRACTS,
-    "miles_like.checkpoint": f"{CONTRACTS} routing_replay miles_like.config miles_like.storage",
-    "miles_like.report": f"{CONTRACTS} miles_like.config miles_like.storage miles_like.checkpoint",
+    "miles_like.checkpoint": f"{CONTRACTS} routing_replay miles_like.config.sections miles_like.storage",
+    "miles_like.report": f"{CONTRACTS} miles_like.config.sections miles_like.storage miles_like.checkpoint",
     # miles_like: the loop and the processes
+    "miles_like.stopping": "",
     "miles_like.experience": f"{CONTRACTS} rollout.concurrency rollout.seeds rollout.sglang rollout.wire"
     " miles_like.algorithms miles_like.batch",
-    "miles_like.loop": f"{CONTRACTS} rollout.episodes rollout.prompts rollout.seeds miles_like.config"
-    " miles_like.algorithms miles_like.batch miles_like.checkpoint miles_like.experience miles_like.report",
+    "miles_like.loop": f"{CONTRACTS} rollout.episodes rollout.prompts rollout.seeds miles_like.config.sections"
+    " miles_like.algorithms miles_like.batch miles_like.checkpoint miles_like.experience miles_like.report"
+    " miles_like.stopping",
     "miles_like.turns": f"{CONTRACTS} rollout.concurrency rollout.episodes rollout.sglang rollout.wire miles_like.loop",
-    "miles_like.supervised": f"{CONTRACTS} rollout.prompts miles_like.config miles_like.algorithms miles_like.batch"
-    " miles_like.checkpoint miles_like.loop miles_like.report",
-    "miles_like.nodes": "miles_like.loop miles_like.variables",
-    "miles_like.cluster": f"{CONTRACTS} quant routing_replay rollout.config rollout.publish"
-    " rollout.sglang megatron_bridge.config megatron_bridge.trainer miles_like.batch miles_like.config"
-    " miles_like.nodes",
+    "miles_like.supervised": f"{CONTRACTS} rollout.prompts miles_like.config.sections miles_like.algorithms"
+    " miles_like.batch miles_like.checkpoint miles_like.loop miles_like.report",
+    "miles_like.nodes": "miles_like.stopping miles_like.variables",
+    "miles_like.cluster": f"{CONTRACTS} quant routing_replay rollout.config rollout.publish rollout.sglang"
+    " megatron_bridge.config megatron_bridge.trainer miles_like.batch miles_like.config.sections miles_like.nodes",
     "miles_like.verify": f"{CONTRACTS} quant routing_replay rollout.episodes rollout.publish rollout.seeds"
     " rollout.sglang rollout.wire megatron_bridge.config miles_like.algorithms.terms miles_like.batch"
     " miles_like.report",
     "miles_like.staging": f"{CONTRACTS} quant.hf_config megatron_bridge.convert megatron_bridge.families"
     " megatron_bridge.plan miles_like.cluster miles_like.config miles_like.nodes miles_like.storage",
     # miles_like: commands, which alone name both the trainer and the rollout
+    "miles_like.check_results": "",
     "miles_like.pipeline": f"{CONTRACTS} quant rollout.prompts megatron_bridge.config megatron_bridge.families"
-    " megatron_bridge.plan megatron_bridge.convert miles_like.algorithms miles_like.batch miles_like.checkpoint"
-    " miles_like.cluster miles_like.config miles_like.nodes miles_like.report miles_like.staging"
+    " megatron_bridge.plan megatron_bridge.convert miles_like.algorithms miles_like.batch miles_like.check_results"
+    " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.nodes miles_like.report miles_like.staging"
     " miles_like.storage miles_like.supervised",
-    "miles_like.doctor": "miles_like.nodes miles_like.pipeline.check_results miles_like.variables",
-    "miles_like.planning": "quant megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
-    " megatron_bridge.convert miles_like.cluster miles_like.config miles_like.timing.devices rollout.config",
+    "miles_like.doctor": "miles_like.check_results miles_like.nodes miles_like.variables",
+    "miles_like.planning.memory": "quant megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
+    " megatron_bridge.convert.directory miles_like.timing.devices rollout.config",
+    "miles_like.planning": "megatron_bridge.config megatron_bridge.families miles_like.cluster miles_like.config"
+    " miles_like.planning.memory miles_like.timing.devices",
     "miles_like.layout_search": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
     " miles_like.config miles_like.planning miles_like.timing.devices miles_like.timing.rates miles_like.timing",
     "miles_like.preflight": f"{CONTRACTS} rollout.config rollout.episodes rollout.prompts miles_like.algorithms"
-    " miles_like.cluster miles_like.config miles_like.doctor miles_like.nodes miles_like.pipeline miles_like.planning"
-    " miles_like.rewards miles_like.staging miles_like.supervised miles_like.timing.devices",
+    " miles_like.check_results miles_like.cluster miles_like.config miles_like.doctor miles_like.nodes"
+    " miles_like.pipeline miles_like.planning miles_like.rewards miles_like.staging miles_like.supervised"
+    " miles_like.timing.devices",
+    "miles_like.run.setup": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
+    " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience miles_like.nodes"
+    " miles_like.pipeline miles_like.report miles_like.staging miles_like.storage miles_like.supervised"
+    " miles_like.turns miles_like.verify",
     "miles_like.run": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
-    " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience miles_like.loop"
-    " miles_like.nodes miles_like.pipeline miles_like.planning"
-    " miles_like.preflight miles_like.report miles_like.rewards miles_like.staging miles_like.storage"
+    " miles_like.check_results miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience"
+    " miles_like.loop miles_like.pipeline miles_like.planning miles_like.preflight miles_like.report"
+    " miles_like.rewards miles_like.run.setup miles_like.staging miles_like.stopping miles_like.storage"
     " miles_like.supervised miles_like.timing.devices miles_like.turns miles_like.verify",
     # miles_like: the loop in virtual time, without torch
     "miles_like.simulation.clock": "",
@@ -138,14 +152,14 @@ RULES = {
     "miles_like.simulation.loop": "miles_like.simulation.clock miles_like.simulation.inputs"
     " miles_like.simulation.servers",
     "miles_like.simulation": "miles_like.limits miles_like.simulation",
-    "miles_like.command_errors": "miles_like.loop",
-    "miles_like.commands": "quant.hf_config quant.spec megatron_bridge.config megatron_bridge.fake megatron_bridge.plan"
-    " miles_like.command_errors miles_like.config miles_like.layout_search"
-    " miles_like.limits miles_like.pipeline miles_like.planning miles_like.run miles_like.simulation"
-    " miles_like.timing miles_like.timing.devices",
-    "miles_like.cli": "rollout.embedded.server rollout.server_key rollout.server_url miles_like.checkpoint"
-    " miles_like.command_errors miles_like.commands miles_like.config miles_like.doctor miles_like.pipeline"
-    " miles_like.preflight miles_like.report miles_like.run",
+    "miles_like.command_errors": "miles_like.stopping",
+    "miles_like.commands": "quant.hf_config quant.spec megatron_bridge.config megatron_bridge.fake"
+    " megatron_bridge.plan miles_like.command_errors miles_like.config miles_like.layout_search miles_like.limits"
+    " miles_like.pipeline miles_like.planning miles_like.run miles_like.simulation miles_like.timing"
+    " miles_like.timing.devices",
+    "miles_like.cli": "rollout.embedded.server rollout.server_key rollout.server_url miles_like.check_results"
+    " miles_like.checkpoint miles_like.command_errors miles_like.commands miles_like.config miles_like.doctor"
+    " miles_like.pipeline miles_like.preflight miles_like.report miles_like.run",
     "scripts": "miles_like.cli miles_like.commands miles_like.pipeline",
 }
 BOTH_SIDES = (

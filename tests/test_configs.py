@@ -14,7 +14,7 @@ from miles_like.config.load import dump_config, load_config
 from miles_like.config.ranks import critic_config, trainer_config
 from miles_like.pipeline.first_layers import shortened
 from miles_like.run.assemble import describe_processes, known_model
-from miles_like.run.engine_support import check_engine
+from miles_like.run.setup.engine_support import check_engine
 from tests.support.refusals import refuses
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))

@@ -41,7 +41,7 @@ def main(config_file: str, run_dir: str) -> None:
     from miles_like.config.load import load_config
     from miles_like.nodes.session import start_ray
     from miles_like.run.assemble import staged
-    from miles_like.run.model_plan import model_plan
+    from miles_like.run.setup.model_plan import model_plan
     from miles_like.run.train import train
 
     config, console, where = load_config(Path(config_file)), Console(), Path(run_dir)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from megatron_bridge.convert.manifest import MANIFEST, FileFact, Manifest
+from megatron_bridge.convert.directory.manifest import MANIFEST, FileFact, Manifest
+from megatron_bridge.convert.directory.torch_dist import TorchDist
 from megatron_bridge.convert.memory_limit import plan_memory
-from megatron_bridge.convert.torch_dist import TorchDist
 from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.limits.regular_files import open_regular
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_bridge.convert.boxes import checkpoint_key
-from megatron_bridge.convert.torch_dist import TorchDist
+from megatron_bridge.convert.directory.boxes import checkpoint_key
+from megatron_bridge.convert.directory.torch_dist import TorchDist
 from megatron_bridge.convert.units import HashedFile
 from megatron_bridge.families.base import HFConfig, Place, Split, TensorMap
 from megatron_bridge.families.registry import family_of

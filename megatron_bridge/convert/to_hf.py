@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_bridge.convert.directory.manifest import MANIFEST, Fact, FileFact, Manifest, Piece
+from megatron_bridge.convert.directory.torch_dist import METADATA, TorchDist
 from megatron_bridge.convert.hf_outputs import Output, WriteShards, bind, held_bytes, outputs, shards
-from megatron_bridge.convert.manifest import MANIFEST, Fact, FileFact, Manifest, Piece
 from megatron_bridge.convert.memory_limit import Memory, plan_memory
-from megatron_bridge.convert.torch_dist import METADATA, TorchDist
 from megatron_bridge.convert.units import (
     ConvertReport,
     Spread,

@@ -36,9 +36,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from megatron_bridge.convert.boxes import Box, Grid, boxes, checkpoint_key, checkpoint_shape, extra_state_keys
+from megatron_bridge.convert.directory.boxes import Box, Grid, boxes, checkpoint_key, checkpoint_shape, extra_state_keys
+from megatron_bridge.convert.directory.manifest import MANIFEST, Fact, FileFact, Manifest, Piece
 from megatron_bridge.convert.hf_inputs import bind, check_copies, checked_places, copy_of
-from megatron_bridge.convert.manifest import MANIFEST, Fact, FileFact, Manifest, Piece
 from megatron_bridge.convert.memory_limit import MIB, plan_memory
 from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.units import (

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from megatron_bridge.convert.manifest import FileFact
+from megatron_bridge.convert.directory.manifest import FileFact
 from miles_like.hf.checkpoint import sync_path
 from miles_like.limits.child_process import die_with_parent
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_bridge.fake.live import LiveBytes
-from megatron_bridge.fake.substitute import Substitute
+from megatron_bridge.fake.substitutes.substitute import Substitute
 from megatron_bridge.step.asleep import _tensors_in
 
 ACTIVATIONS, LOGITS, COMMUNICATION = "activations", "logits", "communication"

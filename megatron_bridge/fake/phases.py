@@ -29,15 +29,20 @@ from megatron_bridge.fake.attribution import (
     attribution_substitutes,
     prime_hybrid,
 )
-from megatron_bridge.fake.cuda import cuda_substitutes
-from megatron_bridge.fake.facts import Balance, CoreAttention, RankCounts, RankRun
 from megatron_bridge.fake.live import LiveBytes
-from megatron_bridge.fake.numbers import PolicyGradient, StepFacts, micro_batch, number_substitutes
-from megatron_bridge.fake.routing import routing_substitutes
-from megatron_bridge.fake.standins import cpu_substitutes, cuda_substitutes_of, resolve_substitute, resolved_rank
-from megatron_bridge.fake.substitute import Substitute, substituted
-from megatron_bridge.fake.tensors import RankMode, apply_to_module, outside
-from megatron_bridge.fake.world import forget_last_rank, world_substitutes
+from megatron_bridge.fake.substitutes.cuda import cuda_substitutes
+from megatron_bridge.fake.substitutes.facts import Balance, CoreAttention, RankCounts, RankRun
+from megatron_bridge.fake.substitutes.numbers import PolicyGradient, StepFacts, micro_batch, number_substitutes
+from megatron_bridge.fake.substitutes.routing import routing_substitutes
+from megatron_bridge.fake.substitutes.standins import (
+    cpu_substitutes,
+    cuda_substitutes_of,
+    resolve_substitute,
+    resolved_rank,
+)
+from megatron_bridge.fake.substitutes.substitute import Substitute, substituted
+from megatron_bridge.fake.substitutes.tensors import RankMode, apply_to_module, outside
+from megatron_bridge.fake.substitutes.world import forget_last_rank, world_substitutes
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.optim.optimizer import prime_state
 from megatron_bridge.plan.kernels import choose_spec

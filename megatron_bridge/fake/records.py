@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import megatron_bridge
-from megatron_bridge.fake.facts import RankCounts, RankRun
+from megatron_bridge.fake.substitutes.facts import RankCounts, RankRun
 
 _PACKAGES = ("torch", "megatron-core")  # whose versions determine a record
 _SOURCES = ("megatron_bridge", "quant", "routing_replay")  # packages whose code a rank runs

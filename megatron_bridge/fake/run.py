@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_bridge.device.device import init_device
-from megatron_bridge.fake.cuda import init_fake_cuda
-from megatron_bridge.fake.facts import RankCounts, RankRun
+from megatron_bridge.fake.substitutes.cuda import init_fake_cuda
+from megatron_bridge.fake.substitutes.facts import RankCounts, RankRun
 
 
 def execute(run: RankRun) -> RankCounts:

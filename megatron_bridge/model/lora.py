@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_bridge.config import LoraConfig
-from megatron_bridge.convert.torch_dist import TorchDist
+from megatron_bridge.convert.directory.torch_dist import TorchDist
 from megatron_bridge.device.collective_errors import gather_objects
 from megatron_bridge.device.parallel import ParallelContext
 from megatron_bridge.model.local_modules import DuplicatedLinear

@@ -28,7 +28,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_bridge.convert.torch_archive import reason
+from megatron_bridge.convert.directory.torch_archive import reason
 from megatron_bridge.device.collective_errors import first_line
 from megatron_bridge.device.parallel import ParallelContext
 from megatron_bridge.device.rng import KEY as RNG

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from megatron_bridge.convert.torch_archive import reencoded
-from megatron_bridge.convert.torch_dist import TorchDist
+from megatron_bridge.convert.directory.torch_archive import reencoded
+from megatron_bridge.convert.directory.torch_dist import TorchDist
 from megatron_bridge.device.collective_errors import gather_after
 
 

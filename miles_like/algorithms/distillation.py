@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from miles_like.algorithms.terms.mismatch import mean_stat
-from miles_like.config.distillation import DistillationConfig
+from miles_like.config.sections.distillation import DistillationConfig
 from miles_like.protocols import Algorithm, LossFn
 from miles_like.types import (
     TAUGHT,

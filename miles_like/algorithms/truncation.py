@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from miles_like.config.algorithm import Overlong
+from miles_like.config.sections.algorithm import Overlong
 from miles_like.types import Finish, Prompt, Sample, SampleGroup
 
 PART = "overlong"  # key in Sample.reward_parts

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_bridge.config import ParallelConfig
-from miles_like.config.cluster import ClusterConfig, Pool, PoolName
+from miles_like.config.sections.cluster import ClusterConfig, Pool, PoolName
 from rollout.config import RolloutConfig
 
 Role = PoolName

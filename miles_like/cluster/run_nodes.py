@@ -12,7 +12,7 @@ import ray
 from miles_like.cluster.actors import ActorClass, actor_options
 from miles_like.cluster.environment import driver_secrets, process_environment
 from miles_like.cluster.placement import Slot
-from miles_like.config.cluster import ClusterConfig
+from miles_like.config.sections.cluster import ClusterConfig
 from miles_like.nodes.facts import NodeFacts
 from miles_like.nodes.members import Node
 

@@ -19,7 +19,7 @@ from miles_like.pipeline.stages import plan_stages
 from miles_like.planning.compose import IMBALANCE
 from miles_like.planning.table import print_plan, write_plan
 from miles_like.run import assemble
-from miles_like.run.run_cluster import RunCluster
+from miles_like.run.setup.run_cluster import RunCluster
 from miles_like.timing.devices import DEVICES
 from miles_like.timing.devices import device as named_device
 from miles_like.timing.table import print_step

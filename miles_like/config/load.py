@@ -21,8 +21,8 @@ from typing import Any, TypeVar, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from miles_like.config.flat import fields
 from miles_like.config.run import RunConfig
+from miles_like.config.sections.flat import fields
 from miles_like.limits.regular_files import read_text
 
 M = TypeVar("M", bound=BaseModel)

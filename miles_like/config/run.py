@@ -16,15 +16,15 @@ from megatron_bridge.config import (
     RecomputeConfig,
     ReplayConfig,
 )
-from miles_like.config.algorithm import AlgorithmConfig, CorrectionConfig
-from miles_like.config.alignment import AlignmentConfig, check_sides, with_deterministic_servers
-from miles_like.config.cluster import ClusterConfig, PoolName
-from miles_like.config.distillation import DistillationConfig
-from miles_like.config.eval import EvalConfig, EvalSet, SetConfig, check_measured
-from miles_like.config.loop import BufferConfig, CheckpointConfig
-from miles_like.config.make import MakeConfig
-from miles_like.config.reward import RewardConfig
-from miles_like.config.supervised import PAIRS, SupervisedConfig, check_keys, check_unused, without_replay
+from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.alignment import AlignmentConfig, check_sides, with_deterministic_servers
+from miles_like.config.sections.cluster import ClusterConfig, PoolName
+from miles_like.config.sections.distillation import DistillationConfig
+from miles_like.config.sections.eval import EvalConfig, EvalSet, SetConfig, check_measured
+from miles_like.config.sections.loop import BufferConfig, CheckpointConfig
+from miles_like.config.sections.make import MakeConfig
+from miles_like.config.sections.reward import RewardConfig
+from miles_like.config.sections.supervised import PAIRS, SupervisedConfig, check_keys, check_unused, without_replay
 from miles_like.section import Section
 from rollout.config import PublishConfig, RolloutConfig
 from rollout.prompts.config import DataConfig

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from miles_like.check_results import Outcome
 from miles_like.doctor.examiner import Examiner, NodeReport
 from miles_like.doctor.findings import Finding, Needs
 from miles_like.doctor.judge_machine import judge_disks, judge_gpus, judge_limits, judge_memory, judge_ports
@@ -25,7 +26,6 @@ from miles_like.doctor.judge_software import judge_software
 from miles_like.doctor.links import LIMIT_S, STORE_S, LinkTimes, ring, tournament
 from miles_like.nodes.facts import NodeName, Unanswered
 from miles_like.nodes.racks import in_fewest_racks
-from miles_like.pipeline.check_results import Outcome
 
 REPORT_S = 300.0  # Ray starts the process, the engine's interpreter and nvidia-smi answer, disks are measured
 CLOCK_CALL_S = 30.0

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from miles_like.check_results import Outcome
 from miles_like.nodes.facts import ServerPort
-from miles_like.pipeline.check_results import Outcome
 
 Ports = Mapping[int, Sequence[ServerPort]]  # number of a run's node -> what its servers bind
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from miles_like.check_results import Outcome
 from miles_like.doctor.disks import DiskFacts
 from miles_like.doctor.examiner import NodeReport
 from miles_like.doctor.findings import Finding, Needs, by_value, gib, listed, one_row, rate
 from miles_like.doctor.gpus import GpuFacts
 from miles_like.nodes.facts import ServerPort
-from miles_like.pipeline.check_results import Outcome
 
 Reports = Mapping[str, NodeReport]
 

@@ -8,11 +8,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from miles_like.check_results import Outcome
 from miles_like.doctor.examiner import NodeReport
 from miles_like.doctor.findings import Finding, Needs, by_value, listed, one_row, rate
 from miles_like.doctor.links import LinkTimes
 from miles_like.nodes.facts import NodeName, Unanswered
-from miles_like.pipeline.check_results import Outcome
 
 CLOCK_S = 1.0  # most by which a clock may differ from the driver's: files and log lines of nodes are put in order by it
 _EACH_PAIR = 6  # pairs that have a row each; more are summed up

@@ -8,10 +8,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from miles_like.check_results import Outcome
 from miles_like.doctor.examiner import NodeReport
 from miles_like.doctor.findings import Finding, Needs, by_value, listed
 from miles_like.doctor.software import Software
-from miles_like.pipeline.check_results import Outcome
 
 # CUDA of torch -> the oldest Linux driver that runs it, with minor-version compatibility (CUDA Toolkit release notes,
 # table "CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility")

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from miles_like.check_results import Outcome
 from miles_like.doctor.examine import Examination
 from miles_like.doctor.findings import Finding
 from miles_like.nodes.facts import Unanswered
-from miles_like.pipeline.check_results import Outcome
 
 _STYLE = {Outcome.OK: "green", Outcome.WRONG: "bold red", Outcome.NOT_CHECKED: "yellow"}
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_bridge.families.base import HFConfig
-from miles_like.config.cluster import POOLS
 from miles_like.config.ranks import trainer_config
 from miles_like.config.run import RunConfig
+from miles_like.config.sections.cluster import POOLS
 from miles_like.layout_search.estimate import Floor
 from miles_like.layout_search.space import (
     OFFLOAD,
@@ -29,11 +29,11 @@ from miles_like.layout_search.space import (
     servers_of,
 )
 from miles_like.planning.compose import step_shape
-from miles_like.planning.engine import engine_plan
+from miles_like.planning.memory.engine import engine_plan
+from miles_like.planning.memory.parts import gib, total
+from miles_like.planning.memory.ranks import RankPlans
 from miles_like.planning.nearby import Change, changed
-from miles_like.planning.parts import gib, total
 from miles_like.planning.plan import Plan
-from miles_like.planning.ranks import RankPlans
 from miles_like.timing.engine import EngineSetup
 from miles_like.timing.layers import Recompute
 from miles_like.timing.of_run import NOWHERE, Facts, engine_setup, layer_setup, step_setup

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from miles_like.config.eval import EvalSet
+from miles_like.config.sections.eval import EvalSet
 from miles_like.protocols import RewardFn, RolloutEngine
 from miles_like.report.metrics import eval_metrics
 from miles_like.report.progress import PhaseBar

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from miles_like.loop.buffer import DataBuffer, Taken
 from miles_like.loop.producer import Producer
-from miles_like.loop.stopping import StopRequest
 from miles_like.report.progress import PhaseBar
+from miles_like.stopping import StopRequest
 
 NO_MORE = "the prompts ended"
 

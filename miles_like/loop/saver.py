@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from miles_like.checkpoint.writer import RunCheckpoints, Snapshot
-from miles_like.loop.stopping import Deadline, StopRequest
 from miles_like.report.progress import PhaseBar
+from miles_like.stopping import Deadline, StopRequest
 
 
 class Stateful(Protocol):

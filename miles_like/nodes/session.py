@@ -14,7 +14,7 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
-from miles_like.loop.stopping import end_in_order
+from miles_like.stopping import end_in_order
 
 _AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
 _before_local: dict[str, str | None] = {}  # values of _AUTH from before this process started a local Ray

@@ -25,9 +25,9 @@ from miles_like.cluster.factories import CheckpointWriter, MegatronFactory
 from miles_like.cluster.placement import plan_placement
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.cluster.trainer_ranks import RayTrainer
-from miles_like.config.make import MakeConfig
 from miles_like.config.run import RunConfig
-from miles_like.config.supervised import SupervisedConfig
+from miles_like.config.sections.make import MakeConfig
+from miles_like.config.sections.supervised import SupervisedConfig
 from miles_like.hf.checkpoint import read_config_file, write_hf
 from miles_like.pipeline.warmup import random_weights, warm_up
 from miles_like.supervised.data import EndingTokenizer, ExampleReader

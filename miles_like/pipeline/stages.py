@@ -20,13 +20,13 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from megatron_bridge.convert.manifest import Manifest
+from megatron_bridge.convert.directory.manifest import Manifest
 from megatron_bridge.plan.precision import served_spec
+from miles_like.check_results import CheckResult, Outcome, describe_remarks, describe_unchecked, raise_failures
 from miles_like.checkpoint.run_state import go_back
 from miles_like.config.run import RunConfig
-from miles_like.config.supervised import PAIRS
+from miles_like.config.sections.supervised import PAIRS
 from miles_like.hf.checkpoint import HFCheckpoint
-from miles_like.pipeline.check_results import CheckResult, Outcome, describe_remarks, describe_unchecked, raise_failures
 from miles_like.pipeline.dequantize import dequantize_checkpoint, is_unquantized
 from miles_like.pipeline.fetch import content, describe, fetch, is_taken_as_it_is, source_inputs, visible_files
 from miles_like.pipeline.rollout_checkpoint import store_served
@@ -47,7 +47,7 @@ from miles_like.storage.completion import (
     write_atomically,
     write_marker,
 )
-from miles_like.storage.staging import StageFiles, verified_sums
+from miles_like.storage.verified_copy import StageFiles, verified_sums
 from quant.hf_config import spec_from_hf
 
 STAGES = ("fetch", "dequantize", "convert", "stage", "train")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from miles_like.batch.packer import Packer
-from miles_like.config.make import MakeConfig
+from miles_like.config.sections.make import MakeConfig
 from miles_like.protocols import Trainer
 from miles_like.types import NamedTensor, SampleGroup
 

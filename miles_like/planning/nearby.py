@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from megatron_bridge.config import ParallelConfig
 from miles_like.config.run import RunConfig
-from miles_like.planning.parts import gib
+from miles_like.planning.memory.parts import gib
 from miles_like.planning.plan import Plan
 
 FOUND = 3  # proposals

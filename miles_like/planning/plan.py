@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from miles_like.planning.engine import EnginePlan
-from miles_like.planning.parts import PARTS, PHASES, Bytes, Phase, gib, total
+from miles_like.planning.memory.engine import EnginePlan
+from miles_like.planning.memory.parts import PARTS, PHASES, Bytes, Phase, gib, total
 from miles_like.timing.devices import Device
 
 

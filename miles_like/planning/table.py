@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from miles_like.planning.allowances import ALLOWANCES
-from miles_like.planning.parts import GIB, PARTS, PHASES, Bytes, Part, gib, total
+from miles_like.planning.memory.allowances import ALLOWANCES
+from miles_like.planning.memory.parts import GIB, PARTS, PHASES, Bytes, Part, gib, total
 from miles_like.planning.plan import Plan, StagePlan, phases_of
 
 _DIGITS = 3  # of GiB in the JSON

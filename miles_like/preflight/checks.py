@@ -11,13 +11,19 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles_like.config.algorithm import OwnAdvantage, OwnLoss
-from miles_like.config.distillation import MadeServer, PromptedPolicy, RunningServer, StartedServer, SwappedWeights
-from miles_like.config.make import MakeConfig
-from miles_like.config.reward import EndpointConfig, Reward, RewardModelConfig
+from miles_like.check_results import CheckResult, NotCheckedError, Outcome, run_check
 from miles_like.config.run import RunConfig
+from miles_like.config.sections.algorithm import OwnAdvantage, OwnLoss
+from miles_like.config.sections.distillation import (
+    MadeServer,
+    PromptedPolicy,
+    RunningServer,
+    StartedServer,
+    SwappedWeights,
+)
+from miles_like.config.sections.make import MakeConfig
+from miles_like.config.sections.reward import EndpointConfig, Reward, RewardModelConfig
 from miles_like.hf.tokenizer import LazyTokenizer
-from miles_like.pipeline.check_results import CheckResult, NotCheckedError, Outcome, run_check
 from miles_like.pipeline.stages import Stage
 from miles_like.preflight.machine import Cluster, Machines, check_url
 from miles_like.protocols import RewardFn
@@ -119,7 +125,7 @@ class Preflight:
 
     def _make(self, key: str, make: MakeConfig) -> list[CheckResult]:
         """Check the files and rows that a checkpoint is made from."""
-        from miles_like.config.supervised import SupervisedConfig
+        from miles_like.config.sections.supervised import SupervisedConfig
         from miles_like.supervised.data import ExampleReader
 
         tokenizer = LazyTokenizer(Path(make.tokenizer))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles_like.cluster.placement import PlacementPlan, plan_placement
-from miles_like.config.loop import CheckpointConfig
 from miles_like.config.run import RunConfig
+from miles_like.config.sections.loop import CheckpointConfig
 from miles_like.pipeline.stages import Sizes, Stage
 from miles_like.preflight.disks import On, checkpoint_size, disk_needs, saved_checkpoints
 from miles_like.staging.stage_files import NodeNeed

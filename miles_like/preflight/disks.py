@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from miles_like.config.loop import CheckpointConfig
 from miles_like.config.run import RunConfig
+from miles_like.config.sections.loop import CheckpointConfig
 from miles_like.nodes.probe import bytes_under
 from miles_like.pipeline.stages import Stage
 from miles_like.staging.stage_files import pieces_of

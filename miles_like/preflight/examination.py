@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from miles_like.check_results import CheckResult, Outcome
 from miles_like.config.run import RunConfig
 from miles_like.doctor.examine import Examination, ThisMachine, examine, examiner_of
 from miles_like.doctor.findings import Finding, Needs
 from miles_like.nodes.facts import Device
-from miles_like.pipeline.check_results import CheckResult, Outcome
 from miles_like.preflight.run_needs import run_needs
 
 if TYPE_CHECKING:

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
+from miles_like.check_results import CheckResult, NotCheckedError, Outcome, run_check
 from miles_like.cluster.environment import driver_secrets, secret_names
 from miles_like.cluster.placement import PlacementPlan, plan_placement
 from miles_like.cluster.server_ports import server_ports
-from miles_like.config.distillation import MadeServer
 from miles_like.config.run import RunConfig
+from miles_like.config.sections.distillation import MadeServer
 from miles_like.nodes.facts import ServerPort
 from miles_like.nodes.probe import EngineFound, NodeProbe, ProbeResult, disk_of, ephemeral_ports, gpus
 from miles_like.nodes.sight import Probe, existing, probe_in
-from miles_like.pipeline.check_results import CheckResult, NotCheckedError, Outcome, run_check
 from miles_like.pipeline.stages import Stage
 from miles_like.preflight.disks import DiskNeed, check_directories, check_disks, disk_needs
 from miles_like.preflight.run_needs import cache_needs, run_dir_needs

@@ -10,8 +10,8 @@ from pathlib import Path
 from miles_like.cluster.environment import network_variables, plain_values
 from miles_like.cluster.placement import PlacementPlan, plan_placement
 from miles_like.cluster.server_ports import server_ports
-from miles_like.config.distillation import MadeServer
 from miles_like.config.run import RunConfig
+from miles_like.config.sections.distillation import MadeServer
 from miles_like.doctor.findings import Needs, Ports
 
 Shared = Mapping[str, Mapping[int, str]]  # as `Needs.shared`

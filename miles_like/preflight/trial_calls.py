@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from miles_like.pipeline.check_results import NotCheckedError
+from miles_like.check_results import NotCheckedError
 from miles_like.protocols import Algorithm, LossFn, RewardFn, RolloutEngine
 from miles_like.types import (
     REFERENCE,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
-from miles_like.config.metric_direction import better
+from miles_like.config.sections.metric_direction import better
 from miles_like.protocols import MetricSink
 from miles_like.storage.appended_file import AppendedFile
 

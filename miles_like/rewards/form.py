@@ -6,7 +6,7 @@ import math
 
 import regex
 
-from miles_like.config.reward import FormatConfig, LengthConfig
+from miles_like.config.sections.reward import FormatConfig, LengthConfig
 from miles_like.types import Prompt, Sample, Score, Unscored
 
 

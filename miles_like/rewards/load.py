@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import assert_never
 
-from miles_like.config.reward import (
+from miles_like.config.sections.reward import (
     BUILT_IN,
     BuiltIn,
     EndpointConfig,
@@ -28,7 +28,7 @@ from miles_like.config.reward import (
     RewardConfig,
     RewardModelConfig,
 )
-from miles_like.config.reward import MathVerify as MathVerifyConfig
+from miles_like.config.sections.reward import MathVerify as MathVerifyConfig
 from miles_like.limits.threads import DaemonThreads
 from miles_like.plugins import is_async, load
 from miles_like.protocols import RewardFn, SampleReward

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from miles_like.algorithms.registry import make_bounds
 from miles_like.protocols import TrainerRanks
-from miles_like.run.rollout_side import RolloutSide
-from miles_like.run.trainer_side import packer
+from miles_like.run.setup.rollout_side import RolloutSide
+from miles_like.run.setup.trainer_side import packer
 from miles_like.types import Prompt
 from miles_like.verify.allowance import allowance
 from miles_like.verify.live import Comparison, LiveTrainer

@@ -19,14 +19,13 @@ from rich.console import Console
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.deterministic import environment
 from megatron_bridge.plan.kernels import describe_kernels
+from miles_like.check_results import NotCheckedError
 from miles_like.cluster.environment import describe_environment
 from miles_like.cluster.placement import PlacementPlan, Role, plan_placement
-from miles_like.config.cluster import format_ranges
-from miles_like.config.distillation import MadeServer, StartedServer
 from miles_like.config.run import RunConfig
+from miles_like.config.sections.cluster import format_ranges
+from miles_like.config.sections.distillation import MadeServer, StartedServer
 from miles_like.hf.checkpoint import read_config, read_config_file
-from miles_like.loop.stopping import run_to_end
-from miles_like.pipeline.check_results import NotCheckedError
 from miles_like.pipeline.first_layers import downloaded_bytes, shortened
 from miles_like.pipeline.stages import (
     Preflight,
@@ -41,11 +40,12 @@ from miles_like.planning.compose import IMBALANCE, plan_run
 from miles_like.planning.nearby import Model, nearest, refusal
 from miles_like.planning.plan import Plan
 from miles_like.preflight.disk_plan import disk_plan
-from miles_like.run.model_plan import PlannedModel, model_plan, planned_model
-from miles_like.run.rollout_side import RolloutSide, server_launch, server_variables
-from miles_like.run.run_cluster import RunCluster, on_every_node
+from miles_like.run.setup.model_plan import PlannedModel, model_plan, planned_model
+from miles_like.run.setup.rollout_side import RolloutSide, server_launch, server_variables
+from miles_like.run.setup.run_cluster import RunCluster, on_every_node
 from miles_like.staging.stage_files import node_needs
-from miles_like.storage.staging import StageFiles
+from miles_like.stopping import run_to_end
+from miles_like.storage.verified_copy import StageFiles
 from miles_like.timing.devices import Device, device
 from miles_like.verify.report import Report as AlignmentReport
 from quant.hf_config import quantized_config
@@ -79,7 +79,7 @@ def stage_functions(
         return stage_on_nodes(works, cluster.hosts(), timeout_s=config.cluster.timeout_s)
 
     def train(config: RunConfig, run_dir: Path, served: Path, weights: Path, resume: bool) -> None:
-        from miles_like.run.launcher import Launcher
+        from miles_like.run.setup.launcher import Launcher
 
         launcher = Launcher(cluster)
         if config.servers is None:
@@ -340,7 +340,7 @@ def verify(
     cluster = RunCluster(config, run_dir, console, ray_address)
     cluster.nodes()  # before staging, which is then done on the nodes that both sides start on
     root = _staged(config, run_dir, console, cluster)
-    from miles_like.run.launcher import Launcher
+    from miles_like.run.setup.launcher import Launcher
     from miles_like.run.verify import VerifyRun
     from miles_like.verify.plots import write_plots
 

@@ -17,17 +17,17 @@ from rich.console import Console
 from rich.table import Table
 
 from miles_like.cluster.environment import driver_secrets, plain_values
-from miles_like.config.eval import NAME, EvalConfig, check_measured
 from miles_like.config.load import checked, parse_override, read_tree
-from miles_like.config.reward import RewardConfig
+from miles_like.config.sections.eval import NAME, EvalConfig, check_measured
+from miles_like.config.sections.reward import RewardConfig
 from miles_like.hf.checkpoint import HFCheckpoint, generation_eos
 from miles_like.hf.checkpoint import read_config as read_hf_config
 from miles_like.loop.evaluation import Answers, HeldOut, answers, held_out
-from miles_like.loop.stopping import run_to_end
 from miles_like.report.metrics import readable
 from miles_like.rewards.load import Rewards
-from miles_like.run.model_plan import run_tokenizer
+from miles_like.run.setup.model_plan import run_tokenizer
 from miles_like.section import Section
+from miles_like.stopping import run_to_end
 from miles_like.types import Finish, SamplingParams
 from rollout.config import RolloutConfig
 from rollout.episodes.runner import make_episode_runner

@@ -12,12 +12,12 @@ from miles_like.checkpoint import run_state
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.config.load import store_config
 from miles_like.loop.saver import Saver
-from miles_like.loop.stopping import Deadline, StopRequest, command_began, run_to_end
 from miles_like.report.html import write_report
 from miles_like.report.progress import PhaseBar
-from miles_like.run.launcher import Launcher, freeze_gc
-from miles_like.run.model_plan import ModelPlan
-from miles_like.run.trainer_side import Resumed, RunFiles, packer, speed_meter
+from miles_like.run.setup.launcher import Launcher, freeze_gc
+from miles_like.run.setup.model_plan import ModelPlan
+from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter
+from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
 from miles_like.supervised.data import ExampleReader
 from miles_like.supervised.steps import ExampleFeed, SupervisedLoop, make_objective
 from miles_like.types import SampleGroup

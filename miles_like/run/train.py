@@ -31,19 +31,19 @@ from miles_like.loop.recorder import Recorder
 from miles_like.loop.saver import Saver
 from miles_like.loop.state import LoopState
 from miles_like.loop.step_bounds import StepBounds
-from miles_like.loop.stopping import Deadline, StopRequest, command_began, run_to_end
 from miles_like.preflight.checks import check_over_sampling
 from miles_like.protocols import Algorithm, RewardFn, RolloutEngine, TrainerRanks
 from miles_like.report.html import write_report
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards
 from miles_like.run.alignment import check_bits, server_checks
-from miles_like.run.launcher import Launcher, freeze_gc
-from miles_like.run.model_plan import ModelPlan
-from miles_like.run.rollout_side import RolloutSide
-from miles_like.run.teachers import RunTeachers
-from miles_like.run.trainer_side import Resumed, RunFiles, packer, speed_meter
-from miles_like.run.turn_taking import TurnTaking, release_servers
+from miles_like.run.setup.launcher import Launcher, freeze_gc
+from miles_like.run.setup.model_plan import ModelPlan
+from miles_like.run.setup.rollout_side import RolloutSide
+from miles_like.run.setup.teachers import RunTeachers
+from miles_like.run.setup.trainer_side import Resumed, RunFiles, packer, speed_meter
+from miles_like.run.setup.turn_taking import TurnTaking, release_servers
+from miles_like.stopping import Deadline, StopRequest, command_began, run_to_end
 from miles_like.turns.users import TurnFeed
 from miles_like.types import Prompt, PublishReport, SampleGroup
 from miles_like.verify.allowance import of_steps

@@ -18,14 +18,14 @@ from miles_like.checkpoint import run_state
 from miles_like.cluster.factories import CheckpointWriter
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.limits.regular_files import parse_json, read_text
-from miles_like.loop.stopping import run_to_end
 from miles_like.protocols import TrainerRanks
 from miles_like.run.alignment import check_bits, comparison
-from miles_like.run.launcher import Launcher
-from miles_like.run.model_plan import ModelPlan
-from miles_like.run.rollout_side import RolloutSide
+from miles_like.run.setup.launcher import Launcher
+from miles_like.run.setup.model_plan import ModelPlan
+from miles_like.run.setup.rollout_side import RolloutSide
+from miles_like.run.setup.turn_taking import TurnTaking, release_servers
 from miles_like.run.train import run_algorithm
-from miles_like.run.turn_taking import TurnTaking, release_servers
+from miles_like.stopping import run_to_end
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, VersionSpan
 from miles_like.verify.live import LiveRollout, Published, opaque_evidence, stacked_evidence, weight_evidence
 from miles_like.verify.report import Report

@@ -11,7 +11,7 @@ from miles_like.nodes.sight import Probe, probe_in, probe_of
 from miles_like.nodes.work import on_every_node
 from miles_like.staging.separate_disks import Sees, stage_on_nodes
 from miles_like.storage.completion import Output, file_fact, files_under, input_key
-from miles_like.storage.staging import Copy, FileSum, LocalSource, StageFiles
+from miles_like.storage.verified_copy import Copy, FileSum, LocalSource, StageFiles
 
 
 def seen_by(files: Output, nodes: Sequence[Node], *, local: Path | None, timeout_s: float) -> Path:

@@ -23,7 +23,7 @@ from miles_like.nodes.members import Node
 from miles_like.nodes.sight import Probe, probe_in, probe_of
 from miles_like.nodes.work import on_every_node, on_nodes, over_nodes
 from miles_like.staging.stage_files import pieces_of
-from miles_like.storage.staging import Copy, LocalSource, Source, Staged, StageFiles
+from miles_like.storage.verified_copy import Copy, LocalSource, Source, Staged, StageFiles
 
 Alive = Callable[[], None]
 Indexes = dict[str, str]  # file -> text of its index

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_bridge.convert.manifest import MANIFEST, Manifest
-from megatron_bridge.convert.rank_reads import bytes_read, files_read
+from megatron_bridge.convert.directory.manifest import MANIFEST, Manifest
+from megatron_bridge.convert.directory.rank_reads import bytes_read, files_read
 from megatron_bridge.families.base import HFConfig, TensorMap
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.resolve import trained_config
@@ -22,7 +22,7 @@ from miles_like.config.ranks import critic_config, trainer_config
 from miles_like.config.run import RunConfig
 from miles_like.hf.checkpoint import companions, read_config
 from miles_like.storage.completion import Output, OutputFile, file_sha256
-from miles_like.storage.staging import Copy, FileSum, LocalSource, StageFiles
+from miles_like.storage.verified_copy import Copy, FileSum, LocalSource, StageFiles
 from quant.hf_config import MODELOPT_FILE
 
 HF, MEGATRON = "hf", "megatron"  # folders of a staged directory

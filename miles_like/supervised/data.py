@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from miles_like.config.supervised import PAIRS, SupervisedConfig
+from miles_like.config.sections.supervised import PAIRS, SupervisedConfig
 from miles_like.types import Finish, Prompt, Sample, SampleGroup
 from rollout.prompts.config import DataConfig
 from rollout.prompts.dataset import read_rows

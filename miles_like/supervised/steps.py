@@ -15,7 +15,7 @@ from miles_like.algorithms.reward_model import BradleyTerryLoss
 from miles_like.algorithms.sft import NllLoss
 from miles_like.batch.packer import Packer
 from miles_like.checkpoint.writer import Snapshot
-from miles_like.config.supervised import SUPERVISED, Sigmoid, SupervisedConfig
+from miles_like.config.sections.supervised import SUPERVISED, Sigmoid, SupervisedConfig
 from miles_like.loop.saver import Saver
 from miles_like.protocols import LossFn, MetricSink, Trainer
 from miles_like.report.progress import PhaseBar

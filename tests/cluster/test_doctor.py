@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from miles_like.check_results import Outcome
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
-from miles_like.pipeline.check_results import Outcome
 from tests.support.namespaces import ROOT, Cluster, nodes
 from tests.support.refusals import check_refusal
 

@@ -165,7 +165,7 @@ def test_a_run_with_gpus_leaves_out_a_head_without_any(cluster: Cluster, tmp_pat
         assert len(environment["CUDA_VISIBLE_DEVICES"].split(",")) == (1 if "trainer" in name else 2)
 
 
-@pytest.mark.long(beside="tests/miles_like/run/test_run_teachers.py")
+@pytest.mark.long(beside="tests/miles_like/run/setup/test_run_teachers.py")
 def test_a_teacher_s_server_on_another_node_gets_its_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
     disk = cluster.disk
     got = cluster[DRIVER].call(spread_run.teach, cluster.ray_address, disk / "hf", disk, tmp_path / "run")

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_bridge.convert.manifest import MANIFEST, Manifest
+from megatron_bridge.convert.directory.manifest import MANIFEST, Manifest
 from megatron_bridge.convert.memory_limit import MIB
 from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.to_megatron import convert_source

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_bridge.convert.torch_dist import TorchDist
+from megatron_bridge.convert.directory.torch_dist import TorchDist
 from miles_like.checkpoint.ledger_audit import audit
 from miles_like.checkpoint.run_state import load
 from tests.support.chosen import later

@@ -19,8 +19,8 @@ from miles_like.algorithms.registry import make_algorithm
 from miles_like.algorithms.reward_model import BradleyTerryLoss
 from miles_like.algorithms.sft import NllLoss
 from miles_like.batch.packer import Packer
-from miles_like.config.algorithm import BOUNDS_OF, AlgorithmConfig, CorrectionConfig, RolloutAlgorithm
-from miles_like.config.flat import names_of, parts_of, values
+from miles_like.config.sections.algorithm import BOUNDS_OF, AlgorithmConfig, CorrectionConfig, RolloutAlgorithm
+from miles_like.config.sections.flat import names_of, parts_of, values
 from miles_like.types import RETURNS, VALUES, Aggregation, Finish, LossInputs, Prompt, Reduce, Sample, SampleGroup
 
 KINDS = names_of(parts_of(RolloutAlgorithm)["loss"])

@@ -32,7 +32,7 @@ from miles_like.batch.packer import Packer
 from miles_like.batch.packing import pack
 from miles_like.checkpoint.ledger import Ledger
 from miles_like.checkpoint.writer import Snapshot
-from miles_like.config.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
 from miles_like.experience.experience import Experience
 from miles_like.loop.buffer import DataBuffer
 from miles_like.loop.controller import Controller
@@ -40,9 +40,9 @@ from miles_like.loop.feed import Feed
 from miles_like.loop.producer import Producer
 from miles_like.loop.recorder import Recorder, StepRecord
 from miles_like.loop.saver import Saver
-from miles_like.loop.stopping import Deadline, StopRequest
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import scored_by
+from miles_like.stopping import Deadline, StopRequest
 from miles_like.types import (
     Finish,
     Prompt,

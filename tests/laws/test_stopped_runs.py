@@ -7,7 +7,7 @@ a synchronous run; the status says which of the two ended it.
 
 The real loop, server and Megatron rank on plain processes (tests/support/local_run.py); SIGTERM is sent by the run to
 itself, as it comes to the place. Not covered: free runs (test_free_runs.py), what does not end within
-grace_s (tests/miles_like/loop/test_stopping.py), Ray.
+grace_s (tests/miles_like/test_stopping.py), Ray.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def stopped(run_dir: Path, home: Path, settings: Sequence[str], phase: str, step
 
 def late(run_dir: Path, home: Path, settings: Sequence[str], seconds: float) -> int:
     """A driver whose deadline is in so many seconds: it was forked from a process that began long before."""
-    from miles_like.loop.stopping import command_began
+    from miles_like.stopping import command_began
 
     return status(run_dir, home, [*settings, f"checkpoint.deadline_s={time.time() - command_began() + seconds}"])
 
 
 def status(run_dir: Path, home: Path, settings: Sequence[str]) -> int:
-    from miles_like.loop.stopping import Stopped
+    from miles_like.stopping import Stopped
 
     try:
         return drive(run_dir, home, settings, None)

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from megatron_bridge.weights.checkpoint_sums import DamagedFileError, verify_sums
 from miles_like.checkpoint import run_state
-from miles_like.loop.stopping import Stopped
+from miles_like.stopping import Stopped
 from miles_like.storage.checkpoint_files import SMALL as SMALL_FILE
 from miles_like.types import StepReport, TrainBatch
 from tests.support.chosen import chosen, later
@@ -99,8 +99,8 @@ def _stage(
     from miles_like.cluster.factories import MegatronFactory
     from miles_like.config.load import load_config
     from miles_like.run import supervised as supervised_module
-    from miles_like.run.launcher import Launcher
-    from miles_like.run.model_plan import model_plan
+    from miles_like.run.setup.launcher import Launcher
+    from miles_like.run.setup.model_plan import model_plan
 
     config = load_config(CONFIGS / f"tiny_{name}.toml", [*SMALL, *settings])
     run_dir.mkdir(exist_ok=True)

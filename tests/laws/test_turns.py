@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_bridge.convert.torch_dist import TorchDist
+from megatron_bridge.convert.directory.torch_dist import TorchDist
 from miles_like.checkpoint.ledger_audit import audit
 from tests.support.forked import tail
 from tests.support.kill_points import Kill, witnesses
@@ -193,8 +193,8 @@ def verified(run_dir: Path, home: Path, settings: tuple[str, ...]) -> int:
     """`verify` in turns, on the processes of a run; its report is written to `run_dir`/found.json."""
     from miles_like.cluster.rank import Rank
     from miles_like.config.load import load_config
-    from miles_like.run.model_plan import model_plan
-    from miles_like.run.rollout_side import RolloutSide
+    from miles_like.run.setup.model_plan import model_plan
+    from miles_like.run.setup.rollout_side import RolloutSide
     from miles_like.run.verify import VerifyOptions, VerifyRun
     from tests.support.forked import Forked, answers
     from tests.support.local_parts import LocalLauncher

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_bridge.convert.manifest import Manifest
+from megatron_bridge.convert.directory.manifest import Manifest
 from megatron_bridge.convert.to_megatron import to_megatron
 from tests.support import toy
 from tests.support.converted import converted, cut, edit_manifest, flip

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_like.config.reward import RemoteConfig
+from miles_like.config.sections.reward import RemoteConfig
 from miles_like.rewards.judges.http import Endpoint
 from miles_like.types import Unscored
 from rollout.publish.publisher import ServerSet

@@ -20,7 +20,7 @@ from miles_like.cluster.placement import Slot, plan_placement
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
 from miles_like.nodes.probe import find_engine
-from miles_like.run.rollout_side import server_launch
+from miles_like.run.setup.rollout_side import server_launch
 from rollout.sglang.servers import sglang_command
 from tests.sglang_cpu.test_stock_sglang import PYTHON, ROOT
 

@@ -4,7 +4,7 @@
     python -m tests.support.config_page --write    # writes it into the page
 
 A key's meaning is the comment beside its field, or above it. Where several parts of a section have the key
-(`miles_like/config/flat.py`), the row names the choices that it belongs to.
+(`miles_like/config/sections/flat.py`), the row names the choices that it belongs to.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import annotated_types as at
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from miles_like.config.flat import FlatSection, Part, fields, parts_of, values
 from miles_like.config.load import section_of
 from miles_like.config.run import RunConfig
+from miles_like.config.sections.flat import FlatSection, Part, fields, parts_of, values
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration_keys.md"
 BEGIN = "<!-- keys: python -m tests.support.config_page --write -->"

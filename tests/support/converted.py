@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_bridge.convert.manifest import MANIFEST, Fact, FileFact, Manifest, Piece, checksum
+from megatron_bridge.convert.directory.manifest import MANIFEST, Fact, FileFact, Manifest, Piece, checksum
+from megatron_bridge.convert.directory.torch_dist import TorchDist
 from megatron_bridge.convert.to_megatron import to_megatron
-from megatron_bridge.convert.torch_dist import TorchDist
 from tests.support.tiny_models import write_checkpoint
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron_bridge.fake.records import ExecutedRank
-from miles_like.planning.activations import StepShape
-from miles_like.planning.gathering import gathering_bytes
-from miles_like.planning.parts import MIB, Part, total
-from miles_like.planning.ranks import RankPlans
+from miles_like.planning.memory.activations import StepShape
+from miles_like.planning.memory.gathering import gathering_bytes
+from miles_like.planning.memory.parts import MIB, Part, total
+from miles_like.planning.memory.ranks import RankPlans
 from tests.support.plans import tensors
 
 BOUND = 0.05

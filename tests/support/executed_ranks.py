@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_bridge.fake.facts import Pack, RankCounts, RankRun
+from megatron_bridge.fake.substitutes.facts import Pack, RankCounts, RankRun
 from tests.support import toy
 from tests.support.layouts import EXPERTS, ROUTED, agree_on_port
 from tests.support.qat_cases import FORMATS
@@ -88,8 +88,8 @@ def _measured(run: RankRun, port: int, plant: Plant | None) -> RankCounts:
     from megatron_bridge.fake.attribution import attribution_substitutes
     from megatron_bridge.fake.live import LiveBytes
     from megatron_bridge.fake.phases import batches_of, built, slept_and_published, trained
-    from megatron_bridge.fake.substitute import substituted
-    from megatron_bridge.fake.world import forget_last_rank
+    from megatron_bridge.fake.substitutes.substitute import substituted
+    from megatron_bridge.fake.substitutes.world import forget_last_rank
     from miles_like.hf.checkpoint import read_config
 
     batches = batches_of(run, read_config(Path(run.config.hf_config)))

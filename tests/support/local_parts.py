@@ -17,9 +17,9 @@ from miles_like.cluster.factories import MegatronFactory
 from miles_like.cluster.placement import Role, Slot
 from miles_like.cluster.trainer_ranks import RayTrainer
 from miles_like.protocols import LossFn
-from miles_like.run.launcher import Launcher
-from miles_like.run.model_plan import ModelPlan
-from miles_like.run.rollout_side import RolloutSide
+from miles_like.run.setup.launcher import Launcher
+from miles_like.run.setup.model_plan import ModelPlan
+from miles_like.run.setup.rollout_side import RolloutSide
 from rollout.sglang.servers import ServerLaunch, embedded_command
 from tests.support.forked import Forked, Gone
 from tests.support.spawn import free_port

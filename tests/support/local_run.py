@@ -104,7 +104,7 @@ def drive(run_dir: Path, home: Path, settings: Sequence[str], kill: Any, loop: s
     from miles_like.cluster.rank import Rank
     from miles_like.config.load import load_config
     from miles_like.run import train as train_module
-    from miles_like.run.model_plan import model_plan
+    from miles_like.run.setup.model_plan import model_plan
     from tests.support import kill_points
     from tests.support.local_parts import LocalLauncher
 

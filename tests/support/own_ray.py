@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from miles_like.cluster.run_nodes import RunNodes
-from miles_like.config.cluster import ClusterConfig
+from miles_like.config.sections.cluster import ClusterConfig
 from miles_like.nodes.reservation import reserve
 
 STARTS = """

@@ -9,7 +9,7 @@ from rich.console import Console
 from miles_like.config.run import RunConfig
 from miles_like.pipeline.stages import Stage, plan_stages
 from miles_like.run import assemble
-from miles_like.run.run_cluster import RunCluster
+from miles_like.run.setup.run_cluster import RunCluster
 
 
 def cluster_of(config: RunConfig, run_dir: Path, address: str | None = None) -> RunCluster:

@@ -7,13 +7,13 @@ from pathlib import Path
 from miles_like.config.load import load_config
 from miles_like.config.ranks import trainer_config
 from miles_like.config.run import RunConfig
-from miles_like.planning.activations import StepShape
 from miles_like.planning.compose import IMBALANCE, step_shape
-from miles_like.planning.parts import GIB, Bytes, added, total
+from miles_like.planning.memory.activations import StepShape
+from miles_like.planning.memory.parts import GIB, Bytes, added, total
+from miles_like.planning.memory.ranks import RankPlans
 from miles_like.planning.plan import Plan
-from miles_like.planning.ranks import RankPlans
 from miles_like.run.assemble import known_model, memory_plan
-from miles_like.run.model_plan import PlannedModel
+from miles_like.run.setup.model_plan import PlannedModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 from megatron_bridge.convert import to_megatron as conversion
-from megatron_bridge.convert.boxes import Grid
-from megatron_bridge.convert.manifest import Manifest
+from megatron_bridge.convert.directory.boxes import Grid
+from megatron_bridge.convert.directory.manifest import Manifest
 from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.to_megatron import Conversion, convert_source, plan_conversion
 from megatron_bridge.convert.units import ELSEWHERE, HashedFile

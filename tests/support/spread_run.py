@@ -19,8 +19,8 @@ from miles_like.cluster import rollout_servers, trainer_ranks
 from miles_like.cluster.actors import Process
 from miles_like.cluster.placement import Slot, plan_placement
 from miles_like.config.load import load_config
-from miles_like.run.run_cluster import RunCluster
-from miles_like.run.teachers import RunTeachers
+from miles_like.run.setup.run_cluster import RunCluster
+from miles_like.run.setup.teachers import RunTeachers
 from rollout.server_key import ServerKey
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.servers import ServerLaunch

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from miles_like.config.reward import EndpointConfig
+from miles_like.config.sections.reward import EndpointConfig
 from miles_like.limits.regular_files import read_text
 from miles_like.types import Unscored
 from rollout.server_url import tls

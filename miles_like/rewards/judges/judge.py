@@ -12,7 +12,7 @@ from typing import Any
 
 import regex
 
-from miles_like.config.reward import JudgeConfig
+from miles_like.config.sections.reward import JudgeConfig
 from miles_like.limits.threads import DaemonThreads
 from miles_like.rewards.judges.http import Endpoint
 from miles_like.types import Prompt, Sample, Score, Unscored

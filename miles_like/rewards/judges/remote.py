@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles_like.config.reward import RemoteConfig
+from miles_like.config.sections.reward import RemoteConfig
 from miles_like.protocols import RewardResult
 from miles_like.rewards.judges.http import Endpoint
 from miles_like.types import Prompt, Sample

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from miles_like.config.reward import Chat, RewardModelConfig, V1Classify
+from miles_like.config.sections.reward import Chat, RewardModelConfig, V1Classify
 from miles_like.hf.template_limits import check_template_of
 from miles_like.rewards.judges.http import Endpoint
 from miles_like.types import Prompt, Sample, Unscored

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import regex
 
-from miles_like.config.reward import ExactConfig, MultipleChoiceConfig, RegexConfig
+from miles_like.config.sections.reward import ExactConfig, MultipleChoiceConfig, RegexConfig
 from miles_like.rewards.maths.answer_text import MARK, in_tags, last_number, number_of, whole_answer
 from miles_like.types import Finish, Prompt, Sample, Unscored
 

@@ -29,7 +29,7 @@ from miles_like.checkpoint.random_state import RANDOM, random_state, set_random_
 from miles_like.checkpoint.run_state import RunState
 from miles_like.config.load import dump_config, load_config
 from miles_like.loop.buffer import DataBuffer
-from miles_like.run.trainer_side import LEDGER, METRICS, RunFiles
+from miles_like.run.setup.trainer_side import LEDGER, METRICS, RunFiles
 from miles_like.run.verify import read_rollouts
 from miles_like.storage.appended_file import AppendedFile, positions
 from miles_like.storage.checkpoint_files import json_sha256

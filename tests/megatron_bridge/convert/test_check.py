@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_bridge.convert.check import check
-from megatron_bridge.convert.manifest import MANIFEST, Manifest
+from megatron_bridge.convert.directory.manifest import MANIFEST, Manifest
 from megatron_bridge.convert.to_hf import to_hf
 from tests.support.converted import converted, cut, edit_manifest, flip
 from tests.support.refusals import Facts, refuses

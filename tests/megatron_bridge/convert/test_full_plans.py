@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.config import ParallelConfig
-from megatron_bridge.convert.boxes import Grid
-from megatron_bridge.convert.manifest import Fact, FileFact, Manifest, Piece
-from megatron_bridge.convert.rank_reads import bytes_read, files_read, pieces_read
+from megatron_bridge.convert.directory.boxes import Grid
+from megatron_bridge.convert.directory.manifest import Fact, FileFact, Manifest, Piece
+from megatron_bridge.convert.directory.rank_reads import bytes_read, files_read, pieces_read
 from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.to_megatron import Conversion, plan_conversion
 from megatron_bridge.convert.units import HashedFile
@@ -34,7 +34,7 @@ from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.layout import check_layout
 from miles_like.config.run import ConvertConfig, ModelConfig
 from miles_like.pipeline.fetch import fetch, visible_files
-from miles_like.storage.staging import Copy, LocalSource, StageFiles
+from miles_like.storage.verified_copy import Copy, LocalSource, StageFiles
 from quant.hf_config import spec_from_hf
 from quant.stream import dequantize_stream
 from tests.megatron_bridge.families.test_published_shapes import LAYOUTS

@@ -27,11 +27,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_bridge.convert import units
-from megatron_bridge.convert.manifest import MANIFEST, Manifest
+from megatron_bridge.convert.directory.manifest import MANIFEST, Manifest
+from megatron_bridge.convert.directory.torch_dist import TorchDist
 from megatron_bridge.convert.memory_limit import Memory
 from megatron_bridge.convert.to_hf import to_hf
 from megatron_bridge.convert.to_megatron import to_megatron
-from megatron_bridge.convert.torch_dist import TorchDist
 from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.pipeline.dequantize import dequantize_checkpoint
 from quant.hf_config import spec_to_hf

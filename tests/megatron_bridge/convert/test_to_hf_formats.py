@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_bridge.convert.manifest import Manifest
+from megatron_bridge.convert.directory.manifest import Manifest
 from megatron_bridge.convert.memory_limit import Memory
 from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.to_hf import to_hf

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_bridge.convert import to_megatron as converter
 from megatron_bridge.convert import units
-from megatron_bridge.convert.boxes import Grid
-from megatron_bridge.convert.manifest import Manifest, checksum
+from megatron_bridge.convert.directory.boxes import Grid
+from megatron_bridge.convert.directory.manifest import Manifest, checksum
 from megatron_bridge.convert.memory_limit import MIB, plan_memory
 from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.to_megatron import Conversion, convert_source, to_megatron

@@ -90,7 +90,7 @@ def test_pinned_memory_is_allocated_in_powers_of_two() -> None:
     """CachingHostAllocator of torch 2.13 rounds every allocation up; PYTORCH_CUDA_ALLOC_CONF could limit it."""
     assert [allocated_pinned(n) for n in (0, 1, 1024, 1025, 3 << 30)] == [0, 1, 1024, 2048, 4 << 30]
     live = LiveBytes(host="cpu")
-    from megatron_bridge.fake.tensors import RankMode
+    from megatron_bridge.fake.substitutes.tensors import RankMode
 
     with RankMode(torch.device("cpu")), live:
         pinned = torch.empty(1025, dtype=torch.uint8, pin_memory=True)

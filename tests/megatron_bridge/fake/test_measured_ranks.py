@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_bridge.fake.facts import RankCounts
-from miles_like.planning.activations import StepShape
-from miles_like.planning.parts import Bytes, Part, total
-from miles_like.planning.ranks import RankPlans
+from megatron_bridge.fake.substitutes.facts import RankCounts
+from miles_like.planning.memory.activations import StepShape
+from miles_like.planning.memory.parts import Bytes, Part, total
+from miles_like.planning.memory.ranks import RankPlans
 from tests.support.executed_ranks import CASES, MODELS, PACK, fake_ranks, real_ranks
 from tests.support.layouts import PATIENCE
 from tests.support.plans import tensors

@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from megatron_bridge.config import ParallelConfig
-from megatron_bridge.convert.boxes import Box, Grid, boxes, extra_state_keys
-from megatron_bridge.convert.rank_reads import position, shares
+from megatron_bridge.convert.directory.boxes import Box, Grid, boxes, extra_state_keys
+from megatron_bridge.convert.directory.rank_reads import position, shares
 from megatron_bridge.families.base import Entry, Split, TensorMap, Where
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.weights import export as hf_export

@@ -138,7 +138,7 @@ def test_every_megatron_tensor_is_in_the_table_once(name: str, megatron: dict[st
 
 @pytest.mark.parametrize("name", BUILT)
 def test_converted_keys_are_those_stock_saving_writes(name: str, megatron: dict[str, Any]) -> None:
-    from megatron_bridge.convert.boxes import checkpoint_key, extra_state_keys
+    from megatron_bridge.convert.directory.boxes import checkpoint_key, extra_state_keys
 
     _, (keys, objects) = megatron[name]
     tensors = family_of(BUILT[name]).bind(BUILT[name], mtp=True)

@@ -81,7 +81,7 @@ def _ranks(rank: int, world: int, port: int, hf: str, where: Path) -> list[tuple
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    from megatron_bridge.convert.torch_dist import TorchDist
+    from megatron_bridge.convert.directory.torch_dist import TorchDist
     from megatron_bridge.weights import checkpoint, checkpoint_sums
     from megatron_bridge.weights.checkpoint_writer import CheckpointSave
     from miles_like.cluster.rank import Rank

@@ -9,7 +9,7 @@ import torch
 
 from miles_like.algorithms.filters import make_filter
 from miles_like.algorithms.truncation import OverlongShaping, make_overlong, mask_truncated
-from miles_like.config.algorithm import AlgorithmConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
 from miles_like.types import Finish, SampleGroup
 from tests.support.made_samples import group, rewarded, sample
 from tests.support.refusals import refuses

@@ -25,7 +25,7 @@ from trl.trainer.utils import nanstd
 
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.batch.aggregation import loss_weights
-from miles_like.config.algorithm import AlgorithmConfig, CorrectionConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig, CorrectionConfig
 from miles_like.types import REFERENCE, Aggregation, LossInputs
 from tests.support.made_samples import group, rewarded, sample
 

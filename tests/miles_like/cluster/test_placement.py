@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_bridge.config import ParallelConfig
 from miles_like.cluster.placement import PlacementPlan, Role, plan_placement
-from miles_like.config.cluster import ClusterConfig, PoolConfig, PoolsConfig, format_ranges, parse_ranges
 from miles_like.config.load import load_config
+from miles_like.config.sections.cluster import ClusterConfig, PoolConfig, PoolsConfig, format_ranges, parse_ranges
 from rollout.config import RolloutConfig, SGLangFlags
 from tests.support.refusals import Facts, refuses
 

@@ -2,7 +2,7 @@
 
 Ray runs with nodes on this machine that have pretended GPUs: it counts and assigns them, an nvidia-smi on each node
 names them, and CUDA is never asked. Not covered: several machines, GPUs. Nodes that are missing, late or busy are in
-tests/miles_like/run/test_run_cluster.py, clusters of 16 and 32 nodes in test_large_clusters.py.
+tests/miles_like/run/setup/test_run_cluster.py, clusters of 16 and 32 nodes in test_large_clusters.py.
 """
 
 from __future__ import annotations

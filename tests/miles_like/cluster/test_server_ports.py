@@ -12,7 +12,7 @@ from miles_like.cluster.placement import plan_placement
 from miles_like.cluster.rollout_servers import with_ports
 from miles_like.cluster.server_ports import server_ports
 from miles_like.config.load import load_config
-from miles_like.run.rollout_side import server_launch
+from miles_like.run.setup.rollout_side import server_launch
 from rollout.sglang.ports import stock_ports
 from tests.support.refusals import refuses
 

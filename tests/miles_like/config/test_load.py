@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from miles_like.cluster.placement import plan_placement
-from miles_like.config.flat import values
 from miles_like.config.load import dump_config, load_config, parse_override
 from miles_like.config.ranks import trainer_config
+from miles_like.config.sections.flat import values
 from tests.support.made_samples import packed, sample
 from tests.support.refusals import Facts, refuses
 

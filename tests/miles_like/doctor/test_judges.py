@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 
+from miles_like.check_results import Outcome
 from miles_like.cluster.environment import network_variables
 from miles_like.doctor.examiner import NodeReport
 from miles_like.doctor.findings import Finding, Needs
@@ -20,7 +21,6 @@ from miles_like.doctor.judge_network import ClockOffset, Link, judge_clocks, jud
 from miles_like.doctor.judge_software import judge_software
 from miles_like.doctor.links import LinkTimes
 from miles_like.nodes.facts import NodeName, ServerPort, Unanswered
-from miles_like.pipeline.check_results import Outcome
 from tests.support.node_reports import GIB, healthy
 from tests.support.refusals import check_refusal
 

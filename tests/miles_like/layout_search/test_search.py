@@ -17,7 +17,7 @@ from miles_like.layout_search.search import SPARE, Searched, _Search, in_format,
 from miles_like.planning.compose import plan_run
 from miles_like.planning.nearby import changed
 from miles_like.planning.plan import Plan
-from miles_like.run.model_plan import planned_model
+from miles_like.run.setup.model_plan import planned_model
 from miles_like.timing.devices import device
 from miles_like.timing.of_run import Facts, step_setup
 from miles_like.timing.shape import model_shape

@@ -18,7 +18,7 @@ from miles_like.checkpoint import run_state
 from miles_like.checkpoint.run_state import RunState, load, save
 from miles_like.cli import app
 from miles_like.config.load import load_config
-from miles_like.config.reward import EndpointConfig
+from miles_like.config.sections.reward import EndpointConfig
 from miles_like.hf.checkpoint import HFCheckpoint, companions, generation_eos, read_config_file, write_hf
 from miles_like.limits.regular_files import is_inner_name, read_regular, replace_bytes
 from miles_like.rewards.judges.http import Endpoint

@@ -27,8 +27,8 @@ from miles_like.loop.producer import Producer
 from miles_like.loop.recorder import Recorder
 from miles_like.loop.saver import Saver
 from miles_like.loop.step_bounds import StepBounds
-from miles_like.loop.stopping import Deadline, Stopped, StopRequest
 from miles_like.report.progress import PhaseBar
+from miles_like.stopping import Deadline, Stopped, StopRequest
 from miles_like.types import Finish, Prompt, PublishReport, Sample, SampleGroup, StepReport, TrainBatch, VersionSpan
 from tests.support.refusals import Facts, refuses
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from miles_like.config.eval import EvalSet
 from miles_like.config.load import dump_config, load_config
+from miles_like.config.sections.eval import EvalSet
 from miles_like.loop.evaluation import Answers, HeldOut, evaluate
 from miles_like.rewards.load import scored_by
 from miles_like.types import Prompt, Sample, SampleGroup, SamplingParams

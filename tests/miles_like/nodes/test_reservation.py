@@ -1,5 +1,5 @@
 """The time limit of a reservation, by a clock that the test moves. No Ray is started; its part is in
-tests/miles_like/run/test_run_cluster.py."""
+tests/miles_like/run/setup/test_run_cluster.py."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 
 from miles_like.config.load import load_config
 from miles_like.planning.compose import step_shape
-from miles_like.planning.parts import PHASES, total
+from miles_like.planning.memory.parts import PHASES, total
 from miles_like.planning.plan import Plan
 from tests.support.plans import path_of, planned
 

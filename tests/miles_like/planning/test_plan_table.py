@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from miles_like.planning.parts import GIB, total
+from miles_like.planning.memory.parts import GIB, total
 from miles_like.planning.plan import Plan
 from miles_like.planning.table import plan_json, print_plan, write_plan
 from tests.support.plans import planned

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from miles_like.config.load import load_config
-from miles_like.planning.allowances import ALLOWANCES
-from miles_like.planning.parts import GIB
+from miles_like.planning.memory.allowances import ALLOWANCES
+from miles_like.planning.memory.parts import GIB
 from miles_like.run.assemble import memory_refusal
 from tests.support.plans import model_of, path_of, planned, shipped
 from tests.support.refusals import check_refusal

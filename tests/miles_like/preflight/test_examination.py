@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from miles_like.check_results import CheckResult, Outcome
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.config.load import load_config
 from miles_like.nodes import session, work
 from miles_like.nodes.facts import Device, NodeFacts
 from miles_like.nodes.members import Node
-from miles_like.pipeline.check_results import CheckResult, Outcome
 from miles_like.pipeline.stages import STAGES
 from miles_like.preflight import examination
 from miles_like.preflight.machine import Machines
-from miles_like.run.run_cluster import RunCluster
+from miles_like.run.setup.run_cluster import RunCluster
 from tests.support import node_reports
 from tests.support.planned import planned
 from tests.support.refusals import Facts, check_refusal

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from miles_like.check_results import CheckResult, Outcome, raise_failures, run_check
 from miles_like.cluster.placement import plan_placement
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.config.load import load_config, store_config
@@ -27,14 +28,13 @@ from miles_like.hf.tokenizer import LazyTokenizer
 from miles_like.nodes import members, session, work
 from miles_like.nodes.members import Node
 from miles_like.nodes.probe import NodeProbe, find_engine, is_free
-from miles_like.pipeline.check_results import CheckResult, Outcome, raise_failures, run_check
 from miles_like.pipeline.run_directory import check_run_dir
 from miles_like.pipeline.stages import STAGES, Stage, run_stages
 from miles_like.preflight import examination
 from miles_like.preflight import machine as preflight_machine
 from miles_like.preflight.checks import ROWS, Preflight
 from miles_like.preflight.run_needs import CHECKPOINTS, MADE, PUBLISHED, cache_needs, run_dir_needs
-from miles_like.run.run_cluster import RunCluster
+from miles_like.run.setup.run_cluster import RunCluster
 from tests.support.fakes import FakeServer
 from tests.support.planned import cluster_of, planned
 from tests.support.refusals import Facts, check_refusal, refuses

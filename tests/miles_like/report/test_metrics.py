@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from miles_like.config.metric_direction import better
+from miles_like.config.sections.metric_direction import better
 from miles_like.report.metrics import (
     eval_metrics,
     pass_at_k,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from miles_like.config.reward import FormatConfig, LengthConfig
+from miles_like.config.sections.reward import FormatConfig, LengthConfig
 from miles_like.rewards.form import Format, Length
 from miles_like.types import Score, Unscored
 from tests.support.made_samples import group, sample

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from miles_like.config.flat import fields
-from miles_like.config.reward import BUILT_IN, RewardConfig
+from miles_like.config.sections.flat import fields
+from miles_like.config.sections.reward import BUILT_IN, RewardConfig
 from miles_like.rewards.load import scored_by
 from miles_like.types import Score, Unscored
 from tests.support.fakes import make_prompt

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from miles_like.config.reward import RewardConfig
+from miles_like.config.sections.reward import RewardConfig
 from miles_like.limits import threads as threads_module
 from miles_like.limits.threads import DaemonThreads
 from miles_like.rewards.load import make_reward, scored_by

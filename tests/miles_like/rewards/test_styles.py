@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from miles_like.config.reward import RewardConfig
+from miles_like.config.sections.reward import RewardConfig
 from miles_like.rewards.load import scored_by
 from miles_like.types import Finish, Prompt, Sample, Score, Unscored
 from tests.support.made_samples import sample

@@ -25,19 +25,19 @@ from miles_like.checkpoint.random_state import RANDOM, random_state
 from miles_like.checkpoint.run_state import RunState, save
 from miles_like.checkpoint.writer import Snapshot
 from miles_like.cluster.placement import plan_placement
-from miles_like.config.algorithm import AlgorithmConfig
 from miles_like.config.load import load_config
-from miles_like.config.reward import RewardConfig
+from miles_like.config.sections.algorithm import AlgorithmConfig
+from miles_like.config.sections.reward import RewardConfig
 from miles_like.loop.saver import Saver
-from miles_like.loop.stopping import StopRequest
 from miles_like.preflight.checks import check_over_sampling
 from miles_like.report.progress import PhaseBar
 from miles_like.rewards.load import Rewards, scored_by
-from miles_like.run.launcher import Launcher
-from miles_like.run.model_plan import ModelPlan, planned_model
-from miles_like.run.rollout_side import RolloutSide
+from miles_like.run.setup.launcher import Launcher
+from miles_like.run.setup.model_plan import ModelPlan, planned_model
+from miles_like.run.setup.rollout_side import RolloutSide
+from miles_like.run.setup.trainer_side import LEDGER, METRICS, RunFiles
 from miles_like.run.train import EngineSampler, Prompts, TrainingRun, run_algorithm, train
-from miles_like.run.trainer_side import LEDGER, METRICS, RunFiles
+from miles_like.stopping import StopRequest
 from miles_like.storage.appended_file import AppendedFile, positions
 from miles_like.types import Prompt, SampleGroup, SamplingParams, Unit, VersionSpan
 from miles_like.verify.live import Comparison
@@ -285,7 +285,9 @@ def test_routes_are_asked_for_where_servers_keep_them_and_by_nobody_who_trains_o
 ) -> None:
     """Answers to held-out prompts come from the same servers, without routes."""
     launched: list[Any] = []
-    monkeypatch.setattr("miles_like.run.launcher.RayServers", lambda launches, _nodes, _logs: launched.extend(launches))
+    monkeypatch.setattr(
+        "miles_like.run.setup.launcher.RayServers", lambda launches, _nodes, _logs: launched.extend(launches)
+    )
     monkeypatch.setattr(Launcher, "nodes", lambda _self, _plan: None)
     made = RolloutSide(plan=plan_of(*settings))
     Launcher().servers(made, 0)

@@ -15,7 +15,7 @@ from miles_like.nodes.members import Node
 from miles_like.staging import node_copies
 from miles_like.staging.node_copies import seen_by
 from miles_like.storage.completion import Output, file_fact
-from miles_like.storage.staging import StageFiles
+from miles_like.storage.verified_copy import StageFiles
 
 NODES = tuple(Node(id=name, address=f"10.0.0.{i}", host=name, gpus=0, cores=1) for i, name in enumerate("ab"))
 Staged = list[tuple[StageFiles, Node]]

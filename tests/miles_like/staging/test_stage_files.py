@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_bridge.convert.boxes import Grid
+from megatron_bridge.convert.directory.boxes import Grid
 from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.to_megatron import convert_source
 from miles_like.config.load import load_config

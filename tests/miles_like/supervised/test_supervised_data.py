@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from miles_like.config.supervised import SupervisedConfig
+from miles_like.config.sections.supervised import SupervisedConfig
 from miles_like.supervised.data import ExampleReader
 from miles_like.types import Sample
 from rollout.prompts.config import DataConfig

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_bridge.config import ParallelConfig
-from megatron_bridge.fake.facts import packed
 from megatron_bridge.fake.records import ExecutedRank, read_records
+from megatron_bridge.fake.substitutes.facts import packed
 from megatron_bridge.plan.flops import forward_terms
 from miles_like.config.load import load_config
 from miles_like.config.ranks import trainer_config

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from miles_like.config.reward import RewardConfig
+from miles_like.config.sections.reward import RewardConfig
 from miles_like.rewards.load import scored_by
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, Unit
 from rollout.concurrency import all_or_first_error, as_completed

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from miles_like.config.reward import RewardConfig
+from miles_like.config.sections.reward import RewardConfig
 from miles_like.rewards.load import make_reward
 from miles_like.types import Prompt, Sample, Score, Unscored
 from tests.support.fakes import FakeServer

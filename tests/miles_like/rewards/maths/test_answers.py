@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from miles_like.config.reward import ExactConfig, MultipleChoiceConfig, RegexConfig
+from miles_like.config.sections.reward import ExactConfig, MultipleChoiceConfig, RegexConfig
 from miles_like.rewards.maths.answers import Exact, MultipleChoice, Regex, exact_number, gsm8k
 from miles_like.rewards.maths.math_verify import MathVerify
 from miles_like.rewards.maths.math_worker import compare

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_like.checkpoint.ledger import Ledger
-from miles_like.config.loop import BufferConfig
+from miles_like.config.sections.loop import BufferConfig
 from miles_like.loop.buffer import DataBuffer
 from miles_like.loop.producer import Producer
 from miles_like.simulation.clock.virtual_time import now, run_virtual

@@ -1,0 +1,279 @@
+"""Distillation settings: teachers, the prompts of each, and how their log-probs enter the loss. Torch-free."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from miles_like.config.sections.algorithm import AdvantagePart, OwnAdvantage, Ppo, RolloutAlgorithm
+from miles_like.config.sections.flat import FlatSection, Part, changed, defaults
+from miles_like.config.sections.make import MakeConfig
+from rollout.server_url import ServerUrl
+
+
+class AnyTeacher(Part):
+    chosen_by = "kind"
+    kind: str
+
+
+class AnyServer(AnyTeacher):
+    kind: Literal["server"] = "server"
+
+
+class RunningServer(AnyServer):
+    """A server that is already running."""
+
+    url: ServerUrl  # of a running server with SGLang's interface and the student's tokenizer
+    key_file: str | None = None  # a file of mode 0600 with its key (docs/security.md)
+
+    def described(self) -> str:
+        return f"the server at {self.url}"
+
+
+class StartedServer(AnyServer):
+    """A server that the run starts on a Hugging Face directory."""
+
+    path: str  # a Hugging Face directory on which the run starts an embedded server
+
+    def described(self) -> str:
+        return f"an embedded server of {self.path}"
+
+
+class MadeServer(AnyServer):
+    """A server that the run starts on the checkpoint that the section describes."""
+
+    make: MakeConfig
+
+    def described(self) -> str:
+        return "an embedded server of what the run makes"
+
+
+class SwappedWeights(AnyTeacher):
+    """Weights of the student's architecture, a Hugging Face or a torch_dist directory, swapped with the trainer's."""
+
+    kind: Literal["weights"]
+    path: str  # a Hugging Face or torch_dist directory of the student's architecture
+
+    def described(self) -> str:
+        return f"{self.path}, beside the trainer's weights"
+
+
+class PromptedPolicy(AnyTeacher):
+    """The policy or the reference, with a separate prompt: with the student's own the teacher would equal it."""
+
+    kind: Literal["self"]
+    # template of {prompt}, {answer} and the prompt's other columns
+    prompt: str = Field(
+        description='a template with information for the teacher only, e.g. "{prompt}\\nHint: {answer}\\n"'
+    )
+    # reference: the initial weights, unless algorithm.reference_every updates them; None: current
+    weights: Literal["current", "reference"] | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def it_tells_the_teacher_more(cls, prompt: str) -> str:
+        try:
+            fields = {name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None}
+        except ValueError as e:
+            raise ValueError(f"it is not a valid template ({e}): write {{{{ and }}}} for braces") from None
+        if "prompt" not in fields or len(fields) < 2:
+            raise ValueError(
+                f"it has the fields {sorted(fields)}: give {{prompt}} and at least one for the "
+                "teacher only, e.g. {answer}"
+            )
+        return prompt
+
+    def described(self) -> str:
+        weights = "the run's reference weights" if self.weights == "reference" else "the policy"
+        return f"{weights}, asked {self.prompt!r}"
+
+
+def _kind(part: AnyTeacher) -> str:
+    """Of a part that is built: the kinds of server have one name."""
+    return part.kind
+
+
+OwnServer: TypeAlias = RunningServer | StartedServer | MadeServer
+TeacherPart: TypeAlias = Annotated[
+    Annotated[OwnServer, Tag("server")]
+    | Annotated[SwappedWeights, Tag("weights")]
+    | Annotated[PromptedPolicy, Tag("self")],
+    Discriminator(_kind),
+]
+
+
+class TeacherConfig(FlatSection):
+    """One teacher; docs/distillation.md has a complete example of each kind. A server is the one at `url`, or is
+    started by this run on the Hugging Face directory `path` or on the checkpoint that `make` describes."""
+
+    part: TeacherPart  # a server, weights that the trainer loads, or the trained model itself with another prompt
+    sources: tuple[str, ...] = ()  # prompt sources that it teaches; empty: all sources without another teacher
+
+    section = "teacher"
+
+    @property
+    def by_reference(self) -> bool:
+        return isinstance(self.part, PromptedPolicy) and self.part.weights == "reference"
+
+    @property
+    def by_server(self) -> bool:
+        """Whether a server scores, at temperature 1; otherwise the trainer scores, at the run's temperature."""
+        return not isinstance(self.part, SwappedWeights) and not self.by_reference
+
+
+class Candidates(Part):
+    """A differentiable loss over the teacher's `top_k` most likely tokens at each position."""
+
+    switch = "top_k"
+    # the teacher's most likely tokens at each position that the loss uses; 0: only the sampled token
+    top_k: int = Field(gt=0)
+    beta: float | None = Field(None, ge=0, le=1)  # 1 reverse KL, 0 forward KL, between: Jensen-Shannon
+
+
+class Teaching(Part):
+    """The student samples, teachers score its tokens."""
+
+    chosen_by = switch = "mode"
+    mode: Literal["alone", "added"]  # replaces the reward's advantages, or is added to them
+    coefficient: float = Field(1.0, gt=0)  # factor of the teachers' part
+    candidates: Candidates | None = None  # None: the advantage of a sampled token is log p_teacher - log p_student
+    sequences_per_request: int = Field(64, ge=1)  # to a teacher's server
+    request_timeout_s: float = Field(300.0, gt=0)  # of a request to a teacher's server
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def there_is_a_teacher(self) -> Teaching:
+        if not self.teachers:
+            raise ValueError(
+                f"distillation.mode = {self.mode!r} without a teacher: add a section [distillation.teachers.NAME]"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def requests_are_sent(self) -> Teaching:
+        asked = {
+            "sequences_per_request": [t for t in self.teachers.values() if t.by_server],
+            "request_timeout_s": [t for t in self.teachers.values() if isinstance(t.part, AnyServer)],
+        }
+        for key, users in asked.items():
+            if not users and (value := getattr(self, key)) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"distillation.{key} = {value} does nothing without a teacher of kind 'server' (one of kind 'self' "
+                    "uses rollout.request_timeout_s): remove it"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def one_teacher_a_source(self) -> Teaching:
+        taught: dict[str, str] = {}
+        for name, teacher in self.teachers.items():
+            for source in teacher.sources or ("",):
+                if source in taught:
+                    what = f"the source {source!r}" if source else "all sources that no teacher lists"
+                    raise ValueError(
+                        f"distillation.teachers.{taught[source]} and .{name} both teach {what}: give each different "
+                        "sources"
+                    )
+                taught[source] = name
+        return self
+
+    @model_validator(mode="after")
+    def candidates_come_from_servers(self) -> Teaching:
+        for name, teacher in self.teachers.items():
+            if (of := self.candidates) is not None and not teacher.by_server:
+                raise ValueError(
+                    f"distillation.top_k = {of.top_k}, but the trainer scores teacher {name!r} and gives "
+                    "log-probs of sampled tokens only: set kind = 'server' (with path the run starts one), or top_k = 0"
+                )
+        return self
+
+    def check_run(self, *, temperature: float, algorithm: RolloutAlgorithm, corrected: bool, embedded: bool) -> None:
+        """Check against the other sections; raises ValueError. temperature: rollout.temperature; corrected: whether a
+        [correction] is on; embedded: whether the rollout uses the embedded engine."""
+        for name, teacher in self.teachers.items():
+            if teacher.by_server and temperature != 1:
+                raise ValueError(
+                    f"rollout.temperature = {temperature:g}, but servers score at temperature 1, so teacher {name!r} "
+                    "and the student would be compared at two temperatures: set rollout.temperature = 1, or have the "
+                    "trainer score (kind = 'weights', or 'self' with weights = 'reference')"
+                )
+            if isinstance(teacher.part, StartedServer | MadeServer) and not embedded:
+                raise ValueError(
+                    f"teacher {name!r} has no url, and a run starts servers of teachers only with rollout.engine = "
+                    "'embedded', on CPUs: start an SGLang server for it and give its url"
+                )
+        if algorithm.shuffle_advantages:
+            raise ValueError(
+                "algorithm.shuffle_advantages shuffles one number per sample, and distillation gives one per token: "
+                "set it to false, or distillation.mode = 'off'"
+            )
+        if self.mode == "alone":
+            self._check_alone(algorithm, corrected)
+
+    def _check_alone(self, algorithm: RolloutAlgorithm, corrected: bool) -> None:
+        """Refuse keys of advantages from rewards, which are not computed; with candidates also keys that weight
+        advantages."""
+        part, overlong = algorithm.advantage, algorithm.overlong
+        idle: dict[str, object] = {
+            "algorithm.advantage": part.advantage if isinstance(part, Ppo | OwnAdvantage) else None,
+            "algorithm.kl_in": "reward" if algorithm.reference_stream else None,
+            "algorithm.overlong_penalty": overlong and overlong.overlong_penalty,
+            "algorithm.filter": algorithm.filter if algorithm.filter == "nonzero_std" else None,
+            **{f"algorithm.{key}": value for key, value in changed(part) if key != AdvantagePart.chosen_by},
+        }
+        if self.candidates is not None:
+            idle |= {"correction": "a kind" if corrected else None}
+            idle |= {"algorithm.off_policy_delta": getattr(algorithm.loss, "off_policy_delta", None)}
+        for key, value in idle.items():
+            if value is not None:
+                mode = "'alone'" + ("" if self.candidates is None else f" and top_k = {self.candidates.top_k}")
+                raise ValueError(
+                    f"{key} = {value!r} does nothing with distillation.mode = {mode}, which computes no advantages "
+                    "from rewards: remove it, or set mode = 'added'"
+                )
+
+
+class DistillationConfig(FlatSection):
+    """On-policy distillation."""
+
+    teaching: Teaching | None = None  # alone: instead of the reward's advantages; added: in addition to them
+
+    section = "distillation"
+    absent: ClassVar[Mapping[str, object]] = defaults(Teaching) | {"mode": "off", "top_k": 0}
+
+    @property
+    def mode(self) -> str:
+        return "off" if self.teaching is None else self.teaching.mode
+
+    @property
+    def teachers(self) -> Mapping[str, TeacherConfig]:
+        return {} if self.teaching is None else self.teaching.teachers
+
+    @property
+    def top_k(self) -> int:
+        """Candidates at each position; 0: none."""
+        return 0 if self.teaching is None or self.teaching.candidates is None else self.teaching.candidates.top_k
+
+    @property
+    def reference(self) -> bool:
+        """Whether the trainer keeps reference weights for a teacher."""
+        return any(t.by_reference for t in self.teachers.values())
+
+    @property
+    def starts_servers(self) -> bool:
+        return any(isinstance(t.part, StartedServer | MadeServer) for t in self.teachers.values())
+
+    def described(self) -> list[str]:
+        """One line per teacher."""
+        return [
+            f"teacher {name} of {', '.join(map(repr, t.sources)) or 'all other sources'}: {t.part.described()}"
+            for name, t in self.teachers.items()
+        ]
+
+    def teacher_of(self, source: str) -> str | None:
+        """The teacher of a prompt source; None: it is trained by the reward only."""
+        others = next((name for name, t in self.teachers.items() if not t.sources), None)
+        return next((name for name, t in self.teachers.items() if source in t.sources), others)

@@ -1,0 +1,83 @@
+"""Starts the processes of a run: trainer ranks, critic ranks and rollout servers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from megatron_bridge.config import TrainerConfig
+from miles_like.algorithms.registry import make_critic_loss
+from miles_like.cluster.factories import MegatronFactory
+from miles_like.cluster.placement import Slot
+from miles_like.cluster.rollout_servers import RayServers
+from miles_like.cluster.run_nodes import RunNodes
+from miles_like.cluster.trainer_ranks import RayTrainer
+from miles_like.protocols import LossFn
+from miles_like.run.setup.model_plan import ModelPlan
+from miles_like.run.setup.rollout_side import RolloutSide
+from miles_like.run.setup.run_cluster import RunCluster
+
+
+class Launcher:
+    """Starts the processes of a run as Ray actors. cluster: of the run; None: nodes are chosen from the cluster that
+    this process has joined, or else from a local one."""
+
+    cluster: RunCluster | None
+
+    def __init__(self, cluster: RunCluster | None = None) -> None:
+        self.cluster = cluster
+
+    def nodes(self, plan: ModelPlan) -> RunNodes:
+        """The nodes of the run, chosen by the first call. Raises as `RunCluster.nodes`."""
+        if self.cluster is None:
+            self.cluster = RunCluster(plan.config, plan.run_dir, Console(), None)
+        return self.cluster.nodes()
+
+    def check(self, plan: ModelPlan) -> None:
+        """Choose the run's nodes and reserve their GPUs. Raises as `RunCluster.nodes`."""
+        self.nodes(plan)
+
+    def trainer(self, plan: ModelPlan, loss: LossFn) -> RayTrainer:
+        """Start the trainer ranks with the run's initial weights."""
+        return self.ranks(plan, plan.placement.of("trainer"), plan.model.trainer, loss)
+
+    def critic(self, plan: ModelPlan) -> RayTrainer | None:
+        """Start the critic ranks: the run's initial model with a scalar head. None: the algorithm has no critic."""
+        config, loss = plan.model.critic, make_critic_loss(plan.config.algorithm)
+        if config is None or loss is None:
+            return None
+        return self.ranks(plan, plan.placement.critics(), config, loss)
+
+    def reference(self, plan: ModelPlan, loss: LossFn) -> RayTrainer | None:
+        """Start the ranks that compute log-probabilities under the reference's weights, the run's initial ones. loss:
+        of the trainer, which they never compute. None: the reference has no pool."""
+        config = plan.model.reference
+        return None if config is None else self.ranks(plan, plan.placement.of("reference"), config, loss)
+
+    def ranks(self, plan: ModelPlan, slots: Sequence[Slot], config: TrainerConfig, loss: LossFn) -> RayTrainer:
+        """Start the ranks in `slots`, which are of one role, with the run's initial weights."""
+        timeout_s = plan.config.cluster.timeout_s
+        return RayTrainer(
+            MegatronFactory(config, plan.weights, loss, 2 * timeout_s),
+            slots,
+            self.nodes(plan),
+            dp_size=plan.config.parallel.dp,
+            log_dir=plan.logs,
+            timeout_s=timeout_s,
+        )
+
+    def servers(self, rollout: RolloutSide, version: int, *, routing: bool = True) -> RayServers:
+        """Begin to start the rollout servers, with their weights numbered `version`. routing: False: the servers return
+        no expert routes; True: they return them if the run uses them."""
+        plan = rollout.plan
+        launches = [(slot, rollout.launch(slot, version, routing=routing)) for slot in plan.placement.of("rollout")]
+        return RayServers(launches, self.nodes(plan), plan.logs)
+
+
+def freeze_gc() -> None:
+    """Moves all existing objects to the permanent generation of the garbage collector: a full collection over the
+    objects of Ray, torch and transformers would take a large part of a short iteration."""
+    gc.collect()
+    gc.freeze()

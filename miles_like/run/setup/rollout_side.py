@@ -1,0 +1,147 @@
+"""The rollout side of a run: launch settings of its servers, their clients, sampling parameters, and publishers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from miles_like.cluster.environment import driver_secrets, plain_values
+from miles_like.cluster.factories import PublisherRecipe
+from miles_like.cluster.placement import Slot
+from miles_like.config.run import RunConfig
+from miles_like.run.setup.model_plan import ModelPlan
+from miles_like.turns.order import Turns
+from miles_like.turns.users import TurnClient
+from miles_like.types import SamplingParams
+from rollout.episodes.resuming import RESUMES
+from rollout.episodes.runner import EpisodeRunner, make_episode_runner
+from rollout.publish.disk_publisher import SharedDirectory
+from rollout.publish.publication import PublishTarget
+from rollout.seeds import seed_of
+from rollout.server_key import ServerKey
+from rollout.sglang.client import SGLangClient
+from rollout.sglang.occupation import Occupation
+from rollout.sglang.servers import ServerLaunch
+from rollout.wire.control import PauseMode
+
+# SGLang 0.5.23 keeps the memory of CUDA graphs where it can be released only with this variable (srt/environ.py)
+GRAPHS_IN_SAVER = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+
+
+def server_launch(config: RunConfig, served: Path, logs: Path, slot: Slot, *, routes: bool) -> ServerLaunch:
+    """The launch settings of the server in `slot` with the model in `served`, for a dry run and for a run. routes: the
+    server returns the expert routes of its tokens."""
+    first_port, rollout = config.rollout.port, config.rollout
+    if config.takes_turns:
+        flags = rollout.sglang.model_copy(update={"enable_memory_saver": True})
+        rollout = rollout.model_copy(update={"sglang": flags})
+    return ServerLaunch(
+        model_path=served,
+        config=rollout,
+        port=None if first_port is None else first_port + slot.index,
+        log_dir=logs,
+        activations=config.precision.activations,
+        exact=config.tp_shards,
+        bucket_bytes=config.publish.bucket_bytes,
+        node_rank=slot.node_rank,
+        nnodes=slot.nnodes,
+        return_routed_experts=routes,
+        env=plain_values(server_variables(config)),
+    )
+
+
+def server_variables(config: RunConfig) -> Mapping[str, str]:
+    """The variables of the rollout servers: `rollout.env`, and what turns need."""
+    stock = config.takes_turns and config.rollout.engine == "sglang"
+    return ({GRAPHS_IN_SAVER: "1"} if stock else {}) | config.rollout.env
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSide:
+    """Makes the objects of a run's rollout side. key: the key of every server that the run starts."""
+
+    plan: ModelPlan
+    key: ServerKey = field(default_factory=ServerKey.new)
+    occupations: dict[str, Occupation] = field(default_factory=dict)  # URL -> memory of a server, for all its clients
+
+    @property
+    def resumes(self) -> int:
+        """How often a sample may be resumed: once per publication before it is trained, and RESUMES further times."""
+        return self.plan.config.buffer.slack + RESUMES
+
+    def episode_runner(self) -> EpisodeRunner:
+        """The configured episode runner. Raises ValueError for a user's function that cannot be loaded or called."""
+        return make_episode_runner(self.plan.config.rollout, self.plan.tokenizer, resumes=self.resumes)
+
+    def launch(self, slot: Slot, version: int, *, routing: bool = True) -> ServerLaunch:
+        """The launch settings of the server in `slot`, whose weights are numbered `version`."""
+        plan, routes = self.plan, routing and self.plan.model.routing is not None
+        launch = server_launch(plan.config, plan.served.resolve(), plan.logs.resolve(), slot, routes=routes)
+        return replace(launch, weight_version=version, key=self.key, secrets=driver_secrets(plan.config.rollout.env))
+
+    def client(
+        self,
+        url: str,
+        *,
+        routing: bool = True,
+        ours: bool = True,
+        key: ServerKey | None = None,
+        turns: Turns | None = None,
+    ) -> SGLangClient:
+        """A client of the server at `url`. ours: this run started the server, so its log and key are those of this run;
+        otherwise `key` is the server's key. turns: the client enters the servers' turn for its requests; None: its
+        caller does, or no turns are taken."""
+        plan, c = self.plan, self.plan.config
+        tokenizer = plan.tokenizer
+        kind = SGLangClient if turns is None else partial(TurnClient, turns=turns)
+        return kind(
+            url,
+            vocabulary=int(plan.hf.config["vocab_size"]),
+            routing=plan.model.routing if routing else None,
+            prompts_per_request=c.rollout.prompts_per_request,
+            request_timeout_s=c.rollout.request_timeout_s,
+            pause_mode=PauseMode(c.publish.pause_mode),
+            samples_from="server" if c.rollout.engine == "embedded" else "client",
+            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+            log=plan.logs if ours else None,
+            key=self.key if ours else key,
+            occupation=self.occupations.setdefault(url, Occupation(url)),
+        )
+
+    def publisher(self, urls: Sequence[str], *, ours: bool = True, key: ServerKey | None = None) -> PublisherRecipe:
+        """The factory of the publishers to the servers at `urls`. ours, key: as in `client`."""
+        plan, c = self.plan, self.plan.config
+        hf, shared = plan.hf.config, (plan.run_dir / "published").resolve()
+        target = PublishTarget(
+            urls=tuple(urls),
+            kind=c.rollout.engine,
+            spec=plan.model.spec,
+            config=c.publish,
+            fused=plan.model.family.bind(hf, mtp=True).fused(),
+            tp_size=c.rollout.sglang.tp_size,
+            timeout_s=c.rollout.request_timeout_s,
+            key=self.key if ours else key,
+        )
+        return PublisherRecipe(target, SharedDirectory(path=shared, hf_config=hf, copy_from=plan.served.resolve()))
+
+    def sampling(self, round_index: int) -> SamplingParams:
+        """Sampling parameters of one round of prompts. The seed differs between rounds, so a prompt that is sampled
+        again in a later round has another seed."""
+        c = self.plan.config
+        return SamplingParams(
+            max_new_tokens=c.rollout.max_new_tokens,
+            temperature=c.rollout.temperature,
+            top_p=c.rollout.top_p,
+            top_k=c.rollout.top_k,
+            stop_token_ids=(_end_of(self.plan),),
+            sampling_seed=seed_of(c.seed, f"step {round_index}"),
+        )
+
+
+def _end_of(plan: ModelPlan) -> int:
+    end = plan.tokenizer.eos_token_id
+    if end is None:
+        raise ValueError(f"the tokenizer of {plan.served} has no end-of-sequence token: set eos_token in its config")
+    return int(end)

@@ -1,0 +1,155 @@
+"""The trainer side of a run: how samples are packed, which files the run writes, and where it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from megatron_bridge.plan.flops import forward_flops, train_flops
+from megatron_bridge.weights.checkpoint_sums import DamagedFileError
+from miles_like.batch.packer import Packer
+from miles_like.checkpoint import run_state
+from miles_like.checkpoint.best import KeptBest
+from miles_like.checkpoint.ledger import Ledger
+from miles_like.checkpoint.random_state import RANDOM, set_random_state
+from miles_like.checkpoint.resume_check import resume_differences
+from miles_like.checkpoint.run_state import RunState
+from miles_like.checkpoint.writer import CONFIG, FILES, KEPT, RunCheckpoints
+from miles_like.protocols import TrainerRanks
+from miles_like.report.sinks import ConsoleSink, JsonlSink, MultiSink, TensorboardSink
+from miles_like.report.speed import SpeedMeter
+from miles_like.run.setup.model_plan import ModelPlan
+from miles_like.storage.appended_file import AppendedFile, truncate_all
+from miles_like.storage.checkpoint_files import DamagedError
+from miles_like.types import Aggregation
+
+METRICS = "metrics.jsonl"
+LEDGER = "ledger.jsonl"
+
+
+def packer(
+    plan: ModelPlan,
+    dp_size: int,
+    *,
+    replayed: bool,
+    balanced: bool = False,
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN,
+    constant: int | None = None,
+    steps: int = 1,
+) -> Packer:
+    """The packer of samples into batches of `dp_size` rows. balanced: balance rows by `train.balance`; otherwise by
+    tokens."""
+    c, hf = plan.config, plan.hf.config
+    flops = balanced and c.train.balance == "flops"
+    return Packer(
+        dp_size=dp_size,
+        max_tokens=c.max_pack_tokens,
+        micro_multiple=c.parallel.micro_multiple,
+        cost=(lambda n: forward_flops(hf, [n])) if flops else None,
+        replayed=replayed,
+        aggregation=aggregation,
+        constant=constant,
+        steps_per_rollout=steps,
+    )
+
+
+def speed_meter(plan: ModelPlan) -> SpeedMeter:
+    """The meter of tokens per second and, if cluster.peak_tflops is set, of model FLOPs utilization (perf/mfu)."""
+    c, hf = plan.config, plan.hf.config
+    depths = plan.model.family.mtp_layers(hf) if c.train.mtp_coefficient else 0
+    peak = c.cluster.peak_tflops
+    return SpeedMeter(
+        flops=lambda lengths, labels: train_flops(hf, lengths, head_rows=labels, mtp_depths=depths),
+        peak=peak and 1e12 * peak * c.parallel.world_size,
+    )
+
+
+class Resumed(NamedTuple):
+    """The checkpoint that a run resumes from."""
+
+    folder: Path
+    state: RunState
+
+    async def load(self, models: Mapping[str, TrainerRanks]) -> None:
+        """Loads the shards of every trained model and the driver's random state. Raises ValueError naming what is
+        damaged and the checkpoint before it."""
+        for name, ranks in models.items():
+            with run_state.suggesting_earlier_checkpoint(self.folder):
+                try:
+                    await ranks.load(self.folder / name, version=self.state.weight_version)
+                except DamagedFileError as e:
+                    raise DamagedError(str(e)) from e
+        set_random_state(self.state.parts[RANDOM])
+
+
+class RunFiles:
+    """Files that a training run appends to, its checkpoints, and which of these is the best."""
+
+    def __init__(self, plan: ModelPlan, console: Console) -> None:
+        self.plan, self.console = plan, console
+        self.best = KeptBest(plan.config.checkpoint.keep_best)
+        self.appended: dict[str, AppendedFile] = {}  # name -> file: cut back where a run resumes
+
+    def resume(self) -> Resumed | None:
+        """The latest checkpoint; None where there is none: the run then begins from its first step.
+
+        Removes unfinished checkpoints, truncates the run's files to their length in the checkpoint, and prints a line
+        for each changed configuration key (`resume_differences`). Raises ValueError as `load_latest` does, and for a
+        configuration key that may not change on resume.
+        """
+        plan = self.plan
+        began = run_state.load_latest(plan.checkpoints)
+        run_state.clear_unfinished(plan.checkpoints)
+        if began is None:
+            for name in (METRICS, LEDGER):
+                (plan.run_dir / name).unlink(missing_ok=True)
+            return None
+        resumed = Resumed(*began)
+        parts = resumed.state.parts
+        with run_state.suggesting_earlier_checkpoint(resumed.folder):
+            run_state.require_parts(resumed.state, CONFIG, KEPT, FILES, RANDOM)
+        for line in resume_differences(parts[CONFIG], plan.config.model_dump(mode="json")):
+            self.console.print(line, markup=False, soft_wrap=True)
+        self.best.restore(parts[KEPT])
+        truncate_all(plan.run_dir, parts[FILES])
+        return resumed
+
+    def sink(self, first: int = 0) -> MultiSink:
+        """The sinks of a run that begins at step `first`: metrics.jsonl, TensorBoard, the best checkpoint, the
+        console."""
+        rows = JsonlSink(self.plan.run_dir / METRICS)
+        self.appended[METRICS] = rows.file
+        return MultiSink(
+            [
+                rows,
+                TensorboardSink(self.plan.run_dir / "tensorboard", first=first),
+                self.best,
+                ConsoleSink(steps=self.plan.config.train.steps, console=self.console),
+            ]
+        )
+
+    def ledger(self) -> Ledger:
+        path = self.plan.run_dir / LEDGER
+        ledger = Ledger(path)
+        if ledger.file is not None:
+            self.appended[LEDGER] = ledger.file
+        return ledger
+
+    def checkpoints(self, models: Mapping[str, TrainerRanks], resumed: Resumed | None) -> RunCheckpoints:
+        """models: every model that is trained, by its folder in a checkpoint."""
+        c = self.plan.config.checkpoint
+        return RunCheckpoints(
+            directory=self.plan.checkpoints,
+            models=models,
+            config=self.plan.config.model_dump(mode="json"),
+            files=self.appended,
+            best=self.best,
+            keep=c.keep,
+            keep_every=c.keep_every,
+            asynchronous=c.asynchronous,
+            console=self.console,
+            saved=None if resumed is None else resumed.state.step,
+        )

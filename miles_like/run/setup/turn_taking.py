@@ -1,0 +1,60 @@
+"""The turns of a run: released servers before the trainer is built, and the objects of the two sides afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from miles_like.protocols import TrainerRanks
+from miles_like.run.setup.rollout_side import RolloutSide
+from miles_like.turns.order import ALL, SleepingRanks, Turns
+from miles_like.turns.users import Sampling, TurnServers, TurnTrainer
+from rollout.episodes.partial import PartialRollouts
+from rollout.episodes.pool import EnginePool
+
+
+async def release_servers(rollout: RolloutSide, urls: Sequence[str]) -> None:
+    """Releases all memory of servers that were just started, for the trainer to be built in. Raises RuntimeError."""
+    servers = TurnServers(clients=[rollout.client(url) for url in urls])
+    try:
+        await servers.release(ALL)
+    finally:
+        for client in servers.clients:
+            await client.close()
+
+
+class TurnTaking:
+    """The turns of a run whose servers are released and whose ranks are built, so that it is the trainer's turn.
+
+    models: the raw ranks of every trained model by their name, of which "trainer" is published.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutSide,
+        urls: Sequence[str],
+        models: Mapping[str, SleepingRanks],
+        partial: PartialRollouts | None = None,
+    ) -> None:
+        """partial: the engine of the background sampling; None: nothing is sampled in the background."""
+        self._servers = TurnServers(clients=[rollout.client(url) for url in urls])
+        if partial is None:
+            partial = PartialRollouts(EnginePool(self._servers.clients))
+        self.sampling = Sampling(partial=partial)
+        self.turns = Turns(
+            servers=self._servers,
+            models=list(models.values()),
+            publisher=models["trainer"],
+            background=self.sampling,
+        )
+        self.models: dict[str, TrainerRanks] = {
+            name: TurnTrainer(ranks=ranks, turns=self.turns, trains_policy=name == "trainer")
+            for name, ranks in models.items()
+        }
+
+    async def start(self) -> None:
+        """Call it first: nothing is sampled before the servers' turn."""
+        await self.sampling.close()
+
+    async def close(self) -> None:
+        for client in self._servers.clients:
+            await client.close()
