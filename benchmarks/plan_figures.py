@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from figures import ROOT, write_block
 
-from miles_like.timing.devices import DEVICES, GIB
+from miles_like.device_table import DEVICES, GIB
 from miles_like.timing.published.models import Row, published_shapes
 from miles_like.timing.published.nemo_rl import DENSE, calibration, nemo_rl
 from miles_like.timing.published.others import prime_rl, verl

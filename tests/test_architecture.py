@@ -79,16 +79,16 @@ RULES = {
     " megatron_bridge.device megatron_bridge.model",
     "megatron_bridge.fake": f"{CONTRACTS} routing_replay megatron_bridge",
     # miles_like: data and settings
-    "miles_like.timing.devices": "",
-    "miles_like.timing.rates": "miles_like.timing.devices",
+    "miles_like.device_table": "",
+    "miles_like.timing.rates": "miles_like.device_table",
     "miles_like.batch": "routing_replay miles_like.types",
     "miles_like.config.sections": "quant.spec megatron_bridge.config rollout.config rollout.server_url"
-    " miles_like.section miles_like.timing.devices miles_like.variables",
+    " miles_like.section miles_like.device_table miles_like.variables",
     "miles_like.config": "quant.spec megatron_bridge.config rollout.config rollout.prompts miles_like.limits"
     " miles_like.section miles_like.config.sections",
     "miles_like.timing": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
-    " miles_like.config miles_like.timing.devices miles_like.timing.rates",
-    "miles_like.timing.published": "megatron_bridge.config miles_like.timing.devices miles_like.timing.rates"
+    " miles_like.config miles_like.device_table miles_like.timing.rates",
+    "miles_like.timing.published": "megatron_bridge.config miles_like.device_table miles_like.timing.rates"
     " miles_like.timing",
     "miles_like.algorithms.terms": "miles_like.types",
     "miles_like.algorithms.advantages": "miles_like.types miles_like.protocols miles_like.algorithms.terms",
@@ -127,15 +127,15 @@ RULES = {
     " miles_like.storage miles_like.supervised",
     "miles_like.doctor": "miles_like.check_results miles_like.nodes miles_like.variables",
     "miles_like.planning.memory": "quant megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
-    " megatron_bridge.convert.directory miles_like.timing.devices rollout.config",
+    " megatron_bridge.convert.directory miles_like.device_table rollout.config",
     "miles_like.planning": "megatron_bridge.config megatron_bridge.families miles_like.cluster miles_like.config"
-    " miles_like.planning.memory miles_like.timing.devices",
+    " miles_like.planning.memory miles_like.device_table",
     "miles_like.layout_search": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
-    " miles_like.config miles_like.planning miles_like.timing.devices miles_like.timing.rates miles_like.timing",
+    " miles_like.config miles_like.planning miles_like.device_table miles_like.timing.rates miles_like.timing",
     "miles_like.preflight": f"{CONTRACTS} rollout.config rollout.episodes rollout.prompts miles_like.algorithms"
     " miles_like.check_results miles_like.cluster miles_like.config miles_like.doctor miles_like.nodes"
     " miles_like.pipeline miles_like.planning miles_like.rewards miles_like.staging miles_like.supervised"
-    " miles_like.timing.devices",
+    " miles_like.device_table",
     "miles_like.run.setup": f"{CONTRACTS} quant rollout megatron_bridge miles_like.algorithms miles_like.batch"
     " miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience miles_like.nodes"
     " miles_like.pipeline miles_like.report miles_like.staging miles_like.storage miles_like.supervised"
@@ -144,7 +144,7 @@ RULES = {
     " miles_like.check_results miles_like.checkpoint miles_like.cluster miles_like.config miles_like.experience"
     " miles_like.loop miles_like.pipeline miles_like.planning miles_like.preflight miles_like.report"
     " miles_like.rewards miles_like.run.setup miles_like.staging miles_like.stopping miles_like.storage"
-    " miles_like.supervised miles_like.timing.devices miles_like.turns miles_like.verify",
+    " miles_like.supervised miles_like.device_table miles_like.turns miles_like.verify",
     # miles_like: the loop in virtual time, without torch
     "miles_like.simulation.clock": "",
     "miles_like.simulation.inputs": "miles_like.section",
@@ -156,7 +156,7 @@ RULES = {
     "miles_like.commands": "quant.hf_config quant.spec megatron_bridge.config megatron_bridge.fake"
     " megatron_bridge.plan miles_like.command_errors miles_like.config miles_like.layout_search miles_like.limits"
     " miles_like.pipeline miles_like.planning miles_like.run miles_like.simulation miles_like.timing"
-    " miles_like.timing.devices",
+    " miles_like.device_table",
     "miles_like.cli": "rollout.embedded.server rollout.server_key rollout.server_url miles_like.check_results"
     " miles_like.checkpoint miles_like.command_errors miles_like.commands miles_like.config miles_like.doctor"
     " miles_like.pipeline miles_like.preflight miles_like.report miles_like.run",
@@ -256,6 +256,34 @@ def test_folders_have_no_circle() -> None:
 
 def test_modules_have_no_circle() -> None:
     assert len(list(graphlib.TopologicalSorter(IMPORTS).static_order())) == len(FILES)
+
+
+def _drawn() -> tuple[dict[str, int], set[str]]:
+    """Line of each top folder in the picture of docs/architecture.md, from the top, and those with a star."""
+    picture = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+    head, *lines = [line.split("|") for line in picture.strip().splitlines() if not line.startswith("---")]
+    packages, below = [name.strip() for name in head], len(lines)
+    found: dict[str, int] = dict.fromkeys(lines.pop()[0].partition(":")[0].split(), below)
+    names = [
+        (f"{package}.{name}", n)
+        for n, row in enumerate(lines)
+        for package, cell in zip(packages, row, strict=True)
+        for name in cell.split()
+    ]
+    assert len(names) == len({name.rstrip("*") for name, _ in names}), "a folder is drawn twice"
+    found |= {name.rstrip("*"): n for name, n in names}
+    return found, {name.rstrip("*") for name, _ in names if name.endswith("*")}
+
+
+def test_the_picture_has_every_folder_and_no_import_points_up() -> None:
+    """A reader takes the picture for the rules: what is on a line imports what is below it."""
+    drawn, contracts = _drawn()
+    tops = {module: ".".join(module.split(".")[:2]) for module in FILES if not inside(module, "scripts")}
+    tops |= {module: module.split(".")[0] for module in FILES if inside(module, "quant routing_replay")}
+    assert set(drawn) == set(tops.values()) and contracts == set(CONTRACTS.split())
+    for module, top in tops.items():
+        for target in IMPORTS[module]:
+            assert tops[target] == top or drawn[tops[target]] > drawn[top], f"{module} imports {target}, drawn above it"
 
 
 def test_every_rule_is_of_a_folder_and_every_permission_is_used() -> None:

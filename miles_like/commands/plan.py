@@ -15,13 +15,13 @@ from miles_like.command_errors import one_sentence
 from miles_like.commands.options import SetOption
 from miles_like.commands.step_time import Asked, not_timed, predicted, report, searched
 from miles_like.config.load import load_config
+from miles_like.device_table import DEVICES
+from miles_like.device_table import device as named_device
 from miles_like.pipeline.stages import plan_stages
 from miles_like.planning.compose import IMBALANCE
 from miles_like.planning.table import print_plan, write_plan
 from miles_like.run import assemble
 from miles_like.run.setup.run_cluster import RunCluster
-from miles_like.timing.devices import DEVICES
-from miles_like.timing.devices import device as named_device
 from miles_like.timing.table import print_step
 
 

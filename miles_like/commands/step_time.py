@@ -9,13 +9,13 @@ from pathlib import Path
 from rich.console import Console
 
 from miles_like.config.run import RunConfig
+from miles_like.device_table import Device
 from miles_like.layout_search.report import chosen_toml, print_search, search_json
 from miles_like.layout_search.search import Order, Searched, search
 from miles_like.planning.memory.weights import trained_share
 from miles_like.planning.plan import Plan
 from miles_like.run import assemble
 from miles_like.run.setup.model_plan import PlannedModel, planned_model
-from miles_like.timing.devices import Device
 from miles_like.timing.of_run import Facts, step_setup
 from miles_like.timing.shape import model_shape
 from miles_like.timing.step import StepSetup, StepTime, step_time

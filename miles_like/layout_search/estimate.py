@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from miles_like.device_table import GIB, Device
 from miles_like.layout_search.space import Layout
-from miles_like.timing.devices import GIB, Device
 from miles_like.timing.layers import BF16
 from miles_like.timing.shape import ModelShape
 from miles_like.timing.train import MASTER, Memo, TrainSetup, parameters_of_rank

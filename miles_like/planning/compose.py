@@ -15,13 +15,13 @@ from miles_like.cluster.placement import PlacementPlan, Role, Slot, plan_placeme
 from miles_like.config.ranks import critic_config, reference_config, trainer_config
 from miles_like.config.run import RunConfig
 from miles_like.config.sections.distillation import SwappedWeights
+from miles_like.device_table import Device, device
 from miles_like.planning.memory.activations import StepShape
 from miles_like.planning.memory.engine import EnginePlan, engine_plan
 from miles_like.planning.memory.host import DRIVER, Samples, driver_host, engine_host, rank_host, summed
 from miles_like.planning.memory.parts import PHASES, Bytes, Phase, added, largest, total
 from miles_like.planning.memory.ranks import RankPlans, Use
 from miles_like.planning.plan import DiskPlan, HostPlan, Plan, StagePlan
-from miles_like.timing.devices import Device, device
 
 IMBALANCE = 1.25  # rows of the busiest expert-parallel rank over the average: an assumption, --imbalance sets it
 _ROLES: tuple[Role, ...] = ("trainer", "critic", "reference", "rollout")

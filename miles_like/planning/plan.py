@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from miles_like.device_table import Device
 from miles_like.planning.memory.engine import EnginePlan
 from miles_like.planning.memory.parts import PARTS, PHASES, Bytes, Phase, gib, total
-from miles_like.timing.devices import Device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

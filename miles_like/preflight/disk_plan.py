@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miles_like.config.run import RunConfig
+from miles_like.device_table import Device
 from miles_like.pipeline.stages import Stage
 from miles_like.planning.plan import DiskPlan
 from miles_like.preflight.disks import checkpoint_size, stage_bytes
-from miles_like.timing.devices import Device
 
 
 def disk_plan(config: RunConfig, stages: Sequence[Stage], gpu: Device) -> DiskPlan | None:

@@ -25,6 +25,7 @@ from miles_like.cluster.placement import PlacementPlan, Role, plan_placement
 from miles_like.config.run import RunConfig
 from miles_like.config.sections.cluster import format_ranges
 from miles_like.config.sections.distillation import MadeServer, StartedServer
+from miles_like.device_table import Device, device
 from miles_like.hf.checkpoint import read_config, read_config_file
 from miles_like.pipeline.first_layers import downloaded_bytes, shortened
 from miles_like.pipeline.stages import (
@@ -46,7 +47,6 @@ from miles_like.run.setup.run_cluster import RunCluster, on_every_node
 from miles_like.staging.stage_files import node_needs
 from miles_like.stopping import run_to_end
 from miles_like.storage.verified_copy import StageFiles
-from miles_like.timing.devices import Device, device
 from miles_like.verify.report import Report as AlignmentReport
 from quant.hf_config import quantized_config
 from quant.registry import codec_or_none

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles_like.timing.devices import Device
+from miles_like.device_table import Device
 from miles_like.timing.rates.calibration import ENGINE_REQUEST, ENGINE_STEP, IMBALANCE, ONE_SHOT
 from miles_like.timing.rates.links import Group, all_reduce, group_of, link, ring_rate, send
 from miles_like.timing.rates.roofline import attention, moved, product

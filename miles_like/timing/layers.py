@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_bridge.config import ParallelConfig
-from miles_like.timing.devices import Device
+from miles_like.device_table import Device
 from miles_like.timing.rates.calibration import HOST_DENSE_LAYER, HOST_MOE_LAYER, IMBALANCE
 from miles_like.timing.rates.links import all_gather, all_to_all, group_of, send
 from miles_like.timing.rates.roofline import attention, moved, padded, product

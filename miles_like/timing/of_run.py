@@ -12,7 +12,7 @@ from megatron_bridge.plan.precision import served_spec
 from megatron_bridge.plan.recompute import recompute_settings
 from miles_like.config.ranks import trainer_config
 from miles_like.config.run import RunConfig
-from miles_like.timing.devices import Device
+from miles_like.device_table import Device
 from miles_like.timing.engine import EngineSetup
 from miles_like.timing.layers import LayerSetup
 from miles_like.timing.publish import PublishSetup

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_like.timing.devices import Device
+from miles_like.device_table import Device
 from miles_like.timing.engine import EngineSetup
 from miles_like.timing.phase import Phase
 from miles_like.timing.rates.calibration import ONE_ENCODER, ONE_WRITER, TENSOR

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from miles_like.device_table import device
 from miles_like.section import Section
-from miles_like.timing.devices import device
 from miles_like.variables import read_variables
 
 PoolName = Literal["trainer", "rollout", "critic", "reference", "teachers"]

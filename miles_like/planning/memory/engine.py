@@ -14,9 +14,9 @@ from megatron_bridge.config import PrecisionConfig
 from megatron_bridge.families.base import Entry, HFConfig, Split, TensorMap, Where
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.precision import served_spec
+from miles_like.device_table import Device
 from miles_like.planning.memory.allowances import COMMUNICATOR, CONTEXT, deepep_low_latency, deepep_normal
 from miles_like.planning.memory.parts import GIB, MIB, Part
-from miles_like.timing.devices import Device
 from quant.registry import codec_or_none
 from quant.spec import QuantSpec
 from rollout.config import RolloutConfig, SGLangFlags

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from megatron_bridge.config import ParallelConfig
-from miles_like.timing.devices import GIB, Device, device
+from miles_like.device_table import GIB, Device, device
 from miles_like.timing.engine import EngineSetup, cache_tokens
 from miles_like.timing.layers import LayerSetup
 from miles_like.timing.publish import PublishSetup

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_bridge.config import ParallelConfig
-from miles_like.timing.devices import GIB, device
+from miles_like.device_table import GIB, device
 from miles_like.timing.engine import EngineSetup, cache_tokens
 from miles_like.timing.layers import LayerSetup
 from miles_like.timing.publish import PublishSetup

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from miles_like.timing.devices import Device
+from miles_like.device_table import Device
 from miles_like.timing.rates.calibration import LATENCY, LATENCY_OF_DOMAINS, NETWORK, NVLINK
 
 

@@ -3,7 +3,7 @@ Communications of the ACM 52(4), 2009)."""
 
 from __future__ import annotations
 
-from miles_like.timing.devices import Device
+from miles_like.device_table import Device
 from miles_like.timing.rates.calibration import ATTENTION, MEMORY, PRODUCTS, TILE
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from miles_like.config.load import load_config
+from miles_like.device_table import device
 from miles_like.layout_search.estimate import LIBRARIES, Floor
 from miles_like.layout_search.space import OFFLOAD, RECOMPUTE, Divisions, Layout, Refusals
 from miles_like.planning.compose import plan_run
 from miles_like.planning.memory.parts import total
 from miles_like.planning.nearby import changed
-from miles_like.timing.devices import device
 from miles_like.timing.of_run import Facts, step_setup
 from miles_like.timing.shape import model_shape
 from miles_like.timing.train import Memo

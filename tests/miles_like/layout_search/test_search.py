@@ -12,13 +12,13 @@ import pytest
 
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
+from miles_like.device_table import device
 from miles_like.layout_search.report import chosen_toml, lines_of, search_json
 from miles_like.layout_search.search import SPARE, Searched, _Search, in_format, search
 from miles_like.planning.compose import plan_run
 from miles_like.planning.nearby import changed
 from miles_like.planning.plan import Plan
 from miles_like.run.setup.model_plan import planned_model
-from miles_like.timing.devices import device
 from miles_like.timing.of_run import Facts, step_setup
 from miles_like.timing.shape import model_shape
 from miles_like.timing.step import step_time

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_like.timing.devices import device
+from miles_like.device_table import device
 from miles_like.timing.engine import Drafts, EngineSetup, cache_tokens, decode_step, prefill, touched
 from miles_like.timing.rates.calibration import ENGINE_REQUEST, ENGINE_STEP, MEMORY
 from miles_like.timing.shape import model_shape

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_bridge.config import ParallelConfig
-from miles_like.timing.devices import device
+from miles_like.device_table import device
 from miles_like.timing.layers import LayerSetup, Recompute, dispatch, layer_time
 from miles_like.timing.rates.calibration import HOST_DENSE_LAYER, HOST_MOE_LAYER
 from miles_like.timing.rates.roofline import product_rate

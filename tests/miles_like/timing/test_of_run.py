@@ -13,8 +13,8 @@ import pytest
 
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
+from miles_like.device_table import device
 from miles_like.rewards import load
-from miles_like.timing.devices import device
 from miles_like.timing.of_run import RESPONSE_SHARE, Facts, element_bytes, step_setup
 from miles_like.timing.shape import model_shape
 from miles_like.timing.step import overlap_of, step_time

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_bridge.families.registry import family_of
-from miles_like.timing.devices import device
+from miles_like.device_table import device
 from miles_like.timing.engine import EngineSetup
 from miles_like.timing.publish import Path as Route
 from miles_like.timing.publish import PublishSetup, publish_time, served_bytes, tensors

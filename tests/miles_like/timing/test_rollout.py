@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_like.timing.devices import device
+from miles_like.device_table import device
 from miles_like.timing.engine import Drafts, EngineSetup, decode_step
 from miles_like.timing.rollout import mean_context, rollout_time, running_limit, steady_rollout_time
 from miles_like.timing.shape import model_shape

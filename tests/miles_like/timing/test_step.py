@@ -13,7 +13,7 @@ import pytest
 
 from megatron_bridge.config import ParallelConfig
 from megatron_bridge.plan.flops import train_flops
-from miles_like.timing.devices import device
+from miles_like.device_table import device
 from miles_like.timing.engine import EngineSetup
 from miles_like.timing.layers import LayerSetup
 from miles_like.timing.phase import NOTHING, Phase, together

@@ -14,7 +14,7 @@ from megatron_bridge.fake.substitutes.facts import packed
 from megatron_bridge.plan.flops import forward_terms
 from miles_like.config.load import load_config
 from miles_like.config.ranks import trainer_config
-from miles_like.timing.devices import device
+from miles_like.device_table import device
 from miles_like.timing.layers import LayerSetup
 from miles_like.timing.of_run import NOWHERE, Facts, layer_setup
 from miles_like.timing.shape import model_shape

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_bridge.config import ParallelConfig
 from megatron_bridge.families.registry import family_of
-from miles_like.timing.devices import device
+from miles_like.device_table import device
 from miles_like.timing.layers import LayerSetup, layer_time
 from miles_like.timing.published.models import published_shapes
 from miles_like.timing.rates.calibration import HOST

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_bridge.plan.precision import served_spec
 from miles_like.config.load import load_config
+from miles_like.device_table import device
 from miles_like.planning.memory.engine import EnginePlan, EngineWeights
 from miles_like.planning.memory.parts import GIB, total
-from miles_like.timing.devices import device
 from rollout.config import SGLangFlags
 from tests.support.plans import CONFIGS, path_of, planned
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from miles_like.config.load import load_config
+from miles_like.device_table import device
 from miles_like.planning.compose import plan_run
 from miles_like.planning.nearby import changed
-from miles_like.timing.devices import device
 from miles_like.timing.published.models import Row, published_shapes
 from miles_like.timing.published.nemo_rl import (
     DENSE,

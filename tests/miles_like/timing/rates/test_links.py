@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles_like.timing.devices import DEVICES, device
+from miles_like.device_table import DEVICES, device
 from miles_like.timing.rates.calibration import LATENCY, NETWORK, NVLINK
 from miles_like.timing.rates.links import (
     Group,

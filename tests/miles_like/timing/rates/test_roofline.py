@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles_like.timing.devices import DEVICES, device
+from miles_like.device_table import DEVICES, device
 from miles_like.timing.rates import calibration
 from miles_like.timing.rates.roofline import attention, moved, padded, product, product_rate
 

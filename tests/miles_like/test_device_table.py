@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles_like.timing.devices import DEVICES, GIB, Device, device
+from miles_like.device_table import DEVICES, GIB, Device, device
 from tests.support.refusals import refuses
 
 TENSOR_CORES = {  # (streaming multiprocessors, boost MHz, dense BF16 operations a clock and multiprocessor)
