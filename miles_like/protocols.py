@@ -43,7 +43,8 @@ class RolloutEngine(Protocol):
     """
 
     async def generate(self, prompts: Sequence[Prompt], *, n: int, params: SamplingParams) -> Sequence[SampleGroup]:
-        """`n` unscored samples of each prompt, in the order of `prompts`. Any of them may have been aborted."""
+        """`n` unscored samples of each prompt, in the order of `prompts`. Any of them may have been aborted. Raises
+        RuntimeError, naming the server, when a request fails."""
 
     async def continue_sample(
         self, sample: Sample, environment: Sequence[int] = (), *, params: SamplingParams
@@ -52,11 +53,11 @@ class RolloutEngine(Protocol):
 
         Existing log-probs, weight versions and routes are unchanged. With the `sampling_seed` of `generate` the tokens
         are those of one uninterrupted generation. If it is aborted before a token was sampled, `sample` is returned
-        unchanged, without the environment's tokens.
+        unchanged, without the environment's tokens. Raises as `generate`.
         """
 
     async def abort_all(self) -> None:
-        """Abort all requests on the servers, of every client; each returns the tokens it has."""
+        """Abort all requests on the servers, of every client; each returns the tokens it has. Raises as `generate`."""
 
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
@@ -65,7 +66,8 @@ class RolloutEngine(Protocol):
 
 
 class WeightPublisher(Protocol):
-    """One in every trainer rank. Iterating over `weights` is collective; one rank sends."""
+    """One in every trainer rank. Iterating over `weights` is collective; one rank sends. `publish` raises ValueError
+    for weights that cannot be encoded, OSError when a disk is full, and RuntimeError when a server fails."""
 
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport: ...
 
@@ -76,10 +78,11 @@ class Trainer(Protocol):
     @property
     def dp_size(self) -> int: ...
     async def train(self, batches: Sequence[TrainBatch]) -> StepReport:
-        """Train on one rollout: one optimizer step per batch, in order."""
+        """Train on one rollout: one optimizer step per batch, in order. Raises ValueError for routes that do not fit a
+        batch, and RuntimeError when a rank fails or exceeds its time limit."""
 
     async def evaluate(self, batch: TrainBatch) -> Mapping[str, float]:
-        """The loss function's statistics, reduced over the batch. Forward only."""
+        """The loss function's statistics, reduced over the batch. Forward only. Raises as `train`."""
 
     async def logprobs(
         self, batch: TrainBatch, *, weights: str | None = None, candidates: bool = False
@@ -87,17 +90,22 @@ class Trainer(Protocol):
         """[dp][micro] of [T] fp32: log-probs of labels with loss (a scalar head's values), 0 elsewhere.
 
         `weights`: None for the current ones, REFERENCE, or the name of a copy that `load_copy` made. With `candidates`
-        [T, C]: of MicroBatch.candidates instead. Forward only, no state changes. `unpacking` maps them to samples."""
+        [T, C]: of MicroBatch.candidates instead. Forward only, no state changes. `unpacking` maps them to samples.
+        Raises RuntimeError as `train`, also when there is no copy of that name.
+        """
 
     async def load_copy(self, name: str, path: Path) -> None:
-        """Load the weights of a converted directory beside the trained ones, for `logprobs`."""
+        """Load the weights of a converted directory beside the trained ones, for `logprobs`. Raises RuntimeError when a
+        rank cannot load them."""
 
     async def publish(self, *, version: int) -> PublishReport: ...
     async def save(self, path: Path, *, asynchronous: bool = False) -> None:
-        """With `asynchronous` this returns once the state is copied; `path` is complete when `finish_save` is true."""
+        """Save what `load` reads. With `asynchronous` this returns once the state is copied; `path` is complete when
+        `finish_save` is true. Raises RuntimeError when a rank cannot write."""
 
     async def finish_save(self, *, wait: bool) -> bool:
-        """Whether no save is in progress; with `wait` it waits, so that the result is True."""
+        """Whether no save is in progress; with `wait` it waits, so that the result is True. Raises RuntimeError when a
+        rank could not write."""
 
     async def load(self, path: Path) -> None: ...
     async def close(self) -> None: ...
@@ -107,20 +115,23 @@ class TrainerRanks(Trainer, Protocol):
     """A Trainer of a run, whose ranks are processes."""
 
     def connect(self, factory: Callable[[bool], WeightPublisher]) -> None:
-        """Create every rank's publisher; the factory's argument is whether the rank sends."""
+        """Create every rank's publisher; the factory's argument is whether the rank sends. Raises RuntimeError when a
+        rank fails."""
 
     def fingerprint(self) -> str | None:
         """A hash of the results of the ranks' kernels; None unless the trainer is deterministic."""
 
     async def score(self, batch: TrainBatch, *, temperature: float, replay: bool) -> list[tuple[int, Scored]]:
-        """(its DP shard, its result) of every rank. Forward only."""
+        """For every rank (its DP shard, its result). Forward only. Raises as `train`."""
 
     async def load(self, path: Path, *, version: int | None = None) -> None:
-        """version: the version of the loaded weights, if no publication follows."""
+        """Load what `save` wrote. version: the version of the loaded weights, if no publication follows. Raises
+        RuntimeError when a rank cannot load it."""
 
 
 class LossFn(Protocol):
-    """Per-token loss of one micro-batch. The trainer sums it over `loss_mask` and divides by TrainBatch.loss_tokens."""
+    """([T] loss of each token, statistics) of one micro-batch. The trainer sums the losses over `loss_mask` and divides
+    by TrainBatch.loss_tokens."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput: ...
 
@@ -150,10 +161,11 @@ class Algorithm(Protocol):
         """Streams that `advantages` reads: some of REFERENCE, TEACHER and VALUES."""
 
     def advantages(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
-        """As `AdvantageFn`."""
+        """As `AdvantageFn`, with its errors."""
 
     def returns(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[Tensor]] | None:
-        """For each group [G] of [S] fp32: the critic's training targets; None without a critic."""
+        """For each group [G] of [S] fp32: the critic's training targets; None without a critic. Raises as
+        `advantages`."""
 
 
 class RewardFn(Protocol):
@@ -266,7 +278,8 @@ class Signals(Protocol):
 class RankTrainer(Protocol):
     """One rank of the trainer; every method is collective.
 
-    Routes of a DP shard (`shard`) are whole, or only this rank's part.
+    Routes of a DP shard (`shard`) are whole, or only this rank's part. Errors are raised on every rank: ValueError for
+    arguments that do not fit the model, RuntimeError for a step that is not finite and for a rank that fails.
     """
 
     @property
@@ -280,16 +293,19 @@ class RankTrainer(Protocol):
     @property
     def signals(self) -> Signals: ...
     def train(self, shards: Sequence[Sequence[MicroBatch]], loss_tokens: Sequence[int], version: int) -> StepReport:
-        """One rollout: an optimizer step for each of `shards`, in order; `version` is the weight version afterwards."""
+        """One rollout: an optimizer step for each of `shards`, in order; loss_tokens: of each step, over all ranks;
+        `version` is the weight version afterwards."""
 
     def evaluate(self, shard: Sequence[MicroBatch], loss_tokens: int) -> Mapping[str, float]: ...
     def score(self, shard: Sequence[MicroBatch], *, temperature: float | None = None, replay: bool = False) -> Scored:
-        """Log-probs under the current weights, and the routers' choice; with `replay` the rollout's routes are used."""
+        """Log-probs under the current weights, and the routers' choice; with `replay` the rollout's routes are used.
+        temperature: None: the run's."""
 
     def logprobs(
         self, shard: Sequence[MicroBatch], weights: str | None = None, *, candidates: bool = False
     ) -> list[Tensor]:
-        """Of each micro-batch, equal on every rank of the DP shard; as `Trainer.logprobs`."""
+        """[T] fp32 of each micro-batch, or [T, C] with `candidates`; equal on every rank of the DP shard. Arguments as
+        `Trainer.logprobs`."""
 
     def load_copy(self, name: str, path: Path) -> None: ...
     def export(self) -> Iterator[NamedTensor]: ...

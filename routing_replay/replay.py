@@ -120,7 +120,8 @@ class RoutingReplayer:
         return ""
 
     def gates(self, micro: int, layer: int, *, recompute: bool = False) -> tuple[Tensor, Tensor]:
-        """(expert ids [rows, K] int64, their gates [rows, K]) of a key whose `topk` was called in the same pass."""
+        """(expert ids [rows, K] int64, their gates [rows, K] fp32) of a key whose `topk` was called in the same pass.
+        Raises AssertionError for another key, and for routes without gates."""
         assert (micro, layer) in self._used[recompute], f"micro-batch {micro}, layer {layer}: gates before experts"
         trace = self._traces[micro]
         assert trace.weights is not None, f"micro-batch {micro} was loaded without gates"
@@ -173,7 +174,9 @@ class RoutingRecorder:
         self._experts[micro, layer] = experts.to(id_dtype(self.num_experts))
 
     def record_gates(self, micro: int, layer: int, probs: Tensor) -> None:
-        """Records, of probs [rows, E], those of the key's recorded experts, in the experts' order."""
+        """Records, of probs [rows, E], those of the key's recorded experts, in the experts' order. Call it after
+        `record`; raises AssertionError for a recorder without gates and for a key recorded before, KeyError for one
+        whose experts are not recorded."""
         assert self._gates is not None, "a recorder without gates"
         assert (micro, layer) not in self._gates, f"micro-batch {micro}, layer {layer}: gates recorded twice"
         self._gates[micro, layer] = probs.detach().gather(1, self._experts[micro, layer].to(torch.int64))

@@ -36,8 +36,8 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 
 def gather_after(value: Any, meet: Callable[[], None]) -> list[Any]:
-    """`gather_objects` of what came of work outside of the ranks, as reading a disk: the collective is opened when the
-    last rank is done. meet: `StoreSignals.meet`. Collective."""
+    """`gather_objects` of a value that is computed outside of the ranks, such as by reading a disk: the collective is
+    opened when the last rank has its value. meet: `StoreSignals.meet`. Collective."""
     meet()
     return gather_objects(value)
 

@@ -49,12 +49,12 @@ class StorageSet:
 
     @property
     def nbytes(self) -> int:
-        """Of the storages while they are there."""
+        """Bytes on the device while the storages are allocated."""
         return sum(size for _, size in self._storages)
 
     @property
     def host_nbytes(self) -> int:
-        """Of the buffer for their contents."""
+        """Bytes of the host buffer for their contents."""
         return buffer_bytes(size for _, size in self._storages) if self._kept else 0
 
     def free(self, host: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Which part of a trainer a storage belongs to.
+"""Attributes each storage to a part of the trainer.
 
-What lives as long as the trainer is attributed by where the trainer keeps it; what a step makes, by the function that
-makes it.
+Storages that live as long as the trainer are attributed by the attribute of the trainer that holds them, those of a
+step by the function that creates them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def attribution_substitutes(live: LiveBytes) -> tuple[Substitute, ...]:
-    """Functions whose storages are of a part, or on the host, and resized storages."""
+    """Replacements of functions that attribute the storages which the function creates to a part, or to the host, and
+    of those that resize storages."""
     logprobs, why = "megatron_bridge.model.logprobs:_LabelLogprobs", "counted"
 
     def in_part(name: str) -> Callable[[Any], Any]:
@@ -101,8 +102,8 @@ def _measured(stock: Any, live: LiveBytes) -> Any:
 
 
 def attribute(trainer: Any, live: LiveBytes) -> None:
-    """Attribute what the trainer keeps between steps. A storage of several parts is the last one's: the shards of fp32
-    parameters are parameters."""
+    """Attribute what the trainer keeps between steps. A storage that belongs to several parts is counted with the last
+    one: the shards of fp32 parameters are parameters."""
     sleep = trainer._sleep
     live.assign(_tensors_in(trainer.optimizer, set()), MASTERS)
     for inner in inner_optimizers(trainer.optimizer):

@@ -57,7 +57,7 @@ _LINEAR = (torch.ops.aten.mm, torch.ops.aten.addmm)
 
 
 def live_through(run: RankRun, env: DeviceEnv) -> RankCounts:
-    """See `execute`."""
+    """Run all phases of one rank; arguments and errors as `execute`."""
     hf = trained_config(run.config, read_config(Path(run.config.hf_config)))
     mode = RankMode(env.device)
     live = LiveBytes(host="cpu" if env.device.type == "cuda" else None)
@@ -198,7 +198,8 @@ def _phase(name: str, live: LiveBytes, counts: RankCounts) -> Iterator[None]:
 
 
 def built(run: RankRun, live: LiveBytes, counts: RankCounts, *, address: tuple[str, int] = ("", 0)) -> Any:
-    """The trainer of a rank, with its optimizer's state and its reference. address: where real ranks meet."""
+    """Construct the trainer of a rank, with its optimizer's state and its reference. address: of the rendezvous of real
+    ranks."""
     with _phase("building", live, counts):
         trainer = MegatronTrainer(
             run.config,
@@ -227,7 +228,7 @@ def built(run: RankRun, live: LiveBytes, counts: RankCounts, *, address: tuple[s
 def trained(
     run: RankRun, trainer: Any, batches: list[Any], loss_tokens: int, live: LiveBytes, counts: RankCounts
 ) -> None:
-    """A step; for ranks that do not train, a pass."""
+    """Run one training step; for ranks that do not train, one forward pass."""
     with _phase("training", live, counts), live.part(ACTIVATIONS):
         if run.config.trains:
             trainer.train([batches], [loss_tokens], 1)
@@ -241,7 +242,8 @@ def trained(
 def slept_and_published(
     run: RankRun, trainer: Any, chunks: Callable[[], Iterable[Iterable[Any]]], live: LiveBytes, counts: RankCounts
 ) -> None:
-    """A rank publishes awake where trainer and engine do not share the device. chunks: the exports to run."""
+    """Put the rank to sleep, then publish; where trainer and engine do not share the device, it publishes awake.
+    chunks: the exports to run."""
     if run.colocated:
         trainer.sleep()
         attribute_asleep(trainer, live)

@@ -17,7 +17,7 @@ _SOURCES = ("megatron_bridge", "quant", "routing_replay")  # packages whose code
 
 
 class ExecutedRank(TypedDict):
-    """What executing one rank counts; bytes and elements of this rank, without allocator and libraries."""
+    """Counts from executing one rank; bytes and elements are of this rank, without allocator and libraries."""
 
     key: str  # of everything that determines the record
     config: str  # name of the configuration

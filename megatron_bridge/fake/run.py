@@ -8,11 +8,11 @@ from megatron_bridge.fake.substitutes.facts import RankCounts, RankRun
 
 
 def execute(run: RankRun) -> RankCounts:
-    """One rank on fake tensors of `run.device`. One rank at a time in a process; with device "cuda", in a process that
-    has not imported megatron for CPU ranks.
+    """Execute one rank on fake tensors of `run.device`. One rank at a time in a process; with device "cuda", in a
+    process that has not imported megatron for CPU ranks.
 
-    Raises ValueError as MegatronTrainer does, for kernels that nothing stands for, and for a number of micro-batches
-    that the layout's schedule cannot run.
+    Raises ValueError as MegatronTrainer does, for kernels without a replacement, and for a number of micro-batches that
+    the layout's schedule cannot run.
     """
     parallel = run.config.parallel
     if run.micro_batches % parallel.micro_multiple:

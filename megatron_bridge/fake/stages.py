@@ -74,7 +74,7 @@ def distinct_stages(config: TrainerConfig, hf: HFConfig) -> list[Stage]:
 
 
 def first_rank(parallel: ParallelConfig, stage: int) -> int:
-    """Megatron's order of ranks has the pipeline outermost."""
+    """Number of the first rank of a pipeline stage: in megatron's order of ranks the pipeline is outermost."""
     return stage * parallel.tp * parallel.cp * parallel.dp
 
 

@@ -154,6 +154,8 @@ class ExactRowParallelLinear(_ExactForward, RowParallelLinear):
 
 
 class ExactDuplicatedLinear(DuplicatedLinear):
+    """A replicated linear with an exact product."""
+
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # as DuplicatedLinear
         out: Tensor = _Product.apply(x, self.weight, x.dtype)  # type: ignore[no-untyped-call]
         return out if self.bias is None else out + self.bias, None
@@ -180,6 +182,8 @@ class _Attention(torch.autograd.Function):
 
 
 class ExactCoreAttention(SDPACoreAttention):
+    """Core attention with exact scores, softmax and sums."""
+
     attend = staticmethod(_Attention.apply)
 
 
@@ -262,6 +266,8 @@ class ExactDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class ExactRouter(MaskedRouter):
+    """A router whose logits are an exact product."""
+
     def gating(self, input: Tensor) -> Tensor:
         """[T, 1, H] -> logits fp32 [T, 1, E]."""
         assert self.bias is None and self.config.moe_router_dtype == "fp32"

@@ -40,7 +40,7 @@ _After = Callable[[int, Shard, _Output], tuple[Tensor, Tensor, Any]]  # (loss, t
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OldPolicy:
-    """One mini-batch under the weights before a rollout's first optimizer step."""
+    """Log-probabilities and routes of one mini-batch under the weights before a rollout's first optimizer step."""
 
     logprobs: Sequence[Tensor]  # [T] fp32 per micro-batch: of labels with loss, 0 elsewhere
     routes: Sequence[OwnRoutes] | None  # per micro-batch, of this rank's rows and layers: what r2 replays
@@ -81,7 +81,7 @@ class Step:
         forward_only: bool = False,
         refs: Sequence[Tensor] | None = None,
     ) -> dict[str, float]:
-        """`stats` as numbers."""
+        """As `stats`, with each statistic as a number."""
         return values(self.stats(batches, loss_tokens, forward_only=forward_only, refs=refs))
 
     def stats(

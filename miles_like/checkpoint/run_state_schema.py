@@ -141,7 +141,8 @@ PARTS: Mapping[str, type[BaseModel]] = {
 
 
 class RunStateKeys(TypedDict):
-    """What `RunStateFile` describes, as parsed JSON: a part's state is the component's own."""
+    """The keys of run_state.json as parsed JSON (`RunStateFile`). The state of each component is checked by that
+    component."""
 
     step: int
     weight_version: int

@@ -86,7 +86,7 @@ def _one(options: argparse.Namespace) -> ExecutedRank:
 class Ranks:
     """The ranks of one role of a run. where: a directory for the config.json that they read.
 
-    Raises ValueError for a configuration that cannot be read, a run without GPUs' layout, or one without such ranks.
+    Raises ValueError for a configuration that cannot be read, a run without GPUs, and a run without ranks of that role.
     """
 
     def __init__(self, path: Path, where: Path, overrides: Sequence[str] = (), *, role: str = "trainer") -> None:

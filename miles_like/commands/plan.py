@@ -1,5 +1,4 @@
-"""`miles-like plan`: what a run needs of its devices, hosts and disks, and how long a step takes, before any of them is
-there."""
+"""`miles-like plan`: memory, disk and step time that a run needs, computed without its devices."""
 
 from __future__ import annotations
 

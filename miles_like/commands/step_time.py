@@ -25,7 +25,7 @@ from quant.spec import QuantFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the command's options say about a run's data. None: shares of the configuration's limits."""
+    """The command's options about a run's data; None: a share of the configuration's limits (`Facts`)."""
 
     prompt: float | None
     response: float | None

@@ -59,7 +59,7 @@ class Nodes(Protocol):
 
 
 class ThisMachine:
-    """`Nodes` of this process alone. ray_gpus: as that of `Nodes`, of a Ray on this machine."""
+    """`Nodes` of this machine alone. ray_gpus: as that of `Nodes`, of a Ray on this machine."""
 
     racks: Sequence[str | None] = ()
     object_store: Sequence[int] = ()
@@ -76,7 +76,7 @@ class ThisMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """Everything that was found."""
+    """All measurements and findings."""
 
     findings: tuple[Finding, ...]
     reports: Mapping[str, NodeReport] = field(default_factory=dict)  # by node
@@ -89,7 +89,8 @@ class Examination:
 
 
 def examiner_of(needs: Needs, *, brief: bool = False) -> Examiner:
-    """brief: without disks, which the run's other checks cover, and without GPUs of a run that uses none."""
+    """The examiner of each node. brief: without disks, which a run's other checks cover, and without GPUs of a run that
+    uses none."""
     paths, gpus = (() if brief else needs.paths), not brief or bool(needs.gpus_per_node)
     return Examiner(engine=needs.engine, paths=paths, gpus=gpus, network=needs.network)
 

@@ -1,4 +1,4 @@
-"""What a check found, and what a run needs."""
+"""`Finding`, one row of the doctor's table, and `Needs`, the numbers of a run that nodes are checked against."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def no_variables(interface: str | None) -> Mapping[str, str]:
 class Finding:
     """One row of the table.
 
-    where: the nodes, or the pair, that it is about. found: the value. text: for WRONG the fault and the remedy, for
-    NOT_CHECKED the reason, for OK a remark, or empty.
+    where: labels of the nodes, or of the pair of nodes. found: the measured value. text: for WRONG the fault and the
+    remedy, for NOT_CHECKED the reason, for OK a remark, or empty.
     """
 
     check: str
@@ -37,7 +37,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """A run's numbers; None and empty: of no run, so that nothing is held to them."""
+    """The numbers of a run that nodes are checked against. A field that is None or empty is not checked, as all are
+    without a run."""
 
     nodes: int | None = None
     gpus_per_node: int | None = None
@@ -64,7 +65,7 @@ class Needs:
 
 
 def by_value(check: str, values: Mapping[str, str]) -> list[Finding]:
-    """One row for each value, with the nodes that have it."""
+    """One row for each distinct value, with the nodes that have it."""
     return [
         Finding(check=check, where=tuple(node for node, v in values.items() if v == value), found=value)
         for value in dict.fromkeys(values.values())
@@ -72,7 +73,8 @@ def by_value(check: str, values: Mapping[str, str]) -> list[Finding]:
 
 
 def one_row(check: str, values: Mapping[str, str], wrong: Mapping[str, str]) -> list[Finding]:
-    """A row for each value of the nodes without fault, and one for each node in `wrong`, node -> fault and remedy."""
+    """One row for each distinct value of the nodes without a fault, and one for each node in `wrong`, which maps a node
+    to its fault and remedy."""
     out = by_value(check, {node: value for node, value in values.items() if node not in wrong})
     return out + [
         Finding(check=check, where=(node,), found=values.get(node, ""), outcome=Outcome.WRONG, text=text)

@@ -1,4 +1,4 @@
-"""GPUs, memory, limits, ports and disks of nodes, held to each other and to a run's needs."""
+"""Checks of GPUs, memory, limits, ports and disks of nodes, against each other and against a run's needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that answer, their clocks, their names, and messages between pairs of them."""
+"""Checks of nodes that answer, of their clocks and names, and of messages between pairs of them."""
 
 from __future__ import annotations
 

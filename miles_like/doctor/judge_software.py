@@ -1,4 +1,4 @@
-"""Versions: equal on all nodes, and fit for each other by their own metadata and by the table of this module."""
+"""Checks of versions: equal on all nodes, and compatible by their own metadata and by the table of this module."""
 
 from __future__ import annotations
 

@@ -153,5 +153,5 @@ def servers_of(shape: ModelShape, gpus: int, width: int, fractions: tuple[float,
 
 
 def merged(*changes: Mapping[str, object]) -> dict[str, object]:
-    """One change of all keys."""
+    """One change with the keys of all given ones."""
     return {key: value for change in changes for key, value in change.items()}

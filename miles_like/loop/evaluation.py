@@ -26,6 +26,8 @@ from rollout.seeds import seed_of
 
 
 class Examined(RolloutEngine, Protocol):
+    """A RolloutEngine whose prefix cache can be emptied."""
+
     async def flush_cache(self) -> None:
         """Drops all cached keys and values."""
 

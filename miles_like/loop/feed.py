@@ -57,7 +57,8 @@ class Feed:
 
     async def settle(self) -> None:
         """Where groups are sampled step by step, waits until the samples that a full step discarded have ended, so that
-        their abort does not reach an evaluation. Outside of `sampling` there are none."""
+        their abort does not reach an evaluation. Outside of `sampling` no sample is in flight, and it returns at
+        once."""
         if not self.producer.in_steps or self._sampling is None or self._sampling.cancelled():
             return
         settling = asyncio.create_task(self.producer.settle())

@@ -37,8 +37,8 @@ class NodeServices:
     def __init__(
         self, factory: Callable[[], Any], environment: Mapping[str, str], nodes: Sequence[Node] | None = None
     ) -> None:
-        """environment: variables of the processes, which otherwise have those of the node's Ray. nodes: None: all that
-        live."""
+        """environment: variables of the processes, which otherwise have those of the node's Ray. nodes: None: every
+        living node."""
         everything = nodes is None
         nodes = living_nodes() if nodes is None else nodes
         every = ray.nodes()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Finds out whether a node sees a directory of the driver: by a file that the driver writes or knows there."""
+"""Determines whether a node sees a directory of the driver, by a file in it that the driver has written or listed."""
 
 from __future__ import annotations
 

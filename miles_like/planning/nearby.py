@@ -28,7 +28,7 @@ Change = Mapping[str, object]  # section.key -> value
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What limits the layouts of a model."""
+    """What restricts the layouts of a model."""
 
     layers: int
     experts: int  # of a layer; 0: none

@@ -1,4 +1,4 @@
-"""The plan of a run: what each kind of GPU, a node's memory and its disk have to hold, and whether they can."""
+"""The plan of a run: bytes that each kind of GPU, a node's memory and its disk must hold, and whether they can."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from miles_like.planning.memory.parts import PARTS, PHASES, Bytes, Phase, gib, t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """GPUs that hold the same: those of one pipeline stage, or those of servers alone."""
+    """A set of GPUs that hold the same: those of one pipeline stage, or those of servers alone."""
 
     role: str  # "trainer", "critic", "reference" or "rollout"; colocated processes are in the trainer's row
     stage: int
@@ -39,7 +39,8 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan:
-    """Host memory of the node with most of it. Page cache, of staged files too, is not counted: it gives way."""
+    """Host memory of the node that needs most. Page cache, also of staged files, is not counted, because the kernel
+    frees it when memory is needed."""
 
     node: int
     parts: Mapping[str, int]
@@ -148,5 +149,5 @@ def described(parts: Bytes) -> str:
 
 
 def phases_of(stage: StagePlan) -> list[Phase]:
-    """Those that the GPUs have, in order."""
+    """The phases that these GPUs go through, in order."""
     return [phase for phase in PHASES if phase in stage.phases]

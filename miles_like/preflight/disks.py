@@ -1,4 +1,4 @@
-"""Bytes that a run's stages will write, by directory, held to the free space of the disks."""
+"""Bytes that a run's stages will write, by directory, checked against the free space of the disks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class DiskNeed:
     by_node: tuple[int, ...] = ()  # bytes of each node, unless `on` is "here"
 
     def of_node(self, node: int, held: int) -> DiskNeed:
-        """What one node, which has `held` bytes of it, needs still; a node that the run does not use needs nothing."""
+        """The need of node number `node`, which has `held` bytes of the stage's output already; 0 bytes for a node that
+        the run does not use."""
         return replace(self, bytes=max(0, self.by_node[node] - held) if node < len(self.by_node) else 0)
 
 

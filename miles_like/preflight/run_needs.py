@@ -1,4 +1,4 @@
-"""A run's numbers, to which the nodes are held."""
+"""The numbers of a run that its nodes are checked against."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MADE = "the ranks that make a checkpoint ([model.make], a teacher's make) load w
 
 
 def run_needs(config: RunConfig, run_dir: Path | None = None) -> Needs:
-    """Torch-free. run_dir: None: not known, and not examined."""
+    """The numbers of the run with this configuration; imports no torch. run_dir: None: not known, and not examined."""
     c, servers = config.cluster, config.servers
     te = ("transformer-engine", "transformer-engine-torch") if config.kernels.spec == "te" else ()
     flex = ("deep-ep",) if config.kernels.dispatcher == "flex" else ()
@@ -46,7 +46,8 @@ def run_needs(config: RunConfig, run_dir: Path | None = None) -> Needs:
 
 
 def run_dir_needs(config: RunConfig, plan: PlacementPlan) -> dict[int, str]:
-    """Node of the plan that must see the run directory of the machine that starts the run -> why it must."""
+    """Nodes that must see the run directory of the machine that starts the run: number of the node in the plan -> the
+    reason."""
     published = plan.of("rollout") if config.publish.path == "disk" else ()
     return {s.node: PUBLISHED for s in published} | {
         s.node: CHECKPOINTS for s in (*plan.of("trainer"), *plan.critics())
@@ -54,7 +55,8 @@ def run_dir_needs(config: RunConfig, plan: PlacementPlan) -> dict[int, str]:
 
 
 def cache_needs(config: RunConfig, plan: PlacementPlan) -> dict[int, str]:
-    """The same of the directory of the stages' outputs; other nodes copy what they need of it."""
+    """Nodes that must see the cache directory of the machine that starts the run: number of the node in the plan -> the
+    reason. A node that is not listed copies the files that it needs."""
     teachers = config.distillation.teachers.values()
     makes = config.model.make is not None or any(isinstance(t.part, MadeServer) for t in teachers)
     return {s.node: MADE for s in plan.of("trainer")} if makes else {}

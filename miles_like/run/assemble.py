@@ -272,7 +272,8 @@ def _describe_environments(config: RunConfig) -> list[str]:
 
 
 def describe_placement(config: RunConfig, plan: PlacementPlan) -> list[str]:
-    """One line for each node, after one about GPUs of both sides. Nodes are numbered in the order of the run."""
+    """One line about the GPUs that trainer and servers share, then one line for each node. Nodes are numbered in the
+    order of the run."""
     both, used = plan.shared_gpus, {(s.node, gpu) for s in plan.slots for gpu in s.gpus}
     lines = [f"GPUs: {len(used)} used, {len(both)} of them by trainer and rollout in turns"] if used else []
     beside = config.algorithm.has_critic and not plan.of("critic")

@@ -17,6 +17,8 @@ WORK = ("experience", "train", "publish", "save")  # in which the trainer is not
 
 
 class Seconds(TypedDict):
+    """Statistics of the seconds of a step."""
+
     mean: float
     median: float
     p90: float
@@ -81,13 +83,13 @@ class SimulationFigures(TypedDict):
 
 
 def warm_steps(steps: int, max_staleness: int) -> int:
-    """Steps that are not counted: the loop is as far ahead as it may be by then."""
+    """Number of first steps that are not counted: after them the loop is as far ahead as it can be."""
     return max(min(1 + max_staleness, steps - 1), 0)
 
 
 def figures_of(outcome: Outcome, warm: int | None = None) -> SimulationFigures:
-    """warm: steps that are not counted, at least 1; None: `warm_steps`. Raises ValueError for a run of fewer than two
-    steps, between which there is nothing, or in no time."""
+    """The figures of a run. warm: steps that are not counted, at least 1; None: `warm_steps`. Raises ValueError for a
+    run of fewer than two counted steps, and for one that takes no time."""
     rows, settings = outcome.state.rows, outcome.settings
     if rows and not outcome.wall_s:
         raise ValueError("every time of the simulation is 0: set simulation.engine.step_s or simulation.train.fixed_s")

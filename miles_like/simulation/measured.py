@@ -1,4 +1,4 @@
-"""What a run measured, in the figures of a simulation."""
+"""The figures of a measured run, in the form of a simulation's figures."""
 
 from __future__ import annotations
 

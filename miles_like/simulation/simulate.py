@@ -1,4 +1,4 @@
-"""A simulated run: its lives between faults, and what it leaves.
+"""Simulates a run: its attempts between faults, and its result.
 
 A fault ends the run at once. It resumes from its last complete checkpoint, as docs/resume.md describes: what was
 sampled and trained since is lost, and the time passes.
@@ -25,7 +25,7 @@ STUCK = 100  # lives in a row that end at the checkpoint that they began with
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a simulated run leaves. generated: tokens that the servers sampled, those of lost steps too."""
+    """The result of a simulated run. generated: tokens that the servers sampled, including those of lost steps."""
 
     settings: LoopSettings
     assumed: Assumptions
@@ -42,8 +42,8 @@ class Outcome:
 
 
 def simulate(settings: LoopSettings, assumed: Assumptions, answers: AnswerSource) -> Outcome:
-    """The same arguments give the same outcome. Raises RuntimeError for a run that cannot fill a step, or that does not
-    reach its next checkpoint between two faults."""
+    """Simulate a run; the same arguments give the same outcome. Raises RuntimeError for a run that cannot fill a step,
+    or that does not reach its next checkpoint between two faults."""
     return run_virtual(_history(settings, assumed, answers))
 
 

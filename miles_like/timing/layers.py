@@ -29,7 +29,7 @@ ATTENTION_BACKWARD = 2.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSetup:
-    """What a layer's time depends on besides the model and the tokens."""
+    """Settings that determine a layer's time, in addition to the model's shape and the number of tokens."""
 
     device: Device
     parallel: ParallelConfig

@@ -1,4 +1,4 @@
-"""A run's configuration as the setup of its step time."""
+"""Converts a run's configuration into the setup whose step time is predicted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ _SCALE_BITS = {  # of one scale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a configuration does not say. None: the shares above, of the configuration's limits."""
+    """Facts about a run that its configuration does not contain. Lengths that are None are assumed: PROMPT_SHARE and
+    RESPONSE_SHARE of the configuration's limits."""
 
     device: Device
     prompt: float | None = None
@@ -56,7 +57,7 @@ class Facts:
 
 
 def element_bytes(spec: QuantSpec | None) -> float:
-    """Of a quantized element with its share of a scale; 2 for BF16."""
+    """Bytes of one weight stored as `spec`, including its share of a scale; 2 for BF16."""
     if spec is None or spec.format is QuantFormat.BF16:
         return 2.0
     bits = 4 if spec.format in FOUR_BIT else 8
@@ -86,7 +87,7 @@ def step_setup(run: RunConfig, hf: HFConfig, facts: Facts) -> StepSetup:
 
 
 def workload(run: RunConfig, facts: Facts) -> Workload:
-    """The samples of a step."""
+    """The number and lengths of the samples of a step."""
     limit = run.rollout.longest_answer
     responses = facts.responses or lengths_with_mean(max(1.0, RESPONSE_SHARE * limit), limit)
     prompt = PROMPT_SHARE * run.data.max_prompt_tokens if facts.prompt is None else facts.prompt
@@ -100,7 +101,7 @@ def workload(run: RunConfig, facts: Facts) -> Workload:
 
 
 def engine_setup(run: RunConfig, hf: HFConfig, facts: Facts) -> EngineSetup:
-    """The rollout's servers, with the flags that stock SGLang gets."""
+    """The setup of the rollout's servers, from the flags that stock SGLang gets."""
     flags, spec = run.rollout.sglang, served_spec(run.precision, hf)
     quantized = element_bytes(spec)
     experts_only = spec is not None and not spec.covers("model.layers.0.self_attn.o_proj.weight", (128, 128))
@@ -124,7 +125,7 @@ def engine_setup(run: RunConfig, hf: HFConfig, facts: Facts) -> EngineSetup:
 
 
 def layer_setup(trainer: TrainerConfig, hf: HFConfig, facts: Facts) -> LayerSetup:
-    """What a layer of a trainer rank depends on."""
+    """The setup of a trainer rank's layers."""
     device = facts.device
     keywords = family_of(hf).transformer_config(hf) | {"moe_grouped_gemm": trainer.kernels.grouped_gemm}
     chosen = recompute_settings(trainer, keywords).get("recompute_modules") or ()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """`terms`: name -> seconds. They add up: what overlaps is not counted twice, the excess of the longer is a term."""
+    """`terms`: name -> seconds, whose sum is the phase's. Where two terms overlap, only the excess of the longer is a
+    term."""
 
     terms: Mapping[str, float]
 
@@ -29,7 +30,7 @@ NOTHING = Phase({})
 
 
 def together(phases: Iterable[Phase]) -> Phase:
-    """One after the other, term by term."""
+    """The phases one after the other: the sum of each term."""
     total: dict[str, float] = {}
     for phase in phases:
         for name, value in phase.terms.items():

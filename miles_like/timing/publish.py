@@ -41,18 +41,18 @@ class PublishSetup:
 
 
 def served_bytes(shape: ModelShape, engine: EngineSetup) -> float:
-    """Of the model as it is published: experts, other linears, and embedding and head in BF16."""
+    """Bytes of the model as it is published: experts, other linears, and embedding and head in BF16."""
     linears = shape.others - shape.embeddings
     return engine.expert_bytes * shape.routed + engine.weight_bytes * linears + BF16 * shape.embeddings
 
 
 def tensors(shape: ModelShape) -> float:
-    """Of a checkpoint, roughly: three of an expert, and ten of a layer otherwise."""
+    """Approximate number of tensors of a checkpoint: three per expert, and ten per layer otherwise."""
     return 3.0 * shape.sparse * shape.experts + 10.0 * shape.layers
 
 
 def publish_time(shape: ModelShape, setup: PublishSetup) -> Phase:
-    """One publication to all servers."""
+    """Seconds of one publication to all servers, by term."""
     encoded, full = served_bytes(shape, setup.engine), BF16 * shape.parameters
     everyone = group_of(setup.ranks, 1, setup.device)
     gather = full / ring_rate(everyone, setup.device) if setup.ranks > 1 else 0.0

@@ -15,7 +15,8 @@ _SEGMENTS = 48  # of a rollout, between which the batch is constant
 
 
 def mean_context(load: Workload) -> float:
-    """Tokens of context of a request caught at a random step: its prompt and E[L^2] / (2 E[L]) of its response."""
+    """Mean tokens of context of a running request at a random step: its prompt and E[L^2] / (2 E[L]) of its
+    response."""
     lengths = load.responses.knots
     return load.prompt + sum(x * x for x in lengths) / (2 * sum(lengths))
 
@@ -26,7 +27,7 @@ def running_limit(engine: EngineSetup, load: Workload) -> float:
 
 
 def rollout_time(shape: ModelShape, engine: EngineSetup, load: Workload) -> Phase:
-    """Until the last response of the step has ended, with nothing else to sample: the slowest server has the longest
+    """Seconds until the last response of the step has ended, with no other requests: the slowest server has the longest
     response of all."""
     requests = max(1, math.ceil(load.samples / engine.servers))
     lengths = load.responses.of_n(requests)

@@ -1,4 +1,4 @@
-"""Seconds of one step of the loop, and what decides them."""
+"""Predicted seconds of one step of the loop, and the phase and term that determine them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Overlap = Literal["none", "beside", "partial"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSetup:
-    """`seconds` of one score, of which `at_once` are computed at a time, while other samples are still sampled."""
+    """`seconds` of one score; `at_once` scores are computed concurrently, while other samples are still being
+    sampled."""
 
     seconds: float = 0.0
     at_once: int = 1
@@ -79,7 +80,7 @@ class StepTime:
 
     @property
     def sampling(self) -> float:
-        """Until the last reward is there."""
+        """Seconds from the start of sampling until the step's last reward is computed."""
         return self.rollout.seconds + self.reward.seconds
 
     @property
@@ -94,7 +95,7 @@ class StepTime:
 
     @property
     def decides(self) -> str:
-        """The longest phase that the step waits for, and its longest term: "rollout: experts"."""
+        """Names of the longest phase that the step waits for and of its longest term: "rollout: experts"."""
         waited = self.phases
         if self.overlap == "beside":
             hidden = ("passes", "train") if self.sampling > self.training else ("rollout", "reward")
@@ -121,7 +122,7 @@ class StepTime:
 
     @property
     def train_mfu(self) -> float:
-        """Of the trainer alone, while it trains."""
+        """Model FLOPs utilization of the trainer in its training passes, as a share of the BF16 peak."""
         return self.model_flops / self.train.seconds / self.peak
 
 
@@ -163,7 +164,8 @@ def _turns(shape: ModelShape, setup: StepSetup) -> Phase:
 
 
 def overlap_of(setup: StepSetup) -> Overlap:
-    """With staleness 0 the loop is synchronous wherever its sides are."""
+    """How sampling and training overlap: not at all without staleness; else "partial" where both sides share devices,
+    "beside" on separate devices."""
     if not setup.staleness:
         return "none"
     return "partial" if setup.colocated else "beside"

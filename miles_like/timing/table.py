@@ -20,7 +20,7 @@ _BESIDE = {
 
 
 def print_step(console: Console, time: StepTime, setup: StepSetup) -> None:
-    """Seconds by phase with the longest terms, then what they give and assume."""
+    """Print seconds by phase with the longest terms, then the rates that follow from them and the assumptions."""
     table = Table(title="Predicted seconds of a step, by phase", title_justify="left", box=box.SIMPLE)
     for name in ("phase", "s", "share", "decided by", "terms"):
         table.add_column(name, justify="right" if name in ("s", "share") else "left")

@@ -70,7 +70,7 @@ class Stage:
 
 @dataclass(slots=True)
 class Memo:
-    """What layouts of one model on one device type have in common, for a search over many of them."""
+    """Intermediate results that layouts of one model on one device type share, for a search over many of them."""
 
     layers: dict[tuple[object, ...], LayerTime] = field(default_factory=dict)
     packs: dict[tuple[object, ...], Packs] = field(default_factory=dict)
@@ -193,7 +193,7 @@ def _head(shape: ModelShape, setup: TrainSetup, tokens: float) -> float:
 
 
 def train_time(shape: ModelShape, setup: TrainSetup, load: Workload, memo: Memo | None = None) -> Phase:
-    """All optimizer steps of one rollout. memo: of other layouts of this model, device and load."""
+    """Seconds of all optimizer steps of one rollout, by term. memo: of other layouts of this model, device and load."""
     memo = memo or Memo()
     p = setup.parallel
     packs = _packs(load, setup.pack_tokens, p, memo)
@@ -286,7 +286,7 @@ def _optimizer(shape: ModelShape, setup: TrainSetup, memo: Memo) -> dict[str, fl
 
 
 def passes_time(shape: ModelShape, setup: TrainSetup, load: Workload, memo: Memo | None = None) -> Phase:
-    """The forward passes before training, with the traffic of weights that are swapped in."""
+    """Seconds of the forward passes before training, including the copies of weights that are swapped in."""
     if not setup.passes:
         return NOTHING
     p, device = setup.parallel, setup.layer.device

@@ -1,4 +1,4 @@
-"""What a step samples and trains: groups, samples, and the distribution of their lengths."""
+"""The samples of a step and the distribution of their lengths in tokens."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Lengths:
         return self.knots[-1]
 
     def of_n(self, n: int) -> list[float]:
-        """The lengths of n typical responses, ascending, with the distribution's mean: the i-th is the mean of the
-        i-th n-th of it."""
+        """n lengths that represent the distribution, ascending: it is cut into n parts of equal probability, and the
+        i-th length is the mean of the i-th part. Their mean is the distribution's."""
         size, sums = len(self.knots), [0.0, *accumulate(self.knots)]
 
         def below(p: float) -> float:
@@ -38,8 +38,8 @@ class Lengths:
         return [n / size * (below((i + 1) / n) - below(i / n)) for i in range(n)]
 
     def expected_longest(self, n: int) -> float:
-        """The mean of the longest of n responses: the sum over knots of the length times the probability that the
-        longest falls on it."""
+        """The expected length of the longest of n responses: the sum over knots of the length times the probability
+        that the longest falls on it."""
         size = len(self.knots)
         return sum(x * (((i + 1) / size) ** n - (i / size) ** n) for i, x in enumerate(self.knots))
 
@@ -83,7 +83,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Of prompts and responses, that the trainer computes."""
+        """Tokens of the step's prompts and responses together, which the trainer computes."""
         return self.samples * (self.prompt + self.responses.mean)
 
     @property

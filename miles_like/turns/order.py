@@ -34,6 +34,8 @@ AFTER_WEIGHTS = (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)  # resumed once the w
 
 
 class Side(Enum):
+    """The two sides, of which one has the turn."""
+
     SERVERS = "servers"
     TRAINER = "trainer"
 

@@ -70,7 +70,7 @@ class Sampling:
 
 @dataclass(slots=True, kw_only=True)
 class TurnFeed(Feed):
-    """A Feed whose step waits for samples in the servers' turn: nothing else would bring it about."""
+    """A Feed whose step gives the servers the turn before it waits for samples, because nothing else would."""
 
     turns: Turns
 
@@ -82,7 +82,7 @@ class TurnFeed(Feed):
 
 
 class TurnClient(SGLangClient):
-    """A client that waits for the servers' turn, or brings it about, before each request that needs their memory."""
+    """A client that, before each request that needs the servers' memory, gives the servers the turn or waits for it."""
 
     def __init__(self, url: str, *, turns: Turns, **options: Any) -> None:
         super().__init__(url, **options)

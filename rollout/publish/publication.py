@@ -45,9 +45,11 @@ class Sent(NamedTuple):
 def publish_stream(
     weights: Iterable[NamedTensor], *, version: int, send: Callable[[Iterator[NamedTensor]], Sent] | None
 ) -> PublishReport:
-    """Call `send` (None on all ranks but one) with the stream, then exhaust the stream, also after an error.
+    """Call `send` with the stream on the sending rank (None on the others), then exhaust the stream, also after an
+    error.
 
-    Producing a tensor is a collective of all trainer ranks: a rank that stopped early would block the others.
+    Producing a tensor is a collective of all trainer ranks: a rank that stopped early would block the others. Raises
+    what `send` raises.
     """
     began = time.perf_counter()
     stream = iter(weights)

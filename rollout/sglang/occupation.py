@@ -19,7 +19,7 @@ from rollout.wire.bodies import MemoryTag
 
 
 class Occupation:
-    """The memory of one server, as the requests that were sent to it leave it."""
+    """The memory of one server as it is after the requests that were sent."""
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -1,4 +1,4 @@
-"""What a starting server does, as its log tells.
+"""The phases of a starting server, read from its log.
 
 The marks of a stock server are its log messages in SGLang 0.5.23; tests/sglang_cpu holds them to its source files. The
 embedded engine writes the marks of its phases itself.
@@ -18,7 +18,8 @@ Limit = Literal["start", "load", "warmup"]
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """words: follow "server N is". marks: parts of log lines, each of which begins the phase."""
+    """One phase. words: text that follows "server N is" in messages. marks: parts of log lines, each of which begins
+    the phase."""
 
     words: str
     limit: Limit

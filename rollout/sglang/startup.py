@@ -39,7 +39,7 @@ _LOOK_S = 5.0  # at most counted between two looks: a driver that builds its tra
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """phase: what it does. failure: why it failed, at `failed_at` in seconds since the epoch."""
+    """phase: the current phase. failure: why the start failed, at `failed_at` in seconds since the epoch."""
 
     url: str
     phase: str
@@ -49,7 +49,7 @@ class Progress:
 
 
 class Startup:
-    """The start of one server or part, which `poll` advances. `handle` is of the process, which `poll` may replace."""
+    """The start of one server or part of one. `poll` advances it, and may replace the process of `handle`."""
 
     def __init__(self, launch: ServerLaunch) -> None:
         """Starts the process. Raises ValueError for a port in use, and for a format that the engine does not serve."""
@@ -75,7 +75,8 @@ class Startup:
         self._seen = time.monotonic()
 
     def settle(self) -> None:
-        """From now on `poll` looks at the process alone: the server answers, on the part's node or on its first."""
+        """Call when the server answers, on the part's node or on its first: from now on `poll` checks only whether the
+        process lives."""
         self._up = True
         self.handle.answered()
         self._http.close()

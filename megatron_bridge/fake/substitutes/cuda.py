@@ -1,5 +1,5 @@
-"""A process for a fake CUDA rank on a build of torch for CPUs: megatron-core as a CUDA rank imports it, and calls of
-torch.cuda that need a driver.
+"""Prepares a process for a fake CUDA rank on a build of torch for CPUs: megatron-core is imported as on a CUDA rank,
+and calls of torch.cuda that need a driver are replaced.
 
 `Tensor.is_cuda`, device arguments, pinned memory and copies between host and device are those of fake tensors
 (tensors.py); only calls that this build refuses are replaced.
@@ -40,7 +40,7 @@ def _unpinned(stock: Any) -> Any:
 
 
 def cuda_substitutes() -> tuple[Substitute, ...]:
-    """What stands for CUDA while a rank is executed."""
+    """Replacements of CUDA's calls while a rank is executed."""
     driver, stream = "needs a driver", "streams"
     return (
         Substitute("torch.cuda", "current_device", driver, _current_device),
@@ -78,10 +78,10 @@ def cuda_substitutes() -> tuple[Substitute, ...]:
 
 
 def init_fake_cuda() -> DeviceEnv:
-    """As `init_device` on a CUDA rank without TransformerEngine, whose modules megatron's local ones stand for. Call it
-    before the first import of megatron, in a process for fake CUDA ranks only.
+    """As `init_device` on a CUDA rank without TransformerEngine, whose modules are replaced by megatron's local ones.
+    Call it before the first import of megatron, in a process for fake CUDA ranks only.
 
-    Raises ValueError when megatron was imported before, for then it is that of CPU ranks.
+    Raises ValueError when megatron was imported before, because it is then set up for CPU ranks.
     """
     env = DeviceEnv(CUDA, "nccl")
     if getattr(device_module.init_device, "fake", None) == env:

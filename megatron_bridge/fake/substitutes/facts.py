@@ -1,4 +1,5 @@
-"""What a rank is given in place of numbers: the samples of a pack, and how tokens are spread over experts."""
+"""Inputs of a rank that is executed on fake tensors: lengths of a pack's samples, and how tokens are spread over
+experts."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Balance:
 
 
 def even(total: int, parts: int) -> list[int]:
-    """`total` in `parts` as equal as whole numbers are."""
+    """`total` divided into `parts` whole numbers that differ by at most 1, the larger ones first."""
     share, more = divmod(total, parts)
     return [share + (i < more) for i in range(parts)]
 
@@ -57,7 +58,7 @@ class Pack:
 
     @property
     def causal_pairs(self) -> float:
-        """Pairs of a query and a key that it attends."""
+        """Number of pairs of a query and a key that it attends to."""
         return sum(n * (n + 1) / 2 for n in self.lengths)
 
 
@@ -92,8 +93,9 @@ Parts = dict[str, int]  # bytes by part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRun:
-    """What is executed. micro_batches: of the step; pack: each of them, over all context-parallel ranks; imbalance:
-    tokens that this rank's experts get, in units of the mean; colocated: trainer and engine share the device."""
+    """The execution of one rank. micro_batches: of the step; pack: each of them, over all context-parallel ranks;
+    imbalance: tokens that this rank's experts get, in units of the mean; colocated: trainer and engine share the
+    device."""
 
     config: TrainerConfig
     rank: int
@@ -106,7 +108,7 @@ class RankRun:
 
 @dataclass(slots=True)
 class RankCounts:
-    """What an execution counts; see records.ExecutedRank."""
+    """Counts of an execution; records.ExecutedRank describes the fields."""
 
     stage: int = 0
     parameters: int = 0

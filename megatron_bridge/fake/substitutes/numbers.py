@@ -1,4 +1,4 @@
-"""Substitutes for what only the values of a step tell: its micro-batches, its statistics, random states.
+"""Replacements of functions whose results depend on the values of tensors: micro-batches, statistics, random states.
 
 A micro-batch is cut for the rank by the trainer's own code, on real tensors; the model then gets fake ones of the same
 shapes.
@@ -40,7 +40,7 @@ class StepFacts:
 
 
 class PolicyGradient:
-    """-log p * advantage, the least that a loss function of the trainer computes."""
+    """-log p * advantage, the simplest loss function that a trainer computes."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         return -inputs.logprobs * inputs.advantages, {}
@@ -49,8 +49,8 @@ class PolicyGradient:
 def micro_batch(
     pack: Pack, *, number: int, vocab: int, layers: tuple[int, ...], experts: int, top_k: int
 ) -> MicroBatch:
-    """Real tensors of a pack. layers: the model's MoE layers, whose routes use every expert alike; none for no
-    routes."""
+    """A micro-batch of real tensors with the lengths of `pack`. layers: the model's MoE layers, whose routes use every
+    expert equally often; (): no routes."""
     lengths = torch.tensor(pack.lengths)
     ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
     positions = torch.cat([torch.arange(n) for n in pack.lengths])
@@ -75,7 +75,7 @@ def micro_batch(
 
 
 def number_substitutes(mode: RankMode, facts: StepFacts) -> tuple[Substitute, ...]:
-    """For one rank that is executed."""
+    """The replacements for one executed rank."""
     samples, statistics, random = "real samples", "statistics", "random states"
     return (
         Substitute(f"{_STEP}:Step", "_shards", samples, outside),

@@ -1,4 +1,4 @@
-"""Substitutes for what only the values of a routing map tell: how many tokens go where.
+"""Replacements of functions whose results depend on the values of a routing map: the numbers of tokens that are sent.
 
 The dispatchers and their permutations are megatron's; only counts are given to them. DeepEP's and HybridEP's kernels,
 which no CPU machine has, are replaced by functions that allocate what those return and keep.
@@ -24,7 +24,7 @@ _counts = outside(lambda values: torch.tensor(values, dtype=torch.int64))
 
 
 def routing_substitutes(mode: RankMode, balance: Balance) -> tuple[Substitute, ...]:
-    """For all three dispatchers of megatron."""
+    """Replacements for all three dispatchers of megatron."""
     to_all, gather, deepep = (
         f"{_DISPATCHER}:{name}"
         for name in ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher", "_DeepepManager")

@@ -1,7 +1,7 @@
-"""What stands for kernels: functions that allocate what a kernel returns, and keep what it keeps for backward.
+"""Replacements of kernels: functions that allocate what a kernel returns, and keep what it keeps for backward.
 
-On fake CUDA ranks megatron's local modules stand for TransformerEngine's, which have the same parameters: its linears
-and norms keep the same inputs, its grouped linear pads nothing in BF16, its norms and rotary embeddings have no
+On fake CUDA ranks megatron's local modules replace TransformerEngine's, which have the same parameters: its linears and
+norms keep the same inputs, its grouped linear pads nothing in BF16, its norms and rotary embeddings have no
 temporaries, its attention is a flash kernel.
 
 Letters: T packed tokens, c of them on this context-parallel rank, h heads, g key/value heads, d query/key and v value
@@ -133,7 +133,7 @@ def cpu_substitutes(mode: RankMode, counter: CoreAttention) -> tuple[Substitute,
 def cuda_substitutes_of(
     mode: RankMode, counter: CoreAttention, kernels: KernelsConfig, *, te: bool
 ) -> tuple[Substitute, ...]:
-    """Kernels of a CUDA rank. te: its modules are TransformerEngine's."""
+    """Replacements of a CUDA rank's kernels. te: the rank's modules are TransformerEngine's."""
     attention = Substitute(f"{_LOCAL}:SDPACoreAttention", "forward", "flash attention", lambda _: _flash(counter))
     rope = Substitute(_LOCAL, "apply_packed_rope", "rotary kernel", lambda _: _rope)
     if not te:
@@ -166,7 +166,7 @@ def _checked(config: TrainerConfig) -> None:
 
 
 def without_te(resolved: Resolved) -> Resolved:
-    """Settings of a TransformerEngine rank -> those of the local modules that stand for it."""
+    """The settings of the local modules that replace those of a TransformerEngine rank."""
     transformer = resolved.transformer.copy()
     transformer["apply_rope_fusion"] = False
     if "moe_grouped_gemm" in transformer:
@@ -189,7 +189,7 @@ def resolve_substitute() -> Substitute:
 
 def resolved_rank(config: TrainerConfig, hf: Any, *, cuda: bool) -> Resolved:
     """The settings that a rank is executed with: those of a machine with TransformerEngine and GPUs that support every
-    recipe, built of local modules. Raises ValueError as `resolve`, and for modules that nothing stands for."""
+    recipe, built of local modules. Raises ValueError as `resolve`, and for modules without a replacement."""
     resolved = resolve(config, hf, cuda=cuda, te=cuda)
     if cuda:
         _checked(config)

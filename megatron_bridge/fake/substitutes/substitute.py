@@ -1,4 +1,4 @@
-"""Replacements of functions for as long as a rank is executed, each with a name that its record lists."""
+"""Temporary replacements of functions while a rank is executed, each with a name that the rank's record lists."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ class Substitute:
 
     @property
     def label(self) -> str:
-        """As the record lists it."""
+        """The replacement's name in the record."""
         return f"{self.owner.replace(':', '.')}.{self.name}: {self.reason}"
 
 
 @contextmanager
 def substituted(table: Iterable[Substitute]) -> Iterator[list[str]]:
-    """The labels of `table`, which is in force inside. Raises AttributeError for a target that is gone."""
+    """Context in which the replacements of `table` are installed; yields their labels. Raises AttributeError for a
+    target that does not exist."""
     undo: list[tuple[Any, str, Any, bool]] = []
     labels = []
     try:

@@ -116,7 +116,7 @@ def _read(tensor: Tensor) -> float | int | bool:
 
 
 def outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with real tensors: what it makes and computes has values."""
+    """`function`, called outside of the mode: the tensors that it makes are real and have values."""
 
     def real(*args: Any, **kwargs: Any) -> Any:
         with unset_fake_temporarily():
@@ -162,7 +162,7 @@ def is_cuda(self: FakeTensor) -> bool:
 
 
 def to_cuda(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.Tensor.cuda: nothing for a tensor that is there."""
+    """torch.Tensor.cuda: returns a tensor that is on the device unchanged."""
 
     def cuda(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return _on_device(self, _CUDA)

@@ -1,7 +1,7 @@
-"""A world of which one rank exists: process groups without other members, and what those are taken to say.
+"""A fake world for executing one rank alone: its process groups have the sizes of the layout and no other members.
 
-Collectives do nothing; their outputs have the right shapes. Objects that ranks exchange are taken to be this rank's on
-every rank, and what only all ranks together can tell is taken to be in order: checks over all ranks are left out.
+Collectives do nothing; their outputs have the right shapes. A gathered object is this rank's object, once for every
+rank. Checks that compare ranks pass.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def _backend(name: str) -> Any:
 
 
 def world_substitutes(backend: str) -> tuple[Substitute, ...]:
-    """backend: what groups answer when they are asked for theirs."""
+    """Replacements for process groups and collectives. backend: name that `torch.distributed.get_backend` returns for
+    every group."""
     alone = "of one rank"
     return (
         Substitute("torch.distributed", "init_process_group", f"process group {alone}", _join),
@@ -125,7 +126,7 @@ def world_substitutes(backend: str) -> tuple[Substitute, ...]:
 
 
 def forget_last_rank() -> None:
-    """Undo what this process keeps of the rank that it executed last: tensors of its device in caches."""
+    """Clear the caches in which this process keeps tensors of the rank that it executed last."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 

@@ -20,6 +20,8 @@ WHITEN_EPS = 1e-8  # verl's and trl's, inside the square root
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokens:
+    """The loss tokens of all samples of a rollout, end to end."""
+
     groups: Sequence[SampleGroup]
     lengths: list[int]  # [samples], S of each
     mask: Tensor  # [F] bool
@@ -45,7 +47,7 @@ class Tokens:
         return self._chosen([s.streams[name] for s in samples])
 
     def logprobs(self) -> Tensor:
-        """[R] fp64, of the rollout."""
+        """[R] fp64 log-probabilities that the rollout reported."""
         return self._chosen([s.logprobs for g in self.groups for s in g.samples])
 
     def last_rewards(self) -> Tensor:

@@ -67,7 +67,7 @@ class PoolConfig(Section):
 
 
 class PoolsConfig(Section):
-    """The roles that have configured GPUs; docs/configuration.md has the GPUs of a role without."""
+    """The GPUs of each role. docs/configuration.md has the GPUs of a role without a pool."""
 
     trainer: PoolConfig | None = None
     rollout: PoolConfig | None = None

@@ -35,7 +35,7 @@ class Part(Section):
 
 class FlatSection(Section):
     """A section whose keys and its parts' keys are one table. Raises ValueError for a key of a part that is not chosen,
-    unless it has the value of `absent`, which the text has for it."""
+    unless it has the value of `absent`: the value under which the text lists such a key."""
 
     section: ClassVar[str]  # its name in messages
     order: ClassVar[tuple[str, ...]] = ()  # of the keys in the text; (): that of the fields

@@ -1,6 +1,5 @@
-"""What no tensor of this project holds: the driver's context, communication libraries, the allocator, the engine's
-runtime. Each amount is named, with its source; where there is no published one it is an assumption and says so.
-"""
+"""Memory that no tensor of this project holds: the driver's context, communication libraries, the allocator, the
+engine's runtime. Each amount has a name and its source; without a published source it is marked as an assumption."""
 
 from __future__ import annotations
 
@@ -101,7 +100,7 @@ def deepep_low_latency(ranks: int, hidden: int, experts: int) -> int:
 
 
 def trainer_allowances(config: TrainerConfig, hidden: int) -> dict[Part, int]:
-    """Of a trainer rank's process, except fragmentation; it keeps them while it sleeps."""
+    """Bytes by part of a trainer rank's process, except fragmentation; they stay allocated while it sleeps."""
     out: dict[Part, int] = {"CUDA context": CONTEXT, "NCCL": COMMUNICATOR * communicators(config)}
     kernels = config.kernels
     if kernels.dispatcher == "flex":

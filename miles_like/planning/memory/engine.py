@@ -1,4 +1,5 @@
-"""Memory of a stock SGLang 0.5.23 server: weights by format and sharding, KV cache, and what is left of it released.
+"""Memory of a stock SGLang 0.5.23 server: weights by format and sharding, KV cache, and what stays allocated while the
+server is released.
 
 Sources in sglang/srt: `_profile_available_bytes` of mem_cache/kv_cache_configurator.py (the cache takes what
 mem_fraction_static leaves of the memory that was free before the weights were loaded), `_compute_cell_size` of
@@ -42,7 +43,7 @@ _LATENT = 3 * GIB // 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """One GPU of a server. Bytes, except `tokens` and `cell`."""
+    """Bytes on one GPU of a server; `tokens` is a number of tokens, `cell` bytes per token."""
 
     weights: int
     cache: int  # of keys and values; 0 or less: the weights leave no room for it
@@ -57,7 +58,8 @@ class EnginePlan:
         return own | {"engine runtime": self.runtime} | self.fixed
 
     def publishing(self, bucket: int) -> dict[Part, int]:
-        """Weights and the tensors of one request; neither cache nor graphs."""
+        """Bytes by part during a publication: the weights and the tensors of one request of `bucket` bytes, without
+        cache and graphs."""
         own: dict[Part, int] = {"engine weights": self.weights, "engine runtime": bucket}
         return own | self.fixed
 

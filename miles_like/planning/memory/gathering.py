@@ -22,8 +22,9 @@ CHUNK_BYTES = 256 << 20  # BUCKET_BYTES of export.py and CHUNK_BYTES of pacing.p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """One of the chunks of a kind of parameters: bytes of its complete tensors, the most that a rank of the stage that
-    owns it holds while it is gathered, and what it holds with a tensor of it: nothing for views of the parameters."""
+    """Bytes of one chunk of parameters: `chunk`, of its complete tensors; `owned`, the most that a rank of the stage
+    that has the parameters holds while they are gathered; `kept`, what that rank holds as long as one tensor of the
+    chunk is in use (0 where tensors are views of parameters)."""
 
     chunk: int
     owned: int
@@ -32,23 +33,24 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathering:
-    """The two largest chunks of each kind of a stage, in the order in which they are gathered."""
+    """The two largest chunks of each kind of parameters of a stage, in the order in which they are gathered."""
 
     largest: tuple[Gathered, ...]
 
     @property
     def chunk(self) -> int:
-        """Bytes of the largest."""
+        """Bytes of the complete tensors of the largest chunk."""
         return max(g.chunk for g in self.largest)
 
     @property
     def owned(self) -> int:
-        """The most that a rank of the stage holds for one of them."""
+        """The most bytes that a rank of the stage holds while one of the chunks is gathered."""
         return max(g.owned for g in self.largest)
 
 
 def gathering(weights: ModelWeights, layout: ParallelConfig, stage: StageWeights) -> Gathering:
-    """Chunks have parameters of one kind: experts, replicated ones or others, of one dtype."""
+    """The chunks of a stage. A chunk has parameters of one kind (experts, replicated ones or others) and of one
+    dtype."""
     kinds: defaultdict[tuple[bool, bool, bool], list[Entry]] = defaultdict(list)
     for entry in weights.entries(layout, stage):
         fp32 = weights.tensors.dtype(entry).itemsize == 4
@@ -58,9 +60,10 @@ def gathering(weights: ModelWeights, layout: ParallelConfig, stage: StageWeights
 
 
 def gathering_bytes(stages: Sequence[Gathering], stage: int) -> int:
-    """The most that a rank holds beside its parameters: for chunks of its stage, or what it receives of another's,
-    while the loop over the tensors still holds one of the chunk before, and so all of it. Stages follow each other; the
-    last chunk of the stage before has experts, whose size is that of this stage's."""
+    """The most bytes that a rank of `stage` holds beside its parameters during a publication: for chunks of its
+    stage, or for those that it receives from another. The loop over the tensors still holds one tensor, and so the
+    whole, of the chunk before. Stages follow each other; the last chunk of the stage before has experts, whose size is
+    taken from this stage's."""
     own, others = stages[stage].largest, [g.largest for other, g in enumerate(stages) if other != stage]
     received = max((_while_held(0, [g.chunk for g in one], one) for one in others), default=0)
     return max(_while_held(own[-1].kept if others else 0, [g.owned for g in own], own), received)

@@ -49,8 +49,8 @@ class Samples:
 def rank_host(
     weights: StageWeights, state: RankState, config: TrainerConfig, *, sleeps: bool, copies: int, saves_aside: bool
 ) -> Counter[str]:
-    """Of one trainer, critic or reference rank. copies: further sets of weights (a reference, teachers); saves_aside: a
-    checkpoint is written from a copy while training continues."""
+    """Bytes by part on the host of one trainer, critic or reference rank. copies: further sets of weights (a reference,
+    teachers); saves_aside: a checkpoint is written from a copy while training continues."""
     out = Counter({"processes": PROCESS})
     each = list(_shards(weights, config))
     on_host, on_device = state.host.moments, state.device.get("moments", 0)
@@ -85,14 +85,14 @@ def _pinned(shards: Iterable[tuple[int, int]], width: int) -> int:
 
 
 def engine_host(gpus: int, tokens: int, layers: int, top_k: int) -> Counter[str]:
-    """Of the server processes of a node. tokens: that the cache of one GPU holds, with an int32 per route beside
-    (state_capturer/routed_experts.py)."""
+    """Bytes by part on the host of a node's server processes. tokens: that the cache of one GPU holds; the server keeps
+    an int32 on the host for each route of a cached token (state_capturer/routed_experts.py)."""
     return Counter({"processes": gpus * PROCESS, "routes of servers": gpus * tokens * layers * top_k * 4})
 
 
 def driver_host(samples: Samples, *, bucket: int, copies: int) -> Counter[str]:
-    """Of the node of the driver and of the rank that sends weights. bucket: bytes of tensors in a request, which holds
-    the text of them `copies` times."""
+    """Bytes by part on the host of the node with the driver and the rank that sends weights. bucket: bytes of tensors
+    in a request, of whose base64 text `copies` exist at the same time."""
     sends = _TEXT * (_HELD_BEFORE_A_PAUSE + bucket * (1 + copies))
     # once in the driver, once in Ray's object store on the way to the ranks
     return Counter({"processes": DRIVER, "samples": 2 * samples.nbytes, "publication": int(sends)})

@@ -63,7 +63,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """What one layer holds, in bytes."""
+    """Bytes that one layer holds for one micro-batch."""
 
     keeps: int  # until its backward, by the mode of recomputation
     whole: int  # without any recomputation
@@ -72,12 +72,13 @@ class LayerCost:
 
     @property
     def work(self) -> int:
-        """Beyond what is kept anyway, while the layer runs backward (after it has run forward again)."""
+        """Bytes that the layer needs in its backward pass, after a recomputed forward, in addition to `keeps`."""
         return max(self.forward, self.backward) - self.keeps
 
 
 def layer_cost(ops: Sequence[Op], recompute: str, modules: Iterable[str], hidden: int) -> LayerCost:
-    """hidden: bytes of the layer's input, which is kept in every mode."""
+    """The cost of a layer of these operations. recompute, modules: train.recompute and train.recompute_modules. hidden:
+    bytes of the layer's input, which is kept in every mode."""
     whole = sum(op.keeps for op in ops)
     dropped = set(modules) if recompute == "selective" else set()
     keeps = hidden if recompute == "full" else sum(op.keeps for op in ops if op.module not in dropped)

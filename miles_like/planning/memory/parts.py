@@ -41,7 +41,7 @@ def total(parts: Bytes) -> int:
 
 
 def largest(several: Iterable[Bytes]) -> Bytes:
-    """The one with most bytes; nothing of none."""
+    """The entry with the largest sum of bytes; an empty one for no entries."""
     return max(several, key=total, default={})
 
 

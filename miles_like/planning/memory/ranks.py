@@ -1,4 +1,4 @@
-"""What one process of a trained model holds on its GPU in each phase of a run."""
+"""Bytes that one process of a trained model holds on its GPU in each phase of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from miles_like.planning.memory.weights import ModelWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """Bytes of one process. static: also while other processes of the GPU compute; dynamic: while it computes."""
+    """Bytes of one process. static: held also while other processes of the GPU compute; dynamic: only while it
+    computes."""
 
     static: Bytes
     dynamic: Bytes
@@ -56,13 +57,13 @@ class RankPlans:
         self._uses: dict[int, Mapping[Phase, Use]] = {}
 
     def uses(self, stage: int) -> Mapping[Phase, Use]:
-        """By phase that the ranks have, with allowances."""
+        """Bytes by phase, of tensors and of allowances for libraries."""
         if stage not in self._uses:
             self._uses[stage] = {phase: self._whole(stage, phase, use) for phase, use in self.tensors(stage).items()}
         return self._uses[stage]
 
     def tensors(self, stage: int) -> Mapping[Phase, Use]:
-        """What tensors take, by phase that the ranks have; the sender keeps a chunk more while it publishes."""
+        """Bytes of tensors by phase; the sending rank holds one chunk more during a publication."""
         state, peak = self.states[stage], self.passes.peak(self.stages[stage])
         kept: dict[Part, int] = {"communication": peak.communication}
         after = added(kept, {"activations": peak.tables})
@@ -85,7 +86,7 @@ class RankPlans:
 
     @cached_property
     def chunks(self) -> tuple[Gathering, ...]:
-        """What each stage gathers for a publication."""
+        """The chunks that each stage gathers for a publication."""
         return tuple(gathering(self.weights, self.config.parallel, stage) for stage in self.stages)
 
     def _whole(self, stage: int, phase: Phase, use: Use) -> Use:

@@ -28,7 +28,7 @@ _FP8_COPIES = 2  # of a weight in TransformerEngine's FP8 products: the codes an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostState:
-    """Bytes of one rank's optimizer on the host."""
+    """Bytes of one rank's offloaded optimizer on the host."""
 
     masters: int = 0
     moments: int = 0
@@ -41,7 +41,7 @@ class HostState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """What one rank keeps, in bytes."""
+    """Bytes that one rank keeps from step to step."""
 
     device: Bytes
     buffers: tuple[int, ...]  # of each parameter buffer; each is one storage, as the host's copy while a rank sleeps

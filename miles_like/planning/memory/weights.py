@@ -28,7 +28,7 @@ _LORA = {"attention": ".self_attention.", "experts": ".experts.", "shared_expert
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Equal parameters that one rank holds, such as its local experts' of one layer."""
+    """Parameters of equal shape that one rank holds, such as those of its local experts in one layer."""
 
     kind: Kind
     elements: int  # of one of them
@@ -56,7 +56,7 @@ class _Row:
 
 @dataclass(frozen=True, kw_only=True)
 class StageWeights:
-    """What one rank of a pipeline stage holds, by virtual stage (chunk)."""
+    """Parameters that one rank of a pipeline stage holds, by virtual stage (chunk)."""
 
     stage: int
     layers: tuple[tuple[int, ...], ...]  # of each chunk
@@ -64,7 +64,7 @@ class StageWeights:
 
     @cached_property
     def chunks(self) -> tuple[tuple[Held, ...], ...]:
-        """Of each chunk, equal ones of all its layers counted together."""
+        """The parameters of each chunk; equal ones of all its layers are counted together."""
         counted = (Counter(chunk) for chunk in self.modules)
         return tuple(tuple(replace(h, count=h.count * n) for h, n in found.items()) for found in counted)
 
@@ -73,7 +73,7 @@ class StageWeights:
         return itertools.chain.from_iterable(self.chunks)
 
     def elements(self, kind: Kind | None = None, *, trained: bool | None = None) -> int:
-        """Elements of parameters, without the routers' FP32 buffers."""
+        """Number of elements of the parameters, without the routers' FP32 buffers."""
         return sum(
             h.total
             for h in self.held

@@ -1,4 +1,4 @@
-"""What servers and trainer did, and when: intervals of seconds since the run began."""
+"""Intervals of what each server and the trainer did, in seconds since the run began."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class ServerTimeline:
     _running: int = 0
 
     def note(self, time: float, state: ServerState, running: int) -> None:
-        """From `time` on the server is in `state`."""
+        """Enter `state` at `time`, with `running` samples on the server."""
         if (state, running) != (self._state, self._running):
             if time > self._since:
                 self.intervals.append(ServerInterval(self._since, time, self._state, self._running))
             self._since, self._state, self._running = time, state, running
 
     def close(self, time: float) -> None:
-        """The end of the run, or of this server."""
+        """End the last interval at `time`, the end of the run or of this server."""
         if time > self._since:
             self.intervals.append(ServerInterval(self._since, time, self._state, self._running))
         self._since, self._state, self._running = time, "idle", 0
@@ -52,7 +52,7 @@ class ServerTimeline:
 
 @dataclass(slots=True)
 class TrainerTimeline:
-    """Every second of the run is in one interval: what no `phase` has is "other"."""
+    """The trainer's intervals, which cover the whole run; time outside of every `phase` has the state "other"."""
 
     intervals: list[TrainerInterval] = field(default_factory=list)
     _since: float = 0.0
@@ -60,7 +60,7 @@ class TrainerTimeline:
 
     @contextmanager
     def phase(self, state: TrainerState) -> Iterator[None]:
-        """The body; phases inside of it are counted as theirs."""
+        """Context in which the trainer is in `state`. In a nested context it is in the inner state."""
         outer = self._state
         self._enter(state)
         try:
@@ -99,7 +99,8 @@ def running_mean(intervals: Sequence[ServerInterval], begin: float, end: float) 
 def while_idle(
     server: Sequence[ServerInterval], trainer: Sequence[TrainerInterval], begin: float, end: float
 ) -> dict[str, float]:
-    """Seconds in which the server is idle, by what the trainer's side did then. Both lists are in order of time."""
+    """Seconds in which the server is idle, by the state of the trainer at that time. Both lists are in order of
+    time."""
     found, first = defaultdict[str, float](float), 0
     for s in server:
         if s.state != "idle" or s.end <= begin or s.begin >= end:

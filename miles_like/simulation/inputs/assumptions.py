@@ -51,6 +51,8 @@ class EngineAssumptions(Section):
 
 
 class TrainAssumptions(Section):
+    """Seconds of a training step."""
+
     fixed_s: float = Field(0.0, ge=0)  # of every step
     token_s: float = Field(0.0, ge=0)  # for each token, prompts included, of the DP shard that has most
     packing: Literal["packed", "padded"] = "packed"  # "padded": each micro-batch to its longest sample
@@ -82,6 +84,8 @@ class TurnAssumptions(Section):
 
 
 class RewardAssumptions(Section):
+    """Seconds until a sample is scored."""
+
     mean_s: float = Field(0.0, ge=0)  # of one sample; all samples are scored concurrently
     kind: Literal["fixed", "exponential"] = "fixed"
 

@@ -15,7 +15,8 @@ PREFILL_TOKENS = 4096  # of the embedded engine (rollout.embedded.engine.engine.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """Of the configuration's sections, by the names of their keys where these are equal."""
+    """The settings of a run that its simulation reads, under the names of their configuration keys where these are
+    equal."""
 
     seed: int
     steps: int

@@ -1,4 +1,4 @@
-"""One life of a simulated run: from its start, or from a checkpoint, to its end or to a fault.
+"""One attempt of a simulated run: from its start, or from a checkpoint, to its end or to a fault.
 
 The order of a step is that of miles_like/loop/controller.py.
 """
@@ -30,7 +30,7 @@ from miles_like.simulation.servers.server import Server
 
 @dataclass(kw_only=True)
 class SimState:
-    """What a checkpoint holds. step: steps done."""
+    """The content of a checkpoint. step: number of completed steps."""
 
     step: int = 0
     ledger: SimLedger = field(default_factory=SimLedger)
@@ -41,7 +41,7 @@ class SimState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """Times are seconds since the run began. staleness: weight versions -> tokens trained."""
+    """Measurements of one step. Times are seconds since the run began. staleness: weight versions -> tokens trained."""
 
     step: int  # steps done after it
     began: float
@@ -57,7 +57,7 @@ class StepRow:
 
 @dataclass(kw_only=True)
 class Attempt:
-    """saved: the last complete checkpoint. state: as it was when this life began; it is changed."""
+    """Runs one attempt. saved: the last complete checkpoint. state: the state at the start, which `run` changes."""
 
     settings: LoopSettings
     assumed: Assumptions

@@ -1,4 +1,4 @@
-"""The fate of every group: trained once or discarded once."""
+"""Counts every group: trained once or discarded once."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ class GroupsSampler(Protocol):
 
 @dataclass(kw_only=True)
 class ProducerState:
-    """What a checkpoint holds of a producer. rounds: group ids not yet decided, by the number of their round."""
+    """The content of a producer in a checkpoint. rounds: ids of groups not yet accepted or discarded, by the number of
+    their round."""
 
     step: int = 0  # that is being filled
     kept: int = 0

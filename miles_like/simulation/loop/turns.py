@@ -34,12 +34,12 @@ class SimTurns:
             await self.pool.close()
 
     async def serving(self) -> None:
-        """The servers' turn, with a publication if the trainer had it."""
+        """Give the servers the turn, with a publication if the trainer had it."""
         if self.enabled and not self._serving:
             await self.published()
 
     async def published(self) -> None:
-        """Publishes in the trainer's turn; it is then the servers'."""
+        """Publish in the trainer's turn; the servers then have the turn."""
         if self.enabled:
             with self.timeline.phase("turn"):
                 await asyncio.sleep(self.times.sleep_s + self.times.resume_s)
@@ -49,7 +49,7 @@ class SimTurns:
             self.pool.open()
 
     async def training(self) -> None:
-        """The trainer's turn: samples in flight end or are aborted first."""
+        """Give the trainer the turn: samples in flight end or are aborted first."""
         if not self.enabled or not self._serving:
             return
         with self.timeline.phase("turn"):

@@ -112,7 +112,7 @@ class Pool:
                 self._idle.set()
 
     async def evaluate(self, samples: Sequence[SimSample]) -> None:
-        """Answers of one sample a prompt, scored in no time."""
+        """Sample one answer to each prompt of an evaluation; scoring takes no time."""
         await self._request([[s] for s in samples], self.settings.prompts_per_request)
         await asyncio.gather(*(self._continued(s) for s in samples))
 

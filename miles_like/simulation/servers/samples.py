@@ -1,4 +1,4 @@
-"""What the simulated loop passes on: samples and groups, without tokens."""
+"""Samples and groups of the simulated loop; they have lengths in place of tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SimSample:
         self.spans.append((version, n))
 
     def reset(self, spans: list[tuple[int, int]]) -> None:
-        """Back to earlier spans: what was sampled since is lost."""
+        """Return to earlier spans; tokens sampled since are lost."""
         self.spans, self.tokens = list(spans), sum(n for _, n in spans)
 
     def trainable(self, oldest: int) -> list[tuple[int, int]]:

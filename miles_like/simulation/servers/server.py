@@ -40,7 +40,7 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Samples that wait and share the tokens to feed before their next token."""
+    """Waiting samples of the same tokens, which are fed once before the samples' next tokens."""
 
     jobs: deque[Job]
     tokens: int
@@ -49,7 +49,7 @@ class Entry:
 
 @dataclass(kw_only=True)
 class Server:
-    """`run` is its engine. version: of the weights."""
+    """One rollout server; `run` is the loop of its engine. version: of its weights."""
 
     capacity: Capacity
     engine: EngineAssumptions

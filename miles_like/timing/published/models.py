@@ -26,7 +26,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was seen."""
+        """The relative error of the prediction."""
         return self.predicted / self.seen - 1
 
 

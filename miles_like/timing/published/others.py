@@ -80,7 +80,7 @@ def prime_rl(shapes: Shapes, *, more: bool = False) -> Iterator[Row]:
 
 
 def verl(shapes: Shapes) -> Iterator[Row]:
-    """Seconds of a step relative to those of `sync`: 547, 353 and 338 s."""
+    """Seconds of a step of each mode relative to `sync`'s: 547, 353 and 338 s."""
     shape = shapes["qwen3_30b_a3b"]
     sync = _mode(shape, colocated=True, staleness=0)
     for name, seen, colocated in (("colocate_async", 14.72 / 22.79, True), ("separate_async", 14.10 / 22.79, False)):

@@ -1,5 +1,6 @@
-"""What share of a peak is reached: one calibration constant a device type (REACHED), and constants of kernels, links
-and software with the measurements that they are from. None is fitted to a run that docs/plan.md compares with."""
+"""The share of a peak that is reached: one calibrated constant per device type (REACHED), and constants of kernels,
+links and software, each with the measurement that it is from. None is fitted to a run that docs/plan.md compares
+with."""
 
 from __future__ import annotations
 

@@ -51,26 +51,27 @@ def latency(group: Group) -> float:
 
 
 def all_gather(nbytes: float, group: Group, device: Device) -> float:
-    """nbytes: of the gathered tensor."""
+    """Seconds of an all-gather. nbytes: of the gathered tensor."""
     if group.size == 1:
         return 0.0
     return latency(group) + nbytes * (group.size - 1) / group.size / ring_rate(group, device)
 
 
 def reduce_scatter(nbytes: float, group: Group, device: Device) -> float:
-    """nbytes: of the tensor before it is scattered."""
+    """Seconds of a reduce-scatter. nbytes: of the tensor before it is scattered."""
     return all_gather(nbytes, group, device)
 
 
 def all_reduce(nbytes: float, group: Group, device: Device) -> float:
-    """nbytes: of the tensor on each rank."""
+    """Seconds of an all-reduce. nbytes: of the tensor on each rank."""
     if group.size == 1:
         return 0.0
     return latency(group) + 2 * nbytes * (group.size - 1) / group.size / ring_rate(group, device)
 
 
 def all_to_all(nbytes: float, group: Group, device: Device) -> float:
-    """nbytes: that a rank sends, evenly to all ranks, itself included. Both links work at once."""
+    """Seconds of an all-to-all. nbytes: that a rank sends, evenly to all ranks, itself included. Both links work at
+    once."""
     if group.size == 1:
         return 0.0
     near = nbytes * (group.local - 1) / group.size / (NVLINK * device.intra)
@@ -79,12 +80,12 @@ def all_to_all(nbytes: float, group: Group, device: Device) -> float:
 
 
 def send(nbytes: float, device: Device, *, near: bool) -> float:
-    """From one rank to another. near: in the same domain."""
+    """Seconds of a message of `nbytes` from one rank to another. near: in the same NVLink domain."""
     return LATENCY + nbytes / link(device, near=near)
 
 
 def broadcast(nbytes: float, group: Group, device: Device) -> float:
-    """From one rank, which sends through its own link, to the others."""
+    """Seconds of a broadcast from one rank, through its own link, to the others. nbytes: of the tensor."""
     if group.size == 1:
         return 0.0
     return latency(group) + nbytes / link(device, near=group.domains == 1)

@@ -1,5 +1,5 @@
-"""Seconds of kernels on one device: products, attention, and what only moves bytes (roofline model: Williams et al.,
-Communications of the ACM 52(4), 2009)."""
+"""Seconds of kernels on one device: products, attention, and kernels that only move bytes (roofline model: Williams et
+al., Communications of the ACM 52(4), 2009)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ def product_rate(device: Device, *, fp8: bool) -> float:
 
 
 def product(flops: float, nbytes: float, device: Device, *, fp8: bool = False) -> float:
-    """A matrix product; nbytes: of its operands and result that are not in a cache."""
+    """Seconds of a matrix product of `flops`; nbytes: of its operands and result that are not in a cache."""
     return max(flops / product_rate(device, fp8=fp8), moved(nbytes, device))
 
 
 def attention(flops: float, device: Device) -> float:
-    """A fused attention kernel, in BF16, which skips the masked half."""
+    """Seconds of a fused attention kernel of `flops` in BF16, which skips the masked half."""
     return flops / (ATTENTION * product_rate(device, fp8=False))
 
 
 def moved(nbytes: float, device: Device) -> float:
-    """Kernels that read and write `nbytes` in all."""
+    """Seconds of kernels that read and write `nbytes` in total."""
     return nbytes / (MEMORY * device.hbm)
 
 
 def padded(tokens: float, experts: float) -> float:
-    """Rows of a grouped product: each of `experts` experts has its share of `tokens`, rounded up to whole tiles."""
+    """Rows of a grouped product: each of `experts` experts gets an equal share of `tokens`, rounded up to whole
+    tiles."""
     return tokens + experts * TILE / 2

@@ -24,6 +24,8 @@ from rollout.embedded.engine.running import Rows
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Admitted:
+    """Samples that were started in one call of `admit`."""
+
     fresh: list[Entry] = field(default_factory=list)  # to prefill
     tokens: int = 0  # to feed for them
     started: list[tuple[Entry, NDArray[np.int64]]] = field(default_factory=list)  # entries, and rows of their samples

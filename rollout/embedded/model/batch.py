@@ -23,7 +23,7 @@ class Chunk:
 
     @property
     def queries(self) -> int:
-        """Q."""
+        """Q, the number of query rows per sequence."""
         return 1 if self.pad is None else int(self.pad.shape[1])
 
     def padded(self, q: Tensor) -> Tensor:

@@ -247,7 +247,7 @@ class _Builder:
 
 
 def held(weights: object) -> Iterator[Tensor]:
-    """Yields every tensor that prepared weights keep in memory; none of None."""
+    """Yields every tensor that prepared weights keep in memory; no tensor for None."""
     if isinstance(weights, Tensor):
         yield weights
     elif isinstance(weights, Linear | Experts):

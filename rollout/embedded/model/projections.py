@@ -44,7 +44,7 @@ class Scratch:
 
     @property
     def tensor(self) -> Tensor:
-        """All that is in memory, one-dimensional."""
+        """The whole buffer, one-dimensional."""
         return self._flat
 
 

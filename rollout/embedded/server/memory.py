@@ -13,7 +13,7 @@ from rollout.wire.bodies import MemoryTag
 
 
 class Memory:
-    """The released parts of one server. `Service` frees and allocates."""
+    """The released parts of one server's memory. `Service` frees and allocates."""
 
     def __init__(self) -> None:
         self.released: set[MemoryTag] = set()
