@@ -24,6 +24,7 @@ from rollout.sglang.startup import POLL_S, Progress, Startup
 
 _LOOK_S = 60.0  # time limit for an actor to look at its process
 _FAILED_S = 10.0  # the same, where the run has failed already
+_PINGS = 5
 
 
 class _Server(Process):
@@ -43,6 +44,10 @@ class _Server(Process):
         if settled:
             self.startup.settle()
         return self.startup.poll()
+
+    def clock(self) -> float:
+        """Of `Progress.failed_at`."""
+        return time.monotonic()
 
     def stop(self) -> None:
         if self.startup is not None:  # None where the launch failed
@@ -96,7 +101,7 @@ class RayServers:
             if ready - self._settled:  # the parts of a server that answers are not late
                 self._settled |= ready
                 continue
-            if (failure := _first_failure(looks)) is not None:
+            if (failure := self._first_failure(looks)) is not None:
                 raise RuntimeError(failure)
             for server, i in heads.items():
                 if looks[i].phase != self._shown.get(server):
@@ -120,9 +125,28 @@ class RayServers:
     def failure(self) -> str | None:
         """Which server or part has ended first, and why; None while all run. Never raises."""
         try:
-            return _first_failure(self._look(_FAILED_S))
+            return self._first_failure(self._look(_FAILED_S))
         except RuntimeError as e:
             return str(e)
+
+    def _first_failure(self, looks: Sequence[Progress]) -> str | None:
+        """The earliest failure, because those of other parts and servers may follow from it. Raises as `_results`."""
+        failed = [i for i, look in enumerate(looks) if look.failure is not None]
+        nodes = {self._slots[i].node: i for i in failed}
+        ahead = {node: self._clock_offset(i) if len(nodes) > 1 else 0.0 for node, i in nodes.items()}
+        order = sorted(failed, key=lambda i: looks[i].failed_at - ahead[self._slots[i].node])
+        return looks[order[0]].failure if order else None
+
+    def _clock_offset(self, i: int) -> float:
+        """The clock of an actor's node minus this process's, by the fastest of some round trips: the clocks of two
+        nodes have nothing in common."""
+        trips = []
+        for _ in range(_PINGS):
+            began = time.monotonic()
+            there = get_result(self._actors[i].clock.remote(), self._names[i], _FAILED_S)
+            ended = time.monotonic()
+            trips.append((ended - began, there - (began + ended) / 2))
+        return float(min(trips)[1])
 
     def _look(self, timeout_s: float) -> list[Progress]:
         refs = [a.look.remote(s.index in self._settled) for a, s in zip(self._actors, self._slots, strict=True)]
@@ -171,9 +195,3 @@ def with_ports(
         )
         for slot, launch in zip(slots, launches, strict=True)
     ]
-
-
-def _first_failure(looks: Sequence[Progress]) -> str | None:
-    """The earliest failure, because those of other parts and servers may follow from it."""
-    failed = [look for look in looks if look.failure is not None]
-    return min(failed, key=lambda look: look.failed_at).failure if failed else None

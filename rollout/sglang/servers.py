@@ -48,7 +48,7 @@ class ServerHandle:
         self.url = url
         self.log = log
         self.name = name or f"server {url}"
-        self.ended_at: float | None = None  # in seconds since the epoch
+        self.ended_at: float | None = None  # by the monotonic clock, in seconds
         self._process = process
         self._key_file = key_file
         threading.Thread(target=self._note_end, daemon=True, name="server end").start()
@@ -56,7 +56,7 @@ class ServerHandle:
     def _note_end(self) -> None:
         with contextlib.suppress(ChildProcessError):  # collected by `stop`
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-            self.ended_at = time.time()
+            self.ended_at = time.monotonic()
 
     @property
     def pid(self) -> int:

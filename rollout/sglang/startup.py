@@ -39,7 +39,7 @@ _LOOK_S = 5.0  # at most counted between two looks: a driver that builds its tra
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """phase: the current phase. failure: why the start failed, at `failed_at` in seconds since the epoch."""
+    """phase: the current phase. failure: why the start failed, at `failed_at` by the node's monotonic clock, in seconds."""
 
     url: str
     phase: str
@@ -89,7 +89,7 @@ class Startup:
         if (how := self.handle.ended()) is not None:
             if not self._up and self._another_port():
                 return Progress(self.handle.url, "starting")
-            return self._failed(f"ended with {how}", phase.words, self.handle.ended_at or time.time())
+            return self._failed(f"ended with {how}", phase.words, self.handle.ended_at or time.monotonic())
         if not self._up and not self._launch.node_rank and self._answers():
             self.settle()
         if self._up:
@@ -101,7 +101,7 @@ class Startup:
         if spent < limit:
             return Progress(self.handle.url, phase.words)
         late = f"was not ready within {limit:g} s (raise {key} if it is only slow)"
-        return self._failed(late, phase.words, time.time())
+        return self._failed(late, phase.words, time.monotonic())
 
     def _failed(self, what: str, phase: str, when: float) -> Progress:
         handle, doing = self.handle, "" if self._up else f" while {phase}"

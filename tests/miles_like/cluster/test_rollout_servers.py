@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rollout.sglang.servers import ServerLaunch
 from tests.support.fakes import wait_until
 from tests.support.own_ray import this_node
 from tests.support.refusals import Facts, refuses
+from tests.support.skewed_servers import AHEAD, SkewedServer
 from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -120,20 +122,25 @@ def test_a_part_on_another_node_that_dies_ends_the_wait_at_once(home: Path) -> N
     assert wait_until(lambda: not Path(f"/proc/{head}").exists() or "\nState:\tZ" in _status(head), 20)
 
 
-def test_of_parts_that_follow_one_another_the_first_to_fail_is_named(home: Path) -> None:
+def test_of_parts_that_follow_one_another_the_first_to_fail_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three parts on three nodes: the second fails, then the others lose it. The driver, which built its trainer
-    meanwhile, looks when all have ended."""
+    meanwhile, looks when all have ended. By the clocks of their nodes the second would be the last."""
+    monkeypatch.setattr(rollout_servers, "_Server", SkewedServer)
     for name in ("pid0", "failed"):
         (home / "sglang" / name).unlink(missing_ok=True)
-    parts = [
-        (
-            slot(0, node_rank=rank, nnodes=3),
-            launch(home, "sglang", node_rank=rank, nnodes=3, env={"FOLLOWS": "1"}, log_dir=home / "follows"),
-        )
-        for rank in range(3)
-    ]
-    servers = RayServers(parts, this_node(), home / "logs")
+    parts = []
+    for rank, ahead in enumerate((0, 3600, -3600)):
+        part = Slot(role="rollout", index=0, node=rank, gpus=(), node_rank=rank, nnodes=3)
+        env = {"FOLLOWS": "1", AHEAD: str(ahead)}
+        one = launch(home, "sglang", node_rank=rank, nnodes=3, env=env, log_dir=home / "follows")
+        parts.append((part, one))
+    here = this_node()
+    servers = RayServers(parts, replace(here, nodes=here.nodes * 3, facts=here.facts * 3), home / "logs")
     assert wait_until(lambda: all(look.failure for look in servers._look(60)), 60)
+    times = [look.failed_at for look in servers._look(60)]
+    assert times[2] < times[0] < times[1]
     logs = sorted((home / "follows").glob("*.log"), key=lambda log: log.name.split(".")[1])
     assert [str(last_error(log)).split(":")[0] for log in logs] == [
         "ConnectionResetError", "RuntimeError", "ConnectionResetError",
