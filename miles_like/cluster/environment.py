@@ -15,14 +15,14 @@ from miles_like.variables import inherited, is_secret
 
 
 def process_environment(
-    slot: Slot, facts: NodeFacts, *, env: Mapping[str, str], gpus_per_node: int, stage_dir: str | None, local: bool
+    slot: Slot, facts: NodeFacts, *, env: Mapping[str, str], node_gpus: int, stage_dir: str | None, local: bool
 ) -> dict[str, str]:
     """Variables of the process in `slot` on the node `facts`, without secrets.
 
-    env: `cluster.env` or `rollout.env`. gpus_per_node: GPUs that the run uses on each node; 0: a CPU run. stage_dir:
-    node-local directory for caches of compiled kernels; None: their own defaults. local: Ray was started for this run
-    and listens on loopback only, and so must gloo and NCCL. Raises ValueError for a GPU that is not among the node's
-    devices.
+    env: `cluster.env` or `rollout.env`. node_gpus: all GPUs of the node, of which another run may have some. stage_dir:
+    node-local directory for caches of compiled kernels; None: the node's scratch directory. local: Ray was started for
+    this run and listens on loopback only, and so must gloo and NCCL. Raises ValueError for a GPU that is not among the
+    node's devices.
     """
     for gpu in slot.gpus:
         if gpu >= len(facts.devices):
@@ -35,8 +35,8 @@ def process_environment(
         devices=",".join(str(facts.devices[gpu].index) for gpu in slot.gpus),
         interface=_loopback() if local else facts.interface,
         address=None if local else facts.address,
-        threads=str(max(1, facts.cores // max(1, gpus_per_node))),
-        stage_dir=stage_dir,
+        threads=str(max(1, facts.cores // max(1, node_gpus))),
+        caches=stage_dir or facts.scratch,
     )
     return defaults | plain_values(env)
 
@@ -51,8 +51,8 @@ def describe_environment(
         devices="(the GPUs of its slot)" if gpus_per_node else "",
         interface="(interface of the node's address)",
         address="(the node's address)",
-        threads=f"(cores of the node / {gpus_per_node})",
-        stage_dir=stage_dir,
+        threads="(cores of the node / its GPUs)",
+        caches=stage_dir or "(this user's directory in the node's temporary directory)",
     )
     return defaults | plain_values(env) | dict.fromkeys(secret_names(env), "(from the driver's environment)")
 
@@ -95,9 +95,10 @@ def _loopback() -> str:
 
 
 def _defaults(
-    role: Role, *, devices: str, interface: str | None, address: str | None, threads: str, stage_dir: str | None
+    role: Role, *, devices: str, interface: str | None, address: str | None, threads: str, caches: str | None
 ) -> dict[str, str]:
-    """devices: empty for a CPU process. address: of the node; None: on loopback."""
+    """devices: empty for a CPU process. address: of the node; None: on loopback. caches: directory on the node's disk;
+    None: the compilers' own defaults."""
     # a number is the device's in nvidia-smi, by which Ray and `NodeFacts` count; CUDA's default is fastest first
     out = {"CUDA_VISIBLE_DEVICES": devices, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if devices else {}
     # CPU ranks of one node share its cores; GPU ranks need them for an optimizer on the CPU and for encoding weights
@@ -110,7 +111,7 @@ def _defaults(
         # choice is the interface of the default route, or what the host name resolves to
         out["SGLANG_HOST_IP"] = address
     out |= _interfaces(interface)
-    return out | (_caches(role, stage_dir) if devices and stage_dir is not None else {})
+    return out | (_caches(role, caches) if devices and caches is not None else {})
 
 
 def _interfaces(interface: str | None) -> dict[str, str]:
@@ -121,7 +122,7 @@ def _interfaces(interface: str | None) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": exactly}
 
 
-def _caches(role: Role, stage_dir: str) -> dict[str, str]:
+def _caches(role: Role, directory: str) -> dict[str, str]:
     """Directories of compiled kernels on the node's own disk: on a shared file system hundreds of processes would
     wait for each other's locks. The two sides have other versions of the compilers, and other directories.
 
@@ -129,7 +130,7 @@ def _caches(role: Role, stage_dir: str) -> dict[str, str]:
     lie under SGLANG_CACHE_DIR.
     """
     side = "engine" if role == "rollout" else "trainer"
-    base = f"{stage_dir.rstrip('/')}/kernels/{side}"
+    base = f"{directory.rstrip('/')}/kernels/{side}"
     out = {
         "TRITON_CACHE_DIR": f"{base}/triton",
         "TORCHINDUCTOR_CACHE_DIR": f"{base}/inductor",

@@ -37,7 +37,7 @@ class RunNodes:
             slot,
             self.facts[slot.node],
             env=self._env(slot),
-            gpus_per_node=self.cluster.gpus_per_node,
+            node_gpus=self.of(slot).gpus,
             stage_dir=self.cluster.stage_dir,
             local=self.local,
         )

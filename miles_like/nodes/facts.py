@@ -22,6 +22,7 @@ class NodeFacts:
     interface: str | None  # the network interface with that address; None: not found
     cores: int
     devices: tuple[Device, ...]  # reserved for the run, in the order of a slot's `gpus`
+    scratch: str | None = None  # directory of this user on its own disk; None: there is none, or no device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

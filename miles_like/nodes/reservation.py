@@ -37,6 +37,7 @@ from miles_like.nodes.members import (
     free_gpus,
     suitable_nodes,
 )
+from miles_like.nodes.scratch import scratch_directory
 from miles_like.nodes.waits import error_message, on_node
 
 WhenBusy = Literal["refuse", "queue"]
@@ -212,6 +213,7 @@ def node_facts(address: str, devices: Sequence[Device]) -> NodeFacts:
         interface=interface_of(address),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         devices=tuple(devices),
+        scratch=scratch_directory() if devices else None,
     )
 
 

@@ -44,7 +44,6 @@ class Placed:
     servers: Sequence[Place]
     width: int
     per_node: int = 8
-    used: int = 8  # of them, by the run: cluster.gpus_per_node
 
     def processes(self) -> dict[Process, tuple[int, tuple[int, ...]]]:
         """(node, positions of its GPUs) of every process."""
@@ -67,7 +66,7 @@ def places(nodes: Sequence[int], gpus: Sequence[int] = range(8)) -> tuple[Place,
 def colocated(nodes: int, width: int, gpus: int = 8) -> Placed:
     """A rank on each of the first `gpus` GPUs of the nodes and, over all of them, servers of `width` GPUs."""
     there = places(range(nodes), range(gpus))
-    return Placed(there, there, width, used=gpus)
+    return Placed(there, there, width)
 
 
 PLACED = {
@@ -165,7 +164,7 @@ def check_seen(
         assert one.address == f"127.0.0.{hosts[node]}", process
         indices = [placed.per_node + gpu for gpu in gpus]
         assert one.devices == tuple(uuid_of(hosts[node], index) for index in indices), process
-        wanted = variables(process[0], one.address, indices, placed.used) | dict(given or {})
+        wanted = variables(process[0], one.address, indices, placed.per_node) | dict(given or {})
         assert not (different := sorted(one.set_here.items() ^ wanted.items())), (process, different)
         for gpu, uuid in zip(gpus, one.devices, strict=True):
             by_place.setdefault((node, gpu), set()).add(uuid)
@@ -173,13 +172,13 @@ def check_seen(
     assert len(set.union(*by_place.values())) == len(by_place)
 
 
-def variables(role: Role, address: str, indices: Sequence[int], used: int) -> dict[str, str]:
-    """What a process has that its node's Ray has not. address: of its node. indices: of its GPUs in nvidia-smi. All
-    shipped configurations name the same directory on the nodes' disks."""
+def variables(role: Role, address: str, indices: Sequence[int], per_node: int) -> dict[str, str]:
+    """What a process has that its node's Ray has not. address: of its node. indices: of its GPUs in nvidia-smi.
+    per_node: GPUs of the node's Ray. All shipped configurations name the same directory on the nodes' disks."""
     common = {
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, indices)),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // used)),
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // per_node)),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "=lo",
     }

@@ -112,7 +112,7 @@ class ClusterConfig(Section):
     colocate: bool | None = None
     when_busy: Literal["refuse", "queue"] = "refuse"  # where other jobs have the GPUs: end, or wait until they are free
     pools: PoolsConfig = PoolsConfig()
-    stage_dir: str | None = None  # node-local directory; None: inside the run directory
+    stage_dir: str | None = None  # node-local directory of copies; None: inside the run directory
     env: dict[str, str] = Field(
         {}
     )  # environment variables of trainer and critic ranks; "" takes a secret from the driver's

@@ -1,6 +1,7 @@
 """The environment of a run's processes: Ray gives them that of the node's Ray process, so that all is set here."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,15 @@ from miles_like.cluster.environment import (
     secret_values,
 )
 from miles_like.cluster.placement import Role, Slot
+from miles_like.cluster.run_nodes import RunNodes
+from miles_like.config.cluster import ClusterConfig
 from miles_like.nodes.facts import Device, NodeFacts
+from miles_like.nodes.members import Node
 from tests.support.refusals import refuses
 
 DEVICES = tuple(Device(index=i, uuid=f"GPU-{i}") for i in (2, 3, 6, 7))  # another job has the others
 NODE = NodeFacts(host="a", address="10.0.0.7", interface="eth1", cores=96, devices=DEVICES)
-OPTIONS: Mapping[str, Any] = {"env": {}, "gpus_per_node": 4, "stage_dir": None, "local": False}
+OPTIONS: Mapping[str, Any] = {"env": {}, "node_gpus": 8, "stage_dir": None, "local": False}
 SECRETS = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "", "WANDB_API_KEY": ""}
 
 
@@ -28,14 +32,24 @@ def slot(role: Role = "trainer", *gpus: int) -> Slot:
 
 
 def test_a_gpu_rank_gets_its_devices_its_share_of_the_cores_and_the_interface_of_its_address() -> None:
+    """Its share of the node's 96 cores is one of 8 GPUs', of which the run has 4: another run may have the others."""
     assert process_environment(slot("trainer", 1), NODE, **OPTIONS) == {
         "CUDA_VISIBLE_DEVICES": "3",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "OMP_NUM_THREADS": "24",
+        "OMP_NUM_THREADS": "12",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "GLOO_SOCKET_IFNAME": "eth1",
         "NCCL_SOCKET_IFNAME": "=eth1",
     }
+
+
+def test_two_runs_on_a_node_have_a_thread_for_each_core_together() -> None:
+    """Each holds half of its GPUs."""
+    node = Node(id="a", address=NODE.address, host="a", gpus=8, cores=96)
+    half = ClusterConfig(gpus_per_node=4)
+    nodes = RunNodes(nodes=(node,), facts=(NODE,), cluster=half)
+    threads = [int(nodes.environment(slot("trainer", gpu))["OMP_NUM_THREADS"]) for gpu in range(4)]
+    assert 2 * sum(threads) == node.cores
 
 
 @pytest.mark.parametrize("gpus", [(0, 1), (3,), (2, 0)])
@@ -75,7 +89,7 @@ def test_a_process_has_a_thread_even_where_gpus_outnumber_cores() -> None:
 
 
 def test_a_cpu_rank_has_one_thread_and_no_variable_of_a_gpu() -> None:
-    options = {**OPTIONS, "gpus_per_node": 0, "stage_dir": "/nvme"}
+    options = {**OPTIONS, "node_gpus": 0, "stage_dir": "/nvme"}
     assert process_environment(slot(), NODE, **options) == {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "eth1",
@@ -111,22 +125,26 @@ def test_the_user_s_values_replace_the_defaults_and_secrets_are_left_out() -> No
     assert not set(found) & {"HF_TOKEN", "WANDB_API_KEY"}
 
 
-def test_kernel_caches_are_on_the_node_s_disk_and_apart() -> None:
+@pytest.mark.parametrize(("stage_dir", "root"), [("/nvme/stage/", "/nvme/stage"), (None, "/tmp/miles-like-7")])
+def test_kernel_caches_are_on_the_node_s_disk_and_apart(stage_dir: str | None, root: str) -> None:
     """The two sides have other versions of the same compilers."""
-    options = {**OPTIONS, "stage_dir": "/nvme/stage/"}
-    found = [process_environment(slot(role, 0), NODE, **options) for role in ("trainer", "rollout")]
+    options, node = {**OPTIONS, "stage_dir": stage_dir}, replace(NODE, scratch="/tmp/miles-like-7")
+    found = [process_environment(slot(role, 0), node, **options) for role in ("trainer", "rollout")]
     roots = [{value for value in one.values() if value.startswith("/")} for one in found]
-    assert all(path.startswith("/nvme/stage/kernels/") for paths in roots for path in paths)
+    assert all(path.startswith(f"{root}/kernels/") for paths in roots for path in paths)
     assert not roots[0] & roots[1]
     assert {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"} <= set(found[0]) & set(found[1])
 
 
 @pytest.mark.parametrize("role", ["trainer", "critic", "rollout"])
 @pytest.mark.parametrize("gpus_per_node", [0, 4])
-def test_what_a_dry_run_prints_are_the_variables_that_arrive(role: Role, gpus_per_node: int) -> None:
-    options = {"env": SECRETS, "gpus_per_node": gpus_per_node, "stage_dir": "/nvme"}
-    printed = describe_environment(role, **options)
-    arrived = process_environment(slot(role, *range(gpus_per_node)), NODE, **options, local=False)
+@pytest.mark.parametrize("stage_dir", ["/nvme", None])
+def test_what_a_dry_run_prints_are_the_variables_that_arrive(
+    role: Role, gpus_per_node: int, stage_dir: str | None
+) -> None:
+    printed = describe_environment(role, env=SECRETS, gpus_per_node=gpus_per_node, stage_dir=stage_dir)
+    options, node = {**OPTIONS, "env": SECRETS, "stage_dir": stage_dir}, replace(NODE, scratch="/tmp/a")
+    arrived = process_environment(slot(role, *range(gpus_per_node)), node, **options)
     assert set(printed) == set(arrived) | set(secret_names(SECRETS))
     assert all(value == arrived[name] for name, value in printed.items() if not value.startswith("("))
     assert {printed[name] for name in secret_names(SECRETS)} == {"(from the driver's environment)"}
