@@ -38,18 +38,25 @@ Process = tuple[Role, int, int]  # (role, number, part of a server that spans no
 @dataclass(frozen=True, slots=True)
 class Placed:
     """The GPUs of each rank, in order, and of the servers, in groups of `width`. per_node: GPUs that a node's Ray has,
-    which are the second half of those of its nvidia-smi."""
+    which are the second half of those of its nvidia-smi. critic, reference: as `ranks`, of roles with a pool."""
 
     ranks: Sequence[Place]
     servers: Sequence[Place]
     width: int
     per_node: int = 8
+    critic: Sequence[Place] = ()
+    reference: Sequence[Place] = ()
 
     def processes(self) -> dict[Process, tuple[int, tuple[int, ...]]]:
         """(node, positions of its GPUs) of every process."""
         out: dict[Process, tuple[int, tuple[int, ...]]] = {}
-        for rank, (node, gpu) in enumerate(self.ranks):
-            out["trainer", rank, 0] = node, (gpu,)
+        ranks: dict[Role, Sequence[Place]] = {
+            "trainer": self.ranks,
+            "critic": self.critic,
+            "reference": self.reference,
+        }
+        for role, of_role in ranks.items():
+            out |= {(role, rank, 0): (node, (gpu,)) for rank, (node, gpu) in enumerate(of_role)}
         for first in range(0, len(self.servers), self.width):
             places = self.servers[first : first + self.width]
             for part, node in enumerate(sorted({node for node, _ in places})):
@@ -188,7 +195,7 @@ def variables(role: Role, address: str, indices: Sequence[int], per_node: int) -
         "TORCHINDUCTOR_CACHE_DIR": f"{base}/inductor",
         "CUDA_CACHE_PATH": f"{base}/nv",
     }
-    if role == "trainer":
+    if role in ("trainer", "critic", "reference"):
         return common | caches | SECRET | {"NCCL_DEBUG": "INFO", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     engine = {
         "SGLANG_HOST_IP": address,

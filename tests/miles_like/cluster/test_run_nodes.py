@@ -91,3 +91,46 @@ def test_pools_part_and_share_the_gpus_of_a_node(
     seen = probe(config, plan, held, tmp_path)
     assert seen.keys() == wanted.processes().keys()
     check_seen(seen, wanted, HOSTS)
+
+
+APART = ("algorithm.name=ppo", "algorithm.kl_coefficient=0.1", "parallel.dp=1", "parallel.ep=4", "rollout.servers=2")
+
+
+@pytest.mark.parametrize(
+    ("pools", "wanted"),
+    [
+        (
+            ("trainer.gpus=0-1", "critic.gpus=2-3", "reference.gpus=4-5", "rollout.gpus=6-7"),
+            Placed(
+                places([0, 1], [0, 1]),
+                places([0, 1], [6, 7]),
+                2,
+                critic=places([0, 1], [2, 3]),
+                reference=places([0, 1], [4, 5]),
+            ),
+        ),
+        (
+            ("trainer.nodes=0", "critic={nodes='1',gpus='0-3'}", "reference={nodes='1',gpus='4-7'}", "rollout.nodes=0"),
+            Placed(
+                places([0], range(4)), places([0], range(4)), 2, critic=places([1], range(4)),
+                reference=places([1], range(4, 8)),
+            ),
+        ),
+        (
+            ("trainer.nodes=0", "critic={nodes='1',gpus='0-3'}", "reference={nodes='0',gpus='4-7'}", "rollout.nodes=1"),
+            Placed(
+                places([0], range(4)), places([1], range(4)), 2, critic=places([1], range(4)),
+                reference=places([0], range(4, 8)),
+            ),
+        ),
+    ],
+    ids=["each beside the others on each node", "two nodes", "the critic shares GPUs with the rollout"],
+)  # fmt: skip
+def test_critic_and_reference_have_the_gpus_of_their_pools(
+    held: Reservation, tmp_path: Path, pools: tuple[str, ...], wanted: Placed
+) -> None:
+    config, plan, _ = shipped(QWEN, *APART, *(f"cluster.pools.{pool}" for pool in pools))
+    seen = probe(config, plan, held, tmp_path)
+    assert seen.keys() == wanted.processes().keys() and len(seen) == 3 * 4 + 2
+    check_light(seen)
+    check_seen(seen, wanted, HOSTS)
