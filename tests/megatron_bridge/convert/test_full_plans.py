@@ -4,7 +4,7 @@ width, filled with random values, really dequantized, converted and staged withi
 
 Oracles: the numbers of elements that the hub's safetensors index has of each published checkpoint (those of
 test_published_shapes.py), and a dequantization of blocks of 128 x 128 in plain torch, written here. The experts of a
-layer are alike, so the usual run converts some of them; the long one all 256 of a layer of DeepSeek-V3.
+layer are alike, so that usual cases convert one of them; the longest all of a layer: 384 of Kimi-K2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -49,9 +49,14 @@ PUBLISHED = {
     "qwen3_235b_a22b": 235_093_634_560,
     "glm45": 358_337_791_296,
 }
-SHIPPED = {"deepseek_v3": "deepseek_v3_fp8.toml", "kimi_k2": "kimi_k2_int4_qat.toml"}  # the others ship no cluster
+SHIPPED = {  # the cluster's configuration; none is shipped for GLM-4.5
+    "deepseek_v3": "deepseek_v3_fp8.toml",
+    "kimi_k2": "kimi_k2_int4_qat.toml",
+    "qwen3_235b_a22b": "qwen3_235b_a22b.toml",
+}
 LIMIT = int(ConvertConfig().memory_limit_gib * (1 << 30))
 MIB = 1 << 20
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # in a draft layer, of the model's
 LONG = pytest.mark.long(beside="tests/megatron_bridge/convert/test_full_plans.py")
 
 
@@ -150,28 +155,101 @@ def test_a_published_checkpoint_is_planned_in_full(name: str, tmp_path: Path) ->
 # true width, with data
 
 
-FEW = (
-    "model.layers.0.mlp.down_proj.weight",  # 18432 columns, in eight slices
-    "model.layers.0.input_layernorm.weight",
-    "model.layers.3.self_attn.kv_b_proj.weight",
-    "model.layers.3.mlp.gate.weight",
-    "model.layers.3.mlp.gate.e_score_correction_bias",
-    *(f"model.layers.3.mlp.experts.255.{part}_proj.weight" for part in ("gate", "up", "down")),
-    "model.layers.60.self_attn.q_b_proj.weight",
-    "model.layers.60.post_attention_layernorm.weight",
-    "model.layers.61.eh_proj.weight",
-    "model.layers.61.self_attn.kv_a_proj_with_mqa.weight",  # 576 rows: the last block has 64
-    "model.layers.61.enorm.weight",
-)
+class Width(NamedTuple):
+    """Which tensors of a published model are converted. Bytes are in BF16, and lower bounds."""
+
+    layers: tuple[int, ...]  # the first dense one, the first with experts, the last and the draft layer, as there are
+    experts: int  # the layer whose routed experts are converted; those of the others are like them
+    few: tuple[str, ...]  # names after "model.layers.", one or two of each kind of layer
+    few_bytes: int
+    whole_bytes: int  # of the layers
 
 
-def of_whole_layers(name: str) -> bool:
-    """The first dense layer, the first MoE layer, the last layer, and the draft layer but for its copies; of the last
-    two without routed experts, which are those of the MoE layer again."""
-    found = re.match(r"model\.layers\.(0|3|60|61)\.(.*)", name)
-    if found is None or found[2] in ("embed_tokens.weight", "shared_head.head.weight"):
+WIDTHS = {
+    "deepseek_v3": Width(
+        layers=(0, 3, 60, 61),
+        experts=3,
+        few=(
+            "0.mlp.down_proj.weight",  # 18432 columns, in eight slices
+            "0.input_layernorm.weight",
+            "3.self_attn.kv_b_proj.weight",
+            "3.mlp.gate.weight",
+            "3.mlp.gate.e_score_correction_bias",
+            *(f"3.mlp.experts.255.{part}_proj.weight" for part in ("gate", "up", "down")),
+            "60.self_attn.q_b_proj.weight",
+            "60.post_attention_layernorm.weight",
+            "61.eh_proj.weight",
+            "61.self_attn.kv_a_proj_with_mqa.weight",  # 576 rows: the last block has 64
+            "61.enorm.weight",
+        ),
+        few_bytes=600 * MIB,
+        whole_bytes=25 * 10**9,  # 22.5 GB are 256 experts
+    ),
+    "kimi_k2": Width(
+        layers=(0, 1, 60),
+        experts=1,
+        few=(
+            "0.mlp.down_proj.weight",
+            "0.self_attn.kv_b_proj.weight",  # 64 heads
+            "1.mlp.gate.weight",  # 384 rows
+            "1.mlp.gate.e_score_correction_bias",
+            *(f"1.mlp.experts.383.{part}_proj.weight" for part in ("gate", "up", "down")),
+            "60.self_attn.q_b_proj.weight",
+            "60.self_attn.kv_a_proj_with_mqa.weight",
+            "60.post_attention_layernorm.weight",
+        ),
+        few_bytes=400 * MIB,
+        whole_bytes=35 * 10**9,
+    ),
+    "qwen3_235b_a22b": Width(
+        layers=(0, 93),
+        experts=0,
+        few=(
+            "0.self_attn.q_proj.weight",  # 64 heads beside the 4 of the next two
+            "0.self_attn.k_proj.weight",
+            "0.self_attn.v_proj.weight",
+            "0.self_attn.q_norm.weight",
+            "0.mlp.gate.weight",
+            *(f"0.mlp.experts.127.{part}_proj.weight" for part in ("gate", "up", "down")),
+            "93.self_attn.o_proj.weight",
+            "93.post_attention_layernorm.weight",
+        ),
+        few_bytes=150 * MIB,
+        whole_bytes=5 * 10**9,
+    ),
+    "glm45": Width(
+        layers=(0, 3, 91, 92),
+        experts=3,
+        few=(
+            "0.mlp.down_proj.weight",
+            "0.self_attn.q_proj.weight",
+            "0.self_attn.q_proj.bias",
+            "3.self_attn.k_proj.weight",
+            "3.self_attn.v_proj.bias",
+            "3.mlp.gate.weight",
+            "3.mlp.gate.e_score_correction_bias",
+            *(f"3.mlp.experts.159.{part}_proj.weight" for part in ("gate", "up", "down")),
+            "3.mlp.shared_experts.up_proj.weight",
+            "91.self_attn.o_proj.weight",
+            "92.eh_proj.weight",
+            "92.hnorm.weight",
+        ),
+        few_bytes=500 * MIB,
+        whole_bytes=9 * 10**9,
+    ),
+}
+
+
+def chosen_few(width: Width, name: str) -> bool:
+    return name.removeprefix("model.layers.") in width.few
+
+
+def of_whole_layers(width: Width, name: str) -> bool:
+    """The layers but for the draft layer's copies, with the routed experts of one of them."""
+    found = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+    if found is None or int(found[1]) not in width.layers or found[2] in COPIES:
         return False
-    return found[1] in "03" or ".experts." not in name.replace(".shared_experts.", ".")
+    return int(found[1]) == width.experts or ".experts." not in name
 
 
 def dequantized(source: Source, name: str) -> Tensor:
@@ -185,10 +263,11 @@ def dequantized(source: Source, name: str) -> Tensor:
     return (codes.float() * blown).to(torch.bfloat16)
 
 
-def convert_chosen(tmp_path: Path, chosen: Callable[[str], bool]) -> int:
-    """Fill, convert, stage and dequantize the chosen tensors of DeepSeek-V3; returns their bytes in BF16."""
-    source = Source.open(write_sparse(tmp_path / "hf", published_config("deepseek_v3")))
-    names = [n for n in source.names() if chosen(n)]
+def convert_chosen(tmp_path: Path, model: str, chosen: Callable[[Width, str], bool]) -> int:
+    """Fill, convert, stage and dequantize the chosen tensors of a model; returns their bytes in BF16."""
+    source, layout = Source.open(write_sparse(tmp_path / "hf", published_config(model))), layout_of(model)
+    names = [n for n in source.names() if chosen(WIDTHS[model], n)]
+    assert chosen is not chosen_few or len(names) == len(WIDTHS[model].few)
     for i, name in enumerate(names):
         for stored in source.stored(name):
             fill(stored, seed=i)
@@ -196,7 +275,7 @@ def convert_chosen(tmp_path: Path, chosen: Callable[[str], bool]) -> int:
     out.mkdir()
     with peak_rss_below(LIMIT):
         # units of single tensors, so that each of those with data has one file
-        job = plan_conversion(source, Grid(8, 1), unit_bytes=1)
+        job = plan_conversion(source, Grid(layout.tp, layout.etp), unit_bytes=1)
     numbers = {job.units[n][0].hf_name: n for n in range(job.count)}
     for name in names:
         file = job.file(numbers[name])
@@ -235,13 +314,13 @@ def check_dequantized(source: Source, names: list[str]) -> None:
             assert torch.equal(value, dequantized(source, name)), name
 
 
-@pytest.mark.long(beside="tests/laws/test_convert_survives.py")
-def test_tensors_of_true_width_are_converted_within_the_memory_limit(tmp_path: Path) -> None:
-    """One of the 256 experts, and of each kind of layer one or two tensors."""
-    assert convert_chosen(tmp_path, FEW.__contains__) > 600 * MIB
+@pytest.mark.parametrize("model", [pytest.param(m, marks=[] if m == "glm45" else [LONG]) for m in WIDTHS])
+def test_tensors_of_true_width_are_converted_within_the_memory_limit(model: str, tmp_path: Path) -> None:
+    """One routed expert, and of each kind of layer one or two tensors."""
+    assert convert_chosen(tmp_path, model, chosen_few) > WIDTHS[model].few_bytes
 
 
 @LONG
-def test_whole_layers_are_converted_within_the_memory_limit(tmp_path: Path) -> None:
-    """25.3 GB in BF16, of which 22.5 GB are the 256 experts of a layer."""
-    assert convert_chosen(tmp_path, of_whole_layers) > 25 * 10**9
+@pytest.mark.parametrize("model", WIDTHS)
+def test_whole_layers_are_converted_within_the_memory_limit(model: str, tmp_path: Path) -> None:
+    assert convert_chosen(tmp_path, model, of_whole_layers) > WIDTHS[model].whole_bytes
