@@ -39,7 +39,8 @@ _LOOK_S = 5.0  # at most counted between two looks: a driver that builds its tra
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """phase: the current phase. failure: why the start failed, at `failed_at` by the node's monotonic clock, in seconds."""
+    """phase: the current phase. failure: why the start failed, at `failed_at` by the node's monotonic clock, in
+    seconds."""
 
     url: str
     phase: str

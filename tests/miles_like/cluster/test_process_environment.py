@@ -16,7 +16,7 @@ from miles_like.cluster.environment import (
 )
 from miles_like.cluster.placement import Role, Slot
 from miles_like.cluster.run_nodes import RunNodes
-from miles_like.config.cluster import ClusterConfig
+from miles_like.config.sections.cluster import ClusterConfig
 from miles_like.nodes.facts import Device, NodeFacts
 from miles_like.nodes.members import Node
 from tests.support.refusals import refuses
