@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from routing_replay.rank_routes import RankRoutes
-from routing_replay.replay import OwnRoutes
+from routing_replay.replay import RecordedRoutes
 from routing_replay.trace import RoutingTrace
 from routing_replay.versions import VersionSpan as VersionSpan
 
@@ -235,7 +235,9 @@ class Scored:
     """The forward pass of one trainer rank over its DP shard."""
 
     logprobs: Sequence[Tensor]  # of each micro-batch [T] fp32: of labels with loss, 0 elsewhere
-    routes: Sequence[OwnRoutes]  # of each micro-batch, for this rank's tokens and layers; empty if routes were replayed
+    routes: Sequence[
+        RecordedRoutes
+    ]  # of each micro-batch, for this rank's tokens and layers; empty if routes were replayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

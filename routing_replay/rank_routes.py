@@ -54,7 +54,7 @@ def cut_routes(trace: RoutingTrace, samples: Sequence[str], cu_seqlens: Tensor, 
     """The routes that the rank of `shard` needs. trace: [T, ..] of a pack of `samples` that end at `cu_seqlens` [N+1].
 
     Raises ValueError for layers that the trace does not have, too few or too many rows, and routes without checksums:
-    routes chosen by a rank's own routers never leave it (replay.OwnRoutes).
+    routes chosen by a rank's own routers never leave it (replay.RecordedRoutes).
     """
     if len(trace) != int(cu_seqlens[-1]):
         raise ValueError(

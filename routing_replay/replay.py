@@ -46,7 +46,7 @@ class FedRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OwnRoutes:
+class RecordedRoutes:
     """The choices of this rank's own routers for the rows `fed` of one micro-batch. They are replayed on this rank
     only and have no checksums."""
 
@@ -56,7 +56,7 @@ class OwnRoutes:
     def __post_init__(self) -> None:
         assert len(self.trace) == len(self.fed.tokens)
 
-    def on_cpu(self) -> OwnRoutes:
+    def on_cpu(self) -> RecordedRoutes:
         return replace(self, trace=self.trace.map_rows(lambda x: x.cpu()))
 
 
@@ -181,7 +181,7 @@ class RoutingRecorder:
         assert (micro, layer) not in self._gates, f"micro-batch {micro}, layer {layer}: gates recorded twice"
         self._gates[micro, layer] = probs.detach().gather(1, self._experts[micro, layer].to(torch.int64))
 
-    def routes(self) -> list[OwnRoutes]:
+    def routes(self) -> list[RecordedRoutes]:
         """The routes of every micro-batch, in order. Raises ValueError unless each was recorded in every layer."""
         keys = {(micro, layer) for micro in range(len(self.fed)) for layer in self.layers}
         for found in (self._experts, self._gates):
@@ -193,7 +193,7 @@ class RoutingRecorder:
                 )
         return [self._routes_of(micro) for micro in range(len(self.fed))] if self.layers else []
 
-    def _routes_of(self, micro: int) -> OwnRoutes:
+    def _routes_of(self, micro: int) -> RecordedRoutes:
         experts = torch.stack([self._experts[micro, layer] for layer in self.layers], 1)
         gates = None if self._gates is None else [self._gates[micro, layer] for layer in self.layers]
         trace = RoutingTrace(
@@ -202,4 +202,4 @@ class RoutingRecorder:
             num_experts=self.num_experts,
             weights=None if gates is None else torch.stack(gates, 1).float(),
         )
-        return OwnRoutes(fed=self.fed[micro], trace=trace)
+        return RecordedRoutes(fed=self.fed[micro], trace=trace)

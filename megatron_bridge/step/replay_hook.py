@@ -22,7 +22,7 @@ from megatron_bridge.config import ReplayConfig
 from megatron_bridge.model.build import every_router, routers
 from megatron_bridge.step.shard import Shard
 from routing_replay.agreement import count_routes
-from routing_replay.replay import OwnRoutes, RoutingRecorder, RoutingReplayer
+from routing_replay.replay import RecordedRoutes, RoutingRecorder, RoutingReplayer
 from routing_replay.trace import RoutingTrace
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
@@ -93,7 +93,7 @@ class RoutingReplay:
         *,
         forward_only: bool,
         source: Source = "mode",
-        routes: Sequence[OwnRoutes] | None = None,
+        routes: Sequence[RecordedRoutes] | None = None,
     ) -> None:
         """Start a pass over these micro-batches. `routes` are what mode "r2" replays; without them a forward pass uses
         the routers' own choices.
@@ -112,9 +112,9 @@ class RoutingReplay:
         if not self.layers or not replays:
             return
         self._replayer = RoutingReplayer(expect_recompute=self.recompute and not forward_only)
-        recorded: Sequence[OwnRoutes | None] = [None] * len(shards) if routes is None else routes
+        recorded: Sequence[RecordedRoutes | None] = [None] * len(shards) if routes is None else routes
         for i, (shard, own) in enumerate(zip(shards, recorded, strict=True)):
-            trace = self._rollout_trace(i, shard) if own is None else _own_trace(i, shard, own)
+            trace = self._rollout_trace(i, shard) if own is None else _recorded_trace(i, shard, own)
             if trace.top_k != self._top_k:
                 raise ValueError(
                     f"micro-batch {i}, {shard.fed}: routes with {trace.top_k} experts per token, the model's routers "
@@ -154,7 +154,7 @@ class RoutingReplay:
         if self._replayer is not None:
             self._replayer.assert_drained()
 
-    def recorded(self) -> list[OwnRoutes]:
+    def recorded(self) -> list[RecordedRoutes]:
         """The routes of each micro-batch that a pass with source "record" recorded. Raises ValueError unless every
         (micro-batch, layer) was recorded once."""
         assert self._recorder is not None, "nothing was recorded"
@@ -202,7 +202,7 @@ class RoutingReplay:
             self.counts[layer] = found if layer not in self.counts else self.counts[layer] + found
 
 
-def _own_trace(micro: int, shard: Shard, own: OwnRoutes) -> RoutingTrace:
+def _recorded_trace(micro: int, shard: Shard, own: RecordedRoutes) -> RoutingTrace:
     """The trace of routes recorded for exactly these rows. Raises ValueError for other rows."""
     if not own.fed.same(shard.fed):
         raise ValueError(

@@ -32,7 +32,7 @@ from miles_like.protocols import LossFn
 from miles_like.types import LossInputs, MicroBatch, Scored, Stat
 from routing_replay.agreement import RouteCounts
 from routing_replay.align import ShardSpec
-from routing_replay.replay import OwnRoutes
+from routing_replay.replay import RecordedRoutes
 
 _Output = Sequence[Tensor]  # the model's output on the last stage: see PolicyModel
 _After = Callable[[int, Shard, _Output], tuple[Tensor, Tensor, Any]]  # (loss, token count, result) of a micro-batch
@@ -43,7 +43,7 @@ class OldPolicy:
     """Log-probabilities and routes of one mini-batch under the weights before a rollout's first optimizer step."""
 
     logprobs: Sequence[Tensor]  # [T] fp32 per micro-batch: of labels with loss, 0 elsewhere
-    routes: Sequence[OwnRoutes] | None  # per micro-batch, of this rank's rows and layers: what r2 replays
+    routes: Sequence[RecordedRoutes] | None  # per micro-batch, of this rank's rows and layers: what r2 replays
     agreement: Mapping[str, Stat]  # of the routers' own choice with the rollout's, over all ranks: routing_check.py
 
 
@@ -165,7 +165,7 @@ class Step:
         *,
         forward_only: bool,
         source: Source = "mode",
-        routes: Sequence[OwnRoutes] | None = None,
+        routes: Sequence[RecordedRoutes] | None = None,
     ) -> list[Shard]:
         """The micro-batches as this rank feeds them, with their routes loaded. Every rank raises one rank's error."""
         experts, out = self.config.num_moe_experts or 0, list[Shard]()

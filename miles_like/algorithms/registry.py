@@ -22,7 +22,7 @@ from miles_like.algorithms.advantages.reinforce_pp_baseline import whitened_base
 from miles_like.algorithms.advantages.rloo import leave_one_out
 from miles_like.algorithms.losses.cispo import CispoLoss
 from miles_like.algorithms.losses.clipped import ClippedLoss
-from miles_like.algorithms.losses.custom import KeywordLoss, KeywordLossFn, OwnLoss
+from miles_like.algorithms.losses.custom import CustomLoss, KeywordLoss, KeywordLossFn
 from miles_like.algorithms.losses.decoupled import behaviour_weights
 from miles_like.algorithms.losses.gspo import GspoLoss
 from miles_like.algorithms.losses.reinforce import ReinforceLoss
@@ -118,7 +118,7 @@ def _advantage(part: parts.Advantage, penalty: KlPenalty | None) -> AdvantageFn:
             return Gae(gamma=part.gamma, gae_lambda=part.gae_lambda, penalty=penalty)
         case parts.Keyless():
             return _of_samples(_KEYLESS[part.advantage], penalty)
-        case parts.OwnAdvantage():
+        case parts.CustomAdvantage():
             return _of_samples(load(part.advantage, AdvantageFn, key="algorithm.advantage"), penalty)
 
 
@@ -142,7 +142,7 @@ class _Terms(TypedDict, total=False):
 
 def _terms(config: parts.RolloutAlgorithm, correction: CorrectionConfig, mismatch: MismatchConfig | None) -> _Terms:
     """Terms of a built-in loss; a user's own has none."""
-    if isinstance(config.loss, parts.OwnLoss):
+    if isinstance(config.loss, parts.CustomLoss):
         return {}
     out: _Terms = {
         "entropy_coefficient": config.loss.entropy_coefficient,
@@ -178,22 +178,22 @@ def _loss(part: parts.Loss, terms: _Terms) -> LossFn:
             return SapoLoss(tau_pos=part.tau_pos, tau_neg=part.tau_neg, **terms)
         case parts.Unclipped():
             return ReinforceLoss(**terms)
-        case parts.OwnLoss():
-            return _own_loss(part.loss)
+        case parts.CustomLoss():
+            return _custom_loss(part.loss)
 
 
-def _own_loss(name: str) -> OwnLoss:
+def _custom_loss(name: str) -> CustomLoss:
     """The loss at the import path `name`, of either signature; one that fits both is called with keywords.
 
     Raises ValueError as `load`, and for a function with another parameter than `inputs`.
     """
     found = load(name, LossFn, KeywordLossFn, key="algorithm.loss")
     if misfit(found, KeywordLossFn) is None:
-        return OwnLoss(KeywordLoss(found))
+        return CustomLoss(KeywordLoss(found))
     parameters = inspect.signature(found).parameters
     if "inputs" not in parameters:
         raise ValueError(
             f"algorithm.loss {name!r} cannot be called as LossFn(inputs): its parameter is {next(iter(parameters))!r}; "
             "name it 'inputs', or name a loss; see docs/extending.md"
         )
-    return OwnLoss(found)
+    return CustomLoss(found)

@@ -38,11 +38,11 @@ class _Server(Process):
     def begin(self, launch: ServerLaunch) -> None:
         self.startup = Startup(launch)
 
-    def look(self, settled: bool) -> Progress:
-        """settled: the server answers, so that only the process is looked at."""
+    def look(self, ready: bool) -> Progress:
+        """ready: the server answers, so that only the process is looked at."""
         assert self.startup is not None, "look before begin"
-        if settled:
-            self.startup.settle()
+        if ready:
+            self.startup.mark_ready()
         return self.startup.poll()
 
     def clock(self) -> float:
@@ -67,7 +67,7 @@ class RayServers:
         self._names = [f"rollout server {s.index}{f' part {s.node_rank}' if s.nnodes > 1 else ''}" for s in self._slots]
         logs = [log_dir / f"rollout_actor{s.index}.{s.node_rank}.log" for s in self._slots]
         self._actors = [nodes.start(_Server, s, log) for s, log in zip(self._slots, logs, strict=True)]
-        self._settled: set[int] = set()  # servers that answer
+        self._ready: set[int] = set()  # servers that answer
         self._shown: dict[int, str] = {}  # server -> the phase that was reported last
         addresses = self._results([a.address.remote() for a in self._actors], ACTOR_S)
         here = {own_address()} == {node.address for node in nodes.nodes}  # the clients of the servers are here too
@@ -98,8 +98,8 @@ class RayServers:
         while True:
             looks = self._look(_LOOK_S)
             ready = {server for server, i in heads.items() if looks[i].ready}
-            if ready - self._settled:  # the parts of a server that answers are not late
-                self._settled |= ready
+            if ready - self._ready:  # the parts of a server that answers are not late
+                self._ready |= ready
                 continue
             if (failure := self._first_failure(looks)) is not None:
                 raise RuntimeError(failure)
@@ -107,7 +107,7 @@ class RayServers:
                 if looks[i].phase != self._shown.get(server):
                     self._shown[server] = looks[i].phase
                     say(f"rollout server {server} of {len(heads)}: {looks[i].phase}")
-            if len(self._settled) == len(heads):
+            if len(self._ready) == len(heads):
                 return [looks[i].url for i in heads.values()]
             time.sleep(POLL_S)
 
@@ -149,7 +149,7 @@ class RayServers:
         return float(min(trips)[1])
 
     def _look(self, timeout_s: float) -> list[Progress]:
-        refs = [a.look.remote(s.index in self._settled) for a, s in zip(self._actors, self._slots, strict=True)]
+        refs = [a.look.remote(s.index in self._ready) for a, s in zip(self._actors, self._slots, strict=True)]
         return self._results(refs, timeout_s)
 
     def _results(self, refs: Sequence[Any], timeout_s: float) -> list[Any]:

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from miles_like.check_results import Outcome
-from miles_like.doctor.examiner import Examiner, NodeReport
-from miles_like.doctor.findings import Finding, Needs
-from miles_like.doctor.judge_machine import judge_disks, judge_gpus, judge_limits, judge_memory, judge_ports
-from miles_like.doctor.judge_network import (
+from miles_like.doctor.check_machine import check_disks, check_gpus, check_limits, check_memory, check_ports
+from miles_like.doctor.check_network import (
     ClockOffset,
     Link,
-    judge_clocks,
-    judge_links,
-    judge_names,
-    judge_nodes,
+    check_clocks,
+    check_links,
+    check_names,
+    check_nodes,
 )
-from miles_like.doctor.judge_software import judge_software
+from miles_like.doctor.check_software import check_software
+from miles_like.doctor.examiner import Examiner, NodeReport
+from miles_like.doctor.findings import Finding, Needs
 from miles_like.doctor.links import LIMIT_S, STORE_S, LinkTimes, ring, tournament
 from miles_like.nodes.facts import NodeName, Unanswered
 from miles_like.nodes.racks import in_fewest_racks
@@ -115,21 +115,21 @@ def examine(
         labels[k]: f"{nodes.names[k].address}: {a.why}" for k, a in sorted(answers.items()) if isinstance(a, Unanswered)
     }
     here = [k for k in range(len(labels)) if labels[k] in reports]
-    findings = judge_nodes(list(reports), silent, nodes.departed, needs)
-    findings += judge_software(reports, needs) + judge_limits(reports)
+    findings = check_nodes(list(reports), silent, nodes.departed, needs)
+    findings += check_software(reports, needs) + check_limits(reports)
     if len({name.address for name in nodes.names}) > 1:  # several nodes of one machine reach each other in any case
-        findings += judge_names(reports, needs)
+        findings += check_names(reports, needs)
     if not brief or held is not None:
         own = reports if held is None else _with_gpus(reports, dict(zip(labels, held, strict=True)))
-        findings += judge_gpus(own, needs, dict(zip(labels, nodes.ray_gpus, strict=False)))
-    findings += judge_memory(reports, dict(zip(labels, nodes.object_store, strict=False)))
+        findings += check_gpus(own, needs, dict(zip(labels, nodes.ray_gpus, strict=False)))
+    findings += check_memory(reports, dict(zip(labels, nodes.object_store, strict=False)))
     if not brief:
         chosen = _chosen(nodes, here, needs)
         findings += _ports(nodes, labels, chosen, reports, needs)
         seen = _reach(nodes, labels, here, tokens, needs)
-        findings += judge_disks(reports, needs, seen, [labels[k] for k in chosen])
+        findings += check_disks(reports, needs, seen, [labels[k] for k in chosen])
     clocks = measure_clocks(nodes, labels, here) if len(here) > 1 else {}
-    findings += judge_clocks(clocks)
+    findings += check_clocks(clocks)
     links: list[Link] = []
     if len(here) > 1:
         report("messages between the nodes")
@@ -189,11 +189,11 @@ def _ports(
     try:
         planned = needs.ports(ranges)
     except ValueError as e:
-        return judge_ports(reports, str(e), {})
+        return check_ports(reports, str(e), {})
     asked = {k: (tuple(port.number for port in planned[i]),) for i, k in enumerate(chosen) if i in planned}
     answers = nodes.call("used", asked, REPORT_S)
     used = {labels[k]: a for k, a in answers.items() if not isinstance(a, Unanswered)}
-    return judge_ports(reports, {labels[k]: planned.get(i, ()) for i, k in enumerate(chosen)}, used)
+    return check_ports(reports, {labels[k]: planned.get(i, ()) for i, k in enumerate(chosen)}, used)
 
 
 def _reach(
@@ -232,7 +232,7 @@ def _links(
     ]  # fmt: skip
     names = dict(zip(labels, nodes.names, strict=True))
     links = measure_links(nodes, labels, able, "gloo", needs, brief=brief)
-    findings += judge_links("gloo", links, reports, names, needs)
+    findings += check_links("gloo", links, reports, names, needs)
     if brief:
         return links, findings
     with_gpus = [k for k in able if not isinstance(gpus := reports[labels[k]]["gpus"], str) and gpus]
@@ -244,7 +244,7 @@ def _links(
             Finding(check="nccl", where=where, found="", outcome=Outcome.NOT_CHECKED, text=reason),
         ]
     by_nccl = measure_links(nodes, labels, with_gpus, "nccl", needs, brief=False)
-    return links + by_nccl, findings + judge_links("nccl", by_nccl, reports, names, needs)
+    return links + by_nccl, findings + check_links("nccl", by_nccl, reports, names, needs)
 
 
 def measure_links(

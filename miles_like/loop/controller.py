@@ -82,7 +82,7 @@ class Controller:
         done = record.step + 1
         with record.timed("save"):
             await self.saver.before_publication(done)
-        await self.feed.settle()
+        await self.feed.drain()
         with record.timed("publish"):
             record.published = await self.trainer.publish(version=done)
         with record.timed("checks"):

@@ -55,18 +55,18 @@ class Feed:
             taking.cancel()
             stopping.cancel()
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Where groups are sampled step by step, waits until the samples that a full step discarded have ended, so that
         their abort does not reach an evaluation. Outside of `sampling` no sample is in flight, and it returns at
         once."""
         if not self.producer.in_steps or self._sampling is None or self._sampling.cancelled():
             return
-        settling = asyncio.create_task(self.producer.settle())
-        await asyncio.wait({settling, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        draining = asyncio.create_task(self.producer.drain())
+        await asyncio.wait({draining, self._task}, return_when=asyncio.FIRST_COMPLETED)
         if self._task.done() and self._task.exception() is not None:
-            settling.cancel()
+            draining.cancel()
             self._task.result()
-        await settling
+        await draining
 
     def published(self, version: int) -> None:
         """Weights `version` are on the servers: the taken groups are trained, and further prompts are admitted."""

@@ -6,7 +6,7 @@ in steps  (max_staleness = 0 without mask_old_tokens, and lockstep) one round at
           other, at most max_staleness steps ahead of the weights. The groups of a round are accepted or discarded in
           the order of their ids. Discarded ones are replaced by a further round, as large as is likely to fill the
           step; groups beyond the step's need are discarded. With lockstep a publication waits until no more may be
-          admitted and nothing is in flight (`settled`), so the weights that sample a prompt follow from its group id.
+          admitted and nothing is in flight (`drained`), so the weights that sample a prompt follow from its group id.
 freely    whenever fewer than `room` groups are outstanding, from admission until they are trained and published.
 
 Dynamic sampling (DAPO, arXiv:2503.14476, 3.2) is a filter that discards groups whose rewards are all equal. A group
@@ -31,7 +31,7 @@ from miles_like.protocols import GroupFilter
 from miles_like.types import Json, Prompt, SampleGroup
 
 UNSCORED = "no sample was scored"
-SURPLUS = "more than the step needs"
+OVERSAMPLED = "more than the step needs"
 
 
 class PromptStream(Protocol):
@@ -103,7 +103,7 @@ class Producer:
         return math.ceil(self.groups * (1 + share))
 
     @property
-    def settled(self) -> bool:
+    def drained(self) -> bool:
         """Whether no group is in flight and none will be before the next publication."""
         return not self._rounds and (self.ended or not self._may_admit())
 
@@ -138,9 +138,9 @@ class Producer:
         self.version = version
         self.buffer.producer_wake.set()
 
-    async def settle(self) -> None:
-        """Waits until `settled`."""
-        while not self.settled:
+    async def drain(self) -> None:
+        """Waits until `drained`."""
+        while not self.drained:
             self._decided.clear()
             await self._decided.wait()
 
@@ -216,7 +216,7 @@ class Producer:
         if round_.group_ids:
             await self.sampler.abort()
             for group_id in list(round_.group_ids):
-                await self.buffer.discard(group_id, reason=SURPLUS)
+                await self.buffer.discard(group_id, reason=OVERSAMPLED)
         del self._rounds[round_.number]
         self._next_step()
         self._decided.set()
@@ -232,7 +232,7 @@ class Producer:
             if reason is not None:
                 self._refused[reason] += 1
             elif self.in_steps and self._kept == self.groups:
-                reason = SURPLUS
+                reason = OVERSAMPLED
             if reason is not None:
                 await self.buffer.discard(group_id, reason=reason, group=group)
             else:

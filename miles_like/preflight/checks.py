@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from miles_like.check_results import CheckResult, NotCheckedError, Outcome, run_check
 from miles_like.config.run import RunConfig
-from miles_like.config.sections.algorithm import OwnAdvantage, OwnLoss
+from miles_like.config.sections.algorithm import CustomAdvantage, CustomLoss
 from miles_like.config.sections.distillation import (
     MadeServer,
     PromptedPolicy,
@@ -272,9 +272,9 @@ class Preflight:
         c = self.config
         algorithm = make_algorithm(c.algorithm, c.correction, c.mismatch)
         with_teachers(algorithm, c.distillation)  # composes what the run will compute
-        if isinstance(c.algorithm.parts.loss, OwnLoss):
+        if isinstance(c.algorithm.parts.loss, CustomLoss):
             self._trial().loss(algorithm)
-        if isinstance(c.algorithm.parts.advantage, OwnAdvantage):
+        if isinstance(c.algorithm.parts.advantage, CustomAdvantage):
             self._trial().advantage(algorithm, [self._scored()])
 
     def _filter(self) -> None:

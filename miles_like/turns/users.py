@@ -57,7 +57,7 @@ class Sampling:
         if self._closed is not None:
             return
         if self.feed is not None:
-            await self.feed.settle()
+            await self.feed.drain()
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.partial.suspended())
             self._closed = stack.pop_all()

@@ -42,7 +42,7 @@ from rollout.publish.stock_hashes import stock_checksum, stored_parts
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.samples import RoutingShape
 from rollout.wire.checksum import tensor_checksum
-from routing_replay.replay import OwnRoutes
+from routing_replay.replay import RecordedRoutes
 from routing_replay.trace import RoutingTrace
 
 _PROMPT = Prompt(id="verify", token_ids=(0,), answer="")  # placeholder: samples carry their prompt tokens themselves
@@ -123,7 +123,7 @@ def merged(
     return out
 
 
-def _routes(micro: MicroBatch, ranks: Sequence[OwnRoutes], shape: RoutingShape) -> Tensor | None:
+def _routes(micro: MicroBatch, ranks: Sequence[RecordedRoutes], shape: RoutingShape) -> Tensor | None:
     """[T, L, K] int64 of all ranks' parts; None where no rank reports its routes."""
     if not ranks:
         return None

@@ -44,7 +44,7 @@ class Progress:
 
     url: str
     phase: str
-    ready: bool = False  # it answers, or `settle` was called
+    ready: bool = False  # it answers, or `mark_ready` was called
     failure: str | None = None
     failed_at: float = 0.0
 
@@ -75,7 +75,7 @@ class Startup:
         self._spent: dict[str, float] = {}  # seconds, by the key of their limit
         self._seen = time.monotonic()
 
-    def settle(self) -> None:
+    def mark_ready(self) -> None:
         """Call when the server answers, on the part's node or on its first: from now on `poll` checks only whether the
         process lives."""
         self._up = True
@@ -92,7 +92,7 @@ class Startup:
                 return Progress(self.handle.url, "starting")
             return self._failed(f"ended with {how}", phase.words, self.handle.ended_at or time.monotonic())
         if not self._up and not self._launch.node_rank and self._answers():
-            self.settle()
+            self.mark_ready()
         if self._up:
             return Progress(self.handle.url, "ready", ready=True)
         limit, key = self._limit(phase.limit)

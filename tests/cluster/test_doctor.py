@@ -162,7 +162,7 @@ def test_the_start_of_a_run_finds_a_pair_that_does_not_reach_each_other(cluster:
     assert {name.partition(" of ")[0] for name, *_ in found} >= {"node", "clock", "host name", "trainer: torch"}
 
 
-@pytest.mark.long(beside="tests/miles_like/doctor/test_judges.py")
+@pytest.mark.long(beside="tests/miles_like/doctor/test_node_checks.py")
 def test_messages_go_by_the_interface_that_the_run_s_configuration_names(cluster: Cluster) -> None:
     """Which is not always that of the nodes' addresses; the name of node 1 is no trap for either."""
     cluster[1].set_hosts("hostile")

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_bridge.config import ReplayConfig  # noqa: E402
 from megatron_bridge.model.router import MaskedRouter  # noqa: E402
 from megatron_bridge.step.replay_hook import RoutingReplay  # noqa: E402
-from routing_replay.replay import FedRows, OwnRoutes  # noqa: E402
+from routing_replay.replay import FedRows, RecordedRoutes  # noqa: E402
 from routing_replay.trace import RoutingTrace  # noqa: E402
 
 T, H, E, K = 24, 12, 16, 4
@@ -177,10 +177,10 @@ def test_own_routes_are_replayed_for_the_rows_that_they_were_recorded_for() -> N
     """R2 keeps them on the rank, where no seal holds them to their tokens: samples and rows do."""
     bench = Bench("sigmoid with bias", None, mode="r2")
     trace = RoutingTrace(experts=bench.own()[:, None].to(torch.uint8), layers=(0,), num_experts=E)
-    bench.load(None, forward_only=False, routes=[OwnRoutes(fed=replace(FED), trace=trace)])
+    bench.load(None, forward_only=False, routes=[RecordedRoutes(fed=replace(FED), trace=trace)])
     for other in (replace(FED, samples=("b/0",)), replace(FED, tokens=FED.tokens.flip(0))):
         with refuses(ValueError, 0, "a/0"):
-            bench.load(None, forward_only=False, routes=[OwnRoutes(fed=other, trace=trace)])
+            bench.load(None, forward_only=False, routes=[RecordedRoutes(fed=other, trace=trace)])
 
 
 def test_routes_of_another_number_of_experts_a_token_are_refused() -> None:
@@ -215,7 +215,7 @@ def test_recorded_gates_are_what_counts(kind: str) -> None:
     bench = Bench(kind, SCALE, mode="r2", gates=True)
     ids, gates = _others(bench.own()), torch.rand(T, 1, K) + 0.1
     trace = RoutingTrace(experts=ids[:, None].to(torch.uint8), layers=(0,), num_experts=E, weights=gates)
-    bench.load(None, forward_only=False, routes=[OwnRoutes(fed=FED, trace=trace)])
+    bench.load(None, forward_only=False, routes=[RecordedRoutes(fed=FED, trace=trace)])
     probs, weight, x = bench.run()
     assert torch.equal(probs, torch.zeros(T, E).scatter(1, ids, gates[:, 0]))
     assert not weight.any() and x is not None and not x.any()

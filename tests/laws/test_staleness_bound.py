@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from miles_like.checkpoint.ledger import Ledger
 from miles_like.loop.buffer import DataBuffer
-from miles_like.loop.producer import SURPLUS, Producer
+from miles_like.loop.producer import OVERSAMPLED, Producer
 from miles_like.types import Prompt, SampleGroup
 from tests.support.made_samples import rewarded
 
@@ -111,7 +111,7 @@ class Loop:
             self.trained += [(step, t.group_id, t.group.oldest_version) for t in taken]
             await self.adversary.chooses(TRAINER)
             if self.producer.lockstep:
-                await asyncio.wait_for(self.producer.settle(), 20)
+                await asyncio.wait_for(self.producer.drain(), 20)
             self.version = step + 1
             for t in taken:
                 self.ledger.train(step + 1, t.group_id, t.group)
@@ -151,9 +151,9 @@ def test_no_token_is_staler_than_the_bound(
     group_ids = [t for _, t, _ in loop.trained]
     assert len(group_ids) == len(set(group_ids)) == STEPS * groups
     assert all(0 <= step - oldest <= k for step, _, oldest in loop.trained)
-    assert set(loop.buffer.dropped) <= {"refused", SURPLUS}
+    assert set(loop.buffer.dropped) <= {"refused", OVERSAMPLED}
     if k:
-        assert SURPLUS not in loop.buffer.dropped or lockstep
+        assert OVERSAMPLED not in loop.buffer.dropped or lockstep
     for step in range(STEPS):
         of_step = [t for s, t, _ in loop.trained if s == step]
         assert of_step == sorted(of_step)

@@ -27,7 +27,7 @@ class KlPenalty:
     log_ratio_clamp: float | None = None
     k3_clamp: float | None = None
 
-    def of_tokens(self, tokens: Tokens) -> Tensor:
+    def per_token(self, tokens: Tokens) -> Tensor:
         """[R] fp64; raises ValueError for a sample without the stream."""
         above = tokens.stream(REFERENCE) - tokens.logprobs()
         clamps = {"log_ratio_clamp": self.log_ratio_clamp, "k3_clamp": self.k3_clamp}
@@ -37,7 +37,7 @@ class KlPenalty:
 def token_rewards(tokens: Tokens, penalty: KlPenalty | None) -> Tensor:
     """[R] fp64: each sample's reward at its last token, minus the penalty of every token."""
     rewards = tokens.last_rewards()
-    return rewards if penalty is None else rewards - penalty.of_tokens(tokens)
+    return rewards if penalty is None else rewards - penalty.per_token(tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Penalized:
 
     def __call__(self, groups: Sequence[SampleGroup]) -> Sequence[Sequence[float | Tensor]]:
         tokens = Tokens.of(groups)
-        penalties = iter(tokens.per_sample(self.penalty.of_tokens(tokens)).tolist())
+        penalties = iter(tokens.per_sample(self.penalty.per_token(tokens)).tolist())
         return self.advantage(
             [
                 replace(

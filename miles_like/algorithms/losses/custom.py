@@ -58,7 +58,7 @@ class KeywordLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnLoss:
+class CustomLoss:
     """The loss and statistics of `loss`, and `mismatch/...` of the trainer before the rollout's first optimizer step
     against the rollout, as in `PolicyLoss`. A statistic that `loss` returns under such a name takes precedence."""
 

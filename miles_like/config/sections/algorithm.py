@@ -17,7 +17,7 @@ Clamp: TypeAlias = Annotated[float | None, Field(gt=0)]
 
 class AdvantagePart(Part):
     chosen_by = "advantage"
-    of_tokens: ClassVar[bool] = False  # other advantages are of samples
+    token_level: ClassVar[bool] = False  # False: one number per sample
 
 
 class Grpo(AdvantagePart):
@@ -34,7 +34,7 @@ class ReinforcePlusPlus(AdvantagePart):
     advantage: Literal["reinforce_pp"] = "reinforce_pp"
     gamma: float = Field(1.0, gt=0, le=1)  # discount factor of a token's reward
 
-    of_tokens = True
+    token_level = True
 
 
 class Ppo(AdvantagePart):
@@ -43,14 +43,14 @@ class Ppo(AdvantagePart):
     gae_lambda: float = Field(1.0, ge=0, le=1)  # lambda of generalized advantage estimation
     value_clip: float = Field(0.2, gt=0)  # largest change of a value in the critic's loss
 
-    of_tokens = True
+    token_level = True
 
 
 class Keyless(AdvantagePart):
     advantage: Literal["dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl"]
 
 
-class OwnAdvantage(AdvantagePart):
+class CustomAdvantage(AdvantagePart):
     advantage: str  # pkg.module:name of a user's AdvantageFn
 
 
@@ -104,7 +104,7 @@ class Unclipped(LossPart):
     loss: Literal["reinforce"] = "reinforce"
 
 
-class OwnLoss(Part):
+class CustomLoss(Part):
     chosen_by = "loss"
     loss: str  # pkg.module:name of a user's LossFn
 
@@ -159,10 +159,10 @@ class Overlong(Part):
 
 
 Advantage: TypeAlias = (
-    Annotated[Grpo | Reinforce | ReinforcePlusPlus | Ppo | Keyless, Field(discriminator="advantage")] | OwnAdvantage
+    Annotated[Grpo | Reinforce | ReinforcePlusPlus | Ppo | Keyless, Field(discriminator="advantage")] | CustomAdvantage
 )
 Loss: TypeAlias = (
-    Annotated[Clipped | Gspo | Cispo | Sapo | Decoupled | Unclipped, Field(discriminator="loss")] | OwnLoss
+    Annotated[Clipped | Gspo | Cispo | Sapo | Decoupled | Unclipped, Field(discriminator="loss")] | CustomLoss
 )
 Aggregate: TypeAlias = Annotated[Mean | Constant, Field(discriminator="aggregation")]
 KlPenalty: TypeAlias = Annotated[PenaltyInLoss | PenaltyInReward, Field(discriminator="kl_in")]
@@ -217,7 +217,7 @@ class RolloutAlgorithm(Part):
 
     @model_validator(mode="after")
     def parts_fit_each_other(self) -> RolloutAlgorithm:
-        if isinstance(self.loss, OwnLoss) and isinstance(self.penalty, PenaltyInLoss):
+        if isinstance(self.loss, CustomLoss) and isinstance(self.penalty, PenaltyInLoss):
             raise ValueError(
                 f"algorithm.kl_coefficient = {self.penalty.kl_coefficient} does nothing with the custom loss "
                 f"{self.loss.loss!r}: set algorithm.kl_in = 'reward', or remove it"
@@ -232,7 +232,7 @@ class RolloutAlgorithm(Part):
                     f"algorithm.{key} = {value!r} makes rewards below 0, and algorithm.advantage = 'maxrl' "
                     "divides by their mean: remove one of them"
                 )
-        if self.shuffle_advantages and self.advantage.of_tokens:
+        if self.shuffle_advantages and self.advantage.token_level:
             raise ValueError(
                 f"algorithm.shuffle_advantages cannot shuffle the token-level advantages of algorithm.advantage = "
                 f"{self.advantage.advantage!r}: set it to false, or choose a sample-level advantage"
@@ -257,7 +257,7 @@ class RolloutAlgorithm(Part):
         longest_answer: tokens; group: samples per prompt, None if advantages do not come from rewards; taught: whether
         a teacher is the reference; correction: `correction.kind`; on_breach: `mismatch.on_breach`.
         """
-        loss, advantage, own = self.loss.loss, self.advantage.advantage, isinstance(self.loss, OwnLoss)
+        loss, advantage, own = self.loss.loss, self.advantage.advantage, isinstance(self.loss, CustomLoss)
         if self.reference_every and not (self.penalty or taught):
             raise ValueError(
                 f"algorithm.reference_every = {self.reference_every} does nothing without a reference: set "

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from miles_like.config.sections.algorithm import AdvantagePart, OwnAdvantage, Ppo, RolloutAlgorithm
+from miles_like.config.sections.algorithm import AdvantagePart, CustomAdvantage, Ppo, RolloutAlgorithm
 from miles_like.config.sections.flat import FlatSection, Part, changed, defaults
 from miles_like.config.sections.make import MakeConfig
 from rollout.server_url import ServerUrl
@@ -96,9 +96,9 @@ def _kind(part: AnyTeacher) -> str:
     return part.kind
 
 
-OwnServer: TypeAlias = RunningServer | StartedServer | MadeServer
+TeacherServer: TypeAlias = RunningServer | StartedServer | MadeServer
 TeacherPart: TypeAlias = Annotated[
-    Annotated[OwnServer, Tag("server")]
+    Annotated[TeacherServer, Tag("server")]
     | Annotated[SwappedWeights, Tag("weights")]
     | Annotated[PromptedPolicy, Tag("self")],
     Discriminator(_kind),
@@ -218,7 +218,7 @@ class Teaching(Part):
         advantages."""
         part, overlong = algorithm.advantage, algorithm.overlong
         idle: dict[str, object] = {
-            "algorithm.advantage": part.advantage if isinstance(part, Ppo | OwnAdvantage) else None,
+            "algorithm.advantage": part.advantage if isinstance(part, Ppo | CustomAdvantage) else None,
             "algorithm.kl_in": "reward" if algorithm.reference_stream else None,
             "algorithm.overlong_penalty": overlong and overlong.overlong_penalty,
             "algorithm.filter": algorithm.filter if algorithm.filter == "nonzero_std" else None,

@@ -111,7 +111,7 @@ class Attempt:
             pool=self.pool,
             timeline=self.trainer,
             in_steps=self.producer.in_steps,
-            settle=self.producer.settle,
+            drain=self.producer.drain,
             publish=self._publish,
         )
 
@@ -148,7 +148,7 @@ class Attempt:
         trained = now()
         if self.producer.in_steps:
             with self.trainer.phase("settle"):
-                await self.producer.settle()
+                await self.producer.drain()
         self.state.step = step + 1
         await self.turns.published()
         spans = [span for g in groups for span in g.spans()]

@@ -16,7 +16,7 @@ from miles_like.simulation.clock.virtual_time import now
 from miles_like.simulation.loop.buffer import SimBuffer
 from miles_like.simulation.servers.samples import SimGroup
 
-SURPLUS = "more than the step needs"
+OVERSAMPLED = "more than the step needs"
 FILTERED = "by the filter"
 
 
@@ -70,7 +70,7 @@ class SimProducer:
         return math.ceil(self.groups * (1 + share))
 
     @property
-    def settled(self) -> bool:
+    def drained(self) -> bool:
         return not self.state.rounds and not self._may_admit()
 
     async def run(self) -> None:
@@ -99,8 +99,8 @@ class SimProducer:
         self.version = version
         self.buffer.wake.set()
 
-    async def settle(self) -> None:
-        while not self.settled:
+    async def drain(self) -> None:
+        while not self.drained:
             self._decided.clear()
             await self._decided.wait()
 
@@ -144,7 +144,7 @@ class SimProducer:
         if self.state.rounds[number]:
             await self.sampler.abort()
             for group_id in self.state.rounds[number]:
-                self.buffer.discard(group_id, SURPLUS)
+                self.buffer.discard(group_id, OVERSAMPLED)
         del self.state.rounds[number]
         self._next_step()
         self._decided.set()
@@ -155,7 +155,7 @@ class SimProducer:
             if not self.buffer.entries[group_id].group.accepted:
                 self.buffer.discard(group_id, FILTERED)
             elif self.in_steps and self.state.kept == self.groups:
-                self.buffer.discard(group_id, SURPLUS)
+                self.buffer.discard(group_id, OVERSAMPLED)
             else:
                 self.state.kept += 1
                 self.buffer.put(group_id)

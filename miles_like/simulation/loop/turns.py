@@ -15,7 +15,7 @@ from miles_like.simulation.servers.pool import Pool
 class SimTurns:
     """Begins with the trainer's turn. enabled: False on separate devices, where every method returns at once.
 
-    settle: waits for the samples that a publication waits for, where groups are sampled step by step. publish: sends
+    drain: waits for the samples that a publication waits for, where groups are sampled step by step. publish: sends
     the current weights.
     """
 
@@ -24,7 +24,7 @@ class SimTurns:
     pool: Pool
     timeline: TrainerTimeline
     in_steps: bool
-    settle: Callable[[], Awaitable[None]]
+    drain: Callable[[], Awaitable[None]]
     publish: Callable[[], Awaitable[None]]
     _serving: bool = False
     changes: int = 0
@@ -54,7 +54,7 @@ class SimTurns:
             return
         with self.timeline.phase("turn"):
             if self.in_steps:
-                await self.settle()
+                await self.drain()
             await self.pool.close()
             await asyncio.sleep(self.times.release_s + self.times.wake_s)
         self._serving, self.changes = False, self.changes + 1

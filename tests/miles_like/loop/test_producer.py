@@ -16,7 +16,7 @@ import pytest
 
 from miles_like.checkpoint.ledger import Ledger
 from miles_like.loop.buffer import DataBuffer, Taken
-from miles_like.loop.producer import SURPLUS, UNSCORED, Producer
+from miles_like.loop.producer import OVERSAMPLED, UNSCORED, Producer
 from miles_like.loop.rollout_stats import RolloutStats, total
 from miles_like.types import Prompt, SampleGroup
 from tests.support.made_samples import group, sample
@@ -105,7 +105,7 @@ def test_what_a_filter_leaves_out_is_replaced_until_the_step_is_whole() -> None:
     ids, metrics = source.run(one_step)
     assert ids == ["1", "2", "4", "5"]
     assert source.asked == [(0, ["0", "1", "2", "3"]), (1, ["4", "5", "6", "7"])]
-    assert source.buffer.dropped == {"equal rewards": 3, SURPLUS: 1}
+    assert source.buffer.dropped == {"equal rewards": 3, OVERSAMPLED: 1}
     assert metrics["rollout/rounds"] == 2 and metrics["rollout/filtered_frac"] == pytest.approx(3 / 8)
     assert metrics["rollout/tokens"] == 16 * int(sample("p", 0).loss_mask.sum())
 
@@ -121,7 +121,7 @@ def test_a_group_without_a_scored_sample_is_replaced_and_a_group_with_one_is_kep
     """Its reward is not set to 0, and the ledger has the reason for each of its discarded samples."""
     source = Source(lambda i: [None, None] if i == 0 else [1.0, None], groups=2, max_rounds=2)
     ids, metrics = source.run(one_step)
-    assert ids == ["1", "2"] and source.buffer.dropped == {f"{UNSCORED}: timed out": 1, SURPLUS: 1}
+    assert ids == ["1", "2"] and source.buffer.dropped == {f"{UNSCORED}: timed out": 1, OVERSAMPLED: 1}
     assert metrics["rollout/discarded_frac"] == pytest.approx(5 / 8)
     assert source.ledger.metrics()["ledger/discarded"] == 4
 
@@ -152,7 +152,7 @@ def test_the_rest_is_aborted_and_discarded_when_a_step_is_full() -> None:
     ids, _ = source.run(one_step)
     assert source.asked == [(0, ["0", "1", "2", "3", "4", "5"])]
     assert ids == ["1", "2", "4", "5"] and source.aborts == 1
-    assert source.buffer.dropped == {SURPLUS: 2} and not source.buffer.group_ids
+    assert source.buffer.dropped == {OVERSAMPLED: 2} and not source.buffer.group_ids
 
 
 def test_the_time_of_a_step_that_was_full_early_is_its_own() -> None:
@@ -172,7 +172,7 @@ def test_in_lockstep_the_first_admitted_are_kept_whoever_is_late() -> None:
     source.late = {"0", "3"}
     source.held.set()
     ids, _ = source.run(one_step)
-    assert ids == ["0", "1", "2", "3"] and not source.aborts and source.buffer.dropped == {SURPLUS: 2}
+    assert ids == ["0", "1", "2", "3"] and not source.aborts and source.buffer.dropped == {OVERSAMPLED: 2}
 
 
 def test_a_source_that_ends_ends_the_producer_and_not_in_the_middle_of_a_step() -> None:
@@ -200,9 +200,9 @@ def test_nothing_is_sampled_that_no_step_would_train(how: dict[str, Any]) -> Non
         await asyncio.sleep(0.01)
 
     source.run(body)
-    assert not source.buffer.group_ids and source.buffer.dropped.keys() <= {"equal rewards", SURPLUS}
+    assert not source.buffer.group_ids and source.buffer.dropped.keys() <= {"equal rewards", OVERSAMPLED}
     if how.get("k") and "lockstep" not in how:
-        assert SURPLUS not in source.buffer.dropped and source.next == 9
+        assert OVERSAMPLED not in source.buffer.dropped and source.next == 9
 
 
 def test_what_is_left_out_for_its_age_is_replaced_though_nothing_is_in_flight() -> None:
@@ -227,7 +227,7 @@ def test_a_producer_goes_on_where_it_was(lockstep: bool) -> None:
     async def begun(source: Source) -> Any:
         taken = await source.step()
         if lockstep:
-            await source.producer.settle()
+            await source.producer.drain()
         else:
             await asyncio.sleep(0.01)
         for t in taken:
@@ -250,7 +250,7 @@ def test_a_producer_goes_on_where_it_was(lockstep: bool) -> None:
             for t in taken:
                 source.ledger.train(version + 1, t.group_id, t.group)
             if lockstep:
-                await source.producer.settle()
+                await source.producer.drain()
             source.ledger.check(source.buffer.group_ids)
             source.producer.published(version + 1)
 
@@ -280,7 +280,7 @@ def test_a_prompt_that_comes_again_is_of_another_wave(lockstep: bool) -> None:
             taken = await source.step(version)
             ids += [t.group.prompt.id for t in taken]
             if lockstep:
-                await source.producer.settle()
+                await source.producer.drain()
             source.producer.published(version + 1)
         return ids
 

@@ -101,10 +101,10 @@ async def steps(case: Case, seen: Seen, producer: Any, take: Callable[[int], Awa
             seen.note("taken", step, taking.result())
             await asyncio.sleep(case.train_s(step))
             if producer.in_steps:
-                settling = asyncio.create_task(producer.settle())
-                await asyncio.wait({settling, sampling}, return_when=asyncio.FIRST_COMPLETED)
-                if not settling.done():
-                    settling.cancel()
+                draining = asyncio.create_task(producer.drain())
+                await asyncio.wait({draining, sampling}, return_when=asyncio.FIRST_COMPLETED)
+                if not draining.done():
+                    draining.cancel()
                     seen.note("ended", type(sampling.exception()).__name__)
                     return
             await asyncio.sleep(0.05)

@@ -31,7 +31,7 @@ _SLOW = 50e6  # bytes a second, below which staging a checkpoint takes days
 _FULL = 64 << 20
 
 
-def judge_gpus(reports: Reports, needs: Needs, ray_gpus: Mapping[str, int]) -> list[Finding]:
+def check_gpus(reports: Reports, needs: Needs, ray_gpus: Mapping[str, int]) -> list[Finding]:
     """ray_gpus: GPUs that Ray was started with on each node; empty without Ray."""
     out: list[Finding] = []
     wanted = needs.gpus_per_node or 0
@@ -84,7 +84,7 @@ def _gpu_faults(node: str, gpu: GpuFacts) -> list[str]:
     return out
 
 
-def judge_memory(reports: Reports, object_store: Mapping[str, int]) -> list[Finding]:
+def check_memory(reports: Reports, object_store: Mapping[str, int]) -> list[Finding]:
     """Host memory, cores and shared memory. object_store: bytes of Ray's object store on each node."""
     machines = {n: r["machine"] for n, r in reports.items()}
     out = [
@@ -106,7 +106,7 @@ def judge_memory(reports: Reports, object_store: Mapping[str, int]) -> list[Find
     return out + one_row("/dev/shm", {n: gib(m["shm"]) for n, m in machines.items()}, wrong)
 
 
-def judge_limits(reports: Reports) -> list[Finding]:
+def check_limits(reports: Reports) -> list[Finding]:
     """ulimits and cgroup limits."""
     out: list[Finding] = []
     for name, least in _LEAST.items():
@@ -142,7 +142,7 @@ def _cgroup(node: str, report: NodeReport) -> list[Finding]:
     return [Finding(check="cgroup", where=(node,), found=found, text="; ".join(remarks))]
 
 
-def judge_ports(
+def check_ports(
     reports: Reports, planned: Mapping[str, Sequence[ServerPort]] | str, used: Mapping[str, Sequence[int]]
 ) -> list[Finding]:
     """Ports of the run's servers: free, and outside of the range from which the kernel takes those of connections.
@@ -174,7 +174,7 @@ def judge_ports(
     return out
 
 
-def judge_disks(
+def check_disks(
     reports: Reports, needs: Needs, seen: Mapping[str, Mapping[str, tuple[str, ...]]], chosen: Sequence[str]
 ) -> list[Finding]:
     """seen: path -> node -> nodes whose marker file it sees there. chosen: the nodes of the run, in its order."""

@@ -36,7 +36,7 @@ class Link:
     result: LinkTimes | Unanswered
 
 
-def judge_nodes(
+def check_nodes(
     answered: Sequence[str], unanswered: Mapping[str, str], departed: Sequence[str], needs: Needs
 ) -> list[Finding]:
     """unanswered: node -> its address and why. departed: addresses of nodes that have left the Ray cluster."""
@@ -59,7 +59,7 @@ def judge_nodes(
     return [Finding(check="node", where=tuple(answered), found="answers"), *out]
 
 
-def judge_clocks(offsets: Mapping[str, ClockOffset]) -> list[Finding]:
+def check_clocks(offsets: Mapping[str, ClockOffset]) -> list[Finding]:
     wrong = {
         node: f"the clock of {node} differs by {c.offset_s:+.2f} s from this machine's, more than {CLOCK_S:g} s: run "
         "chrony or another NTP client on both"
@@ -72,7 +72,7 @@ def judge_clocks(offsets: Mapping[str, ClockOffset]) -> list[Finding]:
     return one_row("clock", right, wrong)
 
 
-def judge_names(reports: Mapping[str, NodeReport], needs: Needs) -> list[Finding]:
+def check_names(reports: Mapping[str, NodeReport], needs: Needs) -> list[Finding]:
     """Whether gloo would give other nodes a loopback address of this one, because its name resolves to one."""
     shown = {n: ", ".join(r["machine"]["name_resolves_to"]) or "nothing" for n, r in reports.items()}
     trapped = {n: _name_remedy(n, r) for n, r in reports.items() if is_trapped(r)}
@@ -103,7 +103,7 @@ def _name_remedy(node: str, report: NodeReport) -> str:
     )
 
 
-def judge_links(
+def check_links(
     backend: str, links: Sequence[Link], reports: Mapping[str, NodeReport], names: Mapping[str, NodeName], needs: Needs
 ) -> list[Finding]:
     """reports and names: by node."""

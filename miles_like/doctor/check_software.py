@@ -18,7 +18,7 @@ from miles_like.doctor.software import Software
 OLDEST_DRIVER = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
 
 
-def judge_software(reports: Mapping[str, NodeReport], needs: Needs) -> list[Finding]:
+def check_software(reports: Mapping[str, NodeReport], needs: Needs) -> list[Finding]:
     """reports: by the node's name."""
     own = {node: r["software"] for node, r in reports.items()}
     out = _equal("trainer", own, needs.packages)

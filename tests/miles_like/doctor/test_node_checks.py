@@ -14,11 +14,11 @@ import pytest
 
 from miles_like.check_results import Outcome
 from miles_like.cluster.environment import network_variables
+from miles_like.doctor.check_machine import check_disks, check_gpus, check_limits, check_memory, check_ports
+from miles_like.doctor.check_network import ClockOffset, Link, check_clocks, check_links, check_names, check_nodes
+from miles_like.doctor.check_software import check_software
 from miles_like.doctor.examiner import NodeReport
 from miles_like.doctor.findings import Finding, Needs
-from miles_like.doctor.judge_machine import judge_disks, judge_gpus, judge_limits, judge_memory, judge_ports
-from miles_like.doctor.judge_network import ClockOffset, Link, judge_clocks, judge_links, judge_names, judge_nodes
-from miles_like.doctor.judge_software import judge_software
 from miles_like.doctor.links import LinkTimes
 from miles_like.nodes.facts import NodeName, ServerPort, Unanswered
 from tests.support.node_reports import GIB, healthy
@@ -58,15 +58,17 @@ def cluster(gpus: int = 8) -> Reports:
     return {node: healthy(i, gpus=gpus) for i, node in enumerate(ALL)}
 
 
-def judged(reports: Reports, needs: Needs = NEEDS, seen: dict[str, dict[str, tuple[str, ...]]] = SEEN) -> list[Finding]:
+def checked(
+    reports: Reports, needs: Needs = NEEDS, seen: dict[str, dict[str, tuple[str, ...]]] = SEEN
+) -> list[Finding]:
     return [
-        *judge_software(reports, needs),
-        *judge_limits(reports),
-        *judge_names(reports, needs),
-        *judge_gpus(reports, needs, dict.fromkeys(reports, 8)),
-        *judge_memory(reports, dict.fromkeys(reports, 200 * GIB)),
-        *judge_ports(reports, PORTS, {}),
-        *judge_disks(reports, needs, seen, ALL),
+        *check_software(reports, needs),
+        *check_limits(reports),
+        *check_names(reports, needs),
+        *check_gpus(reports, needs, dict.fromkeys(reports, 8)),
+        *check_memory(reports, dict.fromkeys(reports, 200 * GIB)),
+        *check_ports(reports, PORTS, {}),
+        *check_disks(reports, needs, seen, ALL),
     ]
 
 
@@ -79,7 +81,7 @@ def remarks(findings: list[Finding]) -> list[str]:
 
 
 def test_a_healthy_cluster_has_no_fault_and_no_remark() -> None:
-    found = judged(cluster())
+    found = checked(cluster())
     assert not faults(found) and not remarks(found)
     assert all(f.where for f in found)
 
@@ -146,7 +148,7 @@ def test_a_fault_of_one_node_names_it_with_a_remedy(what: str) -> None:
     break_it, facts = ONE_NODE[what]
     reports = cluster()
     break_it(reports["node1"])
-    texts = faults(judged(reports))
+    texts = faults(checked(reports))
     assert texts and not any(t.startswith(("node0", "node2")) for t in texts)
     check_refusal(texts[0], *facts)
 
@@ -171,13 +173,13 @@ def test_versions_that_are_equal_and_do_not_fit(what: str) -> None:
     reports = cluster()
     for report in reports.values():
         break_it(report)
-    text = next(t for t in faults(judged(reports)) if str(facts[0]) in t)
+    text = next(t for t in faults(checked(reports)) if str(facts[0]) in t)
     check_refusal(text, "node0", *facts)
 
 
 def test_a_port_in_use_is_named_with_its_server_and_its_key() -> None:
     """On the node of that server alone: another node may use the number."""
-    found = judge_ports(cluster(), PORTS, {"node1": [20067, 20003], "node2": [20003]})
+    found = check_ports(cluster(), PORTS, {"node1": [20067, 20003], "node2": [20003]})
     (text,) = faults(found)
     check_refusal(
         text, "node1", 20067, "rollout server 1", "attention data parallelism", "rollout.sglang.dist_init_port"
@@ -185,12 +187,12 @@ def test_a_port_in_use_is_named_with_its_server_and_its_key() -> None:
     free = {(f.check, f.where): f.found for f in found if f.check.startswith("ports of")}
     assert free["ports of rollout server 1", ("node1",)] == "30001 free"
     assert free["ports of rollout server 2", ("node2",)] == "30002, 20131 free"
-    (text,) = faults(judge_ports(cluster(), "no room", {}))
+    (text,) = faults(check_ports(cluster(), "no room", {}))
     assert text == "no room"
 
 
 def test_a_directory_that_must_be_shared_and_one_that_must_not() -> None:
-    texts = faults(judged(cluster(), seen={"/shared": SEEN["/local"], "/local": SEEN["/shared"]}))
+    texts = faults(checked(cluster(), seen={"/shared": SEEN["/local"], "/local": SEEN["/shared"]}))
     assert len(texts) == 2
     check_refusal(texts[0], "/shared", "node0", "node0", "node1", WHY)
     check_refusal(texts[1], "/local", "cluster.stage_dir")
@@ -200,26 +202,26 @@ def test_a_directory_must_be_shared_by_those_nodes_of_the_run_that_need_it() -> 
     """Here the run is on node1 and node2; node0 is a head, or has only a server."""
     blind = {"/shared": {"node0": ("node0",), "node1": ALL[1:], "node2": ALL[1:]}, "/local": SEEN["/local"]}
     needs = replace(NEEDS, shared={"/shared": {0: WHY, 1: WHY}})
-    assert not faults(judge_disks(cluster(), needs, blind, ALL[1:]))
-    (text,) = faults(judge_disks(cluster(), needs, blind, ALL))
+    assert not faults(check_disks(cluster(), needs, blind, ALL[1:]))
+    (text,) = faults(check_disks(cluster(), needs, blind, ALL))
     check_refusal(text, "/shared", "node0", "node1", WHY)
 
 
 def test_a_cache_on_each_node_s_own_disk_is_remarked() -> None:
     either = replace(NEEDS, shared={}, either=("/shared",), local=())
-    (text,) = remarks(judge_disks(cluster(), either, {"/shared": SEEN["/local"]}, ALL))
+    (text,) = remarks(check_disks(cluster(), either, {"/shared": SEEN["/local"]}, ALL))
     assert text.startswith("/shared is another directory on each node")
-    assert not remarks(judge_disks(cluster(), either, {"/shared": SEEN["/shared"]}, ALL))
+    assert not remarks(check_disks(cluster(), either, {"/shared": SEEN["/shared"]}, ALL))
 
 
 def test_too_few_gpus_and_a_head_without_any() -> None:
     reports = cluster()
     reports["node0"]["gpus"] = "no nvidia-smi"
     two = replace(NEEDS, nodes=2)
-    assert not faults(judge_gpus(reports, two, {"node0": 0, "node1": 8, "node2": 8}))
-    (text,) = faults(judge_gpus(reports, NEEDS, {"node0": 0, "node1": 8, "node2": 8}))
+    assert not faults(check_gpus(reports, two, {"node0": 0, "node1": 8, "node2": 8}))
+    (text,) = faults(check_gpus(reports, NEEDS, {"node0": 0, "node1": 8, "node2": 8}))
     check_refusal(text, "node0", 0, "cluster.gpus_per_node", 8)
-    none = judge_gpus(cluster(gpus=0), Needs(), {})
+    none = check_gpus(cluster(gpus=0), Needs(), {})
     assert [(f.outcome, f.text) for f in none] == [(Outcome.NOT_CHECKED, "no GPU: not checked")]
 
 
@@ -228,7 +230,7 @@ def test_limits_are_of_gpu_nodes_where_only_they_need_them() -> None:
     for report in reports.values():
         report["machine"]["ulimits"].update(nofile=20000, memlock=8 << 20)
         report["machine"]["cgroup_pids"] = 100
-    assert not faults(judge_limits(reports))
+    assert not faults(check_limits(reports))
 
 
 def test_remarks_are_no_faults() -> None:
@@ -237,7 +239,7 @@ def test_remarks_are_no_faults() -> None:
     reports["node1"]["gpus"][0]["persistence"] = "Disabled"  # type: ignore[index]
     reports["node2"]["disks"]["/local"]["kind"] = "tmpfs"
     reports["node2"]["disks"]["/shared"]["read"] = 1e6
-    found = judged(reports)
+    found = checked(reports)
     assert not faults(found)
     words = " / ".join(remarks(found))
     for part in (
@@ -254,15 +256,15 @@ def test_remarks_are_no_faults() -> None:
 def test_the_name_is_no_trap_where_the_run_names_the_interface() -> None:
     reports = cluster()
     reports["node1"]["machine"]["name_resolves_to"] = ["127.0.1.1"]
-    found = judge_names(reports, OF_RUN)
+    found = check_names(reports, OF_RUN)
     assert not faults(found) and len(remarks(found)) == 1
     reports["node1"]["machine"]["interface"] = None  # then the run leaves it to gloo
-    assert faults(judge_names(reports, OF_RUN))
-    assert not faults(judge_names(reports, replace(OF_RUN, network=partial(network_variables, env=GIVEN))))
+    assert faults(check_names(reports, OF_RUN))
+    assert not faults(check_names(reports, replace(OF_RUN, network=partial(network_variables, env=GIVEN))))
 
 
 def test_a_node_that_does_not_answer_and_one_that_left_are_named() -> None:
-    texts = faults(judge_nodes(["node0"], {"node1": "it did not answer within 9 s"}, ["192.168.0.3"], NEEDS))
+    texts = faults(check_nodes(["node0"], {"node1": "it did not answer within 9 s"}, ["192.168.0.3"], NEEDS))
     assert len(texts) == 3
     check_refusal(texts[0], "node1", "within 9 s", "start Ray there")
     check_refusal(texts[1], "192.168.0.3", "left", "start Ray there")
@@ -271,7 +273,7 @@ def test_a_node_that_does_not_answer_and_one_that_left_are_named() -> None:
 
 def test_a_clock_is_wrong_by_more_than_the_measurement_s_error() -> None:
     right = ClockOffset(offset_s=5.0, error_s=4.5)
-    (text,) = faults(judge_clocks({"node0": right, "node1": ClockOffset(offset_s=-3600.5, error_s=0.01)}))
+    (text,) = faults(check_clocks({"node0": right, "node1": ClockOffset(offset_s=-3600.5, error_s=0.01)}))
     check_refusal(text, "node1", "-3600.50 s", "NTP")
 
 
@@ -282,25 +284,25 @@ def link(first: int, second: int, result: LinkTimes | Unanswered = FAST, backend
 def test_a_pair_that_fails_is_named_with_the_reason_and_the_remedy() -> None:
     reports = cluster()
     links = [link(0, 1), link(0, 2, Unanswered("no route to host")), link(1, 2)]
-    (text,) = faults(judge_links("gloo", links, reports, NAMES, NEEDS))
+    (text,) = faults(check_links("gloo", links, reports, NAMES, NEEDS))
     check_refusal(text, "gloo", "node0", "node2", "no route to host", "192.168.0.1", "192.168.0.3", "firewall")
     (text,) = faults(
-        judge_links("nccl", [link(0, 1, Unanswered("unhandled system error"), "nccl")], reports, NAMES, NEEDS)
+        check_links("nccl", [link(0, 1, Unanswered("unhandled system error"), "nccl")], reports, NAMES, NEEDS)
     )
     check_refusal(text, "nccl", "node0", "node1", "unhandled system error", "NCCL_DEBUG=INFO", "NCCL_IB_HCA")
     reports["node2"]["machine"]["name_resolves_to"] = ["127.0.1.1"]
-    (text,) = faults(judge_links("gloo", links, reports, NAMES, NEEDS))
+    (text,) = faults(check_links("gloo", links, reports, NAMES, NEEDS))
     check_refusal(text, "node2", "node2", "127.0.1.1", "/etc/hosts", "GLOO_SOCKET_IFNAME")
-    (text,) = faults(judge_links("gloo", links, reports, NAMES, OF_RUN))
+    (text,) = faults(check_links("gloo", links, reports, NAMES, OF_RUN))
     check_refusal(text, "node2", "no route to host", "firewall")
     of_config = replace(OF_RUN, environment=GIVEN, network=partial(network_variables, env=GIVEN))
-    (text,) = faults(judge_links("gloo", links, reports, NAMES, of_config))
+    (text,) = faults(check_links("gloo", links, reports, NAMES, of_config))
     check_refusal(text, "GLOO_SOCKET_IFNAME", "ib0", "[cluster.env]", "192.168.0.1", "192.168.0.3")
 
 
 def test_many_pairs_are_summed_up_and_a_slow_one_is_remarked() -> None:
     slow = LinkTimes(latency_s=2e-3, bytes_per_s=1e8)
     links = [link(i % 2, 2, FAST) for i in range(9)] + [link(0, 1, slow)]
-    found = judge_links("gloo", links, cluster(), NAMES, NEEDS)
+    found = check_links("gloo", links, cluster(), NAMES, NEEDS)
     assert not faults(found) and len(found) == 2
     assert "slowest 2.00 ms, 100 MB/s" in found[0].found and "the median of all pairs is 5.0 GB/s" in remarks(found)[0]
