@@ -103,10 +103,11 @@ def _defaults(
     out = {"CUDA_VISIBLE_DEVICES": devices, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if devices else {}
     # CPU ranks of one node share its cores; GPU ranks need them for an optimizer on the CPU and for encoding weights
     out["OMP_NUM_THREADS"] = threads if devices else "1"
-    if devices and role != "rollout":
+    serves = role in ("rollout", "teachers")
+    if devices and not serves:
         # a rank's communication and computation are launched in order; SGLang overwrites it with a value of its choice
         out["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if devices and role == "rollout" and address is not None:
+    if devices and serves and address is not None:
         # by which the parts of a server on several nodes find each other (get_local_ip_auto of SGLang 0.5.23): its own
         # choice is the interface of the default route, or what the host name resolves to
         out["SGLANG_HOST_IP"] = address
@@ -129,7 +130,7 @@ def _caches(role: Role, directory: str) -> dict[str, str]:
     The engine's names are those of `third_party_cache_defaults` in SGLang 0.5.23, whose other caches (DeepGEMM, CuTe)
     lie under SGLANG_CACHE_DIR.
     """
-    side = "engine" if role == "rollout" else "trainer"
+    side = "engine" if role in ("rollout", "teachers") else "trainer"
     base = f"{directory.rstrip('/')}/kernels/{side}"
     out = {
         "TRITON_CACHE_DIR": f"{base}/triton",

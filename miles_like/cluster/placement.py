@@ -17,6 +17,7 @@ a GPU in common, they share that GPU and take turns on it (colocation); which GP
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_bridge.config import ParallelConfig
 from miles_like.config.sections.cluster import ClusterConfig, Pool, PoolName
@@ -30,17 +31,23 @@ class Slot:
     """One process."""
 
     role: Role
-    index: int  # rank of the trainer, critic or reference, or server number
+    index: int  # rank of the trainer, critic or reference, or number of the rollout's or the teachers' server
     node: int
     gpus: tuple[int, ...]  # positions among the node's GPUs that the run has reserved; empty on CPU
     node_rank: int = 0  # in a server that spans nodes
     nnodes: int = 1
 
 
+class PortShare(NamedTuple):
+    """Which of a run's servers some are: stock ones have consecutive ports, of which no two have the same."""
+
+    first: int  # number of the first of them
+    of: int  # all servers
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
     slots: tuple[Slot, ...]
-    teacher_nodes: tuple[int, ...] = (0,)  # for the servers of teachers, in turn
 
     def of(self, role: Role) -> tuple[Slot, ...]:
         return tuple(s for s in self.slots if s.role == role)
@@ -50,14 +57,15 @@ class PlacementPlan:
         same number."""
         return self.of("critic") or tuple(replace(s, role="critic") for s in self.of("trainer"))
 
-    def teacher(self, index: int) -> Slot:
-        """The slot of the server of a teacher, on CPU."""
-        node = self.teacher_nodes[index % len(self.teacher_nodes)]
-        return Slot(role="teachers", index=index, node=node, gpus=())
+    def ports_of(self, role: Role) -> PortShare:
+        """The share of the servers of a role in the ports of the run's servers: the rollout's, then the teachers'."""
+        rollout = len({s.index for s in self.of("rollout")})
+        teachers = len({s.index for s in self.of("teachers") if s.gpus})
+        return PortShare(0 if role == "rollout" else rollout, rollout + teachers)
 
     @property
     def nodes(self) -> int:
-        return 1 + max(*(s.node for s in self.slots), *self.teacher_nodes)
+        return 1 + max(s.node for s in self.slots)
 
     @property
     def shared_gpus(self) -> frozenset[tuple[int, int]]:
@@ -69,11 +77,14 @@ class PlacementPlan:
 _TRAINED, _SERVED = ("trainer", "critic"), ("rollout",)
 
 
-def plan_placement(cluster: ClusterConfig, parallel: ParallelConfig, rollout: RolloutConfig | None) -> PlacementPlan:
-    """The node and GPUs of each rank and server. rollout: None for a run without servers.
+def plan_placement(
+    cluster: ClusterConfig, parallel: ParallelConfig, rollout: RolloutConfig | None, teachers: int = 0
+) -> PlacementPlan:
+    """The node and GPUs of each rank and server. rollout: None for a run without servers. teachers: servers that the
+    run starts for them: stock ones on GPUs of their pool, embedded ones on its nodes in turn, on CPU.
 
     Critic and reference ranks have separate slots only with a pool. Raises ValueError as `ClusterConfig.pools_of`,
-    when a tensor-parallel group or a server takes parts of nodes, and when the rollout's pool has too few GPUs.
+    when a tensor-parallel group or a server takes parts of nodes, and when a pool of servers has too few GPUs.
     """
     pools = cluster.pools_of(parallel.world_size)
     slots = list(_ranks("trainer", pools["trainer"], parallel))
@@ -81,8 +92,11 @@ def plan_placement(cluster: ClusterConfig, parallel: ParallelConfig, rollout: Ro
         if cluster.pools.of(role) is not None:
             slots += _ranks(role, pools[role], parallel)
     if rollout is not None:
-        slots += _servers(pools["rollout"], rollout, cluster)
-    return PlacementPlan(tuple(slots), pools["teachers"].nodes)
+        slots += _servers("rollout", rollout.servers, pools["rollout"], rollout, cluster)
+        if cluster.gpus_per_node and rollout.engine == "embedded":
+            pools = {**pools, "teachers": replace(pools["teachers"], gpus=())}
+        slots += _servers("teachers", teachers, pools["teachers"], rollout, cluster)
+    return PlacementPlan(tuple(slots))
 
 
 def _ranks(role: Role, pool: Pool, parallel: ParallelConfig) -> list[Slot]:
@@ -99,29 +113,31 @@ def _ranks(role: Role, pool: Pool, parallel: ParallelConfig) -> list[Slot]:
     return [Slot(role=role, index=r, node=node, gpus=(gpu,)) for r, (node, gpu) in enumerate(pool.places[:world])]
 
 
-def _servers(pool: Pool, rollout: RolloutConfig, cluster: ClusterConfig) -> list[Slot]:
-    if not cluster.gpus_per_node:
-        return [
-            Slot(role="rollout", index=s, node=pool.nodes[s % len(pool.nodes)], gpus=()) for s in range(rollout.servers)
-        ]
+def _servers(role: Role, servers: int, pool: Pool, rollout: RolloutConfig, cluster: ClusterConfig) -> list[Slot]:
+    if not servers:
+        return []
+    if not pool.gpus:
+        return [Slot(role=role, index=s, node=pool.nodes[s % len(pool.nodes)], gpus=()) for s in range(servers)]
     width, per_node = rollout.sglang.tp_size if rollout.engine == "sglang" else 1, len(pool.gpus)
     if (width > per_node and width % per_node) or (width < per_node and per_node % width):
-        pool_of = "" if cluster.pools.rollout is None else f", of which cluster.pools.rollout has {per_node}"
+        pool_of = "" if cluster.pools.of(role) is None else f", of which cluster.pools.{role} has {per_node}"
         raise ValueError(
             f"rollout.sglang.tp_size = {width} neither divides nor is a multiple of cluster.gpus_per_node = "
             f"{cluster.gpus_per_node}{pool_of}: change one of them"
         )
-    if rollout.servers * width > len(pool.places):
+    if servers * width > len(pool.places):
+        needs = "rollout needs" if role == "rollout" else "teachers need"
+        remedy = "lower rollout.servers or raise cluster.nodes" if role == "rollout" else f"raise {pool.keys}"
         raise ValueError(
-            f"rollout needs {rollout.servers} servers x {width} GPUs = {rollout.servers * width}, {len(pool.places)} "
-            f"are free for it ({pool.keys}): lower rollout.servers or raise cluster.nodes"
+            f"{needs} {servers} servers x {width} GPUs = {servers * width}, {len(pool.places)} are free for it "
+            f"({pool.keys}): {remedy}"
         )
     spans = max(1, width // per_node)
     slots = []
-    for s in range(rollout.servers):
+    for s in range(servers):
         places = pool.places[s * width : (s + 1) * width]
         for k in range(spans):
             part = places[k * per_node : (k + 1) * per_node]
             gpus = tuple(gpu for _, gpu in part)
-            slots.append(Slot(role="rollout", index=s, node=part[0][0], gpus=gpus, node_rank=k, nnodes=spans))
+            slots.append(Slot(role=role, index=s, node=part[0][0], gpus=gpus, node_rank=k, nnodes=spans))
     return slots

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from miles_like.cluster.actors import ACTOR_S, Process
-from miles_like.cluster.placement import Slot
+from miles_like.cluster.placement import PortShare, Slot
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.nodes.blocks import own_address
 from miles_like.nodes.session import is_local
@@ -57,8 +57,14 @@ class _Server(Process):
 class RayServers:
     """Rollout servers, each owned by an actor on its node."""
 
-    def __init__(self, launches: Sequence[tuple[Slot, ServerLaunch]], nodes: RunNodes, log_dir: Path) -> None:
-        """Begins to start all servers; `wait` returns once they answer.
+    def __init__(
+        self,
+        launches: Sequence[tuple[Slot, ServerLaunch]],
+        nodes: RunNodes,
+        log_dir: Path,
+        share: PortShare | None = None,
+    ) -> None:
+        """Begins to start all servers; `wait` returns once they answer. share: as that of `with_ports`.
 
         Where the run uses another node than this process's, a server listens on its node's address; the parts of a
         server that spans nodes connect to a port of its first node.
@@ -77,7 +83,7 @@ class RayServers:
         ]
         if any(launch.config.engine == "sglang" for launch in placed):
             ranges = self._results([a.ephemeral_range.remote() for a in self._actors], ACTOR_S)
-            placed = with_ports(self._slots, placed, ranges)
+            placed = with_ports(self._slots, placed, ranges, share)
         self._begun = [a.begin.remote(launch) for a, launch in zip(self._actors, placed, strict=True)]
 
     def wait(self, say: Callable[[str], None] = lambda text: None) -> list[str]:
@@ -171,15 +177,19 @@ class RayServers:
 
 
 def with_ports(
-    slots: Sequence[Slot], launches: Sequence[ServerLaunch], ranges: Sequence[tuple[int, int]]
+    slots: Sequence[Slot],
+    launches: Sequence[ServerLaunch],
+    ranges: Sequence[tuple[int, int]],
+    share: PortShare | None = None,
 ) -> list[ServerLaunch]:
     """`launches` of stock servers with fixed ports and rendezvous addresses: no two servers share a port, on any node.
 
-    ranges: the ephemeral range of each launch's node. On a local Ray a server without a configured port takes a free
+    ranges: the ephemeral range of each launch's node. share: of these servers in the ports of the run's; None: they are
+    all. On a local Ray a server without a configured port takes a free
     one, and the blocks of rendezvous ports are free ones, so that several runs fit on a machine. The parts of a server
     meet at its first node's address; the ranks of a server on a single node at the loopback address.
     """
-    servers = 1 + max(slot.index for slot in slots)
+    before, servers = share or PortShare(0, 1 + max(slot.index for slot in slots))
     config, http = launches[0].config, None
     dist_init = config.sglang.dist_init_port
     if not is_local():
@@ -190,8 +200,9 @@ def with_ports(
     return [
         replace(
             launch,
-            port=http + slot.index if launch.port is None and http is not None else launch.port,
-            dist_init_addr=f"{first[slot.index] if slot.nnodes > 1 else '127.0.0.1'}:{dist_init + BLOCK * slot.index}",
+            port=http + before + slot.index if launch.port is None and http is not None else launch.port,
+            dist_init_addr=f"{first[slot.index] if slot.nnodes > 1 else '127.0.0.1'}"
+            f":{dist_init + BLOCK * (before + slot.index)}",
         )
         for slot, launch in zip(slots, launches, strict=True)
     ]

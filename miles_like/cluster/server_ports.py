@@ -18,24 +18,27 @@ def server_ports(
     ranges: ephemeral ranges of the nodes. local: Ray is started for the run. A port that is not configured is then any
     free one, as is that of an embedded server, and is not listed. Raises ValueError as `first_port`.
     """
-    slots, stock = plan.of("rollout"), rollout.engine == "sglang"
+    stock = rollout.engine == "sglang"
+    slots = [*plan.of("rollout"), *(s for s in plan.of("teachers") if s.gpus)]
     given = {"rollout.port": rollout.port is not None}
     http, dist_init = rollout.port or 0, 0
     if stock:
         given["rollout.sglang.dist_init_port"] = rollout.sglang.dist_init_port is not None
-        servers = 1 + max((slot.index for slot in slots), default=0)
+        servers = plan.ports_of("rollout").of
         own = {"http": rollout.port, "dist_init": rollout.sglang.dist_init_port}
         http, dist_init = first_ports(servers, **own, ranges=ranges)
     out: dict[int, list[ServerPort]] = {}
     for slot in slots:
-        number = http + slot.index
+        of_all = plan.ports_of(slot.role).first + slot.index
+        number = http + of_all
         ports = [Port(number, "HTTP", "rollout.port")]
         if stock:
             dp = rollout.sglang.enable_dp_attention
-            ports = stock_ports(number, dist_init + BLOCK * slot.index, attention_dp=dp, nnodes=slot.nnodes)
+            ports = stock_ports(number, dist_init + BLOCK * of_all, attention_dp=dp, nnodes=slot.nnodes)
         part = f" part {slot.node_rank}" if slot.nnodes > 1 else ""
+        name = "rollout server" if slot.role == "rollout" else "server of teacher"
         out.setdefault(slot.node, []).extend(
-            ServerPort(number=p.number, server=f"rollout server {slot.index}{part}", purpose=p.purpose, key=p.key)
+            ServerPort(number=p.number, server=f"{name} {slot.index}{part}", purpose=p.purpose, key=p.key)
             for p in ports
             if given[p.key] or (stock and not local)
         )

@@ -224,7 +224,7 @@ class RunConfig(Section):
                 "scores no sampled response under a reference",
             ),
             "teachers": (
-                self.servers is not None and self.distillation.starts_servers,
+                self.servers is not None and self.distillation.servers > 0,
                 "starts no server of a teacher",
             ),
         }
@@ -248,6 +248,37 @@ class RunConfig(Section):
                 f"rollout needs {self.rollout.servers} servers x {self.rollout.sglang.tp_size} GPUs = "
                 f"{engine_gpus}, {free} are free for it: lower rollout.servers or raise cluster.nodes"
             )
+        return self
+
+    @property
+    def _teachers_have_gpus(self) -> bool:
+        c = self.cluster
+        return c.gpus_per_node > 0 and c.pools.teachers is not None and self.rollout.engine == "sglang"
+
+    @model_validator(mode="after")
+    def servers_of_teachers_share_no_gpu(self) -> RunConfig:
+        """They keep their memory."""
+        c, world, width = self.cluster, self.parallel.world_size, self.rollout.sglang.tp_size
+        if self.servers is None or (pool := c.pools.teachers) is None:
+            return self
+        if not self._teachers_have_gpus:
+            if pool.gpus is not None:
+                raise ValueError(
+                    f"cluster.pools.teachers.gpus = {pool.gpus!r} has no effect, because with rollout.engine = "
+                    "'embedded' the servers of teachers compute on CPU: remove it"
+                )
+            return self
+        pools = c.pools_of(world)
+        mine = set(pools["teachers"].places[: self.distillation.servers * width])
+        used = {name: pools[name].places[:world] for name in self._trained}
+        used |= {"rollout": pools["rollout"].places[: self.rollout.servers * width]}
+        used |= {} if c.pools.reference is None else {"reference": pools["reference"].places[:world]}
+        for name, places in used.items():
+            if shared := sorted(mine & set(places)):
+                raise ValueError(
+                    f"cluster.pools.teachers and the {name} share node {shared[0][0]} GPU {shared[0][1]}, but the "
+                    "servers of teachers keep their memory: give them other GPUs"
+                )
         return self
 
     @property
@@ -383,7 +414,7 @@ class RunConfig(Section):
                 temperature=self.rollout.temperature,
                 algorithm=self.algorithm.parts,
                 corrected=self.correction.weights is not None,
-                embedded=self.rollout.engine == "embedded",
+                startable=self.rollout.engine == "embedded" or self._teachers_have_gpus,
             )
         return self
 

@@ -26,7 +26,10 @@ def describe_plan(
 ) -> list[str]:
     """At most 10 lines: layout, nodes, bytes of each stage and node, checkpoints, disks. sizes: None: known once
     the model is fetched. joins_cluster: nodes may have separate disks. Raises ValueError as `plan_placement`."""
-    plan, p = plan_placement(config.cluster, config.parallel, config.servers), config.parallel
+    plan, p = (
+        plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers),
+        config.parallel,
+    )
     layout = f"TP{p.tp} x PP{p.pp} x CP{p.cp} x DP{p.dp}, EP{p.ep} x ETP{p.etp}"
     virtual = f", {p.vpp} virtual stages each" if p.vpp > 1 else ""
     lines = [

@@ -109,7 +109,9 @@ class Machines:
     @cached_property
     def placement(self) -> PlacementPlan:
         """Raises ValueError as `plan_placement`."""
-        return plan_placement(self.config.cluster, self.config.parallel, self.config.servers)
+        return plan_placement(
+            self.config.cluster, self.config.parallel, self.config.servers, self.config.distillation.servers
+        )
 
     # a dry run
 

@@ -24,7 +24,6 @@ from miles_like.cluster.environment import describe_environment
 from miles_like.cluster.placement import PlacementPlan, Role, plan_placement
 from miles_like.config.run import RunConfig
 from miles_like.config.sections.cluster import format_ranges
-from miles_like.config.sections.distillation import MadeServer, StartedServer
 from miles_like.device_table import Device, device
 from miles_like.hf.checkpoint import read_config, read_config_file
 from miles_like.pipeline.first_layers import downloaded_bytes, shortened
@@ -232,7 +231,7 @@ TURN = (
 
 def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | None) -> list[str]:
     """Nodes, ranks and server command lines, as `--dry-run` prints them. model: None: not known yet."""
-    plan = plan_placement(config.cluster, config.parallel, config.servers)
+    plan = plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers)
     lines = ["kernels: checked once the model is fetched" if model is None else _describe_trainer(model)]
     lines += describe_placement(config, plan)
     stage = config.cluster.stage_dir
@@ -263,6 +262,9 @@ def _describe_environments(config: RunConfig) -> list[str]:
         roles["reference"] = ("a reference rank", config.cluster.env)
     if config.servers is not None:
         roles["rollout"] = ("a rollout server", server_variables(config))
+        plan = plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers)
+        if any(s.gpus for s in plan.of("teachers")):
+            roles["teachers"] = ("a server of a teacher", config.rollout.env)
     gpus, stage_dir = config.cluster.gpus_per_node, config.cluster.stage_dir
     lines = []
     for role, (title, env) in roles.items():
@@ -277,7 +279,6 @@ def describe_placement(config: RunConfig, plan: PlacementPlan) -> list[str]:
     both, used = plan.shared_gpus, {(s.node, gpu) for s in plan.slots for gpu in s.gpus}
     lines = [f"GPUs: {len(used)} used, {len(both)} of them by trainer and rollout in turns"] if used else []
     beside = config.algorithm.has_critic and not plan.of("critic")
-    teachers = sum(isinstance(t.part, StartedServer | MadeServer) for t in config.distillation.teachers.values())
     for node in range(plan.nodes):
         trainer = _describe_ranks("trainer", plan, node) or "no trainer rank"
         if beside and _describe_ranks("trainer", plan, node):
@@ -288,7 +289,7 @@ def describe_placement(config: RunConfig, plan: PlacementPlan) -> list[str]:
             for s in plan.of("rollout")
             if s.node == node
         ]
-        on_node = [str(i) for i in range(teachers) if plan.teacher(i).node == node]
+        on_node = [f"{s.index}{_on_gpus(s.gpus)}" for s in plan.of("teachers") if s.node == node]
         others += [f"server of teacher {', '.join(on_node)}"] if on_node else []
         rest = "".join(f"; {text}" for text in others)
         lines.append(f"node {node}: {trainer}; rollout server {', '.join(servers) or 'none'}{rest}")

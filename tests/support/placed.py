@@ -32,18 +32,21 @@ CONFIGS = sorted(
 )
 WAIT_S = 600.0
 Place = tuple[int, int]  # (node, position of a GPU among the node's that the run has)
+RANKS = ("trainer", "critic", "reference")
 Process = tuple[Role, int, int]  # (role, number, part of a server that spans nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
     """The GPUs of each rank, in order, and of the servers, in groups of `width`. per_node: GPUs that a node's Ray has,
-    which are the second half of those of its nvidia-smi. critic, reference: as `ranks`, of roles with a pool."""
+    which are the second half of those of its nvidia-smi. critic, reference: as `ranks`, of roles with a pool.
+    teachers: as `servers`."""
 
     ranks: Sequence[Place]
     servers: Sequence[Place]
     width: int
     per_node: int = 8
+    teachers: Sequence[Place] = ()
     critic: Sequence[Place] = ()
     reference: Sequence[Place] = ()
 
@@ -57,11 +60,13 @@ class Placed:
         }
         for role, of_role in ranks.items():
             out |= {(role, rank, 0): (node, (gpu,)) for rank, (node, gpu) in enumerate(of_role)}
-        for first in range(0, len(self.servers), self.width):
-            places = self.servers[first : first + self.width]
-            for part, node in enumerate(sorted({node for node, _ in places})):
-                gpus = tuple(gpu for of, gpu in places if of == node)
-                out["rollout", first // self.width, part] = node, gpus
+        servers: dict[Role, Sequence[Place]] = {"rollout": self.servers, "teachers": self.teachers}
+        for role, of_role in servers.items():
+            for first in range(0, len(of_role), self.width):
+                places = of_role[first : first + self.width]
+                for part, node in enumerate(sorted({node for node, _ in places})):
+                    gpus = tuple(gpu for of, gpu in places if of == node)
+                    out[role, first // self.width, part] = node, gpus
         return out
 
 
@@ -113,7 +118,11 @@ def shipped(path: Path, *more: str) -> tuple[RunConfig, PlacementPlan, Placed]:
     """A configuration with TABLES, its plan, and where its processes belong."""
     assert path.stem in PLACED, f"{path.name} is a cluster configuration: write where its processes belong into PLACED"
     config = load_config(path, [*TABLES, *more])
-    return config, plan_placement(config.cluster, config.parallel, config.servers), PLACED[path.stem]
+    return (
+        config,
+        plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers),
+        PLACED[path.stem],
+    )
 
 
 def run_nodes(config: RunConfig, held: Reservation) -> RunNodes:
@@ -189,13 +198,13 @@ def variables(role: Role, address: str, indices: Sequence[int], per_node: int) -
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "=lo",
     }
-    base = f"/local_nvme/miles-like/kernels/{'engine' if role == 'rollout' else 'trainer'}"
+    base = f"/local_nvme/miles-like/kernels/{'trainer' if role in RANKS else 'engine'}"
     caches = {
         "TRITON_CACHE_DIR": f"{base}/triton",
         "TORCHINDUCTOR_CACHE_DIR": f"{base}/inductor",
         "CUDA_CACHE_PATH": f"{base}/nv",
     }
-    if role in ("trainer", "critic", "reference"):
+    if role in RANKS:
         return common | caches | SECRET | {"NCCL_DEBUG": "INFO", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     engine = {
         "SGLANG_HOST_IP": address,

@@ -73,7 +73,7 @@ class PoolsConfig(Section):
     rollout: PoolConfig | None = None
     critic: PoolConfig | None = None
     reference: PoolConfig | None = None  # separate forward-only ranks with the reference weights
-    teachers: PoolConfig | None = None  # of the servers that the run starts for them, which compute on CPU
+    teachers: PoolConfig | None = None  # of the servers that the run starts for them; embedded ones compute on CPU
 
     def of(self, name: PoolName) -> PoolConfig | None:
         pool: PoolConfig | None = getattr(self, name)
@@ -141,9 +141,11 @@ class ClusterConfig(Section):
                 )
             if pool.gpus is None:
                 continue
-            if name == "teachers" or not self.gpus_per_node:
-                which = "the servers of teachers" if name == "teachers" else "with gpus_per_node = 0 all processes"
-                raise ValueError(f"{key}.gpus = {pool.gpus!r} has no effect, because {which} compute on CPU: remove it")
+            if not self.gpus_per_node:
+                raise ValueError(
+                    f"{key}.gpus = {pool.gpus!r} has no effect, because with gpus_per_node = 0 all processes compute "
+                    "on CPU: remove it"
+                )
             if (last := parse_ranges(pool.gpus)[-1]) >= self.gpus_per_node:
                 raise ValueError(
                     f"{key}.gpus = {pool.gpus!r} names GPU {last}, cluster.gpus_per_node = {self.gpus_per_node} has "
@@ -156,9 +158,9 @@ class ClusterConfig(Section):
 
         A role without [cluster.pools.ROLE]: the trainer may use the whole cluster; critic and reference the trainer's;
         the rollout the trainer's, and the whole nodes after the trainer's if `colocate` is false; the servers of
-        teachers run on node 0. Raises ValueError where a pool has fewer GPUs than the ranks need, where the ranks of
-        the reference would share a GPU with another role, and where `colocate` is false and trainer and rollout share
-        one.
+        teachers run on node 0, on CPU. Raises ValueError where a pool has fewer GPUs than the ranks need, where the
+        ranks of the reference would share a GPU with another role, and where `colocate` is false and trainer and
+        rollout share one.
         """
         every = Pool(
             nodes=tuple(range(self.nodes)), gpus=tuple(range(self.gpus_per_node)), keys="cluster.nodes, gpus_per_node"
@@ -188,7 +190,6 @@ class ClusterConfig(Section):
             return None
         nodes = range(self.nodes) if pool.nodes is None else parse_ranges(pool.nodes)
         gpus = range(self.gpus_per_node) if pool.gpus is None else parse_ranges(pool.gpus)
-        gpus = () if name == "teachers" else gpus
         return Pool(nodes=tuple(nodes), gpus=tuple(gpus), keys=f"cluster.pools.{name}")
 
     def _check(self, pools: Mapping[PoolName, Pool], world: int) -> None:

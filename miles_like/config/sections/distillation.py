@@ -190,9 +190,9 @@ class Teaching(Part):
                 )
         return self
 
-    def check_run(self, *, temperature: float, algorithm: RolloutAlgorithm, corrected: bool, embedded: bool) -> None:
+    def check_run(self, *, temperature: float, algorithm: RolloutAlgorithm, corrected: bool, startable: bool) -> None:
         """Check against the other sections; raises ValueError. temperature: rollout.temperature; corrected: whether a
-        [correction] is on; embedded: whether the rollout uses the embedded engine."""
+        [correction] is on; startable: whether the run has CPUs or GPUs for servers of teachers."""
         for name, teacher in self.teachers.items():
             if teacher.by_server and temperature != 1:
                 raise ValueError(
@@ -200,10 +200,11 @@ class Teaching(Part):
                     "and the student would be compared at two temperatures: set rollout.temperature = 1, or have the "
                     "trainer score (kind = 'weights', or 'self' with weights = 'reference')"
                 )
-            if isinstance(teacher.part, StartedServer | MadeServer) and not embedded:
+            if isinstance(teacher.part, StartedServer | MadeServer) and not startable:
                 raise ValueError(
-                    f"teacher {name!r} has no url, and a run starts servers of teachers only with rollout.engine = "
-                    "'embedded', on CPUs: start an SGLang server for it and give its url"
+                    f"teacher {name!r} has no url, and a run starts servers of teachers on GPUs of "
+                    "[cluster.pools.teachers] or, with rollout.engine = 'embedded', on CPUs: add that pool, or start "
+                    "an SGLang server for it and give its url"
                 )
         if algorithm.shuffle_advantages:
             raise ValueError(
@@ -263,8 +264,9 @@ class DistillationConfig(FlatSection):
         return any(t.by_reference for t in self.teachers.values())
 
     @property
-    def starts_servers(self) -> bool:
-        return any(isinstance(t.part, StartedServer | MadeServer) for t in self.teachers.values())
+    def servers(self) -> int:
+        """Servers that the run starts for teachers."""
+        return sum(isinstance(t.part, StartedServer | MadeServer) for t in self.teachers.values())
 
     def described(self) -> list[str]:
         """One line per teacher."""

@@ -73,7 +73,7 @@ class Launcher:
         no expert routes; True: they return them if the run uses them."""
         plan = rollout.plan
         launches = [(slot, rollout.launch(slot, version, routing=routing)) for slot in plan.placement.of("rollout")]
-        return RayServers(launches, self.nodes(plan), plan.logs)
+        return RayServers(launches, self.nodes(plan), plan.logs, plan.placement.ports_of("rollout"))
 
 
 def freeze_gc() -> None:

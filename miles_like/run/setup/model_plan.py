@@ -173,6 +173,6 @@ def model_plan(config: RunConfig, run_dir: Path, served: Path, weights: Path) ->
         weights=weights,
         hf=hf,
         model=model,
-        placement=plan_placement(config.cluster, config.parallel, config.servers),
+        placement=plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers),
         tokenizer=run_tokenizer(served),
     )

@@ -38,6 +38,7 @@ from miles_like.protocols import Trainer
 from miles_like.run.setup.model_plan import RunTokenizer
 from miles_like.storage.completion import Output, files_under, input_key
 from miles_like.types import REFERENCE, Prompt
+from rollout.config import RolloutConfig
 from rollout.server_key import ServerKey, read_key
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.servers import ServerLaunch
@@ -61,7 +62,7 @@ class RunTeachers:
         self.config, self.section = config, config.distillation
         self.run_dir, self.student, self.tokenizer, self.console = run_dir, student, tokenizer, console
         self._paths: dict[str, Path] = {}  # of teachers of weights: a converted directory; of servers: Hugging Face's
-        self._placement = plan_placement(config.cluster, config.parallel, config.servers)
+        self._placement = plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers)
         self._servers: RayServers | None = None
         self._urls: dict[str, str] = {}
 
@@ -72,8 +73,7 @@ class RunTeachers:
         for name, config in self.section.teachers.items():
             match config.part:
                 case StartedServer(path=source) | MadeServer(make=source):
-                    slot = self._placement.teacher(self._served().index(name))
-                    self._paths[name] = self._on_nodes(self._fetched(name, source), [slot])
+                    self._paths[name] = self._on_nodes(self._fetched(name, source), self._slots(name))
                 case SwappedWeights(path=path):
                     self._paths[name] = self._on_nodes(self._shards(name, path), self._placement.of("trainer"))
 
@@ -83,20 +83,27 @@ class RunTeachers:
         logs = (self.run_dir / "logs" / "teachers").resolve()
         launches = []
         secrets = driver_secrets(self.config.rollout.env) if served else {}
-        for i, name in enumerate(served):
-            embedded = self.config.rollout.embedded.model_copy(update={"return_gates": False})
-            launch = ServerLaunch(
-                model_path=self._paths[name],
-                config=self.config.rollout.model_copy(update={"engine": "embedded", "embedded": embedded}),
-                log_dir=logs,
-                return_routed_experts=False,
-                key=self.key,
-                secrets=secrets,
-            )
-            launches.append((self._placement.teacher(i), launch))
+        for name in served:
+            for slot in self._slots(name):
+                launch = ServerLaunch(
+                    model_path=self._paths[name],
+                    config=_engine(self.config.rollout, on_gpus=bool(slot.gpus)),
+                    log_dir=logs,
+                    return_routed_experts=False,
+                    key=self.key,
+                    secrets=secrets,
+                    node_rank=slot.node_rank,
+                    nnodes=slot.nnodes,
+                )
+                launches.append((slot, launch))
         if launches:
-            self._servers = RayServers(launches, self.nodes(), logs)
+            self._servers = RayServers(launches, self.nodes(), logs, self._placement.ports_of("teachers"))
             self._urls = dict.fromkeys(served, "")
+
+    def _slots(self, name: str) -> list[Slot]:
+        """Those of the parts of a teacher's server."""
+        number = self._served().index(name)
+        return [slot for slot in self._placement.of("teachers") if slot.index == number]
 
     def _served(self) -> list[str]:
         """Teachers for which the run starts a server."""
@@ -231,6 +238,15 @@ class RunTeachers:
             name=stage, what=what, key=key, directory=directory, size=None, run=lambda out, _: run(out), listed=listed
         )
         return run_stages([one], [stage], self.console, fresh=False)[stage]
+
+
+def _engine(rollout: RolloutConfig, *, on_gpus: bool) -> RolloutConfig:
+    """Of the server of a teacher, which scores and never releases its memory."""
+    if on_gpus:
+        flags = rollout.sglang.model_copy(update={"enable_memory_saver": False})
+        return rollout.model_copy(update={"sglang": flags})
+    embedded = rollout.embedded.model_copy(update={"return_gates": False})
+    return rollout.model_copy(update={"engine": "embedded", "embedded": embedded})
 
 
 def check_same_shapes(name: str, teacher: Mapping[str, Any], student: Mapping[str, Any]) -> None:

@@ -88,14 +88,32 @@ def test_gpus_are_shared_one_by_one_where_pools_overlap() -> None:
 def test_critic_and_reference_and_teachers_have_pools_of_their_own() -> None:
     named = pools(trainer=("0", None), rollout=("1", None), critic=("2", "0-1"), reference=("2", "2-3"))
     named = named.model_copy(update={"teachers": PoolConfig(nodes="1-2")})
-    plan = plan_placement(ClusterConfig(nodes=3, gpus_per_node=4, pools=named), ParallelConfig(dp=2), rollout(1, 4))
+    cluster = ClusterConfig(nodes=3, gpus_per_node=4, pools=named)
+    plan = plan_placement(cluster, ParallelConfig(dp=2), rollout(1, 4), 2)
     assert [(s.role, s.node, s.gpus) for s in plan.critics()] == [("critic", 2, (0,)), ("critic", 2, (1,))]
     assert places(plan, "reference") == [(2, 2), (2, 3)]
-    assert [plan.teacher(i).node for i in range(3)] == [1, 2, 1] and plan.teacher(0).gpus == ()
+    assert places(plan, "teachers") == [(node, gpu) for node in (1, 2) for gpu in range(4)]
+    assert [plan.ports_of(role) for role in ("rollout", "teachers")] == [(0, 3), (1, 3)]
+    embedded = plan_placement(cluster, ParallelConfig(dp=2), RolloutConfig(), 3)
+    assert [(s.node, s.gpus) for s in embedded.of("teachers")] == [(1, ()), (2, ()), (1, ())]  # on CPU
     assert plan.nodes == 3
-    alone = plan_placement(ClusterConfig(nodes=1, gpus_per_node=4), ParallelConfig(dp=2), rollout(1, 4))
+    alone = plan_placement(ClusterConfig(nodes=1, gpus_per_node=4), ParallelConfig(dp=2), RolloutConfig(), 6)
     assert [(s.role, s.node, s.gpus) for s in alone.critics()] == [("critic", 0, (0,)), ("critic", 0, (1,))]
-    assert alone.of("reference") == () and alone.teacher(5).node == 0
+    assert alone.of("reference") == () and {s.node for s in alone.of("teachers")} == {0}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "teachers", "facts"),
+    [("4-7", 3, (3, 2, 6, 4, "cluster.pools.teachers")), ("5-7", 1, (2, 3, "cluster.pools.teachers"))],
+)
+def test_servers_of_teachers_that_do_not_fit_their_pool_are_refused(gpus: str, teachers: int, facts: Facts) -> None:
+    """A node's GPUs 0-3 are the others'; a server has two."""
+    others = (None, "0-3")
+    named = pools(trainer=others, rollout=others, teachers=(None, gpus))
+    with refuses(ValueError, *facts):
+        plan_placement(
+            ClusterConfig(nodes=1, gpus_per_node=8, pools=named), ParallelConfig(dp=2), rollout(1, 2), teachers
+        )
 
 
 @pytest.mark.parametrize(
@@ -137,6 +155,9 @@ def test_what_does_not_fit_its_pool_is_refused(
         )
 
 
+TAUGHT = ["distillation.mode=added", "distillation.teachers.t.path=owner/name"]
+
+
 @pytest.mark.parametrize(
     ("keys", "facts"),
     [
@@ -147,7 +168,17 @@ def test_what_does_not_fit_its_pool_is_refused(
         (["cluster.pools.critic.nodes=1"], ("cluster.pools.critic", "grpo")),
         (["cluster.pools.reference.nodes=1"], ("cluster.pools.reference", "grpo")),
         (["cluster.pools.teachers.nodes=1"], ("cluster.pools.teachers", "grpo")),
-        (["cluster.pools.teachers.gpus=1"], ("cluster.pools.teachers.gpus", "CPU")),
+        (TAUGHT, ("'t'", "[cluster.pools.teachers]", "url")),
+        ([*TAUGHT, "cluster.pools.teachers.nodes=1"], ("cluster.pools.teachers", "trainer", 1, 0)),
+        (
+            [*TAUGHT, "parallel.dp=2", "rollout.servers=4", "cluster.pools.trainer.nodes=0",
+             "cluster.pools.rollout.nodes=1", "cluster.pools.teachers={nodes='1',gpus='6-7'}"],
+            ("cluster.pools.teachers", "rollout", 1, 6),
+        ),
+        (
+            [*TAUGHT, "rollout.engine=embedded", "cluster.pools.teachers.gpus=1"],
+            ("cluster.pools.teachers.gpus", "embedded", "CPU"),
+        ),
         (["cluster.pools.rolout.nodes=1"], ("cluster.pools.rollout",)),
         (
             ["algorithm.kl_coefficient=0.1", "algorithm.reference_every=3", "parallel.dp=2", "rollout.servers=4",

@@ -93,6 +93,11 @@ def test_pools_part_and_share_the_gpus_of_a_node(
     check_seen(seen, wanted, HOSTS)
 
 
+TAUGHT = (  # by two teachers, each on a server that the run starts
+    "distillation.mode=added",
+    "distillation.teachers.a={path='owner/a',sources=['a']}",
+    "distillation.teachers.b={path='owner/b'}",
+)
 APART = ("algorithm.name=ppo", "algorithm.kl_coefficient=0.1", "parallel.dp=1", "parallel.ep=4", "rollout.servers=2")
 
 
@@ -132,5 +137,29 @@ def test_critic_and_reference_have_the_gpus_of_their_pools(
     config, plan, _ = shipped(QWEN, *APART, *(f"cluster.pools.{pool}" for pool in pools))
     seen = probe(config, plan, held, tmp_path)
     assert seen.keys() == wanted.processes().keys() and len(seen) == 3 * 4 + 2
+    check_light(seen)
+    check_seen(seen, wanted, HOSTS)
+
+
+@pytest.mark.parametrize(
+    ("pools", "wanted"),
+    [
+        (
+            ("trainer.gpus=0-1", "rollout.gpus=2-3", "teachers.gpus=4-7"),
+            Placed(places([0, 1], [0, 1]), places([0, 1], [2, 3]), 2, teachers=places([0], range(4, 8))),
+        ),
+        (
+            ("trainer.nodes=0", "rollout.nodes=0", "teachers={nodes='1',gpus='2-5'}"),
+            Placed(places([0], range(4)), places([0], range(4)), 2, teachers=places([1], range(2, 6))),
+        ),
+    ],
+    ids=["beside the others on each node", "on the second node"],
+)
+def test_servers_of_teachers_have_the_gpus_of_their_pool(
+    held: Reservation, tmp_path: Path, pools: tuple[str, ...], wanted: Placed
+) -> None:
+    config, plan, _ = shipped(QWEN, *APART[2:], *TAUGHT, *(f"cluster.pools.{pool}" for pool in pools))
+    seen = probe(config, plan, held, tmp_path)
+    assert seen.keys() == wanted.processes().keys() and len(seen) == 4 + 2 + 2
     check_light(seen)
     check_seen(seen, wanted, HOSTS)

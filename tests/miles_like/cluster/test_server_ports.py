@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,36 @@ def test_they_are_those_that_the_servers_get(
             rest = [p for p in ports if p.server == server and p is not http]
             assert http.purpose == "HTTP" and {p.key for p in rest} == {"rollout.sglang.dist_init_port"}
             assert len(rest) == (1 if not dp else 7 if config.rollout.sglang.tp_size <= 8 else 8)
+
+
+@pytest.mark.parametrize("port", [[], ["rollout.port=25000"]], ids=["free", "given"])
+@pytest.mark.parametrize("range_", [LINUX, (15000, 60999)], ids=["linux", "narrow"])
+def test_servers_of_teachers_have_other_ports_than_the_rollout_s(
+    monkeypatch: pytest.MonkeyPatch, range_: tuple[int, int], port: list[str]
+) -> None:
+    """On the same node, and with other `RayServers`: two of each."""
+    monkeypatch.setattr(rollout_servers, "is_local", lambda: False)
+    teachers = [f"distillation.teachers.{name}={{path='owner/{name}',sources=['{name}']}}" for name in "ab"]
+    pools = ["trainer.nodes=1", "rollout={nodes='0',gpus='0-3'}", "teachers={nodes='0',gpus='4-7'}"]
+    settings = ["distillation.mode=added", "parallel.dp=2", "rollout.servers=2", *teachers, *port]
+    config = load_config(CONFIGS / "qwen3_30b_a3b.toml", [*settings, *(f"cluster.pools.{pool}" for pool in pools)])
+    plan = plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers)
+    bound: list[int] = []
+    for role in ("rollout", "teachers"):
+        slots = plan.of(role)
+        assert len(slots) == 2 and {s.node for s in slots} == {0}
+        launches = [server_launch(config, Path("/m"), Path("/l"), slot, routes=False) for slot in slots]
+        launches = [replace(launch, port=launch.port if role == "rollout" else None) for launch in launches]
+        for launch in with_ports(slots, launches, [range_], plan.ports_of(role)):
+            assert launch.port is not None and launch.dist_init_addr is not None
+            dist_init = int(launch.dist_init_addr.rpartition(":")[2])
+            ports = stock_ports(launch.port, dist_init, attention_dp=False, nnodes=1)
+            bound += [port.number for port in ports]
+    planned = server_ports(plan, config.rollout, [range_])
+    assert [p.number for p in planned[0]] == bound and len(set(bound)) == len(bound) and planned.keys() == {0}
+    assert port or max(bound) < range_[0]
+    servers = [f"{kind} {i}" for kind in ("rollout server", "server of teacher") for i in range(2)]
+    assert list(dict.fromkeys(p.server for p in planned[0])) == servers
 
 
 def test_a_port_that_is_any_free_one_is_not_looked_at() -> None:

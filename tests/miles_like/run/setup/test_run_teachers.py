@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from miles_like.config.load import load_config
 from miles_like.hf.tokenizer import load_tokenizer
+from miles_like.run.setup import teachers as run_teachers
 from miles_like.run.setup.teachers import check_same_shapes, privileged
 from miles_like.types import Prompt
 from tests.support.refusals import refuses
@@ -32,6 +34,34 @@ def test_a_privileged_prompt_holds_what_its_template_names() -> None:
         privileged("t", "{prompt}{hint}", tokenizer, ASKED)
     with refuses(ValueError, "answer", "a"):
         privileged("t", "{prompt}{answer}", tokenizer, replace(ASKED, answer=""))
+
+
+@pytest.mark.parametrize("engine", ["sglang", "embedded"])
+def test_servers_of_teachers_are_stock_ones_on_gpus_and_embedded_ones_on_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """A stock one keeps its memory while the rollout's release theirs in turns with the trainer."""
+    pools = ["cluster.pools.trainer.gpus=0-3", "cluster.pools.rollout.gpus=0-3", "cluster.pools.teachers.nodes=1"]
+    pools += ["cluster.pools.teachers.gpus=4-7"] if engine == "sglang" else ["rollout.sglang.tp_size=1"]
+    sets = ["distillation.mode=added", "parallel.dp=2", "rollout.servers=4", f"rollout.engine={engine}", *pools]
+    teachers = [f"distillation.teachers.{name}={{path='owner/{name}',sources=['{name}']}}" for name in "ab"]
+    config = load_config(TINY.parent / "qwen3_30b_a3b.toml", [*sets, *teachers])
+    started: list[Any] = []
+    monkeypatch.setattr(run_teachers, "RayServers", lambda *given: started.append(given))
+    given: dict[str, Any] = {"student": {}, "tokenizer": None, "console": None, "key": None, "nodes": lambda: "nodes"}
+    found = run_teachers.RunTeachers(config, tmp_path, **given)
+    found._paths = {name: tmp_path / name for name in "ab"}
+    found.launch()
+    ((launches, nodes, _, share),) = started
+    assert nodes == "nodes" and [launch.model_path.name for _, launch in launches] == ["a", "b"]
+    stock = engine == "sglang"
+    assert [(s.role, s.node, s.gpus) for s, _ in launches] == [
+        ("teachers", 1, gpus if stock else ()) for gpus in ((4, 5), (6, 7))
+    ]
+    for _, launch in launches:
+        assert launch.config.engine == engine and not launch.return_routed_experts
+        assert not stock or launch.config.sglang.enable_memory_saver is False
+    assert config.takes_turns and (not stock or share == (4, 6))
 
 
 def test_weights_of_another_architecture_are_refused_by_their_first_tensor() -> None:
