@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_bridge.fake.live import LiveBytes
+from megatron_bridge.fake.live_bytes import LiveBytes
 from megatron_bridge.fake.substitutes.substitute import Substitute
 from megatron_bridge.step.asleep import _tensors_in
 

@@ -29,10 +29,10 @@ from megatron_bridge.fake.attribution import (
     attribution_substitutes,
     prime_hybrid,
 )
-from megatron_bridge.fake.live import LiveBytes
+from megatron_bridge.fake.live_bytes import LiveBytes
 from megatron_bridge.fake.substitutes.cuda import cuda_substitutes
 from megatron_bridge.fake.substitutes.facts import Balance, CoreAttention, RankCounts, RankRun
-from megatron_bridge.fake.substitutes.numbers import PolicyGradient, StepFacts, micro_batch, number_substitutes
+from megatron_bridge.fake.substitutes.process_groups import forget_last_rank, world_substitutes
 from megatron_bridge.fake.substitutes.routing import routing_substitutes
 from megatron_bridge.fake.substitutes.standins import (
     cpu_substitutes,
@@ -40,9 +40,9 @@ from megatron_bridge.fake.substitutes.standins import (
     resolve_substitute,
     resolved_rank,
 )
+from megatron_bridge.fake.substitutes.step_values import PolicyGradient, StepFacts, micro_batch, number_substitutes
 from megatron_bridge.fake.substitutes.substitute import Substitute, substituted
 from megatron_bridge.fake.substitutes.tensors import RankMode, apply_to_module, outside
-from megatron_bridge.fake.substitutes.world import forget_last_rank, world_substitutes
 from megatron_bridge.families.registry import family_of
 from megatron_bridge.optim.optimizer import prime_state
 from megatron_bridge.plan.kernels import choose_spec

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_bridge.config import TrainerConfig
+from megatron_bridge.fake.execute_rank import execute
 from megatron_bridge.fake.records import Cache, ExecutedRank, key_of, read_records, record, table, write_records
-from megatron_bridge.fake.run import execute
 from megatron_bridge.fake.stages import distinct_stages, first_rank, micro_batches_in_flight
 from megatron_bridge.fake.substitutes.facts import RankRun, packed
 from megatron_bridge.plan.precision import served_spec

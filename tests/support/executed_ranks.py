@@ -68,7 +68,7 @@ CASES: dict[str, Case] = {
 
 def fake_ranks(rank: int, world: int, port: int, where: str, names: list[str], device: str) -> dict[str, RankCounts]:
     """Every `world`-th of the cases, on fake tensors."""
-    from megatron_bridge.fake.run import execute
+    from megatron_bridge.fake.execute_rank import execute
 
     return {name: execute(CASES[name].run(Path(where), device=device)) for name in names[rank::world]}
 
@@ -86,10 +86,10 @@ def real_ranks(
 
 def _measured(run: RankRun, port: int, plant: Plant | None) -> RankCounts:
     from megatron_bridge.fake.attribution import attribution_substitutes
-    from megatron_bridge.fake.live import LiveBytes
+    from megatron_bridge.fake.live_bytes import LiveBytes
     from megatron_bridge.fake.phases import batches_of, built, slept_and_published, trained
+    from megatron_bridge.fake.substitutes.process_groups import forget_last_rank
     from megatron_bridge.fake.substitutes.substitute import substituted
-    from megatron_bridge.fake.substitutes.world import forget_last_rank
     from miles_like.hf.checkpoint import read_config
 
     batches = batches_of(run, read_config(Path(run.config.hf_config)))

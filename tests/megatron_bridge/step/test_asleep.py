@@ -14,7 +14,7 @@ from tests.support.spawn import run_ranks
 
 def _left(rank: int, world: int, port: int, hf: str, settings: dict[str, Any]) -> int:
     """Bytes that a step made and that are alive while the rank sleeps."""
-    from megatron_bridge.fake.live import LiveBytes
+    from megatron_bridge.fake.live_bytes import LiveBytes
 
     live = LiveBytes()
     with live, toy.trainer(toy.config(hf, mode="off", **settings), rank, world, port) as t:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_bridge.fake.live import PINNED, LiveBytes, allocated_pinned
+from megatron_bridge.fake.live_bytes import PINNED, LiveBytes, allocated_pinned
 
 KIB = 1 << 10
 
