@@ -25,7 +25,9 @@ FLAGS = (
     *("--max-total-tokens", "8192", "--context-length", "1024", "--chunked-prefill-size", "512"),
     *("--max-running-requests", "16"),
 )
+FOR_CUDA = ("--enable-memory-saver",)  # ends a server without the package torch-memory-saver, which CPUs have not
 
 if __name__ == "__main__":
-    command = [sys.executable, "-m", "sglang.launch_server", *FLAGS, *sys.argv[1:]]  # of two equal flags the last holds
+    given = [word for word in sys.argv[1:] if word not in FOR_CUDA]
+    command = [sys.executable, "-m", "sglang.launch_server", *FLAGS, *given]  # of two equal flags the last holds
     os.execve(sys.executable, command, os.environ | ENVIRONMENT)
