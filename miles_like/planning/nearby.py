@@ -23,6 +23,7 @@ FOUND = 3  # proposals
 TRIED = 120  # plans at most: a tenth of a second each
 _LAYOUTS = 24  # nearest layouts that are tried
 _FRACTIONS = (0.05, 0.1, 0.15, 0.2, 0.3)  # steps of mem_fraction_static
+_SHARES = (0.75, 0.5, 0.25, 0.0)  # of the optimizer on the host
 Change = Mapping[str, object]  # section.key -> value
 
 
@@ -101,7 +102,7 @@ def _changes(config: RunConfig, plan: Plan, model: Model) -> Iterator[Change]:
         engine = list(_fractions(config, plan))
     trainer: list[Change] = []
     if over - {"generating"} or not over:
-        trainer = list(_settings(config))
+        trainer = list(_settings(config, plan))
     layouts = list(itertools.islice(_layouts(config, model), _LAYOUTS))
     pools = [p for p in (engine, trainer, layouts) if p]
     for size in range(1, len(pools) + 1):
@@ -123,8 +124,13 @@ def _fractions(config: RunConfig, plan: Plan) -> Iterator[Change]:
                 yield {"rollout.sglang.mem_fraction_static": round(value, 3)}
 
 
-def _settings(config: RunConfig) -> Iterator[Change]:
-    """Of the optimizer and of recomputation, the mildest first."""
+def _settings(config: RunConfig, plan: Plan) -> Iterator[Change]:
+    """Of the optimizer and of recomputation, the mildest first. Where the host has too little memory, and the devices
+    have enough, less of the optimizer on the host is all that helps."""
+    now = config.kernels.offload_optimizer
+    if plan.host.total > plan.host.memory and plan.worst.peak <= plan.device.memory:
+        yield from ({"kernels.offload_optimizer": share} for share in _SHARES if share < now)
+        return
     more: list[Change] = []
     if config.train.recompute != "full":
         named: Change = {"train.recompute_modules": []} if config.train.recompute_modules else {}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
 from miles_like.planning.nearby import Alternative, Model, changed, nearest, stage_ends
+from miles_like.planning.parts import GIB
 from miles_like.planning.plan import Plan
 from miles_like.run.assemble import memory_plan
+from miles_like.timing.devices import device
 from tests.support.plans import model_of, path_of
 from tests.support.refusals import refuses
 
@@ -52,6 +56,23 @@ def test_the_smallest_change_comes_first() -> None:
     assert dict(found[0].change) == {"kernels.offload_optimizer": 1.0}
     _, _, found = _found(*CASES["cache"])
     assert dict(found[0].change).keys() == {"rollout.sglang.mem_fraction_static"}
+
+
+def test_an_optimizer_returns_to_the_devices_where_hosts_are_short() -> None:
+    """Nodes of 350 GiB, whose GPUs have room: the first that is proposed keeps as much of the optimizer on the host as fits."""
+    config = load_config(path_of("qwen3_30b_a3b"), ["kernels.offload_optimizer=1.0"])
+    model, small = model_of(config), replace(device("H100"), node_memory=350 * GIB)
+
+    def plan_of(other: RunConfig) -> Plan:
+        return memory_plan(other, model_of(other), on=small)
+
+    plan = plan_of(config)
+    assert plan.host.total > plan.host.memory and plan.worst.peak < plan.device.memory
+    limits = Model(model.family.num_layers(model.hf), model.family.num_experts(model.hf))
+    found = nearest(config, plan, limits, plan_of)
+    assert [dict(one.change) for one in found[:2]] == [{"kernels.offload_optimizer": share} for share in (0.25, 0.0)]
+    assert all(one.plan.host.total <= 350 * GIB for one in found)
+    assert not plan_of(changed(config, {"kernels.offload_optimizer": 0.5})).fits
 
 
 def test_a_change_that_the_configuration_refuses_is_an_error() -> None:
