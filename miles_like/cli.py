@@ -30,6 +30,7 @@ from miles_like.commands.options import (
     ResumeOption,
     RunDirOption,
     SetOption,
+    check_writable,
 )
 from miles_like.commands.plan import plan
 from miles_like.commands.simulate import simulate
@@ -63,15 +64,6 @@ app.add_typer(convert, name="convert")
 app.command("plan")(plan)
 
 DEMO = Path(__file__).resolve().parent / "demo_files" / "tiny.toml"
-
-
-def check_writable(path: Path) -> None:
-    """Raises OSError, before the work begins, for a file that cannot be written. Leaves no file behind."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    there = path.exists()
-    path.touch()
-    if not there:
-        path.unlink()
 
 
 @app.command("train")

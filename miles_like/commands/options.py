@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands have, and the check of files that they write."""
 
 from __future__ import annotations
 
@@ -25,3 +25,15 @@ CacheOption = Annotated[
 ForceOption = Annotated[
     bool, typer.Option("--force", help="start a run that does not fit the memory of its devices by the plan")
 ]
+
+
+def check_writable(path: Path) -> None:
+    """Raises ValueError, before the work begins, for a file that cannot be written. Leaves no file behind."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        path.touch()
+        if not there:
+            path.unlink()
+    except OSError as e:
+        raise ValueError(f"{path} cannot be written ({e.strerror}): give a file in a directory that can") from None

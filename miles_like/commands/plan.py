@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from miles_like.command_errors import one_sentence
-from miles_like.commands.options import SetOption
+from miles_like.commands.options import SetOption, check_writable
 from miles_like.commands.step_time import Asked, not_timed, predicted, report, searched
 from miles_like.config.load import load_config
 from miles_like.device_table import DEVICES
@@ -58,8 +58,11 @@ def plan(
             )
         on = named_device(loaded.cluster.device if device is None else device)
         asked = Asked(prompt=prompt, response=response, reward_s=reward_s)
+        facts = asked.facts(loaded, on, imbalance)
+        for file in (json, write):
+            if file is not None:
+                check_writable(file)
         if search:
-            facts = asked.facts(loaded, on, imbalance)
             ranked = searched(loaded, model, facts, nodes=nodes, formats=formats, by=by)
             report(console, ranked, given, json_path=json, write=write)
             raise typer.Exit(0 if ranked.found else 1)
@@ -74,7 +77,6 @@ def plan(
         if (line := not_timed(loaded, model, found)) is not None:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         if json is not None:
-            json.parent.mkdir(parents=True, exist_ok=True)
             write_plan(json, found)
         if not found.fits:
             console.print(assemble.memory_refusal(loaded, model, found), markup=False, highlight=False, soft_wrap=True)

@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from miles_like.command_errors import one_sentence
+from miles_like.commands.options import check_writable
 from miles_like.config.load import load_config, parse_override
 from miles_like.config.run import RunConfig
 from miles_like.limits.regular_files import replace_bytes
-from miles_like.simulation.calibration import calibrated, is_synchronous, read_run
+from miles_like.simulation.calibration import calibrated, is_synchronous, read_answers, read_run
 from miles_like.simulation.figures import SimulationFigures, figures_of
 from miles_like.simulation.inputs.assumptions import Assumptions, missing
-from miles_like.simulation.inputs.lengths import AnswerSource, DrawnAnswers, RecordedAnswers
+from miles_like.simulation.inputs.lengths import Answers, AnswerSource, DrawnAnswers, RecordedAnswers
 from miles_like.simulation.inputs.settings import LoopSettings
 from miles_like.simulation.simulate import simulate as run_simulation
 
@@ -34,6 +35,10 @@ def simulate(
         Path | None,
         typer.Option("--from", metavar="RUN_DIR", help="a run, for its answers and the seconds of its steps"),
     ] = None,
+    lengths_from: Annotated[
+        Path | None,
+        typer.Option("--lengths-from", metavar="DIR", help="step_N.jsonl of any run's rollouts, for its answers alone"),
+    ] = None,
     overrides: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a key of the config, or a simulation.KEY")
     ] = [],  # noqa: B006  typer does not change the default
@@ -44,7 +49,10 @@ def simulate(
     with one_sentence():
         own = [text for text in overrides if text.startswith(OWN)]
         loaded = load_config(config, [text for text in overrides if not text.startswith(OWN)])
-        tree, answers = assumed_tree(loaded, run, own)
+        for file in (json, gantt):
+            if file is not None:
+                check_writable(file)
+        tree, answers = assumed_tree(loaded, run, own, lengths_from)
         assumed = read_assumptions(tree)
         settings = loop_settings(loaded, assumed)
         source = answers or DrawnAnswers(lengths=assumed.lengths, limit=settings.limit)
@@ -53,12 +61,10 @@ def simulate(
         Console().print(figures_table(figures, config.stem))
         if json is not None:
             given = {"config": str(config), "assumptions": assumed.model_dump(mode="json"), **figures}
-            json.parent.mkdir(parents=True, exist_ok=True)
             replace_bytes(json, (jsons.dumps(given, indent=1) + "\n").encode())
         if gantt is not None:
             from miles_like.simulation.gantt import write_gantt  # imports matplotlib, which is slow
 
-            gantt.parent.mkdir(parents=True, exist_ok=True)
             write_gantt(outcome, gantt, title=config.stem)
 
 
@@ -98,11 +104,12 @@ def loop_settings(config: RunConfig, assumed: Assumptions) -> LoopSettings:
 
 
 def assumed_tree(
-    config: RunConfig, run: Path | None, overrides: Sequence[str]
+    config: RunConfig, run: Path | None, overrides: Sequence[str], lengths_from: Path | None = None
 ) -> tuple[dict[str, Any], AnswerSource | None]:
-    """The assumptions of the run in `run`, with the overrides, and its recorded answers. Raises ValueError."""
+    """The assumptions of the run in `run`, with the overrides, and the answers that it, or the samples in
+    `lengths_from`, recorded. Raises ValueError."""
     tree: dict[str, Any] = {}
-    answers: AnswerSource | None = None
+    recorded: list[Answers] = []
     if run is not None:
         if not is_synchronous(run):
             raise ValueError(
@@ -115,28 +122,41 @@ def assumed_tree(
             tree["cores"] = float(len(os.sched_getaffinity(0)))
             tree["engine"]["cores"] = float(config.rollout.embedded.threads)
         recorded = [group for step in steps for group in step.groups]
-        answers = RecordedAnswers(recorded=recorded, limit=config.rollout.longest_answer)
+    if lengths_from is not None:
+        tree["lengths"], recorded = {"kind": "recorded"}, read_answers(lengths_from)
     for text in overrides:
         _merge(tree, parse_override(text)["simulation"])
-    if answers is not None and tree["lengths"].get("kind", "recorded") != "recorded":
-        answers = None
-    return tree, answers
+    lengths = tree.get("lengths")
+    kind = lengths.get("kind", "recorded") if isinstance(lengths, Mapping) else "recorded"
+    if lengths_from is not None and kind != "recorded":
+        raise ValueError(
+            f"--lengths-from {lengths_from} gives recorded lengths, and simulation.lengths.kind = {kind!r} draws them: "
+            "remove one of the two"
+        )
+    if not recorded or kind != "recorded":
+        return tree, None
+    return tree, RecordedAnswers(recorded=recorded, limit=config.rollout.longest_answer)
 
 
 def read_assumptions(tree: Mapping[str, Any]) -> Assumptions:
     """Raises ValueError with one sentence for each key that is missing, unknown or wrong."""
+    problems: list[tuple[str, str]] = []  # kind of the error, sentence
+    found: Assumptions | None = None
+    try:
+        found = Assumptions.model_validate(tree)
+    except ValidationError as e:
+        problems = [(error["type"], _problem(error["loc"], error["type"], error["msg"])) for error in e.errors()]
+    if unknown := [text for kind, text in problems if kind == "extra_forbidden"]:
+        raise ValueError("; ".join(unknown))
     if lacking := missing(tree):
         raise ValueError(
             f"{', '.join(lacking)}: not given, and nothing can be simulated without: give --from a synchronous run, or "
             "--set simulation.engine.step_s=..., simulation.train.token_s=..., simulation.publish.seconds=..., "
             "simulation.lengths.mean=... and simulation.lengths.prompt_tokens=..."
         )
-    try:
-        return Assumptions.model_validate(tree)
-    except ValidationError as e:
-        raise ValueError(
-            "; ".join(_problem(error["loc"], error["type"], error["msg"]) for error in e.errors())
-        ) from None
+    if found is None:
+        raise ValueError("; ".join(text for _, text in problems))
+    return found
 
 
 def figures_table(figures: SimulationFigures, name: str) -> Table:

@@ -109,7 +109,6 @@ def report(console: Console, found: Searched, path: Path, *, json_path: Path | N
     is none to write."""
     print_search(console, found)
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(search_json(found), indent=2) + "\n", encoding="utf-8")
     if write is None:
         return

@@ -7,6 +7,7 @@ asynchronous one the seconds of a rollout are those of the step, and on shared p
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from miles_like.simulation.inputs.settings import busiest_shard
 WARM, LAST = 3, 1  # steps that are not read: caches fill in the first ones, the last one ends in an evaluation
 STEPS = 40  # most steps that are read
 METRICS_BYTES, CONFIG_BYTES = 1 << 28, 1 << 20
+_STEP = re.compile(r"step_(\d+)\.jsonl")  # files of samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,18 @@ def read_run(run_dir: Path) -> list[MeasuredStep]:
             f"{WARM} and the last {LAST} are not read"
         )
     return [_step(run_dir, rows[i], rows[i - 1]) for i in counted]
+
+
+def read_answers(rollouts: Path) -> list[Answers]:
+    """The groups of a directory of samples, `step_N.jsonl` as runs write them, in the order of the steps. Raises
+    ValueError for one without any, and for a line that is no sample."""
+    files = [(int(found[1]), path) for path in rollouts.glob("*.jsonl") if (found := _STEP.fullmatch(path.name))]
+    answers = [group for _, path in sorted(files) for group in _groups(path)]
+    if not answers:
+        raise ValueError(
+            f"--lengths-from {rollouts} has no samples in files step_N.jsonl: give the directory rollouts of a run"
+        )
+    return answers
 
 
 def is_synchronous(run_dir: Path) -> bool:
@@ -150,12 +164,19 @@ def _groups(path: Path) -> Iterator[Answers]:
     """The groups of one file of samples, which are in order of group and sample."""
     name, last, prompt, lengths = None, -1, 0, list[int]()
     with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            sample = json.loads(line)
-            if (sample["prompt_id"] != name or sample["index"] <= last) and lengths:
+        for number, line in enumerate(lines, 1):
+            try:
+                sample = json.loads(line)
+                prompt_id, index, mask = str(sample["prompt_id"]), int(sample["index"]), list(sample["loss_mask"])
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f"{path}, line {number} is no sample with prompt_id, index and loss_mask: give samples as runs "
+                    "write them"
+                ) from None
+            if (prompt_id != name or index <= last) and lengths:
                 yield Answers(prompt, tuple(lengths))
                 lengths = []
-            name, last, mask = sample["prompt_id"], sample["index"], sample["loss_mask"]
+            name, last = prompt_id, index
             prompt = mask.index(1) if 1 in mask else len(mask)
             lengths.append(len(mask) - prompt)
     if lengths:

@@ -17,7 +17,7 @@ from miles_like.simulation.clock.timeline import ServerTimeline, TrainerInterval
 from miles_like.simulation.clock.virtual_time import now, run_virtual
 from miles_like.simulation.inputs.assumptions import Assumptions, FaultAssumptions
 from miles_like.simulation.inputs.lengths import AnswerSource, Purpose, stream
-from miles_like.simulation.inputs.settings import LoopSettings
+from miles_like.simulation.inputs.settings import Capacity, LoopSettings
 from miles_like.simulation.loop.attempt import Attempt, SimState
 
 STUCK = 100  # lives in a row that end at the checkpoint that they began with
@@ -42,9 +42,23 @@ class Outcome:
 
 
 def simulate(settings: LoopSettings, assumed: Assumptions, answers: AnswerSource) -> Outcome:
-    """Simulate a run; the same arguments give the same outcome. Raises RuntimeError for a run that cannot fill a step,
-    or that does not reach its next checkpoint between two faults."""
+    """Simulate a run; the same arguments give the same outcome. Raises ValueError for a cache that cannot hold one
+    sample, and RuntimeError for a run that cannot fill a step, or that does not reach its next checkpoint between two
+    faults."""
+    _check_cache(settings, assumed, answers)
     return run_virtual(_history(settings, assumed, answers))
+
+
+def _check_cache(settings: LoopSettings, assumed: Assumptions, answers: AnswerSource) -> None:
+    """Raises ValueError for a server whose cache is smaller than its largest sample, which no server could run."""
+    capacity = Capacity.of(settings, assumed.engine)
+    needed = max(capacity.reserved(prompt, answer) for prompt, answer in answers.longest())
+    if needed > capacity.kv_tokens:
+        key = "simulation.engine.kv_tokens" if assumed.engine.kv_tokens else "rollout.embedded.max_total_tokens"
+        raise ValueError(
+            f"{key} = {capacity.kv_tokens} is less than the {needed} tokens of the longest sample with its prompt: "
+            f"raise it to at least {needed}, or lower rollout.max_new_tokens"
+        )
 
 
 async def _history(settings: LoopSettings, assumed: Assumptions, answers: AnswerSource) -> Outcome:

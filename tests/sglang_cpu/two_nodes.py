@@ -20,8 +20,8 @@ from rich.console import Console
 from miles_like.cluster import rollout_servers
 from miles_like.cluster.placement import plan_placement
 from miles_like.config.load import load_config
-from miles_like.run.rollout_side import server_launch
-from miles_like.run.run_cluster import RunCluster
+from miles_like.run.setup.rollout_side import server_launch
+from miles_like.run.setup.run_cluster import RunCluster
 from miles_like.types import Prompt, SamplingParams
 from rollout.sglang.client import SGLangClient
 

@@ -6,7 +6,7 @@ differ in one setting have the same answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -45,6 +45,9 @@ class AnswerSource(Protocol):
     def draw(self, random: np.random.Generator, n: int) -> Answers:
         """`n` answers to one prompt."""
 
+    def longest(self) -> Iterable[tuple[int, int]]:
+        """(tokens of a prompt, most of an answer to it): of each prompt, or of all."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnAnswers:
@@ -58,6 +61,11 @@ class DrawnAnswers:
             raise ValueError("simulation.lengths.prompt_tokens is not given: set it")
         found = np.clip(np.rint(self._tokens(random, n)), 1, self.limit)
         return Answers(self.lengths.prompt_tokens, tuple(int(x) for x in found))
+
+    def longest(self) -> Iterable[tuple[int, int]]:
+        fixed = self.lengths.kind == "fixed" and self.lengths.mean is not None
+        most = max(1, min(round(self.lengths.mean or 1.0), self.limit)) if fixed else self.limit
+        return [(self.lengths.prompt_tokens or 1, most)]
 
     def _tokens(self, random: np.random.Generator, n: int) -> Floats:
         mean, kind, sigma = self.lengths.mean or 1.0, self.lengths.kind, self.lengths.sigma
@@ -84,6 +92,9 @@ class RecordedAnswers:
         found = self.recorded[int(random.integers(len(self.recorded)))]
         lengths = found.lengths if len(found.lengths) == n else tuple(random.choice(found.lengths, n).tolist())
         return Answers(found.prompt_tokens, tuple(max(1, min(x, self.limit)) for x in lengths))
+
+    def longest(self) -> Iterable[tuple[int, int]]:
+        return ((group.prompt_tokens, min(max(group.lengths), self.limit)) for group in self.recorded)
 
 
 def scoring_seconds(reward: RewardAssumptions, seed: int, group_id: int, n: int) -> float:

@@ -63,9 +63,57 @@ def test_a_run_is_simulated_from_its_records(tmp_path: Path) -> None:
     check_refusal(" ".join(out.split()), "buffer.max_staleness", 0, "--from", unrecorded="it has the run's path")
 
 
+def test_answers_are_those_of_recorded_samples(tmp_path: Path) -> None:
+    """Of a run of any kind, whose seconds are not read: every step trains recorded lengths, all of them in time."""
+    from tests.miles_like.simulation.test_calibration import made_run
+
+    made_run(tmp_path, steps=4, buffer="[buffer]\nmax_staleness = 2\n")
+    (tmp_path / "metrics.jsonl").unlink()
+    rollouts = tmp_path / "rollouts"
+    given = [s for s in GIVEN if "lengths" not in s]
+    tokens = {}
+    for name, extra in (("recorded", ()), ("shifted", ("rollout.max_new_tokens=2",))):
+        files = ("--lengths-from", str(rollouts), "--json", str(tmp_path / f"{name}.json"))
+        status, out = command(TINY, *given, "train.samples_per_group=3", *extra, arguments=files)
+        assert status == 0, out
+        found = json.loads((tmp_path / f"{name}.json").read_text())
+        assert found["assumptions"]["lengths"]["kind"] == "recorded"
+        tokens[name] = sum(row["tokens"] for row in found["rows"])
+    # the groups of step n have answers of 1 + n, 2 + n and 3 + n tokens; cut off at 2 each has 2
+    groups = 6 * 8
+    assert tokens["shifted"] == groups * 3 * 2
+    assert tokens["recorded"] % 3 == 0 and groups * (2 + 3 + 4) <= tokens["recorded"] <= groups * (5 + 6 + 7)
+
+
+def test_samples_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    arguments = ("--lengths-from", str(tmp_path))
+    status, out = command(TINY, *GIVEN[:4], arguments=arguments)
+    assert status == 2
+    check_refusal(" ".join(out.split()), "--lengths-from", "step_N.jsonl", unrecorded="it has a path")
+    (tmp_path / "step_1.jsonl").write_text('{"prompt_id": "a"}\n')
+    status, out = command(TINY, *GIVEN[:4], arguments=arguments)
+    assert status == 2
+    check_refusal(" ".join(out.split()), "line 1", "loss_mask", unrecorded="it has a path")
+    sample = {"prompt_id": "a", "index": 0, "loss_mask": [0, 1, 1]}
+    (tmp_path / "step_1.jsonl").write_text(json.dumps(sample) + "\n")
+    status, out = command(TINY, *GIVEN[:4], "simulation.lengths.kind=fixed", arguments=arguments)
+    assert status == 2
+    check_refusal(" ".join(out.split()), "--lengths-from", "simulation.lengths.kind", "'fixed'", unrecorded="a path")
+
+
+def test_files_are_checked_before_the_work() -> None:
+    for option in ("--json", "--gantt"):
+        status, out = command(TINY, *GIVEN, arguments=(option, "/proc/nothing/x"))
+        assert status == 2 and "seconds a step" not in out
+        check_refusal(" ".join(out.split()).removeprefix("error: "), "/proc/nothing/x")
+
+
 @pytest.mark.parametrize(
     ("settings", "facts"),
     [
+        (("simulation.foo=1",), ("'simulation.foo'",)),
+        ((*GIVEN, "simulation.engine.kv_tokens=71"), ("simulation.engine.kv_tokens", 71, 72)),
+        ((*GIVEN, "rollout.embedded.max_total_tokens=71"), ("rollout.embedded.max_total_tokens", 71)),
         (GIVEN[1:2], ("simulation.train", "simulation.publish", "simulation.lengths", "--from")),
         (GIVEN[1:], ("simulation.engine.step_s",)),
         ((*GIVEN, "simulation.engine.step=1"), ("'simulation.engine.step'", "'simulation.engine.step_s'")),

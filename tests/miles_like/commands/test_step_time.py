@@ -165,3 +165,18 @@ def test_options_that_would_do_nothing_are_refused(options: tuple[str, ...], fac
     done = planned(*options)
     assert done.exit_code == 2
     check_refusal(done.stderr, *facts)
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        (("--response", "99999"), ("99999", 8192)),
+        (("--json", "/proc/nothing/x"), ("/proc/nothing/x",)),
+        (("--search", "--write", "/proc/nothing/x"), ("/proc/nothing/x",)),
+    ],
+)
+def test_options_are_checked_before_anything_is_printed(options: tuple[str, ...], facts: tuple[object, ...]) -> None:
+    done = planned(*options)
+    assert done.exit_code == 2
+    assert done.output.startswith("error: ") and done.output.count("\n") == 1, done.output
+    check_refusal(" ".join(done.output.split()).removeprefix("error: "), *facts)

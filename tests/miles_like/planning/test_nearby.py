@@ -8,8 +8,8 @@ import pytest
 
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
+from miles_like.planning.memory.parts import GIB
 from miles_like.planning.nearby import Alternative, Model, changed, nearest, stage_ends
-from miles_like.planning.parts import GIB
 from miles_like.planning.plan import Plan
 from miles_like.run.assemble import memory_plan
 from miles_like.timing.devices import device
