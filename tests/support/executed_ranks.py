@@ -65,12 +65,23 @@ CASES: dict[str, Case] = {
     ),
 }
 
+ADAPTERS = {"lora": {"rank": 4, "alpha": 6.0, "targets": ["attention", "experts", "shared_experts", "mlp"]}}
+ROLES: dict[str, Case] = {  # ranks that are not a trainer's of all weights
+    "critic, EP2": Case("gqa", {"dp": 2, "ep": 2, "head": "scalar", "mode": "off"}),
+    "critic's last stage": Case("four layers", {"pp": 2, "head": "scalar", "mode": "off"}),
+    "reference, TP2": Case("mla", {"tp": 2, "trains": False, "mode": "off"}),
+    "reference's last stage": Case("four layers", {"pp": 2, "trains": False, "mode": "off"}),
+    "LoRA, DP2": Case("gqa", {"dp": 2, **ADAPTERS}, colocated=True),
+    "LoRA, TP2": Case("mla", {"tp": 2, "recompute": "full", **ADAPTERS}),
+    "MTP, PP2": Case("mtp", {"pp": 2, "mtp_coefficient": 0.1}),
+}
+
 
 def fake_ranks(rank: int, world: int, port: int, where: str, names: list[str], device: str) -> dict[str, RankCounts]:
-    """Every `world`-th of the cases, on fake tensors."""
+    """Every `world`-th of the cases, or of the roles, on fake tensors."""
     from megatron_bridge.fake.execute_rank import execute
 
-    return {name: execute(CASES[name].run(Path(where), device=device)) for name in names[rank::world]}
+    return {name: execute((CASES | ROLES)[name].run(Path(where), device=device)) for name in names[rank::world]}
 
 
 def real_ranks(

@@ -101,13 +101,15 @@ def _inner(layout: ParallelConfig, entry: Entry) -> int:
 
 
 def _casts(weights: ModelWeights, entry: Entry) -> bool:
-    """Whether the parameters have another dtype than the checkpoint."""
+    """Whether what is sent is made of the parameters: they have another dtype than the checkpoint, or an adapter."""
+    if weights.is_adapted(entry):
+        return True
     width = 4 if weights.config.params_dtype == "float32" or entry.precision is Precision.FP32 else 2
     return width != weights.tensors.dtype(entry).itemsize
 
 
 def _gathered(layout: ParallelConfig, entry: Entry, chunk: int, merged: int, *, casts: bool) -> Gathered:
-    """merged: bytes of the tensors of which `_merge` copies the shards; casts: shards are cast before they are sent."""
+    """merged: bytes of the tensors of which `_merge` copies the shards; casts: as `_casts`."""
     outer = layout.ep if entry.per_expert else 1  # experts are gathered over both groups, one after the other
     inner = _inner(layout, entry)
     gathered = chunk if outer * inner > 1 else 0

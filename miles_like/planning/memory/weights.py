@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal
 
-from megatron_bridge.config import LoraConfig, ParallelConfig, TrainerConfig
+from megatron_bridge.config import ParallelConfig, TrainerConfig
 from megatron_bridge.convert.directory.rank_reads import stages_by_layer
 from megatron_bridge.families.base import Entry, HFConfig, Precision, Split, Where
 from megatron_bridge.families.registry import family_of
@@ -160,6 +160,14 @@ class ModelWeights:
     def _is_at(self, entry: Entry, first: bool, last: bool) -> bool:
         return first if _is_embedding(entry) else last
 
+    def is_adapted(self, entry: Entry) -> bool:
+        """Whether the linear has an adapter, as lora.py's `_targets`: linears of the decoder's layers."""
+        lora, name = self.config.lora, entry.megatron
+        if not lora.rank or not name.startswith("decoder.layers.") or not entry.linear:
+            return False
+        target = next((kind for kind, part in _LORA.items() if part in name), "mlp")
+        return target in lora.targets
+
     def _held(self, row: _Row, layout: ParallelConfig) -> Iterator[Held]:
         entry, lora = row.entry, self.config.lora
         shape = self.tensors.megatron_shape(entry)
@@ -168,7 +176,7 @@ class ModelWeights:
         count = self.local_experts(layout, entry)
         kind: Kind = "expert" if entry.per_expert else "dense"
         fp32 = entry.precision is Precision.FP32
-        adapted = bool(lora.rank) and _is_adapted(row, lora)
+        adapted = self.is_adapted(entry)
         trains = self.config.trains and not (fp32 or row.frozen or lora.rank)
         yield Held(
             kind=kind,
@@ -206,15 +214,6 @@ def _place_in_layer(row: _Row) -> int:
     """The table has the order of a layer's modules, but for attention's output projection."""
     name = row.entry.megatron
     return 0 if ".input_layernorm." in name else 1 if ".self_attention.linear_proj." in name else 2
-
-
-def _is_adapted(row: _Row, lora: LoraConfig) -> bool:
-    """As lora.py's `_targets`: linears of the decoder's layers."""
-    name = row.entry.megatron
-    if not name.startswith("decoder.layers.") or not row.entry.linear:
-        return False
-    target = next((kind for kind, part in _LORA.items() if part in name), "mlp")
-    return target in lora.targets
 
 
 def _adapters(split: Split, outputs: int, inputs: int, ranks: int, rank: int) -> tuple[int, int]:

@@ -20,12 +20,12 @@ from miles_like.timing.publish import PublishSetup
 from miles_like.timing.published.models import Row, Shapes
 from miles_like.timing.rates.calibration import ONE_WRITER, REACHED
 from miles_like.timing.shape import ModelShape
-from miles_like.timing.step import StepSetup, StepTime, step_time
+from miles_like.timing.step import StepSetup, step_time
 from miles_like.timing.train import TrainSetup, train_time
 from miles_like.timing.workload import Lengths, Workload, lengths_with_mean
 
 # Model, device, GPUs, kind, tokens of a sequence, tokens/s in thousands.
-_MFU = (
+MFU = (
     ("qwen3_0_6b", "H100", 1, "RL Full", 16384, 11.90),
     ("qwen3_0_6b", "H100", 1, "RL Full", 65536, 10.15),
     ("qwen3_0_6b", "H100", 1, "SFT Full", 8192, 26.01),
@@ -61,7 +61,7 @@ _MORE = (
 
 def prime_rl(shapes: Shapes, *, more: bool = False) -> Iterator[Row]:
     """Tokens/s of the trainer. more: the other rows of the page, instead of one or two of each model."""
-    for model, name, gpus, kind, length, seen in _MORE if more else _MFU:
+    for model, name, gpus, kind, length, seen in _MORE if more else MFU:
         shape, lora = shapes[model], "LoRA" in kind
         parallel = ParallelConfig(dp=gpus)
         layer = LayerSetup(device=device(name), parallel=parallel, recompute="full", adapters=lora, imbalance=1.0)
@@ -82,9 +82,9 @@ def prime_rl(shapes: Shapes, *, more: bool = False) -> Iterator[Row]:
 def verl(shapes: Shapes) -> Iterator[Row]:
     """Seconds of a step of each mode relative to `sync`'s: 547, 353 and 338 s."""
     shape = shapes["qwen3_30b_a3b"]
-    sync = _mode(shape, colocated=True, staleness=0)
+    sync = step_time(shape, verl_mode(shape, colocated=True, staleness=0))
     for name, seen, colocated in (("colocate_async", 14.72 / 22.79, True), ("separate_async", 14.10 / 22.79, False)):
-        time = _mode(shape, colocated=colocated, staleness=8)
+        time = step_time(shape, verl_mode(shape, colocated=colocated, staleness=8))
         yield Row(
             source="verl",
             name=f"{name} over sync, 32 H100",
@@ -95,7 +95,7 @@ def verl(shapes: Shapes) -> Iterator[Row]:
         )
 
 
-def _mode(shape: ModelShape, *, colocated: bool, staleness: float) -> StepTime:
+def verl_mode(shape: ModelShape, *, colocated: bool, staleness: float) -> StepSetup:
     """64 prompts of 8 samples (tokens/s times seconds over the mean length), four updates, TP2 PP2 CP2 EP4, vLLM TP4;
     separate_async has two of the four nodes for each side. One warm-up batch is ahead, 8 versions old at most."""
     card, ranks = device("H100"), 32 if colocated else 16
@@ -113,9 +113,6 @@ def _mode(shape: ModelShape, *, colocated: bool, staleness: float) -> StepTime:
     free = 0.7 * card.memory - 2 * shape.parameters / 4 - 3 * GIB
     engine = replace(engine, cache_tokens=cache_tokens(shape, engine, free))
     publish = PublishSetup(path="ipc" if colocated else "distributed", device=card, ranks=ranks, engine=engine)
-    return step_time(
-        shape,
-        StepSetup(
-            train=train, publish=publish, load=load, gpus=32, colocated=colocated, staleness=staleness, ahead=1.0
-        ),
+    return StepSetup(
+        train=train, publish=publish, load=load, gpus=32, colocated=colocated, staleness=staleness, ahead=1.0
     )

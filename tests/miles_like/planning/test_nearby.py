@@ -8,11 +8,11 @@ import pytest
 
 from miles_like.config.load import load_config
 from miles_like.config.run import RunConfig
+from miles_like.device_table import device
 from miles_like.planning.memory.parts import GIB
 from miles_like.planning.nearby import Alternative, Model, changed, nearest, stage_ends
 from miles_like.planning.plan import Plan
 from miles_like.run.assemble import memory_plan
-from miles_like.timing.devices import device
 from tests.support.plans import model_of, path_of
 from tests.support.refusals import refuses
 
@@ -59,7 +59,7 @@ def test_the_smallest_change_comes_first() -> None:
 
 
 def test_an_optimizer_returns_to_the_devices_where_hosts_are_short() -> None:
-    """Nodes of 350 GiB, whose GPUs have room: the first that is proposed keeps as much of the optimizer on the host as fits."""
+    """Nodes of 350 GiB, whose GPUs have room: what is proposed first keeps as much on the host as fits."""
     config = load_config(path_of("qwen3_30b_a3b"), ["kernels.offload_optimizer=1.0"])
     model, small = model_of(config), replace(device("H100"), node_memory=350 * GIB)
 

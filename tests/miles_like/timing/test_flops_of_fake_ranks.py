@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_like.timing.devices import device
+from miles_like.device_table import device
 from miles_like.timing.of_run import Facts, layer_setup
 from miles_like.timing.shape import model_shape
 from tests.support.executed_flops import executed_flops

@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 
 from miles_like.config.load import load_config
+from miles_like.config.run import RunConfig
 from miles_like.device_table import device
+from miles_like.layout_search.search import SPARE, search
 from miles_like.planning.compose import plan_run
 from miles_like.planning.nearby import changed
+from miles_like.planning.plan import Plan
+from miles_like.run.setup.model_plan import planned_model
+from miles_like.timing.of_run import Facts
 from miles_like.timing.published.models import Row, published_shapes
 from miles_like.timing.published.nemo_rl import (
     DENSE,
@@ -24,7 +29,7 @@ from miles_like.timing.published.nemo_rl import (
     nemo_rl,
     recipe_setup,
 )
-from miles_like.timing.published.others import prime_rl, verl
+from miles_like.timing.published.others import MFU, prime_rl, verl, verl_mode
 from miles_like.timing.rates.calibration import REACHED
 
 ROOT = Path(__file__).parents[4]
@@ -115,3 +120,74 @@ def test_a_published_layout_fits_by_the_memory_plan(recipe: Recipe) -> None:
     hf = json.loads(Path(str(run.model.config)).read_text())
     plan = plan_run(run, hf, on=card)
     assert plan.fits, plan.verdict()
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_verl_s_layout_fits_by_the_memory_plan(colocated: bool) -> None:
+    """The published one of docs/advance/v1_async_trainer.md: TP2 PP2 CP2 EP4, servers of TP4, 4 nodes."""
+    setup = verl_mode(SHAPES["qwen3_30b_a3b"], colocated=colocated, staleness=8.0)
+    layout, engine = setup.train.parallel, setup.publish.engine
+    assert (layout.tp, layout.pp, layout.cp, layout.ep, engine.tp) == (2, 2, 2, 4, 4) and setup.gpus == 32
+    sizes = {f"parallel.{name}": getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "dp", "vpp")}
+    longest = round(setup.load.responses.longest)
+    change = sizes | {
+        "cluster.nodes": setup.gpus // 8,
+        "cluster.colocate": colocated,
+        "train.max_tokens_per_rank": setup.train.pack_tokens // layout.cp,
+        "train.recompute": "full",
+        "train.groups_per_step": setup.load.groups,
+        "train.samples_per_group": setup.load.samples_per_group,
+        "train.steps_per_rollout": setup.load.steps_per_rollout,
+        "data.max_prompt_tokens": setup.train.pack_tokens - longest,
+        "rollout.max_new_tokens": longest,
+        "kernels.offload_optimizer": 0.0,
+        "rollout.servers": engine.servers,
+        "rollout.sglang": {"tp_size": engine.tp, "mem_fraction_static": 0.7},
+    }
+    run = changed(load_config(ROOT / "configs" / "qwen3_30b_a3b.toml"), change)
+    assert run.parallel.world_size == setup.publish.ranks
+    plan = plan_run(run, json.loads(Path(str(run.model.config)).read_text()), on=device("H100"))
+    assert plan.fits, plan.verdict()
+
+
+PRIME_RL = {  # one for the rows of each model, device and number of GPUs, with their longest sequences
+    (model, name, gpus, "LoRA" in kind): max(n for m, d, g, k, n, _ in MFU if (m, d, g, k) == (model, name, gpus, kind))
+    for model, name, gpus, kind, _, _ in MFU
+}
+ONES = {"qwen3_0_6b": "qwen3_0_6b", "qwen3_4b": "qwen3_4b", "glm45_air": "glm45_air"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.slow] * (row[2] > 1), id=f"{row[0]}-{row[2]}") for row in PRIME_RL],
+)
+def test_the_search_finds_a_layout_for_rows_without_a_published_one(row: tuple[str, str, int, bool]) -> None:
+    """prime-rl shards every matrix over all GPUs (FSDP2), which this trainer does not: a layout of this trainer, with
+    servers that take turns with it, fits on as many GPUs of the kind, for sequences of the same length."""
+    model, name, gpus, lora = row
+    card, length = device(name), PRIME_RL[row]
+    change: dict[str, object] = {
+        "cluster.nodes": 1,
+        "cluster.gpus_per_node": gpus,
+        "cluster.device": name,
+        "parallel": {"dp": gpus},
+        "data.max_prompt_tokens": 1024,
+        "rollout.max_new_tokens": length - 1024,
+        "train.max_tokens_per_rank": length,
+        "train.recompute": "full",
+        "rollout.servers": 1,
+        "rollout.sglang": {"tp_size": gpus, "mem_fraction_static": 0.6},
+    }
+    if lora:
+        change |= {"lora": {"rank": 16, "alpha": 32}, "kernels": {"spec": "local"}}
+    base = ROOT / "configs" / f"{ONES.get(model, 'qwen3_30b_a3b_node')}.toml"
+    run = changed(load_config(base), change)
+    hf = json.loads(Path(str(run.model.config)).read_text())
+
+    def plan_of(other: RunConfig) -> Plan:
+        return plan_run(other, planned_model(other, hf, Path()).hf, on=card)
+
+    (found,) = search(run, hf, Facts(device=card), plan_of, kept=1).found
+    assert found.config.cluster.nodes * found.config.cluster.gpus_per_node == gpus
+    assert plan_of(found.config).fits and found.plan.spare >= SPARE
+    assert found.config.max_pack_tokens >= length
