@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron_bridge.config import ParallelConfig
 from megatron_bridge.plan.resolve import Resolved
-from miles_like.planning.memory.layer import LayerCost, LayerOps, Pack, layer_cost
+from miles_like.planning.memory.layer import LayerCost, LayerOps, Op, Pack, layer_cost
 from miles_like.planning.memory.parts import MIB
 from miles_like.planning.memory.weights import ModelWeights, StageWeights
 
@@ -151,8 +151,8 @@ class TrainingPasses:
         return self.ops.gathered + vocab * self.weights.dims["hidden"] * self.pack.width
 
     def _forward_only(self, stage: StageWeights) -> TrainingPeak:
-        """A pass without gradients: one layer at a time, or the head."""
-        works = [max(op.forward + op.keeps for op in self.ops.layer(moe)) for moe in self.costs]
+        """A pass without gradients: one operation at a time, with the one before that made its inputs, or the head."""
+        works = [_alone(self.ops.layer(moe)) for moe in self.costs]
         last = stage.stage == self.config.parallel.pp - 1
         block = min(self.config.logprob_memory_mib * MIB, self.pack.gathered * self.weights.dims["vocab"] * 8)
         moments = [(2 * self.ops.hidden + self._inputs(stage) + max(works), 0)]
@@ -185,3 +185,9 @@ class TrainingPasses:
         """The gathered input of a column-parallel linear, which megatron's own linears keep in one global buffer
         (`get_global_memory_buffer`), and TransformerEngine's as a temporary of the same size."""
         return self.ops.gathered if self.pack.tp > 1 else 0
+
+
+def _alone(ops: Sequence[Op]) -> int:
+    """The most that one operation has and uses, with the results of the one before, which are its inputs."""
+    inputs = [0, *(op.keeps for op in ops)]
+    return max(before + op.keeps + op.forward for before, op in zip(inputs, ops, strict=False))
