@@ -21,7 +21,7 @@ LENGTH = 400  # characters of a normalized body: from two statements on
 TWICE = {  # by their names, why both are kept
     ("_moe_layers",): "trainer and rollout read config.json separately, and are compared with each other",
     ("combine",): "the exact operations are a specification, the plain ones what is fast",
-    ("room", "settle"): "the simulation follows the loop without torch",
+    ("room", "drain"): "the simulation follows the loop without torch",
     ("_sum", "json_sha256"): "manifests of a conversion and of a run: formats on disk that change separately",
     ("publish",): "two publishers with one signature",
 }

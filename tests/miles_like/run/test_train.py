@@ -285,9 +285,7 @@ def test_routes_are_asked_for_where_servers_keep_them_and_by_nobody_who_trains_o
 ) -> None:
     """Answers to held-out prompts come from the same servers, without routes."""
     launched: list[Any] = []
-    monkeypatch.setattr(
-        "miles_like.run.setup.launcher.RayServers", lambda launches, _nodes, _logs: launched.extend(launches)
-    )
+    monkeypatch.setattr("miles_like.run.setup.launcher.RayServers", lambda launches, *_: launched.extend(launches))
     monkeypatch.setattr(Launcher, "nodes", lambda _self, _plan: None)
     made = RolloutSide(plan=plan_of(*settings))
     Launcher().servers(made, 0)
