@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -42,12 +43,19 @@ class _Locals(ast.NodeTransformer):
         return ast.arg(self._numbers[node.arg])
 
 
+def kinds(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[type[ast.AST], ...]:
+    """The kinds of a body's nodes, which functions with equal bodies share."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return tuple(type(node) for statement in body for node in ast.walk(statement))
+
+
 def normalized(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
     rename = _Locals(function)
     return "\n".join(ast.dump(rename.visit(copy.deepcopy(statement))) for statement in body)
 
 
+@functools.cache
 def modules(folders: tuple[str, ...]) -> dict[str, ast.Module]:
     paths = sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py"))
     return {".".join(p.relative_to(ROOT).with_suffix("").parts): ast.parse(p.read_text()) for p in paths}
@@ -55,11 +63,15 @@ def modules(folders: tuple[str, ...]) -> dict[str, ast.Module]:
 
 def repeated(trees: dict[str, ast.Module]) -> dict[tuple[str, ...], list[str]]:
     """Names of functions with equal bodies -> their modules."""
-    found = defaultdict(list)
+    alike = defaultdict(list)  # by what costs less than the normalized body
     for module, tree in trees.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(body := normalized(node)) >= LENGTH:
-                found[body].append((node.name, module))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                alike[kinds(node)].append((node, module))
+    found = defaultdict(list)
+    for node, module in [place for places in alike.values() if len(places) > 1 for place in places]:
+        if len(body := normalized(node)) >= LENGTH:
+            found[body].append((node.name, module))
     several = [places for places in found.values() if len(places) > 1]
     return {tuple(sorted({name for name, _ in places})): [module for _, module in places] for places in several}
 
@@ -78,9 +90,8 @@ def test_a_copy_with_other_names_and_annotations_is_found() -> None:
     assert repeated(trees) == {("a", "b"): ["m", "n"]}
 
 
-def definitions(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """(name, times that the definition itself names it) of a module's functions and classes without decorators that
-    register them, and of its constants."""
+def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+    """A module's functions and classes without decorators that register them, and its constants."""
     for node in tree.body:
         names: list[str] = []
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -90,14 +101,20 @@ def definitions(tree: ast.Module) -> Iterator[tuple[str, int]]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [t.id for t in targets if isinstance(t, ast.Name)]
         for name in names:
-            yield name, loads(node).count(name)
+            yield name, node
 
 
 def loads(tree: ast.AST) -> list[str]:
     """Names that are read, attributes, and imported names."""
-    out = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
-    out += [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
-    return out + [a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names]
+    out = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            out.append(node.id)
+        elif isinstance(node, ast.Attribute):
+            out.append(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            out += [alias.name for alias in node.names]
+    return out
 
 
 def uncalled(sources: dict[str, ast.Module], callers: dict[str, ast.Module], texts: str) -> list[str]:
@@ -106,9 +123,11 @@ def uncalled(sources: dict[str, ast.Module], callers: dict[str, ast.Module], tex
     out, words = [], set(re.findall(r"\w+", texts))
     for module, tree in sources.items():
         here = Counter(loads(tree))
-        for name, within in definitions(tree):
+        for name, node in definitions(tree):
             read = here if name.startswith("_") else everywhere
-            if read[name] <= within and not name.startswith("__") and name not in words:
+            if name.startswith("__") or name in words:
+                continue
+            if not read[name] or read[name] <= loads(node).count(name):  # it reads itself at most
                 out.append(f"{module}.{name}")
     return out
 
