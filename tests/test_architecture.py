@@ -4,6 +4,7 @@ Imports inside functions count. Not covered: what a module reaches through value
 """
 
 import ast
+import functools
 import graphlib
 import sys
 from pathlib import Path
@@ -201,9 +202,15 @@ def _is_module(package: str, name: str) -> bool:
     return (base / f"{name}.py").exists() or (base / name / "__init__.py").exists()
 
 
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def all_imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             found |= {node.module, *(f"{node.module}.{a.name}" for a in node.names if _is_module(node.module, a.name))}
@@ -370,7 +377,7 @@ def test_configuration_needs_no_torch(module: str) -> None:
 def test_only_commands_see_the_whole_configuration() -> None:
     """A function that takes RunConfig depends on everything; it should take its own section."""
     for module, path in FILES.items():
-        names = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}
+        names = {n.id for n in nodes_of(path) if isinstance(n, ast.Name)}
         assert "RunConfig" not in names or inside(module, SEE_THE_WHOLE_CONFIGURATION), module
 
 
@@ -378,7 +385,7 @@ def test_only_commands_see_the_whole_configuration() -> None:
 def test_files_and_functions_stay_small(module: str) -> None:
     text = FILES[module].read_text()
     assert len(text.splitlines()) <= 500, f"{module} has {len(text.splitlines())} lines"
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(FILES[module]):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1
             assert lines <= 60, f"{module}.{node.name} has {lines} lines"
@@ -388,18 +395,18 @@ def test_files_and_functions_stay_small(module: str) -> None:
 def test_house_rules(module: str) -> None:
     """Names that say something; environment variables and Ray only where they belong; no broad except."""
     assert not {"utils", "util", "common", "helpers", "misc"} & set(module.split(".")), module
-    tree = ast.parse(FILES[module].read_text())
+    nodes = nodes_of(FILES[module])
     # server_key: a key reaches a server by its environment alone, for every user can read a command line
     environment = (
         "megatron_bridge.device.device miles_like.cluster.actors miles_like.nodes.session miles_like.cli"
         " miles_like.variables rollout.server_key"
     )
     if module not in environment.split():
-        environ = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
+        environ = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
         assert not environ, f"{module} reads the environment"
     roots = {n.split(".")[0] for n in all_imports(FILES[module])}
     assert "ray" not in roots or inside(module, ("miles_like.cluster", "miles_like.nodes")), f"{module} imports ray"
     parallel_state = [n for n in all_imports(FILES[module]) if n.endswith("parallel_state")]
     assert not parallel_state or module == "megatron_bridge.device.parallel", f"{module} calls parallel_state"
-    bare = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type is None]
+    bare = [n.lineno for n in nodes if isinstance(n, ast.ExceptHandler) and n.type is None]
     assert not bare, f"{module}: bare except at {bare}"

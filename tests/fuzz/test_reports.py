@@ -13,4 +13,4 @@ def test_kept_cases(tmp_path: Path) -> None:
 
 
 def test_drawn_cases(tmp_path: Path) -> None:
-    drawn(reports, tmp_path, examples=10)()
+    drawn(reports, tmp_path, examples=4)()

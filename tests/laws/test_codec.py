@@ -92,7 +92,7 @@ def weights(draw: st.DrawFn, exponents: tuple[int, int] = (-130, 126)) -> Tensor
 
 
 @every_codec
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(w=weights())
 def test_what_is_trained_is_what_is_stored(codec: Codec, w: Tensor) -> None:
     """The trainer's fake quantization is decode(encode(w)) bit for bit, also after the parts came back from a file.
@@ -111,7 +111,7 @@ def test_what_is_trained_is_what_is_stored(codec: Codec, w: Tensor) -> None:
 
 
 @every_codec
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(w=weights())
 def test_decoding_is_near(codec: Codec, w: Tensor) -> None:
     """Rounding moves a value by at most half a step of the grid; beyond its end only as far as the scale's rule lets.
@@ -139,7 +139,7 @@ def test_decoding_is_near(codec: Codec, w: Tensor) -> None:
 
 
 @every_codec
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(w=weights())
 def test_signs_and_zeros_stay(codec: Codec, w: Tensor) -> None:
     """No value may change its sign, and zero must be exactly zero: a pruned weight stays pruned."""
@@ -175,7 +175,7 @@ def test_encoding_is_a_function(codec: Codec, w: Tensor, tile: int, threads: int
 
 
 @every_codec
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(w=weights(exponents=(-90, 120)))
 def test_decoded_values_are_stored_again(codec: Codec, w: Tensor) -> None:
     """A dequantized bf16 checkpoint may be quantized again: the values are the same, codes need not be.

@@ -5,6 +5,7 @@ Not covered: multi-token prediction beyond its arithmetic, since transformers ha
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,17 @@ from tests.support.tiny_models import CONFIGS, transformers_config
 DEEPSEEK_V3 = json.loads((Path(__file__).parents[3] / "configs/deepseek_v3/config.json").read_text())
 
 
-def counted(hf: dict[str, Any], n: int, *, backward: bool) -> int:
-    """Of transformers' model on n tokens, with attention and experts in plain matrix products."""
-    cfg = transformers_config(hf)
+@functools.cache
+def transformers_model(name: str) -> Any:
+    """With attention and experts in plain matrix products."""
+    cfg = transformers_config(CONFIGS[name])
     cfg._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(cfg).float()
+    return AutoModelForCausalLM.from_config(cfg).float()
+
+
+def counted(name: str, n: int, *, backward: bool) -> int:
+    """Of transformers' model on n tokens."""
+    hf, model = CONFIGS[name], transformers_model(name)
     model.requires_grad_(backward)
     with FlopCounterMode(display=False) as counter:
         logits = model(torch.arange(n)[None] % hf["vocab_size"], use_cache=False).logits
@@ -41,19 +48,18 @@ def expected(hf: dict[str, Any], n: int) -> float:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("n", [7, 64])
-def test_the_forward_is_what_torch_counts(name: str, n: int) -> None:
+def test_the_forward_is_what_torch_counts(name: str) -> None:
     """Every matrix product of the model is in the formula and nothing else is: exactly, but for the masked half of the
     attention, which a causal kernel skips."""
-    hf = CONFIGS[name]
-    assert counted(hf, n, backward=False) == pytest.approx(expected(hf, n), rel=1e-12)
+    for n in (7, 64):
+        assert counted(name, n, backward=False) == pytest.approx(expected(CONFIGS[name], n), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training_is_three_forwards(name: str) -> None:
     """Each product has two in backward, less the gradient of what needs none; within 2 %."""
     hf, n = CONFIGS[name], 64
-    assert counted(hf, n, backward=True) == pytest.approx(3 * expected(hf, n), rel=0.02)
+    assert counted(name, n, backward=True) == pytest.approx(3 * expected(hf, n), rel=0.02)
     assert train_flops(hf, [n]) == 3 * forward_flops(hf, [n])
 
 

@@ -111,7 +111,7 @@ def fits(changed: dict[str, Any]) -> bool:
     return share is None or k == 0 or (not changed["lockstep"] and share <= k)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(changed=LOOPS.filter(fits), world=WORLDS)
 def test_every_group_is_trained_once_or_discarded_once_and_no_token_is_too_old(
     changed: dict[str, Any], world: dict[str, Any]
@@ -138,7 +138,7 @@ def test_every_group_is_trained_once_or_discarded_once_and_no_token_is_too_old(
     assert all(a.end == b.begin for a, b in itertools.pairwise(intervals))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     k=st.integers(0, 2),
     mask=st.booleans(),

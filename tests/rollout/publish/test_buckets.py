@@ -48,18 +48,20 @@ def together(stored: str, halves: bool) -> str:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_boundary_parts_what_an_engine_fuses(name: str) -> None:
-    """Every family and option, every format, and for each another order of the trainer's tensors."""
+    """Every family and option, with requests of one byte in every format, and for each another order of the trainer's
+    tensors; larger requests in BF16 and in a third of the formats."""
     hf = MODELS[name]
     tensors = family_of(hf).bind(hf, mtp=True)
     fused, order = tensors.fused(), random.Random(0)
     whole = list(random_tensors(hf, mtp=True).items())
     halves = any(".q_a_proj." in n for n, _ in whole)
-    for spec in SPECS:
+    for k, spec in enumerate(SPECS):
         order.shuffle(whole)
         weights = [NamedTensor(n, t) for n, t in whole]
         wanted = dict(quantize_stream(weights, spec))
         stream = list(quantize_stream(gathered(weights, fused), spec))
-        for size in (1, 1 << 14, 1 << 30):
+        larger = spec is None or (k + list(MODELS).index(name)) % 3 == 0
+        for size in (1, 1 << 14, 1 << 30) if larger else (1,):
             parts = list(cut(stream, size, fused))
             requests: dict[str, set[int]] = {}
             for number, part in enumerate(parts):

@@ -151,7 +151,7 @@ tokens = st.lists(
 
 
 @pytest.mark.parametrize("config", KINDS, ids=IDS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(samples=st.lists(tokens, min_size=1, max_size=5))
 def test_every_kind_is_the_plain_loop(config, samples):
     flat = [x for sample in samples for x in sample]
