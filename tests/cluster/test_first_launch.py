@@ -61,6 +61,7 @@ def cluster(work: Path) -> Iterator[Cluster]:
         yield made
 
 
+@pytest.mark.long(beside="tests/cluster/test_doctor.py")
 def test_the_doctor_names_what_these_nodes_lack(cluster: Cluster, work: Path) -> None:
     """Every row that the page's table names is a row of the doctor."""
     (command,) = commands("miles-like doctor", "rehearsal_deepseek_v3")

@@ -22,6 +22,7 @@ from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 ONE_STEP = (*SMALL, "--set", "train.steps=1")
 
 
+@pytest.mark.long(beside="tests/cluster/test_spread_run.py")
 def test_the_command_joins_a_running_cluster_and_uses_its_nodes(shell: Run, two_nodes: str, home: Path) -> None:
     """One trainer rank on each node, staging once on each; the same command as on a laptop but for the address."""
     done = shell("--run-dir", str(home / "two"), *ONE_STEP, "--ray-address", two_nodes, "--set", "cluster.nodes=2")

@@ -250,6 +250,7 @@ def test_a_mistake_is_status_2_to_the_shell_too(shell: Run, tmp_path: Path) -> N
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.long(beside="tests/miles_like/preflight/test_dry_run.py")
 def test_a_dry_run_touches_nothing(alone: Run, tmp_path: Path) -> None:
     config = str(ROOT / "configs" / "deepseek_v3_fp8.toml")
     done = alone("--config", config, "--run-dir", str(tmp_path / "v3"), "--dry-run")

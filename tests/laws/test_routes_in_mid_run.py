@@ -286,6 +286,7 @@ def test_both_sides_are_compared_again_every_n_steps_and_after_every_resume(runs
     assert _steps(tmp_path) == [1]
 
 
+@LONG
 def test_the_checks_change_nothing_of_a_healthy_run(runs: Runs, tmp_path: Path) -> None:
     """Bit for bit: they sample and score beside it."""
     assert runs.run(tmp_path / "checked", CHECKED) == 0

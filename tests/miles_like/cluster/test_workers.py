@@ -79,7 +79,11 @@ def test_a_dead_rank_is_named_where_the_others_tell_of_a_lost_connection_first(r
     ("how", "facts"),
     [
         ("dies", ("critic rank 0", "worker process died")),
-        ("refuses", ("critic rank 2", "tp", 3)),
+        pytest.param(
+            "refuses",
+            ("critic rank 2", "tp", 3),
+            marks=pytest.mark.long(beside="tests/miles_like/cluster/test_workers.py"),
+        ),
         ("breaks", ("critic rank 2", "illegal memory access")),
     ],
 )

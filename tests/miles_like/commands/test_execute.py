@@ -15,13 +15,20 @@ from megatron_bridge.fake.records import ExecutedRank, read_records
 
 ROOT = Path(__file__).parents[3]
 RECORDS = read_records(ROOT / "docs" / "plan" / "executed.json")
-EXECUTED = (("qwen3_0_6b_24gb", 0), ("rehearsal_qwen3_30b", 0), ("rehearsal_deepseek_v3", 1))  # configuration, stage
+FOUR_LAYERS = "model.first_layers=4"
+EXECUTED = (  # configuration, stage, settings that its record has: the first one of these is executed
+    ("qwen3_4b", 0, {FOUR_LAYERS, "parallel.tp=4"}),
+    ("rehearsal_qwen3_30b", 0, set()),
+    ("rehearsal_deepseek_v3", 1, set()),
+)
 
 
-@pytest.mark.parametrize(("name", "stage"), EXECUTED)
-def test_an_executed_rank_is_the_recorded_one(name: str, stage: int, tmp_path: Path) -> None:
-    recorded = next(r for r in RECORDS if (r["config"], r["stage"], r["overrides"]) == (name, stage, []))
+@pytest.mark.parametrize(("name", "stage", "having"), EXECUTED)
+def test_an_executed_rank_is_the_recorded_one(name: str, stage: int, having: set[str], tmp_path: Path) -> None:
+    of_stage = [r for r in RECORDS if (r["config"], r["stage"], bool(r["overrides"])) == (name, stage, bool(having))]
+    recorded = next(r for r in of_stage if having.issubset(r["overrides"]))
     command = [sys.executable, "-W", "ignore", "-m", "miles_like.commands.execute", f"configs/{name}.toml"]
+    command += [part for setting in recorded["overrides"] for part in ("--set", setting)]
     command += ["--rank", str(recorded["rank"]), "--cache", str(tmp_path), "--json", str(tmp_path / "record.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -33,6 +33,7 @@ from miles_like.timing.published.others import MFU, prime_rl, verl, verl_mode
 from miles_like.timing.rates.calibration import REACHED
 
 ROOT = Path(__file__).parents[4]
+LONG = pytest.mark.long(beside="tests/miles_like/timing/published/test_rows.py")
 SHAPES = published_shapes(ROOT / "configs")
 HELD = [*nemo_rl(SHAPES), *prime_rl(SHAPES), *verl(SHAPES)]
 
@@ -159,7 +160,7 @@ ONES = {"qwen3_0_6b": "qwen3_0_6b", "qwen3_4b": "qwen3_4b", "glm45_air": "glm45_
 
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=[pytest.mark.slow] * (row[2] > 1), id=f"{row[0]}-{row[2]}") for row in PRIME_RL],
+    [pytest.param(row, marks=[pytest.mark.slow, LONG] * (row[2] > 1), id=f"{row[0]}-{row[2]}") for row in PRIME_RL],
 )
 def test_the_search_finds_a_layout_for_rows_without_a_published_one(row: tuple[str, str, int, bool]) -> None:
     """prime-rl shards every matrix over all GPUs (FSDP2), which this trainer does not: a layout of this trainer, with
