@@ -217,9 +217,8 @@ def batch(seed, *, dtype=torch.float64):
 def test_gradient_by_finite_differences(name, config):
     """Weights are constants: old log-probabilities are given, so nothing but the ratio moves."""
     loss = make_algorithm(AlgorithmConfig(name=name), config).loss
-    for seed in range(3):
-        new, rest = batch(seed)
-        assert torch.autograd.gradcheck(lambda x, rest=rest: run(loss, x, **rest)[0], (new.requires_grad_(),), eps=1e-7)
+    new, rest = batch(0)
+    assert torch.autograd.gradcheck(lambda x: run(loss, x, **rest)[0], (new.requires_grad_(),), eps=1e-7)
 
 
 def test_weights_carry_no_gradient():
