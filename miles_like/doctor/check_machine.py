@@ -15,7 +15,8 @@ from miles_like.nodes.facts import ServerPort
 Reports = Mapping[str, NodeReport]
 
 _GIB = 1 << 30
-FREE_OF_GPU = 0.95  # least free share of a GPU's memory before a run
+USED_OF_GPU = 0.05  # most used share of a GPU's memory before a run
+USED_MIB = 3 << 10  # and of a small GPU: a desktop may be drawn by it
 # soft limits that a node with and without GPUs needs: Ray's documentation asks for 65536 descriptors; RDMA pins memory
 _LEAST = {"nofile": (65536, 4096), "memlock": (1 << 40, 0), "nproc": (16384, 2048), "stack": (8 << 20, 1 << 20)}
 _REMEDY = {
@@ -69,7 +70,7 @@ def _gpu_faults(node: str, gpu: GpuFacts) -> list[str]:
     name, out = f"GPU {gpu['index']} of {node}", []
     if gpu["processes"]:
         out.append(f"{name} is used by process {listed(gpu['processes'])}: stop it, or leave the GPU out of Ray's")
-    elif gpu["free_mib"] < FREE_OF_GPU * gpu["memory_mib"]:
+    elif gpu["memory_mib"] - gpu["free_mib"] > max(USED_OF_GPU * gpu["memory_mib"], USED_MIB):
         out.append(
             f"{name} has {gpu['free_mib']:,} of {gpu['memory_mib']:,} MiB free and no process that nvidia-smi names: "
             "stop the process of another container, or reset the GPU"
@@ -97,7 +98,8 @@ def check_memory(reports: Reports, object_store: Mapping[str, int]) -> list[Find
     wrong = {}
     for node, m in machines.items():
         gpus = reports[node]["gpus"]
-        need = max(object_store.get(node, 0), _NCCL_SHM if gpus and not isinstance(gpus, str) else 0)
+        several = not isinstance(gpus, str) and len(gpus) > 1  # one rank alone has no peer in NCCL
+        need = max(object_store.get(node, 0), _NCCL_SHM if several else 0)
         if m["shm"] < need:
             wrong[node] = (
                 f"/dev/shm of {node} has {gib(m['shm'])}; Ray's object store and NCCL need {gib(need)}: enlarge it "

@@ -38,7 +38,8 @@ def trainer_of(one: Found) -> str:
     p = one.config.parallel
     sizes = {"TP": p.tp, "PP": p.pp, "VPP": p.vpp, "CP": p.cp, "EP": p.ep, "ETP": p.etp, "DP": p.dp}
     text = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
-    text += f", {one.config.train.recompute} recomputation"
+    recompute = one.config.train.recompute
+    text += f", {'no' if recompute == 'none' else recompute} recomputation"
     return text + (", optimizer on the host" if one.config.kernels.offload_optimizer else "")
 
 

@@ -81,17 +81,21 @@ def reserve(
         nodes = choose_nodes(suitable_nodes(count, 0, timeout_s=timeout_s, say=say, began=limit.began), count)
         return Reservation(nodes=nodes, facts=_facts_on_cpu(nodes, limit))
     name = f"{_NAME}{run!r} of process {os.getpid()} on {socket.gethostname()}"
-    began, silent_since = time.monotonic(), 0.0
+    first: float | None = None  # when enough nodes were there
+    silent_since = 0.0
     while True:
         nodes = suitable_nodes(count, gpus_per_node, timeout_s=timeout_s, say=say, began=limit.began)
         found, free = time.monotonic(), free_gpus()
+        first = found if first is None else first
         idle = choose_nodes([n for n in nodes if free.get(n.id, 0) >= gpus_per_node], count)
         if len(idle) == count and (group := _create(idle, gpus_per_node, name, limit)) is not None:
             return _held(idle, group, gpus_per_node, limit)
-        waited = time.monotonic() - began
+        waited = time.monotonic() - first
         busy = _busy(nodes, count, gpus_per_node)
         if when_busy == "refuse" and waited >= min(_SETTLES_S, timeout_s):
             raise ValueError(f"{busy}: wait until they are free, or set cluster.when_busy = 'queue' to wait for them")
+        if when_busy == "refuse" and not limit.left():
+            raise ValueError(f"{busy}, and cluster.timeout_s = {timeout_s:g} s is over: raise it, or start again")
         if when_busy == "queue" and (not silent_since or waited - silent_since >= SAY_EVERY_S):
             say(f"queued for {waited:.0f} s: {busy}")
             silent_since = max(waited, 1e-9)

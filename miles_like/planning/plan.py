@@ -102,7 +102,7 @@ class Plan:
         where = f"{worst.name} while {worst.worst}: {gib(worst.peak)} of {gib(self.device.memory)} GiB"
         if problems := self.problems():
             return "does not fit: " + "; ".join(problems)
-        return f"fits, with {self.spare:.0%} of a {self.device.name} to spare on the fullest ({where})"
+        return f"fits, with {self.spare:.0%} of {with_article(self.device.name)} to spare on the fullest ({where})"
 
     def _of_gpus(self) -> list[str]:
         over = [stage for stage in self.stages if stage.peak > self.device.memory]
@@ -111,7 +111,7 @@ class Plan:
         worst = max(over, key=lambda stage: stage.peak)
         more = f" ({len(over)} of {len(self.stages)} kinds of GPUs are too small)" if len(over) > 1 else ""
         return [
-            f"{worst.name} needs {gib(worst.peak)} GiB while {worst.worst}, a {self.device.name} has "
+            f"{worst.name} needs {gib(worst.peak)} GiB while {worst.worst}, {with_article(self.device.name)} has "
             f"{gib(self.device.memory)} ({described(worst.phases[worst.worst])}){more}"
         ]
 
@@ -141,6 +141,11 @@ class Plan:
             f"a node writes {gib(sum(disk.node.values()))} GiB to cluster.stage_dir, its local disk has "
             f"{gib(disk.node_disk)}"
         ]
+
+
+def with_article(device: str) -> str:
+    """`an H100`, `a B200`: by the sound of the first letter."""
+    return f"{'an' if device[0] in 'AEFHILMNORSX' else 'a'} {device}"
 
 
 def described(parts: Bytes) -> str:

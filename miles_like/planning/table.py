@@ -14,7 +14,7 @@ from rich.table import Table
 
 from miles_like.planning.memory.allowances import ALLOWANCES
 from miles_like.planning.memory.parts import GIB, PARTS, PHASES, Bytes, Part, gib, total
-from miles_like.planning.plan import Plan, StagePlan, phases_of
+from miles_like.planning.plan import Plan, StagePlan, phases_of, with_article
 
 _DIGITS = 3  # of GiB in the JSON
 
@@ -31,7 +31,11 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 def _by_phase(plan: Plan) -> Table:
     """The sums of every stage."""
-    unit = f"of a {plan.device.name} with {gib(plan.device.memory)}" if plan.on_gpus else "of host memory a rank"
+    unit = (
+        f"of {with_article(plan.device.name)} with {gib(plan.device.memory)}"
+        if plan.on_gpus
+        else "of host memory a rank"
+    )
     table = _table(f"GiB {unit}, by pipeline stage and phase", "processes", "layers", "parameters")
     phases = [phase for phase in PHASES if any(phase in row.phases for row in plan.stages)]
     for phase in phases:
@@ -46,7 +50,7 @@ def _by_phase(plan: Plan) -> Table:
 def _by_part(plan: Plan) -> Table:
     """Every stage while it trains; GPUs of servers alone while they generate."""
     used = {row.name: row.phases.get("training", row.phases.get("generating", {})) for row in plan.stages}
-    table = _table("GiB while training, by part", "processes")
+    table = _table("GiB while training, or generating on GPUs of servers alone, by part", "processes")
     shown = _shown(used.values())
     for part in shown:
         table.add_column(part, justify="right")

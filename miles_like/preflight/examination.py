@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,9 @@ from miles_like.preflight.run_needs import run_needs
 
 if TYPE_CHECKING:
     from miles_like.nodes.members import Node
+
+SETTLES_S = 15.0  # in which servers that were killed end and their GPUs are free
+_LOOK_S = 3.0  # between two looks
 
 
 def examine_nodes(
@@ -48,26 +52,39 @@ def brief_checks(
     """Before a run, with Ray joined or started: versions, limits, memory, clocks, names, gloo between neighbours, GPUs.
 
     devices: the run's on each node; None or empty: it has none there. here: the only node is this machine, which is
-    examined in this process. A run on one node without GPUs is never refused: a laptop's limits may do for it.
+    examined in this process. On one node limits refuse nothing, and without GPUs nothing does: a laptop's or a
+    workstation's may do. GPUs that processes use are looked at again for a while, because servers that were killed need
+    seconds to end.
     """
     needs = run_needs(config)
     examiner, held = examiner_of(needs, brief=True), None
     if devices is not None and any(devices):
         held = [{device.uuid for device in of_node} for of_node in devices]
     if here:
-        found = examine(ThisMachine(examiner, [n.gpus for n in chosen]), needs, brief=True, held=held)
+        found = _settled(lambda: examine(ThisMachine(examiner, [n.gpus for n in chosen]), needs, brief=True, held=held))
     else:
         from miles_like.nodes.services import NodeServices
 
         with NodeServices(examiner, _environment(needs), chosen) as nodes:
-            found = examine(nodes, needs, brief=True, held=held)
-    never_wrong = len(chosen) == 1 and not config.cluster.gpus_per_node
-    return [_result(finding, never_wrong=never_wrong) for finding in found.findings]
+            found = _settled(lambda: examine(nodes, needs, brief=True, held=held))
+    one, gpus = len(chosen) == 1, bool(config.cluster.gpus_per_node)
+    return [_result(f, refuses=not one or (gpus and not f.check.startswith("ulimit"))) for f in found.findings]
 
 
-def _result(finding: Finding, *, never_wrong: bool) -> CheckResult:
+def _settled(examined: Callable[[], Examination]) -> Examination:
+    """The first examination without a fault of a GPU, or the last within `SETTLES_S`."""
+    began = time.monotonic()
+    while True:
+        found = examined()
+        faults = [f for f in found.findings if f.outcome is Outcome.WRONG and f.check.startswith("GPU ")]
+        if not faults or time.monotonic() - began >= SETTLES_S:
+            return found
+        time.sleep(_LOOK_S)
+
+
+def _result(finding: Finding, *, refuses: bool) -> CheckResult:
     name = " of ".join(filter(None, [finding.check, ", ".join(finding.where)]))
-    outcome = Outcome.OK if never_wrong and finding.outcome is Outcome.WRONG else finding.outcome
+    outcome = Outcome.OK if not refuses and finding.outcome is Outcome.WRONG else finding.outcome
     return CheckResult(name, outcome, finding.text)
 
 

@@ -200,7 +200,10 @@ class Machines:
             out.append(run_check("ports", lambda: self._check_planned_ports(probes, chosen)))
             for i, probe in enumerate(probes):
                 out += [run_check(name, check) for name, check in self._node_checks(i, probe, here=False).items()]
-            out += self._brief_checks(chosen)
+            if self.trains or (self.ray_address is not None and len(chosen) > 1):
+                examined: list[CheckResult] = []
+                run = run_check("examination of the nodes", lambda: examined.extend(self._brief_checks(chosen)))
+                out += examined or [run]
         return out
 
     def _brief_checks(self, chosen: Sequence[Node]) -> list[CheckResult]:

@@ -30,13 +30,15 @@ Plant = Callable[[Any], None]  # an error that is planted in a trainer
 
 @dataclass(frozen=True)
 class Case:
-    """colocated: the rank sleeps before it publishes. rank: the one that is compared."""
+    """colocated: the rank sleeps before it publishes. rank: the one that is compared. imbalance: rows of its experts,
+    in units of the average."""
 
     model: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     colocated: bool = False
     micro_batches: int = 2
     rank: int = 1
+    imbalance: float = 1.0
 
     def run(self, where: Path, *, rank: int | None = None, device: str = "cpu") -> RankRun:
         rank = self.rank if rank is None else rank
@@ -48,6 +50,7 @@ class Case:
             micro_batches=self.micro_batches,
             device="cuda" if device == "cuda" else "cpu",
             colocated=self.colocated,
+            imbalance=self.imbalance,
         )
 
 
@@ -73,6 +76,7 @@ ROLES: dict[str, Case] = {  # ranks that are not a trainer's of all weights
     "reference's last stage": Case("four layers", {"pp": 2, "trains": False, "mode": "off"}),
     "LoRA, DP2": Case("gqa", {"dp": 2, **ADAPTERS}, colocated=True),
     "LoRA, TP2": Case("mla", {"tp": 2, "recompute": "full", **ADAPTERS}),
+    "the busiest of EP2": Case("gqa", {"dp": 2, "ep": 2}, imbalance=1.5),
     "MTP, PP2": Case("mtp", {"pp": 2, "mtp_coefficient": 0.1}),
 }
 

@@ -1,5 +1,5 @@
-"""Ranks of a critic and of a reference, ranks that train adapters, and draft layers: the arithmetic against small
-models that are executed on fake tensors.
+"""Ranks of a critic and of a reference, ranks that train adapters, draft layers, and a rank with more rows of experts
+than the average: the arithmetic against small models that are executed on fake tensors.
 
 Not covered: GPUs, where the same arithmetic is held for trainers alone (test_executed_ranks.py).
 """
@@ -46,7 +46,7 @@ def test_parts_and_peaks_are_those_of_the_executed_rank(
         gpus=False,
         sleeps=case.colocated,
         publishes=True,
-        imbalance=1.0,
+        imbalance=case.imbalance,
         data_rank=case.rank,
     )
     stage, peaks = plans.stages[found.stage], tensors(plans, found.stage)

@@ -59,7 +59,7 @@ def test_the_table_names_stages_phases_and_parts(plan: Plan) -> None:
 def test_a_plan_that_does_not_fit_says_where_and_by_how_much() -> None:
     plan = planned("qwen3_30b_a3b_fp8_node", "kernels.offload_optimizer=0.0")
     text = _text(plan)
-    assert "does not fit: trainer stage 0 needs " in text and "a H100 has 79.6 (parameters " in text
+    assert "does not fit: trainer stage 0 needs " in text and "an H100 has 79.6 (parameters " in text
     assert plan_json(plan)["fits"] is False and plan_json(plan)["problems"] == plan.problems()
 
 

@@ -16,6 +16,8 @@ from rich.console import Console
 from miles_like.check_results import CheckResult, Outcome
 from miles_like.cluster.run_nodes import RunNodes
 from miles_like.config.load import load_config
+from miles_like.doctor.examine import Examination
+from miles_like.doctor.findings import Finding
 from miles_like.nodes import session, work
 from miles_like.nodes.facts import Device, NodeFacts
 from miles_like.nodes.members import Node
@@ -42,6 +44,7 @@ def checks(
         assert gpus is not None, "nvidia-smi takes seconds without persistence mode"
         return [node_reports.gpu(i) | gpus.get(i, {}) for i in range(2)]
 
+    patch.setattr(examination, "SETTLES_S", 0.0)
     patch.setattr("socket.gethostname", lambda: "node0")
     patch.setattr("miles_like.doctor.examiner.machine_facts", lambda address: node_reports.machine() | machine)
     patch.setattr("miles_like.doctor.examiner.software", node_reports.software)
@@ -89,6 +92,9 @@ def test_a_run_without_gpus_is_refused_for_nothing(monkeypatch: pytest.MonkeyPat
         ({}, {1: {"ecc_errors": "2"}}, ("GPU 1", 2, "ECC")),
         ({"shm": 64 << 20}, {}, ("/dev/shm", "1.0 GiB", "0.1 GiB")),
         ({"cgroup_pids": 100}, {}, (100, "pids.max")),
+        ({}, {1: {"free_mib": 70_000}}, ("GPU 1", "70,000", "81,559", "another container")),
+        ({}, {1: {"memory_mib": 24_564, "free_mib": 22_000}}, ()),  # a desktop is drawn by it
+        ({"ulimits": dict.fromkeys(("nofile", "memlock", "nproc", "stack"), 64)}, {}, ()),  # it has no peer
         ({}, {0: BUSY | {"mig": "Enabled", "name": "another"}}, ()),  # which another run has
     ],
 )
@@ -101,3 +107,16 @@ def test_a_run_is_refused_for_the_gpus_that_it_has_reserved_and_for_memory(
     for text in wrong:
         check_refusal(text, "node0", *facts)
     assert [c.name for c in found if c.name.startswith("GPU")][:1] == ["GPUs of node0"]
+
+
+def test_gpus_of_servers_that_are_ending_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = (
+        Finding(check="GPU 1", where=("node0",), found="used", outcome=Outcome.WRONG, text="it is used by process 77"),
+        Finding(check="memory", where=("node0",), found="8 GiB"),
+    )
+    looks = [used, used, used[1:]]
+    monkeypatch.setattr(examination, "_LOOK_S", 0.0)
+    monkeypatch.setattr(examination, "examine", lambda *_, **__: Examination(findings=looks.pop(0)))
+    config = load_config(TINY, ["cluster.gpus_per_node=1", "parallel.dp=1", "parallel.ep=1"])
+    found = examination.brief_checks(config, [NODE], [[OWN]], here=True)
+    assert [c.name for c in found] == ["memory of node0"] and not looks

@@ -227,7 +227,7 @@ def test_a_node_s_own_disk_is_held_to_what_that_node_writes(tmp_path: Path) -> N
 
 def test_only_nodes_that_write_or_read_there_must_see_a_run_s_directory() -> None:
     for settings, needed in (
-        ([], dict.fromkeys(range(16), CHECKPOINTS)),
+        (["publish.path=tensor"], dict.fromkeys(range(16), CHECKPOINTS)),
         (["publish.path=disk"], {n: CHECKPOINTS if n < 16 else PUBLISHED for n in range(32)}),
     ):
         apart = ["cluster.colocate=false", "cluster.nodes=32"]
