@@ -50,7 +50,7 @@ def test_a_shipped_configuration_of_deepseek_v3() -> None:
     assert found.train.layer.recompute == "full" and found.train.layer.dispatcher == "flex"
     assert found.train.pack_tokens == run.max_pack_tokens and found.train.rounded
     assert found.gpus == 128 and found.colocated and overlap_of(found) == "none"
-    assert found.train.passes == 0 and found.publish.path == "tensor"
+    assert found.train.passes == 0 and found.publish.path == "disk"
     assert found.load.samples == 1024 and found.train.loss_share == pytest.approx(1000 / 1200)
 
 
