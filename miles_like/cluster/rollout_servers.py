@@ -55,7 +55,7 @@ class _Server(Process):
 
 
 class RayServers:
-    """Rollout servers, each owned by an actor on its node."""
+    """Rollout servers or those of teachers, each owned by an actor on its node."""
 
     def __init__(
         self,
@@ -70,7 +70,8 @@ class RayServers:
         server that spans nodes connect to a port of its first node.
         """
         self._slots = [slot for slot, _ in launches]
-        self._names = [f"rollout server {s.index}{f' part {s.node_rank}' if s.nnodes > 1 else ''}" for s in self._slots]
+        self._title = launches[0][1].title if launches else "rollout server"
+        self._names = [f"{self._title} {s.index}{f' part {s.node_rank}' if s.nnodes > 1 else ''}" for s in self._slots]
         logs = [log_dir / f"rollout_actor{s.index}.{s.node_rank}.log" for s in self._slots]
         self._actors = [nodes.start(_Server, s, log) for s, log in zip(self._slots, logs, strict=True)]
         self._ready: set[int] = set()  # servers that answer
@@ -112,7 +113,7 @@ class RayServers:
             for server, i in heads.items():
                 if looks[i].phase != self._shown.get(server):
                     self._shown[server] = looks[i].phase
-                    say(f"rollout server {server} of {len(heads)}: {looks[i].phase}")
+                    say(f"{self._title} {server} of {len(heads)}: {looks[i].phase}")
             if len(self._ready) == len(heads):
                 return [looks[i].url for i in heads.values()]
             time.sleep(POLL_S)

@@ -114,14 +114,14 @@ def train(
         teachers.launch()
         servers = launcher.servers(rollout, resumed.state.weight_version if resumed else 0)
         stopping.callback(servers.stop)
-        with servers.naming_failures():
+        with servers.naming_failures(), teachers.naming_failures():
             if plan.config.takes_turns:  # before the trainer is built, which needs the memory
                 run_to_end(release_servers(rollout, servers.wait(say)))
                 say("rollout servers have released their memory; the trainer starts")
             trainer, critic = launcher.trainer(plan, algorithm.loss), launcher.critic(plan)
             reference = launcher.reference(plan, algorithm.loss)
             urls = servers.wait(say)
-        teachers.wait()
+        teachers.wait(say)
         critics = "" if critic is None else f" and {len(plan.placement.critics())} of the critic"
         payload = f"; {shape.payload}" if (shape := plan.model.routing) else ""
         ranks = f"{len(plan.placement.of('trainer'))} trainer ranks{critics}"
@@ -140,7 +140,7 @@ def train(
             console=console,
             controller=controller,
         )
-        with servers.naming_failures():
+        with servers.naming_failures(), teachers.naming_failures():
             run_to_end(run.loop(urls), run.stop, plan.config.checkpoint.grace_s)
     write_report(plan.run_dir)
     console.print(f"{'':12}report: {plan.run_dir / 'report.html'}")

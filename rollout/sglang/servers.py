@@ -239,7 +239,8 @@ class ServerLaunch:
     activations: str = "none"  # "fp8": round the inputs of quantized linears, as the trainer does
     exact: tuple[int, int] | None = None  # tensor- and expert-tensor-parallel ranks of a deterministic trainer
     bucket_bytes: int = PublishConfig().bucket_bytes  # of the tensors that the run publishes in one request
-    index: int | None = None  # number of the server in its run, for messages; None: it is named by its URL
+    title: str = "rollout server"  # and its number in its run, for messages
+    index: int | None = None  # None: it is named by its URL
     # a stock server that spans several nodes
     node_rank: int = 0
     nnodes: int = 1

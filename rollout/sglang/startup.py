@@ -169,7 +169,7 @@ def _name(launch: ServerLaunch, url: str) -> str:
     if launch.index is None:
         return f"server {url}"
     part = f", part {launch.node_rank} of {launch.nnodes}," if launch.nnodes > 1 else ""
-    return f"rollout server {launch.index}{part} on node {socket.gethostname()} ({url})"
+    return f"{launch.title} {launch.index}{part} on node {socket.gethostname()} ({url})"
 
 
 def launch_server(launch: ServerLaunch) -> ServerHandle:

@@ -134,7 +134,7 @@ def teach(address: str, source: Path, disk: Path, run_dir: Path) -> dict[str, An
     try:
         teachers.prepare()
         teachers.launch()
-        teachers.wait()
+        teachers.wait(lambda text: None)
         (url,) = teachers._urls.values()
         path = asyncio.run(served_path(url, key))
     finally:

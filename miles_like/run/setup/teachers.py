@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,7 @@ class RunTeachers:
                     return_routed_experts=False,
                     key=self.key,
                     secrets=secrets,
+                    title="server of teacher",
                     node_rank=slot.node_rank,
                     nnodes=slot.nnodes,
                 )
@@ -109,10 +111,14 @@ class RunTeachers:
         """Teachers for which the run starts a server."""
         return [name for name, t in self.section.teachers.items() if isinstance(t.part, StartedServer | MadeServer)]
 
-    def wait(self) -> None:
-        """Raises RuntimeError when a server did not come up."""
+    def wait(self, say: Callable[[str], None]) -> None:
+        """say: called with each new phase of a server. Raises RuntimeError when one did not come up."""
         if self._servers is not None:
-            self._urls = dict(zip(self._urls, self._servers.wait(), strict=True))
+            self._urls = dict(zip(self._urls, self._servers.wait(say), strict=True))
+
+    def naming_failures(self) -> AbstractContextManager[None]:
+        """As that of RayServers."""
+        return nullcontext() if self._servers is None else self._servers.naming_failures()
 
     def stop(self) -> None:
         if self._servers is not None:
