@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -146,14 +147,14 @@ class RayServers:
 
     def _clock_offset(self, i: int) -> float:
         """The clock of an actor's node minus this process's, by the fastest of some round trips: the clocks of two
-        nodes have nothing in common."""
+        nodes have nothing in common. Of an actor that does not answer it is -inf, so that its failure is the last."""
         trips = []
         for _ in range(_PINGS):
             began = time.monotonic()
             try:
                 there = get_result(self._actors[i].clock.remote(), self._names[i], _FAILED_S)
-            except RuntimeError:  # the failures that are known are worth more than their order
-                return 0.0
+            except RuntimeError:
+                return -math.inf
             ended = time.monotonic()
             trips.append((ended - began, there - (began + ended) / 2))
         return float(min(trips)[1])
@@ -189,9 +190,9 @@ def with_ports(
     """`launches` of stock servers with fixed ports and rendezvous addresses: no two servers share a port, on any node.
 
     ranges: the ephemeral range of each launch's node. share: of these servers in the ports of the run's; None: they are
-    all. On a local Ray a server without a configured port takes a free
-    one, and the blocks of rendezvous ports are free ones, so that several runs fit on a machine. The parts of a server
-    meet at its first node's address; the ranks of a server on a single node at the loopback address.
+    all. On a local Ray a server without a configured port takes a free one, and the blocks of rendezvous ports are free
+    ones, so that several runs fit on a machine. The parts of a server meet at its first node's address; the ranks of a
+    server on a single node at the loopback address.
     """
     before, servers = share or PortShare(0, 1 + max(slot.index for slot in slots))
     config, http = launches[0].config, None

@@ -36,10 +36,11 @@ def server_ports(
             dp = rollout.sglang.enable_dp_attention
             ports = stock_ports(number, dist_init + BLOCK * of_all, attention_dp=dp, nnodes=slot.nnodes)
         part = f" part {slot.node_rank}" if slot.nnodes > 1 else ""
+        anywhere = local and slot.role == "teachers"  # rollout.port is of the rollout's servers
         name = "rollout server" if slot.role == "rollout" else "server of teacher"
         out.setdefault(slot.node, []).extend(
             ServerPort(number=p.number, server=f"{name} {slot.index}{part}", purpose=p.purpose, key=p.key)
             for p in ports
-            if given[p.key] or (stock and not local)
+            if (given[p.key] or (stock and not local)) and not (anywhere and p.key == "rollout.port")
         )
     return {node: tuple(ports) for node, ports in out.items()}

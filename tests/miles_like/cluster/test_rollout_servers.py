@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -25,6 +26,7 @@ from rollout.config import RolloutConfig, SGLangFlags
 from rollout.sglang.phases import last_error
 from rollout.sglang.ports import stock_ports
 from rollout.sglang.servers import ServerLaunch
+from rollout.sglang.startup import Progress
 from tests.support.fakes import wait_until
 from tests.support.own_ray import this_node
 from tests.support.refusals import Facts, refuses
@@ -149,6 +151,28 @@ def test_of_parts_that_follow_one_another_the_first_to_fail_is_named(
     with refuses(RuntimeError, *facts, unrecorded="a free port") as caught:
         servers.wait()
     assert "reset" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_failure_whose_clock_cannot_be_asked_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks of two nodes have nothing in common: without its offset it would be the first or the last at random."""
+
+    def get_result(ref: str, name: str, timeout_s: float) -> float:
+        if ref == "lost":
+            raise RuntimeError(f"{name} does not answer")
+        return time.monotonic()
+
+    monkeypatch.setattr(rollout_servers, "get_result", get_result)
+    servers: Any = object.__new__(RayServers)
+    servers._slots = [slot(0, node_rank=rank, nnodes=2) for rank in range(2)]
+    servers._slots = [replace(s, node=rank) for rank, s in enumerate(servers._slots)]
+    servers._names = ["part 0", "part 1"]
+    servers._actors = [SimpleNamespace(clock=SimpleNamespace(remote=lambda ref=ref: ref)) for ref in ("lost", "here")]
+    for failed_at in (-1e9, 1e9):
+        looks = [
+            Progress("url", "up", failure="of the lost node", failed_at=failed_at),
+            Progress("url", "up", failure="of the other", failed_at=time.monotonic()),
+        ]
+        assert servers._first_failure(looks) == "of the other"
 
 
 def _status(pid: int) -> str:

@@ -82,6 +82,8 @@ def test_servers_of_teachers_have_other_ports_than_the_rollout_s(
     assert port or max(bound) < range_[0]
     servers = [f"{kind} {i}" for kind in ("rollout server", "server of teacher") for i in range(2)]
     assert list(dict.fromkeys(p.server for p in planned[0])) == servers
+    alone = server_ports(plan, config.rollout, [range_], local=True)  # there a teacher's server takes any free port
+    assert {p.server for ports in alone.values() for p in ports} == (set(servers[:2]) if port else set())
 
 
 def test_a_port_that_is_any_free_one_is_not_looked_at() -> None:
