@@ -36,10 +36,10 @@ class RunningServer(AnyServer):
 class StartedServer(AnyServer):
     """A server that the run starts on a Hugging Face directory."""
 
-    path: str  # a Hugging Face directory on which the run starts an embedded server
+    path: str  # a Hugging Face directory on which the run starts a server of its engine
 
     def described(self) -> str:
-        return f"an embedded server of {self.path}"
+        return f"a server of {self.path}, which the run starts"
 
 
 class MadeServer(AnyServer):
@@ -48,7 +48,7 @@ class MadeServer(AnyServer):
     make: MakeConfig
 
     def described(self) -> str:
-        return "an embedded server of what the run makes"
+        return "a server of what the run makes"
 
 
 class SwappedWeights(AnyTeacher):
