@@ -92,10 +92,8 @@ def reserve(
             return _held(idle, group, gpus_per_node, limit)
         waited = time.monotonic() - first
         busy = _busy(nodes, count, gpus_per_node)
-        if when_busy == "refuse" and waited >= min(_SETTLES_S, timeout_s):
+        if when_busy == "refuse" and (waited >= _SETTLES_S or not limit.left()):
             raise ValueError(f"{busy}: wait until they are free, or set cluster.when_busy = 'queue' to wait for them")
-        if when_busy == "refuse" and not limit.left():
-            raise ValueError(f"{busy}, and cluster.timeout_s = {timeout_s:g} s is over: raise it, or start again")
         if when_busy == "queue" and (not silent_since or waited - silent_since >= SAY_EVERY_S):
             say(f"queued for {waited:.0f} s: {busy}")
             silent_since = max(waited, 1e-9)
