@@ -300,6 +300,7 @@ class MegatronTrainer:
         returns the bytes freed by part. Collective. Until `wake` only `parameters` with `export`, `finish_save` and
         `close` may be called; the others raise RuntimeError. No effect on a trainer that sleeps."""
         self.copies.assert_not_swapped()
+        self._step.replay.reset()
         return self._sleep.sleep()
 
     def wake(self) -> None:

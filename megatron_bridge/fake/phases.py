@@ -78,6 +78,7 @@ def live_through(run: RankRun, env: DeviceEnv) -> RankCounts:
         stack.callback(gc.unfreeze)
         _tell(trainer, facts, batches)
         trained(run, trainer, batches, facts.loss_tokens, live, counts)
+        batches.clear()
         counts.flops = {
             "linears": work.linears / run.micro_batches,
             "core attention": work.attention.flops / run.micro_batches,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
 import json
@@ -84,19 +85,27 @@ def key_of(run: RankRun, hf: Mapping[str, Any], role: str) -> str:
         "imbalance": run.imbalance,
         "colocated": run.colocated,
         "role": role,
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "versions": {name: importlib.metadata.version(name).partition("+")[0] for name in _PACKAGES},
         "sources": sources_hash(Path(megatron_bridge.__file__).parents[1]),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def sources_hash(root: Path) -> str:
-    """sha256 of the code that a rank runs."""
+    """sha256 of the code that a rank runs, without comments and docstrings."""
     digest = hashlib.sha256()
     for package in _SOURCES:
         for path in sorted((root / package).rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+            code = ast.dump(_without_docstrings(ast.parse(path.read_text(encoding="utf-8"))))
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + code.encode() + b"\0")
     return digest.hexdigest()
+
+
+def _without_docstrings(module: ast.Module) -> ast.Module:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return module
 
 
 class Cache:

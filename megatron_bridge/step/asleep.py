@@ -37,6 +37,7 @@ class Sleep:
     ) -> None:
         self._chunks, self._optimizer, self._device = chunks, optimizer, device
         self._derived, self._stale = derived, stale
+        self._last_pass = _LastPass(chunks)
         self._freed: dict[str, StorageSet] | None = None  # by part; None: awake
         self._host: dict[str, Tensor] = {}  # by part
         self._lent = False  # the parameters are on the device while the rank sleeps
@@ -59,7 +60,7 @@ class Sleep:
         if self._freed is not None:
             return parts
         finish_param_gather(self._chunks)
-        _drop_graphs(self._chunks)
+        self._last_pass.drop()
         self._freed = self._found()
         for part, stored in self._freed.items():
             stored.free(self._buffer(part, stored.host_nbytes))
@@ -136,19 +137,33 @@ class Sleep:
             torch.cuda.empty_cache()  # to the driver: the engine is another process
 
 
-def _drop_graphs(chunks: Sequence[torch.nn.Module]) -> None:
-    """Megatron's dispatchers keep the routing weights of their last pass with the graph of them. Where layers are
-    recomputed it ends at their inputs, and keeps these and their gradients: two hidden states a layer. The decoder of a
-    later stage keeps the last hidden states that it received, and their gradient, until it is given the next ones."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(getattr(module, "input_tensor", None), Tensor):
-                vars(module)["input_tensor"] = None
-            dispatcher = getattr(module, "token_dispatcher", None)
-            for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
-                for name, value in vars(owner).items() if owner is not None else ():
-                    if isinstance(value, Tensor) and value.grad_fn is not None:
-                        setattr(owner, name, value.detach())
+class _LastPass:
+    """What megatron's modules keep of their last pass. Dispatchers keep the routing of it, with the graph of its weights,
+    which where layers are recomputed keeps their inputs and the gradients of these: two hidden states a layer. The
+    decoder of a later stage keeps the last hidden states that it received, and their gradient.
+
+    To be constructed before the first pass: the tensors that a dispatcher has then are constants of it.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        self._receivers = [m for m in modules if hasattr(m, "input_tensor")]
+        dispatchers = [d for m in modules if (d := getattr(m, "token_dispatcher", None)) is not None]
+        owners = [*dispatchers, *(c for d in dispatchers if (c := getattr(d, "_comm_manager", None)) is not None)]
+        self._dispatchers = [(owner, frozenset(_tensor_attributes(owner))) for owner in owners]
+
+    def drop(self) -> None:
+        """The next pass sets all of it before it reads it."""
+        for module in self._receivers:
+            module.input_tensor = None  # type: ignore[assignment]
+        for owner, constants in self._dispatchers:
+            for name in _tensor_attributes(owner):
+                if name not in constants:
+                    setattr(owner, name, None)
+
+
+def _tensor_attributes(thing: object) -> list[str]:
+    return [name for name, value in vars(thing).items() if isinstance(value, Tensor)]
 
 
 def _buffers(chunk: DistributedDataParallel) -> list[Any]:

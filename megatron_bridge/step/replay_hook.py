@@ -75,9 +75,10 @@ class RoutingReplay:
         for router in every_router(chunks):
             router.register_forward_pre_hook(self._mask_padding)
         RouterReplay.clear_global_router_replay_instances()  # megatron's instances, replaced above
-        self._reset([])
+        self.reset()
 
-    def _reset(self, shards: list[Shard]) -> None:
+    def reset(self, shards: Sequence[Shard] = ()) -> None:
+        """Forget the last pass and its routes; the next one is over `shards`."""
         self._replayer: RoutingReplayer | None = None
         self._recorder: RoutingRecorder | None = None
         self._shards = dict(enumerate(shards))
@@ -103,7 +104,7 @@ class RoutingReplay:
         assert source == "mode" or (forward_only and routes is None), "an update replays according to replay.mode"
         assert routes is None or self.mode == "r2", f"replay.mode = {self.mode} replays nothing that was recorded here"
         assert forward_only or routes is not None or self.mode != "r2", "r2: an update without an old-log-prob pass"
-        self._reset(shards)
+        self.reset(shards)
         if source == "record":
             self._recorder = RoutingRecorder(
                 self.layers, self._experts, [shard.fed for shard in shards], gates=self.gates

@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache", type=Path, default=_CACHE, help="directory of earlier results")
     parser.add_argument("--all", type=Path, metavar="DIRECTORY", help="a rank of each kind of its configurations")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="with --all: these configurations")
-    parser.add_argument("--layouts", type=Path, help="with --all: JSON list of {config, overrides, stage}")
+    parser.add_argument("--layouts", type=Path, help="with --all: JSON list of {config, overrides, stage, imbalance}")
     parser.add_argument("--jobs", type=int, default=1, help="with --all: ranks that are executed at a time")
     return parser
 
@@ -145,11 +145,12 @@ def _served_config(run: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One rank to execute: the first of `stage`. name: as a file in the directory of configurations."""
+    """One rank to execute: the first of `stage`."""
 
     path: Path
     overrides: tuple[str, ...]
     stage: int
+    imbalance: float = 1.0
 
 
 def _execute_all(options: argparse.Namespace) -> None:
@@ -187,14 +188,15 @@ def _shipped(paths: Sequence[Path]) -> Iterator[_Job]:
 
 def _layouts(options: argparse.Namespace) -> Iterator[_Job]:
     for given in json.loads(options.layouts.read_text(encoding="utf-8")) if options.layouts else ():
-        yield _Job(options.all / f"{given['config']}.toml", tuple(given["overrides"]), given["stage"])
+        path = options.all / f"{given['config']}.toml"
+        yield _Job(path, tuple(given["overrides"]), given["stage"], given["imbalance"])
 
 
 def _recorded(job: _Job, cache: Cache) -> ExecutedRank:
     with tempfile.TemporaryDirectory() as where:
         ranks = Ranks(job.path, Path(where), job.overrides)
         rank = first_rank(ranks.config.parallel, job.stage)
-        found = cache.get(ranks.key(ranks.run(rank)))
+        found = cache.get(ranks.key(ranks.run(rank, imbalance=job.imbalance)))
         made = found or _in_a_process(job, rank, Path(where) / "record.json", cache)
         # the cache knows a rank by what it executes: two configurations may have the same
         return ExecutedRank(**{**made, "config": job.path.stem, "overrides": list(job.overrides)})
@@ -203,6 +205,7 @@ def _recorded(job: _Job, cache: Cache) -> ExecutedRank:
 def _in_a_process(job: _Job, rank: int, out: Path, cache: Cache) -> ExecutedRank:
     """Raises ValueError with the process's last line if it fails."""
     command = [sys.executable, "-W", "ignore", "-m", __spec__.name, str(job.path), "--rank", str(rank)]
+    command += ["--imbalance", str(job.imbalance)]
     command += [word for override in job.overrides for word in ("--set", override)]
     done = subprocess.run(
         [*command, "--json", str(out), "--cache", str(cache.directory)], capture_output=True, text=True

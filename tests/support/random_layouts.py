@@ -37,6 +37,7 @@ MODELS = (
 DIVIDED = ("deepseek_v3_fp8", "kimi_k2_int4_qat", "qwen3_235b_a22b")  # their first and last stages have other sizes
 DENSE = ("qwen3_0_6b", "qwen3_4b")
 LAYERS = (2, 4, 6, 8)  # of the shortened models
+IMBALANCES = (1.0, 1.25, 1.5)  # in turn; the second is the default of plans
 
 
 def main(out: Path) -> None:
@@ -45,13 +46,13 @@ def main(out: Path) -> None:
 
 
 def drawn(seed: int, count: int) -> Iterator[dict[str, Any]]:
-    """{config, overrides, stage} of each layout."""
+    """{config, overrides, stage, imbalance} of each layout."""
     rng = random.Random(seed)
-    for name in itertools.islice(itertools.cycle(MODELS), count):
+    for number, name in enumerate(itertools.islice(itertools.cycle(MODELS), count)):
         found = None
         while found is None:
             found = _accepted(name, _draw(name, rng), rng)
-        yield found
+        yield {**found, "imbalance": 1.0 if name in DENSE else IMBALANCES[number % len(IMBALANCES)]}
 
 
 def _draw(name: str, rng: random.Random) -> list[str]:

@@ -17,6 +17,7 @@ from megatron_bridge.plan.resolve import Resolved
 from miles_like.planning.memory.layer import LayerCost, LayerOps, Op, Pack, layer_cost
 from miles_like.planning.memory.parts import MIB
 from miles_like.planning.memory.weights import ModelWeights, StageWeights
+from quant.spec import QuantFormat
 
 _FP32 = 4
 _INT64 = 8
@@ -25,6 +26,7 @@ ROUNDING_ELEMENTS = 1 << 26  # weights that fake_quant.py rounds in one call, on
 CPU_TILE = 1 << 18  # CPU_ELEMENTS of tiles.py, of one thread
 _COPIES = 4  # bytes for each: two BF16 copies
 _TEMPORARIES = 12  # bytes for each of a tile: codes, levels and products in FP32
+_IN_PLACE = 4  # the same of INT4: all three are one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +181,9 @@ class TrainingPasses:
         together = min(sum(h.total for h in rounded), ROUNDING_ELEMENTS)
         # on a CPU the tiles, whose temporaries are in FP32, are small
         tile = min(max((h.elements for h in rounded), default=0), CPU_TILE) if self.ops.cpu else together
-        return _COPIES * together + _TEMPORARIES * tile
+        spec = self.weights.spec
+        in_place = spec is not None and spec.format is QuantFormat.INT4
+        return _COPIES * together + (_IN_PLACE if in_place else _TEMPORARIES) * tile
 
     def _buffers(self) -> int:
         """The gathered input of a column-parallel linear, which megatron's own linears keep in one global buffer

@@ -196,10 +196,9 @@ class _Shards:
     def __init__(self, weights: StageWeights, config: TrainerConfig, kind: Kind) -> None:
         self.ranks = data_ranks(config.parallel, kind) if config.distributed_optimizer else 1
         chunks = [
-            [(h.elements, h.vector) for h in chunk if h.trained and h.kind == kind for _ in range(h.count)]
-            for chunk in weights.modules
+            [h for h in chunk if h.trained and h.kind == kind for _ in range(h.count)] for chunk in weights.modules
         ]
-        self.parameters = [parameter for chunk in chunks for parameter in chunk]
+        self.parameters = [(h.elements, h.vector) for chunk in chunks for h in chunk]
         self._buckets: list[list[tuple[int, bool]]] = []
         for number, chunk in enumerate(chunks):
             # later chunks and stages have one bucket each: DistributedDataParallel.__init__
@@ -215,12 +214,15 @@ class _Shards:
         return sum(elements for elements, _ in self.of(rank))
 
 
-def _buckets(parameters: Sequence[tuple[int, bool]], size: int | None) -> Iterator[list[tuple[int, bool]]]:
-    """A bucket ends with the parameter with which it has `size` elements; None: there is one."""
+def _buckets(parameters: Sequence[Held], size: int | None) -> Iterator[list[tuple[int, bool]]]:
+    """A bucket ends with the parameter with which it has `size` elements, and before and after one that is alone."""
     bucket: list[tuple[int, bool]] = []
-    for parameter in parameters:
-        bucket.append(parameter)
-        if size is not None and sum(elements for elements, _ in bucket) >= size:
+    for held in parameters:
+        if held.alone and bucket:
+            yield bucket
+            bucket = []
+        bucket.append((held.elements, held.vector))
+        if held.alone or (size is not None and sum(elements for elements, _ in bucket) >= size):
             yield bucket
             bucket = []
     if bucket:

@@ -38,6 +38,7 @@ class Held:
     linear: bool = False  # a matrix product: has an FP8 copy where products are in FP8
     fp32: bool = False  # a buffer that stays FP32
     vector: bool = False  # without weight decay: it comes last in its optimizer
+    alone: bool = False  # in its bucket of gradients: an embedding that the first and the last stage share
 
     @property
     def total(self) -> int:
@@ -127,13 +128,17 @@ class ModelWeights:
 
     def _stage(self, layout: ParallelConfig, stage: int) -> StageWeights:
         layers = chunk_layers(layout, self.dims["layers"], stage)
+        shared = layout.pp > 1 and bool(self.tensors.tied or self.tensors.draft_layers)
         modules = []
         for number, own in enumerate(layers):
             first = stage == 0 and number == 0
             last = stage == layout.pp - 1 and number == layout.vpp - 1
-            held = [h for row in self._rows(own, first, last) for h in self._held(row, layout)]
-            if last and not first and (self.tensors.tied or self.tensors.draft_layers):
-                held += [h for row in self._by_layer[None] if _is_embedding(row.entry) for h in self._held(row, layout)]
+            rows = self._rows(own, first, last)
+            if last and not first and shared:
+                rows += [row for row in self._by_layer[None] if _is_embedding(row.entry)]
+            held = (
+                replace(h, alone=shared and _is_embedding(row.entry)) for row in rows for h in self._held(row, layout)
+            )
             modules.append(tuple(held))
         return StageWeights(stage=stage, layers=layers, modules=tuple(modules))
 

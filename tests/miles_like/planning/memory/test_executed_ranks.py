@@ -26,6 +26,7 @@ from tests.support.plans import model_of, path_of, planned, shipped, trainer_ran
 DOCS = Path(__file__).parents[4] / "docs" / "plan"
 RECORDS = read_records(DOCS / "executed.json")
 
+LAYOUT = ("config", "overrides", "stage", "imbalance")
 MIDDLE = 1  # a stage of DeepSeek-V3 that stands for those between the first and the last
 
 
@@ -70,8 +71,9 @@ def test_forty_random_layouts_were_executed() -> None:
     """Those that the generator draws, whose ranks differ in every dimension of a layout."""
     drawn = json.loads((DOCS / "random_layouts.json").read_text(encoding="utf-8"))
     assert len(drawn) == random_layouts.COUNT and drawn == list(random_layouts.drawn(random_layouts.SEED, len(drawn)))
-    executed = [(r["config"], r["overrides"], r["stage"]) for r in RECORDS]
-    assert all((layout["config"], layout["overrides"], layout["stage"]) in executed for layout in drawn)
+    executed = [tuple(r[key] for key in LAYOUT) for r in RECORDS]  # type: ignore[literal-required]
+    assert all(tuple(layout[key] for key in LAYOUT) in executed for layout in drawn)
+    assert {layout["imbalance"] for layout in drawn} == set(random_layouts.IMBALANCES)
     layouts = [trainer_config(load_config(path_of(at["config"]), at["overrides"]), Path()).parallel for at in drawn]
     for size in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp"):
         assert {getattr(layout, size) > 1 for layout in layouts} == {False, True}, size
