@@ -138,9 +138,9 @@ class Sleep:
 
 
 class _LastPass:
-    """What megatron's modules keep of their last pass. Dispatchers keep the routing of it, with the graph of its weights,
-    which where layers are recomputed keeps their inputs and the gradients of these: two hidden states a layer. The
-    decoder of a later stage keeps the last hidden states that it received, and their gradient.
+    """What megatron's modules keep of their last pass. Dispatchers keep the routing of it, with the graph of its
+    weights, which where layers are recomputed keeps their inputs and the gradients of these: two hidden states a layer.
+    The decoder of a later stage keeps the last hidden states that it received, and their gradient.
 
     To be constructed before the first pass: the tensors that a dispatcher has then are constants of it.
     """
