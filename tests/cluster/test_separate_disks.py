@@ -41,6 +41,7 @@ def wait_for_units(node: Node, directory: Path, number: int) -> None:
     until = time.monotonic() + 240
     while len(node.call(times, directory)) < number:
         assert time.monotonic() < until, f"{node.name} converted nothing"
+        time.sleep(0.5)
 
 
 @pytest.mark.long(beside="tests/cluster/test_separate_disks.py")
