@@ -204,7 +204,7 @@ class _Search:
             self.refusals.add("the memory plan", plan.verdict())
             return None
         if plan.spare < SPARE:
-            self.refusals.add(f"less than {SPARE:.0%} to spare", plan.verdict())
+            self.refusals.add(f"less than {SPARE:.0%} to spare", f"{plan.verdict()}; the search wants {SPARE:.0%}")
             return None
         tokens = float(plan.engine.tokens) if plan.engine is not None else self.facts.cache_tokens
         setup = step_setup(config, self.hf, replace(self.facts, cache_tokens=tokens))
@@ -361,7 +361,7 @@ class _Search:
         if plan.cache <= 0:
             self.refusals.add(
                 "servers without a cache",
-                f"servers of {servers.tp} GPUs leave no room for a KV cache at mem_fraction_static = "
+                f"servers with rollout.sglang.tp_size = {servers.tp} leave no room for a KV cache at mem_fraction_static = "
                 f"{servers.fraction}",
             )
             return None

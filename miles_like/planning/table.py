@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,34 @@ from rich.markup import escape
 from rich.table import Table
 
 from miles_like.planning.memory.allowances import ALLOWANCES
-from miles_like.planning.memory.parts import GIB, PARTS, PHASES, Bytes, Part, gib, total
+from miles_like.planning.memory.parts import GIB, MIB, PARTS, PHASES, Bytes, Part, gib, total
 from miles_like.planning.plan import Plan, StagePlan, phases_of, with_article
 
 _DIGITS = 3  # of GiB in the JSON
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """The unit of a plan's tables, and the bytes below which a part is left out of them."""
+
+    name: str
+    nbytes: int
+
+    def text(self, nbytes: float) -> str:
+        return f"{nbytes / self.nbytes:,.1f}"
+
+    def shown(self, several: Iterable[Bytes]) -> list[Part]:
+        """Parts of at least 0.05 units somewhere."""
+        found = {part for parts in several for part, n in parts.items() if n >= self.nbytes // 20}
+        return [part for part in PARTS if part in found]
+
+    def cells(self, parts: Bytes, shown: Iterable[Part]) -> list[str]:
+        return [self.text(parts[part]) if parts.get(part) else "" for part in shown]
+
+
+def _unit(plan: Plan) -> _Unit:
+    """Runs without GPUs are of tiny models."""
+    return _Unit("GiB", GIB) if plan.on_gpus else _Unit("MiB", MIB)
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -31,18 +56,18 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 def _by_phase(plan: Plan) -> Table:
     """The sums of every stage."""
-    unit = (
+    what = (
         f"of {with_article(plan.device.name)} with {gib(plan.device.memory)}"
         if plan.on_gpus
         else "of host memory a rank"
     )
-    table = _table(f"GiB {unit}, by pipeline stage and phase", "processes", "layers", "parameters")
+    table = _table(f"{_unit(plan).name} {what}, by pipeline stage and phase", "processes", "layers", "parameters")
     phases = [phase for phase in PHASES if any(phase in row.phases for row in plan.stages)]
     for phase in phases:
         table.add_column(phase, justify="right")
     for row in plan.stages:
         sums = [_sum(plan, row.phases[phase]) if phase in row.phases else "" for phase in phases]
-        size = f"{row.parameters / 1e9:.2f} B" if row.parameters else ""
+        size = _count(row.parameters) if row.parameters else ""
         table.add_row(_processes(row, plan.on_gpus), row.layers, size, *sums)
     return table
 
@@ -50,25 +75,27 @@ def _by_phase(plan: Plan) -> Table:
 def _by_part(plan: Plan) -> Table:
     """Every stage while it trains; GPUs of servers alone while they generate."""
     used = {row.name: row.phases.get("training", row.phases.get("generating", {})) for row in plan.stages}
-    table = _table("GiB while training, or generating on GPUs of servers alone, by part", "processes")
-    shown = _shown(used.values())
+    unit = _unit(plan)
+    where = "training, or generating on GPUs of servers alone" if plan.on_gpus else "training"
+    table = _table(f"{unit.name} while {where}, by part", "processes")
+    shown = unit.shown(used.values())
     for part in shown:
         table.add_column(part, justify="right")
     table.add_column("sum", justify="right")
     for name, parts in used.items():
-        table.add_row(name, *_cells(parts, shown), _sum(plan, parts))
+        table.add_row(name, *unit.cells(parts, shown), _sum(plan, parts))
     return table
 
 
 def _fullest(plan: Plan) -> Table:
     """All phases of the fullest GPU."""
-    row = plan.worst
-    table = _table(f"GiB of {row.name}, by part and phase", "part")
+    row, unit = plan.worst, _unit(plan)
+    table = _table(f"{unit.name} of {row.name}, by part and phase", "part")
     phases = phases_of(row)
     for phase in phases:
         table.add_column(phase, justify="right")
-    for part in _shown(row.phases.values()):
-        table.add_row(part, *(_cells(row.phases[phase], [part])[0] for phase in phases))
+    for part in unit.shown(row.phases.values()):
+        table.add_row(part, *(unit.cells(row.phases[phase], [part])[0] for phase in phases))
     table.add_row("sum", *(_sum(plan, row.phases[phase]) for phase in phases), style="bold")
     return table
 
@@ -80,19 +107,14 @@ def _table(title: str, *names: str) -> Table:
     return table
 
 
-def _cells(parts: Bytes, shown: Iterable[Part]) -> list[str]:
-    return [gib(parts[part]) if parts.get(part) else "" for part in shown]
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 5e6 else f"{parameters / 1e6:.2f} M"
 
 
 def _sum(plan: Plan, parts: Bytes) -> str:
     nbytes = total(parts)
-    return f"[red]{gib(nbytes)}[/]" if plan.on_gpus and nbytes > plan.device.memory else gib(nbytes)
-
-
-def _shown(several: Iterable[Bytes]) -> list[Part]:
-    """Parts of at least 0.05 GiB somewhere."""
-    found = {part for parts in several for part, n in parts.items() if n >= GIB // 20}
-    return [part for part in PARTS if part in found]
+    text = _unit(plan).text(nbytes)
+    return f"[red]{text}[/]" if plan.on_gpus and nbytes > plan.device.memory else text
 
 
 def _processes(row: StagePlan, on_gpus: bool) -> str:
@@ -114,7 +136,8 @@ def lines_of(plan: Plan) -> list[str]:
     of = f" of {gib(host.memory)}" if plan.on_gpus else ""
     lines.append(f"host memory: {gib(host.total)}{of} GiB on node {host.node} ({parts}; page cache not counted)")
     lines.append(_disk(plan))
-    lines.append(f"experts: the busiest rank has {plan.imbalance:g} times the average rows (--imbalance)")
+    if any(row.expert_parameters for row in plan.stages):
+        lines.append(f"experts: the busiest rank has {plan.imbalance:g} times the average rows (--imbalance)")
     if plan.on_gpus:
         found = {part for row in plan.stages for one in row.phases.values() for part in one}
         lines += [f"allowance for {a.part}: {a.what} ({a.source})" for a in ALLOWANCES if a.part in found]
@@ -122,14 +145,15 @@ def lines_of(plan: Plan) -> list[str]:
 
 
 def _disk(plan: Plan) -> str:
-    disk = plan.disk
+    disk, unit = plan.disk, _unit(plan)
     if disk is None:
         return "disk: known once the model is fetched"
-    shared = ", ".join(f"{name} {gib(n)}" for name, n in disk.shared.items() if n)
-    text = f"disk: {gib(sum(disk.shared.values()))} GiB on the shared file system ({shared})"
+    shared = ", ".join(f"{name} {unit.text(n)}" for name, n in disk.shared.items() if n)
+    text = f"disk: {unit.text(sum(disk.shared.values()))} {unit.name} on the shared file system ({shared})"
     if disk.node:
-        own = ", ".join(f"{name} {gib(n)}" for name, n in disk.node.items() if n)
-        text += f", {gib(sum(disk.node.values()))} of {gib(disk.node_disk)} GiB on a node's own ({own})"
+        own = ", ".join(f"{name} {unit.text(n)}" for name, n in disk.node.items() if n)
+        used, there = sum(disk.node.values()), disk.node_disk
+        text += f", {unit.text(used)} of {unit.text(there)} {unit.name} on a node's own ({own})"
     return text
 
 

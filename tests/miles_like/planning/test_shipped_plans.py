@@ -6,7 +6,7 @@ import pytest
 
 from miles_like.config.load import load_config
 from miles_like.planning.memory.allowances import ALLOWANCES
-from miles_like.planning.memory.parts import GIB
+from miles_like.planning.memory.parts import GIB, gib, total
 from miles_like.run.assemble import memory_refusal
 from tests.support.plans import model_of, path_of, planned, shipped
 from tests.support.refusals import check_refusal
@@ -47,3 +47,27 @@ def test_deepseek_v3_with_its_optimizer_on_16_nodes_is_refused() -> None:
 )
 def test_what_the_shipped_configurations_avoid_has_too_little_to_spare(name: str, overrides: tuple[str, ...]) -> None:
     assert planned(name, *overrides).spare < SPARE
+
+
+ONE_GPU = (
+    *("cluster.nodes=1", "cluster.gpus_per_node=1", "rollout.servers=1", "rollout.sglang.tp_size=1"),
+    *("parallel.tp=1", "parallel.ep=1", "parallel.dp=1", "rollout.sglang.ep_size=1"),
+)
+ADAPTERS = (
+    *("lora.rank=16", "kernels.spec=local", "kernels.grouped_gemm=false", "kernels.rope_fusion=false"),
+    *("kernels.permute_fusion=false", "kernels.dispatcher=alltoall"),
+)
+
+
+def test_qwen3_30b_fits_no_gpu_of_80_gb() -> None:
+    """The figures of docs/plan.md."""
+    on_80, on_141 = (
+        planned("qwen3_30b_a3b_node", *ONE_GPU, *ADAPTERS, f"cluster.device={d}") for d in ("H100", "H200")
+    )
+    assert (on_80.fits, on_80.worst.worst, gib(on_80.worst.peak)) == (False, "publishing", "117.0")
+    assert f"{on_141.spare:.0%}" == "17%"
+    int4 = planned("qwen3_30b_a3b_int4_qat_node", *ONE_GPU, *ADAPTERS, "precision.qat=false")
+    sums = {phase: gib(total(parts)) for phase, parts in int4.worst.phases.items()}
+    assert not int4.fits and (sums["publishing"], sums["training"]) == ("78.2", "82.1")
+    whole = planned("qwen3_30b_a3b_node", *ONE_GPU, "kernels.offload_optimizer=1.0", "kernels.dispatcher=alltoall")
+    assert gib(whole.worst.phases["training"]["gradients"]) == "113.7"
