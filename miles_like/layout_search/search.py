@@ -361,8 +361,8 @@ class _Search:
         if plan.cache <= 0:
             self.refusals.add(
                 "servers without a cache",
-                f"servers with rollout.sglang.tp_size = {servers.tp} leave no room for a KV cache at mem_fraction_static = "
-                f"{servers.fraction}",
+                f"servers with rollout.sglang.tp_size = {servers.tp} leave no room for a KV cache at "
+                f"mem_fraction_static = {servers.fraction}",
             )
             return None
         engine = engine_setup(self.config, self.hf, self.facts)
