@@ -21,9 +21,10 @@ from megatron_bridge.plan.deterministic import environment
 from megatron_bridge.plan.kernels import describe_kernels
 from miles_like.check_results import NotCheckedError
 from miles_like.cluster.environment import describe_environment
-from miles_like.cluster.placement import PlacementPlan, Role, plan_placement
+from miles_like.cluster.placement import PlacementPlan, Role, Slot, plan_placement
 from miles_like.config.run import RunConfig
 from miles_like.config.sections.cluster import format_ranges
+from miles_like.config.sections.distillation import StartedServer
 from miles_like.device_table import Device, device
 from miles_like.hf.checkpoint import read_config, read_config_file
 from miles_like.pipeline.first_layers import downloaded_bytes, shortened
@@ -41,7 +42,7 @@ from miles_like.planning.nearby import Model, nearest, refusal
 from miles_like.planning.plan import Plan
 from miles_like.preflight.disk_plan import disk_plan
 from miles_like.run.setup.model_plan import PlannedModel, model_plan, planned_model
-from miles_like.run.setup.rollout_side import RolloutSide, server_launch, server_variables
+from miles_like.run.setup.rollout_side import RolloutSide, server_launch, server_variables, teacher_launch
 from miles_like.run.setup.run_cluster import RunCluster, on_every_node
 from miles_like.staging.stage_files import node_needs
 from miles_like.stopping import run_to_end
@@ -51,7 +52,7 @@ from quant.hf_config import quantized_config
 from quant.registry import codec_or_none
 from quant.spec import QuantSpec
 from rollout.sglang.ports import BLOCK, DIST_INIT_PORT, HTTP_PORT
-from rollout.sglang.servers import embedded_command, sglang_command
+from rollout.sglang.servers import ServerLaunch, embedded_command, sglang_command
 
 if TYPE_CHECKING:
     from miles_like.run.verify import VerifyOptions
@@ -237,20 +238,32 @@ def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | N
     stage = config.cluster.stage_dir
     served = (Path(stage) / "stage-..." if stage else cache_of(config, run_dir) / "stage-..." / "data") / "hf"
     routes = model is None or model.routing is not None
-    for s in plan.of("rollout"):
-        launch = server_launch(config, served, run_dir / "logs", s, routes=routes)
-        port = (config.rollout.port or HTTP_PORT) + s.index
-        if config.rollout.engine == "embedded":
-            command = embedded_command(launch, port)
-        else:
-            head = next(x for x in plan.of("rollout") if x.index == s.index and x.node_rank == 0)
-            dist_init = (config.rollout.sglang.dist_init_port or DIST_INIT_PORT) + BLOCK * s.index
-            address = f"{f'NODE{head.node}' if s.nnodes > 1 else '127.0.0.1'}:{dist_init}"
-            command = sglang_command(replace(launch, host=f"NODE{s.node}", dist_init_addr=address), port)
-        lines.append(f"node {s.node} runs: {' '.join(command)}")
+    logs = run_dir / "logs"
+    servers = [(s, server_launch(config, served, logs, s, routes=routes)) for s in plan.of("rollout")]
+    taught = {s: _teacher_path(config, s.index) for s in plan.of("teachers")}
+    servers += [(s, teacher_launch(config, path, logs / "teachers", s)) for s, path in taught.items()]
+    lines += [f"node {s.node} runs: {' '.join(_server_command(plan, s, launch))}" for s, launch in servers]
     if config.takes_turns:
         lines.append(TURN)
     return [*lines, *_describe_environments(config), *config.distillation.described()]
+
+
+def _teacher_path(config: RunConfig, number: int) -> Path:
+    """What the teachers' server of this number loads. A checkpoint that the run makes is in the cache then."""
+    name, part = list(config.distillation.started.items())[number]
+    return Path(part.path) if isinstance(part, StartedServer) else Path(f"CHECKPOINT-OF-{name}")
+
+
+def _server_command(plan: PlacementPlan, slot: Slot, launch: ServerLaunch) -> list[str]:
+    """`NODE3` stands for the address of node 3, ports for those of the servers' parts on a cluster."""
+    config, number = launch.config, plan.ports_of(slot.role).first + slot.index
+    port = (config.port or HTTP_PORT) + number
+    if config.engine == "embedded":
+        return embedded_command(launch, port)
+    head = next(s for s in plan.of(slot.role) if s.index == slot.index and s.node_rank == 0)
+    dist_init = (config.sglang.dist_init_port or DIST_INIT_PORT) + BLOCK * number
+    address = f"{f'NODE{head.node}' if slot.nnodes > 1 else '127.0.0.1'}:{dist_init}"
+    return sglang_command(replace(launch, host=f"NODE{slot.node}", dist_init_addr=address), port)
 
 
 def _describe_environments(config: RunConfig) -> list[str]:

@@ -264,9 +264,14 @@ class DistillationConfig(FlatSection):
         return any(t.by_reference for t in self.teachers.values())
 
     @property
+    def started(self) -> dict[str, StartedServer | MadeServer]:
+        """Teachers for which the run starts a server, in the order of the servers' numbers."""
+        return {name: t.part for name, t in self.teachers.items() if isinstance(t.part, StartedServer | MadeServer)}
+
+    @property
     def servers(self) -> int:
         """Servers that the run starts for teachers."""
-        return sum(isinstance(t.part, StartedServer | MadeServer) for t in self.teachers.values())
+        return len(self.started)
 
     def described(self) -> list[str]:
         """One line per teacher."""

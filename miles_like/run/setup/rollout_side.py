@@ -52,6 +52,27 @@ def server_launch(config: RunConfig, served: Path, logs: Path, slot: Slot, *, ro
     )
 
 
+def teacher_launch(config: RunConfig, served: Path, logs: Path, slot: Slot) -> ServerLaunch:
+    """The same of the server of a teacher in `slot`: it scores, and never releases its memory. On a slot without GPUs
+    it is an embedded one."""
+    rollout = config.rollout
+    if slot.gpus:
+        engine = rollout.model_copy(update={"sglang": rollout.sglang.model_copy(update={"enable_memory_saver": False})})
+    else:
+        embedded = rollout.embedded.model_copy(update={"return_gates": False})
+        engine = rollout.model_copy(update={"engine": "embedded", "embedded": embedded})
+    return ServerLaunch(
+        model_path=served,
+        config=engine,
+        log_dir=logs,
+        node_rank=slot.node_rank,
+        nnodes=slot.nnodes,
+        return_routed_experts=False,
+        title="server of teacher",
+        env=plain_values(rollout.env),
+    )
+
+
 def server_variables(config: RunConfig) -> Mapping[str, str]:
     """The variables of the rollout servers: `rollout.env`, and what turns need."""
     stock = config.takes_turns and config.rollout.engine == "sglang"

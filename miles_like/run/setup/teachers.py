@@ -37,12 +37,11 @@ from miles_like.pipeline.fetch import describe, fetch, source_inputs, visible_fi
 from miles_like.pipeline.stages import Stage, cache_of, run_stages
 from miles_like.protocols import Trainer
 from miles_like.run.setup.model_plan import RunTokenizer
+from miles_like.run.setup.rollout_side import teacher_launch
 from miles_like.storage.completion import Output, files_under, input_key
 from miles_like.types import REFERENCE, Prompt
-from rollout.config import RolloutConfig
 from rollout.server_key import ServerKey, read_key
 from rollout.sglang.client import SGLangClient
-from rollout.sglang.servers import ServerLaunch
 
 
 class RunTeachers:
@@ -80,36 +79,22 @@ class RunTeachers:
 
     def launch(self) -> None:
         """Begins to start the teachers' servers; `wait` returns when they are up."""
-        served = self._served()
+        served = self.section.started
         logs = (self.run_dir / "logs" / "teachers").resolve()
         launches = []
         secrets = driver_secrets(self.config.rollout.env) if served else {}
         for name in served:
             for slot in self._slots(name):
-                launch = ServerLaunch(
-                    model_path=self._paths[name],
-                    config=_engine(self.config.rollout, on_gpus=bool(slot.gpus)),
-                    log_dir=logs,
-                    return_routed_experts=False,
-                    key=self.key,
-                    secrets=secrets,
-                    title="server of teacher",
-                    node_rank=slot.node_rank,
-                    nnodes=slot.nnodes,
-                )
-                launches.append((slot, launch))
+                launch = teacher_launch(self.config, self._paths[name], logs, slot)
+                launches.append((slot, replace(launch, key=self.key, secrets=secrets)))
         if launches:
             self._servers = RayServers(launches, self.nodes(), logs, self._placement.ports_of("teachers"))
             self._urls = dict.fromkeys(served, "")
 
     def _slots(self, name: str) -> list[Slot]:
         """Those of the parts of a teacher's server."""
-        number = self._served().index(name)
+        number = list(self.section.started).index(name)
         return [slot for slot in self._placement.of("teachers") if slot.index == number]
-
-    def _served(self) -> list[str]:
-        """Teachers for which the run starts a server."""
-        return [name for name, t in self.section.teachers.items() if isinstance(t.part, StartedServer | MadeServer)]
 
     def wait(self, say: Callable[[str], None]) -> None:
         """say: called with each new phase of a server. Raises RuntimeError when one did not come up."""
@@ -244,15 +229,6 @@ class RunTeachers:
             name=stage, what=what, key=key, directory=directory, size=None, run=lambda out, _: run(out), listed=listed
         )
         return run_stages([one], [stage], self.console, fresh=False)[stage]
-
-
-def _engine(rollout: RolloutConfig, *, on_gpus: bool) -> RolloutConfig:
-    """Of the server of a teacher, which scores and never releases its memory."""
-    if on_gpus:
-        flags = rollout.sglang.model_copy(update={"enable_memory_saver": False})
-        return rollout.model_copy(update={"sglang": flags})
-    embedded = rollout.embedded.model_copy(update={"return_gates": False})
-    return rollout.model_copy(update={"engine": "embedded", "embedded": embedded})
 
 
 def check_same_shapes(name: str, teacher: Mapping[str, Any], student: Mapping[str, Any]) -> None:

@@ -11,9 +11,11 @@ import pytest
 
 from miles_like.config.load import load_config
 from miles_like.hf.tokenizer import load_tokenizer
+from miles_like.run.assemble import describe_processes
 from miles_like.run.setup import teachers as run_teachers
 from miles_like.run.setup.teachers import check_same_shapes, privileged
 from miles_like.types import Prompt
+from rollout.sglang.ports import HTTP_PORT
 from tests.support.refusals import refuses
 
 TINY = Path(__file__).parents[4] / "configs" / "tiny"
@@ -44,6 +46,7 @@ def test_servers_of_teachers_are_stock_ones_on_gpus_and_embedded_ones_on_cpu(
     pools = ["cluster.pools.trainer.gpus=0-3", "cluster.pools.rollout.gpus=0-3", "cluster.pools.teachers.nodes=1"]
     pools += ["cluster.pools.teachers.gpus=4-7"] if engine == "sglang" else ["rollout.sglang.tp_size=1"]
     sets = ["distillation.mode=added", "parallel.dp=2", "rollout.servers=4", f"rollout.engine={engine}", *pools]
+    sets += ["rollout.env.SGLANG_LOG_MS=1"]
     teachers = [f"distillation.teachers.{name}={{path='owner/{name}',sources=['{name}']}}" for name in "ab"]
     config = load_config(TINY.parent / "qwen3_30b_a3b.toml", [*sets, *teachers])
     started: list[Any] = []
@@ -61,7 +64,13 @@ def test_servers_of_teachers_are_stock_ones_on_gpus_and_embedded_ones_on_cpu(
     for _, launch in launches:
         assert launch.config.engine == engine and not launch.return_routed_experts
         assert not stock or launch.config.sglang.enable_memory_saver is False
+        assert launch.env == {"SGLANG_LOG_MS": "1"}
     assert config.takes_turns and (not stock or share == (4, 6))
+    printed = [line for line in describe_processes(config, tmp_path, None) if "--model-path owner/" in line]
+    assert [line.split("--model-path ")[1].split()[0] for line in printed] == ["owner/a", "owner/b"]
+    for number, line in enumerate(printed):
+        assert line.startswith("node 1 runs: ") and "--enable-memory-saver" not in line.split()
+        assert not stock or f"--port {HTTP_PORT + 4 + number}" in line
 
 
 def test_weights_of_another_architecture_are_refused_by_their_first_tensor() -> None:
