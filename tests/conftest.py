@@ -3,6 +3,9 @@ examples that hypothesis draws."""
 
 from __future__ import annotations
 
+import signal
+from types import FrameType
+
 import hypothesis
 import pytest
 
@@ -22,7 +25,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(ONLY, action="store_true", help="run only the tests that record refusals")
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.default_int_handler(number, frame)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    # with the default handler `asyncio.run` prints its task, and so the tensors of its result, twice for an error that
+    # `signal` discards: a third of the time of some files
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     config.pluginmanager.register(RefusalSnapshot(config), "refusals")
 
 
