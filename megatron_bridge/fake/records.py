@@ -85,7 +85,7 @@ def key_of(run: RankRun, hf: Mapping[str, Any], role: str) -> str:
         "imbalance": run.imbalance,
         "colocated": run.colocated,
         "role": role,
-        "versions": {name: importlib.metadata.version(name).partition("+")[0] for name in _PACKAGES},
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "sources": sources_hash(Path(megatron_bridge.__file__).parents[1]),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -103,7 +103,10 @@ def sources_hash(root: Path) -> str:
 
 def _without_docstrings(module: ast.Module) -> ast.Module:
     for node in ast.walk(module):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             del node.body[0]
     return module
 

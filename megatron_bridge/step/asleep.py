@@ -16,6 +16,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 
 from megatron_bridge.device.host_memory import host_buffer
@@ -140,7 +141,8 @@ class Sleep:
 class _LastPass:
     """What megatron's modules keep of their last pass. Dispatchers keep the routing of it, with the graph of its
     weights, which where layers are recomputed keeps their inputs and the gradients of these: two hidden states a layer.
-    The decoder of a later stage keeps the last hidden states that it received, and their gradient.
+    The decoder of a later stage keeps the last hidden states that it received, and their gradient. The inputs that
+    tensor-parallel linears gather are in a global buffer.
 
     To be constructed before the first pass: the tensors that a dispatcher has then are constants of it.
     """
@@ -160,6 +162,7 @@ class _LastPass:
             for name in _tensor_attributes(owner):
                 if name not in constants:
                     setattr(owner, name, None)
+        get_global_memory_buffer().buffer.clear()
 
 
 def _tensor_attributes(thing: object) -> list[str]:

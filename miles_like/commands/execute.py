@@ -189,7 +189,7 @@ def _shipped(paths: Sequence[Path]) -> Iterator[_Job]:
 def _layouts(options: argparse.Namespace) -> Iterator[_Job]:
     for given in json.loads(options.layouts.read_text(encoding="utf-8")) if options.layouts else ():
         path = options.all / f"{given['config']}.toml"
-        yield _Job(path, tuple(given["overrides"]), given["stage"], given["imbalance"])
+        yield _Job(path, tuple(given["overrides"]), given["stage"], given.get("imbalance", 1.0))
 
 
 def _recorded(job: _Job, cache: Cache) -> ExecutedRank:

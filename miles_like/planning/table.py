@@ -108,7 +108,7 @@ def _table(title: str, *names: str) -> Table:
 
 
 def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.2f} B" if parameters >= 5e6 else f"{parameters / 1e6:.2f} M"
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
 
 
 def _sum(plan: Plan, parts: Bytes) -> str:

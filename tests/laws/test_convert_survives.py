@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import torch
 
 from megatron_bridge.convert.directory.manifest import MANIFEST, Manifest
@@ -163,7 +162,6 @@ def _watched(convert: str, source: Path, out: Path) -> tuple[int, int, list[int]
     return most, seen, printed
 
 
-@pytest.mark.long(beside="tests/megatron_bridge/convert/test_full_plans.py")
 def test_its_processes_stay_within_the_limit_together(tmp_path: Path) -> None:
     """There and back: resident memory of parent and workers, sampled while they run; and their peaks added up, which
     is no less."""

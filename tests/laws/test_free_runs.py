@@ -79,7 +79,6 @@ def begun(checkpoint: Path) -> list[Sample]:
     return [s for g in partial for s in g.samples if s.response_len]
 
 
-@pytest.mark.long(beside="tests/laws/test_kills.py")
 def test_half_done_samples_go_on_over_publications_and_kills_within_the_bound(runs: Runs) -> None:
     """Each part of the run has another pause mode and ends by SIGKILL in the middle of a step, but the last."""
     # a busy machine may have no sample half done at either kill: then the run says nothing, and is repeated

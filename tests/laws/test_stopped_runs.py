@@ -24,14 +24,14 @@ import pytest
 from tests.support.forked import tail
 from tests.support.local_run import Runs, drive, untimed
 
-pytestmark = pytest.mark.long(beside="tests/laws/test_kills.py")
+LONG = pytest.mark.long(beside="tests/laws/test_stopped_runs.py")
 SETTINGS = ("train.steps=6", "checkpoint.every=0", "eval.every=0")
 # phase, the step it is of, the steps one of which is then saved: samples may come before the signal does
 PLACES = (("rollout", 1, (1, 2)), ("train", 3, (4,)), ("publish", 4, (5,)))
 CASES = [  # staleness, places
     pytest.param(2, PLACES[:1], id="2"),
-    pytest.param(2, PLACES[1:], id="2, later"),
-    pytest.param(0, PLACES, id="0"),
+    pytest.param(2, PLACES[1:], id="2, later", marks=LONG),
+    pytest.param(0, PLACES, id="0", marks=LONG),
 ]
 
 

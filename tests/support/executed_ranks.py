@@ -118,6 +118,7 @@ def _measured(run: RankRun, port: int, plant: Plant | None) -> RankCounts:
             if plant is not None:
                 plant(trainer)
             trained(run, trainer, batches, loss_tokens, live, counts)
+            batches.clear()
             counts.static |= {"seen from outside": _tensors_of(trainer)}
             slept_and_published(run, trainer, lambda: [trainer.export()], live, counts)
         finally:

@@ -65,9 +65,8 @@ class RankPlans:
     def tensors(self, stage: int) -> Mapping[Phase, Use]:
         """Bytes of tensors by phase; the sending rank holds one chunk more during a publication."""
         state, peak = self.states[stage], self.passes.peak(self.stages[stage])
-        kept: dict[Part, int] = {"communication": peak.communication}
-        after = added(kept, {"activations": peak.tables})
-        awake = added(state.device, kept)
+        awake = added(state.device, {"communication": peak.communication})
+        tables: dict[Part, int] = {"activations": peak.tables}
         dynamic: dict[Part, int] = {"activations": peak.activations, "logits": peak.logits}
         chunk: dict[Part, int] = {"communication": gathering_bytes(self.chunks, stage) if self.publishes else 0}
         # what is about to be freed while everything is allocated counts as parameters
@@ -77,11 +76,11 @@ class RankPlans:
             "training": Use(static=awake, dynamic=added(dynamic)),
         }
         if not self.sleeps:
-            out["publishing"] = Use(static=added(state.device, after, {"activations": peak.left}), dynamic=added(chunk))
+            out["publishing"] = Use(static=added(awake, tables, {"activations": peak.left}), dynamic=added(chunk))
             return out
         lent: dict[Part, int] = {"parameters": state.device.get("parameters", 0)} if self.publishes else {}
-        out["publishing"] = Use(static=added(after, lent), dynamic=added(chunk))
-        out["asleep"] = out["generating"] = Use(static=after, dynamic={})
+        out["publishing"] = Use(static=added(tables, lent), dynamic=added(chunk))
+        out["asleep"] = out["generating"] = Use(static=tables, dynamic={})
         return out
 
     @cached_property

@@ -215,7 +215,8 @@ class _Shards:
 
 
 def _buckets(parameters: Sequence[Held], size: int | None) -> Iterator[list[tuple[int, bool]]]:
-    """A bucket ends with the parameter with which it has `size` elements, and before and after one that is alone."""
+    """A bucket ends with the parameter with which it has `size` elements (None: with the last one), and before and
+    after one that is alone."""
     bucket: list[tuple[int, bool]] = []
     for held in parameters:
         if held.alone and bucket:

@@ -134,8 +134,9 @@ class ModelWeights:
             first = stage == 0 and number == 0
             last = stage == layout.pp - 1 and number == layout.vpp - 1
             rows = self._rows(own, first, last)
-            if last and not first and shared:
-                rows += [row for row in self._by_layer[None] if _is_embedding(row.entry)]
+            if last and not first and shared:  # GPTModel has it as an embedding before draft layers, or as the head
+                embedding = [row for row in self._by_layer[None] if _is_embedding(row.entry)]
+                rows = [*embedding, *rows] if self.tensors.draft_layers else [*rows, *embedding]
             held = (
                 replace(h, alone=shared and _is_embedding(row.entry)) for row in rows for h in self._held(row, layout)
             )

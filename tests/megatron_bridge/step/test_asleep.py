@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,15 @@ def _left(rank: int, world: int, port: int, hf: str, settings: dict[str, Any]) -
         return live.device.get("step", 0)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"dp": 2, "ep": 2}, {"pp": 2, "first_stage_layers": 2}], ids=["one rank", "EP2", "PP2"]
-)
-def test_a_sleeping_rank_keeps_nothing_of_its_last_step(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Neither the micro-batches and their routes, nor what megatron's modules keep: the routing of a layer's last pass,
-    from whose weights the inputs of recomputed layers can be reached, and the hidden states that a stage received."""
-    hf, ranks = toy.hf_dir(tmp_path / "hf"), settings.get("dp", 1) * settings.get("pp", 1)
+LAYOUTS = {"one rank": {}, "EP2": {"dp": 2, "ep": 2}, "PP2": {"pp": 2, "first_stage_layers": 2}, "TP2": {"tp": 2}}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sleeping_rank_keeps_nothing_of_its_last_step(layout: str, tmp_path: Path) -> None:
+    """Neither the micro-batches and their routes, nor what megatron keeps: the routing of a layer's last pass, from
+    whose weights the inputs of recomputed layers can be reached, the hidden states that a stage received, and those
+    that tensor-parallel ranks gathered."""
+    hf, settings = toy.hf_dir(tmp_path / "hf"), LAYOUTS[layout]
+    ranks = math.prod(settings.get(size, 1) for size in ("dp", "pp", "tp"))
     for left in run_ranks(_left, ranks, hf, {**settings, "recompute": "full"}):
         assert left < 256, "more than a few numbers"

@@ -37,12 +37,11 @@ LIMIT_S = 500.0
 Step = tuple[Mapping[str, float], dict[str, bytes]]  # metrics of the step, files of the published weights
 
 
-@pytest.mark.long(beside="tests/cluster/test_spread_run.py")
 @pytest.mark.parametrize(
     ("per_node", "settings"),
     [
         (2, ("cluster.gpus_per_node=2", "parallel.tp=2", "parallel.dp=2", "parallel.ep=4", "rollout.servers=2")),
-        (8, ()),
+        pytest.param(8, (), marks=pytest.mark.long(beside="tests/miles_like/cluster/test_ranks_on_nodes.py")),
     ],
     ids=["2x2", "2x8"],
 )
