@@ -21,6 +21,8 @@ def _left(rank: int, world: int, port: int, hf: str, settings: dict[str, Any]) -
     with live, toy.trainer(toy.config(hf, **settings), rank, world, port) as t:
         rows, tokens = toy.grid(toy.samples(8, layers=t.family.moe_layers(t.hf)), dp=t.config.parallel.dp, micros=2)
         t.step(rows[t.dp_rank], tokens, 1)  # state of the optimizer
+        t.sleep()  # what the first step left would not be of the second one
+        t.wake()
         with live.part("step"):
             t.step(rows[t.dp_rank], tokens, 2)
         gc.collect()
