@@ -4,6 +4,7 @@ examples that hypothesis draws."""
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType
 
 import hypothesis
@@ -30,11 +31,17 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # with the default handler `asyncio.run` prints its task, and so the tensors of its result, twice for an error that
+    # with the default handler `asyncio.run` formats its task, and so the tensors of its result, twice for an error that
     # `signal` discards: a third of the time of some files
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     config.pluginmanager.register(RefusalSnapshot(config), "refusals")
+
+
+def pytest_unconfigure() -> None:
+    if signal.getsignal(signal.SIGINT) is _interrupt:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

@@ -93,7 +93,10 @@ def reserve(
         waited = time.monotonic() - first
         busy = _busy(nodes, count, gpus_per_node)
         if when_busy == "refuse" and (waited >= _SETTLES_S or not limit.left()):
-            raise ValueError(f"{busy}: wait until they are free, or set cluster.when_busy = 'queue' to wait for them")
+            raise ValueError(
+                f"{busy} ({waited:.0f} s after the nodes were found, cluster.timeout_s = {timeout_s:g} s): wait until "
+                "they are free, or set cluster.when_busy = 'queue' to wait for them"
+            )
         if when_busy == "queue" and (not silent_since or waited - silent_since >= SAY_EVERY_S):
             say(f"queued for {waited:.0f} s: {busy}")
             silent_since = max(waited, 1e-9)

@@ -240,26 +240,27 @@ def describe_processes(config: RunConfig, run_dir: Path, model: PlannedModel | N
     routes = model is None or model.routing is not None
     logs = run_dir / "logs"
     servers = [(s, server_launch(config, served, logs, s, routes=routes)) for s in plan.of("rollout")]
-    taught = {s: _teacher_path(config, s.index) for s in plan.of("teachers")}
-    servers += [(s, teacher_launch(config, path, logs / "teachers", s)) for s, path in taught.items()]
+    paths = _teacher_paths(config, run_dir)
+    servers += [(s, teacher_launch(config, paths[s.index], logs / "teachers", s)) for s in plan.of("teachers")]
     lines += [f"node {s.node} runs: {' '.join(_server_command(plan, s, launch))}" for s, launch in servers]
     if config.takes_turns:
         lines.append(TURN)
     return [*lines, *_describe_environments(config), *config.distillation.described()]
 
 
-def _teacher_path(config: RunConfig, number: int) -> Path:
-    """What the teachers' server of this number loads. A checkpoint that the run makes is in the cache then."""
-    name, part = list(config.distillation.started.items())[number]
-    return Path(part.path) if isinstance(part, StartedServer) else Path(f"CHECKPOINT-OF-{name}")
+def _teacher_paths(config: RunConfig, run_dir: Path) -> list[Path]:
+    """The checkpoint of each teachers' server, by its number: a local one as it is named, or the cache's."""
+    cached = cache_of(config, run_dir) / "fetch-..." / "data"
+    parts = config.distillation.started.values()
+    return [Path(t.path) if isinstance(t, StartedServer) and Path(t.path).is_dir() else cached for t in parts]
 
 
 def _server_command(plan: PlacementPlan, slot: Slot, launch: ServerLaunch) -> list[str]:
-    """`NODE3` stands for the address of node 3, ports for those of the servers' parts on a cluster."""
+    """`NODE3` stands for the address of node 3. Ports are those on a cluster; 0 stands for any free one."""
     config, number = launch.config, plan.ports_of(slot.role).first + slot.index
     port = (config.port or HTTP_PORT) + number
     if config.engine == "embedded":
-        return embedded_command(launch, port)
+        return embedded_command(launch, 0 if slot.role == "teachers" else port)
     head = next(s for s in plan.of(slot.role) if s.index == slot.index and s.node_rank == 0)
     dist_init = (config.sglang.dist_init_port or DIST_INIT_PORT) + BLOCK * number
     address = f"{f'NODE{head.node}' if slot.nnodes > 1 else '127.0.0.1'}:{dist_init}"
@@ -276,7 +277,7 @@ def _describe_environments(config: RunConfig) -> list[str]:
     if config.servers is not None:
         roles["rollout"] = ("a rollout server", server_variables(config))
         plan = plan_placement(config.cluster, config.parallel, config.servers, config.distillation.servers)
-        if any(s.gpus for s in plan.of("teachers")):
+        if plan.of("teachers"):
             roles["teachers"] = ("a server of a teacher", config.rollout.env)
     gpus, stage_dir = config.cluster.gpus_per_node, config.cluster.stage_dir
     lines = []

@@ -53,8 +53,8 @@ def server_launch(config: RunConfig, served: Path, logs: Path, slot: Slot, *, ro
 
 
 def teacher_launch(config: RunConfig, served: Path, logs: Path, slot: Slot) -> ServerLaunch:
-    """The same of the server of a teacher in `slot`: it scores, and never releases its memory. On a slot without GPUs
-    it is an embedded one."""
+    """The launch settings of a teacher's server in `slot` with the model in `served`. It scores and never releases its
+    memory; in a slot without GPUs it is an embedded server."""
     rollout = config.rollout
     if slot.gpus:
         engine = rollout.model_copy(update={"sglang": rollout.sglang.model_copy(update={"enable_memory_saver": False})})

@@ -64,5 +64,8 @@ def test_a_plan_that_does_not_fit_says_where_and_by_how_much() -> None:
 
 
 def test_a_plan_without_gpus_is_shown_too() -> None:
+    """In MiB: their models are tiny."""
     text = _text(planned("tiny"))
-    assert "of host memory a rank" in text and "CPU ranks" in text
+    assert "MiB of host memory a rank" in text and "CPU ranks" in text and "GiB while" not in text
+    assert "0.74 M" in text and "experts: the busiest rank" in text
+    assert "experts: the busiest rank" not in _text(planned("qwen3_4b"))

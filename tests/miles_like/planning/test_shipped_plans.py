@@ -70,5 +70,6 @@ def test_qwen3_30b_fits_no_gpu_of_80_gb() -> None:
     int4 = planned("qwen3_30b_a3b_int4_qat_node", *ONE_GPU, *ADAPTERS, *unrounded)
     sums = {phase: gib(total(parts)) for phase, parts in int4.worst.phases.items()}
     assert not int4.fits and (sums["publishing"], sums["training"]) == ("78.2", "82.1")
+    assert gib(int4.device.memory - total(int4.worst.phases["publishing"])) == "1.4"
     whole = planned("qwen3_30b_a3b_node", *ONE_GPU, "kernels.offload_optimizer=1.0", "kernels.dispatcher=alltoall")
     assert gib(whole.worst.phases["training"]["gradients"]) == "113.7"
