@@ -112,7 +112,8 @@ class Ranks:
     def run(
         self, rank: int, micro_batches: int | None = None, *, device: str = "cuda", imbalance: float = 1.0
     ) -> RankRun:
-        """Raises ValueError for a rank outside of the world."""
+        """imbalance: without effect where each rank has all experts. Raises ValueError for a rank outside of the
+        world."""
         parallel = self.config.parallel
         if not 0 <= rank < parallel.world_size:
             raise ValueError(f"rank {rank} of a layout of {parallel.world_size} ranks: choose one of them")
@@ -124,7 +125,7 @@ class Ranks:
             pack=packed(self._run.max_pack_tokens, longest),
             micro_batches=micro_batches or micro_batches_in_flight(parallel, stage),
             device="cuda" if device == "cuda" else "cpu",
-            imbalance=imbalance,
+            imbalance=imbalance if parallel.ep > 1 else 1.0,
             colocated=self._run.cluster.colocate is not False,
         )
 

@@ -52,7 +52,8 @@ def drawn(seed: int, count: int) -> Iterator[dict[str, Any]]:
         found = None
         while found is None:
             found = _accepted(name, _draw(name, rng), rng)
-        yield {**found, "imbalance": 1.0 if name in DENSE else IMBALANCES[number % len(IMBALANCES)]}
+        shared = name not in DENSE and "parallel.ep=1" not in found["overrides"]
+        yield {**found, "imbalance": IMBALANCES[number % len(IMBALANCES)] if shared else 1.0}
 
 
 def _draw(name: str, rng: random.Random) -> list[str]:
