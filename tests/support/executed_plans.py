@@ -10,7 +10,7 @@ from miles_like.planning.memory.ranks import RankPlans
 from tests.support.plans import tensors
 
 BOUND = 0.05
-# bytes that the plan does not count, or counts for one length of a sample: tables of rotary angles, scalars of optimizers
+# bytes that the plan does not count, or counts for one length of a sample: rotary tables, scalars of optimizers
 SMALL = 4 * MIB
 STATIC: tuple[Part, ...] = ("parameters", "gradients", "masters", "moments", "rounded weights")
 
