@@ -133,6 +133,11 @@ def init_parallel(
     )
 
 
+def free_gathered() -> None:
+    """Free the buffer in which tensor-parallel linears gather their inputs; the next pass allocates it again."""
+    mpu.get_global_memory_buffer().buffer.clear()
+
+
 def close_parallel() -> None:
     """Destroy all process groups. Idempotent."""
     if dist.is_initialized():

@@ -16,10 +16,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 
 from megatron_bridge.device.host_memory import host_buffer
+from megatron_bridge.device.parallel import free_gathered
 from megatron_bridge.device.storages import StorageSet, storages
 from megatron_bridge.step.overlap import finish_param_gather
 
@@ -162,7 +162,7 @@ class _LastPass:
             for name in _tensor_attributes(owner):
                 if name not in constants:
                     setattr(owner, name, None)
-        get_global_memory_buffer().buffer.clear()
+        free_gathered()
 
 
 def _tensor_attributes(thing: object) -> list[str]:
