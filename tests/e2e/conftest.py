@@ -159,7 +159,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy2(ROOT / file, source / file)
     command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "--no-index"]
-    made = subprocess.run([*command, "--wheel-dir", str(out)], capture_output=True, text=True)
+    made = without_checkout([*command, "--wheel-dir", str(out)], out)
     assert made.returncode == 0, made.stdout + made.stderr
     (path,) = out.glob("*.whl")
     return path
@@ -172,7 +172,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = without_checkout(command, home)  # which may have a description of the package, as if it were installed
     assert done.returncode == 0, done.stdout + done.stderr
     (site,) = home.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")  # its own .pth files are not read
