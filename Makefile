@@ -67,7 +67,7 @@ test-all: test test-long fuzz
 
 # stock SGLang on CPU, in a separate environment, because its pins differ from ours
 test-sglang: $(STAMP) $(SGLANG)/.installed
-	$(PYTEST) --numprocesses $(JOBS) tests/sglang_cpu
+	$(PYTEST) --numprocesses 2 tests/sglang_cpu
 
 # the long tier of tests/fuzz: make fuzz SEED=7; the last result of each target is in tests/fuzz/RESULTS.md
 SEED ?= 0
