@@ -7,9 +7,13 @@ import ast
 import functools
 import graphlib
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.sources import nodes_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("quant", "routing_replay", "rollout", "megatron_bridge", "miles_like", "scripts")
@@ -197,14 +201,10 @@ SEE_THE_WHOLE_CONFIGURATION = (
 )
 
 
+@functools.cache
 def _is_module(package: str, name: str) -> bool:
     base = ROOT / Path(*package.split("."))
     return (base / f"{name}.py").exists() or (base / name / "__init__.py").exists()
-
-
-@functools.cache
-def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 @functools.cache
@@ -225,9 +225,12 @@ FILES = {
     for path in sorted((ROOT / package).rglob("*.py"))
     if path.name != "__init__.py"
 }
-IMPORTS = {
-    module: {name for name in all_imports(path) if name in FILES and name != module} for module, path in FILES.items()
-}
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """Module -> the modules of FILES that it imports."""
+    return {m: {name for name in all_imports(path) if name in FILES and name != m} for m, path in FILES.items()}
 
 
 def folder(module: str) -> str:
@@ -240,19 +243,28 @@ def inside(name: str, prefixes: str | tuple[str, ...]) -> bool:
     return any(f"{name}.".startswith(f"{p}.") for p in names)
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_a_folder_imports_what_its_rule_allows(module: str) -> None:
-    assert folder(module) in RULES, f"{module} is in no folder of RULES"
-    for target in IMPORTS[module]:
-        assert folder(target) == folder(module) or inside(target, RULES[folder(module)]), (
+def none_wrong(wrong: list[str]) -> None:
+    """Every file that breaks a rule is a line of the message."""
+    __tracebackhide__ = True
+    assert not wrong, "\n".join(["", *wrong])
+
+
+def test_a_folder_imports_what_its_rule_allows() -> None:
+    none_wrong([f"{module} is in no folder of RULES" for module in FILES if folder(module) not in RULES])
+    none_wrong(
+        [
             f"{module} imports {target}; RULES[{folder(module)!r}] does not allow it"
-        )
+            for module, targets in imports().items()
+            for target in targets
+            if folder(target) != folder(module) and not inside(target, RULES[folder(module)])
+        ]
+    )
 
 
 def test_folders_have_no_circle() -> None:
     """CycleError names the circle; so no arrow points up in the order of RULES either."""
     graph: dict[str, set[str]] = {row: set() for row in RULES}
-    for module, targets in IMPORTS.items():
+    for module, targets in imports().items():
         graph[folder(module)] |= {folder(t) for t in targets} - {folder(module)}
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(RULES)
     order = list(RULES)
@@ -262,7 +274,7 @@ def test_folders_have_no_circle() -> None:
 
 
 def test_modules_have_no_circle() -> None:
-    assert len(list(graphlib.TopologicalSorter(IMPORTS).static_order())) == len(FILES)
+    assert len(list(graphlib.TopologicalSorter(imports()).static_order())) == len(FILES)
 
 
 def _drawn() -> tuple[dict[str, int], set[str]]:
@@ -289,7 +301,7 @@ def test_the_picture_has_every_folder_and_no_import_points_up() -> None:
     tops |= {module: module.split(".")[0] for module in FILES if inside(module, "quant routing_replay")}
     assert set(drawn) == set(tops.values()) and contracts == set(CONTRACTS.split())
     for module, top in tops.items():
-        for target in IMPORTS[module]:
+        for target in imports()[module]:
             assert tops[target] == top or drawn[tops[target]] > drawn[top], f"{module} imports {target}, drawn above it"
 
 
@@ -299,29 +311,31 @@ def test_every_rule_is_of_a_folder_and_every_permission_is_used() -> None:
         members = [m for m in FILES if folder(m) == row]
         assert members, f"RULES[{row!r}] is of no module"
         for name in allowed.removeprefix(CONTRACTS).split():
-            assert any(inside(t, name) for m in members for t in IMPORTS[m]), f"{row} does not import {name}"
+            assert any(inside(t, name) for m in members for t in imports()[m]), f"{row} does not import {name}"
 
 
 @pytest.mark.parametrize("package", ["rollout", "megatron_bridge"])
 def test_lower_packages_import_the_contracts_alone(package: str) -> None:
     for module in FILES:
         if inside(module, package):
-            above = [t for t in IMPORTS[module] if inside(t, "miles_like") and not inside(t, CONTRACTS)]
+            above = [t for t in imports()[module] if inside(t, "miles_like") and not inside(t, CONTRACTS)]
             assert not above, f"{module} imports {above}"
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_the_wall_between_trainer_and_rollout(module: str) -> None:
+def test_the_wall_between_trainer_and_rollout() -> None:
     """Each side can be replaced without a change to the other."""
-    imported = [name for name in IMPORTS[module] if not name.endswith(".config")]  # sections are data
-    sides = {name.split(".")[0] for name in (*imported, module)} & {"rollout", "megatron_bridge"}
-    assert len(sides) < 2 or inside(module, BOTH_SIDES), module
+    wrong = []
+    for module, targets in imports().items():
+        imported = [name for name in targets if not name.endswith(".config")]  # sections are data
+        sides = {name.split(".")[0] for name in (*imported, module)} & {"rollout", "megatron_bridge"}
+        if len(sides) > 1 and not inside(module, BOTH_SIDES):
+            wrong.append(f"{module} imports both sides")
+    none_wrong(wrong)
 
 
-@pytest.mark.parametrize("path", sorted({path.parent for path in FILES.values()}), ids=str)
-def test_folders_stay_small(path: Path) -> None:
-    modules = [p for p in path.glob("*.py") if p.name != "__init__.py"]
-    assert len(modules) <= MODULES_IN_A_FOLDER, f"{path} has {len(modules)} modules"
+def test_folders_stay_small() -> None:
+    modules = Counter(path.parent for path in FILES.values())
+    none_wrong([f"{path} has {n} modules" for path, n in modules.items() if n > MODULES_IN_A_FOLDER])
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -351,27 +365,30 @@ def test_no_file_names_a_folder_outside_of_the_repository() -> None:
     assert not [str(f) for f in [*files, ROOT / "README.md"] if outside in f.read_text()]
 
 
-@pytest.mark.parametrize("module", [m for m in FILES if inside(m, "quant routing_replay")])
-def test_the_ground_imports_torch_and_numpy_alone(module: str) -> None:
+def test_the_ground_imports_torch_and_numpy_alone() -> None:
     """quant and routing_replay run inside any process: trainer, server or converter."""
-    foreign = {n.split(".")[0] for n in all_imports(FILES[module])} - {"quant", "routing_replay"}
-    foreign -= set(sys.stdlib_module_names) | {"__future__"}
-    assert foreign <= LIBRARIES_OF_THE_GROUND, (module, foreign)
+    known = LIBRARIES_OF_THE_GROUND | {"quant", "routing_replay", "__future__"} | set(sys.stdlib_module_names)
+    ground = [m for m in FILES if inside(m, "quant routing_replay")]
+    foreign = {m: {n.split(".")[0] for n in all_imports(FILES[m])} - known for m in ground}
+    none_wrong([f"{module} imports {names}" for module, names in foreign.items() if names])
 
 
-@pytest.mark.parametrize("module", [m for m in FILES if inside(m, TORCH_FREE)])
-def test_configuration_needs_no_torch(module: str) -> None:
+def test_configuration_needs_no_torch() -> None:
     """A cluster's configuration can be checked on a laptop in a moment."""
-    todo, seen = [module], set()
+    reached_from = {m: m for m in FILES if inside(m, TORCH_FREE)}  # module -> one of TORCH_FREE that reaches it
+    todo = list(reached_from)
     while todo:
         name = todo.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        assert "torch" not in {n.split(".")[0] for n in all_imports(FILES[name])}, (
+        for target in imports()[name] - reached_from.keys():
+            reached_from[target] = reached_from[name]
+            todo.append(target)
+    none_wrong(
+        [
             f"{module} reaches torch through {name}"
-        )
-        todo += IMPORTS[name]
+            for name, module in reached_from.items()
+            if "torch" in {n.split(".")[0] for n in all_imports(FILES[name])}
+        ]
+    )
 
 
 def test_only_commands_see_the_whole_configuration() -> None:
@@ -381,32 +398,44 @@ def test_only_commands_see_the_whole_configuration() -> None:
         assert "RunConfig" not in names or inside(module, SEE_THE_WHOLE_CONFIGURATION), module
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_files_and_functions_stay_small(module: str) -> None:
-    text = FILES[module].read_text()
-    assert len(text.splitlines()) <= 500, f"{module} has {len(text.splitlines())} lines"
-    for node in nodes_of(FILES[module]):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = node.end_lineno - node.lineno + 1
-            assert lines <= 60, f"{module}.{node.name} has {lines} lines"
+def test_files_and_functions_stay_small() -> None:
+    wrong = []
+    for module, path in FILES.items():
+        if (length := len(path.read_text().splitlines())) > 500:
+            wrong.append(f"{module} has {length} lines")
+        functions = [n for n in nodes_of(path) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        lengths = [(n.name, (n.end_lineno or n.lineno) - n.lineno + 1) for n in functions]
+        wrong += [f"{module}.{name} has {lines} lines" for name, lines in lengths if lines > 60]
+    none_wrong(wrong)
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_house_rules(module: str) -> None:
+# server_key: a key reaches a server by its environment alone, for every user can read a command line
+READ_THE_ENVIRONMENT = (
+    "megatron_bridge.device.device",
+    "miles_like.cluster.actors",
+    "miles_like.nodes.session",
+    "miles_like.cli",
+    "miles_like.variables",
+    "rollout.server_key",
+)
+
+
+def test_house_rules() -> None:
     """Names that say something; environment variables and Ray only where they belong; no broad except."""
-    assert not {"utils", "util", "common", "helpers", "misc"} & set(module.split(".")), module
-    nodes = nodes_of(FILES[module])
-    # server_key: a key reaches a server by its environment alone, for every user can read a command line
-    environment = (
-        "megatron_bridge.device.device miles_like.cluster.actors miles_like.nodes.session miles_like.cli"
-        " miles_like.variables rollout.server_key"
-    )
-    if module not in environment.split():
-        environ = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
-        assert not environ, f"{module} reads the environment"
-    roots = {n.split(".")[0] for n in all_imports(FILES[module])}
-    assert "ray" not in roots or inside(module, ("miles_like.cluster", "miles_like.nodes")), f"{module} imports ray"
-    parallel_state = [n for n in all_imports(FILES[module]) if n.endswith("parallel_state")]
-    assert not parallel_state or module == "megatron_bridge.device.parallel", f"{module} calls parallel_state"
-    bare = [n.lineno for n in nodes if isinstance(n, ast.ExceptHandler) and n.type is None]
-    assert not bare, f"{module}: bare except at {bare}"
+    none_wrong([f"{module}: {broken}" for module in FILES for broken in rules_broken_by(module)])
+
+
+def rules_broken_by(module: str) -> Iterator[str]:
+    if {"utils", "util", "common", "helpers", "misc"} & set(module.split(".")):
+        yield "a name that says nothing"
+    for node in nodes_of(FILES[module]):
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
+            if module not in READ_THE_ENVIRONMENT:
+                yield f"reads the environment at {node.lineno}"
+        elif isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield f"bare except at {node.lineno}"
+    imported = all_imports(FILES[module])
+    if "ray" in {n.split(".")[0] for n in imported} and not inside(module, ("miles_like.cluster", "miles_like.nodes")):
+        yield "imports ray"
+    if module != "megatron_bridge.device.parallel" and any(n.endswith("parallel_state") for n in imported):
+        yield "calls parallel_state"

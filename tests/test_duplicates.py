@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ast
 import copy
-import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.support.sources import tree_of, walk
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("quant", "routing_replay", "rollout", "megatron_bridge", "miles_like", "scripts")
@@ -46,7 +47,7 @@ class _Locals(ast.NodeTransformer):
 def kinds(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[type[ast.AST], ...]:
     """The kinds of a body's nodes, which functions with equal bodies share."""
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return tuple(type(node) for statement in body for node in ast.walk(statement))
+    return tuple(type(node) for statement in body for node in walk(statement))
 
 
 def normalized(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -55,17 +56,16 @@ def normalized(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     return "\n".join(ast.dump(rename.visit(copy.deepcopy(statement))) for statement in body)
 
 
-@functools.cache
 def modules(folders: tuple[str, ...]) -> dict[str, ast.Module]:
     paths = sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py"))
-    return {".".join(p.relative_to(ROOT).with_suffix("").parts): ast.parse(p.read_text()) for p in paths}
+    return {".".join(p.relative_to(ROOT).with_suffix("").parts): tree_of(p) for p in paths}
 
 
 def repeated(trees: dict[str, ast.Module]) -> dict[tuple[str, ...], list[str]]:
     """Names of functions with equal bodies -> their modules."""
     alike = defaultdict(list)  # by what costs less than the normalized body
     for module, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 alike[kinds(node)].append((node, module))
     found = defaultdict(list)
@@ -107,7 +107,7 @@ def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
 def loads(tree: ast.AST) -> list[str]:
     """Names that are read, attributes, and imported names."""
     out = []
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             out.append(node.id)
         elif isinstance(node, ast.Attribute):
@@ -119,15 +119,19 @@ def loads(tree: ast.AST) -> list[str]:
 
 def uncalled(sources: dict[str, ast.Module], callers: dict[str, ast.Module], texts: str) -> list[str]:
     """module.name of what no module of `callers` reads, and no text names. A private name is its module's."""
-    everywhere = Counter(name for tree in callers.values() for name in loads(tree))
+    by_module = {module: Counter(loads(tree)) for module, tree in (callers | sources).items()}
+    everywhere: Counter[str] = Counter()
+    for module in callers:
+        everywhere.update(by_module[module])
     out, words = [], set(re.findall(r"\w+", texts))
     for module, tree in sources.items():
-        here = Counter(loads(tree))
+        here = by_module[module]
         for name, node in definitions(tree):
             read = here if name.startswith("_") else everywhere
             if name.startswith("__") or name in words:
                 continue
-            if not read[name] or read[name] <= loads(node).count(name):  # it reads itself at most
+            # it reads itself at most, which the module's own reads bound
+            if not read[name] or read[name] <= here[name] and read[name] <= loads(node).count(name):
                 out.append(f"{module}.{name}")
     return out
 
