@@ -12,9 +12,16 @@ from typing import Literal
 
 from megatron_bridge.config import ParallelConfig
 from miles_like.device_table import Device
-from miles_like.timing.rates.calibration import HOST_DENSE_LAYER, HOST_MOE_LAYER, IMBALANCE
+from miles_like.timing.rates.calibration import (
+    HOST_ADAPTERS,
+    HOST_DENSE_LAYER,
+    HOST_MOE_LAYER,
+    HOST_SEPARATE_LAYER,
+    IMBALANCE,
+)
 from miles_like.timing.rates.links import all_gather, all_to_all, group_of, send
 from miles_like.timing.rates.roofline import attention, moved, padded, product
+from miles_like.timing.separate import Separate, layer_bytes
 from miles_like.timing.shape import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
@@ -43,6 +50,15 @@ class LayerSetup:
     imbalance: float = IMBALANCE
     mtp: int = 0
     """Depths of multi-token prediction that are trained: layers after the last one."""
+    separate: Separate | None = None
+    """Operations between products run as separate kernels, adapters beside each matrix included; None: fused."""
+    attention_rate: float = 1.0
+    """Rate of the attention kernel relative to that of `ATTENTION`."""
+
+    def __post_init__(self) -> None:
+        p = self.parallel
+        if self.separate and (p.tp * p.ep * p.etp > 1 or self.recompute == "selective"):
+            raise ValueError("separate kernels with ranks that divide a layer, or with selective recomputation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +73,27 @@ def layer_time(shape: ModelShape, setup: LayerSetup, tokens: float, squares: flo
     """tokens, squares: of a micro-batch over all ranks that share it, and the sum of its samples' squared lengths."""
     modules = _attention_block(shape, setup, tokens, squares)
     modules |= _experts(shape, setup, tokens) if moe else _dense(shape, setup, tokens)
-    host = HOST_MOE_LAYER if moe else HOST_DENSE_LAYER
+    host = _host(setup, moe=moe)
     forward = _sum(modules.values())
     again = _again(modules, setup)
     backward = _scaled(modules, setup.adapters)
+    if setup.separate:
+        nbytes = layer_bytes(shape, setup.separate, moe=moe, adapters=setup.adapters)
+        nbytes = nbytes.times(tokens / setup.parallel.cp)
+        for terms, count in ((forward, nbytes.forward), (again, nbytes.forward), (backward, nbytes.backward)):
+            terms |= {"activations": moved(count, setup.device)} if terms else {}
     passes = [(forward, host), (backward, host)]
     if again:
         passes.append((again, host if setup.recompute == "full" else 0.0))
     waited = [_with_host(terms, seconds) for terms, seconds in passes]
     return LayerTime(waited[0], _sum(waited[1:]))
+
+
+def _host(setup: LayerSetup, *, moe: bool) -> float:
+    """Seconds of the host in a pass of a layer."""
+    if not setup.separate:
+        return HOST_MOE_LAYER if moe else HOST_DENSE_LAYER
+    return (HOST_MOE_LAYER if moe else HOST_SEPARATE_LAYER) + setup.adapters * HOST_ADAPTERS
 
 
 def _attention_block(shape: ModelShape, setup: LayerSetup, tokens: float, squares: float) -> dict[str, Terms]:
@@ -77,7 +105,7 @@ def _attention_block(shape: ModelShape, setup: LayerSetup, tokens: float, square
     # latents are computed for a rank's own tokens only, by whole matrices
     flops = 2 * mine * (shape.attention / p.tp - up)
     width = shape.core / p.tp + 4 * shape.hidden / p.tp  # norms and residuals are sharded by tokens
-    core = attention(squares * shape.core / (p.tp * p.cp), device)
+    core = attention(squares * shape.core / (p.tp * p.cp), device) / setup.attention_rate
     return {
         "projections": {
             "products": product(flops, BF16 * weights, device, fp8=setup.fp8),

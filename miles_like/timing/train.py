@@ -50,6 +50,9 @@ class TrainSetup:
     """Share of the tokens that have loss: only their logits are computed."""
     trained: float = 1.0
     """Share of the parameters that have gradients."""
+    head_columns: int | None = None
+    """Logits are computed and reduced in blocks of so many entries of the vocabulary, by separate kernels in FP32;
+    None: in one piece."""
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -147,11 +150,10 @@ def stage_time(
                 _add(backward, layer.backward, count)
         if number == len(stages) - 1:
             mtp, inputs = setup.layer.mtp, _inputs_of_draft(shape, setup.layer, tokens)
-            head = (1 + mtp) * _head(shape, setup, tokens)
-            _add(forward, {"head": head, "products": mtp * inputs}, 1)
+            head, head_backward = _head(shape, setup, tokens)
+            _add(forward, {"head": (1 + mtp) * head, "products": mtp * inputs}, 1)
             again = float(setup.layer.recompute == "full")
-            # logits are computed again, block by block
-            _add(backward, {"head": 3 * head, "products": (2 + again) * mtp * inputs}, 1)
+            _add(backward, {"head": (1 + mtp) * head_backward, "products": (2 + again) * mtp * inputs}, 1)
         seconds = sum(forward.values()) + sum(backward.values())
         if seconds > longest:
             slowest, longest = StageTime(forward, backward), seconds
@@ -184,12 +186,26 @@ def _inputs_of_draft(shape: ModelShape, layer: LayerSetup, tokens: float) -> flo
     return product(2 * tokens / p.cp * elements, BF16 * elements, layer.device)
 
 
-def _head(shape: ModelShape, setup: TrainSetup, tokens: float) -> float:
-    """Logits of the rows with loss, and their log-softmax in FP32."""
+# Bytes an element of logits that are reduced block by block in FP32: (forward) the product's result, its cast, the
+# temperature, maximum, difference, exponential, its sum, its product with the logits, their sum; (backward) again the
+# first three, difference, exponential, product with the gradient, temperature, and for each of two products a cast and
+# its operand.
+BLOCKS = (2 + 6 + 8 + 4 + 8 + 8 + 4 + 12 + 4, 2 + 6 + 8 + 8 + 8 + 8 + 8 + 2 * (6 + 2))
+
+
+def _head(shape: ModelShape, setup: TrainSetup, tokens: float) -> tuple[float, float]:
+    """Logits of the rows with loss, and their log-softmax in FP32: forward, and backward with the logits again, block
+    by block."""
     p, device = setup.parallel, setup.layer.device
     rows, columns = setup.loss_share * tokens / p.cp, shape.vocab / p.tp
     logits = product(2 * rows * shape.hidden * columns, BF16 * shape.hidden * columns, device)
-    return logits + moved(rows * columns * (BF16 + 3 * MASTER), device)
+    if setup.head_columns is None:
+        head = logits + moved(rows * columns * (BF16 + 3 * MASTER), device)
+        return head, 3 * head
+    # each block adds to the gradient of the hidden states
+    sums = 3 * BF16 * shape.hidden / setup.head_columns
+    forward, backward = (moved(rows * columns * x, device) for x in (BLOCKS[0], BLOCKS[1] + sums))
+    return logits + forward, 3 * logits + backward
 
 
 def train_time(shape: ModelShape, setup: TrainSetup, load: Workload, memo: Memo | None = None) -> Phase:
@@ -249,15 +265,19 @@ def _data_parallel(shape: ModelShape, setup: TrainSetup, micro: StageTime, memo:
 
 def _fully_sharded(shape: ModelShape, setup: TrainSetup, micro: float, memo: Memo) -> float:
     """Two gathers of all weights and one scatter of all gradients in a micro-batch, during its computation: what takes
-    longer than it."""
+    longer than it. Before it a rank rounds its share of the weights, after it it copies each whole weight out of the
+    gathered buffer; gradients are copied into FP32 and their share is added up (FSDP2, torch/distributed/fsdp/
+    _fully_shard/_fsdp_collectives.py)."""
     device = setup.layer.device
     dense, expert = _data_groups(setup.parallel, setup)
-    seconds = 0.0
+    seconds = copied = 0.0
     for stage in _stages(shape, setup.layer, memo):
         for n, group in ((stage.others, dense), (stage.experts, expert)):
             seconds += 2 * all_gather(BF16 * n, group, device)
             seconds += reduce_scatter(setup.gradient_bytes * setup.trained * n, group, device)
-    return max(0.0, seconds - micro)
+            copied += 2 * n * (2 * BF16 + (MASTER + BF16) / group.size)
+            copied += setup.trained * n * (BF16 + setup.gradient_bytes + 3 * MASTER / group.size)
+    return max(0.0, seconds - micro) + moved(copied, device)
 
 
 def parameters_of_rank(shape: ModelShape, setup: TrainSetup, memo: Memo | None = None) -> tuple[float, float]:

@@ -1,8 +1,22 @@
 """Published figures of prime-rl's trainer, and of verl's modes relative to each other.
 
-prime-rl: benchmarks/results/BENCHMARKS.md of 2026-02-07, its rows on H100 and H200 with FlashAttention-2 or -3. The
-trainer is FSDP2 with full recomputation, in micro-batches of one whole sequence; "RL Full" writes the weights in each
-step of two micro-batches, by one process (its steps take as much longer than those of "SFT Full").
+prime-rl: benchmarks/results/BENCHMARKS.md of 2026-02-07, its rows on H100 and H200 with FlashAttention-2 or -3, and the
+code of the runs (2026-01-15, commit d8f290ef). A step is two micro-batches of one whole sequence a GPU
+(benchmarks/scripts/run_single_benchmark.py), with FSDP2 in FP32, also of gradients' sums, and full recomputation. It
+has, by file of src/prime_rl/trainer:
+
+- separate kernels in a layer (model.py: a checkpoint around it, then the compiler): the compiler leaves a checkpoint
+  whole to PyTorch if it cannot trace what is inside (torch/utils/checkpoint.py), here an adapter's reading of token
+  counts (models/layers/lora), or a test of positions in transformers' attention;
+- in RL logits in blocks of 2,048 entries, in FP32 (models/layers/lm_head.py, rl/config.py);
+- in RL for each position a comparison on the device that the host reads, between forward and backward
+  (`get_response_lengths` of utils.py);
+- four adapters beside each matrix with LoRA, which change nothing: the runs have no optimizer for them (optim.py);
+- in full RL all weights copied to the host by one process (weights.py), a tied head twice. Nothing is written, since no
+  run waits for weights (rl/broadcast/filesystem.py). Tokens/s include it (perf.py), the step's own seconds do not.
+
+These seconds are not divided by `REACHED`, which stands for what the formulas of fused kernels leave out: the kernels
+of such a layer take their formulas' time (`tests/miles_like/timing/test_separate.py`).
 
 verl: docs/advance/v1_async_trainer.md, its modes relative to `sync`, with Qwen3-30B-A3B for Qwen3.5-35B-A3B.
 """
@@ -16,9 +30,11 @@ from megatron_bridge.config import ParallelConfig
 from miles_like.device_table import GIB, device
 from miles_like.timing.engine import EngineSetup, cache_tokens
 from miles_like.timing.layers import LayerSetup
+from miles_like.timing.phase import Phase
 from miles_like.timing.publish import PublishSetup
 from miles_like.timing.published.models import Row, Shapes
-from miles_like.timing.rates.calibration import ONE_WRITER, REACHED
+from miles_like.timing.rates.calibration import FLASH_2, ONE_WRITER, READ_BACK
+from miles_like.timing.separate import Separate
 from miles_like.timing.shape import ModelShape
 from miles_like.timing.step import StepSetup, step_time
 from miles_like.timing.train import TrainSetup, train_time
@@ -58,25 +74,50 @@ _MORE = (
     ("glm45_air", "H200", 8, "RL LoRA", 16384, 16.69),
 )
 
+# Rows with FlashAttention-2; GLM-4.5-Air has no norms of queries and keys, and angles for half of their channels.
+_FLASH_2 = {("qwen3_4b", "SFT Full")}
+_SEPARATE = {"glm45_air": Separate(query_norms=False, rotated=0.5)}
+
 
 def prime_rl(shapes: Shapes, *, more: bool = False) -> Iterator[Row]:
     """Tokens/s of the trainer. more: the other rows of the page, instead of one or two of each model."""
     for model, name, gpus, kind, length, seen in _MORE if more else MFU:
-        shape, lora = shapes[model], "LoRA" in kind
-        parallel = ParallelConfig(dp=gpus)
-        layer = LayerSetup(device=device(name), parallel=parallel, recompute="full", adapters=lora, imbalance=1.0)
-        setup = TrainSetup(layer=layer, pack_tokens=length, fully_sharded=True, trained=0.01 if lora else 1.0)
-        load = Workload(groups=2 * gpus, samples_per_group=1, prompt=0.0, responses=Lengths((float(length),)))
-        phase = train_time(shape, setup, load).times(1 / REACHED[name])
-        written = 2 * shape.parameters / ONE_WRITER if kind == "RL Full" else 0.0
+        phase = _prime_rl_step(shapes[model], model, name, gpus, kind, length)
         yield Row(
             source="prime-rl",
             name=f"{model}, {gpus} {name}, {kind}, {length}",
             seen=1000 * seen,
-            predicted=load.tokens / (phase.seconds + written),
+            predicted=2 * gpus * length / phase.seconds,
             unit="tokens/s",
-            decides="one writer" if written > phase.terms[phase.decides] else phase.decides,
+            decides=phase.decides,
         )
+
+
+def _prime_rl_step(shape: ModelShape, model: str, name: str, gpus: int, kind: str, length: int) -> Phase:
+    lora, learns = "LoRA" in kind, kind.startswith("RL")
+    layer = LayerSetup(
+        device=device(name),
+        parallel=ParallelConfig(dp=gpus),
+        recompute="full",
+        adapters=lora,
+        imbalance=1.0,
+        separate=_SEPARATE.get(model, Separate()),
+        attention_rate=FLASH_2 if (model, kind) in _FLASH_2 else 1.0,
+    )
+    setup = TrainSetup(
+        layer=layer,
+        pack_tokens=length,
+        fully_sharded=True,
+        trained=0.01 if lora else 1.0,
+        head_columns=2048 if learns else None,
+    )
+    load = Workload(groups=2 * gpus, samples_per_group=1, prompt=0.0, responses=Lengths((float(length),)))
+    terms = dict(train_time(shape, setup, load).terms)
+    if learns:
+        terms["positions read one by one"] = 2 * length * READ_BACK
+    if kind == "RL Full":
+        terms["copy to the host"] = 2 * (shape.parameters + shape.tied * shape.hidden * shape.vocab) / ONE_WRITER
+    return Phase(terms)
 
 
 def verl(shapes: Shapes) -> Iterator[Row]:

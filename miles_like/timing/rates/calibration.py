@@ -39,6 +39,8 @@ PRODUCTS: Mapping[str, float] = {
 # TFLOP/s forward and 500 backward on H100 for causal attention of long samples with 128 channels a head: 0.55 of the
 # peak.
 ATTENTION = 0.8
+# FlashAttention-2's rate relative to that: 35 % of H100's peak (the same paper's abstract) against 55 %.
+FLASH_2 = 0.35 / 0.55
 
 # Share of the datasheet's bytes/s. Memory: Azure's STREAM triad, 2.97 of 3.35 TB/s on H100, 4.15 of 4.8 on H200, 1.70
 # of 2.04 on A100. NVLink: its NCCL all-reduce, 231 of 300 GB/s on A100, 680 of 900 on GB200. Network: DeepEP's normal
@@ -66,6 +68,15 @@ TILE = 128
 # modules.
 HOST_DENSE_LAYER = 1.2e-3
 HOST_MOE_LAYER = 4.6e-3
+# Where a layer's operations are separate kernels under FSDP2 with checkpoints: 9.0 ms for the three passes of a dense
+# layer over 1,024 tokens, whose kernels take 1.4 ms. With four adapters beside each of the seven matrices, whose token
+# counts the host reads: 24.0 ms, 2.6 of them kernels. Measured on an H100 with torch 2.11 (docs/plan.md, "Separate
+# kernels").
+HOST_SEPARATE_LAYER = 3.0e-3
+HOST_ADAPTERS = 5.0e-3
+
+# Host seconds to compare one element of a tensor on the device and read the answer: 18.2 to 18.4 us, measured likewise.
+READ_BACK = 18.3e-6
 
 # Host seconds of an engine's step, and more for each running request: scheduling, sampling, log-probs (assumption, as
 # seen in engines' logs).
@@ -88,7 +99,8 @@ PAGEABLE = 4e9
 # Bytes/s of the file system that trainer and servers share (assumption; each read of a publication counts).
 SHARED_DISK = 10e9
 
-# Bytes/s at which one thread quantizes and writes a file through the page cache, and at which it encodes base64 in
+# Bytes/s at which one thread quantizes and writes a file through the page cache, or copies from a device into fresh
+# pages (1.3 to 1.5 GB/s measured with a virtual machine's pages), and at which it encodes base64 in
 # JSON (assumptions: a write is a copy into fresh pages, an encoding two passes over memory).
 ONE_WRITER = 2e9
 ONE_ENCODER = 1e9
