@@ -131,7 +131,7 @@ def uncalled(sources: dict[str, ast.Module], callers: dict[str, ast.Module], tex
             if name.startswith("__") or name in words:
                 continue
             # it reads itself at most, which the module's own reads bound
-            if not read[name] or read[name] <= here[name] and read[name] <= loads(node).count(name):
+            if not read[name] or (read[name] <= here[name] and read[name] <= loads(node).count(name)):
                 out.append(f"{module}.{name}")
     return out
 

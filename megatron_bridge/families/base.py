@@ -203,7 +203,7 @@ class TensorMap:
         """Whether the embedding is the output head too."""
         return bool(self.dims.get("tied", 0))
 
-    @property
+    @cached_property
     def weight_dtype(self) -> torch.dtype:
         """The checkpoint's dtype for Precision.WEIGHT, from config.json; bfloat16 by default."""
         name = str(self.hf.get("dtype") or self.hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")

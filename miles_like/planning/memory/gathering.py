@@ -8,6 +8,7 @@ the flat copy. The loop over the tensors holds the last one of the chunk before.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -52,9 +53,12 @@ def gathering(weights: ModelWeights, layout: ParallelConfig, stage: StageWeights
     """The chunks of a stage. A chunk has parameters of one kind (experts, replicated ones or others) and of one
     dtype."""
     kinds: defaultdict[tuple[bool, bool, bool], list[Entry]] = defaultdict(list)
+    known: dict[int, tuple[bool, bool, bool]] = {}  # by the id of an entry, which most layers have
     for entry in weights.entries(layout, stage):
-        fp32 = weights.tensors.dtype(entry).itemsize == 4
-        kinds[entry.per_expert, entry.split is Split.REPLICATED, fp32].append(entry)
+        if id(entry) not in known:
+            fp32 = weights.tensors.dtype(entry).itemsize == 4
+            known[id(entry)] = entry.per_expert, entry.split is Split.REPLICATED, fp32
+        kinds[known[id(entry)]].append(entry)
     of_kinds = (_of_kind(weights, layout, kinds[kind]) for kind in sorted(kinds))
     return Gathering(largest=tuple(g for largest in of_kinds for g in largest))
 
@@ -77,12 +81,20 @@ def _while_held(held: int, needed: Sequence[int], chunks: Sequence[Gathered]) ->
 
 def _of_kind(weights: ModelWeights, layout: ParallelConfig, entries: Sequence[Entry]) -> list[Gathered]:
     """The two largest chunks. One with several parameters has them in the proportion in which the stage has them."""
-    sizes = ((_slot(weights, layout, entry), entry, weights.local_experts(layout, entry)) for entry in entries)
-    slots = sorted(((n, entry) for n, entry, count in sizes for _ in range(count)), key=_size, reverse=True)
-    every, inner = sum(map(_size, slots)), _inner(layout, entries[0])
-    copied = sum(n for n, entry in slots if _copies(entry, inner)) / every
+    inner, every, merged = _inner(layout, entries[0]), 0, 0
+    known: dict[int, tuple[int, int, bool]] = {}  # by the id of an entry
+    slots: list[tuple[int, Entry]] = []
+    for entry in entries:
+        if id(entry) not in known:
+            count = weights.local_experts(layout, entry)
+            known[id(entry)] = _slot(weights, layout, entry), count, _copies(entry, inner)
+        nbytes, count, copies = known[id(entry)]
+        every += count * nbytes
+        merged += count * nbytes * copies
+        slots += [(nbytes, entry)] * min(count, 2)
+    copied = merged / every
     found, left = list[Gathered](), every
-    for nbytes, entry in slots[:2]:
+    for nbytes, entry in heapq.nlargest(2, slots, key=_size):
         alone = nbytes >= min(CHUNK_BYTES, left)
         chunk = nbytes if alone else min(CHUNK_BYTES, left)
         if chunk > 0:

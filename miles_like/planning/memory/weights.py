@@ -106,12 +106,13 @@ class ModelWeights:
         for entry in self.tensors.entries:
             for layer in self.tensors.layers_of(entry):
                 out.setdefault(layer, []).append(self._row(entry, layer))
-        return {layer: tuple(rows) for layer, rows in out.items()}
+        return {layer: _as_registered(layer, rows) for layer, rows in out.items()}
 
     def _row(self, entry: Entry, layer: int | None) -> _Row:
-        expert = 0 if entry.per_expert else None
-        name = entry.megatron.format(i=layer, e=expert, j=self.tensors.depth(layer))
-        frozen = any(fnmatchcase(name, pattern) for pattern in self.config.optimizer.frozen)
+        expert, frozen = 0 if entry.per_expert else None, False
+        if patterns := self.config.optimizer.frozen:
+            name = entry.megatron.format(i=layer, e=expert, j=self.tensors.depth(layer))
+            frozen = any(fnmatchcase(name, pattern) for pattern in patterns)
         return _Row(entry=entry, layer=layer, frozen=frozen, rounded=self._is_rounded(entry, layer, expert))
 
     def _is_rounded(self, entry: Entry, layer: int | None, expert: int | None) -> bool:
@@ -124,9 +125,10 @@ class ModelWeights:
 
     def stages(self, layout: ParallelConfig) -> tuple[StageWeights, ...]:
         """One rank of each pipeline stage of a layout that fits the model."""
-        return tuple(self._stage(layout, stage) for stage in range(layout.pp))
+        held = _HeldRows(self, layout)
+        return tuple(self._stage(layout, stage, held) for stage in range(layout.pp))
 
-    def _stage(self, layout: ParallelConfig, stage: int) -> StageWeights:
+    def _stage(self, layout: ParallelConfig, stage: int, held: _HeldRows) -> StageWeights:
         layers = chunk_layers(layout, self.dims["layers"], stage)
         shared = layout.pp > 1 and bool(self.tensors.tied or self.tensors.draft_layers)
         modules = []
@@ -137,10 +139,7 @@ class ModelWeights:
             if last and not first and shared:  # GPTModel has it as an embedding before draft layers, or as the head
                 embedding = [row for row in self._by_layer[None] if _is_embedding(row.entry)]
                 rows = [*embedding, *rows] if self.tensors.draft_layers else [*rows, *embedding]
-            held = (
-                replace(h, alone=shared and _is_embedding(row.entry)) for row in rows for h in self._held(row, layout)
-            )
-            modules.append(tuple(held))
+            modules.append(tuple(h for row in rows for h in held.of(row, alone=shared and _is_embedding(row.entry))))
         return StageWeights(stage=stage, layers=layers, modules=tuple(modules))
 
     def entries(self, layout: ParallelConfig, stage: StageWeights) -> Iterator[Entry]:
@@ -158,7 +157,7 @@ class ModelWeights:
         """Of the chunk with these layers, in the order in which megatron registers their modules: embedding, layers,
         final norm, draft layers, output layer; in attention the output projection comes first."""
         drafts = self.tensors.draft_layers if last else ()
-        rows = [row for layer in (*layers, *drafts) for row in sorted(self._by_layer[layer], key=_place_in_layer)]
+        rows = [row for layer in (*layers, *drafts) for row in self._by_layer[layer]]
         top = [row for row in self._by_layer[None] if self._is_at(row.entry, first, last)]
         before, after = [r for r in top if _is_embedding(r.entry)], [r for r in top if not _is_embedding(r.entry)]
         return [*before, *rows, *after]
@@ -174,7 +173,7 @@ class ModelWeights:
         target = next((kind for kind, part in _LORA.items() if part in name), "mlp")
         return target in lora.targets
 
-    def _held(self, row: _Row, layout: ParallelConfig) -> Iterator[Held]:
+    def held_of(self, row: _Row, layout: ParallelConfig) -> Iterator[Held]:
         entry, lora = row.entry, self.config.lora
         shape = self.tensors.megatron_shape(entry)
         ranks = layout.etp if entry.per_expert else layout.tp
@@ -199,6 +198,21 @@ class ModelWeights:
                 yield Held(kind=kind, elements=n, count=count, trained=self.config.trains)
 
 
+class _HeldRows:
+    """What one rank of a layout holds of each row; rows of an entry are equal in most layers."""
+
+    def __init__(self, weights: ModelWeights, layout: ParallelConfig) -> None:
+        self._weights, self._layout = weights, layout
+        self._known: dict[tuple[int, bool, bool, bool], tuple[Held, ...]] = {}  # by the entry's id
+
+    def of(self, row: _Row, *, alone: bool) -> tuple[Held, ...]:
+        key = id(row.entry), row.frozen, row.rounded, alone
+        if key not in self._known:
+            held = self._weights.held_of(row, self._layout)
+            self._known[key] = tuple(replace(h, alone=True) if alone else h for h in held)
+        return self._known[key]
+
+
 def trained_share(config: TrainerConfig, hf: HFConfig) -> float:
     """Share of the parameters of all ranks that have gradients: 1 without adapters and frozen weights."""
     stages = ModelWeights(config, hf).stages(config.parallel)
@@ -214,6 +228,10 @@ def chunk_layers(layout: ParallelConfig, layers: int, stage: int) -> tuple[tuple
 
 def _is_embedding(entry: Entry) -> bool:
     return entry.where is Where.TOP and entry.megatron.startswith("embedding.")
+
+
+def _as_registered(layer: int | None, rows: list[_Row]) -> tuple[_Row, ...]:
+    return tuple(rows if layer is None else sorted(rows, key=_place_in_layer))
 
 
 def _place_in_layer(row: _Row) -> int:
