@@ -216,9 +216,16 @@ class TensorMap:
         """The checkpoint's dtype of an entry's tensors."""
         return torch.float32 if entry.precision is Precision.FP32 else self.weight_dtype
 
+    @cached_property
+    def _shapes(self) -> dict[tuple[tuple[str, ...], ...], tuple[tuple[int, ...], ...]]:
+        return {}
+
     def shapes(self, entry: Entry) -> tuple[tuple[int, ...], ...]:
         """Shapes of the entry's Hugging Face tensors."""
-        return tuple(tuple(self.dims[name] for name in shape) for shape in entry.shapes)
+        known = self._shapes
+        if entry.shapes not in known:
+            known[entry.shapes] = tuple(tuple(self.dims[name] for name in shape) for shape in entry.shapes)
+        return known[entry.shapes]
 
     def megatron_shape(self, entry: Entry) -> tuple[int, ...]:
         """Shape of the unsharded Megatron parameter: the rows of all its Hugging Face tensors."""

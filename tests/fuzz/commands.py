@@ -5,11 +5,10 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 
-from typer.testing import CliRunner
-
 from miles_like import cli
 from miles_like.command_errors import is_foreseen, sentence
 from tests.fuzz.pool import Outcome
+from tests.support.cli_runner import CliRunner
 
 FAULT = "fault of this program"
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import typer
-from typer.testing import CliRunner
 
 from miles_like.cli import app, pipeline
 from miles_like.command_errors import LOG_BYTES, one_sentence, sentence
@@ -19,6 +18,7 @@ from miles_like.commands.convert import parse_bytes
 from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from miles_like.stopping import Stopped
 from tests.support import tiny_models
+from tests.support.cli_runner import CliRunner
 from tests.support.refusals import Facts, check_refusal, refuses
 from tests.support.spawn import free_port
 

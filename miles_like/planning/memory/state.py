@@ -8,6 +8,7 @@ parallel ranks) with a distributed optimizer.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -168,11 +169,12 @@ def _split(weights: StageWeights, config: TrainerConfig, updated: int, data_rank
     device, host, building, collected = 0, 0, 0, 0
     for shards in of_kinds:
         ranks = range(shards.ranks) if data_rank is None else (data_rank % shards.ranks,)
-        kept = [_kept(shards.of(rank), share) for rank in ranks]
+        parts = [shards.of(rank) for rank in ranks]
+        kept = [_kept(own, share) for own in parts]
         copied = _kept(shards.parameters, share) + max(kept)
         building, collected = building + copied, max(collected, device + copied)
         device += max(kept)
-        host += sum(shards.size(rank) for rank in ranks) // len(ranks) - sum(kept) // len(kept)
+        host += sum(elements for own in parts for elements, _ in own) // len(ranks) - sum(kept) // len(kept)
     return _Split(device=device, host=host, building=building, collected=collected)
 
 
@@ -199,19 +201,17 @@ class _Shards:
             [h for h in chunk if h.trained and h.kind == kind for _ in range(h.count)] for chunk in weights.modules
         ]
         self.parameters = [(h.elements, h.vector) for chunk in chunks for h in chunk]
-        self._buckets: list[list[tuple[int, bool]]] = []
+        buckets: list[list[tuple[int, bool]]] = []
         for number, chunk in enumerate(chunks):
             # later chunks and stages have one bucket each: DistributedDataParallel.__init__
             several = config.kernels.overlap_grad_reduce and number == 0 and weights.stage == 0
             dense = data_ranks(config.parallel, "dense")
-            self._buckets += _buckets(chunk[::-1], max(_LEAST_OF_BUCKET, _OF_BUCKET * dense) if several else None)
+            buckets += _buckets(chunk[::-1], max(_LEAST_OF_BUCKET, _OF_BUCKET * dense) if several else None)
+        self._buckets = [(bucket, _starts(bucket)) for bucket in buckets]
 
     def of(self, rank: int) -> list[tuple[int, bool]]:
         """(elements, vector) of each parameter's part, in the order of the buffers."""
-        return [part for bucket in self._buckets for part in _run(bucket, rank, self.ranks)]
-
-    def size(self, rank: int) -> int:
-        return sum(elements for elements, _ in self.of(rank))
+        return [part for bucket, starts in self._buckets for part in _run(bucket, starts, rank, self.ranks)]
 
 
 def _buckets(parameters: Sequence[Held], size: int | None) -> Iterator[list[tuple[int, bool]]]:
@@ -230,12 +230,22 @@ def _buckets(parameters: Sequence[Held], size: int | None) -> Iterator[list[tupl
         yield bucket
 
 
-def _run(bucket: Sequence[tuple[int, bool]], rank: int, ranks: int) -> Iterator[tuple[int, bool]]:
+def _starts(bucket: Sequence[tuple[int, bool]]) -> list[int]:
+    """Where each parameter of a bucket begins, and the end of the last one."""
+    return list(itertools.accumulate((_padded(n, _ALIGN) for n, _ in bucket), initial=0))
+
+
+def _run(
+    bucket: Sequence[tuple[int, bool]], starts: Sequence[int], rank: int, ranks: int
+) -> Iterator[tuple[int, bool]]:
     """The parts of parameters in one rank's run of a bucket."""
-    starts = list(itertools.accumulate((_padded(n, _ALIGN) for n, _ in bucket), initial=0))
     run = _padded(starts[-1], math.lcm(ranks, _BUCKET)) // ranks
-    for start, (elements, vector) in zip(starts, bucket, strict=False):
-        part = min(start + elements, (rank + 1) * run) - max(start, rank * run)
+    begin, end = rank * run, (rank + 1) * run
+    first = max(0, bisect.bisect_right(starts, begin) - 1)  # the parameter in which the run begins
+    for start, (elements, vector) in zip(starts[first:], bucket[first:], strict=False):
+        if start >= end:
+            break
+        part = min(start + elements, end) - max(start, begin)
         if part > 0:
             yield part, vector
 

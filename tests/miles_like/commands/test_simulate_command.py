@@ -7,12 +7,12 @@ import struct
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from miles_like.cli import app
 from miles_like.commands.simulate import known_keys, loop_settings, read_assumptions
 from miles_like.config.load import load_config
 from miles_like.simulation.inputs.assumptions import Assumptions
+from tests.support.cli_runner import CliRunner
 from tests.support.refusals import check_refusal
 
 ROOT = Path(__file__).parents[3]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from miles_like.cli import app
 from miles_like.config.load import load_config
+from tests.support.cli_runner import CliRunner
 from tests.support.refusals import check_refusal
 
 ROOT = Path(__file__).parents[3]

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from miles_like.checkpoint import run_state
 from miles_like.checkpoint.run_state import RunState, load, save
@@ -29,6 +28,7 @@ from rollout.config import SGLangFlags
 from rollout.embedded.server.text import Text
 from rollout.sglang.format_support import check_directory
 from tests.fuzz.pool import watchdog
+from tests.support.cli_runner import CliRunner
 from tests.support.refusals import Facts, check_refusal, refuses
 
 SECRET = "a secret of this machine"

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 from miles_like.cli import app
 from miles_like.hf.checkpoint import HFCheckpoint, write_hf
@@ -27,6 +26,7 @@ from quant.hf_config import spec_from_hf
 from quant.registry import CODECS, make_codec
 from quant.spec import CONVENTIONS, QuantFormat, QuantSpec
 from quant.stream import stored_name
+from tests.support.cli_runner import CliRunner
 from tests.support.converted import differing
 from tests.support.refusals import Facts, check_refusal, refuses
 from tests.support.tiny_models import random_tensors, tiny, write_checkpoint

@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
 from miles_like.checkpoint import run_state
 from miles_like.cli import app
@@ -34,6 +33,7 @@ from miles_like.staging.stage_files import NodeNeed
 from miles_like.stopping import StopRequest
 from miles_like.storage import completion
 from miles_like.storage.completion import Output, file_sha256
+from tests.support.cli_runner import CliRunner, Result
 from tests.support.refusals import check_refusal, refuses
 
 

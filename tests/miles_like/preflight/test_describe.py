@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from miles_like.cli import app
 from miles_like.config.load import load_config
@@ -17,6 +16,7 @@ from miles_like.pipeline.stages import STAGES, StageFunctions, plan_stages
 from miles_like.preflight.describe import decimal, describe_checkpoints, describe_plan
 from miles_like.run.assemble import known_model, stage_functions
 from miles_like.run.setup.run_cluster import RunCluster
+from tests.support.cli_runner import CliRunner
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FP8, BF16 = 673_150_611_808, 1_342_052_868_096  # DeepSeek-V3's 671 B parameters without the draft layer

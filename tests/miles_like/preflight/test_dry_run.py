@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from miles_like.cli import app
+from tests.support.cli_runner import CliRunner
 from tests.support.refusals import Facts, check_refusal
 
 CONFIGS = Path(__file__).parents[3] / "configs"

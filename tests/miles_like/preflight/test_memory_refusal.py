@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from miles_like.cli import app
 from miles_like.config.load import load_config
+from tests.support.cli_runner import CliRunner
 from tests.support.plans import CONFIGS, shipped
 from tests.support.refusals import check_refusal
 

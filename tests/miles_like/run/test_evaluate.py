@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from miles_like.cli import app
 from miles_like.run.evaluate import stop_tokens
 from rollout.sglang.client import RolloutError, SGLangClient
 from rollout.sglang.servers import ServerLaunch
+from tests.support.cli_runner import CliRunner
 from tests.support.embedded_fixtures import oracle, save, served, service
 from tests.support.refusals import Facts, check_refusal
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
 from megatron_bridge.config import PrecisionConfig
 from miles_like.algorithms.terms.bounds import Bounds
@@ -33,6 +32,7 @@ from miles_like.verify.gate import check_before_start
 from miles_like.verify.logprob_convention import explains
 from miles_like.verify.report import Cause, Finding, Profile, Report, gap_of
 from miles_like.verify.tokens import compare_prompts, compare_tokens, shifted
+from tests.support.cli_runner import CliRunner
 from tests.support.made_samples import group, sample
 from tests.support.refusals import check_refusal, refuses
 
