@@ -41,6 +41,8 @@ def linear(x: Tensor, w: Tensor, shards: int = 1) -> Tensor:
     """
     if x.shape[1] % shards:
         raise ValueError(f"{x.shape[1]} columns do not divide into {shards} shards: choose a divisor")
+    if shards == 1:
+        return partial(x, w).to(x.dtype)
     size = x.shape[1] // shards
     each = zip(torch.split(x, size, -1), torch.split(w, size, -1), strict=True)
     return in_rank_order([partial(a, b) for a, b in each]).to(x.dtype)
@@ -48,8 +50,10 @@ def linear(x: Tensor, w: Tensor, shards: int = 1) -> Tensor:
 
 def partial(x: Tensor, w: Tensor) -> Tensor:
     """One shard of a product, [T, N] fp32: the partial sum of one tensor-parallel rank."""
-    full = (padded(a.float(), FULL) for a in (x, w))
-    runs = zip(*(torch.split(a, COLUMNS, -1) for a in full), strict=True)
+    rows, outputs = padded(x.float(), FULL), padded(w.float(), FULL)
+    if x.shape[1] <= COLUMNS:  # one run, as a split would give
+        return F.linear(rows, outputs)[: len(x), : len(w)].contiguous()
+    runs = zip(torch.split(rows, COLUMNS, -1), torch.split(outputs, COLUMNS, -1), strict=True)
     return in_rank_order([F.linear(a, b) for a, b in runs])[: len(x), : len(w)].contiguous()
 
 

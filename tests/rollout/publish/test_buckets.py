@@ -60,6 +60,8 @@ def test_no_boundary_parts_what_an_engine_fuses(name: str) -> None:
         weights = [NamedTensor(n, t) for n, t in whole]
         wanted = dict(quantize_stream(weights, spec))
         stream = list(quantize_stream(gathered(weights, fused), spec))
+        held = dict(stream)
+        assert held.keys() == wanted.keys() and all(torch.equal(held[n], t) for n, t in wanted.items())
         larger = spec is None or (k + list(MODELS).index(name)) % 3 == 0
         for size in (1, 1 << 14, 1 << 30) if larger else (1,):
             parts = list(cut(stream, size, fused))
@@ -71,7 +73,7 @@ def test_no_boundary_parts_what_an_engine_fuses(name: str) -> None:
             assert not apart, (spec, size, apart)
             assert len(parts) == 1 if size == 1 << 30 else len(parts) > 10
             sent = {stored: tensor for part in parts for stored, tensor in part}
-            assert sent.keys() == wanted.keys() and all(torch.equal(sent[n], t) for n, t in wanted.items())
+            assert sent.keys() == held.keys() and all(sent[n] is t for n, t in held.items())
 
 
 def test_a_publisher_keeps_them_in_one_request() -> None:

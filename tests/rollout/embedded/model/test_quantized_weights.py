@@ -124,7 +124,7 @@ def test_decoded_or_as_codes_the_engine_computes_with_the_decoded_values(
         assert torch.equal(ours, logits(codes))
         values = {n: t.float() for n, t in dequantize_stream(tensors.items(), SPECS[name])}
         torch.testing.assert_close(ours, with_values(values)(IDS[None]).logits[0], atol=1e-4, rtol=0)
-        a, b = (run(s.engine, spec([4, 50, 7], max_new_tokens=20, n=2))[0] for s in (decoded, codes))
+        a, b = (run(s.engine, spec([4, 50, 7], max_new_tokens=8, n=2))[0] for s in (decoded, codes))
         assert [c.reply.output_ids.tolist() for c in a] == [c.reply.output_ids.tolist() for c in b]
     plain = service(_scratch / "bf16").weights_bytes
     assert codes.weights_bytes < plain < decoded.weights_bytes
