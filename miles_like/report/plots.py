@@ -84,7 +84,9 @@ def _name_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
         return
     figure = ax.get_figure(root=True)
     assert figure is not None
-    figure.draw_without_rendering()  # fixes the scales that the pixel positions below depend on
+    layout = figure.get_layout_engine()
+    assert layout is not None
+    layout.execute(figure)  # fixes the scales that the pixel positions below depend on
     placed = sorted(((float(ax.transData.transform((x, y))[1]), x, y, text, c) for x, y, text, c in ends))
     gap = 14 * DPI / 72  # pixels between two lines of text of 9 points
     heights = [p[0] for p in placed]

@@ -106,10 +106,12 @@ def test_missing_keys_are_skipped(tmp_path):
 
 @pytest.mark.parametrize("value", [0.0, 1e-9])
 def test_one_step_and_exact_zeros_draw(tmp_path, value):
+    """The plot of the mismatch has a logarithmic axis; with exact zeros every other plot has one step too."""
     row = {k: value for k in FULL if k.startswith("mismatch/")}
-    write(tmp_path, [(1, FULL | row)])
+    write(tmp_path, [(1, row if value else FULL | row)])
     write_report(tmp_path)
     assert (tmp_path / "plots" / "mismatch.png").exists()
+    assert len(list((tmp_path / "plots").iterdir())) == (1 if value else 7)
 
 
 def test_a_resumed_run_takes_the_later_value(tmp_path):
