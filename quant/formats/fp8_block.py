@@ -19,6 +19,7 @@ from torch import Tensor
 from quant.formats.codec import PerBlock
 from quant.formats.e4m3 import E4m3Codec, within_e4m3
 from quant.formats.minifloat import E4M3_MAX
+from quant.formats.tiles import divide_
 from quant.spec import QuantFormat, QuantSpec
 
 SCALES = "weight_scale_inv"
@@ -43,7 +44,7 @@ class Fp8BlockCodec(E4m3Codec):
         self.stored = {"weight": PerBlock(torch.float8_e4m3fn), SCALES: PerBlock(torch.float32, bn, bk)}
 
     def _choose(self, w: Tensor, bits: Tensor, top: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        scales = bits.view(torch.bfloat16).float().clamp_(min=ZERO_BLOCK_AMAX).div_(E4M3_MAX)
+        scales = divide_(bits.view(torch.bfloat16).float().clamp_(min=ZERO_BLOCK_AMAX), E4M3_MAX)
         if self.spec.format is QuantFormat.FP8_UE8M0:
             scales, w = ceil_to_power_of_two(scales), within_e4m3(w, bits)
         x = w.to(torch.float32, memory_format=torch.contiguous_format)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quant.formats.codec import Codec, PerBlock, PerWeight
 from quant.formats.lookup import int4_values, pack_nibbles
-from quant.formats.tiles import groups
+from quant.formats.tiles import divide_, groups
 from quant.spec import QuantFormat, QuantSpec
 
 LEVELS = 7  # symmetric: -8 is never written, though it is read
@@ -41,7 +41,8 @@ class Int4Codec(Codec):
         }
 
     def _choose(self, w: Tensor, bits: Tensor, top: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        scales = bits.view(torch.bfloat16).float().div_(LEVELS).clamp_(LEAST_SCALE, _GREATEST_SCALE).to(torch.bfloat16)
+        scales = divide_(bits.view(torch.bfloat16).float(), LEVELS)
+        scales = scales.clamp_(LEAST_SCALE, _GREATEST_SCALE).to(torch.bfloat16)
         x = w.to(torch.float32, memory_format=torch.contiguous_format)
         # the relative error of the bf16 scale is at most 2^-8, so no quotient reaches 7.5: no clamp is needed
         groups(x, self.block[1]).div_(scales.float()[..., None])

@@ -30,7 +30,7 @@ from torch import Tensor
 from quant.formats.codec import PerBlock, PerWeight
 from quant.formats.e2m1 import E2m1Codec, e2m1_codes
 from quant.formats.minifloat import E2M1_MAX, E4M3_MAX
-from quant.formats.tiles import groups
+from quant.formats.tiles import divide_, groups
 from quant.spec import QuantFormat, QuantSpec
 
 GROUP = 16
@@ -81,13 +81,13 @@ class Nvfp4Codec(E2m1Codec):
             )
 
     def _shared(self, amax: Tensor) -> Tensor:
-        stored = _RANGE / amax if self.divides else amax / _RANGE
+        stored = _RANGE / amax if self.divides else divide_(amax.clone(), _RANGE)
         stored = stored.clamp(max=torch.finfo(torch.float32).max)  # 2688 / amax is infinite below 1e-35
         return torch.where(amax > 0, stored, 1.0)
 
     def _choose(self, w: Tensor, bits: Tensor, top: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert top is not None
-        x = bits.view(torch.bfloat16).float().div_(E2M1_MAX)
+        x = divide_(bits.view(torch.bfloat16).float(), E2M1_MAX)
         x = x.mul_(_column(top)) if self.divides else x.div_(_column(top))
         scales = x.clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
         by = self._factors(scales, top)

@@ -67,3 +67,9 @@ def amax_bits(w: Tensor, block: tuple[int, int]) -> Tensor:
     if bk == 2 * _SHORT:
         magnitude = torch.maximum(magnitude[..., :_SHORT], magnitude[..., _SHORT:])
     return magnitude.amax(3)
+
+
+def divide_(x: Tensor, by: float) -> Tensor:
+    """x / by in place, rounded once on every device. torch's CUDA kernels multiply by the reciprocal of a Python number
+    (`div_true_kernel_cuda`), whose rounding makes the last bit of a third of all scales differ from the CPU's."""
+    return x.div_(torch.full((), by, dtype=x.dtype, device=x.device))
