@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import AutoModelForCausalLM
 
 from megatron_bridge.plan.flops import forward_flops, forward_terms, train_flops
@@ -30,15 +32,34 @@ def transformers_model(name: str) -> Any:
     return AutoModelForCausalLM.from_config(cfg).float()
 
 
-def counted(name: str, n: int, *, backward: bool) -> int:
+class Flops(TorchDispatchMode):
+    """The total of torch's FlopCounterMode, from the same formulas, in a third of the time: not by module."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func.overloadpacket)) is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def counted(name: str, n: int, *, backward: bool, how: Callable[[], Any] = Flops) -> int:
     """Of transformers' model on n tokens."""
     hf, model = CONFIGS[name], transformers_model(name)
     model.requires_grad_(backward)
-    with FlopCounterMode(display=False) as counter:
+    with how() as counter:
         logits = model(torch.arange(n)[None] % hf["vocab_size"], use_cache=False).logits
         if backward:
             logits.sum().backward()
-    return counter.get_total_flops()
+    total: int = counter.total if how is Flops else counter.get_total_flops()
+    return total
+
+
+def test_the_total_is_that_of_torch_s_counter() -> None:
+    for backward in (False, True):
+        by_torch = counted("tiny", 7, backward=backward, how=lambda: FlopCounterMode(display=False))
+        assert counted("tiny", 7, backward=backward) == by_torch > 0
 
 
 def expected(hf: dict[str, Any], n: int) -> float:
