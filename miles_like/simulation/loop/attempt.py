@@ -54,6 +54,9 @@ class StepRow:
     tokens: int  # trained
     staleness: dict[int, int]
 
+    def __deepcopy__(self, memo: object) -> StepRow:
+        return self  # of a step that is done: nothing changes its dictionaries
+
 
 @dataclass(kw_only=True)
 class Attempt:

@@ -14,6 +14,9 @@ class SimLedger:
     trained: dict[int, int] = field(default_factory=dict)  # group id -> step, from 0
     discarded: dict[int, str] = field(default_factory=dict)  # group id -> reason
 
+    def __deepcopy__(self, memo: object) -> SimLedger:
+        return SimLedger(self.admitted, dict(self.trained), dict(self.discarded))
+
     def admit(self) -> int:
         """The next group id."""
         self.admitted += 1
