@@ -86,6 +86,7 @@ class TorchDist:
         self._by_row: dict[str, tuple[list[int], list[Chunk], int]] = {}
         self._sums: dict[tuple[str, int], str] = {}
         self._checked: set[tuple[str, int]] = set()
+        self._starts: dict[tuple[str, int], int] = {}
         self._object: tuple[str, bytes] | None = None
         self._kept: tuple[tuple[str, int], Tensor] | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -248,7 +249,9 @@ class TorchDist:
             )
 
     def _data_start(self, key: str, stored: Stored, chunk: Chunk, held: Tensor | None) -> int:
-        """Offset in bytes of a chunk's elements in its archive."""
+        """Offset in bytes of a chunk's elements in its archive, whose framing is parsed at the first call."""
+        if (at := (chunk.file, chunk.start)) in self._starts:
+            return self._starts[at]
 
         def part(at: int, size: int) -> bytes:
             if held is not None:
@@ -257,12 +260,13 @@ class TorchDist:
 
         raw = View(chunk.size, part)  # reads only the bytes that are parsed
         try:
-            return data_start(raw, stored.dtype, chunk.sizes)
+            start = self._starts[at] = data_start(raw, stored.dtype, chunk.sizes)
         except UNREADABLE as e:
             raise ValueError(
                 f"{self.path / chunk.file}: {key} at {list(chunk.offset)} is not stored as torch.save stores a tensor "
                 f"({e}): {_DAMAGED}"
             ) from None
+        return start
 
     def _pread(self, chunk: Chunk, out: Tensor, position: int, key: str) -> None:
         """Read from `position` in the chunk's file into `out`, uint8."""
