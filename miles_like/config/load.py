@@ -29,7 +29,7 @@ M = TypeVar("M", bound=BaseModel)
 CONFIG_BYTES = 1 << 20  # largest TOML file that is read
 DEEPEST = 32  # levels of sections, or parts of a key
 LARGEST, LONGEST_S = 1e30, 1e9  # largest number; longest duration in seconds
-_LONG_KEY = re.compile(r"(?:[\w\"'-]+[ \t]*\.[ \t]*){32,}")  # DEEPEST
+_LONG_KEY = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]+[ \t]*\.[ \t]*){32,}")  # DEEPEST
 _USER_OF_URL = re.compile(r"//[^/\s]*@")  # may hold a password
 _SIMILAR, _LISTED = 0.6, 3  # ratio of keys that differ by a typing error; keys that a message lists
 

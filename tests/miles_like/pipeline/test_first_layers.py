@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.support.tiny_models import (
     write_checkpoint,
 )
 
+stored_of = functools.cache(lambda name: tuple(stored_tensors(published_config(name))))
 FAMILIES = {"deepseek": tiny, "qwen": tiny_qwen, "dense": tiny_dense, "glm": tiny_glm}
 
 
@@ -95,7 +97,7 @@ def test_the_bytes_of_those_files_are_bounded_before_there_is_an_index(name: str
     weight_map: dict[str, str] = {}
     sizes: dict[str, int] = {}
     at, full = "0", 0
-    for tensor, dtype, shape in stored_tensors(hf):
+    for tensor, dtype, shape in stored_of(name):
         sizes[tensor] = math.prod(shape) * dtype.itemsize
         if by_layer:
             at = tensor.split("layers.")[-1].split(".")[0]
