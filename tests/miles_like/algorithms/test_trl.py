@@ -9,6 +9,7 @@ whatever the aggregation, its epsilon of a group's deviation is 1e-4).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import textwrap
 from collections import defaultdict
@@ -20,8 +21,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trl import GRPOTrainer, RLOOTrainer
-from trl.trainer.utils import nanstd
 
 from miles_like.algorithms.registry import make_algorithm
 from miles_like.batch.aggregation import loss_weights
@@ -34,6 +33,15 @@ PROMPTS = np.array([0, 0, 0, 1, 1, 1])
 LONGEST = 12
 CONSTANT = 16  # tokens: trl's max_completion_length
 NAMES = ("new", "old", "ref", "entropy")
+
+
+@functools.cache
+def trl() -> SimpleNamespace:
+    """Imported by the worker that runs these tests: every worker collects them, and an import takes 2 s."""
+    from trl import GRPOTrainer, RLOOTrainer
+    from trl.trainer.utils import nanstd
+
+    return SimpleNamespace(GRPOTrainer=GRPOTrainer, RLOOTrainer=RLOOTrainer, nanstd=nanstd)
 
 
 def samples(spread: float = 0.4) -> dict[str, Tensor]:
@@ -168,14 +176,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_are_trl_s(name: str) -> None:
     config, changed = CASES[name]
-    want, of_want, _ = theirs(GRPOTrainer, **changed)
+    want, of_want, _ = theirs(trl().GRPOTrainer, **changed)
     got, of_got, _ = ours(AlgorithmConfig(**config))
     assert got == pytest.approx(want, rel=1e-6)  # weights are fp32
     torch.testing.assert_close(of_got, of_want, rtol=1e-6, atol=1e-9)
 
 
 def test_clip_fractions_are_trl_s() -> None:
-    _, _, it = theirs(GRPOTrainer, loss_type="dapo")
+    _, _, it = theirs(trl().GRPOTrainer, loss_type="dapo")
     _, _, stats = ours(AlgorithmConfig(name="dapo"))
     for side in ("low", "high"):
         stat = stats[f"train/clip_frac/{side}"]
@@ -194,7 +202,7 @@ def test_rloo_s_gradient_is_trl_s_on_policy() -> None:
     tokens has its gradient."""
     data = samples(spread=0.0)
     data["new"].requires_grad_()
-    it = trainer(RLOOTrainer, data)
+    it = trainer(trl().RLOOTrainer, data)
     ids = torch.zeros(data["mask"].shape, dtype=torch.int64)
     old = (data["new"].detach() * data["mask"]).sum(1)
     inputs = {"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1] + 1, "completion_ids": ids}
@@ -208,7 +216,7 @@ def their_advantages(kind: type, first: str, last: str, rewards: Tensor, own: di
     """What the lines of the trainer's source from `first` up to `last` make of rewards [prompts, G]."""
     source = inspect.getsource(kind._generate_and_score_completions)  # type: ignore[attr-defined]
     lines = textwrap.dedent(" " * 8 + source[source.index(first) : source.index(last)])
-    known = {"torch": torch, "nanstd": nanstd, "rewards": rewards.flatten(), "num_generations": rewards.shape[1]}
+    known = {"torch": torch, "nanstd": trl().nanstd, "rewards": rewards.flatten(), "num_generations": rewards.shape[1]}
     known |= {"self": SimpleNamespace(**own), "rewards_per_func": rewards.reshape(-1, 1), "device": "cpu"}
     found = names | known
     exec(lines, found)
@@ -223,7 +231,7 @@ def test_group_relative_advantages_are_trl_s(name: str, scale: str) -> None:
     own = {"multi_objective_aggregation": "sum_then_normalize", "scale_rewards": scale, "reward_weights": torch.ones(1)}
     first, last = 'if self.multi_objective_aggregation == "sum_then_normalize"', "# Unscorable completions (every"
     want = their_advantages(
-        GRPOTrainer, first, last, REWARDS, own, unscorable_mask=torch.zeros(REWARDS.numel(), dtype=torch.bool)
+        trl().GRPOTrainer, first, last, REWARDS, own, unscorable_mask=torch.zeros(REWARDS.numel(), dtype=torch.bool)
     )
     if scale == "group":  # to our epsilon
         std = REWARDS.std(1, keepdim=True)
@@ -250,7 +258,7 @@ def test_rloo_s_advantages_are_trl_s(beta: float) -> None:
         groups.append(group(samples))
     names = {"old_per_token_logps": old.double(), "ref_per_token_logps": ref.double(), "gather": lambda x: x}
     want = their_advantages(
-        RLOOTrainer,
+        trl().RLOOTrainer,
         "# Include the KL penalty in the reward",
         "is_std_zero = ",
         REWARDS,
