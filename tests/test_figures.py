@@ -26,6 +26,7 @@ FROM_ELSEWHERE = {  # their blocks are on other pages
     "alignment.py",
     "demo.py",
     "plan_figures.py",
+    "gpu_rates.py",
     "tail_studies.py",
 }
 PARTS = {"figures.py", "algorithms_report.py", "long_tail.py", "transformers_step.py", "trl_side.py"}  # of scripts

@@ -76,6 +76,12 @@ def _mock_missing_te_gemm() -> None:
     moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
+def hide_transformer_engine() -> None:
+    """Let `import transformer_engine` fail in this process, where it is installed. Megatron takes its optimizer and its
+    router's product from the package without a look at the device, and both need CUDA."""
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+
+
 def _keep_freed_memory() -> None:
     """Let glibc keep up to 1 GiB of freed memory. By default it returns the memory of every large tensor to the system,
     and page faults take a tenth of a small model's step. Other C libraries are not configured."""
@@ -103,6 +109,7 @@ def init_device() -> DeviceEnv:
         return env
     assert "megatron.core" not in sys.modules, "init_device() must run before the first import of megatron.core"
     _quiet_imports()
+    hide_transformer_engine()
     if cuda:
         importlib.import_module("megatron.core")
     else:

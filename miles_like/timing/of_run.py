@@ -56,6 +56,9 @@ class Facts:
     """Rows of the busiest expert-parallel rank over the average."""
 
 
+LOGIT_BYTES = 8  # temporaries per logit of a block
+
+
 def element_bytes(spec: QuantSpec | None) -> float:
     """Bytes of one weight stored as `spec`, including its share of a scale; 2 for BF16."""
     if spec is None or spec.format is QuantFormat.BF16:
@@ -159,4 +162,11 @@ def train_setup(run: RunConfig, hf: HFConfig, facts: Facts, load: Workload) -> T
         rounded=run.precision.qat,
         loss_share=load.responses.mean / (load.prompt + load.responses.mean),
         trained=facts.trained,
+        head_columns=_columns(trainer, run.max_pack_tokens),
     )
+
+
+def _columns(trainer: TrainerConfig, pack_tokens: int) -> int:
+    """Entries of the vocabulary in a block of logits (megatron_bridge/model/logprobs.py)."""
+    rows = max(1, pack_tokens // trainer.parallel.cp)
+    return max(1, (trainer.logprob_memory_mib << 20) // (LOGIT_BYTES * rows))

@@ -89,6 +89,7 @@ def init_fake_cuda() -> DeviceEnv:
     if "megatron.core" in sys.modules:
         raise ValueError("this process has imported megatron-core for CPU ranks: execute a fake CUDA rank in a new one")
     device_module._quiet_imports()
+    device_module.hide_transformer_engine()
     with device_module._eager_fuser():
         importlib.import_module("megatron.core")
     for shim in NO_TE_SHIMS:

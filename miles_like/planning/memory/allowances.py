@@ -9,6 +9,7 @@ from megatron_bridge.config import TrainerConfig
 from miles_like.planning.memory.parts import MIB, Part
 
 CONTEXT = 768 * MIB
+TRAINER_CONTEXT = 3072 * MIB
 COMMUNICATOR = 256 * MIB
 FRAGMENTATION = 0.10
 _DEEPEP_SMS = 20  # Buffer.num_sms
@@ -32,9 +33,11 @@ class Allowance:
 ALLOWANCES: tuple[Allowance, ...] = (
     Allowance(
         part="CUDA context",
-        what=f"{CONTEXT // MIB} MiB a process: driver, loaded kernels, cuBLAS workspaces",
-        source="assumption; nvidia-smi shows 0.5 to 0.6 GiB for a process with a context on a Hopper GPU, and cuBLAS "
-        "takes 32 MiB a handle there (cuBLAS documentation, cublasSetWorkspace)",
+        what=f"{TRAINER_CONTEXT // MIB} MiB a trainer rank, {CONTEXT // MIB} MiB an engine's: driver, loaded kernels, "
+        "workspaces of cuBLAS and TransformerEngine",
+        source="measured with one trainer rank on an H200 (docs/gpu.md): 0.6 GiB of an empty context, 2.4 and 2.8 GiB "
+        "outside of the allocator after a step, 0.1 and 0.2 GiB of workspaces while it sleeps; the engine's is an "
+        "assumption",
     ),
     Allowance(
         part="NCCL",
@@ -101,7 +104,7 @@ def deepep_low_latency(ranks: int, hidden: int, experts: int) -> int:
 
 def trainer_allowances(config: TrainerConfig, hidden: int) -> dict[Part, int]:
     """Bytes by part of a trainer rank's process, except fragmentation; they stay allocated while it sleeps."""
-    out: dict[Part, int] = {"CUDA context": CONTEXT, "NCCL": COMMUNICATOR * communicators(config)}
+    out: dict[Part, int] = {"CUDA context": TRAINER_CONTEXT, "NCCL": COMMUNICATOR * communicators(config)}
     kernels = config.kernels
     if kernels.dispatcher == "flex":
         out["DeepEP"] = deepep_normal(config.parallel.ep * config.parallel.etp, 2 * hidden)

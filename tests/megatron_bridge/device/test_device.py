@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -133,3 +134,23 @@ def test_deterministic_kernels_are_switched_on_in_torch_and_megatron(monkeypatch
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA ranks use the package")
+def test_cpu_ranks_do_not_import_an_installed_transformer_engine(tmp_path: Path) -> None:
+    """Megatron would take its optimizer and its router's product from it, which need CUDA. Seen with release 2.20.2
+    and no device: the first trainer of a rank failed."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    code = (
+        "from megatron_bridge.device.device import init_device; init_device()\n"
+        "import megatron.core.optimizer as o, megatron.core.transformer.moe.moe_utils as m, torch\n"
+        "print(o.Adam is torch.optim.AdamW, m.te_general_gemm)"
+    )
+    path = os.pathsep.join((str(tmp_path), *sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.stdout.split() == ["True", "None"], done.stderr

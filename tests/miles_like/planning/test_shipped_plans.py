@@ -37,6 +37,7 @@ def test_deepseek_v3_with_its_optimizer_on_16_nodes_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
+        ("qwen3_30b_a3b_node", ("kernels.offload_optimizer=0.0",)),
         ("qwen3_30b_a3b_fp8_node", ("kernels.offload_optimizer=0.0",)),
         ("qwen3_30b_a3b_int4_qat_node", ("kernels.offload_optimizer=0.0",)),
         ("glm45_air", ("kernels.offload_optimizer=0.0",)),
@@ -55,7 +56,7 @@ ONE_GPU = (
 )
 ADAPTERS = (
     *("lora.rank=16", "kernels.spec=local", "kernels.grouped_gemm=false", "kernels.rope_fusion=false"),
-    *("kernels.permute_fusion=false", "kernels.dispatcher=alltoall"),
+    *("kernels.permute_fusion=false", "kernels.dispatcher=alltoall", "kernels.offload_optimizer=0.0"),
 )
 
 
@@ -64,12 +65,11 @@ def test_qwen3_30b_fits_no_gpu_of_80_gb() -> None:
     on_80, on_141 = (
         planned("qwen3_30b_a3b_node", *ONE_GPU, *ADAPTERS, f"cluster.device={d}") for d in ("H100", "H200")
     )
-    assert (on_80.fits, on_80.worst.worst, gib(on_80.worst.peak)) == (False, "publishing", "117.0")
-    assert f"{on_141.spare:.0%}" == "17%"
+    assert (on_80.fits, on_80.worst.worst, gib(on_80.worst.peak)) == (False, "publishing", "119.3")
+    assert f"{on_141.spare:.0%}" == "15%"
     unrounded = ("precision.qat=false", "precision.allow_without_qat=true")
     int4 = planned("qwen3_30b_a3b_int4_qat_node", *ONE_GPU, *ADAPTERS, *unrounded)
     sums = {phase: gib(total(parts)) for phase, parts in int4.worst.phases.items()}
-    assert not int4.fits and (sums["publishing"], sums["training"]) == ("78.2", "82.1")
-    assert gib(int4.device.memory - total(int4.worst.phases["publishing"])) == "1.4"
+    assert not int4.fits and (sums["publishing"], sums["training"]) == ("80.5", "84.3")
     whole = planned("qwen3_30b_a3b_node", *ONE_GPU, "kernels.offload_optimizer=1.0", "kernels.dispatcher=alltoall")
     assert gib(whole.worst.phases["training"]["gradients"]) == "113.7"

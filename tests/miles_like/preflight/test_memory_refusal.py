@@ -34,7 +34,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
     done = dry(tmp_path, CONFIGS / "qwen3_4b.toml", "--set", TOO_MUCH)
     assert done.exit_code == 2
-    check_refusal(done.stderr.strip(), "79.6", "KV cache", "rollout.sglang.mem_fraction_static", 0.8, "--force")
+    check_refusal(done.stderr.strip(), "79.6", "KV cache", "rollout.sglang.mem_fraction_static", 0.75, "--force")
     assert not (tmp_path / "run").exists()
 
 
