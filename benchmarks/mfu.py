@@ -5,7 +5,7 @@ FLOPs are those of `megatron_bridge/plan/flops.py`: three times the forward's ma
 output rows under loss only. Utilization is FLOPs over the median step's seconds and the given peak of the device.
 There is no goal. Without CUDA it says so and measures nothing, unless `--tiny` asks for a look at the script itself.
 
-    python benchmarks/mfu.py --peak-tflops 989 [--spec local|te] [--tiny]
+    python benchmarks/mfu.py --peak-tflops 989 [--spec local|te] [--profile] [--tiny]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,8 @@ def micro_batch(samples: int, length: int, vocab: int, seed: int) -> MicroBatch:
     )
 
 
-def step_seconds(hf: dict[str, Any], spec: str, row: list[MicroBatch], loss_tokens: int) -> float:
-    """Median over ROUNDS steps, the device idle before and after each."""
+def step_seconds(hf: dict[str, Any], spec: str, row: list[MicroBatch], loss_tokens: int, profiled: bool) -> float:
+    """Median over ROUNDS steps, the device idle before and after each. profiled: print the profile of another step."""
     from megatron_bridge.trainer import MegatronTrainer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -94,6 +95,8 @@ def step_seconds(hf: dict[str, Any], spec: str, row: list[MicroBatch], loss_toke
             config, rank=0, world_size=1, master_addr="127.0.0.1", master_port=free_port(), loss=LOSS
         )
         took = [seconds_of(lambda: _settled(trainer, row, loss_tokens)) for _ in range(WARM + ROUNDS)]
+        if profiled:
+            _profile(lambda: _settled(trainer, row, loss_tokens))
         trainer.close()
     return statistics.median(took[WARM:])
 
@@ -104,6 +107,14 @@ def _settled(trainer: Any, row: list[MicroBatch], loss_tokens: int) -> None:
         torch.cuda.synchronize()
 
 
+def _profile(work: Callable[[], Any]) -> None:
+    """Kernels and calls with the most time, of torch's profiler."""
+    with torch.profiler.profile() as profiler:
+        work()
+    for key in ("self_device_time_total", "self_cpu_time_total"):
+        print(profiler.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=80))
+
+
 def main() -> int:
     """0; 2 when the peak is missing."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -111,6 +122,7 @@ def main() -> int:
     p.add_argument("--spec", choices=("local", "te"), default="local", help="modules")
     p.add_argument("--micro-batches", type=int, default=4, help="of 4 samples of 2,048 tokens each")
     add_write(p)
+    p.add_argument("--profile", action="store_true", help="also print the kernels and calls of one step by time")
     p.add_argument("--quick", action="store_true", help="one micro-batch")
     p.add_argument("--tiny", action="store_true", help="a tiny model and short samples, on any device")
     args = p.parse_args()
@@ -125,7 +137,7 @@ def main() -> int:
     row = [micro_batch(samples, length, hf["vocab_size"], i) for i in range(micros)]
     loss_tokens = sum(int(m.loss_mask.sum()) for m in row)
     flops = train_flops(hf, [length] * (samples * micros), head_rows=loss_tokens)
-    seconds = step_seconds(hf, args.spec, row, loss_tokens)
+    seconds = step_seconds(hf, args.spec, row, loss_tokens, args.profile)
     figures: dict[str, Any] = {
         "parameters": family_of(hf).parameter_count(hf),
         "tokens_per_s": round(samples * micros * length / seconds, 1),
