@@ -82,6 +82,7 @@ def test_three_healthy_nodes(cluster: Cluster, shared: Path) -> None:
     assert cluster[1].run(["find", str(cluster.disk), str(shared), "-name", ".miles-like-doctor*"]).stdout == ""
 
 
+@pytest.mark.long(beside="tests/miles_like/doctor/test_node_checks.py")
 def test_a_hostile_hosts_file_a_taken_port_and_disks_are_named(cluster: Cluster, shared: Path) -> None:
     """gloo really fails between the node whose name is 127.0.1.1 and the others, and not between those. With a run's
     configuration it does not: the run gives each rank the interface of its node's address.

@@ -20,12 +20,14 @@ import pytest
 import tomli_w
 
 from miles_like.hf.checkpoint import HFCheckpoint
+from tests.support.chosen import later
 from tests.support.namespaces import ROOT, Cluster, nodes
 from tests.support.tiny_models import random_tensors, write_checkpoint
 
 PAGE = (ROOT / "docs" / "first_launch.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 RAY = ("--num-cpus=2", "--num-gpus=8", "--object-store-memory=80000000", "--disable-usage-stats")
+HERE = "tests/cluster/test_first_launch.py"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "COLUMNS": "160"}
 
 
@@ -78,7 +80,7 @@ def test_the_doctor_names_what_these_nodes_lack(cluster: Cluster, work: Path) ->
     assert rows and {row.split(" A")[0] for row in rows} <= {f["check"].split(" node")[0] for f in found}
 
 
-@pytest.mark.parametrize("command", commands("--dry-run"))
+@pytest.mark.parametrize("command", later(commands("--dry-run"), commands("--dry-run")[1:], beside=HERE))
 def test_a_dry_run_prints_the_plan_that_the_page_quotes(command: str, cluster: Cluster, work: Path) -> None:
     done = cluster[0].run(words(command, cluster.ray_address, work), env=OFFLINE)
     plan = "\n".join(done.stdout.splitlines()[:10])
@@ -90,6 +92,7 @@ def test_a_dry_run_prints_the_plan_that_the_page_quotes(command: str, cluster: C
     assert all(size in section for size in quoted[:-1]), f"{quoted} of the plan, the page has others"
 
 
+@pytest.mark.long(beside="tests/miles_like/preflight/test_preflight.py")
 def test_the_launch_ends_before_its_first_stage_and_says_why(cluster: Cluster, work: Path) -> None:
     (command,) = [c for c in commands("run_deepseek.py", "rehearsal_deepseek_v3") if "--dry-run" not in c]
     rows = f"data.train={ROOT}/configs/tiny/train.jsonl"  # those of the configuration are on the hub

@@ -21,6 +21,9 @@ from tests.support import separate_disks
 from tests.support.namespaces import Cluster, Node, nodes
 from tests.support.node_listing import listed, times
 
+# a run over two nodes with a disk each is converted and staged there too
+pytestmark = pytest.mark.long(beside="tests/cluster/test_spread_run.py")
+
 RAY = str(Path(sys.executable).with_name("ray"))
 
 
@@ -44,7 +47,6 @@ def wait_for_units(node: Node, directory: Path, number: int) -> None:
         time.sleep(0.5)
 
 
-@pytest.mark.long(beside="tests/cluster/test_separate_disks.py")
 def test_with_a_shared_disk_nothing_is_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
     driver, second, _ = cluster
     alone = driver.call(separate_disks.write_source, tmp_path)

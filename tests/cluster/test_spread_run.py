@@ -138,6 +138,7 @@ def test_each_node_has_what_it_loads_and_only_the_driver_s_has_the_cache(ran: Ra
     assert cached[DRIVER] and not cached[0] and not cached[1]
 
 
+@pytest.mark.long(beside="tests/miles_like/preflight/test_preflight.py")
 def test_a_run_directory_on_a_private_disk_is_refused(cluster: Cluster, work: Path) -> None:
     """Before the first stage, naming the nodes that do not see it."""
     disk = cluster.disk
@@ -151,6 +152,7 @@ def test_a_run_directory_on_a_private_disk_is_refused(cluster: Cluster, work: Pa
     assert not {"runs", "other"} & set(left) and not [name for name in left if name.startswith(".")]
 
 
+@pytest.mark.long(beside="tests/miles_like/cluster/test_run_nodes.py")
 def test_a_run_with_gpus_leaves_out_a_head_without_any(cluster: Cluster, tmp_path: Path) -> None:
     """Nodes are chosen once, in the order of their addresses."""
     got = cluster[0].call(spread_run.placed_on_gpus, cluster.ray_address, str(cluster.disk), tmp_path)

@@ -33,7 +33,7 @@ def test_the_command_joins_a_running_cluster_and_uses_its_nodes(shell: Run, two_
     assert json.loads(staged.read_text())["files"]
 
 
-@pytest.mark.long(beside="tests/cluster/test_separate_disks.py")
+@pytest.mark.long(beside="tests/cluster/test_spread_run.py")
 def test_a_conversion_shared_by_two_nodes_is_one_machine_s(two_nodes: str, tmp_path: Path) -> None:
     """There and back, checksum for checksum; nodes share a file system."""
     source = write_checkpoint(tmp_path / "hf", tiny(), random_tensors(tiny()))

@@ -194,6 +194,7 @@ def test_the_driver_is_told_to_stop(home: Path, how: signal.Signals) -> None:
     assert not (run_dir / ".complete.json").exists()
 
 
+@pytest.mark.long(beside="tests/miles_like/preflight/test_preflight.py")
 def test_a_port_in_use_is_said_with_its_number(tmp_path: Path) -> None:
     """Before the first stage."""
     with socket.socket() as s:

@@ -32,6 +32,8 @@ from tests.support.tiny_models import felt_tensors, write_checkpoint
 
 QWEN = next(path for path in CONFIGS if path.stem == "qwen3_30b_a3b")
 MODEL = layouts.MODELS["gqa"] | {"num_key_value_heads": 4}  # as many as ranks of a tensor-parallel group
+# slots are held by test_run_nodes.py, a step over two nodes by a whole run
+pytestmark = pytest.mark.long(beside="tests/cluster/test_spread_run.py")
 HOSTS = [9, 12]  # in the order of the run
 LIMIT_S = 500.0
 Step = tuple[Mapping[str, float], dict[str, bytes]]  # metrics of the step, files of the published weights
@@ -41,7 +43,7 @@ Step = tuple[Mapping[str, float], dict[str, bytes]]  # metrics of the step, file
     ("per_node", "settings"),
     [
         (2, ("cluster.gpus_per_node=2", "parallel.tp=2", "parallel.dp=2", "parallel.ep=4", "rollout.servers=2")),
-        pytest.param(8, (), marks=pytest.mark.long(beside="tests/miles_like/cluster/test_ranks_on_nodes.py")),
+        (8, ()),
     ],
     ids=["2x2", "2x8"],
 )

@@ -124,6 +124,7 @@ def test_a_part_on_another_node_that_dies_ends_the_wait_at_once(home: Path) -> N
     assert wait_until(lambda: not Path(f"/proc/{head}").exists() or "\nState:\tZ" in _status(head), 20)
 
 
+@pytest.mark.long(beside="tests/rollout/sglang/test_startup.py")
 def test_of_parts_that_follow_one_another_the_first_to_fail_is_named(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import ray
 from miles_like.nodes.members import free_gpus
 from miles_like.nodes.reservation import Reservation
 from tests.support import placed
+from tests.support.chosen import later
 from tests.support.placed import (
     CONFIGS,
     PLACED,
@@ -34,6 +35,9 @@ from tests.support.pretended import Probe, pretended_cluster
 
 QWEN = next(path for path in CONFIGS if path.stem == "qwen3_30b_a3b")
 SMALL = [path for path in CONFIGS if path.stem not in PLACED or max(PLACED[path.stem].ranks)[0] < 2]
+FIRST = [path for path in SMALL if path.stem in ("qwen3_0_6b", "moonlight_16b_a3b")]
+HERE = "tests/miles_like/cluster/test_run_nodes.py"
+LONG = pytest.mark.long(beside=HERE)
 HOSTS = [9, 12]  # in the order of the run
 
 
@@ -44,9 +48,7 @@ def held() -> Iterator[Reservation]:
         yield both
 
 
-@pytest.mark.parametrize(
-    "every", [6, pytest.param(1, marks=pytest.mark.long(beside="tests/miles_like/cluster/test_run_nodes.py"))]
-)
+@pytest.mark.parametrize("every", later([6, 1], [6], beside=HERE))
 def test_ranks_and_servers_are_started_in_their_slots(held: Reservation, tmp_path: Path, every: int) -> None:
     """Of the 16 ranks and 8 servers of the smallest shipped cluster, started as a run starts them, all at once. Each
     node's Ray has other variables, hides its GPUs from such actors, and names them in another order than nvidia-smi.
@@ -65,7 +67,7 @@ def test_ranks_and_servers_are_started_in_their_slots(held: Reservation, tmp_pat
     assert len(seen) == len(slots) and not any(free_gpus().get(n.id, 0) for n in held.nodes)
 
 
-@pytest.mark.parametrize("path", SMALL, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", later(SMALL, FIRST, beside=HERE), ids=lambda p: p.stem)
 def test_every_process_of_a_configuration_has_its_node_and_devices(
     held: Reservation, tmp_path: Path, path: Path
 ) -> None:
@@ -78,7 +80,7 @@ def test_every_process_of_a_configuration_has_its_node_and_devices(
 
 @pytest.mark.parametrize(
     ("rollout", "servers"),
-    [("gpus=4-7", places([0, 1], [4, 5, 6, 7])), ("nodes=1", places([1]))],
+    [pytest.param("gpus=4-7", places([0, 1], [4, 5, 6, 7]), marks=LONG), ("nodes=1", places([1]))],
     ids=["beside on each node", "on the second node, half of it shared"],
 )
 def test_pools_part_and_share_the_gpus_of_a_node(
@@ -114,19 +116,21 @@ APART = ("algorithm.name=ppo", "algorithm.kl_coefficient=0.1", "parallel.dp=1", 
                 reference=places([0, 1], [4, 5]),
             ),
         ),
-        (
+        pytest.param(
             ("trainer.nodes=0", "critic={nodes='1',gpus='0-3'}", "reference={nodes='1',gpus='4-7'}", "rollout.nodes=0"),
             Placed(
                 places([0], range(4)), places([0], range(4)), 2, critic=places([1], range(4)),
                 reference=places([1], range(4, 8)),
             ),
+            marks=LONG,
         ),
-        (
+        pytest.param(
             ("trainer.nodes=0", "critic={nodes='1',gpus='0-3'}", "reference={nodes='0',gpus='4-7'}", "rollout.nodes=1"),
             Placed(
                 places([0], range(4)), places([1], range(4)), 2, critic=places([1], range(4)),
                 reference=places([0], range(4, 8)),
             ),
+            marks=LONG,
         ),
     ],
     ids=["each beside the others on each node", "two nodes", "the critic shares GPUs with the rollout"],
@@ -148,9 +152,10 @@ def test_critic_and_reference_have_the_gpus_of_their_pools(
             ("trainer.gpus=0-1", "rollout.gpus=2-3", "teachers.gpus=4-7"),
             Placed(places([0, 1], [0, 1]), places([0, 1], [2, 3]), 2, teachers=places([0], range(4, 8))),
         ),
-        (
+        pytest.param(
             ("trainer.nodes=0", "rollout.nodes=0", "teachers={nodes='1',gpus='2-5'}"),
             Placed(places([0], range(4)), places([0], range(4)), 2, teachers=places([1], range(2, 6))),
+            marks=LONG,
         ),
     ],
     ids=["beside the others on each node", "on the second node"],

@@ -40,6 +40,9 @@ from tests.support.refusals import Facts, refuses
 from tests.support.standin_rank import PLACES, FailsToStart, Stand
 from tests.support.tiny_models import felt_tensors, write_checkpoint
 
+HERE = "tests/miles_like/cluster/test_workers.py"
+LONG = pytest.mark.long(beside=HERE)
+
 
 @pytest.fixture(scope="module")
 def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, TrainBatch], Any]]:
@@ -78,12 +81,8 @@ def test_a_dead_rank_is_named_where_the_others_tell_of_a_lost_connection_first(r
 @pytest.mark.parametrize(
     ("how", "facts"),
     [
-        ("dies", ("critic rank 0", "worker process died")),
-        pytest.param(
-            "refuses",
-            ("critic rank 2", "tp", 3),
-            marks=pytest.mark.long(beside="tests/miles_like/cluster/test_workers.py"),
-        ),
+        pytest.param("dies", ("critic rank 0", "worker process died"), marks=LONG),
+        pytest.param("refuses", ("critic rank 2", "tp", 3), marks=LONG),
         ("breaks", ("critic rank 2", "illegal memory access")),
     ],
 )
@@ -94,9 +93,7 @@ def test_the_rank_that_fails_first_at_the_start_is_named(ray: Any, tmp_path: Pat
         RayTrainer(FailsToStart(how), slots, this_node(), 1, tmp_path, timeout_s=100)
 
 
-@pytest.mark.parametrize(
-    "how", later(["hangs", "is stopped"], ["is stopped"], beside="tests/miles_like/cluster/test_workers.py")
-)
+@pytest.mark.parametrize("how", later(["hangs", "is stopped"], ["is stopped"], beside=HERE))
 def test_a_rank_that_does_not_answer_is_named_and_its_stacks_are_kept(ray: Any, tmp_path: Path, how: str) -> None:
     """Within the deadline, with the place where it hangs; the next call does not wait for it again."""
 
@@ -167,7 +164,7 @@ def batch(*, dp: int, routing: bool = True) -> TrainBatch:
     return pack([group(samples)], [[1.0] * 6], dp_size=dp, max_tokens=14)
 
 
-@pytest.mark.parametrize("where", later(PLACES, ["DP2", "PP2"], beside="tests/miles_like/cluster/test_workers.py"))
+@pytest.mark.parametrize("where", later(PLACES, ["DP2", "PP2"], beside=HERE))
 def test_a_rank_is_sent_its_rows_and_layers_alone(ray: Any, where: str) -> None:
     """Bytes counted where they arrive: the tokens that a rank feeds, times the layers it has, times K, one byte each,
     and four bytes of checksum for each row and pipeline stage. They are the rollout's for those tokens; ranks that need
@@ -198,6 +195,7 @@ def test_a_rank_is_sent_its_rows_and_layers_alone(ray: Any, where: str) -> None:
         assert max(counted.values()) < 0.7 * sum(counted.values())
 
 
+@LONG
 def test_without_routes_none_are_counted(ray: Any) -> None:
     metrics, came = ray("TP2", batch(dp=1, routing=False))
     assert "routing/bytes" not in metrics and all(m.routing is None for rows in came for row in rows for m in row)

@@ -169,6 +169,7 @@ def test_a_second_run_is_refused_or_queued_until_the_first_is_killed(
     assert all_are_free()
 
 
+@pytest.mark.long(beside="tests/miles_like/run/setup/test_run_cluster.py")
 def test_a_late_node_is_taken_when_it_comes(
     train: Train, commands: Commands, cluster: PretendedCluster, tmp_path: Path
 ) -> None:
