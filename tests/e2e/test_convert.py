@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from megatron_bridge.convert.to_megatron import to_megatron
 from miles_like.cli import app
 from miles_like.hf.checkpoint import HFCheckpoint
 from tests.e2e.conftest import SMALL, Run
@@ -61,6 +62,14 @@ def converted(run: Run, home: Path) -> Converted:
     return Converted(plain["fetch"], plain["dequantize"], plain["convert"])
 
 
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a small model, whose checkpoint is in `hf` beside them."""
+    where, hf = tmp_path_factory.mktemp("small"), tiny()
+    to_megatron(write_checkpoint(where / "hf", hf, random_tensors(hf)), where / "megatron")
+    return where / "megatron"
+
+
 @pytest.mark.long(beside="tests/megatron_bridge/convert/test_to_megatron.py")
 def test_fused_shards_are_those_of_the_bf16_directory_and_there_is_none(
     run: Run, converted: Converted, home: Path
@@ -71,6 +80,7 @@ def test_fused_shards_are_those_of_the_bf16_directory_and_there_is_none(
     assert len({path.parent for path in home.glob("cache/dequantize-*/data/*.safetensors")}) == 1
 
 
+@pytest.mark.long(beside="tests/megatron_bridge/convert/test_to_hf.py")
 def test_there_and_back_on_the_command_line(miles_like: Run, converted: Converted, tmp_path: Path) -> None:
     """Bit for bit what was converted, companions too; and again as FP8, which is what was fetched."""
     source, shards = converted.bf16, converted.shards
@@ -94,8 +104,7 @@ def test_there_and_back_on_the_command_line(miles_like: Run, converted: Converte
     assert done.returncode == 0 and "is whole" in done.stdout, done.stderr
 
 
-def test_damage_is_named_and_nothing_is_written(converted: Converted, tmp_path: Path) -> None:
-    shards = converted.shards
+def test_damage_is_named_and_nothing_is_written(shards: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     subprocess.run(["cp", "-r", str(shards), str(damaged)], check=True)
     victim = max(damaged.glob("*.distcp"), key=lambda p: p.stat().st_size)
@@ -109,8 +118,8 @@ def test_damage_is_named_and_nothing_is_written(converted: Converted, tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_mistake_is_one_sentence(converted: Converted, tmp_path: Path) -> None:
-    source, shards = converted.bf16, converted.shards
+def test_a_mistake_is_one_sentence(shards: Path, tmp_path: Path) -> None:
+    source = shards.parent / "hf"
     mistakes: dict[Facts, list[str]] = {
         (16, 3): ["to-megatron", str(source), str(tmp_path / "o"), "--ep", "3"],
         (3, 4): ["to-megatron", str(source), str(tmp_path / "o"), "--pp", "4"],

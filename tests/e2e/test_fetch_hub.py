@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +23,14 @@ import pytest
 import tomli_w
 
 from miles_like.hf.checkpoint import HFCheckpoint
+from tests.support.chosen import chosen
 from tests.support.fake_hub import Asked, FakeHub, Files
 from tests.support.refusals import check_refusal
 from tests.support.spawn import free_port
 from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
+LONG = pytest.mark.long(beside="tests/e2e/test_fetch_hub.py")
 NAME = "owner/tiny"
 LAST = "model-00003-of-00003.safetensors"
 SECOND = "model-00002-of-00003.safetensors"
@@ -175,21 +177,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 @pytest.fixture(scope="module")
-def stories(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[SimpleNamespace]]]:
+def stories(
+    request: pytest.FixtureRequest, files: Files, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[SimpleNamespace]]]:
     home = tmp_path_factory.mktemp("sites")
     cut = {**files, SECOND: files[SECOND][:-100]}
+    first = ("--stages", "fetch", "--set", "model.first_layers=1")
+    told: dict[str, Callable[[Path], SimpleNamespace]] = {
+        "interrupted": lambda where: interrupted(where, files),
+        "killed": lambda where: killed(where, files),
+        "unknown": lambda where: single(where, None),
+        "gone": lambda where: single(where, files, up=False),
+        "truncated": lambda where: single(where, cut),
+        "first layers": lambda where: single(where, files, *first),
+        "dry": lambda where: single(where, files, "--dry-run"),
+    }
     with ThreadPoolExecutor(max_workers=2) as pool:
-        yield {
-            "interrupted": pool.submit(interrupted, home / "interrupted", files),
-            "killed": pool.submit(killed, home / "killed", files),
-            "unknown": pool.submit(single, home / "unknown", None),
-            "gone": pool.submit(single, home / "gone", files, up=False),
-            "truncated": pool.submit(single, home / "truncated", cut),
-            "first layers": pool.submit(
-                single, home / "first", files, "--stages", "fetch", "--set", "model.first_layers=1"
-            ),
-            "dry": pool.submit(single, home / "dry", files, "--dry-run"),
-        }
+        yield {name: pool.submit(told[name], home / name) for name in chosen(request, "story", told)}
 
 
 @pytest.fixture
@@ -267,6 +271,7 @@ def test_a_damaged_file_is_not_taken_for_whole_when_the_hub_is_gone(story: Simpl
     assert not story.blessed
 
 
+@LONG
 @of("unknown")
 def test_an_unknown_repository_is_one_sentence_and_leaves_nothing(story: SimpleNamespace) -> None:
     """A mistyped name is the likeliest mistake of all."""
@@ -274,6 +279,7 @@ def test_an_unknown_repository_is_one_sentence_and_leaves_nothing(story: SimpleN
     assert not list((story.site.home / "runs").rglob(".complete.json"))
 
 
+@LONG
 @of("gone")
 def test_no_hub_at_all_is_one_sentence_and_leaves_nothing(story: SimpleNamespace) -> None:
     """Machines with accelerators often have no way out."""
@@ -281,6 +287,7 @@ def test_no_hub_at_all_is_one_sentence_and_leaves_nothing(story: SimpleNamespace
     assert not list((story.site.home / "runs").rglob(".complete.json"))
 
 
+@LONG
 @of("truncated")
 def test_a_truncated_file_is_refused_by_name(story: SimpleNamespace, files: Files) -> None:
     """The hub serves it in full, as it was pushed: only the file's own header shows it. Another download would give the
@@ -305,6 +312,7 @@ def test_of_a_model_s_first_layers_only_their_files_are_downloaded(story: Simple
     assert set(kept.names()) == {name for name in weight_map if "layers." not in name or ".layers.0." in name}
 
 
+@pytest.mark.long(beside="tests/miles_like/preflight/test_dry_run.py")
 @of("dry")
 def test_a_dry_run_asks_nobody(story: SimpleNamespace) -> None:
     """It is what people run on a machine without network, before they book the one with."""

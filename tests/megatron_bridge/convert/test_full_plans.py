@@ -314,13 +314,14 @@ def check_dequantized(source: Source, names: list[str]) -> None:
             assert torch.equal(value, dequantized(source, name)), name
 
 
-@pytest.mark.parametrize("model", [pytest.param(m, marks=[] if m == "glm45" else [LONG]) for m in WIDTHS])
+@pytest.mark.long(beside="tests/megatron_bridge/convert/test_to_megatron.py")
+@pytest.mark.parametrize("model", WIDTHS)
 def test_tensors_of_true_width_are_converted_within_the_memory_limit(model: str, tmp_path: Path) -> None:
     """One routed expert, and of each kind of layer one or two tensors."""
     assert convert_chosen(tmp_path, model, chosen_few) > WIDTHS[model].few_bytes
 
 
-@LONG
+@pytest.mark.long(beside="tests/megatron_bridge/convert/test_to_megatron.py")
 @pytest.mark.parametrize("model", WIDTHS)
 def test_whole_layers_are_converted_within_the_memory_limit(model: str, tmp_path: Path) -> None:
     assert convert_chosen(tmp_path, model, of_whole_layers) > WIDTHS[model].whole_bytes

@@ -160,6 +160,7 @@ def test_fp8_in_one_pass_is_dequantized_then_converted(hf: dict[str, Any], tmp_p
     assert "quantization_config" in json.loads((tmp_path / "fused" / "hf" / "config.json").read_text())
 
 
+@pytest.mark.long(beside="tests/megatron_bridge/convert/test_units.py")
 def test_one_process_or_two_write_the_same_bytes(hf_dir: Path, tmp_path: Path) -> None:
     """A third process is killed by the system on the way: one sentence, and the units that were whole are kept."""
     _convert(hf_dir, tmp_path / "one")
@@ -400,6 +401,7 @@ def test_a_full_disk_is_named_and_what_is_whole_is_kept(
     assert _convert(hf_dir, tmp_path / "out").units_kept == 2
 
 
+@pytest.mark.long(beside="tests/megatron_bridge/convert/test_to_hf.py")
 def test_every_config_converts(tmp_path: Path) -> None:
     for name, hf in CONFIGS.items():
         path = write_checkpoint(tmp_path / name, hf, random_tensors(hf))

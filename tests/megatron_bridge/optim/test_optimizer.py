@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support import toy
-from tests.support.chosen import chosen
+from tests.support.chosen import chosen, later
 from tests.support.refusals import check_refusal
 from tests.support.spawn import free_port, run_ranks
 from tests.support.tiny_models import tiny_dense
@@ -55,8 +55,9 @@ CASES = [
     ("EP2", "all but experts"),
     ("TP2", "all but experts"),
 ]
-LONG = ("embedding", "one layer", "all but experts")  # the other patterns meet every layout
-LATER = [pytest.mark.long(beside="tests/megatron_bridge/optim/test_optimizer.py")]
+FIRST = [("EP2", "nothing"), ("PP2, recomputed", "first stage"), ("EP2 without distributed optimizer", "all experts")]
+HERE = "tests/megatron_bridge/optim/test_optimizer.py"
+EACH = pytest.mark.parametrize("case", later(CASES, FIRST, beside=HERE), ids="-".join)
 
 
 def _config(hf: str, frozen: str, **layout: Any) -> Any:
@@ -170,8 +171,9 @@ def _two_ranks(
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    where, frozen = tmp_path_factory.mktemp("optimizer"), chosen(request, "frozen", FROZEN)
-    asked = [case for case in CASES if case[1] in frozen]
+    where, asked = tmp_path_factory.mktemp("optimizer"), chosen(request, "case", CASES)
+    patterns = {*chosen(request, "frozen", FROZEN), *(frozen for _, frozen in asked)}
+    frozen = [name for name in FROZEN if name in patterns]
     hf = toy.hf_dir(where / "hf")
     (one,) = run_ranks(
         _one_rank, 1, hf, where, {name: free_port() for name in dict.fromkeys(("nothing", *frozen))}, keep=True
@@ -185,12 +187,12 @@ def _is_frozen(frozen: str, name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in FROZEN[frozen])
 
 
-@pytest.mark.parametrize("frozen", [pytest.param(frozen, marks=LATER * (frozen in LONG)) for frozen in FROZEN])
+@pytest.mark.parametrize("frozen", later(FROZEN, [frozen for _, frozen in FIRST], beside=HERE))
 def test_exactly_what_is_named_stays(found: Found, frozen: str) -> None:
     """Stages count their layers and expert ranks their experts from 0: a pattern means the global number everywhere.
     What is frozen is published as it was, bit for bit."""
     runs = [found["one"][frozen]] + [
-        rank[f"{f}, {layout}"] for layout, f in CASES if f == frozen for rank in found["both"]
+        rank[name] for rank in found["both"] for name in rank if name.startswith(f"{frozen}, ")
     ]
     for run in runs:
         for name, moved in run["moved"].items():
@@ -200,19 +202,21 @@ def test_exactly_what_is_named_stays(found: Found, frozen: str) -> None:
     assert len(kept[0]) == {"nothing": 0, "embedding": 1, "a layer's experts": 49}.get(frozen, len(kept[0]))
 
 
-@pytest.mark.parametrize(("layout", "frozen"), [pytest.param(*case, marks=LATER * (case[1] in LONG)) for case in CASES])
-def test_loss_and_norm_do_not_depend_on_the_layout(found: Found, layout: str, frozen: str) -> None:
+@EACH
+def test_loss_and_norm_do_not_depend_on_the_layout(found: Found, case: tuple[str, str]) -> None:
     """Recomputation would silently drop the gradients of a layer whose input needs none, and a wholly frozen stage
     could not run backward: activations require gradients from the embedding on."""
+    layout, frozen = case
     for run in (rank[f"{frozen}, {layout}"] for rank in found["both"]):
         for want, got in zip(found["one"][frozen]["metrics"], run["metrics"], strict=True):
             for key in ("train/loss", "train/grad_norm"):
                 assert got[key] == pytest.approx(want[key], rel=1e-5), key
 
 
-@pytest.mark.parametrize(("layout", "frozen"), [pytest.param(*case, marks=LATER * (case[1] in LONG)) for case in CASES])
-def test_a_frozen_model_resumes_bitwise(found: Found, layout: str, frozen: str) -> None:
+@EACH
+def test_a_frozen_model_resumes_bitwise(found: Found, case: tuple[str, str]) -> None:
     """Also where a rank, a stage or a kind of parameter has nothing to train, hence no optimizer state."""
+    layout, frozen = case
     for run in (rank[f"{frozen}, {layout}"] for rank in found["both"]):
         assert run["resumed"] == run["metrics"][-1] and run["same weights"]
 

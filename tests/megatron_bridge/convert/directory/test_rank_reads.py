@@ -23,6 +23,7 @@ from megatron_bridge.convert.source import Source
 from megatron_bridge.convert.to_megatron import convert_source
 from megatron_bridge.families.registry import family_of
 from tests.support import toy
+from tests.support.chosen import later
 from tests.support.refusals import check_refusal
 from tests.support.spawn import free_port, run_ranks
 from tests.support.tiny_models import random_tensors, tiny, tiny_dense, write_checkpoint
@@ -46,6 +47,12 @@ def _convert(where: Path, hf: dict[str, Any]) -> Path:
     grid = Grid(2, 2 if hf is MOE else 1)
     convert_source(Source.open(where / "hf"), where / "megatron", grid, chunk_bytes=1 << 13, unit_bytes=1 << 14)
     return where / "megatron"
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of MOE, not to be changed."""
+    return _convert(tmp_path_factory.mktemp("moe"), MOE)
 
 
 def _open_names(root: Path) -> set[str]:
@@ -80,10 +87,23 @@ def _planned(root: Path, hf: dict[str, Any], layout: dict[str, Any], mtp: bool, 
     return files_read(Manifest.read(root), tensors, ParallelConfig(**layout), ranks)
 
 
-def test_a_rank_opens_the_files_of_its_read_list_and_no_other(tmp_path: Path) -> None:
-    whole = {id(hf): _convert(tmp_path / name, hf) for name, hf in (("moe", MOE), ("tied", TIED))}
+FIRST = ("TP2", "PP2, uneven, draft layer", "EP2")
+
+
+@pytest.mark.parametrize(
+    "names",
+    later([FIRST, tuple(CASES)], [FIRST], beside="tests/megatron_bridge/convert/directory/test_rank_reads.py"),
+    ids=["first", "all"],
+)
+def test_a_rank_opens_the_files_of_its_read_list_and_no_other(
+    moe: Path, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    cases = {name: CASES[name] for name in names}
+    whole = {id(MOE): moe}
+    if any(hf is TIED for _, hf, _ in cases.values()):
+        whole[id(TIED)] = _convert(tmp_path / "tied", TIED)
     jobs, lacking = [], ""
-    for name, (layout, hf, mtp) in CASES.items():
+    for name, (layout, hf, mtp) in cases.items():
         # a node's own copy, of what its two ranks read
         root = tmp_path / "nodes" / name / "megatron"
         for file in _planned(whole[id(hf)], hf, layout, mtp, [0, 1]):
@@ -97,14 +117,14 @@ def test_a_rank_opens_the_files_of_its_read_list_and_no_other(tmp_path: Path) ->
     (short / lacking).unlink()
     ranks = run_ranks(_load, 2, [*jobs, (short, {"tp": 2}, False, free_port())])
     some_are_unread = 0
-    for i, (name, (layout, hf, mtp)) in enumerate(CASES.items()):
+    for i, (name, (layout, hf, mtp)) in enumerate(cases.items()):
         everything = set(Manifest.read(whole[id(hf)]).files)
         for rank in (0, 1):
             opened, problem = ranks[rank][i]
             assert problem is None, (name, problem)
             assert opened == _planned(whole[id(hf)], hf, layout, mtp, [rank]), (name, rank)
             some_are_unread += bool({f for f in everything - opened if f.endswith(".distcp")})
-    assert some_are_unread >= 6
+    assert some_are_unread >= len(cases)
     assert ranks[0][-1][1] == ranks[1][-1][1]
     check_refusal(ranks[0][-1][1], lacking)
 
@@ -121,6 +141,5 @@ def test_bytes_of_all_ranks_are_the_model() -> None:
 
 
 @pytest.mark.parametrize("ranks", [[], [0]])
-def test_a_node_without_ranks_reads_nothing(ranks: list[int], tmp_path: Path) -> None:
-    root = _convert(tmp_path, MOE)
-    assert bool(_planned(root, MOE, {"tp": 2}, False, ranks)) is bool(ranks)
+def test_a_node_without_ranks_reads_nothing(moe: Path, ranks: list[int]) -> None:
+    assert bool(_planned(moe, MOE, {"tp": 2}, False, ranks)) is bool(ranks)
