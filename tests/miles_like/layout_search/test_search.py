@@ -105,6 +105,7 @@ def test_a_written_layout_is_the_configuration_that_was_found(
 
 
 @pytest.mark.slow  # six searches
+@pytest.mark.long(beside="tests/miles_like/layout_search/test_search.py")
 def test_nodes_devices_and_formats_are_searched() -> None:
     run, hf = loaded("qwen3_4b")
     two = searched(run, hf, kept=2, nodes=[2])

@@ -27,6 +27,7 @@ from tests.support.fakes import wait_until
 from tests.support.refusals import refuses
 from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
+LONG = pytest.mark.long(beside="tests/rollout/sglang/test_startup.py")
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import sys, time
@@ -105,7 +106,7 @@ def test_an_embedded_server_tells_its_phases(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limits", "lines", "facts"),
     [
-        ({"start_timeout_s": 3}, SLEEPS, ("starting", 3, "rollout.start_timeout_s")),
+        pytest.param({"start_timeout_s": 3}, SLEEPS, ("starting", 3, "rollout.start_timeout_s"), marks=LONG),
         ({"load_timeout_s": 0.2}, LOADS + SLEEPS, ("loading weights", 0.2, "rollout.load_timeout_s")),
         ({"start_timeout_s": 3}, LOADS + SLEEPS, ("loading weights", 3, "rollout.start_timeout_s")),
         (
