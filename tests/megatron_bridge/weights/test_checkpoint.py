@@ -28,6 +28,7 @@ from tests.support import toy
 from tests.support.refusals import check_refusal, refuses
 from tests.support.spawn import free_port, run_ranks, warm_context
 
+LONG = pytest.mark.long(beside="tests/megatron_bridge/weights/test_checkpoint.py")
 LAYOUT = {"dp": 2, "ep": 2}
 SMALL = 4096  # bytes a file may have on a "full disk": enough for metadata, not for weights
 SOON_S = 60.0  # far from the 600 s that a collective waits
@@ -137,10 +138,21 @@ def _on_a_full_disk(t: Any, rank: int, where: Path) -> Found:
     return out
 
 
+def _lacking_psutil(t: Any, where: Path) -> Found:
+    """As megatron finds it while it is imported."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filesystem_async, "HAVE_PSUTIL", False)
+        found = refused(lambda: t.save(where / "lacking"))
+    return {"refused": found[:2], "left": [p.name for p in where.glob("lacking*")]}
+
+
 def _trouble(rank: int, world: int, port: int, hf: str, where: Path, second_port: int) -> Found:
     # routing biases move: weights are views, which megatron's writer copies anyway, but a bias has its own storage
     with toy.trainer(toy.config(hf, router_bias_update_rate=1e-2, **LAYOUT), rank, world, port) as t:
-        out = {"beside": _beside_the_training(t, where), "full": _on_a_full_disk(t, rank, where)}
+        out = {"lacking psutil": _lacking_psutil(t, where)}
+        out |= {"beside": _beside_the_training(t, where), "full": _on_a_full_disk(t, rank, where)}
     with toy.trainer(toy.config(hf, distributed_optimizer=False, **LAYOUT), rank, world, second_port) as t:
         return out | {"other optimizer": refused(lambda: t.load(where / "sync"))}
 
@@ -185,14 +197,23 @@ def test_a_full_disk_on_one_rank_is_one_sentence_on_all(ranks: list[Found], case
     assert ranks[0]["full"]["left"] == []  # rank 0 removes it
 
 
+def test_where_megatron_found_no_psutil_a_save_is_refused_on_every_rank(ranks: list[Found]) -> None:
+    """Megatron's own save would wait for ever for writers that have died of the missing import."""
+    kind, message = ranks[0]["lacking psutil"]["refused"]
+    assert kind == "ValueError"
+    check_refusal(message, "psutil", "pip install")
+    assert [r["lacking psutil"] for r in ranks] == [{"refused": (kind, message), "left": []}] * 2
+
+
 def _without_psutil(rank: int, world: int, port: int, hf: str, where: Path) -> Found:
     sys.modules["psutil"] = None  # type: ignore[assignment]  # importing it fails
     with toy.trainer(toy.config(hf), rank, world, port) as t:
         return {"refused": refused(lambda: t.save(where / "saved")), "left": [p.name for p in where.iterdir()]}
 
 
+@LONG
 def test_without_psutil_a_save_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """Megatron's own save would wait for ever for writers that have died of the missing import."""
+    """In a process that cannot import it."""
     hf = toy.hf_dir(tmp_path / "hf")
     (tmp_path / "out").mkdir()
     (found,) = run_ranks(_without_psutil, 1, hf, tmp_path / "out", timeout_s=SOON_S, cold=True)
@@ -260,9 +281,7 @@ def test_a_damaged_common_file_is_one_sentence(damage: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "asynchronous",
     [
-        pytest.param(
-            False, id="sync", marks=pytest.mark.long(beside="tests/megatron_bridge/weights/test_checkpoint.py")
-        ),
+        pytest.param(False, id="sync", marks=LONG),
         pytest.param(True, id="async"),
     ],
 )
