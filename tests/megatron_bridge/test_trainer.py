@@ -11,11 +11,13 @@ from torch import Tensor
 
 from miles_like.types import LossInputs, LossOutput
 from tests.support import toy
+from tests.support.chosen import chosen, later
 from tests.support.refusals import check_refusal
 from tests.support.spawn import free_port, run_ranks
 
 LEARNING_STEPS = 25
 Found = dict[str, Any]
+OTHERS: dict[str, dict[str, Any]] = {"TP2": {"tp": 2}, "PP2": {"pp": 2, "first_stage_layers": 1}}
 
 
 class Poisoned(toy.NegativeLogLikelihood):
@@ -81,14 +83,10 @@ def _learn(rank: int, world: int, port: int, hf: str) -> Found:
     return out
 
 
-def _resume(rank: int, world: int, hf: str, where: Path, ports: dict[str, int]) -> Found:
+def _resume(rank: int, world: int, hf: str, where: Path, ports: dict[str, int], others: list[str]) -> Found:
     """Two steps, save, a third; then the third again from the checkpoint in the same and in other layouts."""
     out: Found = {}
-    layouts: dict[str, dict[str, Any]] = {
-        "same": {"dp": 2, "ep": 2},
-        "TP2": {"tp": 2},
-        "PP2": {"pp": 2, "first_stage_layers": 1},
-    }
+    layouts = {"same": {"dp": 2, "ep": 2}} | {name: OTHERS[name] for name in others}
     batches = [toy.samples(8, seed=i) for i in range(3)]
 
     def step(t: Any, i: int, dp: int) -> dict[str, float]:
@@ -120,20 +118,22 @@ def _refusals(t: Any, where: Path) -> Found:
     return out
 
 
-def _two_ranks(rank: int, world: int, port: int, hf: str, other: str, where: Path, ports: dict[str, int]) -> Found:
-    out = {"learn": _learn(rank, world, port, hf)} | _resume(rank, world, hf, where, ports)
+def _two_ranks(
+    rank: int, world: int, port: int, hf: str, other: str, where: Path, ports: dict[str, int], others: list[str]
+) -> Found:
+    out = {"learn": _learn(rank, world, port, hf)} | _resume(rank, world, hf, where, ports, others)
     with toy.trainer(toy.config(other, dp=2, ep=2), rank, world, ports["other"]) as t:
         return out | {"refused": _refusals(t, where)}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     where = tmp_path_factory.mktemp("trainer")
     hf, other = toy.hf_dir(where / "hf"), toy.hf_dir(where / "other")
     text = Path(other, "config.json").read_text()
     Path(other, "config.json").write_text(text.replace('"intermediate_size": 256', '"intermediate_size": 128', 1))
     ports = {name: free_port() for name in ("start", "same", "TP2", "PP2", "other")}
-    ranks = run_ranks(_two_ranks, 2, hf, other, where, ports)
+    ranks = run_ranks(_two_ranks, 2, hf, other, where, ports, chosen(request, "layout", OTHERS))
     assert ranks[0]["learn"]["metrics"] == ranks[1]["learn"]["metrics"], "ranks report different metrics"
     return ranks[0]
 
@@ -193,7 +193,7 @@ def test_a_resumed_step_is_the_step_that_would_have_been(found: Found) -> None:
     assert found["same"] == found["third"] | {"steps": 3} and found["same weights"]
 
 
-@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+@pytest.mark.parametrize("layout", later(OTHERS, (), beside="tests/laws/test_resharding_resume.py"))
 def test_a_checkpoint_resumes_in_another_layout(found: Found, layout: str) -> None:
     """Weights, master weights and Adam's moments are stored by parameter: only the order of sums differs."""
     for key in ("train/loss", "train/grad_norm"):

@@ -15,11 +15,14 @@ from megatron_bridge.fake.substitutes.facts import RankCounts
 from miles_like.planning.memory.activations import StepShape
 from miles_like.planning.memory.parts import Bytes, Part, total
 from miles_like.planning.memory.ranks import RankPlans
+from tests.support.chosen import chosen, later
 from tests.support.executed_ranks import CASES, MODELS, PACK, fake_ranks, real_ranks
 from tests.support.layouts import PATIENCE
 from tests.support.plans import tensors
 from tests.support.spawn import run_ranks
 
+FIRST = ("EP2", "TP2, QAT, recomputed")
+EACH = pytest.mark.parametrize("name", later(CASES, FIRST, beside="tests/megatron_bridge/fake/test_measured_ranks.py"))
 BOUND = 0.1
 SMALL = 1 << 16  # bytes: parts below it are compared within their sum only
 PHASES = ("building", "training", "asleep", "publishing")
@@ -30,23 +33,25 @@ CONSTANT = 384 << 10
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RankCounts, RankCounts]]:
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[RankCounts, RankCounts]]:
     """Case -> (fake, real)."""
-    where, names = str(tmp_path_factory.mktemp("ranks")), list(CASES)
+    where, names = str(tmp_path_factory.mktemp("ranks")), chosen(request, "name", CASES)
     fakes = run_ranks(fake_ranks, 2, where, names, "cpu", timeout_s=PATIENCE)
     reals = run_ranks(real_ranks, 2, where, names, {}, timeout_s=PATIENCE)
     fake = {name: counts for found in fakes for name, counts in found.items()}
     return {name: (fake[name], reals[CASES[name].rank][name]) for name in names}
 
 
-@pytest.mark.parametrize("name", CASES)
+@EACH
 def test_parameters_are_equal(name: str, both: dict[str, tuple[RankCounts, RankCounts]]) -> None:
     fake, real = both[name]
     assert (fake.parameters, fake.expert_parameters) == (real.parameters, real.expert_parameters)
     assert fake.stage == real.stage
 
 
-@pytest.mark.parametrize("name", CASES)
+@EACH
 @pytest.mark.parametrize("phase", PHASES)
 def test_each_part_of_each_peak_is_what_was_measured(
     name: str, phase: str, both: dict[str, tuple[RankCounts, RankCounts]]
@@ -80,7 +85,7 @@ def planned(name: str, where: Path) -> RankPlans:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@EACH
 def test_planned_parts_are_what_was_measured(
     name: str, both: dict[str, tuple[RankCounts, RankCounts]], tmp_path: Path
 ) -> None:
@@ -91,7 +96,7 @@ def test_planned_parts_are_what_was_measured(
         assert found.get(part, 0) == pytest.approx(real.static.get(part, 0), rel=BOUND, abs=1 << 12), part
 
 
-@pytest.mark.parametrize("name", CASES)
+@EACH
 def test_planned_peaks_are_what_was_measured(
     name: str, both: dict[str, tuple[RankCounts, RankCounts]], tmp_path: Path
 ) -> None:
