@@ -31,6 +31,7 @@ from tests.support.local_run import TINY, Runs
 # answers long enough that some are under way at every publication
 FREE = ("alignment.deterministic=false", "eval.every=0", "rollout.max_new_tokens=200")
 TRAINED = 8  # samples a step
+LONG = pytest.mark.long(beside="tests/laws/test_free_runs.py")
 Row = dict[str, Any]
 
 
@@ -79,17 +80,27 @@ def begun(checkpoint: Path) -> list[Sample]:
     return [s for g in partial for s in g.samples if s.response_len]
 
 
-def test_half_done_samples_go_on_over_publications_and_kills_within_the_bound(runs: Runs) -> None:
+@pytest.mark.parametrize(
+    ("modes", "each"),
+    [
+        pytest.param(("retract", "in_place"), 3, id="retract, in place"),
+        pytest.param(("abort", "retract", "in_place"), 4, id="every mode", marks=LONG),
+    ],
+)
+def test_half_done_samples_go_on_over_publications_and_kills_within_the_bound(
+    runs: Runs, modes: Sequence[str], each: int
+) -> None:
     """Each part of the run has another pause mode and ends by SIGKILL in the middle of a step, but the last."""
     # a busy machine may have no sample half done at either kill: then the run says nothing, and is repeated
-    assert any(went_on_over_kills(runs, runs.home / f"killed-{attempt}") > 1 for attempt in range(3))
+    wheres = [runs.home / f"killed-{len(modes)}-{attempt}" for attempt in range(3)]
+    assert any(went_on_over_kills(runs, where, modes, each) > 1 for where in wheres)
 
 
-def went_on_over_kills(runs: Runs, where: Path) -> int:
-    """Samples that were half done at a kill and trained after it, each checked."""
-    last, saved = 12, list[Sample]()
-    modes = {"abort": range(1, 5), "retract": range(5, 9), "in_place": range(9, last + 1)}
-    for mode, steps in modes.items():
+def went_on_over_kills(runs: Runs, where: Path, modes: Sequence[str], each: int) -> int:
+    """Samples that were half done at a kill and trained after it, each checked. each: steps of a mode."""
+    last, saved = each * len(modes), list[Sample]()
+    for i, mode in enumerate(modes):
+        steps = range(each * i + 1, each * (i + 1) + 1)
         settings = (*FREE, "buffer.max_staleness=2", f"train.steps={last}", f"publish.pause_mode={mode}")
         kill = Kill(victim="driver", point="step", step=steps[-1], where="before") if steps[-1] < last else None
         code = runs.run(where, settings, kill)

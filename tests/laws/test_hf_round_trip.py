@@ -22,10 +22,12 @@ from miles_like.hf.checkpoint import HFCheckpoint
 from tests.support import toy
 from tests.support.chosen import chosen, later
 from tests.support.converted import converted, differing
+from tests.support.layouts import EXPERTS
 from tests.support.refusals import refuses
 from tests.support.spawn import free_port, run_ranks
 from tests.support.tiny_models import CONFIGS, random_tensors
 
+HERE = "tests/laws/test_hf_round_trip.py"
 WORLD = 4
 LAYOUTS: dict[str, dict[str, int]] = {
     "TP2": {"tp": 2, "dp": 2},
@@ -39,10 +41,11 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 
 def _models() -> dict[str, dict[str, Any]]:
-    """Every config with 4 layers; each second one of those that may have draft layers has one."""
+    """Every config with 4 layers and few experts; each second one of those that may have draft layers has one."""
     models: dict[str, dict[str, Any]] = {}
     for i, (name, config) in enumerate(CONFIGS.items()):
         models[name] = {**config, "num_hidden_layers": 4}
+        models[name] |= {key: EXPERTS for key in ("n_routed_experts", "num_experts") if key in config}
         may_draft = family_of(config).mtp_layers({**config, "num_nextn_predict_layers": 1})
         if i % 2 and may_draft and not config.get("tie_word_embeddings"):
             models[name]["num_nextn_predict_layers"] = 1
@@ -77,21 +80,12 @@ def _cases() -> list[tuple[str, str]]:
     return cases
 
 
-def _first(cases: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """As few of `cases` as meet every family and every layout, or about that."""
-    kept: list[tuple[str, str]] = []
-    met: set[str] = set()
-    for new in (2, 1):
-        for model, layout in cases:
-            names = {family_of(MODELS[model]).name, layout}
-            if len(names - met) >= new:
-                kept.append((model, layout))
-                met |= names
-    return kept
-
-
 CASES = _cases()
-FIRST = _first(CASES)
+# every family, and each way to divide a model
+FIRST = [
+    *(("kimi", "ETP2"), ("qwen_one_kv_head_tied", "PP2")),
+    *(("qwen_dense_biases", "TP2 x PP2"), ("glm_tied", "EP2")),
+]
 LORA = {"rank": 4, "alpha": 6.0, "targets": ["attention", "experts", "shared_experts", "mlp"]}
 ADAPTED = {"TP2, ETP2, PP2": {"tp": 2, "etp": 2, "pp": 2}, "EP2": {"ep": 2, "dp": 4}}
 
@@ -101,8 +95,14 @@ def _case_dir(root: Path, case: tuple[str, str]) -> Path:
 
 
 def _load_and_save(
-    rank: int, world: int, spare: int, root: Path, ports: list[int], asked: list[tuple[str, str]]
-) -> list[dict[str, Any]]:
+    rank: int,
+    world: int,
+    spare: int,
+    root: Path,
+    ports: list[int],
+    asked: list[tuple[str, str]],
+    adapted: list[str],
+) -> dict[str, dict[str, Any]]:
     """What each adapted model publishes."""
     for i, (case, port) in enumerate(zip(CASES, ports, strict=False)):
         model, layout = case
@@ -120,8 +120,10 @@ def _load_and_save(
         with toy.trainer(cfg, rank, world, port) as t:
             t.load_weights(root / model / "megatron")
             t.save(_case_dir(root, case))
-    published = []
+    published = {}
     for i, (layout, sizes) in enumerate(ADAPTED.items()):
+        if layout not in adapted:
+            continue
         cfg = toy.config(str(root / "tiny" / "hf"), dtype="bfloat16", lora=LORA, **sizes)
         with toy.trainer(cfg, rank, world, ports[len(CASES) + i]) as t:
             t.load_weights(root / "tiny" / "megatron")
@@ -133,7 +135,7 @@ def _load_and_save(
             t.save(root / "saved" / layout)
             # what other ranks hold of the same adapter may differ: what was saved counts
             t.load_weights(root / "saved" / layout)
-            published.append({name: value.clone() for name, value in t.export()})
+            published[layout] = {name: value.clone() for name, value in t.export()}
     return published
 
 
@@ -146,14 +148,15 @@ def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         tensors = random_tensors(MODELS[name], mtp=bool(MODELS[name].get("num_nextn_predict_layers")))
         converted(root / name, MODELS[name], tensors)
     ports = [free_port() for _ in range(len(CASES) + len(ADAPTED))]
-    ranks = run_ranks(_load_and_save, WORLD, root, ports, asked, keep=True)
+    adapted = chosen(request, "layout", ADAPTED)
+    ranks = run_ranks(_load_and_save, WORLD, root, ports, asked, adapted, keep=True)
     torch.save(ranks[0], root / "published.pt")
     return root
 
 
 @pytest.mark.parametrize(
     "case",
-    later(CASES, FIRST, beside="tests/laws/test_hf_round_trip.py"),
+    later(CASES, FIRST, beside=HERE),
     ids=lambda case: "-".join(case) if isinstance(case, tuple) else case,
 )
 def test_what_a_trainer_saves_is_the_checkpoint_it_loaded(case: tuple[str, str], root: Path, tmp_path: Path) -> None:
@@ -165,9 +168,10 @@ def test_what_a_trainer_saves_is_the_checkpoint_it_loaded(case: tuple[str, str],
 
 
 def test_every_family_meets_every_layout_it_can_take() -> None:
-    """A dense model has no experts to divide. The first cases meet every family and every layout."""
+    """A dense model has no experts to divide. The first cases meet every family, and each way to divide a model."""
     assert {family_of(MODELS[model]).name for model, _ in FIRST} == {family_of(hf).name for hf in MODELS.values()}
-    assert {layout for _, layout in FIRST} == set(LAYOUTS)
+    assert set(FIRST) <= set(CASES)
+    assert {"tp", "pp", "ep", "etp"} <= {key for _, layout in FIRST for key in LAYOUTS[layout]}
     met = {(family_of(MODELS[model]).name, layout) for model, layout in CASES}
     families = {family_of(hf).name for hf in MODELS.values()}
     assert len(families) >= 4
@@ -175,7 +179,7 @@ def test_every_family_meets_every_layout_it_can_take() -> None:
     assert missed == {("qwen_dense", "EP2"), ("qwen_dense", "ETP2")}
 
 
-@pytest.mark.parametrize("layout", ADAPTED)
+@pytest.mark.parametrize("layout", later(ADAPTED, ["TP2, ETP2, PP2"], beside=HERE))
 def test_adapters_are_merged_as_they_are_published(layout: str, root: Path, tmp_path: Path) -> None:
     """W + lora_alpha / rank B A, rounded once: what the trainer serves of the model it saved. Without lora_alpha it is
     refused, for the checkpoint does not say it."""
@@ -183,7 +187,7 @@ def test_adapters_are_merged_as_they_are_published(layout: str, root: Path, tmp_
     with refuses(ValueError, saved, "LoRA", "lora_alpha"):
         to_hf(saved, tmp_path / "out", hf_config=hf)
     to_hf(saved, tmp_path / "out", hf_config=hf, lora_alpha=LORA["alpha"])
-    published = torch.load(root / "published.pt")[list(ADAPTED).index(layout)]
+    published = torch.load(root / "published.pt")[layout]
     merged = dict(HFCheckpoint(tmp_path / "out").stream())
     assert differing(merged, published) == []
     assert len(differing(merged, dict(HFCheckpoint(hf).stream()))) > 50

@@ -73,6 +73,7 @@ class Chain:
 
     settings: tuple[str, ...]
     kills: tuple[Kill, ...]
+    steps: int = STEPS
 
 
 CHAINS = {
@@ -84,14 +85,14 @@ CHAINS = {
     "one behind, two ranks, a filter": Chain(
         ("parallel.dp=2", "parallel.ep=2", "buffer.max_staleness=1", "algorithm.filter=nonzero_std"),
         (
-            kill("rank", "step", 1, "half"),
             kill("driver", "generation", 2, 10),
             kill("rank", "save", 3, "shards"),
         ),
+        steps=5,
     ),
     "one behind, two ranks, a filter, at random": Chain(
         ("parallel.dp=2", "parallel.ep=2", "buffer.max_staleness=1", "algorithm.filter=nonzero_std"),
-        at_random("one behind", [3, 4, 5]),
+        (kill("rank", "step", 1, "half"), *at_random("one behind", [3, 4, 5])),
     ),
 }
 
@@ -144,12 +145,12 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return out
 
 
-def same(run_dir: Path, whole: Path) -> None:
+def same(run_dir: Path, whole: Path, steps: int) -> None:
     """Everything that a run leaves, but clocks."""
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         kept = [where / "rollouts" / f"step_{step}.jsonl" for where in (run_dir, whole)]
         assert kept[0].read_bytes() == kept[1].read_bytes(), f"samples of step {step}"
-    found, want = (tensors(where / "checkpoints" / f"step_{STEPS}" / "trainer") for where in (run_dir, whole))
+    found, want = (tensors(where / "checkpoints" / f"step_{steps}" / "trainer") for where in (run_dir, whole))
     assert found.keys() == want.keys() and len(found) > 20
     for name, x in found.items():
         assert x.view(torch.uint8).equal(want[name].view(torch.uint8)), name
@@ -160,13 +161,13 @@ def same(run_dir: Path, whole: Path) -> None:
 @pytest.mark.parametrize("name", later(CHAINS, first=["one behind, two ranks, a filter"], beside=HERE))
 def test_a_run_killed_and_resumed_is_the_run_that_was_never_killed(runs: Runs, name: str) -> None:
     chain, where = CHAINS[name], runs.home / name.replace(" ", "-")
-    settings = [*chain.settings, f"train.steps={STEPS}"]
+    settings = [*chain.settings, f"train.steps={chain.steps}"]
     assert runs.run(where / "whole", settings) == 0, tail(where / "whole" / "driver.log")
     for blow in chain.kills:
         killed(runs, where / "killed", settings, blow)
     assert runs.run(where / "killed", settings) == 0, tail(where / "killed" / "driver.log")
-    same(where / "killed", where / "whole")
-    waiting = load(where / "whole" / "checkpoints" / f"step_{STEPS - 2}").groups
+    same(where / "killed", where / "whole", chain.steps)
+    waiting = load(where / "whole" / "checkpoints" / f"step_{chain.steps - 2}").groups
     assert bool(waiting) == any("max_staleness" in words for words in settings)  # what waits is saved, and is resumed
     assert audit(where / "whole" / "ledger.jsonl").wrong is None
 

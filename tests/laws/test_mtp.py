@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.support import toy
 from tests.support.chosen import chosen, later
+from tests.support.layouts import EXPERTS, ROUTED
 from tests.support.spawn import free_port, run_ranks
 
 DEPTHS, COEFFICIENT = 2, 0.3
@@ -25,14 +26,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2, selective recomputation": {"cp": 2, "recompute": "selective"},
 }
 
-FIRST = ("TP2 + sequence parallel", "PP2", "CP2, selective recomputation", *PACKINGS)
+FIRST = ("PP2", "CP2, selective recomputation", *PACKINGS)
 NAMES = later([*LAYOUTS, *PACKINGS], first=FIRST, beside="tests/laws/test_mtp.py")
 
 
 def _parts() -> list[Any]:
     """Samples whose routes are replayed; MTP layers choose by themselves. One is too short for depth 2."""
-    parts = toy.samples(12)
-    return [*parts, replace(toy.sample(77, 2), loss_mask=torch.ones(2, dtype=torch.bool))]
+    parts = toy.samples(12, experts=EXPERTS)
+    return [*parts, replace(toy.sample(77, 2, experts=EXPERTS), loss_mask=torch.ones(2, dtype=torch.bool))]
 
 
 def _step(t: Any, *, dp: int = 1, micros: int = 4) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def _stock(t: Any) -> dict[str, float]:
     ours = {layer: type(layer) for layer in model.mtp.layers}
     losses = []
     for part in _parts():
-        s = shard(part, t.parallel, torch.device("cpu"), shard_spec=t.shard_spec, num_experts=toy.EXPERTS)
+        s = shard(part, t.parallel, torch.device("cpu"), shard_spec=t.shard_spec, num_experts=EXPERTS)
         t._step.replay.load([s], forward_only=True)
         t._step.replay.forward_of(0)
         seen: list[Tensor] = []
@@ -144,7 +145,7 @@ def _two_ranks(rank: int, world: int, port: int, hf: str, start: Path, ports: di
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     where = tmp_path_factory.mktemp("mtp")
-    hf = toy.hf_dir(where / "hf", toy.hf_config() | {"num_nextn_predict_layers": DEPTHS})
+    hf = toy.hf_dir(where / "hf", toy.hf_config() | ROUTED | {"num_nextn_predict_layers": DEPTHS})
     start = where / "start"
     out: dict[str, Any] = run_ranks(_one_rank, 1, hf, start, keep=True)[0]
     ports = {name: free_port() for name in dict.fromkeys(("PP2", *chosen(request, "name", LAYOUTS)))}

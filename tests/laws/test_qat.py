@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quant.stream import dequantize_stream, quantize_stream
 from tests.support import toy
+from tests.support.layouts import EXPERTS
 from tests.support.qat_cases import BF16, FORMATS, MODELS, ONE, QUICK, TWO, Case
 from tests.support.spawn import free_port, run_ranks
 
@@ -39,7 +40,7 @@ def _config(where: Path, model: str, precision: dict[str, Any] | None = None, **
 def _row(t: Any, seed: int) -> tuple[Any, int]:
     layers = t.family.moe_layers(t.hf)
     dp = t.config.parallel.dp
-    rows, tokens = toy.grid(toy.samples(4, seed=seed, layers=layers), dp=dp, micros=2 // dp)
+    rows, tokens = toy.grid(toy.samples(4, seed=seed, layers=layers, experts=EXPERTS), dp=dp, micros=2 // dp)
     return rows[t.dp_rank], tokens
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.layouts import EXPERTS, ROUTED
 from tests.support.tiny_models import tiny, tiny_qwen
 
 _SIZED = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 _MLA = tiny(
-    **_SIZED, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+    **_SIZED, **ROUTED, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
 )  # kv_a_proj has 40 rows: its last blocks are cut short
 MODELS: dict[str, dict[str, Any]] = {
     "mla": _MLA,
     "mtp": _MLA | {"num_nextn_predict_layers": 1},
-    "gqa": tiny_qwen(**_SIZED, head_dim=32, mlp_only_layers=[0]),
+    "gqa": tiny_qwen(**_SIZED, num_experts=EXPERTS, head_dim=32, mlp_only_layers=[0]),
     "four layers": _MLA | {"num_hidden_layers": 4},
     # inputs that divide into groups of 128 on two ranks too
     "wide": tiny(
         **_SIZED | {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 256},
+        **ROUTED,
         q_lora_rank=128,
         kv_lora_rank=128,
         qk_nope_head_dim=16,
@@ -59,15 +61,12 @@ TWO: dict[str, Case] = {
     "EP2, weights gathered late": ("mla", BF16 | OVERLAPPED | {"dp": 2, "ep": 2}, (*SOME, "fp8-ue8m0")),
     "LoRA, TP2 and ETP2": ("mla", BF16 | LORA | {"tp": 2, "etp": 2}, SOME),
 }
-# Of both, in `make test`: every format once, and each way to divide a model.
+# Of both, in `make test`: formats of blocks and packed ones, and ranks that share a matrix, and that have whole ones.
 QUICK = (
     "bf16, recomputed: fp8",
-    "bf16, recomputed: mxfp8",
-    "bf16, recomputed: mxfp4",
     "fp32, without distributed optimizer: int4",
     "LoRA: fp8",
     "TP2: fp8 of experts",
     "TP2 and ETP2, recomputed: nvfp4",
     "EP2, weights gathered late: fp8-ue8m0",
-    "PP2xVPP2: int4",
 )
