@@ -22,6 +22,9 @@ from miles_like.config.run import RunConfig
 from tests.support.namespaces import ROOT, Cluster, nodes
 from tests.support.refusals import check_refusal
 
+# each finding, by what nodes answer, is held there
+pytestmark = pytest.mark.long(beside="tests/miles_like/doctor/test_node_checks.py")
+
 TINY = ROOT / "configs" / "tiny.toml"
 WHY = "measured values, and names of other nodes' faults beside it"
 
@@ -59,7 +62,6 @@ def wrong(found: dict[str, Any], check: str) -> list[tuple[list[str], str]]:
     ]
 
 
-@pytest.mark.long(beside="tests/cluster/test_doctor.py")
 def test_three_healthy_nodes(cluster: Cluster, shared: Path) -> None:
     given = settings(f"cache_dir={shared}/cache", f"cluster.stage_dir={cluster.disk}", "rollout.port=20000")
     status, found, printed = doctor(cluster, shared, *given, "--run-dir", str(shared / "run"))
@@ -82,7 +84,6 @@ def test_three_healthy_nodes(cluster: Cluster, shared: Path) -> None:
     assert cluster[1].run(["find", str(cluster.disk), str(shared), "-name", ".miles-like-doctor*"]).stdout == ""
 
 
-@pytest.mark.long(beside="tests/miles_like/doctor/test_node_checks.py")
 def test_a_hostile_hosts_file_a_taken_port_and_disks_are_named(cluster: Cluster, shared: Path) -> None:
     """gloo really fails between the node whose name is 127.0.1.1 and the others, and not between those. With a run's
     configuration it does not: the run gives each rank the interface of its node's address.
@@ -150,7 +151,6 @@ def brief(address: str, *configs: RunConfig) -> list[list[tuple[str, str, str]]]
     ]
 
 
-@pytest.mark.long(beside="tests/cluster/test_doctor.py")
 def test_the_start_of_a_run_finds_a_pair_that_does_not_reach_each_other(cluster: Cluster, shared: Path) -> None:
     config = load_config(TINY, ["cluster.nodes=3"])
     cluster[1].refuse(cluster[2])
@@ -163,7 +163,6 @@ def test_the_start_of_a_run_finds_a_pair_that_does_not_reach_each_other(cluster:
     assert {name.partition(" of ")[0] for name, *_ in found} >= {"node", "clock", "host name", "trainer: torch"}
 
 
-@pytest.mark.long(beside="tests/miles_like/doctor/test_node_checks.py")
 def test_messages_go_by_the_interface_that_the_run_s_configuration_names(cluster: Cluster) -> None:
     """Which is not always that of the nodes' addresses; the name of node 1 is no trap for either."""
     cluster[1].set_hosts("hostile")

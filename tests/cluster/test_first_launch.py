@@ -1,9 +1,10 @@
 """docs/first_launch.md is executed as far as a machine without a GPU goes.
 
-Its commands run on two nodes of namespaces, on which Ray counts 8 GPUs each: the doctor names what is missing, the dry
-runs print the plan whose figures the page quotes, and the launch ends before its first stage. The rehearsal itself then
-runs whole on CPU ranks: the shipped configuration, with a small local checkpoint in place of the published one, cut to
-its first layers. Every message that the page quotes is one that the code has. Not covered: GPUs, and the times.
+The dry runs print the plan whose figures the page quotes, and every message that the page quotes is one that the code
+has. In the long tier its commands run on two nodes of namespaces, on which Ray counts 8 GPUs each: the doctor names
+what is missing, and the launch ends before its first stage; and the rehearsal itself runs whole on CPU ranks: the
+shipped configuration, with a small local checkpoint in place of the published one, cut to its first layers. Not
+covered: GPUs, and the times.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 
 import pytest
 import tomli_w
+import typer
+from typer.testing import CliRunner
 
 from miles_like.hf.checkpoint import HFCheckpoint
-from tests.support.chosen import later
+from scripts import run_deepseek
 from tests.support.namespaces import ROOT, Cluster, nodes
 from tests.support.tiny_models import random_tensors, write_checkpoint
 
@@ -63,7 +66,7 @@ def cluster(work: Path) -> Iterator[Cluster]:
         yield made
 
 
-@pytest.mark.long(beside="tests/cluster/test_doctor.py")
+@pytest.mark.long(beside="tests/miles_like/doctor/test_node_checks.py")
 def test_the_doctor_names_what_these_nodes_lack(cluster: Cluster, work: Path) -> None:
     """Every row that the page's table names is a row of the doctor."""
     (command,) = commands("miles-like doctor", "rehearsal_deepseek_v3")
@@ -80,10 +83,29 @@ def test_the_doctor_names_what_these_nodes_lack(cluster: Cluster, work: Path) ->
     assert rows and {row.split(" A")[0] for row in rows} <= {f["check"].split(" node")[0] for f in found}
 
 
-@pytest.mark.parametrize("command", later(commands("--dry-run"), commands("--dry-run")[1:], beside=HERE))
-def test_a_dry_run_prints_the_plan_that_the_page_quotes(command: str, cluster: Cluster, work: Path) -> None:
-    done = cluster[0].run(words(command, cluster.ray_address, work), env=OFFLINE)
-    plan = "\n".join(done.stdout.splitlines()[:10])
+@pytest.mark.parametrize("command", commands("--dry-run"))
+def test_a_dry_run_prints_the_plan_that_the_page_quotes(
+    command: str, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command in this process, which has imported it all."""
+    monkeypatch.chdir(ROOT)
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(run_deepseek.main)
+    _, script, *arguments = words(command, "", work)
+    assert script == "scripts/run_deepseek.py"
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "160", "RAY_ADDRESS": ""})
+    assert done.exit_code == 0, (done.output, done.exception)
+    check_quoted(command, done.stdout)
+
+
+@pytest.mark.long(beside=HERE)
+@pytest.mark.parametrize("command", commands("--dry-run"))
+def test_a_dry_run_of_a_node_prints_it_too(command: str, cluster: Cluster, work: Path) -> None:
+    check_quoted(command, cluster[0].run(words(command, cluster.ray_address, work), env=OFFLINE).stdout)
+
+
+def check_quoted(command: str, printed: str) -> None:
+    plan = "\n".join(printed.splitlines()[:10])
     assert plan.startswith("layout: ")
     name = "rehearsal" if "rehearsal" in command else "v3"
     quoted = re.findall(r"[\d.]+ [GT]B", next(x for x in plan.splitlines() if x.startswith("bytes: ")))
@@ -129,7 +151,7 @@ def on_cpu(work: Path) -> Path:
     return work / "cpu.toml"
 
 
-@pytest.mark.long(beside="tests/e2e/test_cluster.py")
+@pytest.mark.long(beside="tests/cluster/test_spread_run.py")
 def test_the_rehearsal_runs_on_cpu_ranks(cluster: Cluster, work: Path) -> None:
     """Three steps, started from another node than that of the ranks: what the page says is to be seen at each is
     printed, in that order."""
