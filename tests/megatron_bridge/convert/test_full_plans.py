@@ -40,7 +40,11 @@ from quant.stream import dequantize_stream
 from tests.megatron_bridge.families.test_published_shapes import LAYOUTS
 from tests.support.sparse_models import CONFIGS, fill, published_config, write_sparse
 
-pytestmark = pytest.mark.slow  # some ten seconds each, though no process is started
+# some ten seconds each, though no process is started; small models are planned and converted there
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.long(beside="tests/megatron_bridge/convert/test_to_megatron.py"),
+]
 
 # elements on the hub, draft layers and scales included; of Kimi-K2 56 elements a layer are not in the tables
 PUBLISHED = {
@@ -57,7 +61,6 @@ SHIPPED = {  # the cluster's configuration; none is shipped for GLM-4.5
 LIMIT = int(ConvertConfig().memory_limit_gib * (1 << 30))
 MIB = 1 << 20
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # in a draft layer, of the model's
-LONG = pytest.mark.long(beside="tests/megatron_bridge/convert/test_full_plans.py")
 
 
 def layout_of(name: str) -> ParallelConfig:
@@ -116,9 +119,7 @@ def check_read_offsets(job: Conversion) -> None:
     assert set(read) | set(job.skipped) == set(job.source.names())
 
 
-@pytest.mark.parametrize(
-    "name", ["deepseek_v3", *(pytest.param(n, marks=LONG) for n in ("kimi_k2", "qwen3_235b_a22b", "glm45"))]
-)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_checkpoint_is_planned_in_full(name: str, tmp_path: Path) -> None:
     hf = published_config(name)
     root, layout = write_sparse(tmp_path / "hf", hf), layout_of(name)
@@ -314,14 +315,12 @@ def check_dequantized(source: Source, names: list[str]) -> None:
             assert torch.equal(value, dequantized(source, name)), name
 
 
-@pytest.mark.long(beside="tests/megatron_bridge/convert/test_to_megatron.py")
 @pytest.mark.parametrize("model", WIDTHS)
 def test_tensors_of_true_width_are_converted_within_the_memory_limit(model: str, tmp_path: Path) -> None:
     """One routed expert, and of each kind of layer one or two tensors."""
     assert convert_chosen(tmp_path, model, chosen_few) > WIDTHS[model].few_bytes
 
 
-@pytest.mark.long(beside="tests/megatron_bridge/convert/test_to_megatron.py")
 @pytest.mark.parametrize("model", WIDTHS)
 def test_whole_layers_are_converted_within_the_memory_limit(model: str, tmp_path: Path) -> None:
     assert convert_chosen(tmp_path, model, of_whole_layers) > WIDTHS[model].whole_bytes
