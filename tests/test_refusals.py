@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.refusals import ACCEPT, ONLY, ROOT, SNAPSHOT, check_refusal, normalized, occurrences, refuses
 
+LONG = pytest.mark.long(beside="tests/test_refusals.py")
 TEST = """
 import pytest
 from tests.support.refusals import refuses
@@ -138,6 +139,7 @@ def test_a_changed_sentence_fails_until_it_is_accepted(suite: Path) -> None:
     run(suite)
 
 
+@LONG
 def test_a_missing_or_superfluous_entry_fails(suite: Path) -> None:
     first, second = ENTRIES
     (suite / SNAPSHOT).write_text(json.dumps({first: ENTRIES[first]}))
@@ -150,6 +152,7 @@ def test_a_missing_or_superfluous_entry_fails(suite: Path) -> None:
     assert list(entries(suite)) == [first, second]
 
 
+@LONG
 def test_the_entry_of_a_test_that_is_gone_fails_and_is_removed(suite: Path) -> None:
     edit(suite, "def test_two", "def test_other")
     (suite / SNAPSHOT).write_text(json.dumps(ENTRIES | {"test_gone.py::test_x": "x"}))

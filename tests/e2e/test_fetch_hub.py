@@ -183,7 +183,7 @@ def stories(
     home = tmp_path_factory.mktemp("sites")
     cut = {**files, SECOND: files[SECOND][:-100]}
     first = ("--stages", "fetch", "--set", "model.first_layers=1")
-    told: dict[str, Callable[[Path], SimpleNamespace]] = {
+    makes: dict[str, Callable[[Path], SimpleNamespace]] = {
         "interrupted": lambda where: interrupted(where, files),
         "killed": lambda where: killed(where, files),
         "unknown": lambda where: single(where, None),
@@ -193,7 +193,7 @@ def stories(
         "dry": lambda where: single(where, files, "--dry-run"),
     }
     with ThreadPoolExecutor(max_workers=2) as pool:
-        yield {name: pool.submit(told[name], home / name) for name in chosen(request, "story", told)}
+        yield {name: pool.submit(makes[name], home / name) for name in chosen(request, "story", makes)}
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -97,6 +98,7 @@ def _publications(rank: int, world: int, port: int, hf: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long(beside="tests/miles_like/cluster/test_pacing.py")
 def test_a_server_may_be_slower_than_a_collective(tmp_path: Path) -> None:
     """The same bytes arrive as at a quick server. Ranks that drain the stream at once, as without pacing, are ended."""
     sender, other = run_ranks(_publications, 2, toy.hf_dir(tmp_path / "hf"))

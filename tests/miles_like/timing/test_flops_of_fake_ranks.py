@@ -15,6 +15,7 @@ from tests.support.layouts import PATIENCE
 from tests.support.spawn import run_ranks
 
 
+@pytest.mark.long(beside="tests/miles_like/timing/test_step_flops.py")
 def test_flops_of_draft_layers_and_of_modules_that_are_computed_again(tmp_path: Path) -> None:
     """Small models: one with a layer of multi-token prediction, and one with context-parallel ranks."""
     names = ["ETP2, MTP", "CP2, recomputed in parts"]

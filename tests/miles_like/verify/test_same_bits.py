@@ -19,6 +19,7 @@ from quant.exact.selftest import fingerprint
 from rollout.sglang import servers
 from rollout.sglang.servers import ServerLaunch
 from rollout.sglang.startup import launch_server
+from tests.support.chosen import later
 from tests.support.refusals import Facts, refuses
 from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
@@ -128,14 +129,13 @@ def test_a_server_of_other_bits_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_tells_what_bits_it_computes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exact", later([(1, 1), None], [(1, 1)], beside="tests/miles_like/verify/test_same_bits.py"))
+def test_a_server_tells_what_bits_it_computes(tmp_path: Path, exact: tuple[int, int] | None) -> None:
     """Its process's, over HTTP; a server without exact operations reports none."""
     hf = tiny()
     path = write_checkpoint(tmp_path / "hf", hf, random_tensors(hf))
     config = load_config(TINY, [ON]).rollout
-    for exact, want in (((1, 1), fingerprint()), (None, None)):
-        launch = ServerLaunch(model_path=path, config=config, log_dir=tmp_path, exact=exact)
-        with launch_server(launch) as server:
-            info = httpx.get(f"{server.url}/server_info", timeout=60, trust_env=False).json()
-            assert info["exact_fingerprint"] == want
-            assert info["exact_parts"] == (None if exact is None else list(exact)) and info["dtype"]
+    with launch_server(ServerLaunch(model_path=path, config=config, log_dir=tmp_path, exact=exact)) as server:
+        info = httpx.get(f"{server.url}/server_info", timeout=60, trust_env=False).json()
+    assert info["exact_fingerprint"] == (None if exact is None else fingerprint())
+    assert info["exact_parts"] == (None if exact is None else list(exact)) and info["dtype"]

@@ -84,6 +84,7 @@ def until(start: Startup, wanted: Callable[[Progress], bool]) -> list[Progress]:
     return seen
 
 
+@pytest.mark.long(beside="tests/miles_like/cluster/test_rollout_servers.py")
 def test_an_embedded_server_tells_its_phases(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "hf", tiny(), random_tensors(tiny()))
     start = Startup(ServerLaunch(model_path=model, config=RolloutConfig(), log_dir=tmp_path / "logs", index=0))
@@ -185,6 +186,7 @@ def test_a_port_of_a_stock_server_that_is_in_use_is_named_before_it_starts(stock
     assert not launch.log_dir.exists()
 
 
+@LONG
 def test_a_free_port_that_another_program_takes_first_is_left_to_it(
     stock: Callable[..., ServerLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:

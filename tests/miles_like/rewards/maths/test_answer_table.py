@@ -30,6 +30,7 @@ from miles_like.protocols import SampleReward
 from miles_like.rewards.maths import answer_text, math_worker
 from miles_like.rewards.maths.answers import exact_number, gsm8k
 from tests.fuzz.pool import watchdog
+from tests.support.chosen import later
 from tests.support.made_samples import group, sample
 
 ROOT = Path(__file__).parents[4]
@@ -111,12 +112,14 @@ def test_what_is_no_number_or_too_long_has_no_value(text: str) -> None:
     assert answer_text.number_of(text) is None
 
 
+QUICK = ("1", ",111", " ", "<answer>", "$ ", "####", "\\boxed{", "-", "**", "*5* ", "US$")
+SLOW = ("1e", "5 or ", "1.", "1 * 10^")  # two to six seconds each
 LONG = 60_000  # characters, of which a pattern with quadratic time would not see the end
 
 
 @pytest.mark.parametrize(
     "piece",
-    ["1", ",111", " ", "<answer>", "5 or ", "$ ", "####", "\\boxed{", "1.", "-", "1e", "**", "*5* ", "US$", "1 * 10^"],
+    [*QUICK, *later(SLOW, SLOW[:1], beside="tests/miles_like/rewards/maths/test_answer_table.py")],
 )
 def test_a_long_response_is_read_to_its_end(piece: str) -> None:
     """Every reader ends: with quadratic time it would take minutes, and the watchdog would end it with an error."""
