@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support import toy
+from tests.support.chosen import later
 from tests.support.spawn import run_ranks
 
 
@@ -34,7 +35,7 @@ def _left(rank: int, world: int, port: int, hf: str, settings: dict[str, Any]) -
 LAYOUTS = {"one rank": {}, "EP2": {"dp": 2, "ep": 2}, "PP2": {"pp": 2, "first_stage_layers": 2}, "TP2": {"tp": 2}}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", later(LAYOUTS, ("PP2", "TP2"), beside="tests/megatron_bridge/step/test_asleep.py"))
 def test_a_sleeping_rank_keeps_nothing_of_its_last_step(layout: str, tmp_path: Path) -> None:
     """Neither the micro-batches and their routes, nor what megatron keeps: the routing of a layer's last pass, from
     whose weights the inputs of recomputed layers can be reached, the hidden states that a stage received, and those
