@@ -12,6 +12,7 @@ from megatron_bridge.families.registry import family_of
 from megatron_bridge.plan.recompute import recompute_settings, routes_again
 from megatron_bridge.plan.resolve import resolve
 from tests.support import toy
+from tests.support.layouts import EXPERTS, ROUTED
 from tests.support.refusals import refuses
 from tests.support.spawn import free_port, run_ranks
 
@@ -63,7 +64,7 @@ def _ranks(rank: int, world: int, port: int, hf: str, start: Path, ports: list[i
                 toy.scramble(t)
                 t.save(start)
             t.load_weights(start)
-            rows, tokens = toy.grid(toy.samples(12), dp=1, micros=3)
+            rows, tokens = toy.grid(toy.samples(12, experts=EXPERTS), dp=1, micros=3)
             got = _run(t, rows[0], tokens)
             want = want or got
             gaps = [float((g - want["grads"][n]).norm() / want["grads"][n].norm()) for n, g in got["grads"].items()]
@@ -86,7 +87,8 @@ def test_gradients_do_not_depend_on_what_is_recomputed(tmp_path: Path, layout: d
     is none."""
     world = layout.get("tp", 1)
     ports = [free_port() for _ in KINDS]
-    found = run_ranks(_ranks, world, toy.hf_dir(tmp_path / "hf"), tmp_path / "start", ports, layout, keep=True)
+    hf = toy.hf_dir(tmp_path / "hf", toy.hf_config() | ROUTED)
+    found = run_ranks(_ranks, world, hf, tmp_path / "start", ports, layout, keep=True)
     for rank in found:
         for name, got in rank.items():
             assert got["loss"] == rank["none"]["loss"] and got["gap"] <= (

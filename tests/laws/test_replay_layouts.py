@@ -165,14 +165,15 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _one_rank(
     rank: int, world: int, port: int, where: Path, cases: dict[str, Case]
 ) -> tuple[dict[str, Run], dict[str, Run]]:
-    alone = layouts.references(rank, world, port, where, FAULTS | cases)
-    packed = {name: case for name, case in cases.items() if name in ONE}
-    return alone, layouts.in_layouts(rank, world, port, where, packed | FAULTS)
+    alone = layouts.references(rank, world, port, where, cases)
+    packed = {name: case for name, case in cases.items() if name in ONE or name in FAULTS}
+    return alone, layouts.in_layouts(rank, world, port, where, packed)
 
 
 @pytest.fixture(scope="module")
 def single(request: pytest.FixtureRequest, where: Path) -> tuple[dict[str, Run], dict[str, Run]]:
     cases = {name: CASES[name] for name in chosen(request, "name", CASES)}
+    cases |= {name: FAULTS[name] for name in chosen(request, "fault", FAULTS)}
     return run_ranks(_one_rank, 1, where, cases, timeout_s=layouts.PATIENCE, keep=True)[0]  # type: ignore[no-any-return]
 
 
@@ -193,10 +194,12 @@ def _agree(want: Run, got: Run) -> bool:
     return same and got.worst[1] < 2e-5
 
 
-FIRST = ["one sample a micro-batch", "TP2 with sequence parallel", "PP2xVPP2, recomputed", "CP2"]
+HERE = "tests/laws/test_replay_layouts.py"
+FIRST = ["PP2xVPP2, recomputed", "CP2"]
+FIRST_FAULTS = ["of_the_next_layer", "of_one_row"]  # of all rows, and the least
 
 
-@pytest.mark.parametrize("name", later(CASES, FIRST, beside="tests/laws/test_replay_layouts.py"))
+@pytest.mark.parametrize("name", later(CASES, FIRST, beside=HERE))
 def test_replay_is_that_of_one_rank(single: Any, runs: dict[str, Run], name: str) -> None:
     """Four distinct experts of eight, random for each token and layer, which are not the routers' own choice; the
     first layer is dense. Ranks are given what `cut_shard` makes of a shard for them; the rank alone is given whole
@@ -207,7 +210,7 @@ def test_replay_is_that_of_one_rank(single: Any, runs: dict[str, Run], name: str
     assert all(m["routing/replay_coverage"] == 1.0 and m["routing/agreement"] < 0.05 for m in got.metrics)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", later(FAULTS, FIRST_FAULTS, beside=HERE))
 def test_the_law_sees_a_wrong_row(single: Any, runs: dict[str, Run], fault: str) -> None:
     """The tolerances let none of these through: the least of them moves a gradient a thousand times as far."""
     assert not _agree(single[0]["mla"], runs[fault])

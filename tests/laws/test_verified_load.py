@@ -19,12 +19,15 @@ import torch
 from megatron_bridge.convert.directory.manifest import Manifest
 from megatron_bridge.convert.to_megatron import to_megatron
 from tests.support import toy
+from tests.support.chosen import chosen, later
 from tests.support.converted import converted, cut, edit_manifest, flip
+from tests.support.layouts import ROUTED
 from tests.support.spawn import free_port, run_ranks
 from tests.support.tiny_models import random_tensors, tiny
 
 # wide, so that weights are most of what is read, and not the 1.5 kB of framing of each chunk
-HF = tiny(hidden_size=512, intermediate_size=1024, moe_intermediate_size=512, num_hidden_layers=4, vocab_size=2048)
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 512, "vocab_size": 2048}
+HF = tiny(**SIZES, **ROUTED, num_hidden_layers=4)
 LAYOUTS: dict[str, dict[str, int]] = {
     "TP2": {"tp": 2},
     "PP2": {"pp": 2},
@@ -133,7 +136,9 @@ def _loads(rank: int, world: int, spare: int, root: Path, ports: dict[str, int])
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
     root = tmp_path_factory.mktemp("verified")
     path = converted(root, HF, random_tensors(HF))
     to_megatron(root / "hf", root / "gridded", tp=2, etp=2)
@@ -141,10 +146,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     good = converted(root / "other", HF, other)
     broken = {name: damage(Path(shutil.copytree(good, root / name))) for name, damage in DAMAGES.items()}
     assert path == root / "megatron"
-    return run_ranks(_loads, 2, root, {layout: free_port() for layout in LAYOUTS}, keep=True), broken
+    ports = {layout: free_port() for layout in dict.fromkeys(("PP2", *chosen(request, "layout", LAYOUTS)))}
+    return run_ranks(_loads, 2, root, ports, keep=True), broken
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", later(LAYOUTS, ("PP2", "TP2, ETP2"), beside="tests/laws/test_verified_load.py"))
 def test_a_rank_reads_about_what_it_holds(layout: str, found: tuple[list[dict[str, Any]], dict[str, str]]) -> None:
     """With the framing of chunks, and with the objects that megatron keeps beside each linear."""
     for ranks in found[0]:
