@@ -20,13 +20,12 @@ from ray.cluster_utils import Cluster
 from tests.support.command import ROOT, SCRIPT, Commands
 from tests.support.own_ray import own_ray
 
-SMALL = (
-    *("--set", "model.make.max_steps=20"),
-    *("--set", "model.make.check_every=10"),
+FEW = (
     *("--set", "train.groups_per_step=6"),
     *("--set", "train.samples_per_group=4"),
     *("--set", "eval.max_prompts=12"),
 )
+SMALL = ("--set", "model.make.max_steps=20", "--set", "model.make.check_every=10", *FEW)
 BEFORE_TRAINING = "fetch,dequantize,convert,stage"
 ONE_RANK = ("--set", "parallel.dp=1", "--set", "parallel.ep=1")
 LIMIT_S = 600.0  # five times what the longest takes on two idle cores

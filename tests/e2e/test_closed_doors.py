@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,8 +22,10 @@ import pytest
 
 from miles_like.checkpoint.run_state import load_latest
 from rollout.server_key import VARIABLE
-from tests.e2e.conftest import environment
+from tests.e2e.conftest import FEW, ROOT, environment
 from tests.e2e.test_faults import descendants, in_mid_run, started
+from tests.support.local_run import SMALL_MODEL
+from tests.support.tiny_models import random_tensors, tiny, write_checkpoint
 
 PLANTED = "planted-4f1d8a2b9c7e"
 
@@ -65,11 +68,22 @@ def listening(processes: list[psutil.Process]) -> Iterator[tuple[str, str, int]]
                 yield p.name(), c.laddr.ip, c.laddr.port
 
 
+def of_a_small_model(where: Path) -> tuple[str, ...]:
+    """Settings of a run on two ranks whose checkpoint is there: to make one takes longer than the run."""
+    hf = tiny(**SMALL_MODEL)
+    model = write_checkpoint(where / "hf", hf, random_tensors(hf))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy2(ROOT / "configs" / "tiny" / name, model / name)
+    given = ("model.make=false", f"model.path={model}", "precision.format=bf16", "precision.qat=false", "parallel.dp=2")
+    return tuple(word for setting in given for word in ("--set", setting))
+
+
 @pytest.fixture(scope="module")
-def seen(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     """Two trainer ranks, a server and a driver; then the run receives a signal and stops."""
-    run_dir = home / "closed"
-    with started(run_dir, "--set", "parallel.dp=2", SECRET_OF_THE_RUN=PLANTED) as process:
+    where = tmp_path_factory.mktemp("closed")
+    run_dir = where / "runs" / "closed"
+    with started(run_dir, *of_a_small_model(where), size=FEW, SECRET_OF_THE_RUN=PLANTED) as process:
         in_mid_run(process, run_dir)
         processes = family(process)
         listeners = list(listening(processes))

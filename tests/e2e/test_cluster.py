@@ -65,6 +65,7 @@ def test_a_placement_larger_than_the_cluster_is_refused(shell: Run, two_nodes: s
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.long(beside="tests/miles_like/preflight/test_dry_run.py")
 def test_no_cluster_at_the_address_is_one_sentence(alone: Run, tmp_path: Path) -> None:
     done = alone("--run-dir", str(tmp_path / "none"), *ONE_STEP, "--ray-address", "127.0.0.1:1")
     assert done.returncode == 2

@@ -24,7 +24,6 @@ from tests.e2e.conftest import ONE_RANK, ROOT, SMALL, command, environment
 from tests.support.refusals import check_refusal
 
 ENDLESS = (
-    *SMALL,
     *("--set", "train.steps=500"),
     *("--set", "eval.every=0"),
     *("--set", "rollout.request_timeout_s=8.0"),
@@ -34,9 +33,11 @@ NAMED = pytest.mark.long(beside="tests/miles_like/cluster/test_rollout_servers.p
 
 
 @contextmanager
-def started(run_dir: Path, *more: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def started(
+    run_dir: Path, *more: str, size: tuple[str, ...] = SMALL, **variables: str
+) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        command("--run-dir", str(run_dir), *ENDLESS, *more),
+        command("--run-dir", str(run_dir), *size, *ENDLESS, *more),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
