@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from megatron_bridge.convert.to_hf import to_hf
 from megatron_bridge.weights.checkpoint_sums import SUMS
 from tests.support import toy
+from tests.support.chosen import chosen, later
+from tests.support.layouts import ROUTED
 from tests.support.spawn import run_ranks
 from tests.test_architecture import FILES
 
@@ -101,6 +103,7 @@ PLANTS: dict[str, Callable[[Path, Planted], None]] = {
     for f in (_in_metadata, _beside_metadata, _in_objects, _in_old_objects, _in_tensors, _in_common)
 }
 CALLS = ("system", "eval")
+OF_CALLS = later(CALLS, ["eval"], beside="tests/laws/test_files_are_data.py")
 
 
 @contextmanager
@@ -142,13 +145,13 @@ def _others(saved: Path, root: Path) -> Iterator[tuple[str, Path]]:
                 yield f"{file} {kind}{'' if summed else ' unsummed'}", path
 
 
-def _reads(rank: int, world: int, port: int, root: Path) -> dict[str, str]:
+def _reads(rank: int, world: int, port: int, root: Path, calls: list[str]) -> dict[str, str]:
     """Each plant and way -> "read", or the sentence, and so for files of another kind."""
     from megatron_bridge.weights.checkpoint import load_host_copy
     from miles_like.types import REFERENCE
 
     found: dict[str, str] = {}
-    hf = toy.hf_dir(root / "hf")
+    hf = toy.hf_dir(root / "hf", toy.hf_config() | ROUTED)
     with toy.trainer(toy.config(hf, reference=True, reference_every=1), rank, world, port) as t:
         t.copies.keep(REFERENCE)
         t.save(root / "saved")
@@ -160,7 +163,7 @@ def _reads(rank: int, world: int, port: int, root: Path) -> dict[str, str]:
                     t.load_weights(path)
         (root / "saved" / SUMS).unlink()  # as if the files had been rewritten together with their checksums
         for name, plant in [("nothing", None), *PLANTS.items()]:
-            for call in CALLS:
+            for call in calls:
                 path = root / f"{name}-{call}"
                 shutil.copytree(root / "saved", path)
                 if plant is not None:
@@ -178,17 +181,18 @@ def _reads(rank: int, world: int, port: int, root: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+def read(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     root = tmp_path_factory.mktemp("planted")
-    return root, run_ranks(_reads, 1, root)[0]
+    calls = dict.fromkeys(("eval", *chosen(request, "call", CALLS)))
+    return root, run_ranks(_reads, 1, root, list(calls))[0]
 
 
-def test_what_is_planted_does_not_run(read: tuple[Path, dict[str, str]]) -> None:
+@pytest.mark.parametrize("call", OF_CALLS)
+def test_what_is_planted_does_not_run(read: tuple[Path, dict[str, str]], call: str) -> None:
     root, _ = read
     for name in PLANTS:
-        for call in CALLS:
-            with _words({}, ""):
-                to_hf(root / f"{name}-{call}", root / f"hf-{name}-{call}", hf_config=root / "hf")
+        with _words({}, ""):
+            to_hf(root / f"{name}-{call}", root / f"hf-{name}-{call}", hf_config=root / "hf")
     assert not list(root.rglob(RAN))
 
 
