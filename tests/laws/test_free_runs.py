@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,31 +81,34 @@ def begun(checkpoint: Path) -> list[Sample]:
 
 
 @pytest.mark.parametrize(
-    ("modes", "each"),
+    "modes",  # and how many steps of each; the samples of the first three may all be of one version
     [
-        pytest.param(("retract", "in_place"), 3, id="retract, in place"),
-        pytest.param(("abort", "retract", "in_place"), 4, id="every mode", marks=LONG),
+        pytest.param({"retract": 4, "in_place": 3}, id="retract, in place"),
+        pytest.param({"abort": 4, "retract": 4, "in_place": 4}, id="every mode", marks=LONG),
     ],
 )
 def test_half_done_samples_go_on_over_publications_and_kills_within_the_bound(
-    runs: Runs, modes: Sequence[str], each: int
+    runs: Runs, modes: Mapping[str, int]
 ) -> None:
     """Each part of the run has another pause mode and ends by SIGKILL in the middle of a step, but the last."""
-    # a busy machine may have no sample half done at either kill: then the run says nothing, and is repeated
+    # a busy machine may have no sample under way at the publications of a mode, or half done at a kill: then the run
+    # says nothing, and is repeated
     wheres = [runs.home / f"killed-{len(modes)}-{attempt}" for attempt in range(3)]
-    assert any(went_on_over_kills(runs, where, modes, each) > 1 for where in wheres)
+    assert any(went_on_over_kills(runs, where, modes) > 1 for where in wheres)
 
 
-def went_on_over_kills(runs: Runs, where: Path, modes: Sequence[str], each: int) -> int:
-    """Samples that were half done at a kill and trained after it, each checked. each: steps of a mode."""
-    last, saved = each * len(modes), list[Sample]()
-    for i, mode in enumerate(modes):
-        steps = range(each * i + 1, each * (i + 1) + 1)
+def went_on_over_kills(runs: Runs, where: Path, modes: Mapping[str, int]) -> int:
+    """Samples that were half done at a kill and trained after it, each checked. modes: their steps."""
+    last, saved, done = sum(modes.values()), list[Sample](), 0
+    for mode, count in modes.items():
+        steps = range(done + 1, done + count + 1)
+        done += count
         settings = (*FREE, "buffer.max_staleness=2", f"train.steps={last}", f"publish.pause_mode={mode}")
         kill = Kill(victim="driver", point="step", step=steps[-1], where="before") if steps[-1] < last else None
         code = runs.run(where, settings, kill)
         assert code == (0 if kill is None else -signal.SIGKILL), tail(where / "driver.log")
-        assert within(where, steps, 2) > 0, f"{mode}: no sample was under way when weights were published"
+        if not within(where, steps, 2):
+            return 0
         if kill is not None:
             saved += begun(where / "checkpoints" / f"step_{steps[-1]}")
     accounted(where, last)

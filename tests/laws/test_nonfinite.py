@@ -10,6 +10,7 @@ import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from torch import Tensor
 from miles_like.types import LossInputs, LossOutput, MicroBatch
 from tests.support import toy
 from tests.support.chosen import chosen, later
-from tests.support.layouts import EXPERTS, ROUTED
 from tests.support.refusals import check_refusal
 from tests.support.spawn import free_port, run_ranks
 
@@ -74,7 +74,7 @@ def config(hf: str, **more: Any) -> Any:
 
 
 def batch(cfg: Any, seed: int = 0) -> tuple[list[list[MicroBatch]], int]:
-    parts = toy.samples(8, seed=seed, experts=EXPERTS)
+    parts = toy.samples(8, seed=seed)
     if cfg.replay.mode == "off":
         parts = [replace(p, routing=None) for p in parts]  # of another number of layers
     dp = cfg.parallel.dp
@@ -272,8 +272,9 @@ def _two_ranks(
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     where, asked = tmp_path_factory.mktemp("nonfinite"), chosen(request, "layout", LAYOUTS)
-    model = toy.hf_config() | ROUTED
-    hf, deeper = toy.hf_dir(where / "hf", model), toy.hf_dir(where / "deeper", model | {"num_hidden_layers": 4})
+    hf, deeper = toy.hf_dir(where / "hf"), toy.hf_dir(where / "deeper")
+    text = Path(deeper, "config.json").read_text()
+    Path(deeper, "config.json").write_text(text.replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
     skips, left = chosen(request, "skipping", SKIPS), chosen(request, "left", LEFT)
     ports = {name: free_port() for name in [*asked, *(f"{name} {i}" for name in skips for i in range(2)), *left]}
     ranks = run_ranks(_two_ranks, 2, hf, deeper, ports, asked, timeout_s=600)
@@ -291,7 +292,7 @@ def test_the_first_place_is_named(found: dict[str, Any], layout: str) -> None:
     for case in ("advantage", "once", "steep", "slope", "backward", "weight"):
         print(case, "::", s[case])
     name, owner = EXPERT[layout]
-    expert = name.replace("local_experts.3", "local_experts.7") if layout.startswith("EP2") else name
+    expert = name.replace("local_experts.3", "local_experts.11") if layout.startswith("EP2") else name
     check_refusal(s["weight"], 7, expert, 0, f"{expert}.weight", "nan", 1, owner)
     row = 1 if layout.startswith("EP2") else 0
     check_refusal(s["advantage"], 7, "logprobs", "advantages", "nan", 1, row)
@@ -307,7 +308,7 @@ def test_the_first_place_is_named(found: dict[str, Any], layout: str) -> None:
 
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    hf = toy.hf_dir(tmp_path_factory.mktemp("biased"), toy.hf_config() | ROUTED | {"attention_bias": True})
+    hf = toy.hf_dir(tmp_path_factory.mktemp("biased"), toy.hf_config() | {"attention_bias": True})
     return run_ranks(_biased, 1, hf, keep=True)[0]  # type: ignore[no-any-return]
 
 
