@@ -270,7 +270,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.fixture(scope="module")
 def rest(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """The faults that are not in QUICK."""
-    where, cases = tmp_path_factory.mktemp("rest"), frozenset(FAULTS) - QUICK
+    where, cases = tmp_path_factory.mktemp("rest"), frozenset({*FAULTS, "healthy, top-p"}) - QUICK
     return run_ranks(_one_rank, 1, where, cases, timeout_s=600, keep=True)[0]  # type: ignore[no-any-return]
 
 
@@ -338,15 +338,21 @@ FAULTS = {
 # every cause but those of an engine that encodes otherwise, and two at once
 QUICK = frozenset(
     {
-        *("shifted log-probs", "truncated", "template of the trainer", "temperature", "base 2", "stale", "bias"),
+        *("shifted log-probs", "truncated", "template of the trainer", "temperature", "probabilities", "stale", "bias"),
         *("gate and up", "another expert's", "other values", "stale and layers", "group size", "routes shifted"),
-        *("layers rotated", "a bad row", "one expert, exact", "healthy, top-p", "healthy, top-k and top-p"),
+        *("layers rotated", "one expert, exact", "healthy, top-k and top-p"),
     }
 )
 
 
 def wrong_causes(found: Found, cases: Iterable[str]) -> Found:
     return {c: (found[c][0], found[c][2]) for c in cases if set(found[c][0]) != set(FAULTS[c])}
+
+
+def unexplained(found: Found, steps: dict[str, str]) -> Found:
+    """Of cases with the step that explains most of their gap: those of which it does not."""
+    gaps = {case: (*found[case][1][step], found[case][1]["numerics"][0]) for case, step in steps.items()}
+    return {case: gap for case, gap in gaps.items() if not (gap[0] > 2 * gap[1] and gap[2] < 2e-3)}
 
 
 def test_each_cause_is_named_and_no_other(found: Found) -> None:
@@ -357,6 +363,8 @@ def test_each_cause_is_named_and_no_other(found: Found) -> None:
 def test_each_further_cause_is_named_and_no_other(rest: Found) -> None:
     """Another cause of a step whose other one is named above, two at once, few samples."""
     assert not wrong_causes(rest, [case for case in FAULTS if case not in QUICK])
+    assert rest["healthy, top-p"][0] == []
+    assert not unexplained(rest, {"base 2": "sampling"})
     for case in ("scale dtype", "format"):
         assert rest[case][1]["quantizer"][1] is None
     for case in ("the last row", "template of the rollout"):
@@ -366,7 +374,7 @@ def test_each_further_cause_is_named_and_no_other(rest: Found) -> None:
 def test_a_healthy_pair_has_no_cause(found: Found) -> None:
     """Though both sides compute by other kernels, and differ."""
     healthy = [case for case in found if case.startswith("healthy")]
-    assert len(healthy) == 5 + 2 * len(FIRST) + 2 * 1 + 1
+    assert len(healthy) == 4 + 2 * len(FIRST) + 2 * 1 + 1
     assert not {case: found[case][2] for case in healthy if found[case][0]}
     assert all((found[case][1]["weights"][0] > 0) == (case != "healthy, exact") for case in healthy)
 
@@ -396,11 +404,8 @@ def test_causes_are_named_in_a_model_that_was_never_trained(found: Found) -> Non
 
 def test_the_step_explains_the_gap(found: Found) -> None:
     """What is left in the end is a healthy pair's; before the routes are replayed, as much as it has without that."""
-    steps = {"shifted log-probs": "tokens", "temperature": "sampling", "base 2": "sampling", "other values": "weights"}
-    for case, step in (steps | dict.fromkeys(("layers rotated", "routes shifted"), "routing")).items():
-        before, after = found[case][1][step]
-        assert before > 2 * after, case
-        assert found[case][1]["numerics"][0] < 2e-3, case
+    steps = {"shifted log-probs": "tokens", "temperature": "sampling", "other values": "weights"}
+    assert not unexplained(found, steps | dict.fromkeys(("layers rotated", "routes shifted"), "routing"))
 
 
 def test_a_step_that_cannot_be_set_right_says_so(found: Found) -> None:

@@ -47,7 +47,7 @@ Sent = Callable[[GenerateReply, int], GenerateReply]  # what a server sends of i
 class Ask:
     """How the engine is asked, and what it or the trainer does wrong."""
 
-    samples: int = 2  # of each of exactly.PROMPTS
+    samples: int = 1  # of each of exactly.PROMPTS
     tokens: int = exactly.NEW
     temperature: float = 1.0  # of the engine
     meant: float | None = None  # of the run; None: the same
