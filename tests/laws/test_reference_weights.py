@@ -23,6 +23,7 @@ from miles_like.algorithms.losses.clipped import ClippedLoss
 from miles_like.batch.packer import Packer
 from miles_like.types import REFERENCE, Aggregation, LossInputs, LossOutput, MicroBatch, SampleGroup
 from tests.support import made_samples, toy
+from tests.support.layouts import EXPERTS, ROUTED
 from tests.support.refusals import check_refusal, refuses
 from tests.support.spawn import free_port, run_ranks
 from tests.support.tiny_models import tiny
@@ -82,10 +83,10 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _row(t: Any, seed: int, dp: int = 1, *, routes: bool = True) -> tuple[list[MicroBatch], int]:
-    parts = toy.samples(16, seed=seed)
+    parts = toy.samples(8, seed=seed, experts=EXPERTS)
     if not routes:
         parts = [replace(p, routing=None) for p in parts]
-    rows, tokens = toy.grid(parts, dp=dp, micros=4 // dp)
+    rows, tokens = toy.grid(parts, dp=dp, micros=2 // dp)
     return rows[t.dp_rank], tokens
 
 
@@ -267,12 +268,12 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hf(where: Path) -> str:
-    return toy.hf_dir(where / "hf")
+    return toy.hf_dir(where / "hf", toy.hf_config() | ROUTED)
 
 
 @pytest.fixture(scope="module")
 def wide(where: Path) -> str:
-    return toy.hf_dir(where / "hf4", tiny(num_hidden_layers=4))
+    return toy.hf_dir(where / "hf4", tiny(num_hidden_layers=4, **ROUTED))
 
 
 @pytest.fixture(scope="module")
