@@ -147,22 +147,27 @@ def drive(run_dir: Path, home: Path, settings: Sequence[str], kill: Any, loop: s
 
 
 @functools.cache
-def _shared() -> tuple[Starter, Path]:
-    """What forks the drivers of all files that this process runs, and where their small model is: to make both takes
-    longer than a run."""
-    home = Path(tempfile.mkdtemp(prefix="local_run_"))
+def shared_starter() -> Starter:
+    """What forks the drivers of all files that this process runs: to make it takes longer than a run."""
     starter = Starter("tests.support.local_parts", "tests.support.kill_points")
-    atexit.register(shutil.rmtree, home, ignore_errors=True)
     atexit.register(starter.__exit__)  # before multiprocessing waits for its processes
-    assert starter.call(home / "home.log", make_home, home) == 0, tail(home / "home.log")
-    return starter, home
+    return starter
+
+
+@functools.cache
+def _shared_home() -> Path:
+    """Where the small model of those files is."""
+    home = Path(tempfile.mkdtemp(prefix="local_run_"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    assert shared_starter().call(home / "home.log", make_home, home) == 0, tail(home / "home.log")
+    return home
 
 
 class Runs:
     """A context manager that starts runs on the small model, which is found in `home` too."""
 
     def __init__(self, home: Path) -> None:
-        self._starter, model = _shared()
+        self._starter, model = shared_starter(), _shared_home()
         self.home = home
         for part in ("hf", "megatron"):
             (home / part).symlink_to(model / part)

@@ -22,7 +22,7 @@ from rollout.embedded.server.service import Service
 from rollout.sglang import samples
 from rollout.wire.generate import GenerateReply
 from tests.support import local_run
-from tests.support.forked import Starter, tail
+from tests.support.forked import tail
 
 MODEL = {**local_run.SMALL_MODEL, "n_routed_experts": 16, "num_hidden_layers": 4, "n_group": 1, "topk_group": 1}
 LAYERS, DEPTH = (1, 2, 3), 4
@@ -137,14 +137,13 @@ def drive(run_dir: Path, home: Path, settings: Sequence[str], plant: str, versio
     return local_run.drive(run_dir, home, settings, None)
 
 
-class Runs(Starter):
+class Runs:
     """Starts runs on the model of `home`, which it makes."""
 
     def __init__(self, home: Path) -> None:
-        super().__init__("tests.support.local_parts", "tests.support.kill_points", "tests.support.mid_run")
-        self.home = home
-        assert self.call(home / "home.log", make_home, home) == 0, tail(home / "home.log")
+        self._starter, self.home = local_run.shared_starter(), home
+        assert self._starter.call(home / "home.log", make_home, home) == 0, tail(home / "home.log")
 
     def run(self, run_dir: Path, settings: Sequence[str] = (), plant: str = "none", version: int = 2) -> int:
         """From where the run stands; the fault is in what weights of `version` sample."""
-        return self.call(run_dir / "driver.log", drive, run_dir, self.home, settings, plant, version)
+        return self._starter.call(run_dir / "driver.log", drive, run_dir, self.home, settings, plant, version)
