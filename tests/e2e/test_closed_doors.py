@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,16 +98,20 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
             "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
         }
         wrong = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
-        strangers = {
-            what: subprocess.run(
-                [sys.executable, "-c", code, gcs],
-                env=stranger | more,
-                capture_output=True,
-                text=True,
-                timeout=120,
-            )
-            for what, code, more in (("asks", ASK, {}), ("asks with another token", ASK, wrong), ("joins", JOIN, {}))
-        }
+        asked = {"asks": (ASK, {}), "asks with another token": (ASK, wrong), "joins": (JOIN, {})}
+        with ThreadPoolExecutor(len(asked)) as pool:  # each waits for an answer for some seconds
+            done = [
+                pool.submit(
+                    subprocess.run,
+                    [sys.executable, "-c", code, gcs],
+                    env=stranger | more,
+                    capture_output=True,
+                    text=True,
+                    timeout=120,
+                )
+                for code, more in asked.values()
+            ]
+            strangers = {what: one.result() for what, one in zip(asked, done, strict=True)}
         url = next(c.split("--port ")[1].split()[0] for c in commands if "-m rollout.embedded.server" in c)
         with httpx.Client(base_url=f"http://127.0.0.1:{url}", trust_env=False, timeout=30) as http:
             unasked = {path: http.get(path).status_code for path in ("/health", "/model_info", "/server_info")}
