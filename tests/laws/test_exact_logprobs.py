@@ -45,7 +45,7 @@ CASES |= {
 LONG = pytest.mark.long(beside="tests/laws/test_exact_logprobs.py")
 QUICK = (
     *("mla, bf16, bfloat16", "gqa, fp8, float32", "mla, nvfp4, bfloat16"),
-    *("inputs in FP8", "1024 columns, fp32", "adapters"),
+    *("inputs in FP8", "1024 columns, fp32"),
 )
 MODELS = ["mla", pytest.param("gqa", marks=LONG)]
 Found = dict[str, Any]
