@@ -1,6 +1,10 @@
 """Stock SGLang 0.5.23 on CPU, by the Python of a separate virtual environment (`make test-sglang` makes it):
 
-    .venv-sglang/bin/python tests/sglang_cpu/serve.py --model-path HF_DIR --port P [any flag of sglang.launch_server]
+    .venv-sglang/bin/python tests/sglang_cpu/serve.py --model-path HF_DIR --port P [--spawned] [any flag of
+        sglang.launch_server]
+
+Its scheduler and detokenizer are forked from it, which takes two fifths of the time; with --spawned they are started
+as in the release.
 
 BF16 only: SGLang's kernels for quantized weights on CPU need AMX. DeepSeek models need yarn in rope_scaling and
 moe_layer_freq in config.json, as the published ones have.
@@ -25,9 +29,11 @@ FLAGS = (
     *("--max-total-tokens", "8192", "--context-length", "1024", "--chunked-prefill-size", "512"),
     *("--max-running-requests", "16"),
 )
+FORKED = {"SERVER_FORKS": "1"}  # to `adaptations`
+SPAWNED = "--spawned"
 FOR_CUDA = ("--enable-memory-saver",)  # ends a server without the package torch-memory-saver, which CPUs have not
 
 if __name__ == "__main__":
-    given = [word for word in sys.argv[1:] if word not in FOR_CUDA]
+    given = [word for word in sys.argv[1:] if word not in (*FOR_CUDA, SPAWNED)]
     command = [sys.executable, "-m", "sglang.launch_server", *FLAGS, *given]  # of two equal flags the last holds
-    os.execve(sys.executable, command, os.environ | ENVIRONMENT)
+    os.execve(sys.executable, command, os.environ | ENVIRONMENT | ({} if SPAWNED in sys.argv else FORKED))

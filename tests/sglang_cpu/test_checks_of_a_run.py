@@ -9,19 +9,23 @@ several servers, or ranks of one; quantized weights; GPUs.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.sglang_cpu.test_stock_sglang import CONFIGS, MODELS, PYTHON, ROOT, SETTINGS, every_layer_routed
-
-_SPOILT = (
-    "import sys; from tests.support import mid_run as m; m.plant_routes(m.shifted, 2, layers={layers}, depth={depth}); "
-    "from miles_like.cli import main; main()"
+from tests.sglang_cpu.conftest import Run
+from tests.sglang_cpu.served import (
+    CONFIGS,
+    INTERPRETER,
+    MODELS,
+    PROGRAMS,
+    ROOT,
+    SETTINGS,
+    every_layer_routed,
+    given,
 )
+
+pytestmark = pytest.mark.slow
 CHECKED = (
     *("mismatch.check_prompts=4", "mismatch.checksums_every=1"),
     *("train.steps=3", "train.groups_per_step=4", "train.samples_per_group=2", "checkpoint.every=1"),
@@ -37,29 +41,21 @@ CHECKED = (
     ],
 )
 def test_healthy_steps_pass_and_shifted_routes_end_the_run(
-    shape: str, check_every: int, steps: int, message: str, tmp_path: Path
+    shape: str, check_every: int, steps: int, message: str, miles_like: Run, tmp_path: Path
 ) -> None:
     """Routes of version 2 are shifted. Without comparisons in mid-run the step that replays them is refused; with them
     the comparison after that publication already finds it. Checksums are asked before each step trains."""
-    if not PYTHON.exists():
-        pytest.skip(f"{PYTHON} is not there: make test-sglang")
     layers = json.loads((ROOT / "configs" / "tiny" / MODELS[shape]).read_text())["num_hidden_layers"]
     first = 1 if shape == "deepseek" else 0  # layers before it are dense
-    spoilt = _SPOILT.format(layers=tuple(range(first, layers)), depth=layers)
     settings = (
         *SETTINGS,
         *CHECKED,
         f"mismatch.check_every={check_every}",
         f"model.make.config={every_layer_routed(shape, tmp_path)}",
-        f"rollout.sglang.python={ROOT / 'tests' / 'sglang_cpu' / 'interpreter'}",
+        f"rollout.sglang.python={INTERPRETER}",
     )
-    words = ["train", str(ROOT / "configs" / CONFIGS[shape]), "--run-dir", str(tmp_path / "run")]
-    words += [word for setting in settings for word in ("--set", setting)]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"COLUMNS": "200", "PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, "-c", spoilt, *words], capture_output=True, text=True, timeout=1500, cwd=ROOT, env=env
-    )
+    words = ["train", ROOT / "configs" / CONFIGS[shape], "--run-dir", tmp_path / "run", *given(settings)]
+    done = miles_like(first, layers, *words, script=PROGRAMS / "shifted_routes.py")
     assert done.returncode == 2, done.stderr[-3000:]
     assert message in done.stderr, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

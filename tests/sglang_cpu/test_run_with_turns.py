@@ -10,19 +10,18 @@ release frees nothing. Not covered: GPUs, several servers.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rollout.wire import endpoints
-from tests.sglang_cpu.test_stock_sglang import CONFIGS, PYTHON, ROOT
+from tests.sglang_cpu.conftest import Run
+from tests.sglang_cpu.served import CONFIGS, INTERPRETER, PROGRAMS, ROOT, given
 from tests.support.tiny_models import random_tensors, tiny_qwen, write_checkpoint
 
+pytestmark = pytest.mark.slow
 STEPS = 2
 RUN = (
     *("cluster.colocate=true", f"train.steps={STEPS}", "train.groups_per_step=2", "train.samples_per_group=2"),
@@ -58,21 +57,14 @@ def turns_of(lines: list[str]) -> list[str]:
     return repeated_once([line[2:] for line in calls if line.startswith(">")])
 
 
-def test_the_calls_of_a_run_with_turns(tmp_path: Path) -> None:
-    if not PYTHON.exists():
-        pytest.skip(f"{PYTHON} is not there: make test-sglang")
+def test_the_calls_of_a_run_with_turns(miles_like: Run, tmp_path: Path) -> None:
     hf = write_checkpoint(tmp_path / "hf", tiny_qwen(), random_tensors(tiny_qwen()))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy2(ROOT / "configs" / "tiny" / name, hf / name)
-    interpreter = ROOT / "tests" / "sglang_cpu" / "interpreter"
-    settings = (*RUN, f"model.path={hf}", f"rollout.sglang.python={interpreter}")
+    settings = given((*RUN, f"model.path={hf}", f"rollout.sglang.python={INTERPRETER}"))
     calls, run_dir = tmp_path / "calls.txt", tmp_path / "run"
-    command = [sys.executable, "-m", "tests.sglang_cpu.recorded_turns", str(calls)]
-    command += ["train", str(ROOT / "configs" / CONFIGS["qwen"]), "--run-dir", str(run_dir)]
-    command += [word for setting in settings for word in ("--set", setting)]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"COLUMNS": "200", "PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT, env=env)
+    words = ["train", ROOT / "configs" / CONFIGS["qwen"], "--run-dir", run_dir, *settings]
+    done = miles_like(calls, *words, script=PROGRAMS / "recorded_turns.py")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     lines = calls.read_text().splitlines()
     to_servers = [[call.format(version) for call in TO_SERVERS] for version in range(STEPS + 1)]

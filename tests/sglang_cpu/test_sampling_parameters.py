@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,8 @@ import torch
 from rollout.embedded.engine.sampler import kept
 from rollout.wire.generate import GenerateRequest
 from tests.sglang_cpu.serve import ENVIRONMENT
+from tests.sglang_cpu.served import PROGRAMS, PYTHON
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 HALVES = [0.25, 0.0625, 0.5, 0.0625, 0.125]  # sums of halves: no rounding decides
 
 READ: list[dict[str, Any]] = [  # both accept or both refuse
@@ -67,10 +65,8 @@ def rows() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def sglang(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    if not PYTHON.exists():
-        pytest.skip(f"{PYTHON} is not there: make test-sglang")
     done = subprocess.run(
-        [str(PYTHON), str(Path(__file__).parent / "kept_by_sglang.py")],
+        [str(PYTHON), str(PROGRAMS / "kept_by_sglang.py")],
         input=json.dumps({"rows": rows, "params": READ + NOT_SERVED}),
         capture_output=True,
         text=True,

@@ -1,7 +1,8 @@
 """Law: stock SGLang, started with a run's key, answers that run alone, and the key is in no file and on no command
 line.
 
-SGLang 0.5.23 as it is released, on CPU (`make test-sglang`). Not covered: a server over several nodes.
+SGLang 0.5.23 as it is released, on CPU (`make test-sglang`), with its processes spawned: of forked ones the command
+lines would be those of the first. Not covered: a server over several nodes.
 """
 
 from __future__ import annotations
@@ -15,21 +16,18 @@ from typing import NamedTuple
 import httpx
 import psutil
 import pytest
-from rich.console import Console
 
-from miles_like.config.load import load_config
 from miles_like.hf.checkpoint import HFCheckpoint
-from miles_like.run import assemble
 from miles_like.types import NamedTensor
 from rollout.config import PublishConfig
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import ServerSet, TensorPublisher
 from rollout.server_key import ServerKey, sglang_key_file
 from rollout.sglang.client import RolloutError, SGLangClient
-from rollout.sglang.ports import free_port
-from rollout.sglang.servers import start
 from rollout.wire import endpoints
-from tests.sglang_cpu.test_stock_sglang import CONFIGS, PYTHON, ROOT, SETTINGS, START_S, every_layer_routed
+from tests.sglang_cpu.serve import SPAWNED
+from tests.sglang_cpu.served import START_S, serve
+from tests.support.tiny_models import random_tensors, tiny_qwen, write_checkpoint
 
 KEY = ServerKey.new()
 
@@ -44,23 +42,14 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    if not PYTHON.exists():
-        pytest.skip(f"{PYTHON} is not there: make test-sglang")
     home = tmp_path_factory.mktemp("keys")
-    try:
-        settings = [*SETTINGS, f"model.make.config={every_layer_routed('qwen', home)}"]
-        root = assemble.staged(load_config(ROOT / "configs" / CONFIGS["qwen"], settings), home / "run", Console(), None)
-    finally:
-        assemble.shut_down()
-    port, key_file = free_port(), sglang_key_file(KEY)
-    command = [str(PYTHON), str(ROOT / "tests" / "sglang_cpu" / "serve.py"), "--model-path", str(root / "hf")]
-    command += ["--port", str(port), "--config", str(key_file)]
-    log = home / "sglang.log"
-    with start(command, url=f"http://127.0.0.1:{port}", log=log, key=KEY, key_file=key_file) as server:
+    model = write_checkpoint(home / "hf", tiny_qwen(), random_tensors(tiny_qwen()))
+    log, key_file = home / "sglang.log", sglang_key_file(KEY)
+    with serve(model, log, SPAWNED, "--config", str(key_file), key=KEY, key_file=key_file) as server:
         server.await_ready(START_S)
         processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
         commands = [" ".join(p.cmdline()) for p in processes]
-        yield Served(server.url, root / "hf", log, key_file, commands)
+        yield Served(server.url, model, log, key_file, commands)
 
 
 CONTROL = {

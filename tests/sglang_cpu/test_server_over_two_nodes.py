@@ -12,23 +12,19 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.sglang_cpu.test_stock_sglang import PYTHON, START_S
+from tests.sglang_cpu.served import START_S
 from tests.support.namespaces import address_of, nodes
 from tests.support.refusals import check_refusal
 from tests.support.tiny_models import random_tensors, tiny_qwen, write_checkpoint
 
 
 def test_a_server_over_two_nodes_answers_and_names_the_part_that_ends(tmp_path: Path) -> None:
-    if not PYTHON.exists():
-        pytest.skip(f"{PYTHON} is not there: make test-sglang")
     hf = tiny_qwen(eos_token_id=None)
     model, logs = write_checkpoint(tmp_path / "hf", hf, random_tensors(hf)), tmp_path / "logs"
     with nodes(2, work=tmp_path, hosts=["good", "hostile"]) as cluster:
         cluster.start_ray(gpus=1)
         words = [cluster.ray_address, str(model), str(logs), str(tmp_path / "found.json")]
-        cluster[0].run([sys.executable, "-m", "tests.sglang_cpu.two_nodes", *words], timeout_s=START_S)
+        cluster[0].run([sys.executable, "-m", "tests.sglang_cpu.programs.two_nodes", *words], timeout_s=START_S)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["url"].startswith(f"http://{address_of(0)}:") and len(found["answer"]) == 6
     assert "rollout server 0 of 1: connecting its ranks" in found["phases"]

@@ -22,9 +22,8 @@ from miles_like.config.run import RunConfig
 from miles_like.nodes.probe import find_engine
 from miles_like.run.setup.rollout_side import server_launch
 from rollout.sglang.servers import sglang_command
-from tests.sglang_cpu.test_stock_sglang import PYTHON, ROOT
+from tests.sglang_cpu.served import INTERPRETER, PROGRAMS, ROOT
 
-INTERPRETER = ROOT / "tests" / "sglang_cpu" / "interpreter"
 SHIPPED = {
     path.stem: config
     for path in sorted((ROOT / "configs").glob("*.toml"))
@@ -65,11 +64,9 @@ def parts() -> list[Part]:
 @cache
 def parsed() -> list[Mapping[str, Any]]:
     """SGLang's arguments for each of `parts`; one process, because its import takes long."""
-    if not PYTHON.exists():
-        pytest.skip(f"{PYTHON} is not there: make test-sglang")
     asked = {"commands": [part.command[3:] for part in parts()], "names": [*SAME, *OTHER]}
     done = subprocess.run(
-        [str(INTERPRETER), str(Path(__file__).with_name("parsed.py"))],
+        [str(INTERPRETER), str(PROGRAMS / "parsed.py")],
         input=json.dumps(asked),
         capture_output=True,
         text=True,
@@ -100,6 +97,4 @@ def test_sglang_reads_the_flags_of_a_shipped_configuration(name: str) -> None:
 
 
 def test_the_interpreter_is_found_with_its_version() -> None:
-    if not PYTHON.exists():
-        pytest.skip(f"{PYTHON} is not there: make test-sglang")
     assert find_engine(str(INTERPRETER), imports=True) == {"version": "0.5.23", "wrong": None}

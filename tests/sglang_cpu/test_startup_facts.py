@@ -10,12 +10,10 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from rollout.sglang.phases import STOCK
 from rollout.sglang.ports import BLOCK, stock_ports
 from tests.sglang_cpu.serve import ENVIRONMENT
-from tests.sglang_cpu.test_stock_sglang import PYTHON
+from tests.sglang_cpu.served import PYTHON
 
 SOURCES = {  # a mark -> the file that writes it
     "Init parallel begin": "distributed/bootstrap.py",
@@ -55,8 +53,6 @@ print(json.dumps([out, m.DP_ATTENTION_HANDSHAKE_PORT_DELTA]))
 
 
 def sources() -> Path:
-    if not PYTHON.exists():
-        pytest.skip(f"{PYTHON} is not there: make test-sglang")
     (found,) = PYTHON.parents[1].glob("lib/python3*/site-packages/sglang/srt")
     return found
 

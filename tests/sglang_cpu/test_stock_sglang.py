@@ -2,7 +2,8 @@
 own wire, `verify` finds nothing wrong, and a fault on that side is named as what it is.
 
 SGLang 0.5.23 as it is released, on CPU, in a separate environment (`make test-sglang`); `adaptations` lists what it
-lacks there. Faults are planted where they happen: a tensor in the server, a gateway between the two.
+lacks there, and forks its processes, which test_server_keys.py spawns as the release does. Faults are planted where
+they happen: a tensor in the server, a gateway between the two.
 
 Not covered: CUDA kernels; quantized weights, whose CPU kernels need AMX; several servers, or ranks of one;
 deterministic inference, which SGLang has for GPU attention only.
@@ -15,9 +16,7 @@ import base64
 import hashlib
 import itertools
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,82 +25,48 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from megatron_bridge.families.registry import family_of
-from miles_like.config.load import load_config
 from miles_like.hf.checkpoint import HFCheckpoint
-from miles_like.run import assemble
 from miles_like.types import NamedTensor
 from rollout.config import EmbeddedFlags, PublishConfig, RolloutConfig
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import ServerSet, TensorPublisher
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.phases import STOCK, FollowedLog
-from rollout.sglang.ports import free_port
-from rollout.sglang.servers import ServerLaunch, start
+from rollout.sglang.servers import ServerLaunch
 from rollout.sglang.startup import launch_server
+from tests.sglang_cpu.conftest import Run
 from tests.sglang_cpu.gateway import Change, gateway
-
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
-CONFIGS = {"deepseek": "tiny_bf16.toml", "qwen": "tiny_qwen.toml"}
-MODELS = {"deepseek": "model.json", "qwen": "qwen_moe.json"}
-START_S, VERIFY_S = 600.0, 600.0
-SETTINGS = (
-    *("model.make.max_steps=0", "model.make.format=bf16", "precision.format=bf16", "precision.qat=false"),
-    *("parallel.dp=1", "parallel.ep=1", "rollout.engine=sglang", "rollout.max_new_tokens=24"),
-    "rollout.request_timeout_s=600",
-)
+from tests.sglang_cpu.served import CONFIGS, ROOT, SETTINGS, START_S, every_layer_routed, given, serve
 
 
 class Job(NamedTuple):
-    config: Path
-    settings: tuple[str, ...]
+    miles_like: Run
+    words: list[Any]  # its configuration, on a command line
     home: Path
     served: Path
     url: str
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, miles_like: Run) -> Iterator[Job]:
     """A checkpoint of random weights, and a stock server that serves it."""
-    if not PYTHON.exists():
-        pytest.skip(f"{PYTHON} is not there: make test-sglang")
     home, config = tmp_path_factory.mktemp(request.param), ROOT / "configs" / CONFIGS[request.param]
-    try:
-        settings = (*SETTINGS, f"model.make.config={every_layer_routed(request.param, home)}")
-        root = assemble.staged(load_config(config, list(settings)), home / "run", Console(), None)
-    finally:
-        assemble.shut_down()
-    port = free_port()
-    command = [str(PYTHON), str(ROOT / "tests" / "sglang_cpu" / "serve.py"), "--model-path", str(root / "hf")]
-    with start([*command, "--port", str(port)], url=f"http://127.0.0.1:{port}", log=home / "sglang.log") as server:
+    words = given((*SETTINGS, f"model.make.config={every_layer_routed(request.param, home)}"))
+    made = miles_like("train", config, "--run-dir", home / "run", "--stages", "fetch,dequantize,convert,stage", *words)
+    assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-3000:]
+    (served,) = home.glob("cache/stage-*/data/hf")
+    with serve(served, home / "sglang.log") as server:
         server.await_ready(START_S)
-        yield Job(config, settings, home, root / "hf", server.url)
-
-
-def every_layer_routed(shape: str, home: Path) -> Path:
-    """The shape's config.json, without Qwen's dense layer, which SGLang 0.5.23 does not know."""
-    model = json.loads((ROOT / "configs" / "tiny" / MODELS[shape]).read_text())
-    path = home / "model.json"
-    path.write_text(json.dumps(model | {"mlp_only_layers": []} if "mlp_only_layers" in model else model))
-    return path
+        yield Job(miles_like, ["--config", config, *words], home, served, server.url)
 
 
 def verify(job: Job, url: str, *more: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     out = job.home / "found.json"
     out.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "miles_like.cli", "verify", "--config", str(job.config), "--server", url]
-    command += ["--run-dir", str(job.home / "run"), "--json", str(out), *more]
-    done = subprocess.run(
-        [*command, *(word for setting in job.settings for word in ("--set", setting))],
-        capture_output=True,
-        text=True,
-        timeout=VERIFY_S,
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "200"},
-    )
+    words = ["verify", *job.words, "--server", url, "--run-dir", job.home / "run", "--json", out]
+    done = job.miles_like(*words, *more)
     assert out.exists(), done.stderr[-3000:] + done.stdout[-3000:]
     return done, json.loads(out.read_text())
 

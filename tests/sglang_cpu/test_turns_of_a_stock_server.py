@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 import pytest
@@ -22,18 +22,16 @@ from rollout.config import PublishConfig
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.sglang.client import SGLangClient
-from rollout.sglang.ports import free_port
-from rollout.sglang.servers import living, start
+from rollout.sglang.servers import living
 from rollout.wire.bodies import MemoryTag
+from tests.sglang_cpu.served import START_S, serve
 from tests.support.refusals import refuses
 from tests.support.tiny_models import random_tensors, tiny_qwen, write_checkpoint
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+pytestmark = pytest.mark.slow
 HERE = "tests/sglang_cpu/test_turns_of_a_stock_server.py"
 KV, WEIGHTS, GRAPH = MemoryTag
 ALL = tuple(MemoryTag)
-START_S = 600.0
 PROMPT = Prompt(id="a", token_ids=(5, 6, 7, 8, 9), answer="")
 T = TypeVar("T")
 
@@ -42,14 +40,6 @@ T = TypeVar("T")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf = tiny_qwen(eos_token_id=None)  # so that an answer has the length that is asked for
     return write_checkpoint(tmp_path_factory.mktemp("qwen") / "hf", hf, random_tensors(hf))
-
-
-def serve(model: Path, log: Path) -> Any:
-    if not PYTHON.exists():
-        pytest.skip(f"{PYTHON} is not there: make test-sglang")
-    port = free_port()
-    command = [str(PYTHON), str(ROOT / "tests" / "sglang_cpu" / "serve.py"), "--model-path", str(model)]
-    return start([*command, "--port", str(port)], url=f"http://127.0.0.1:{port}", log=log)
 
 
 @pytest.fixture(scope="module")

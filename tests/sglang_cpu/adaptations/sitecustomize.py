@@ -1,4 +1,4 @@
-"""What stock SGLang 0.5.23 takes for granted on import, and a machine without a GPU has not.
+"""What stock SGLang 0.5.23 takes for granted on import, and a machine without a GPU has not; and a faster start.
 
 Python imports this file when it starts, in every process of the server, since `serve.py` puts this folder on its path.
 No file of SGLang's is changed. What is put right is looked up by the name it has in that version, so that another
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -45,11 +46,20 @@ def latent_attention(module: Any) -> None:
     registry.register("torch_native", lambda attention, batch: module.AttnForwardMethod.MLA)
 
 
+def forked_processes(module: Any) -> None:
+    """Scheduler and detokenizer begin with what the server has imported, and has one thread then. Spawned, as they are
+    in the release, each of them imports it again: 12 seconds."""
+    set_start_method = module.mp.set_start_method
+    module.mp.set_start_method = lambda method, force=False: set_start_method("fork", force)
+
+
 BEFORE: dict[str, Callable[[], None]] = {"torchvision": operators_of_torchvision}
 AFTER: dict[str, Callable[[Any], None]] = {
     "sglang.srt.mem_cache.pool_host.common": host_memory,
     "sglang.srt.models.deepseek_common.attention_backend_handler": latent_attention,
 }
+if "SERVER_FORKS" in os.environ:
+    AFTER["sglang.srt.entrypoints.engine"] = forked_processes
 
 
 class _Adapted(importlib.abc.Loader):

@@ -1,6 +1,6 @@
 """On the first of two nodes: a stock SGLang server whose parts are one on each, started as a run starts it.
 
-python -m tests.sglang_cpu.two_nodes RAY_ADDRESS MODEL LOGS FOUND    writes `Found` to the file FOUND as JSON
+python -m tests.sglang_cpu.programs.two_nodes RAY_ADDRESS MODEL LOGS FOUND    writes `Found` to the file FOUND as JSON
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from miles_like.run.setup.rollout_side import server_launch
 from miles_like.run.setup.run_cluster import RunCluster
 from miles_like.types import Prompt, SamplingParams
 from rollout.sglang.client import SGLangClient
+from tests.sglang_cpu.served import INTERPRETER, ROOT
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = (
     *("cluster.nodes=2", "cluster.gpus_per_node=1", "parallel.dp=2", "parallel.ep=1"),
     *("precision.format=bf16", "precision.qat=false", "model.make=false", "model.path=owner/name"),
     *("rollout.engine=sglang", "rollout.sglang.tp_size=2", "rollout.start_timeout_s=600"),
-    f"rollout.sglang.python={ROOT / 'tests' / 'sglang_cpu' / 'interpreter'}",
+    f"rollout.sglang.python={INTERPRETER}",
     "rollout.env={SGLANG_CPU_OMP_THREADS_BIND='0|1'}",  # SGLang refuses more ranks than NUMA nodes without it
 )
 FAILS_S = 60.0

@@ -1,6 +1,6 @@
 """The command line of a run that takes turns, whose driver lists its calls to trainer ranks and servers in their order:
 
-    python -m tests.sglang_cpu.recorded_turns CALLS train CONFIG ...
+    python tests/sglang_cpu/programs/recorded_turns.py CALLS train CONFIG ...
 
 Each call is two lines of the file CALLS, "> CALL" and "< CALL". Between them, where the call leaves memory released or
 requests in flight, every order that would end a stock server is tried with the same client: "refused SENTENCE", or
