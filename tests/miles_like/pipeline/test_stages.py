@@ -318,7 +318,8 @@ def test_a_copy_is_hashed_once(coded: RunConfig, tmp_path: Path, monkeypatch: py
 def test_the_cache_is_named_and_can_be_chosen(saving: Saving, command: Command, tmp_path: Path) -> None:
     """By an option, by a key, else beside the run directory; a run directory on another disk says which other cache it
     leaves aside."""
-    dry = command("--dry-run")
+    with contextlib.chdir(tmp_path):  # away from a cache that a run of this checkout has left
+        dry = command("--dry-run")
     assert f"cache  {tmp_path}/runs/cache (beside the run directory)\n" in dry.stdout
     assert command().exit_code == 0
     for how in (["--cache-dir", str(tmp_path / "runs/cache")], ["--set", f"cache_dir={tmp_path}/runs/cache"]):
