@@ -188,7 +188,7 @@ class World:
         return np.frombuffer(base64.b64decode(encoded or ""), kind).reshape(-1, arch.layers * arch.routed)
 
 
-@pytest.mark.parametrize(("model", "piece"), [("mla", 7), ("gqa", 1024)])
+@pytest.mark.parametrize(("model", "piece"), [pytest.param("mla", 7, marks=pytest.mark.slow), ("gqa", 1024)])
 def test_what_is_cached_changes_no_bit(model: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "_PIECE", piece)
     path = write_checkpoint(tmp_path, MODELS[model], _tensors(model, 0))

@@ -22,6 +22,12 @@ def chosen(request: pytest.FixtureRequest, argument: str, cases: Iterable[T]) ->
     return [case for case in cases if case in asked]
 
 
+def checked(names: Iterable[T], first: Iterable[T]) -> list[Any]:
+    """Parameters of `names`; those that are not in `first` run in `make test`, and not in `make check`."""
+    kept = list(first)
+    return [pytest.param(n, marks=[] if n in kept else [pytest.mark.slow]) for n in names]
+
+
 def later(names: Iterable[T], first: Iterable[T], beside: str) -> list[Any]:
     """Parameters of `names`; those that are not in `first` run in `make test-all` only (tests/support/tiers.py)."""
     kept = list(first)

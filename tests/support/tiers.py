@@ -2,7 +2,8 @@
 
 A test is `slow` when its file imports something of STARTERS, which start processes: `make check` runs the others. A
 test that starts a process in another way carries `pytest.mark.slow`; without the mark it fails, so nothing that starts
-processes comes back into `make check` unseen.
+processes comes back into `make check` unseen. So do further cases of tests that start none and take a second each
+(`checked` of tests/support/chosen.py): `make check` has to answer within three minutes.
 
 `make test` runs both, except tests with `pytest.mark.long(beside=FILE)`, which only `make test-all` runs: further cases
 of a law that a test in FILE holds with cheaper ones in every `make test`.
@@ -45,6 +46,7 @@ STARTERS = (
     "tests.support.spawn.run_ranks",
     "tests.support.spawn.warm_context",
 )
+_MARKED = re.compile(r"mark\.slow|\bchecked\(")  # tests/support/chosen.py
 _LAST_WORDS = re.compile(rf"\b({'|'.join(name.rpartition('.')[2] for name in STARTERS)})\b")
 
 
@@ -95,7 +97,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     if starts_processes(path):
         return True if tier == "not slow" else None
-    return True if tier != "not slow" and "mark.slow" not in path.read_text(encoding="utf-8") else None
+    return True if tier != "not slow" and not _MARKED.search(path.read_text(encoding="utf-8")) else None
 
 
 @pytest.hookimpl(wrapper=True)  # in between, tests are chosen by their marks

@@ -120,6 +120,7 @@ def test_nodes_devices_and_formats_are_searched() -> None:
     assert quarter["precision.qat"] is True and changed(run, quarter).precision.format is QuantFormat.INT4
 
 
+@pytest.mark.slow
 def test_separate_servers_are_ranked_where_samples_may_be_stale() -> None:
     run, hf = loaded(
         "qwen3_4b", "buffer.max_staleness=2", "publish.pause_mode=in_place", "publish.path=disk", "cluster.nodes=2"

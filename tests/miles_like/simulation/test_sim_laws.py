@@ -20,6 +20,7 @@ from miles_like.simulation.inputs.assumptions import Assumptions
 from miles_like.simulation.inputs.lengths import DrawnAnswers, Purpose, stream
 from miles_like.simulation.inputs.settings import LoopSettings
 from miles_like.simulation.simulate import Outcome, simulate
+from tests.support.chosen import checked
 from tests.support.refusals import refuses
 
 BASE = LoopSettings(
@@ -204,7 +205,7 @@ def test_a_synchronous_step_is_the_slowest_server_s_work_then_training_then_publ
         assert row.began == pytest.approx(rows[i - 1].published if i else 0.0)
 
 
-@pytest.mark.parametrize(("groups", "samples"), [(1, 8), (4, 4)])
+@pytest.mark.parametrize(("groups", "samples"), [(1, 8), pytest.param(4, 4, marks=pytest.mark.slow)])
 def test_the_longest_of_n_exponential_answers_gates_a_step(groups: int, samples: int) -> None:
     """E[max of n] = mean (1 + 1/2 + ... + 1/n), variance mean^2 (1 + 1/4 + ... + 1/n^2) (Renyi 1953)."""
     n, steps, mean = groups * samples, 400, 5000
@@ -227,6 +228,7 @@ def wall(settings_: LoopSettings, a: Assumptions) -> float:
     return run(settings_, a).state.rows[-1].published
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(servers=st.integers(1, 3), groups=st.integers(1, 8), seed=st.integers(0, 10**6), slots=st.integers(1, 6))
 def test_twice_as_many_servers_are_never_slower(servers: int, groups: int, seed: int, slots: int) -> None:
@@ -250,7 +252,7 @@ def test_more_servers_are_no_slower_in_the_mean(changed: dict[str, Any]) -> None
     assert all(b <= a * 1.005 for a, b in itertools.pairwise(means)), means
 
 
-@pytest.mark.parametrize("changed", [{}, {"max_staleness": 2}])
+@pytest.mark.parametrize("changed", checked([{}, {"max_staleness": 2}], [{}]))
 def test_faults_lower_goodput_and_cost_no_group(changed: dict[str, Any]) -> None:
     settings_ = loop(**changed, steps=30, save_every=3)
     found = []

@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
+import pytest
+
 from rollout.sglang.occupation import Occupation
 from rollout.wire.bodies import MemoryTag
 from tests.support.refusals import refuses
@@ -55,6 +57,7 @@ class StockServer:
 STEPS = ("begin", "end", "publish", *itertools.product(("release", "resume"), [(KV,), (WEIGHTS,), (KV, WEIGHTS)]))
 
 
+@pytest.mark.slow
 def test_what_would_end_a_stock_server_is_refused_and_nothing_else_is() -> None:
     refused = allowed = 0
     for sequence in itertools.product(STEPS, repeat=5):

@@ -41,6 +41,7 @@ from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.wire.checksum import tensor_checksum
+from tests.support.chosen import checked
 from tests.support.embedded_fixtures import BASE, QWEN_MOE, oracle, run, save, service, spec, with_values
 from tests.support.refusals import Facts, refuses
 from tests.support.spawn import free_port
@@ -102,7 +103,7 @@ def sums(tensors: Tensors) -> dict[str, str]:
     return {n: tensor_checksum(n, t) for n, t in tensors.items()}
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", checked(SPECS, ("fp8", "int4", "nvfp4-modelopt")))
 @torch.no_grad()
 def test_decoded_or_as_codes_the_engine_computes_with_the_decoded_values(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -306,7 +307,9 @@ def server(path: Path) -> Iterator[str]:
         worker.stop()
 
 
-@pytest.mark.parametrize("name", ["fp8-ue8m0", "int4", "mxfp8", "mxfp4", "nvfp4", "nvfp4-modelopt"])
+@pytest.mark.parametrize(
+    "name", checked(["fp8-ue8m0", "int4", "mxfp8", "mxfp4", "nvfp4", "nvfp4-modelopt"], ("int4", "nvfp4-modelopt"))
+)
 def test_every_format_is_published_by_tensor_and_by_disk(name: str, tmp_path: Path) -> None:
     """What is held is what the quantizer gives, part by part, and it is sampled from; buckets of a few modules."""
     how, path = SPECS[name], write(name, SPECS[name])
