@@ -207,7 +207,8 @@ def main() -> int:
         return 0
     where = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if where == "cuda" else "cpu"
-    device = next((d for d in DEVICES.values() if d.name in name), DEVICES["H100"])
+    known = [d for d in DEVICES.values() if d.name in name.replace(" ", "")]
+    device = max(known, key=lambda d: len(d.name), default=DEVICES["H100"])
     torch.manual_seed(0)
     rates = Rates(where, 64 if args.tiny else 1, device, {"device": name, "torch": torch.__version__})
     for part in (products, grouped, attention, moved, codecs):

@@ -151,6 +151,7 @@ def train_setup(run: RunConfig, hf: HFConfig, facts: Facts, load: Workload) -> T
     trainer = trainer_config(run, NOWHERE)
     old = run.train.steps_per_rollout > 1 or run.replay.mode == "r2"
     reference = trainer.reference and trainer.reference_for_loss
+    loss_share = load.responses.mean / (load.prompt + load.responses.mean)
     return TrainSetup(
         layer=layer_setup(trainer, hf, facts),
         pack_tokens=run.max_pack_tokens,
@@ -160,13 +161,16 @@ def train_setup(run: RunConfig, hf: HFConfig, facts: Facts, load: Workload) -> T
         passes=float(old) + float(reference),
         swaps=float(reference),
         rounded=run.precision.qat,
-        loss_share=load.responses.mean / (load.prompt + load.responses.mean),
+        loss_share=loss_share,
         trained=facts.trained,
-        head_columns=_columns(trainer, run.max_pack_tokens),
+        head_columns=block_columns(trainer, run.max_pack_tokens, loss_share),
+        head_sum_bytes=4,
     )
 
 
-def _columns(trainer: TrainerConfig, pack_tokens: int) -> int:
-    """Entries of the vocabulary in a block of logits (megatron_bridge/model/logprobs.py)."""
-    rows = max(1, pack_tokens // trainer.parallel.cp)
-    return max(1, (trainer.logprob_memory_mib << 20) // (LOGIT_BYTES * rows))
+def block_columns(trainer: TrainerConfig, pack_tokens: int, loss_share: float) -> int:
+    """Entries of the vocabulary in a block of logits of the rows with loss: as megatron_bridge/model/logprobs.py, where
+    the rank's share of the vocabulary is not smaller."""
+    rows = max(1, round(loss_share * pack_tokens / trainer.parallel.cp))
+    columns = max(1, (trainer.logprob_memory_mib << 20) // (LOGIT_BYTES * rows))
+    return columns - columns % 64 if columns > 64 else columns

@@ -53,6 +53,8 @@ class TrainSetup:
     head_columns: int | None = None
     """Logits are computed and reduced in blocks of so many entries of the vocabulary, by separate kernels in FP32;
     None: in one piece."""
+    head_sum_bytes: int = 2
+    """Of an element of the gradient of the hidden states, to which each block adds."""
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -162,7 +164,8 @@ def stage_time(
 
 def _layer(shape: ModelShape, setup: LayerSetup, tokens: float, squares: float, moe: bool, memo: Memo) -> LayerTime:
     p = setup.parallel
-    key = (moe, tokens, squares, p.tp, p.cp, p.ep, p.etp, setup.recompute, setup.again, setup.dispatcher)
+    sizes, chosen = (p.tp, p.cp, p.ep, p.etp), (setup.recompute, setup.again, setup.dispatcher)
+    key = (moe, tokens, squares, sizes, chosen, setup.separate, setup.attention_rate)
     if key not in memo.layers:
         memo.layers[key] = layer_time(shape, setup, tokens, squares, moe=moe)
     return memo.layers[key]
@@ -202,8 +205,8 @@ def _head(shape: ModelShape, setup: TrainSetup, tokens: float) -> tuple[float, f
     if setup.head_columns is None:
         head = logits + moved(rows * columns * (BF16 + 3 * MASTER), device)
         return head, 3 * head
-    # each block adds to the gradient of the hidden states
-    sums = 3 * BF16 * shape.hidden / setup.head_columns
+    # each block adds its product to the gradient of the hidden states
+    sums = (BF16 + 2 * setup.head_sum_bytes) * shape.hidden / min(setup.head_columns, columns)
     forward, backward = (moved(rows * columns * x, device) for x in (BLOCKS[0], BLOCKS[1] + sums))
     return logits + forward, 3 * logits + backward
 

@@ -101,7 +101,7 @@ def _in_layouts(rank: int, world: int, port: int, where: Path, cases: list[Case]
 
 
 LONG = pytest.mark.long(beside="tests/laws/test_exact_layouts.py")
-FIRST = ("TP2 with ETP2", "PP2 with VPP2")
+FIRST = ("TP2 with ETP2", "CP2")
 QUICK = {name: TWO[name][:1] for name in FIRST}
 REST = {name: cases[1:] if name in FIRST else cases for name, cases in TWO.items()}
 WORLDS = [

@@ -94,7 +94,10 @@ def test_half_done_samples_go_on_over_publications_and_kills_within_the_bound(
     # a busy machine may have no sample under way at the publications of a mode, or half done at a kill: then the run
     # says nothing, and is repeated
     wheres = [runs.home / f"killed-{len(modes)}-{attempt}" for attempt in range(3)]
-    assert any(went_on_over_kills(runs, where, modes) > 1 for where in wheres)
+    found = [0]
+    while found[-1] < 2 and len(found) <= len(wheres):
+        found.append(went_on_over_kills(runs, wheres[len(found) - 1], modes))
+    assert found[-1] > 1, f"samples of each attempt that went on, modes {dict(modes)}: {found[1:]}"
 
 
 def went_on_over_kills(runs: Runs, where: Path, modes: Mapping[str, int]) -> int:

@@ -76,6 +76,7 @@ def has_shorter_tests(path: Path) -> bool:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     marks = {"LONG"}  # the name that files give the mark where several tests have it
     everything = [node.value for node in tree.body if isinstance(node, ast.Assign) and _names(node, "pytestmark")]
+    everything = [one for mark in everything for one in (mark.elts if isinstance(mark, ast.List) else [mark])]
     if any(_is_long(mark, marks) for mark in everything):
         return False
     tests = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]

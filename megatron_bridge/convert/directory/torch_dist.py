@@ -86,7 +86,7 @@ class TorchDist:
         self._by_row: dict[str, tuple[list[int], list[Chunk], int]] = {}
         self._sums: dict[tuple[str, int], str] = {}
         self._checked: set[tuple[str, int]] = set()
-        self._starts: dict[tuple[str, int], int] = {}
+        self._starts: dict[tuple[str, int, torch.dtype, tuple[int, ...]], int] = {}
         self._object: tuple[str, bytes] | None = None
         self._kept: tuple[tuple[str, int], Tensor] | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -250,7 +250,7 @@ class TorchDist:
 
     def _data_start(self, key: str, stored: Stored, chunk: Chunk, held: Tensor | None) -> int:
         """Offset in bytes of a chunk's elements in its archive, whose framing is parsed at the first call."""
-        if (at := (chunk.file, chunk.start)) in self._starts:
+        if (at := (chunk.file, chunk.start, stored.dtype, tuple(chunk.sizes))) in self._starts:
             return self._starts[at]
 
         def part(at: int, size: int) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(slots=True)
@@ -15,7 +15,7 @@ class SimLedger:
     discarded: dict[int, str] = field(default_factory=dict)  # group id -> reason
 
     def __deepcopy__(self, memo: object) -> SimLedger:
-        return SimLedger(self.admitted, dict(self.trained), dict(self.discarded))
+        return replace(self, trained=dict(self.trained), discarded=dict(self.discarded))
 
     def admit(self) -> int:
         """The next group id."""

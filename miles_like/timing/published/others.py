@@ -2,8 +2,9 @@
 
 prime-rl: benchmarks/results/BENCHMARKS.md of 2026-02-07, its rows on H100 and H200 with FlashAttention-2 or -3, and the
 code of the runs (2026-01-15, commit d8f290ef). A step is two micro-batches of one whole sequence a GPU
-(benchmarks/scripts/run_single_benchmark.py), with FSDP2 in FP32, also of gradients' sums, and full recomputation. It
-has, by file of src/prime_rl/trainer:
+(benchmarks/scripts/run_single_benchmark.py), with FSDP2 in FP32, also of gradients' sums, and full recomputation. The
+row of GLM-4.5-Air at 65,536 tokens keeps activations on the host, which these formulas leave out.
+prime-rl has, by file of src/prime_rl/trainer:
 
 - separate kernels in a layer (model.py: a checkpoint around it, then the compiler): the compiler leaves a checkpoint
   whole to PyTorch if it cannot trace what is inside (torch/utils/checkpoint.py), here an adapter's reading of token

@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_bridge.config import ParallelConfig
+from megatron_bridge.model.logprobs import _blocks
 from miles_like.device_table import device
 from miles_like.timing.layers import LayerSetup, layer_time
+from miles_like.timing.of_run import block_columns
 from miles_like.timing.published.models import published_shapes
 from miles_like.timing.rates.roofline import moved
 from miles_like.timing.separate import (
@@ -33,6 +35,7 @@ from miles_like.timing.separate import (
     Separate,
 )
 from miles_like.timing.train import TrainSetup, stage_time
+from tests.support import toy
 
 N, D, HEADS, RANK, TOP = 512, 128, 16, 16, 4
 
@@ -188,3 +191,10 @@ def test_ranks_that_divide_a_layer_are_refused() -> None:
     for more in ({"parallel": ParallelConfig(tp=2)}, {"parallel": ParallelConfig(), "recompute": "selective"}):
         with pytest.raises(ValueError, match="separate kernels"):
             LayerSetup(device=H100, separate=Separate(), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tokens", "share", "cp", "mib"), [(16384, 1.0, 1, 64), (16384, 0.8, 2, 64), (512, 0.5, 1, 1)])
+def test_the_head_s_blocks_are_the_trainer_s(tokens: int, share: float, cp: int, mib: int) -> None:
+    config = toy.config("somewhere", logprob_memory_mib=mib, cp=cp)
+    (first, end), *_ = _blocks(round(share * tokens / cp), 10**6, mib << 20)
+    assert block_columns(config, tokens, share) == end - first
