@@ -35,7 +35,7 @@ WRITE :=
 resolve: $(STAMP)
 	$(BIN)/python -m tests.support.resolve $(WRITE)
 
-# linters, types, and every test that starts no process: side by side, because mypy has one thread
+# linters, types, and the tests that start no process, further cases of some left out: side by side, because mypy has one thread
 check: $(STAMP)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint test-fast
 

@@ -38,13 +38,13 @@ from miles_like.storage.verified_copy import Copy, LocalSource, StageFiles
 from quant.hf_config import spec_from_hf
 from quant.stream import dequantize_stream
 from tests.megatron_bridge.families.test_published_shapes import LAYOUTS
+from tests.support.chosen import later
 from tests.support.sparse_models import CONFIGS, fill, published_config, write_sparse
 
 # some ten seconds each, though no process is started; small models are planned and converted there
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.long(beside="tests/megatron_bridge/convert/test_to_megatron.py"),
-]
+pytestmark = pytest.mark.slow
+HERE = "tests/megatron_bridge/convert/test_full_plans.py"
+LONG = pytest.mark.long(beside=HERE)
 
 # elements on the hub, draft layers and scales included; of Kimi-K2 56 elements a layer are not in the tables
 PUBLISHED = {
@@ -119,7 +119,7 @@ def check_read_offsets(job: Conversion) -> None:
     assert set(read) | set(job.skipped) == set(job.source.names())
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", later(PUBLISHED, ("qwen3_235b_a22b",), beside=HERE))
 def test_a_published_checkpoint_is_planned_in_full(name: str, tmp_path: Path) -> None:
     hf = published_config(name)
     root, layout = write_sparse(tmp_path / "hf", hf), layout_of(name)
@@ -315,12 +315,14 @@ def check_dequantized(source: Source, names: list[str]) -> None:
             assert torch.equal(value, dequantized(source, name)), name
 
 
+@LONG
 @pytest.mark.parametrize("model", WIDTHS)
 def test_tensors_of_true_width_are_converted_within_the_memory_limit(model: str, tmp_path: Path) -> None:
     """One routed expert, and of each kind of layer one or two tensors."""
     assert convert_chosen(tmp_path, model, chosen_few) > WIDTHS[model].few_bytes
 
 
+@LONG
 @pytest.mark.parametrize("model", WIDTHS)
 def test_whole_layers_are_converted_within_the_memory_limit(model: str, tmp_path: Path) -> None:
     assert convert_chosen(tmp_path, model, of_whole_layers) > WIDTHS[model].whole_bytes
