@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from routing_replay.versions import VersionSpan, check_all_versions, check_versions
+from tests.support.chosen import checked
 
 Case = tuple[tuple[VersionSpan, ...] | None, tuple[VersionSpan, ...], torch.Tensor]
 
@@ -41,7 +42,7 @@ def said_of(cases: list[Case], *, at_once: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("size", checked([1, 2, 5], (2,)))
 def test_all_at_once_says_what_each_says(size: int) -> None:
     """Random samples, right and wrong ones, some without a token under loss: the same sentence, or none."""
     r = random.Random(size)

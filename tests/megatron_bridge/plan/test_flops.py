@@ -56,6 +56,7 @@ def counted(name: str, n: int, *, backward: bool, how: Callable[[], Any] = Flops
     return total
 
 
+@pytest.mark.slow
 def test_the_total_is_that_of_torch_s_counter() -> None:
     for backward in (False, True):
         by_torch = counted("tiny", 7, backward=backward, how=lambda: FlopCounterMode(display=False))

@@ -156,6 +156,7 @@ EVENTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(EVENTS)
 def test_any_sequence_of_events_against_a_model(tmp_path_factory, events):

@@ -83,6 +83,7 @@ def test_refusals_are_counted_with_an_example(small: tuple[RunConfig, dict[str, 
     assert len(search_json(found)["layouts"]) == 4 and json.dumps(search_json(found))
 
 
+@pytest.mark.slow
 def test_a_written_layout_is_the_configuration_that_was_found(
     small: tuple[RunConfig, dict[str, object], Searched], tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_every_figure_is_its_definition(fmt: QuantFormat, tmp_path: Path, monkey
     assert f"{written['total']['snr_db']:.2f}" in console.export_text()
 
 
+@pytest.mark.slow
 def test_there_is_a_picture_of_every_layer(tmp_path: Path) -> None:
     spec = QuantSpec(format=QuantFormat.NVFP4, ignore=("layers.0.self_attn",))
     write_hf(tmp_path / "in", model().items(), CONFIG)

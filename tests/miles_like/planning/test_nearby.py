@@ -51,6 +51,7 @@ def test_what_is_proposed_fits_on_the_same_gpus(case: str) -> None:
         assert rest <= {"kernels", "parallel", "rollout", "train"}
 
 
+@pytest.mark.slow
 def test_the_smallest_change_comes_first() -> None:
     _, _, found = _found(*CASES["optimizer"])
     assert dict(found[0].change) == {"kernels.offload_optimizer": 1.0}

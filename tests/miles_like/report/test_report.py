@@ -43,6 +43,7 @@ def write(folder, rows) -> None:
     sink.close()
 
 
+@pytest.mark.slow
 def test_a_whole_run(tmp_path):
     write(tmp_path, [(0, {"eval/tiny/avg@1": 0.125}), *((s, FULL | {"tokens_total": 1e4 * s}) for s in range(1, 40))])
     (tmp_path / "config.toml").write_text("seed = 0 # <b>")

@@ -60,6 +60,7 @@ def test_answers_are_the_text_of_the_file(kind: str, tmp_path: Path) -> None:
 NUMBERS = st.from_regex(r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,2})?", fullmatch=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(NUMBERS, min_size=1, max_size=6))
 def test_every_number_of_the_grammar(tmp_path_factory: pytest.TempPathFactory, values: list[str]) -> None:
@@ -83,6 +84,7 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.dictionaries(st.text(), VALUES, min_size=1, max_size=4), min_size=1, max_size=4))
 def test_files_hold_what_orjson_reads(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -276,6 +277,7 @@ def test_both_loops_do_the_same_at_the_same_times(
     assert simulated(case).events == real(case).events
 
 
+@pytest.mark.slow
 def test_the_cases_reach_masks_aborts_back_fill_and_an_end() -> None:
     """Without these the comparison would hold for rules that are missing."""
     seen = set[str]()

@@ -88,6 +88,7 @@ def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
+@pytest.mark.slow
 def test_a_small_request_beside_large_ones(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step that the small one is part of has more rows than a quarter of the large ones' and its own, it ends after
     as many as alone, and every sample is that of its request alone."""

@@ -115,6 +115,7 @@ def test_prefixes_are_dropped_with_the_cache(path: Path) -> None:
     assert again.cached_tokens == 0 and list(again.logprobs) == list(cold[0][0].reply.logprobs)
 
 
+@pytest.mark.slow
 def test_the_process_shrinks_by_a_large_model(tmp_path: Path) -> None:
     """More than 64 MB of weights: by the operating system's count, not by ours."""
     big = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 4096}

@@ -168,6 +168,7 @@ def test_a_model_whose_experts_are_26_wide_is_served(tmp_path: Path) -> None:
     assert len(done) == 1
 
 
+@pytest.mark.slow
 def test_a_million_lines_of_a_kind_are_a_hundred() -> None:
     sparing, written = LogLimit(), 0
     for i in range(100_000):
