@@ -165,17 +165,25 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a fresh environment: the wheel, and this environment's other packages on its path."""
-    home = tmp_path_factory.mktemp("environment")
-    venv.create(home, with_pip=False)
+def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, made_once: MadeOnce) -> Path:
+    """Of a fresh environment: the wheel, and this environment's other packages on its path. One worker makes it for
+    all."""
+    with made_once() as cache:
+        home = tmp_path_factory.mktemp("alone") if cache is None else cache.with_name("environment")
+        if not (home / "made").exists():
+            _install(request.getfixturevalue("wheel"), home)
+            (home / "made").touch()
+    return home / "bin" / "python"
+
+
+def _install(wheel: Path, home: Path) -> None:
+    venv.create(home, with_pip=False, clear=True)
     python = home / "bin" / "python"
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
     done = without_checkout(command, home)  # which may have a description of the package, as if it were installed
     assert done.returncode == 0, done.stdout + done.stderr
     (site,) = home.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")  # its own .pth files are not read
-    return python
 
 
 def without_checkout(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:

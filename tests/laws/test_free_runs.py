@@ -32,6 +32,7 @@ from tests.support.local_run import TINY, Runs
 FREE = ("alignment.deterministic=false", "eval.every=0", "rollout.max_new_tokens=200")
 TRAINED = 8  # samples a step
 LONG = pytest.mark.long(beside="tests/laws/test_free_runs.py")
+SUSPENDED = pytest.mark.long(beside="tests/laws/test_suspended_rollouts.py")  # kills: test_kills.py
 Row = dict[str, Any]
 
 
@@ -83,7 +84,7 @@ def begun(checkpoint: Path) -> list[Sample]:
 @pytest.mark.parametrize(
     "modes",  # and how many steps of each; the samples of the first three may all be of one version
     [
-        pytest.param({"retract": 4, "in_place": 3}, id="retract, in place"),
+        pytest.param({"retract": 4, "in_place": 3}, id="retract, in place", marks=SUSPENDED),
         pytest.param({"abort": 4, "retract": 4, "in_place": 4}, id="every mode", marks=LONG),
     ],
 )

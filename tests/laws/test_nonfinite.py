@@ -34,7 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2 recompute": {"pp": 2, "first_stage_layers": 2, "recompute": "full"},
 }
 HERE = "tests/laws/test_nonfinite.py"
-CASES = later(LAYOUTS, ("EP2", "VPP2"), beside=HERE)
+CASES = later(LAYOUTS, ("EP2",), beside=HERE)
 SKIPS = {"skip": True, "skip without distributed optimizer": False}  # name -> whether the optimizer is distributed
 LEFT = ("left PP2", "left VPP2")
 Messages = dict[str, str]

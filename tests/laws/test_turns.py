@@ -26,6 +26,7 @@ from tests.support.local_run import QUICK, TINY, Runs, untimed
 
 HERE = "tests/laws/test_turns.py"
 LONG = pytest.mark.long(beside=HERE)
+KILLS = pytest.mark.long(beside="tests/laws/test_kills.py")
 STEPS = 3
 TURNS = "cluster.colocate=true"
 PPO = ("algorithm.name=ppo", "algorithm.kl_coefficient=0.01", "critic.lr=1e-3")
@@ -147,7 +148,9 @@ def test_the_calls_of_each_step(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("name", "victim", "point", "step", "where"),
     [
-        ("a critic", "driver", "generation", 1, 10),
+        pytest.param(
+            "a critic", "driver", "generation", 1, 10, marks=pytest.mark.long(beside="tests/laws/test_kills.py")
+        ),
         pytest.param("deterministic", "driver", "generation", 2, 10, marks=LONG),
         pytest.param("deterministic", "rank", "step", 2, "half", marks=LONG),
         # the models of the step are saved by then, its checkpoint is not whole

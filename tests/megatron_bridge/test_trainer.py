@@ -15,7 +15,7 @@ from tests.support.chosen import chosen, later
 from tests.support.refusals import check_refusal
 from tests.support.spawn import free_port, run_ranks
 
-LEARNING_STEPS = 25
+LEARNING_STEPS = 16
 Found = dict[str, Any]
 OTHERS: dict[str, dict[str, Any]] = {"TP2": {"tp": 2}, "PP2": {"pp": 2, "first_stage_layers": 1}}
 

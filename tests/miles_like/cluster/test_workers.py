@@ -83,7 +83,7 @@ def test_a_dead_rank_is_named_where_the_others_tell_of_a_lost_connection_first(r
     [
         pytest.param("dies", ("critic rank 0", "worker process died"), marks=LONG),
         pytest.param("refuses", ("critic rank 2", "tp", 3), marks=LONG),
-        ("breaks", ("critic rank 2", "illegal memory access")),
+        pytest.param("breaks", ("critic rank 2", "illegal memory access"), marks=LONG),
     ],
 )
 def test_the_rank_that_fails_first_at_the_start_is_named(ray: Any, tmp_path: Path, how: str, facts: Facts) -> None:

@@ -37,6 +37,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long(beside="tests/miles_like/nodes/test_work.py")
 def test_work_that_takes_longer_than_the_limit_ends_well_while_it_makes_progress(tmp_path: Path) -> None:
     """Of both kinds, side by side."""
 
