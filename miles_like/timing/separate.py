@@ -2,7 +2,8 @@
 
 Such a layer reads and writes its activations in each operation: norms and the experts' outputs in FP32 between casts,
 rotary angles in five passes, gates, permutations and sums one by one. `tests/miles_like/timing/test_separate.py`
-executes the operations under a counter of bytes and holds each pair below to it.
+executes the operations under a counter of bytes and holds the pairs below to it, but SUM, which is that of one
+addition.
 
 A pair is (forward, backward) in bytes a channel of one token. A kernel counts what it reads and what it writes.
 """
