@@ -275,8 +275,15 @@ def parse_stages(text: str, *, fuse: bool = False) -> list[str]:
 
 
 def stages_to_do(stages: Sequence[Stage], selected: Sequence[str], *, fresh: bool) -> list[str]:
-    """Names of the selected stages that will run."""
-    return [s.name for s in stages if s.name in selected and (fresh or s.why_not_done() is not None)]
+    """Names of the selected stages that will run. Raises ValueError for one that needs the output of a stage that is
+    neither selected nor complete."""
+    to_do = [s.name for s in stages if s.name in selected and (fresh or s.why_not_done() is not None)]
+    absent = [s.name for s in stages if s.name not in selected and why_incomplete(s.directory, s.key) is not None]
+    for k, stage in enumerate(stages):
+        missing = ",".join(s.name for s in stages[:k] if s.name in absent)
+        if stage.name in to_do and missing:
+            raise ValueError(f"stage {stage.name} needs {missing.replace(',', ', ')}: add to --stages {missing}")
+    return to_do
 
 
 def run_stages(
@@ -289,9 +296,8 @@ def run_stages(
 ) -> Mapping[str, Output]:
     """Run the selected stages in order; a complete stage is skipped unless `fresh`. Returns the outputs by stage name.
 
-    preflight: names of the stages that will run -> their checks. Raises ValueError when a check fails, before the first
-    stage (or, for checks of the fetched checkpoint, after the fetch stage), and when a stage needs the output of one
-    that is neither selected nor complete.
+    preflight: names of the stages that will run -> their checks. Raises ValueError as `stages_to_do`, and when a check
+    fails, before the first stage (or, for checks of the fetched checkpoint, after the fetch stage).
     """
     done: dict[str, Output] = {}
     to_do = stages_to_do(stages, selected, fresh=fresh)
@@ -308,9 +314,6 @@ def run_stages(
             done[stage.name] = _output(stage)
             console.print(f"[bold]{stage.name:>10}[/]  complete, skipped: {done[stage.name].root}", soft_wrap=True)
         else:
-            missing = [s.name for s in stages[: stages.index(stage)] if s.name not in done]
-            if missing:
-                raise ValueError(f"stage {stage.name} needs {', '.join(missing)}: add to --stages {','.join(missing)}")
             why = "--fresh" if why is None else why
             console.print(f"[bold]{stage.name:>10}[/]  {stage.what} ({why})", soft_wrap=True)
             with _locked(stage, console), _explain_full_disk(stage):

@@ -25,7 +25,7 @@ FEW = (
     *("--set", "train.samples_per_group=4"),
     *("--set", "eval.max_prompts=12"),
 )
-SMALL = ("--set", "model.make.max_steps=20", "--set", "model.make.check_every=10", *FEW)
+SMALL = ("--set", "model.make.max_steps=4", "--set", "model.make.check_every=2", *FEW)
 BEFORE_TRAINING = "fetch,dequantize,convert,stage"
 ONE_RANK = ("--set", "parallel.dp=1", "--set", "parallel.ep=1")
 LIMIT_S = 600.0  # five times what the longest takes on two idle cores
@@ -186,7 +186,11 @@ def _install(wheel: Path, home: Path) -> None:
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")  # its own .pth files are not read
 
 
+def environment_without_checkout() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+
+
 def without_checkout(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     """A command of the installed wheel, within a quarter of an hour."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
+    env = environment_without_checkout()
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=900)

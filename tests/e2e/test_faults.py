@@ -21,6 +21,7 @@ import pytest
 
 from miles_like.checkpoint.run_state import load_latest
 from tests.e2e.conftest import ONE_RANK, ROOT, SMALL, command, environment
+from tests.e2e.looked_at import descendants
 from tests.support.refusals import check_refusal
 
 ENDLESS = (
@@ -58,13 +59,6 @@ def started(
         process.communicate(timeout=30)
 
 
-def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    try:
-        return psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
 def named(process: subprocess.Popen[str], what: str) -> list[psutil.Process]:
     found = []
     for p in descendants(process):
@@ -76,13 +70,13 @@ def named(process: subprocess.Popen[str], what: str) -> list[psutil.Process]:
     return found
 
 
-def in_mid_run(process: subprocess.Popen[str], run_dir: Path, within: float = 400.0) -> None:
-    """Two steps are done and the next is under way. Most of the time is the checkpoint's making, where it is new."""
+def in_mid_run(process: subprocess.Popen[str], run_dir: Path, within: float = 400.0, steps: int = 2) -> None:
+    """`steps` are done and the next is under way. Most of the time is the checkpoint's making, where it is new."""
     deadline = time.monotonic() + within
     metrics = run_dir / "metrics.jsonl"
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= 3:
+        if metrics.exists() and len(metrics.read_text().splitlines()) > steps:
             return
         time.sleep(0.1)
     raise AssertionError(f"no step within {within:g} s")
@@ -170,7 +164,7 @@ def test_a_trainer_rank_is_killed_while_a_checkpoint_is_written(home: Path) -> N
     assert not (run_dir / ".complete.json").exists()
 
 
-@pytest.mark.long(beside="tests/e2e/test_closed_doors.py")
+@pytest.mark.long(beside="tests/laws/test_stopped_runs.py")
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_the_driver_is_told_to_stop(home: Path, how: signal.Signals) -> None:
     """A batch system's SIGTERM and a person's Ctrl-C: no server, rank or Ray process stays behind. Before SIGTERM's end

@@ -23,7 +23,8 @@ from miles_like.checkpoint.run_state import load_latest
 from rollout.server_key import VARIABLE, ServerKey
 from rollout.wire.endpoints import SERVER_INFO
 from tests.e2e.conftest import SMALL
-from tests.e2e.test_faults import descendants, ended, named, started
+from tests.e2e.looked_at import descendants
+from tests.e2e.test_faults import ended, named, started
 from tests.support.local_run import untimed
 from tests.support.refusals import check_refusal
 

@@ -1,19 +1,22 @@
 """The real thing, small: five stages through the command, with Ray, Megatron ranks, an engine process and R3.
 
-One run is shared by the tests of this file: the demo of the installed wheel, without the checkout. Not covered: that
-it learns (docs/learning.md), multi-node placement.
+One run is shared by the tests of this file: the demo of the installed wheel, without the checkout. It is looked at from
+outside in the middle: what it leaves open, and where its secrets are. Not covered: that it learns (docs/learning.md),
+multi-node placement, what stock SGLang opens (tests/sglang_cpu), what SIGTERM leaves (test_faults.py).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import tomli_w
 import typer
@@ -21,40 +24,77 @@ from typer.testing import CliRunner
 
 from miles_like.config.load import load_config
 from scripts import run_deepseek
-from tests.e2e.conftest import LIMIT_S, ONE_RANK, ROOT, SMALL, MadeOnce, Run, environment, without_checkout
+from tests.e2e.conftest import (
+    LIMIT_S,
+    ONE_RANK,
+    ROOT,
+    SMALL,
+    MadeOnce,
+    Run,
+    environment,
+    environment_without_checkout,
+)
+from tests.e2e.looked_at import PLANTED, SECRET, Seen, descendants, look
+from tests.e2e.test_faults import in_mid_run
 from tests.support.command import Commands
 from tests.support.refusals import Facts, check_refusal
 
-Demo = Callable[..., "subprocess.CompletedProcess[str]"]
+Start = Callable[..., "subprocess.Popen[str]"]
 THREE = ("--set", "train.steps=3", "--set", "eval.every=2")
 
 
+class Demo(NamedTuple):
+    """The first run."""
+
+    run_dir: Path
+    seen: Seen  # in the middle of it
+    left: list[list[str]]  # command lines of processes that outlived the command
+
+
 @pytest.fixture(scope="module")
-def miles_like_demo(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Demo]:
+def miles_like_demo(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Start]:
     """The folder in which the installed `miles-like demo` runs, and that command with more arguments."""
     cwd = tmp_path_factory.mktemp("demo")
-    return cwd, lambda *more: without_checkout([str(python.parent / "miles-like"), "demo", *SMALL, *more], cwd)
+    words = [str(python.parent / "miles-like"), "demo", *SMALL]
+    variables = environment_without_checkout() | {SECRET: PLANTED}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return cwd, lambda *more: subprocess.Popen([*words, *more], cwd=cwd, env=variables, **pipes)
+
+
+def completed(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    with process:
+        output, errors = process.communicate(timeout=LIMIT_S)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 @pytest.fixture(scope="module")
-def demo(miles_like_demo: tuple[Path, Demo], made_once: MadeOnce) -> tuple[Path, str]:
-    """Run directory and output of the first run, from whose cache the other workers have theirs."""
+def demo(miles_like_demo: tuple[Path, Start], made_once: MadeOnce, tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    """The first run, looked at after its first step; from its cache the other workers have theirs."""
     cwd, command = miles_like_demo
+    run_dir = cwd / "runs" / "demo"
     with made_once() as cache:
-        done = command(*THREE)
-        assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+        with command(*THREE) as process:
+            try:
+                in_mid_run(process, run_dir, steps=1)
+                seen = look(process, tmp_path_factory.mktemp("elsewhere"))
+                started_by_it = descendants(process)
+                output = process.communicate(timeout=LIMIT_S)
+            finally:
+                process.kill()
+        assert process.returncode == 0, output
+        _, alive = psutil.wait_procs(started_by_it, timeout=20)
         if cache is not None and not cache.exists():
             shutil.copytree(cwd / "runs" / "cache", cache.with_name("new")).rename(cache)
-    return cwd / "runs" / "demo", done.stdout
+    return Demo(run_dir, seen, [p.cmdline() for p in alive])
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_what_it_promises(demo: tuple[Path, str]) -> None:
+def test_a_run_leaves_what_it_promises(demo: Demo) -> None:
     """Files and metric names are what users and dashboards rely on."""
-    run_dir, _ = demo
+    run_dir = demo.run_dir
     assert sorted(p.name for p in run_dir.parents[1].iterdir()) == ["runs"]
     for name in ("config.toml", "metrics.jsonl", "report.html", "rollouts/step_3.jsonl", "checkpoints/latest"):
         assert (run_dir / name).is_file(), name
@@ -76,10 +116,10 @@ def test_a_run_leaves_what_it_promises(demo: tuple[Path, str]) -> None:
     assert {r["step"] for r in rows if "eval/heldout/avg@1" in r} == {0, 2, 3}
 
 
-def test_routes_are_replayed_whole_and_the_first_rollout_is_served_as_the_checkpoint_is(demo: tuple[Path, str]) -> None:
+def test_routes_are_replayed_whole_and_the_first_rollout_is_served_as_the_checkpoint_is(demo: Demo) -> None:
     """Coverage 1: every fed token's experts are the rollout's. At step 1 both sides hold the same decoded FP8 values
     (the trainer's rounded to bf16 exactly as the dequantized checkpoint is), so only arithmetic differs."""
-    first, *later = metrics(demo[0])[1:]
+    first, *later = metrics(demo.run_dir)[1:]
     assert first["routing/replay_coverage"] == 1.0
     assert first["routing/agreement"] > 0.9
     assert first["mismatch/logprob_abs_diff"] < 0.05
@@ -87,32 +127,85 @@ def test_routes_are_replayed_whole_and_the_first_rollout_is_served_as_the_checkp
     assert all(r["async/staleness/max"] == 0 for r in later)
 
 
-def test_samples_are_readable(demo: tuple[Path, str]) -> None:
-    rows = [json.loads(x) for x in (demo[0] / "rollouts" / "step_1.jsonl").read_text().splitlines()]
+def test_samples_are_readable(demo: Demo) -> None:
+    rows = [json.loads(x) for x in (demo.run_dir / "rollouts" / "step_1.jsonl").read_text().splitlines()]
     assert len(rows) == 24
     assert all(re.fullmatch(r"\d+[-+*/]\d+=", r["prompt"]) for r in rows)
 
 
-def test_a_second_run_skips_everything(miles_like_demo: tuple[Path, Demo], demo: tuple[Path, str]) -> None:
+def test_every_listener_is_on_loopback(demo: Demo) -> None:
+    """Of Ray, trainer ranks (store and gloo) and rollout servers; each kind must be among them, or nothing was seen."""
+    names = " ".join(name for name, *_ in demo.seen.listeners)
+    for kind in ("gcs_server", "raylet", "ray::_Rank", "python"):
+        assert kind in names, demo.seen.listeners
+    beyond = [
+        found for found in demo.seen.listeners if not ipaddress.ip_address(found[1].removeprefix("::ffff:")).is_loopback
+    ]
+    assert not beyond
+
+
+def test_its_end_leaves_no_process(demo: Demo) -> None:
+    assert not demo.left, demo.left
+
+
+def test_a_process_without_the_token_is_refused_by_ray(demo: Demo) -> None:
+    """Asked directly, without a token and with another one, the cluster refuses; joining fails too."""
+    for what, done in demo.seen.strangers.items():
+        assert done.returncode != 0 and "KEYS" not in done.stdout and "JOINED" not in done.stdout, what
+        assert PLANTED not in done.stdout + done.stderr
+    for what in ("asks", "asks with another token"):
+        assert "Authentication token is missing or incorrect" in demo.seen.strangers[what].stderr, what
+
+
+def test_no_secret_is_in_a_file_of_the_run_or_on_a_command_line(demo: Demo) -> None:
+    secrets = demo.seen.secrets()
+    looked_at = 0
+    for path in (p for p in demo.run_dir.rglob("*") if p.is_file()):
+        content = path.read_bytes()
+        looked_at += 1
+        for name, value in secrets.items():
+            assert value.encode() not in content, f"{name} is in {path}"
+    assert looked_at > 10
+    for name, value in secrets.items():
+        assert not [c for c in demo.seen.commands if value in c], name
+
+
+def test_servers_do_not_inherit_ray_s_token(demo: Demo) -> None:
+    processes = zip(demo.seen.commands, demo.seen.environments, strict=True)
+    servers = [e for c, e in processes if "-m rollout.embedded.server" in c]
+    assert servers and not [e for e in servers if "RAY_AUTH_TOKEN" in e]
+
+
+def test_the_run_s_server_answers_nobody_without_its_key(demo: Demo) -> None:
+    assert demo.seen.unasked == {
+        "/health": 200,
+        "/model_info": 401,
+        "/server_info": 401,
+        "/pause_generation": 401,
+        "/generate": 401,
+    }
+
+
+def test_a_second_run_skips_everything(miles_like_demo: tuple[Path, Start], demo: Demo) -> None:
     """What is whole and made from the same inputs is not made again. Without a cluster to join: there, each node looks
     at what it has, which may be another machine's disk (tests/cluster/test_separate_disks.py)."""
-    again = miles_like_demo[1](*THREE)
+    again = completed(miles_like_demo[1](*THREE))
     assert again.returncode == 0, again.stderr[-2000:]
     assert again.stdout.count("complete, skipped") == 5
 
 
 def test_a_damaged_output_is_made_again_and_a_finished_run_is_not_overwritten(
-    miles_like_demo: tuple[Path, Demo], demo: tuple[Path, str]
+    miles_like_demo: tuple[Path, Start], demo: Demo
 ) -> None:
     """The dequantized directory loses a byte: that stage is redone, the others are whole and stay."""
     cwd, command = miles_like_demo
     tensors = next(cwd.glob("runs/cache/dequantize-*/data/model*.safetensors"))
     tensors.write_bytes(tensors.read_bytes()[:-1])
-    again = command(*THREE)
+    again = completed(command(*THREE))
     assert again.returncode == 0, again.stderr[-2000:]
     assert "bytes, not" in again.stdout
     assert again.stdout.count("complete, skipped") == 4
-    refused = command("--set", "train.steps=9")
+    refused = completed(command("--set", "train.steps=9"))
     assert refused.returncode == 2
     check_refusal(refused.stderr, "--run-dir", "--resume", "--fresh")
 
@@ -170,11 +263,11 @@ def test_replay_off_still_reports_agreement_and_mismatch(taught: dict[str, float
 
 
 @pytest.mark.long(beside="tests/laws/test_kills.py")
-def test_resume_goes_on_from_the_checkpoint(miles_like_demo: tuple[Path, Demo], demo: tuple[Path, str]) -> None:
+def test_resume_goes_on_from_the_checkpoint(miles_like_demo: tuple[Path, Start], demo: Demo) -> None:
     """Steps are counted on, the optimizer's step too (learning rate), and the weights are the published ones."""
-    more = miles_like_demo[1]("--set", "train.steps=5", "--resume")
+    more = completed(miles_like_demo[1]("--set", "train.steps=5", "--resume"))
     assert more.returncode == 0, more.stderr[-2000:]
-    rows = metrics(demo[0])
+    rows = metrics(demo.run_dir)
     assert [r["step"] for r in rows] == [0, 1, 2, 3, 4, 5]
     assert rows[-1]["train/lr"] > rows[3]["train/lr"]
     assert rows[-1]["tokens_total"] > rows[3]["tokens_total"]

@@ -1,6 +1,6 @@
 """SIGTERM ends a run in order, wherever it comes: also in code of a user's that takes any exception for an answer.
 
-Not covered: a whole run (tests/e2e/test_closed_doors.py), and a SIGTERM between Ray's start and the loop.
+Not covered: a whole run (tests/e2e/test_faults.py), and a SIGTERM between Ray's start and the loop.
 """
 
 from __future__ import annotations

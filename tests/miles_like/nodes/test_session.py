@@ -1,6 +1,6 @@
 """Ray's authentication: a run's own Ray has a token that the run made, a cluster's is its owner's and stays as it is.
 
-That a stranger is refused in the middle of a run is tests/e2e/test_closed_doors.py.
+That a stranger is refused in the middle of a run is tests/e2e/test_pipeline.py.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def joined(address: str, env: dict[str, str]) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, "-c", JOINS, address], env=env, capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.long(beside="tests/e2e/test_closed_doors.py")
+@pytest.mark.long(beside="tests/e2e/test_pipeline.py")
 def test_a_cluster_s_own_token_is_respected(cluster: Any, tmp_path: Any) -> None:
     """With it the cluster is joined, and this process's variables stay; without it, or with another, one sentence."""
     address, token = cluster
