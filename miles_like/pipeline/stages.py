@@ -57,10 +57,6 @@ Run = Callable[[Path, Mapping[str, Output]], Path]  # (directory, earlier stages
 Hashes = Callable[[Path], Mapping[str, tuple[int, str]]]  # root -> (size, SHA-256) of files that the stage hashed
 
 
-def _no_hashes(root: Path) -> Mapping[str, tuple[int, str]]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One planned stage."""
@@ -73,7 +69,7 @@ class Stage:
     removed: int = 0  # bytes beside them that it writes and removes at its end
     run: Run
     listed: Callable[[Path], list[Path]] = field(default=files_under)  # root -> files that the marker lists
-    hashed: Hashes = field(default=_no_hashes)
+    hashed: Hashes = field(default=lambda root: {})
     again: str | None = None  # why it runs although it is complete
     by_node: tuple[NodeNeed, ...] | None = None  # of the stage that copies to the nodes; None: known later
 
@@ -275,15 +271,8 @@ def parse_stages(text: str, *, fuse: bool = False) -> list[str]:
 
 
 def stages_to_do(stages: Sequence[Stage], selected: Sequence[str], *, fresh: bool) -> list[str]:
-    """Names of the selected stages that will run. Raises ValueError for one that needs the output of a stage that is
-    neither selected nor complete."""
-    to_do = [s.name for s in stages if s.name in selected and (fresh or s.why_not_done() is not None)]
-    absent = [s.name for s in stages if s.name not in selected and why_incomplete(s.directory, s.key) is not None]
-    for k, stage in enumerate(stages):
-        missing = ",".join(s.name for s in stages[:k] if s.name in absent)
-        if stage.name in to_do and missing:
-            raise ValueError(f"stage {stage.name} needs {missing.replace(',', ', ')}: add to --stages {missing}")
-    return to_do
+    """Names of the selected stages that will run."""
+    return [s.name for s in stages if s.name in selected and (fresh or s.why_not_done() is not None)]
 
 
 def run_stages(
@@ -296,17 +285,23 @@ def run_stages(
 ) -> Mapping[str, Output]:
     """Run the selected stages in order; a complete stage is skipped unless `fresh`. Returns the outputs by stage name.
 
-    preflight: names of the stages that will run -> their checks. Raises ValueError as `stages_to_do`, and when a check
-    fails, before the first stage (or, for checks of the fetched checkpoint, after the fetch stage).
+    preflight: names of the stages that will run -> their checks. Raises ValueError when a stage needs the output of one
+    that is neither selected nor complete, and when a check fails, before the first stage (or, for checks of the fetched
+    checkpoint, after the fetch stage).
     """
     done: dict[str, Output] = {}
     to_do = stages_to_do(stages, selected, fresh=fresh)
+    absent = {s.name for s in stages if s.name not in selected and why_incomplete(s.directory, s.key) is not None}
+    for k, stage in enumerate(stages):
+        missing = ",".join(s.name for s in stages[:k] if s.name in absent)
+        if stage.name in to_do and missing:
+            raise ValueError(f"stage {stage.name} needs {missing.replace(',', ', ')}: add to --stages {missing}")
     checks = preflight(to_do)
     _report_checks(checks.run() if to_do else (), console)
     for stage in stages:
         why = stage.why_not_done()
         if stage.name not in selected:
-            if why_incomplete(stage.directory, stage.key) is None:
+            if stage.name not in absent:
                 done[stage.name] = _output(stage)
             continue
         if why is None and not fresh:
