@@ -69,7 +69,7 @@ class Stage:
     removed: int = 0  # bytes beside them that it writes and removes at its end
     run: Run
     listed: Callable[[Path], list[Path]] = field(default=files_under)  # root -> files that the marker lists
-    hashed: Hashes = field(default=lambda root: {})
+    hashed: Hashes = field(default=lambda _: {})
     again: str | None = None  # why it runs although it is complete
     by_node: tuple[NodeNeed, ...] | None = None  # of the stage that copies to the nodes; None: known later
 
@@ -164,7 +164,7 @@ def plan_stages(
     ]
 
     def add(
-        name: str, what: str, size: int | None, run: Run, inputs: Mapping[str, object], hashed: Hashes = _no_hashes
+        name: str, what: str, size: int | None, run: Run, inputs: Mapping[str, object], hashed: Hashes = lambda _: {}
     ) -> None:
         stages.append(_cached_stage(cache, stages[-1].key, name, what, size, run, inputs, hashed))
 
