@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import multiprocessing
 import os
@@ -127,6 +128,8 @@ def _fork_server(line: Connection, modules: tuple[str, ...]) -> None:
     """Forks a process for each job and waits until it and all its descendants are gone."""
     for name in modules:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # as in warm.py: ranks collect garbage at each of their checkpoints
     _prctl(_SUBREAPER, 1)
     while True:
         try:
