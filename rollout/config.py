@@ -177,3 +177,5 @@ class PublishConfig(Section):
     pause_mode: Literal["abort", "retract", "in_place"] = "retract"
     bucket_bytes: int = Field(256 << 20, ge=1)  # tensors sent in one request
     verify: bool = True  # compare the servers' checksums after every publication
+    # of the text that every server scores after every publication, held to the trainer's log-probs of it; 0: not asked
+    answer_tokens: int = Field(256, ge=0)

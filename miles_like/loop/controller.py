@@ -9,7 +9,7 @@ After a stop request the state at the last boundary is saved; within a step, the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,10 +24,12 @@ from miles_like.types import PublishReport, SampleGroup
 
 
 class ServerChecks(Protocol):
-    """Checks that the servers agree with the trainer. Both methods raise RuntimeError, which ends the run."""
+    """Checks that the servers agree with the trainer. The methods raise RuntimeError, which ends the run."""
 
     async def before_training(self, step: int) -> None: ...
-    async def published(self, step: int, report: PublishReport) -> None: ...
+    async def before_publication(self) -> None: ...
+    async def published(self, step: int, report: PublishReport) -> Mapping[str, float]:
+        """Returns metrics."""
 
 
 @dataclass(kw_only=True)
@@ -83,10 +85,12 @@ class Controller:
         with record.timed("save"):
             await self.saver.before_publication(done)
         await self.feed.drain()
+        with record.timed("checks"):
+            await self.checks.before_publication()
         with record.timed("publish"):
             record.published = await self.trainer.publish(version=done)
         with record.timed("checks"):
-            await self.checks.published(done, record.published)
+            record.metrics |= await self.checks.published(done, record.published)
 
     async def after(self, record: StepRecord, *, last: bool) -> None:
         """Evaluates, records and saves; then admits prompts for the weights just published."""

@@ -13,6 +13,7 @@ from miles_like.run.setup.rollout_side import RolloutSide
 from miles_like.run.setup.trainer_side import packer
 from miles_like.types import Prompt
 from miles_like.verify.allowance import allowance
+from miles_like.verify.known_answer import KnownAnswer, text_of
 from miles_like.verify.live import Comparison, LiveTrainer
 from miles_like.verify.same_bits import check_same_bits
 from miles_like.verify.server_checks import RunChecks
@@ -38,6 +39,19 @@ def comparison(rollout: RolloutSide, trainer: TrainerRanks, prompts: Sequence[Pr
     )
 
 
+def known_answer(rollout: RolloutSide, trainer: TrainerRanks, prompts: Sequence[Prompt]) -> KnownAnswer:
+    """The text of `publish.answer_tokens`, shorter where prompts and answers are, for all publications of a run."""
+    c = rollout.plan.config
+    of_run = comparison(rollout, trainer, ())
+    assert of_run.allowed.kl_max is not None, "`allowance` bounds it"
+    longest = min(c.publish.answer_tokens, c.data.max_prompt_tokens + c.rollout.max_new_tokens, c.max_pack_tokens)
+    return KnownAnswer(
+        trainer=of_run.trainer,
+        text=text_of([p.token_ids for p in prompts], longest),
+        kl_max=of_run.allowed.kl_max,
+    )
+
+
 async def check_bits(rollout: RolloutSide, trainer: TrainerRanks, clients: Sequence[SGLangClient]) -> None:
     """With `alignment.deterministic` on CPU ranks: raises ValueError, as `check_same_bits`, where trainer and servers
     do not compute the same bits. No other run is checked."""
@@ -58,6 +72,8 @@ def server_checks(
     c = rollout.plan.config
     return RunChecks(
         clients=clients,
+        known=known_answer(rollout, trainer, prompts) if c.publish.answer_tokens else None,
+        republish=lambda version: trainer.publish(version=version),
         comparison=comparison(rollout, trainer, ()),
         prompts=prompts,
         check_prompts=c.mismatch.check_prompts,

@@ -221,8 +221,8 @@ class TrainingRun:
         packs = packer(self.plan, self.trainer.dp_size, replayed=False, balanced=True)
         teachers = self.teachers.teachers(self.trainer, eval_clients, packs, self.prompts.source.all())
         await teachers.start()  # before a publication: some are loaded by the trainer, which may sleep afterwards
-        first, published = await self.publish_first()
         checks = self.checks(checked)
+        first, published = await self.publish_first(checks)
         await checks.at_start(first, published)
         with PhaseBar(c.train.steps, self.console) as progress:
             evaluator = Evaluator(
@@ -256,16 +256,18 @@ class TrainingRun:
                 for ranks in (*self.models.values(), *([] if self.reference is None else [self.reference])):
                     await ranks.close()
 
-    async def publish_first(self) -> tuple[int, PublishReport | None]:
+    async def publish_first(self, checks: RunChecks) -> tuple[int, PublishReport | None]:
         """(number of the first step, the report of the publication before it). A resumed run loads its checkpoint and
         publishes it; a new run publishes only with `precision.qat`, or to servers that have released their weights,
         else None. Trainer and servers then compute with the same weights."""
         if self.resumed is not None:
             await self.resumed.load(self.models)
             step = self.resumed.state.step
+            await checks.before_publication()
             return step, await self.trainer.publish(version=step)
         # codes written by another quantizer may differ from those that this quantizer gives for the same values
         first = self.config.precision.qat or self.config.takes_turns
+        await checks.before_publication()
         return 0, await self.trainer.publish(version=0) if first else None
 
     def checks(self, clients: Sequence[SGLangClient]) -> RunChecks:

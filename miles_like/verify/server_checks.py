@@ -1,22 +1,24 @@
-"""Checks of a training run's servers between two steps: checksums of their weights, and their log-probabilities and
-routes against the trainer's on newly sampled text.
+"""Checks of a training run's servers between two steps: their log-probabilities of one fixed text after every
+publication, checksums of their weights, and their log-probabilities and routes against the trainer's on newly sampled
+text.
 
-Call `RunChecks.published` after a publication and before the next training. Call `RunChecks.before_training` between a
-step's rollout and its training: if a server's weights changed after the publication, its samples are rejected before
-any weight is trained on them.
+Call `RunChecks.before_publication`, then publish, then call `RunChecks.published`, before the next training. Call
+`RunChecks.before_training` between a step's rollout and its training: if a server's weights changed after the
+publication, its samples are rejected before any weight is trained on them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 
 from miles_like.types import Prompt, PublishReport
 from miles_like.verify.gate import check_before_start
+from miles_like.verify.known_answer import KnownAnswer
 from miles_like.verify.live import Comparison
 from miles_like.verify.report import Report
 from rollout.seeds import seed_of
@@ -30,11 +32,15 @@ class RunChecks:
     """The checks of one run. Each comparison samples `check_prompts` of `prompts`; the step and the attempt determine
     which.
 
+    known: the text that servers score after each publication; None: they are not asked. republish: publishes the
+    trainer's weights again as the version that is given.
     comparison: the settings of a comparison; its prompts and its seed are replaced. idle: whether the servers have no
     request in flight after a publication; their caches are then emptied again.
     """
 
     clients: Sequence[SGLangClient]
+    known: KnownAnswer | None
+    republish: Callable[[int], Awaitable[PublishReport]]
     comparison: Comparison
     prompts: Sequence[Prompt]
     check_prompts: int
@@ -45,27 +51,37 @@ class RunChecks:
     console: Console
     _published: _Held = field(default=())
 
+    async def before_publication(self) -> None:
+        """Call with the weights that the publication will send."""
+        if self.known is not None:
+            await self.known.expect()
+
     async def at_start(self, step: int, report: PublishReport | None) -> None:
-        """Call before the first step of a process. Raises ValueError, naming the causes, where the sides differ by more
-        than the precision explains."""
+        """Call before the first step of a process, and `before_publication` before it, also where nothing is published.
+        Raises ValueError, naming the causes, where the sides differ by more than the precision explains, and
+        RuntimeError as `published`."""
         await self._note(step, report)
         if self.check_prompts:
             began = time.perf_counter()
             found = await self._of(step).short(self.clients, flush=True)
             check_before_start(found, self.console, time.perf_counter() - began)
+        await self._ask(step)
 
-    async def published(self, step: int, report: PublishReport) -> None:
-        """Call after the publication of `step` trained steps. Raises RuntimeError naming step and causes when two
-        comparisons of different samples both exceed what the precision explains; a rare near-tie exceeds it in one
-        comparison only."""
+    async def published(self, step: int, report: PublishReport) -> Mapping[str, float]:
+        """Call after the publication of `step` trained steps. Returns metrics.
+
+        Servers that do not compute with the published weights are published to once more. Raises RuntimeError naming
+        them when they still do not, and naming step and causes when two comparisons of different samples both exceed
+        what the precision explains; a rare near-tie exceeds it in one comparison only."""
         await self._note(step, report)
+        figures = await self._ask(step)
         if not (self.check_prompts and self.check_every) or step % self.check_every:
-            return
+            return figures
         found: list[Report] = []
         for attempt in range(2):
             found.append(await self._of(step, attempt).short(self.clients, flush=self.idle))
             if found[-1].ok:
-                return
+                return figures
         raise RuntimeError(
             f"after step {step} trainer and rollout differ: {found[-1].sentence()}. Two comparisons of "
             f"{self.check_prompts} prompts failed; nothing of this step is saved: `miles-like verify` attributes the "
@@ -85,6 +101,25 @@ class RunChecks:
                     f"{step}: {len(wrong)} tensors differ ({shown}). Its samples are not trained: check that machine's "
                     "memory and what else publishes to the server; --resume continues from the last checkpoint"
                 )
+
+    async def _ask(self, step: int) -> Mapping[str, float]:
+        """Let every server score the known text."""
+        if self.known is None:
+            return {}
+        wrong, gap = await self.known.compare(self.clients)
+        if wrong:
+            described = "; ".join(w.sentence() for w in wrong)
+            self.console.print(f"{'':12}version {step} is published again: {described}", markup=False, soft_wrap=True)
+            await self._note(step, await self.republish(step))
+            wrong, gap = await self.known.compare(self.clients)
+        if wrong:
+            described = "; ".join(w.sentence() for w in wrong)
+            raise RuntimeError(
+                f"version {step} was published twice, and servers do not compute with it: {described} (median of "
+                f"{len(self.known.text) - 1} tokens that all servers score). No sample of it is trained: `miles-like "
+                "verify` names tensors and layers, --resume goes on from the last checkpoint"
+            )
+        return {"mismatch/known_answer": gap}
 
     def _due(self, step: int) -> bool:
         return bool(self.checksums_every) and (step + 1) % self.checksums_every == 0

@@ -193,6 +193,9 @@ class World:
         async def figures(version: int) -> dict[str, float]:
             return {}
 
+        async def checked(step: int, report: PublishReport) -> dict[str, float]:
+            return {}
+
         async def snapshot(step: int, whole: bool) -> Snapshot:
             return Snapshot()
 
@@ -208,7 +211,8 @@ class World:
         algorithm = make_algorithm(AlgorithmConfig(), CorrectionConfig())
         recorder = Recorder(sink=me, ledger=ledger, progress=progress)
         unused: Any = SimpleNamespace(
-            **dict.fromkeys(("before_training", "published", "begin", "finish"), nothing),
+            **dict.fromkeys(("before_training", "before_publication", "begin", "finish"), nothing),
+            published=checked,
             figures=figures,
             due=lambda step, *, last: False,
             snapshot=snapshot,

@@ -122,8 +122,12 @@ class World:
     async def before_training(self, step: int) -> None:
         """Servers are not checked."""
 
-    async def published(self, step: int, report: PublishReport) -> None:
+    async def before_publication(self) -> None:
+        """As before."""
+
+    async def published(self, step: int, report: PublishReport) -> Mapping[str, float]:
         assert report.version == step
+        return {}
 
     def due(self, step: int, *, last: bool) -> bool:
         return last or bool(self.eval_every and step % self.eval_every == 0)

@@ -57,7 +57,8 @@ def checks(*servers: Server, answers: tuple[Any, ...] = (), **how: Any) -> tuple
     given = {"check_prompts": 3, "check_every": 2, "checksums_every": 2, "seed": 0, "idle": True} | how
     console = Console(file=io.StringIO())
     prompts: Any = range(10)
-    return RunChecks(clients=clients, comparison=compare, prompts=prompts, console=console, **given), log
+    plain: Any = {"comparison": compare, "prompts": prompts, "console": console, "known": None, "republish": None}
+    return RunChecks(clients=clients, **plain | given), log
 
 
 def report(version: int, held: dict[str, str] | None = None) -> PublishReport:
@@ -70,6 +71,7 @@ def steps(made: RunChecks, n: int, held: dict[str, str] | None = HELD) -> None:
         await made.at_start(0, None)
         for step in range(n):
             await made.before_training(step)
+            await made.before_publication()
             await made.published(step + 1, report(step + 1, held))
 
     asyncio.run(run())

@@ -1,5 +1,5 @@
-"""The temperature of reported log-probabilities is found to a thousandth in a few passes of the trainer, also where some
-tokens differ for another reason; where no temperature explains a difference, none is found.
+"""The temperature of reported log-probabilities is found to a thousandth in a few passes of the trainer, also where
+some tokens differ for another reason; where no temperature explains a difference, none is found.
 
 `score` here is softmax over made logits. Not covered: a model (tests/laws/test_verify_names_faults.py).
 """
