@@ -111,6 +111,15 @@ class Trainer(Protocol):
     async def close(self) -> None: ...
 
 
+class ServerChecks(Protocol):
+    """Checks of the loop that the servers agree with the trainer. The methods raise RuntimeError, which ends the run."""
+
+    async def before_training(self, step: int) -> None: ...
+    async def before_publication(self) -> None: ...
+    async def published(self, step: int, report: PublishReport) -> Mapping[str, float]:
+        """Returns metrics."""
+
+
 class TrainerRanks(Trainer, Protocol):
     """A Trainer of a run, whose ranks are processes."""
 

@@ -9,9 +9,8 @@ After a stop request the state at the last boundary is saved; within a step, the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from miles_like.batch.packer import Packer
 from miles_like.experience.experience import Experience
@@ -19,17 +18,8 @@ from miles_like.loop.evaluation import Evaluator
 from miles_like.loop.feed import Feed
 from miles_like.loop.recorder import Recorder, StepRecord
 from miles_like.loop.saver import Saver
-from miles_like.protocols import Trainer
-from miles_like.types import PublishReport, SampleGroup
-
-
-class ServerChecks(Protocol):
-    """Checks that the servers agree with the trainer. The methods raise RuntimeError, which ends the run."""
-
-    async def before_training(self, step: int) -> None: ...
-    async def before_publication(self) -> None: ...
-    async def published(self, step: int, report: PublishReport) -> Mapping[str, float]:
-        """Returns metrics."""
+from miles_like.protocols import ServerChecks, Trainer
+from miles_like.types import SampleGroup
 
 
 @dataclass(kw_only=True)

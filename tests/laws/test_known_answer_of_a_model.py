@@ -3,8 +3,8 @@ and a publication that arrives whole is not taken for one.
 
 The pair is that which stock SGLang fuses, and keeps when its halves arrive in two requests, with HTTP 200. Trainer and
 embedded engine differ in kernels (bf16 and fp32). What is stale is of a model before long training; the smallest change
-that is found is in docs/alignment.md. Not covered: quantized formats; whole runs (tests/laws/test_published_again.py);
-stock SGLang (tests/sglang_cpu).
+that is found is in docs/alignment.md. Not covered: quantized formats; whole runs (test_routes_in_mid_run.py); stock
+SGLang (tests/sglang_cpu).
 """
 
 from __future__ import annotations

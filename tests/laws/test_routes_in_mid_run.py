@@ -286,6 +286,21 @@ def test_both_sides_are_compared_again_every_n_steps_and_after_every_resume(runs
     assert _steps(tmp_path) == [1]
 
 
+def test_a_publication_that_went_wrong_is_repeated_once(runs: Runs, tmp_path: Path) -> None:
+    """Two projections of one layer have other values, which are sent as they are, so that all checksums agree. Sent
+    whole at the second try, they leave the run that they never entered; wrong again, the run ends before it samples."""
+    settings = ("train.steps=2", "mismatch.checksums_every=0")
+    assert runs.run(tmp_path / "right", settings) == 0
+    assert runs.run(tmp_path / "once", settings, "stale once", version=1) == 0
+    assert "version 1 is published again: server http://127.0.0.1" in (tmp_path / "once" / "driver.log").read_text()
+    assert untimed(tmp_path / "once" / "metrics.jsonl") == untimed(tmp_path / "right" / "metrics.jsonl")
+    assert runs.run(tmp_path / "ever", (*KERNELS, *settings), "stale", version=2) == 2
+    message = tail(tmp_path / "ever" / "driver.log", 1)
+    check_refusal(message, 2, "http://127.0.0.1", "--resume", unrecorded=LOGGED)
+    assert "was published twice" in message and _steps(tmp_path / "ever") == [1]
+    assert (tmp_path / "ever" / "checkpoints" / "latest").read_text().strip() == "step_1"
+
+
 @LONG
 def test_the_checks_change_nothing_of_a_healthy_run(runs: Runs, tmp_path: Path) -> None:
     """Bit for bit: they sample and score beside it."""

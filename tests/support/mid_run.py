@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import base64
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
+from miles_like.cluster.rank import Rank
+from miles_like.types import NamedTensor, PublishReport
 from rollout.embedded.engine.engine import Engine
 from rollout.embedded.model.weights import WeightStore
 from rollout.embedded.server.service import Service
@@ -122,6 +126,27 @@ def flip(store: WeightStore) -> str:
     return name
 
 
+def plant_stale(first: int, *, times: int) -> None:
+    """The first `times` publications of version `first` send other values of two projections of one layer; checksums
+    are of what is sent."""
+    plain, done = Rank.publish, list[int]()
+    names = [f"model.layers.2.self_attn.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa")]
+
+    def publish(self: Rank, version: int) -> PublishReport:
+        if version != first or len(done) == times:
+            return plain(self, version)
+        done.append(version)
+        whole = self.trainer.export
+
+        def stale() -> Iterator[NamedTensor]:
+            return (NamedTensor(n, x.flip(0) if n in names else x) for n, x in whole())
+
+        with mock.patch.object(self.trainer, "export", stale):
+            return plain(self, version)
+
+    Rank.publish = publish  # type: ignore[method-assign]
+
+
 PLANTS: dict[str, Callable[[int], None]] = {
     "none": lambda version: None,
     "shifted": lambda version: plant_routes(shifted, version),
@@ -129,6 +154,8 @@ PLANTS: dict[str, Callable[[int], None]] = {
     "rotated": lambda version: plant_routes(rotated, version),
     "late logprobs": plant_logprobs,
     "flip": plant_flip,
+    "stale once": partial(plant_stale, times=1),
+    "stale": partial(plant_stale, times=9),
 }
 
 

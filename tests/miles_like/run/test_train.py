@@ -163,18 +163,18 @@ def test_a_run_whose_sides_differ_is_refused_before_it_writes_anything(
 
     monkeypatch.setattr(Comparison, "short", short)
     trainer: Any = SimpleNamespace(dp_size=1, connect=lambda recipe: None, publish=publish)
-    source: Any = SimpleNamespace(all=lambda: [0] * 20)
+    source: Any = SimpleNamespace(all=lambda: [Prompt(id="a", token_ids=(1, 2, 3), answer="")] * 20)
     prompts = Prompts(source=source, held_out=[], rewards=Rewards(RewardConfig()))
 
     async def start() -> None: ...
 
     teachers: Any = SimpleNamespace(teachers=lambda *of: SimpleNamespace(start=start))
-    made = run_of(plan_of(run_dir=tmp_path), trainer, prompts=prompts, teachers=teachers)
+    made = run_of(plan_of("publish.answer_tokens=0", run_dir=tmp_path), trainer, prompts=prompts, teachers=teachers)
     with refuses(ValueError, "w", "mismatch.check_prompts", 0) as refused:
         asyncio.run(made.loop(["http://x"]))
     assert "\n" not in str(refused.value)
     assert asked == [8] and list(tmp_path.iterdir()) == []
-    unchecked = run_of(plan_of("mismatch.check_prompts=0"), trainer, prompts=prompts)
+    unchecked = run_of(plan_of("mismatch.check_prompts=0", "publish.answer_tokens=0"), trainer, prompts=prompts)
     asyncio.run(unchecked.checks([]).at_start(0, None))
     assert asked == [8]
 

@@ -151,5 +151,12 @@ def test_servers_begin_with_what_the_trainer_rounds_to(qat: bool, tmp_path: Path
     run.config, run.resumed = load_config(TINY, [f"precision.qat={str(qat).lower()}"]), None
     trainer: Any = Trainer()
     run.models = {"trainer": trainer}
-    assert asyncio.run(run.publish_first()) == (0, None)
-    assert published == ([0] if qat else [])
+    scored: list[int] = []
+
+    class Checks:
+        async def before_publication(self) -> None:
+            scored.append(len(published))
+
+    checks: Any = Checks()
+    assert asyncio.run(run.publish_first(checks)) == (0, None)
+    assert published == ([0] if qat else []) and scored == [0], "scored before anything is published"
