@@ -112,7 +112,7 @@ class Trainer(Protocol):
 
 
 class ServerChecks(Protocol):
-    """Checks of the loop that the servers agree with the trainer. The methods raise RuntimeError, which ends the run."""
+    """Checks of the loop that servers and trainer agree. The methods raise RuntimeError, which ends the run."""
 
     async def before_training(self, step: int) -> None: ...
     async def before_publication(self) -> None: ...

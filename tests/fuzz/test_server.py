@@ -31,9 +31,9 @@ from rollout.wire.bodies import MemoryTag
 from tests.fuzz.hostile import Maker, send
 from tests.fuzz.served import Client, Served, served
 
-REQUESTS = 500  # at least, of both tests
-HOSTILE = 400
-DRAWN = 4  # of each operation and mode
+REQUESTS = 300  # at least, of both tests
+HOSTILE = 200
+DRAWN = 3  # of each operation and mode
 CHECKS = [
     not_a_server_error,
     status_code_conformance,

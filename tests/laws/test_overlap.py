@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "each parameter by itself": {"dp": 2, "kernels": GATHER, "bucket_size": 1},
     "all-gather of tokens": {"tp": 2, "ep": 2, "kernels": {"dispatcher": "allgather"}},
 }
-FIRST = ("plain", "and weights gathered, shared experts too", "each parameter by itself")
+FIRST = ("plain", "and weights gathered, shared experts too")
 NAMES = later(CASES, first=FIRST, beside="tests/laws/test_overlap.py")
 COMPARED = ("train/loss", "train/grad_norm", "train/entropy")
 

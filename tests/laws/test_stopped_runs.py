@@ -29,8 +29,8 @@ SETTINGS = ("checkpoint.every=0", "eval.every=0")
 # phase, the step it is of, the steps one of which is then saved: samples may come before the signal does
 PLACES = (("rollout", 1, (1, 2)), ("train", 3, (4,)), ("publish", 4, (5,)))
 CASES = [  # staleness, steps, places
-    pytest.param(2, 4, PLACES[:1], id="2"),
-    pytest.param(2, 6, PLACES[1:], id="2, later", marks=LONG),
+    pytest.param(2, 3, PLACES[:1], id="2"),
+    pytest.param(2, 6, PLACES, id="2, later", marks=LONG),
     pytest.param(0, 6, PLACES, id="0", marks=LONG),
 ]
 
@@ -86,7 +86,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     for phase, step, saved in places:
         assert runs.call(log, stopped, cut, runs.home, settings, phase, step) == 128 + signal.SIGTERM, tail(log)
         assert (before := latest(cut)) in saved, phase
-        if phase == "rollout":  # the deadline is there when the next step is done
+        if phase == "rollout" and len(places) > 1:  # the deadline is there when the next step is done
             assert runs.call(log, late, cut, runs.home, settings, 0.0) == os.EX_TEMPFAIL, tail(log)
             assert latest(cut) == before + 1
     assert runs.run(cut, settings) == 0, tail(log)

@@ -1,5 +1,5 @@
 """Law: the checks of a running job hold for stock SGLang as they do for the embedded engine: healthy steps pass them,
-and a run whose server begins to send routes of other tokens ends before it trains on them.
+and a run whose server begins to send routes of other tokens, or keeps old weights, ends before it trains on them.
 
 SGLang 0.5.23 as it is released, on CPU (`make test-sglang`), started by `train` itself with its own key,
 in the environment that `rollout.sglang.python` names. Not covered:
@@ -63,3 +63,21 @@ def test_healthy_steps_pass_and_shifted_routes_end_the_run(
     assert [row["step"] for row in trained] == list(range(1, steps + 1))
     assert all(row["routing/expert_agreement"] > 0.97 and row["mismatch/kl"] < 1e-3 for row in trained)
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == f"step_{steps}"
+
+
+def test_fused_weights_that_a_server_keeps_end_the_run(miles_like: Run, tmp_path: Path) -> None:
+    """Two projections that SGLang concatenates come in two requests: it answers 200 with the new version, and computes
+    with the old ones. The text that it scores shows it, after the second publication too; versions that arrive whole
+    pass, as the tests above show."""
+    settings = (
+        *(*SETTINGS, *CHECKED, "mismatch.check_prompts=0", "mismatch.checksums_every=0"),
+        *("optimizer.lr=0.03", "optimizer.warmup_steps=0", "mismatch.expert_agreement_min=0"),
+        f"model.make.config={every_layer_routed('deepseek', tmp_path)}",
+        f"rollout.sglang.python={INTERPRETER}",
+    )
+    words = ["train", ROOT / "configs" / CONFIGS["deepseek"], "--run-dir", tmp_path / "run", *given(settings)]
+    done = miles_like(*words, script=PROGRAMS / "parted_pairs.py")
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "version 1 is published again: server http://127.0.0.1:" in done.stdout
+    assert "version 1 was published twice, and servers do not compute with it: server http://127.0.0.1:" in done.stderr
+    assert not (tmp_path / "run" / "checkpoints" / "latest").exists()

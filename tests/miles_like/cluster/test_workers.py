@@ -164,7 +164,7 @@ def batch(*, dp: int, routing: bool = True) -> TrainBatch:
     return pack([group(samples)], [[1.0] * 6], dp_size=dp, max_tokens=14)
 
 
-@pytest.mark.parametrize("where", later(PLACES, ["DP2", "PP2"], beside=HERE))
+@pytest.mark.parametrize("where", later(PLACES, ["PP2"], beside=HERE))
 def test_a_rank_is_sent_its_rows_and_layers_alone(ray: Any, where: str) -> None:
     """Bytes counted where they arrive: the tokens that a rank feeds, times the layers it has, times K, one byte each,
     and four bytes of checksum for each row and pipeline stage. They are the rollout's for those tokens; ranks that need
