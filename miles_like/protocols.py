@@ -123,7 +123,7 @@ class ServerChecks(Protocol):
 class TrainerRanks(Trainer, Protocol):
     """A Trainer of a run, whose ranks are processes."""
 
-    def connect(self, factory: Callable[[bool], WeightPublisher]) -> None:
+    def connect(self, factory: Callable[[int, int], WeightPublisher]) -> None:
         """Create every rank's publisher; the factory's argument is whether the rank sends. Raises RuntimeError when a
         rank fails."""
 

@@ -52,10 +52,10 @@ class PublisherRecipe:
     target: PublishTarget
     shared: SharedDirectory  # for path "disk"
 
-    def __call__(self, send: bool) -> WeightPublisher:
+    def __call__(self, rank: int, ranks: int) -> WeightPublisher:
         if self.target.config.path == "disk":
-            return DiskPublisher(self.target, self.shared, send=send)
-        return TensorPublisher(self.target, send=send)
+            return DiskPublisher(self.target, self.shared, rank=rank, ranks=ranks)
+        return TensorPublisher(self.target, send=rank == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +68,13 @@ class CheckpointWriter:
     copy_from: Path
     send: bool = False
 
-    def __call__(self, send: bool) -> CheckpointWriter:
+    def __call__(self, rank: int, ranks: int) -> CheckpointWriter:
         return CheckpointWriter(
             out=self.out.resolve(),
             hf_config=self.hf_config,
             spec=self.spec,
             copy_from=self.copy_from.resolve(),
-            send=send,
+            send=rank == 0,
         )
 
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:

@@ -17,7 +17,7 @@ from routing_replay.align import ShardSpec
 from routing_replay.rank_routes import RankRoutes
 
 TrainerFactory = Callable[[int, int, str, int], RankTrainer]  # (rank, world, host, port)
-PublisherFactory = Callable[[bool], WeightPublisher]  # (does this rank send?)
+PublisherFactory = Callable[[int, int], WeightPublisher]  # (rank, number of ranks)
 Place = tuple[int, ShardSpec]  # (DP shard of a rank, the part of the shard's routes that it needs)
 ShardRoutes = Sequence[RankRoutes | None]  # [micro]
 
@@ -36,7 +36,7 @@ class Rank:
     publisher: WeightPublisher | None = None
 
     def start(self, factory: TrainerFactory, rank: int, world: int, host: str, port: int) -> Place:
-        self.rank = rank
+        self.rank, self.world = rank, world
         self.trainer = factory(rank, world, host, port)
         return self.trainer.dp_rank, self.trainer.shard_spec
 
@@ -44,7 +44,7 @@ class Rank:
         return self.trainer.fingerprint
 
     def connect(self, factory: PublisherFactory) -> None:
-        self.publisher = factory(self.rank == 0)
+        self.publisher = factory(self.rank, self.world)
 
     def train(self, loss_tokens: Sequence[int], version: int, *shards: Any) -> StepReport:
         """`shards`: for each optimizer step the shard of its batch, then the routes of that shard."""

@@ -35,7 +35,7 @@ _DTYPES = {
     "I64": torch.int64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HEADER_ROOM = 128 << 10  # bytes reserved for a shard's header, which is known only after its data is written
 _COPIED_SUFFIXES = frozenset((".json", ".jinja", ".model", ".tiktoken", ".txt", ".bpe", ".vocab", ".py"))
@@ -101,10 +101,10 @@ class HFCheckpoint:
                 self._info[name] = info
         for name, file in (weight_map or {}).items():
             if name not in self._info or self._info[name].file.name != file:
-                raise ValueError(f"{self.path / _INDEX} lists {name} in {file}, which does not have it: {_REFETCH}")
+                raise ValueError(f"{self.path / INDEX} lists {name} in {file}, which does not have it: {_REFETCH}")
         for name, info in self._info.items():
             if weight_map and name not in weight_map:
-                raise ValueError(f"{info.file} has {name}, which {_INDEX} does not list: {_REFETCH}")
+                raise ValueError(f"{info.file} has {name}, which {INDEX} does not list: {_REFETCH}")
 
     def at(self, path: Path) -> HFCheckpoint:
         """The same checkpoint in another directory, whose files are not checked."""
@@ -115,24 +115,24 @@ class HFCheckpoint:
 
     def _weight_map(self) -> dict[str, str] | None:
         """Tensor name -> file name; None for a checkpoint of one file."""
-        if not (self.path / _INDEX).exists():
+        if not (self.path / INDEX).exists():
             if not (self.path / _SINGLE).exists():
                 raise ValueError(
-                    f"{self.path} has neither {_SINGLE} nor {_INDEX}: not a safetensors checkpoint, or incomplete"
+                    f"{self.path} has neither {_SINGLE} nor {INDEX}: not a safetensors checkpoint, or incomplete"
                 )
             return None
-        weight_map = _read_json(self.path / _INDEX, _INDEX_BYTES, once=True).get("weight_map")
+        weight_map = _read_json(self.path / INDEX, _INDEX_BYTES, once=True).get("weight_map")
         if (
             not weight_map
             or not isinstance(weight_map, dict)
             or not all(isinstance(f, str) for f in weight_map.values())
         ):
-            raise ValueError(f"{self.path / _INDEX} has no weight_map from names to files: {_REFETCH}")
+            raise ValueError(f"{self.path / INDEX} has no weight_map from names to files: {_REFETCH}")
         for file in sorted(set(weight_map.values())):
             if Path(file).name != file or "\0" in file or not (self.path / file).exists():
-                raise ValueError(f"{self.path / file} is missing, {_INDEX} lists it: {_REFETCH}")
+                raise ValueError(f"{self.path / file} is missing, {INDEX} lists it: {_REFETCH}")
         if (self.path / _SINGLE).exists() and _SINGLE not in weight_map.values():  # transformers would read this one
-            raise ValueError(f"{self.path / _SINGLE} is not among the files that {_INDEX} lists: remove one of the two")
+            raise ValueError(f"{self.path / _SINGLE} is not among the files that {INDEX} lists: remove one of the two")
         return weight_map
 
     def names(self) -> list[str]:
@@ -428,7 +428,7 @@ class _ShardWriter:
             file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
             self._part(i).rename(self.directory / file)
             weight_map.update(dict.fromkeys(header, file))
-        _write_json(self.directory / _INDEX, {"metadata": {"total_size": self.total}, "weight_map": weight_map})
+        _write_json(self.directory / INDEX, {"metadata": {"total_size": self.total}, "weight_map": weight_map})
 
     def close(self) -> None:
         """Close the file that is being written, unfinished."""

@@ -113,7 +113,7 @@ class TurnTrainer:
     def dp_size(self) -> int:
         return self.ranks.dp_size
 
-    def connect(self, factory: Callable[[bool], WeightPublisher]) -> None:
+    def connect(self, factory: Callable[[int, int], WeightPublisher]) -> None:
         self.ranks.connect(factory)
 
     def fingerprint(self) -> str | None:

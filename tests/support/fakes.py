@@ -340,7 +340,11 @@ class FakeServer:
         return 200, {"success": True, "message": ""}
 
     def _update_weights_from_disk(self, body: Any) -> tuple[int, Any]:
-        self.weights = load_file(Path(body["model_path"]) / "model.safetensors")
+        self.weights = {
+            name: tensor
+            for file in sorted(Path(body["model_path"]).glob("*.safetensors"))
+            for name, tensor in load_file(file).items()
+        }
         self.version = body["weight_version"] or self.version
         return 200, {"success": True, "message": "", "num_paused_requests": 0}
 

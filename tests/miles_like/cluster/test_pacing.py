@@ -52,10 +52,10 @@ def _rank(rank: int, world: int, port: int, hf: str, urls: tuple[str, ...]) -> A
     for group in mpu._global_process_group_list:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT_S), group)
     found: Any = Rank()
-    found.rank, found.trainer = rank, t
+    found.rank, found.world, found.trainer = rank, world, t
     found.pacer = Pacer(t.signals, sends=rank == 0, chunk_bytes=SMALL)
     target = PublishTarget(urls=urls, kind="embedded", spec=None, config=PublishConfig(bucket_bytes=4 * SMALL))
-    found.connect(lambda send: TensorPublisher(target, send=send, hold_bytes=1))
+    found.connect(lambda rank, ranks: TensorPublisher(target, send=rank == 0, hold_bytes=1))
     return found
 
 
@@ -89,7 +89,7 @@ def _publications(rank: int, world: int, port: int, hf: str) -> dict[str, Any]:
         server.fault = {endpoints.UPDATE_FROM_TENSOR: _slow(1)}
         r.pacer = _Unpaced()
         target = PublishTarget(urls=(server.url,), kind="embedded", spec=None, config=PublishConfig(bucket_bytes=SMALL))
-        r.connect(lambda send: TensorPublisher(target, send=send, hold_bytes=1))
+        r.connect(lambda rank, ranks: TensorPublisher(target, send=rank == 0, hold_bytes=1))
         try:
             r.publish(4)
             found["unpaced"] = "no error"

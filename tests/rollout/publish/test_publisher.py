@@ -200,7 +200,7 @@ def test_disk_publication(tmp_path: Path) -> None:
         target = PublishTarget(urls=(a.url, b.url), kind="embedded", spec=SPEC, config=PublishConfig(path="disk"))
         hf = {"model_type": "deepseek_v3"}
         shared = SharedDirectory(path=tmp_path / "weights", hf_config=hf, copy_from=source)
-        pub = DiskPublisher(target, shared, send=True)
+        pub = DiskPublisher(target, shared)
         for version in (1, 2):
             report = pub.publish(weights(), version=version)
         assert same(a.weights, encoded) and same(b.weights, encoded)

@@ -323,7 +323,6 @@ def test_every_format_is_published_by_tensor_and_by_disk(name: str, tmp_path: Pa
             DiskPublisher(
                 PublishTarget(urls=(url,), kind="embedded", spec=how, config=PublishConfig(path="disk")),
                 SharedDirectory(path=tmp_path, hf_config=config_of(None), copy_from=path),
-                send=True,
             ),
         )
         for seed, publisher, held in zip((1, 0), publishers, want, strict=True):

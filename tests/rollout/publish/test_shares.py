@@ -1,0 +1,155 @@
+"""A publication on disk that several ranks write is the one that a single rank writes, tensor for tensor.
+
+Ranks are publishers of one process, one after the other or in threads. Not covered: ranks that gather the weights
+(tests/laws/test_turns.py), servers that load them (tests/rollout/embedded/model/test_quantized_weights.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from miles_like.hf.checkpoint import HFCheckpoint
+from miles_like.hf.merged import join_parts
+from miles_like.types import NamedTensor, PublishReport
+from quant.registry import make_codec
+from quant.spec import QuantFormat, QuantSpec
+from quant.stream import quantize_stream
+from rollout.config import PublishConfig
+from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.publication import PublishTarget
+from rollout.publish.shares import Shares, share_of
+from tests.support.fakes import FakeServer
+from tests.support.refusals import refuses
+
+FORMATS = (None, QuantFormat.FP8, QuantFormat.INT4, QuantFormat.NVFP4)
+
+
+def spec_of(format: QuantFormat | None) -> QuantSpec | None:
+    return None if format is None else QuantSpec(format=format)
+
+
+def weights(seed: int = 0) -> list[NamedTensor]:
+    """Three layers of two experts, of matrices and vectors."""
+    g = torch.Generator().manual_seed(seed)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g).bfloat16()
+
+    out = [NamedTensor("model.embed_tokens.weight", made(64, 128))]
+    for i in range(3):
+        at = f"model.layers.{i}."
+        out += [NamedTensor(at + f"self_attn.{p}_proj.weight", made(128, 128)) for p in "qkvo"]
+        for e in range(2):
+            out += [
+                NamedTensor(at + f"mlp.experts.{e}.{p}_proj.weight", made(128, 128)) for p in ("gate", "up", "down")
+            ]
+        out.append(NamedTensor(at + "input_layernorm.weight", made(128)))
+    return out
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (source := tmp_path / "source").mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "tokenizer.json").write_text('{"of": "the model"}')
+    return source
+
+
+def publishers(
+    ranks: int, url: str, source: Path, spec: QuantSpec | None, timeout_s: float = 30.0
+) -> list[DiskPublisher]:
+    target = PublishTarget(
+        urls=(url,), kind="embedded", spec=spec, config=PublishConfig(path="disk"), timeout_s=timeout_s
+    )
+    shared = SharedDirectory(path=source.parent / "published", hf_config={"model_type": "x"}, copy_from=source)
+    return [DiskPublisher(target, shared, rank=i, ranks=ranks) for i in range(ranks)]
+
+
+def published(them: Sequence[DiskPublisher], version: int, seed: int = 0) -> PublishReport:
+    """Rank 0, which waits for the others, is asked first."""
+    with ThreadPoolExecutor(len(them)) as pool:
+        reports = list(pool.map(lambda p: p.publish(weights(seed), version=version), them))
+    return reports[0]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_its_tensors_are_those_of_one_writer(ranks: int, format: QuantFormat | None, source: Path) -> None:
+    spec = spec_of(format)
+    want = dict(quantize_stream(weights(), spec))
+    with FakeServer() as server:
+        report = published(publishers(ranks, server.url, source, spec), 1)
+        assert dict(server.weights).keys() == want.keys()
+    path = source.parent / "published" / "version_1"
+    found = HFCheckpoint(path)
+    assert sorted(found.names()) == sorted(want)
+    for name, tensor in want.items():
+        assert torch.equal(found.read(name).view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+    assert report.bytes == found.nbytes == sum(t.nbytes for t in want.values())
+    assert json.loads((path / "tokenizer.json").read_text()) == {"of": "the model"}
+    assert [p.name for p in path.parent.iterdir()] == ["version_1"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_shares_are_equal_in_bytes_and_keep_weights_of_one_scale_together(format: QuantFormat | None) -> None:
+    spec, stream = spec_of(format), weights()
+    parts = [list(share_of(stream, i, 3, spec)) for i in range(3)]
+    assert Counter(n for part in parts for n, _ in part) == Counter(n for n, _ in stream)
+    sizes = [sum(t.nbytes for _, t in part) for part in parts]
+    assert max(sizes) - min(sizes) <= 2 * max(t.nbytes for _, t in stream)
+    shares = Shares(3, spec)
+    owners = {n: shares.owner(n, t) for n, t in stream}
+    assert [{n for n, _ in part} for part in parts] == [{n for n in owners if owners[n] == i} for i in range(3)]
+    if spec is not None:
+        codec = make_codec(spec)
+        for name, tensor in stream:
+            if spec.covers(name, tensor.shape):
+                assert len({owners[n] for n in codec.bundle_of(name)}) == 1
+
+
+def test_a_part_that_does_not_come_is_named_and_nothing_is_sent(source: Path) -> None:
+    with FakeServer() as server:
+        first, *_ = publishers(3, server.url, source, None, timeout_s=0.2)
+        with refuses(RuntimeError, "1, 2", "published", 0.2, "rollout.request_timeout_s"):
+            first.publish(weights(), version=1)
+        assert not server.calls
+
+
+def test_parts_of_a_run_that_was_killed_are_not_taken(source: Path) -> None:
+    """Rank 1's part of the version is there, whole, of other weights; and the version, of rank 0."""
+    with FakeServer() as server:
+        them = publishers(2, server.url, source, None)
+        first = published(them, 1, seed=5)
+        left = source.parent / "published"
+        shutil.copytree(left / "version_1", left / "version_2.part1")
+        shutil.copytree(left / "version_1", left / "version_2")
+        with ThreadPoolExecutor(2) as pool:  # rank 1 begins first, as where the weights are gathered together
+            second = pool.submit(them[1].publish, weights(), version=2)
+            report = them[0].publish(_after(second, weights()), version=2)
+        assert first.bytes == report.bytes
+        for name, tensor in weights():
+            assert torch.equal(HFCheckpoint(left / "version_2").read(name), tensor), name
+
+
+def _after(done: Any, stream: list[NamedTensor]) -> Any:
+    done.result(timeout=30)
+    yield from stream
+
+
+def test_a_tensor_in_two_parts_is_refused(tmp_path: Path, source: Path) -> None:
+    with FakeServer() as server:
+        for name in ("a", "b"):
+            (pub,) = publishers(1, server.url, source, None)
+            pub.publish(weights(), version=1)
+            shutil.move(source.parent / "published" / "version_1", tmp_path / name)
+    with refuses(ValueError, "model.embed_tokens.weight", "a", "b"):
+        join_parts([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
