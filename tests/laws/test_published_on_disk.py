@@ -1,0 +1,26 @@
+"""Law: a run whose ranks each write a part of the published weights to a disk is the run that sends them in requests.
+
+Two expert-parallel ranks gather the weights together, each writes its part, and the server loads what rank 0 has
+joined. Whole runs on plain processes, byte for byte. Not covered: several nodes and their disks; stock SGLang;
+quantized weights and what a single publication holds (tests/rollout/publish/test_shares.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.forked import tail
+from tests.support.local_run import Runs, untimed
+
+SETTINGS = ("parallel.dp=2", "parallel.ep=2", "train.steps=2", "eval.every=0", "checkpoint.every=0")
+
+
+def test_two_ranks_write_what_one_sends(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    with Runs(tmp_path / "home") as runs:
+        for name, more in (("sent", ()), ("written", ("publish.path=disk",))):
+            assert runs.run(tmp_path / name, (*SETTINGS, *more)) == 0, tail(tmp_path / name / "driver.log")
+    assert untimed(tmp_path / "written" / "metrics.jsonl") == untimed(tmp_path / "sent" / "metrics.jsonl")
+    assert [p.name for p in (tmp_path / "written" / "published").iterdir()] == ["version_2"]
+    (index,) = (tmp_path / "written" / "published" / "version_2").glob("*.index.json")
+    assert "model-00002-of-00002.safetensors" in index.read_text(), "two ranks wrote it"
