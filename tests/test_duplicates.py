@@ -25,7 +25,6 @@ TWICE = {  # by their names, why both are kept
     ("combine",): "the exact operations are a specification, the plain ones what is fast",
     ("room", "drain"): "the simulation follows the loop without torch",
     ("_sum", "json_sha256"): "manifests of a conversion and of a run: formats on disk that change separately",
-    ("publish",): "two publishers with one signature",
 }
 
 

@@ -2,11 +2,10 @@
 
 Paths of rollout/publish:
     tensor   one rank gathers, encodes base64 in JSON, once for each of a server's ranks, and sends it to every server
-    disk     one rank gathers, quantizes and writes one directory, which every server reads
+    disk     all ranks gather, each quantizes and writes its part of one directory, which every server reads
 Paths whose formulas are stated here ahead of their code:
     ipc           each rank gathers whole tensors and hands them to the server rank on its device by a CUDA IPC handle
     distributed   `sources` ranks broadcast whole tensors to all ranks of all servers
-    shards        every rank quantizes and writes its part of the directory
     reshard       every rank sends the slices that a server rank holds to that rank alone
 """
 
@@ -23,7 +22,7 @@ from miles_like.timing.rates.links import Group, broadcast, group_of, link, ring
 from miles_like.timing.rates.roofline import moved
 from miles_like.timing.shape import ModelShape
 
-Path = Literal["tensor", "disk", "ipc", "distributed", "shards", "reshard"]
+Path = Literal["tensor", "disk", "ipc", "distributed", "reshard"]
 BF16 = 2
 
 
@@ -60,12 +59,10 @@ def publish_time(shape: ModelShape, setup: PublishSetup) -> Phase:
     if setup.path == "tensor":
         return Phase({"gather": gather} | _by_requests(encoded, setup))
     if setup.path == "disk":
-        # gathered in pieces while the writer writes
-        return Phase({"one writer": max(gather, encoded / ONE_WRITER), "reading": _reading(encoded, setup)})
-    if setup.path == "shards":
         nodes = -(-setup.ranks // setup.device.node_gpus)
         write = encoded / min(setup.ranks * ONE_WRITER, setup.disk or nodes * setup.device.disk)
-        return Phase({"writing": write, "reading": _reading(encoded, setup)})
+        # gathered in pieces while they are written
+        return Phase({"gather and writing": max(gather, write), "reading": _reading(encoded, setup)})
     if setup.path == "ipc":
         return Phase({"gather": gather, "loading": _loading(encoded, setup)})
     if setup.path == "distributed":

@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from miles_like.hf.checkpoint import write_hf
+from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from miles_like.hf.merged import join_parts
 from miles_like.types import NamedTensor, PublishReport
 from quant.hf_config import quantized_config, spec_from_hf
 from quant.stream import quantize_stream
 from rollout.publish.publication import PublishTarget, RankChecksums, Sent, publish_stream
 from rollout.publish.publisher import compare_checksums, flush_cache, servers_of
-from rollout.publish.shares import share_of
+from rollout.publish.shares import Shares
 from rollout.sglang.client import RolloutError
 from rollout.wire import endpoints
 from rollout.wire.control import PauseMode, PauseRequest, UpdateFromDisk
@@ -64,20 +64,21 @@ class DiskPublisher:
         # left by a run that was killed; rank 0 looks for parts once the stream has ended, which every rank has drained
         for left in (parts[self._rank], *([] if self._rank else [path])):
             shutil.rmtree(left, ignore_errors=True)
-        nbytes = self._write(parts[self._rank], stream)
+        shares = Shares(self._ranks, self._target.spec)
+        nbytes = self._write(parts[self._rank], shares.of(self._rank, stream))
         if self._rank:
             return Sent(nbytes)
         self._wait_for(parts)
         nbytes = join_parts(parts, path)
+        shares.check_whole(HFCheckpoint(path).names())
         pause_seconds, checksums = self._load(path, version)
         for other in self._directory.glob("version_*"):
             if other != path:
                 shutil.rmtree(other)
         return Sent(nbytes, pause_seconds, checksums)
 
-    def _write(self, part: Path, stream: Iterator[NamedTensor]) -> int:
-        """Write this rank's share of the stream, which is drained; returns its bytes."""
-        own = share_of(stream, self._rank, self._ranks, self._target.spec)
+    def _write(self, part: Path, own: Iterator[NamedTensor]) -> int:
+        """Write this rank's weights, encoded; returns their bytes."""
         # copies: a CPU tensor whose memory numpy has seen cannot be released by a trainer that sleeps
         encoded = (
             NamedTensor(name, x.clone() if x.device.type == "cpu" else x)

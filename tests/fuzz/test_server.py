@@ -33,7 +33,7 @@ from tests.fuzz.served import Client, Served, served
 
 REQUESTS = 300  # at least, of both tests
 HOSTILE = 200
-DRAWN = 3  # of each operation and mode
+DRAWN = 4  # of each operation and mode
 CHECKS = [
     not_a_server_error,
     status_code_conformance,

@@ -83,9 +83,8 @@ def _cases() -> list[tuple[str, str]]:
 CASES = _cases()
 # every family, and each way to divide a model
 FIRST = [
-    ("kimi", "ETP2"),
-    ("qwen_dense_biases", "TP2 x PP2"),
-    ("glm_tied", "EP2"),
+    *(("kimi", "ETP2"), ("qwen_one_kv_head_tied", "PP2")),
+    *(("qwen_dense_biases", "TP2 x PP2"), ("glm_tied", "EP2")),
 ]
 LORA = {"rank": 4, "alpha": 6.0, "targets": ["attention", "experts", "shared_experts", "mlp"]}
 ADAPTED = {"TP2, ETP2, PP2": {"tp": 2, "etp": 2, "pp": 2}, "EP2": {"ep": 2, "dp": 4}}

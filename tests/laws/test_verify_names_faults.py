@@ -338,9 +338,9 @@ FAULTS = {
 # every cause but those of an engine that encodes otherwise, and two at once
 QUICK = frozenset(
     {
-        *("shifted log-probs", "truncated", "template of the trainer", "temperature", "probabilities", "stale", "bias"),
-        *("gate and up", "another expert's", "other values", "stale and layers", "group size", "routes shifted"),
-        *("layers rotated", "one expert, exact", "healthy, top-k and top-p"),
+        *("shifted log-probs", "truncated", "temperature", "probabilities", "stale", "bias", "gate and up"),
+        *("other values", "stale and layers", "group size", "routes shifted", "layers rotated", "one expert, exact"),
+        "healthy, top-k and top-p",
     }
 )
 

@@ -48,12 +48,13 @@ def test_requests_in_json_send_115_terabytes_of_deepseek_v3() -> None:
 
 
 def test_one_writer_and_many() -> None:
-    one, many = publish_time(V3, setup("disk")), publish_time(V3, setup("shards"))
-    assert one.terms["one writer"] == pytest.approx(served_bytes(V3, FP8) / ONE_WRITER)
-    assert many.terms["writing"] == pytest.approx(served_bytes(V3, FP8) / (128 * ONE_WRITER))
+    one, many = publish_time(V3, replace(setup("disk"), ranks=1)), publish_time(V3, setup("disk"))
+    assert one.terms["gather and writing"] == pytest.approx(served_bytes(V3, FP8) / ONE_WRITER)
+    gather = publish_time(V3, setup("ipc")).terms["gather"]
+    assert many.terms["gather and writing"] == max(gather, served_bytes(V3, FP8) / (128 * ONE_WRITER))
     assert many.terms["reading"] == one.terms["reading"] == pytest.approx(served_bytes(V3, FP8) / H100.disk)
-    shared = publish_time(V3, setup("shards", disk=10e9))
-    assert shared.terms["writing"] == pytest.approx(served_bytes(V3, FP8) / 10e9)
+    shared = publish_time(V3, setup("disk", disk=10e9))
+    assert shared.terms["gather and writing"] == pytest.approx(served_bytes(V3, FP8) / 10e9)
     assert shared.terms["reading"] == pytest.approx(4 * served_bytes(V3, FP8) / 10e9)
 
 

@@ -26,7 +26,7 @@ from quant.stream import quantize_stream
 from rollout.config import PublishConfig
 from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget
-from rollout.publish.shares import Shares, share_of
+from rollout.publish.shares import Shares
 from tests.support.fakes import FakeServer
 from tests.support.refusals import refuses
 
@@ -102,7 +102,7 @@ def test_its_tensors_are_those_of_one_writer(ranks: int, format: QuantFormat | N
 @pytest.mark.parametrize("format", FORMATS)
 def test_shares_are_equal_in_bytes_and_keep_weights_of_one_scale_together(format: QuantFormat | None) -> None:
     spec, stream = spec_of(format), weights()
-    parts = [list(share_of(stream, i, 3, spec)) for i in range(3)]
+    parts = [list(Shares(3, spec).of(i, stream)) for i in range(3)]
     assert Counter(n for part in parts for n, _ in part) == Counter(n for n, _ in stream)
     sizes = [sum(t.nbytes for _, t in part) for part in parts]
     assert max(sizes) - min(sizes) <= 2 * max(t.nbytes for _, t in stream)
@@ -114,6 +114,19 @@ def test_shares_are_equal_in_bytes_and_keep_weights_of_one_scale_together(format
         for name, tensor in stream:
             if spec.covers(name, tensor.shape):
                 assert len({owners[n] for n in codec.bundle_of(name)}) == 1
+
+
+def test_a_weight_that_no_rank_wrote_is_named(source: Path) -> None:
+    """As where the ranks' streams differed at their end."""
+    shares, stream = Shares(2, None), weights()
+    owners = [shares.owner(n, t) for n, t in stream]
+    lost = sorted(w.name.removesuffix(".weight") for w, owner in zip(stream[-4:], owners[-4:], strict=True) if owner)
+    with FakeServer() as server, ThreadPoolExecutor(1) as pool:
+        first, second = publishers(2, server.url, source, None)
+        pool.submit(second.publish, stream[:-4], version=1)
+        with refuses(RuntimeError, 2, lost[0], len(lost)):
+            first.publish(stream, version=1)
+        assert not server.calls
 
 
 def test_a_part_that_does_not_come_is_named_and_nothing_is_sent(source: Path) -> None:

@@ -1,0 +1,116 @@
+"""Publication on disk beside a plain write: what one rank and two ranks encode and write, by format.
+
+The weights are those of a layer with experts of Qwen3-30B-A3B's shapes. A plain loop writes as many bytes in pieces of
+64 MiB and syncs the file; then one rank, and two ranks at once, encode and write the weights as
+`rollout/publish/disk_publisher.py` does, and the parts are joined; by turns. Each figure is the median over the rounds
+of a ratio within one round; the first round does not count. Ranks are processes of one thread that have the weights in
+memory: the gather, the requests and the servers' loading are not in the figures.
+
+    python benchmarks/weight_sync.py [--quick] [--directory DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from figures import add_write, finish
+
+from miles_like.hf.checkpoint import write_hf
+from miles_like.hf.merged import join_parts
+from miles_like.types import NamedTensor
+from quant.spec import QuantFormat, QuantSpec
+from quant.stream import quantize_stream
+from rollout.publish.shares import Shares
+
+GOALS = {"bf16_of_raw_write_min": 0.5, "fp8_two_ranks_of_one_min": 1.7}
+HIDDEN, EXPERT = 2048, 768
+PIECE = 64 << 20
+
+
+def weights(experts: int) -> list[NamedTensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = {"gate_proj": (EXPERT, HIDDEN), "up_proj": (EXPERT, HIDDEN), "down_proj": (HIDDEN, EXPERT)}
+    return [
+        NamedTensor(f"model.layers.0.mlp.experts.{e}.{name}.weight", torch.randn(shape, generator=g).bfloat16())
+        for e in range(experts)
+        for name, shape in shapes.items()
+    ]
+
+
+def raw_write(path: Path, nbytes: int) -> float:
+    """Seconds."""
+    began = time.perf_counter()
+    piece = torch.zeros(PIECE, dtype=torch.uint8).numpy().data
+    with path.open("wb", buffering=0) as f:
+        for _ in range(nbytes // PIECE):
+            f.write(piece)
+        os.fsync(f.fileno())
+    return time.perf_counter() - began
+
+
+def rank(part: Path, stream: list[NamedTensor], number: int, count: int, spec: QuantSpec | None, begin: object) -> None:
+    torch.set_num_threads(1)
+    begin.wait()  # type: ignore[attr-defined]
+    write_hf(part, quantize_stream(Shares(count, spec).of(number, stream), spec), {"model_type": "qwen3_moe"})
+
+
+def publish(where: Path, stream: list[NamedTensor], count: int, spec: QuantSpec | None) -> float:
+    """Seconds from the first rank's first tensor to the joined directory."""
+    parts = [where / f"part{i}" for i in range(count)]
+    context = multiprocessing.get_context("fork")
+    begin = context.Barrier(count + 1)
+    ranks = [context.Process(target=rank, args=(p, stream, i, count, spec, begin)) for i, p in enumerate(parts)]
+    for process in ranks:
+        process.start()
+    begin.wait()
+    began = time.perf_counter()
+    for process in ranks:
+        process.join()
+        assert process.exitcode == 0
+    join_parts(parts, where / "version")
+    return time.perf_counter() - began
+
+
+def round_of(where: Path, stream: list[NamedTensor]) -> dict[str, float]:
+    """The figures of one round."""
+    nbytes = sum(t.nbytes for _, t in stream)
+    raw = nbytes / raw_write(where / "raw", nbytes)
+    out = {"raw_write_gb_s": raw / 1e9}
+    for name, spec in {"bf16": None, "fp8": QuantSpec(format=QuantFormat.FP8)}.items():
+        rates = []
+        for count in (1, 2):
+            rates.append(nbytes / publish(where, stream, count, spec))
+            shutil.rmtree(where / "version")
+        out[f"{name}_one_rank_gb_s"] = rates[0] / 1e9
+        out[f"{name}_of_raw_write"] = rates[0] / raw
+        out[f"{name}_two_ranks_of_one"] = rates[1] / rates[0]
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--directory", type=Path, default=None)
+    add_write(parser)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rounds, experts = (2, 32) if given.quick else (6, 128)
+    stream, found = weights(experts), []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(dir=given.directory) as where:
+            found.append(round_of(Path(where), stream))
+    figures = {name: statistics.median(one[name] for one in found[1:]) for name in found[0]}
+    holds = all(figures[key.removesuffix("_min")] >= goal for key, goal in GOALS.items())
+    finish("weight_sync", figures, GOALS, holds)
+
+
+if __name__ == "__main__":
+    main()
