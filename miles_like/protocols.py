@@ -69,6 +69,10 @@ class WeightPublisher(Protocol):
     """One in every trainer rank. Iterating over `weights` is collective; one rank sends. `publish` raises ValueError
     for weights that cannot be encoded, OSError when a disk is full, and RuntimeError when a server fails."""
 
+    @property
+    def every_rank(self) -> bool:
+        """Whether each rank works on the weights, and not the sender alone."""
+
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport: ...
 
 
@@ -124,7 +128,7 @@ class TrainerRanks(Trainer, Protocol):
     """A Trainer of a run, whose ranks are processes."""
 
     def connect(self, factory: Callable[[int, int], WeightPublisher]) -> None:
-        """Create every rank's publisher; the factory's argument is whether the rank sends. Raises RuntimeError when a
+        """Create every rank's publisher; the factory gets the rank and the number of ranks. Raises RuntimeError when a
         rank fails."""
 
     def fingerprint(self) -> str | None:

@@ -67,6 +67,7 @@ class CheckpointWriter:
     spec: QuantSpec | None
     copy_from: Path
     send: bool = False
+    every_rank: bool = False  # as in WeightPublisher
 
     def __call__(self, rank: int, ranks: int) -> CheckpointWriter:
         return CheckpointWriter(

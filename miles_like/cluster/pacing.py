@@ -1,9 +1,10 @@
-"""Pace a collective stream of weights by the rank that sends them.
+"""Pace a collective stream of weights by the rank that sends them, or by all where each writes a part.
 
 Producing a tensor is a collective of all trainer ranks. Without pacing, all ranks but the sender drain the stream at
 once and then wait inside the next collective while the sender waits for servers or a disk; a publication longer than
 the collectives' time limit would then be aborted. Here the stream is gathered in chunks. Before each chunk the sender
-sends a signal when it needs the chunk, and the other ranks wait for that signal with no collective open.
+sends a signal when it needs the chunk, and the other ranks wait for that signal with no collective open. Where every
+rank works on the stream, all wait for the last one before each chunk, and each gathers the chunk before it works on it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Pacer:
         self._streams = 0  # so far, on every rank
         self._sent: list[str] = []  # signals of the last stream
 
-    def paced(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """`weights`, paced. Raises RuntimeError on the other ranks when the sender's process ends.
+    def paced(self, weights: Iterable[NamedTensor], *, together: bool = False) -> Iterator[NamedTensor]:
+        """`weights`, paced; together: every rank works on them. Raises RuntimeError on the other ranks when the process
+        of the sender, or with `together` of any rank, ends.
 
         Every rank has drained a stream before any rank begins the next one.
         """
@@ -42,10 +44,13 @@ class Pacer:
         stream = iter(weights)
         for number in count():
             name = f"stream {self._streams} chunk {number}"
-            if self._sends:
+            if together:
+                self._signals.meet()
+                chunk: Iterable[NamedTensor] = _emptying(deque(self._chunk(stream)))
+            elif self._sends:
                 self._signals.send(name)
                 self._sent.append(name)
-                chunk: Iterable[NamedTensor] = _emptying(deque(self._chunk(stream)))
+                chunk = _emptying(deque(self._chunk(stream)))
             else:
                 self._signals.wait_for(name)
                 chunk = self._chunk(stream)

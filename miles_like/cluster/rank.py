@@ -72,7 +72,9 @@ class Rank:
     def publish(self, version: int) -> PublishReport:
         assert self.publisher is not None, "publish before connect"
         with self.trainer.parameters():
-            return self.publisher.publish(self.pacer.paced(self.trainer.export()), version=version)
+            return self.publisher.publish(
+                self.pacer.paced(self.trainer.export(), together=self.publisher.every_rank), version=version
+            )
 
     @cached_property
     def pacer(self) -> Pacer:

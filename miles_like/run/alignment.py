@@ -40,15 +40,17 @@ def comparison(rollout: RolloutSide, trainer: TrainerRanks, prompts: Sequence[Pr
 
 
 def known_answer(rollout: RolloutSide, trainer: TrainerRanks, prompts: Sequence[Prompt]) -> KnownAnswer:
-    """The text of `publish.answer_tokens`, shorter where prompts and answers are, for all publications of a run."""
+    """One text for all publications of a run: of `publish.answer_tokens` tokens, but no longer than a prompt may be."""
     c = rollout.plan.config
     of_run = comparison(rollout, trainer, ())
     assert of_run.allowed.kl_max is not None, "`allowance` bounds it"
-    longest = min(c.publish.answer_tokens, c.data.max_prompt_tokens + c.rollout.max_new_tokens, c.max_pack_tokens)
+    longest = min(c.publish.answer_tokens, c.data.max_prompt_tokens, c.max_pack_tokens)
     return KnownAnswer(
         trainer=of_run.trainer,
         text=text_of([p.token_ids for p in prompts], longest),
         kl_max=of_run.allowed.kl_max,
+        exact=c.bit_exact,
+        usual=not c.replay.gates,
     )
 
 

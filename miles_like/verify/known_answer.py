@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,9 +28,10 @@ from rollout.sglang.client import SGLangClient
 from routing_replay.trace import RoutingTrace
 
 _MEDIAN_OF_NORMAL = 0.6745  # of |x|, in standard deviations
-_FACTOR = 4.0  # times the greatest gap of recent publications that all servers passed
-_RECENT = 8  # publications
+_FACTOR = 4.0  # times the usual gap of publications that all servers passed
+_PAST = 1000  # publications
 _FLOOR = 1e-4  # least bound: differences of fp32 kernels
+_LIKELY, _ENOUGH = math.log(0.1), 16  # tokens of a probability above this are compared, if they are so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +50,20 @@ class Disagreement:
 class KnownAnswer:
     """Call `expect` before a publication, with the weights that it will send, and `compare` after it.
 
-    text: [S] int64 tokens. kl_max: the mean k3 that the precision explains (`allowance`); 0: both sides compute the
-    same bits. The bound on the median difference is that of normally distributed differences with this k3, or, where
-    lower, four times the greatest median of the last eight publications: a stale tensor among hundreds is a small
-    fault.
+    text: [S] int64 tokens. kl_max: the mean k3 that the precision explains (`allowance`). exact: both sides compute the
+    same bits. usual: whether earlier publications lower the bound; not where a near-tie of a router is not known from
+    a fault. The bound on the median difference is that of normally distributed differences with this k3, or, where
+    lower, four times the median of all publications so far: a stale tensor among hundreds is a small fault. Tokens that
+    the trainer expects are compared, if there are enough: the logarithm of a small probability is less precise.
     """
 
     trainer: LiveTrainer
     text: Tensor
     kl_max: float
+    exact: bool = False
+    usual: bool = True
     _expected: Tensor | None = field(default=None)  # [S-1] fp32
-    _usual: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _usual: deque[float] = field(default_factory=lambda: deque(maxlen=_PAST))
 
     async def expect(self) -> None:
         """Scores the text with the trainer's weights. Collective over its ranks."""
@@ -85,15 +90,22 @@ class KnownAnswer:
     @property
     def bound(self) -> float:
         """On the median of |difference|, nats."""
+        if self.exact:
+            return 0.0
         explained = _MEDIAN_OF_NORMAL * math.sqrt(2 * self.kl_max)
-        return min(explained, max(_FACTOR * max(self._usual), _FLOOR)) if self._usual else explained
+        if not (self.usual and self._usual):
+            return explained
+        return min(explained, max(_FACTOR * statistics.median(self._usual), _FLOOR))
 
     def _gap(self, found: Tensor, expected: Tensor) -> float:
         """A nan is greater than every bound."""
         apart = (found.double() - expected.double()).abs()
         if not bool(apart.isfinite().all()):
             return math.nan
-        return float(apart.max() if self.kl_max == 0.0 else apart.median())
+        if self.exact:
+            return float(apart.max())
+        likely = expected > _LIKELY
+        return float((apart[likely] if int(likely.sum()) >= _ENOUGH else apart).median())
 
     async def _by_trainer(self, routes: Sequence[RoutingTrace | None]) -> list[Tensor]:
         """[S-1] for each of `routes`: with them, or for None with the trainer's own."""
@@ -106,12 +118,13 @@ class KnownAnswer:
 
 
 def text_of(prompts: Sequence[Sequence[int]], length: int) -> Tensor:
-    """The first `length` tokens of the prompts one after the other, which may be fewer: [S] int64, at least two."""
+    """The first `length` tokens of the prompts one after the other, which may be fewer: [S] int64, at least two. Raises
+    ValueError where no prompt has a token."""
     ids: list[int] = []
     for prompt in prompts:
         ids += prompt
         if len(ids) >= length:
             break
-    while len(ids) < 2:
-        ids += ids
-    return torch.tensor(ids[:length])
+    if not ids:
+        raise ValueError("no prompt has a token, so servers cannot score one: set publish.answer_tokens = 0")
+    return torch.tensor((ids * 2)[: max(2, min(length, len(ids)))])

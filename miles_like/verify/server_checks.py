@@ -61,11 +61,14 @@ class RunChecks:
         Raises ValueError, naming the causes, where the sides differ by more than the precision explains, and
         RuntimeError as `published`."""
         await self._note(step, report)
+        if report is not None:
+            await self._ask(step)
         if self.check_prompts:
             began = time.perf_counter()
             found = await self._of(step).short(self.clients, flush=True)
             check_before_start(found, self.console, time.perf_counter() - began)
-        await self._ask(step)
+        if report is None or self.check_prompts:  # with turns the comparison has published once more
+            await self._ask(step)
 
     async def published(self, step: int, report: PublishReport) -> Mapping[str, float]:
         """Call after the publication of `step` trained steps. Returns metrics.
@@ -81,7 +84,7 @@ class RunChecks:
         for attempt in range(2):
             found.append(await self._of(step, attempt).short(self.clients, flush=self.idle))
             if found[-1].ok:
-                return figures
+                return await self._ask(step)  # with turns the comparison has published once more
         raise RuntimeError(
             f"after step {step} trainer and rollout differ: {found[-1].sentence()}. Two comparisons of "
             f"{self.check_prompts} prompts failed; nothing of this step is saved: `miles-like verify` attributes the "

@@ -45,6 +45,8 @@ class DiskPublisher:
     lazily. Servers load the directory in one call, so tp_size and fused do not matter.
     """
 
+    every_rank = True
+
     def __init__(self, target: PublishTarget, shared: SharedDirectory, *, rank: int = 0, ranks: int = 1) -> None:
         """rank, ranks: of the trainer; each has a publisher."""
         self._target, self._copy_from, self._rank, self._ranks = target, shared.copy_from, rank, ranks
@@ -53,6 +55,7 @@ class DiskPublisher:
         same = "quantization_config" in hf and spec_from_hf(hf) == spec
         self._hf_config = hf if same else quantized_config(hf, spec)
         self._mode = PauseMode(target.config.pause_mode)
+        self._served: Path | None = None  # the directory that the servers have loaded
 
     def publish(self, weights: Iterable[NamedTensor], *, version: int) -> PublishReport:
         """Collective over the trainer's ranks. Raises ValueError, OSError (disk full) or RuntimeError."""
@@ -60,8 +63,10 @@ class DiskPublisher:
 
     def _send(self, stream: Iterator[NamedTensor], version: int) -> Sent:
         path = self._directory / f"version_{version}"
+        if path == self._served:  # published once more: servers may still read it
+            path = path.with_name(path.name + ".again")
         parts = [self._directory / f"version_{version}.part{i}" for i in range(self._ranks)]
-        # left by a run that was killed; rank 0 looks for parts once the stream has ended, which every rank has drained
+        # left by a run that was killed; no rank gets a tensor of the stream, and rank 0 no part, before all are here
         for left in (parts[self._rank], *([] if self._rank else [path])):
             shutil.rmtree(left, ignore_errors=True)
         shares = Shares(self._ranks, self._target.spec)
@@ -72,6 +77,7 @@ class DiskPublisher:
         nbytes = join_parts(parts, path)
         shares.check_whole(HFCheckpoint(path).names())
         pause_seconds, checksums = self._load(path, version)
+        self._served = path
         for other in self._directory.glob("version_*"):
             if other != path:
                 shutil.rmtree(other)

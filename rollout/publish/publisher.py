@@ -157,6 +157,8 @@ class TensorPublisher:
     restart.
     """
 
+    every_rank = False
+
     def __init__(self, target: PublishTarget, *, send: bool, hold_bytes: int = 2 << 30) -> None:
         self._target, self._is_sender, self._hold_bytes = target, send, hold_bytes
         self._mode = PauseMode(target.config.pause_mode)

@@ -1,4 +1,4 @@
-"""A publication to a server that takes longer than a collective may: no rank waits in a collective meanwhile.
+"""A publication to a server or a disk that takes longer than a collective may: no rank waits in a collective meanwhile.
 
 Two tensor-parallel Megatron ranks over gloo, whose groups all have a limit of LIMIT_S seconds. Not covered: NCCL.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from miles_like.cluster.pacing import Pacer
 from miles_like.cluster.rank import Rank
 from miles_like.types import NamedTensor
 from rollout.config import PublishConfig
+from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import TensorPublisher
 from rollout.wire import endpoints
@@ -35,7 +36,7 @@ SMALL = 40_000  # bytes of a chunk, and of a bucket of the export: the tiny mode
 class _Unpaced:
     """In a pacer's place: the other ranks drain the stream at once."""
 
-    def paced(self, weights: Any) -> Any:
+    def paced(self, weights: Any, *, together: bool = False) -> Any:
         return weights
 
 
@@ -107,6 +108,44 @@ def test_a_server_may_be_slower_than_a_collective(tmp_path: Path) -> None:
     assert nbytes == nbytes_slow == sum(x.nbytes for x in held.values())
     assert held.keys() == held_slow.keys() and all(torch.equal(held[n], held_slow[n]) for n in held)
     assert "Timed out waiting" in other["unpaced"], (sender["unpaced"], other["unpaced"])
+
+
+class _SlowDisk(DiskPublisher):
+    """Rank 1 takes SLOW_S for one of its tensors."""
+
+    def _write(self, part: Path, own: Iterator[NamedTensor]) -> int:
+        def slow() -> Iterator[NamedTensor]:
+            for i, item in enumerate(own):
+                if self._rank == 1 and i == 3:
+                    time.sleep(SLOW_S)
+                yield item
+
+        return super()._write(part, slow())
+
+
+def _written(rank: int, world: int, port: int, hf: str, where: Path, paced: bool) -> str | int:
+    """Tensors of the directory, or the error."""
+    with FakeServer() as server:
+        r = _rank(rank, world, port, hf, (server.url,))
+        target = PublishTarget(urls=(server.url,), kind="embedded", spec=None, config=PublishConfig(path="disk"))
+        shared = SharedDirectory(path=where, hf_config={}, copy_from=None)
+        r.connect(lambda rank, ranks: _SlowDisk(target, shared, rank=rank, ranks=ranks))
+        if not paced:
+            r.pacer = _Unpaced()
+        try:
+            r.publish(1)
+        except RuntimeError as e:
+            return str(e)
+        return len(server.weights)
+
+
+@pytest.mark.long(beside="tests/miles_like/cluster/test_pacing.py")
+def test_a_rank_s_disk_may_be_slower_than_a_collective(tmp_path: Path) -> None:
+    """Where each writes its part. Without pacing the other rank waits in the next collective, and is ended."""
+    hf = toy.hf_dir(tmp_path / "hf")
+    held, _ = run_ranks(_written, 2, hf, tmp_path / "paced", True)
+    assert isinstance(held, int) and held > 20
+    assert "Timed out waiting" in str(run_ranks(_written, 2, hf, tmp_path / "unpaced", False)[0])
 
 
 def _dies(rank: int, world: int, port: int, hf: str, out: Path) -> None:
