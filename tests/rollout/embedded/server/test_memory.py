@@ -246,9 +246,10 @@ def test_refusals_over_http_are_sentences(path: Path, monkeypatch: pytest.Monkey
         assert "'wights'" in refused("/release_memory_occupation", {"tags": ["wights"]})
 
         async def busy() -> None:
+            params = {"max_new_tokens": 8, "ignore_eos": True}  # an end that is sampled would leave nothing to hold
             async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as other:
                 asked = asyncio.create_task(
-                    other.post("/generate", json={"input_ids": [5, 9], "sampling_params": {"max_new_tokens": 8}})
+                    other.post("/generate", json={"input_ids": [5, 9], "sampling_params": params})
                 )
                 await held.reached()
                 assert "1 samples run" in await asyncio.to_thread(refused, "/release_memory_occupation", {})
