@@ -16,4 +16,4 @@ def test_kept_cases(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_drawn_cases(tmp_path: Path) -> None:
-    drawn(reports, tmp_path, examples=4)()
+    drawn(reports, tmp_path, examples=2)()

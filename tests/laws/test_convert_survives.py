@@ -163,11 +163,12 @@ def _watched(convert: str, source: Path, out: Path) -> tuple[int, int, list[int]
     return most, seen, printed
 
 
+@pytest.mark.long(beside="tests/miles_like/pipeline/test_dequantize.py")
 @pytest.mark.parametrize(
     "back",
     [
         pytest.param(False, id="there"),
-        pytest.param(True, id="and back", marks=pytest.mark.long(beside="tests/laws/test_convert_survives.py")),
+        pytest.param(True, id="and back"),
     ],
 )
 def test_its_processes_stay_within_the_limit_together(tmp_path: Path, *, back: bool) -> None:

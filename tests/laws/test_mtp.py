@@ -26,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2, selective recomputation": {"cp": 2, "recompute": "selective"},
 }
 
-FIRST = ("PP2", "CP2, selective recomputation", *PACKINGS)
+FIRST = ("PP2", PACKINGS[1])
 NAMES = later([*LAYOUTS, *PACKINGS], first=FIRST, beside="tests/laws/test_mtp.py")
 
 

@@ -41,7 +41,7 @@ RINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 LONG = pytest.mark.long(beside="tests/laws/test_resharding_resume.py")
 ALWAYS = ("1 rank", "TP2")  # a ring begins and ends on one rank, and has another layout between
-FIRST = (*ALWAYS, "PP2xVPP2")  # a smaller fp32 ring, over two ranks
+FIRST = ALWAYS  # the smallest fp32 ring
 CASES = [
     pytest.param(ring, name, marks=[LONG] * (ring != "fp32" or name not in FIRST))
     for ring, (_, names) in RINGS.items()

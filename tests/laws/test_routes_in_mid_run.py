@@ -265,6 +265,7 @@ def test_the_bounds_can_be_switched_off(runs: Runs, tmp_path: Path) -> None:
     assert rows[-1]["routing/expert_agreement"] < 0.6 < rows[1]["routing/expert_agreement"]
 
 
+@LONG  # as any fault that the comparison finds, it ends the run: below
 def test_a_flipped_bit_of_a_served_tensor_is_found_before_its_samples_train(runs: Runs, tmp_path: Path) -> None:
     """Long after the publication, whose own comparison it does not meet; the next publication would hide it."""
     settings = ("train.steps=3", "mismatch.checksums_every=1", "mismatch.expert_agreement_min=0")
@@ -274,6 +275,7 @@ def test_a_flipped_bit_of_a_served_tensor_is_found_before_its_samples_train(runs
     )
 
 
+@LONG
 def test_both_sides_are_compared_again_every_n_steps_and_after_every_resume(runs: Runs, tmp_path: Path) -> None:
     """Log-probabilities come late from step 3 on: what is in a step is only warned of, the comparison ends the run."""
     settings = ("train.steps=3", "mismatch.check_prompts=4", "mismatch.check_every=2")

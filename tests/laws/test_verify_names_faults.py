@@ -44,7 +44,7 @@ Found = dict[str, Any]
 LONG = pytest.mark.long(beside="tests/laws/test_verify_names_faults.py")
 # both shapes of attention in every format, and a dense model; those that `make test` looks at
 EVERY = [(model, format) for model in ("mla", "gqa") for format in exactly.FORMATS] + [("dense", "bf16")]
-FIRST = [("mla", "bf16"), ("dense", "bf16"), ("gqa", "int4")]
+FIRST = [("mla", "bf16"), ("dense", "bf16")]
 OTHERS = [case for case in EVERY if case not in FIRST]
 UNROUNDED = list(itertools.product(("mla", "gqa"), ("fp8", "int4")))
 STEPS = ("weights", "quantizer", "tokens", "routing", "sampling", "numerics")  # of a comparison, in order

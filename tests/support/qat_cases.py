@@ -65,8 +65,6 @@ TWO: dict[str, Case] = {
 QUICK = (
     "bf16, recomputed: fp8",
     "fp32, without distributed optimizer: int4",
-    "LoRA: fp8",
     "TP2: fp8 of experts",
     "TP2 and ETP2, recomputed: nvfp4",
-    "EP2, weights gathered late: fp8-ue8m0",
 )

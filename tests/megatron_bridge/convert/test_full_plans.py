@@ -119,7 +119,7 @@ def check_read_offsets(job: Conversion) -> None:
     assert set(read) | set(job.skipped) == set(job.source.names())
 
 
-@pytest.mark.parametrize("name", later(PUBLISHED, ("qwen3_235b_a22b",), beside=HERE))
+@pytest.mark.parametrize("name", later(PUBLISHED, (), beside=HERE))
 def test_a_published_checkpoint_is_planned_in_full(name: str, tmp_path: Path) -> None:
     hf = published_config(name)
     root, layout = write_sparse(tmp_path / "hf", hf), layout_of(name)

@@ -15,13 +15,14 @@ from megatron_bridge.fake.substitutes.facts import RankCounts
 from miles_like.planning.memory.activations import StepShape
 from miles_like.planning.memory.parts import Bytes, Part, total
 from miles_like.planning.memory.ranks import RankPlans
-from tests.support.chosen import chosen
+from tests.support.chosen import chosen, later
 from tests.support.executed_ranks import CASES, MODELS, PACK, fake_ranks, real_ranks
 from tests.support.layouts import PATIENCE
 from tests.support.plans import tensors
 from tests.support.spawn import run_ranks
 
-EACH = pytest.mark.parametrize("name", CASES)
+FIRST = ("EP2", "TP2, QAT, recomputed", "PP2xVPP2, overlap")
+EACH = pytest.mark.parametrize("name", later(CASES, FIRST, beside="tests/megatron_bridge/fake/test_measured_ranks.py"))
 BOUND = 0.1
 SMALL = 1 << 16  # bytes: parts below it are compared within their sum only
 PHASES = ("building", "training", "asleep", "publishing")

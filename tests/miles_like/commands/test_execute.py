@@ -1,6 +1,6 @@
 """Ranks are executed again on fake tensors, by the command, and are what docs/plan/executed.json recorded: of latent
 and of grouped attention, with FP8 and rounded INT4 weights, over every dimension of a layout, recomputed in full and in
-part. Two at full depth are in the long tier.
+part. All but the first are in the long tier, two of them at full depth.
 
 Not covered: the other records, of `make plan-all`.
 """
@@ -20,8 +20,8 @@ RECORDS = read_records(ROOT / "docs" / "plan" / "executed.json")
 LONG = pytest.mark.long(beside="tests/miles_like/commands/test_execute.py")
 EXECUTED = (  # configuration, stage, settings that its record has: the first one of these is executed
     ("deepseek_v3_fp8", 1, {"model.first_layers=6"}),
-    ("glm45_air", 0, {"model.first_layers=2"}),
-    ("qwen3_30b_a3b_int4_qat", 0, {"model.first_layers=4", "parallel.tp=4"}),
+    pytest.param("glm45_air", 0, {"model.first_layers=2"}, marks=LONG),
+    pytest.param("qwen3_30b_a3b_int4_qat", 0, {"model.first_layers=4", "parallel.tp=4"}, marks=LONG),
     pytest.param("rehearsal_qwen3_30b", 0, set(), marks=LONG),
     pytest.param("rehearsal_deepseek_v3", 1, set(), marks=LONG),
 )

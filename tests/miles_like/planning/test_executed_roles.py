@@ -20,7 +20,7 @@ from tests.support.layouts import PATIENCE
 from tests.support.plans import tensors
 from tests.support.spawn import run_ranks
 
-FIRST = ("critic's last stage", "reference, TP2", "LoRA, DP2", "the busiest of EP2")
+FIRST = ("LoRA, DP2", "the busiest of EP2")
 BOUND = 0.1
 STATIC: tuple[Part, ...] = ("parameters", "gradients", "masters", "moments", "rounded weights")
 CONSTANT = 384 << 10  # bytes that do not grow with the model: test_measured_ranks.py
