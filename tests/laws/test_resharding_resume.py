@@ -39,14 +39,9 @@ RINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "without distributed optimizer": ({"distributed_optimizer": False}, ("1 rank", "TP2", "EP2", "DP2", "PP2xVPP2")),
     "bf16": ({"dtype": "bfloat16"}, ("1 rank", "EP2", "TP2")),
 }
-LONG = pytest.mark.long(beside="tests/laws/test_resharding_resume.py")
+pytestmark = pytest.mark.long(beside="tests/megatron_bridge/test_trainer.py")
 ALWAYS = ("1 rank", "TP2")  # a ring begins and ends on one rank, and has another layout between
-FIRST = ALWAYS  # the smallest fp32 ring
-CASES = [
-    pytest.param(ring, name, marks=[LONG] * (ring != "fp32" or name not in FIRST))
-    for ring, (_, names) in RINGS.items()
-    for name in names
-]
+CASES = [(ring, name) for ring, (_, names) in RINGS.items() for name in names]
 COMPARED = ("train/loss", "train/grad_norm")
 FORKS = 1e-5  # relative: sums in another order, in fp32
 BF16_FORKS = 2e-2  # weights and activations of 8 bits: what two layouts differ by without any checkpoint

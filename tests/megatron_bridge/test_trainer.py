@@ -193,7 +193,7 @@ def test_a_resumed_step_is_the_step_that_would_have_been(found: Found) -> None:
     assert found["same"] == found["third"] | {"steps": 3} and found["same weights"]
 
 
-@pytest.mark.parametrize("layout", later(OTHERS, (), beside="tests/laws/test_resharding_resume.py"))
+@pytest.mark.parametrize("layout", later(OTHERS, ("TP2",), beside="tests/megatron_bridge/test_trainer.py"))
 def test_a_checkpoint_resumes_in_another_layout(found: Found, layout: str) -> None:
     """Weights, master weights and Adam's moments are stored by parameter: only the order of sums differs."""
     for key in ("train/loss", "train/grad_norm"):
