@@ -93,8 +93,10 @@ RULES = {
     " miles_like.section miles_like.config.sections",
     "miles_like.timing": "quant.spec megatron_bridge.config megatron_bridge.families megatron_bridge.plan"
     " miles_like.config miles_like.device_table miles_like.timing.rates",
-    "miles_like.timing.published": "megatron_bridge.config miles_like.device_table miles_like.timing.rates"
-    " miles_like.timing",
+    "miles_like.timing.weight_sync": "quant.spec megatron_bridge.config megatron_bridge.families"
+    " miles_like.device_table miles_like.timing.rates miles_like.timing",
+    "miles_like.timing.published": "quant.spec megatron_bridge.config megatron_bridge.families"
+    " miles_like.device_table miles_like.timing.rates miles_like.timing miles_like.timing.weight_sync",
     "miles_like.algorithms.terms": "miles_like.types",
     "miles_like.algorithms.advantages": "miles_like.types miles_like.protocols miles_like.algorithms.terms",
     "miles_like.algorithms.losses": "miles_like.types miles_like.protocols miles_like.algorithms.terms",

@@ -28,6 +28,7 @@ FROM_ELSEWHERE = {  # their blocks are on other pages
     "plan_figures.py",
     "gpu_rates.py",
     "tail_studies.py",
+    "weight_sync_simulated.py",
 }
 PARTS = {"figures.py", "algorithms_report.py", "long_tail.py", "transformers_step.py", "trl_side.py"}  # of scripts
 

@@ -6,7 +6,10 @@ Paths of rollout/publish:
 Paths whose formulas are stated here ahead of their code:
     ipc           each rank gathers whole tensors and hands them to the server rank on its device by a CUDA IPC handle
     distributed   `sources` ranks broadcast whole tensors to all ranks of all servers
+    delta         as distributed, of what has changed: each rank compares its share with the last version and compresses
+                  the difference on its host; each rank of a server expands a share
     reshard       every rank sends the slices that a server rank holds to that rank alone
+`miles_like/timing/weight_sync` simulates these paths bucket by bucket.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from typing import Literal
 from miles_like.device_table import Device
 from miles_like.timing.engine import EngineSetup
 from miles_like.timing.phase import Phase
-from miles_like.timing.rates.calibration import ONE_ENCODER, ONE_WRITER, TENSOR
+from miles_like.timing.rates.calibration import COMPRESSOR, DELTA_WIRE, ONE_ENCODER, ONE_WRITER, TENSOR
 from miles_like.timing.rates.links import Group, broadcast, group_of, link, ring_rate
 from miles_like.timing.rates.roofline import moved
 from miles_like.timing.shape import ModelShape
 
-Path = Literal["tensor", "disk", "ipc", "distributed", "reshard"]
+Path = Literal["tensor", "disk", "ipc", "distributed", "delta", "reshard"]
 BF16 = 2
 
 
@@ -37,6 +40,8 @@ class PublishSetup:
     """Ranks that send at once ("distributed")."""
     disk: float | None = None
     """Bytes/s of the directory's file system; None: a node's local NVMe."""
+    changed: float = 1.0
+    """Share of the published bytes that differ from the last version ("delta")."""
 
 
 def served_bytes(shape: ModelShape, engine: EngineSetup) -> float:
@@ -59,36 +64,55 @@ def publish_time(shape: ModelShape, setup: PublishSetup) -> Phase:
     if setup.path == "tensor":
         return Phase({"gather": gather} | _by_requests(encoded, setup))
     if setup.path == "disk":
-        nodes = -(-setup.ranks // setup.device.node_gpus)
-        write = encoded / min(setup.ranks * ONE_WRITER, setup.disk or nodes * setup.device.disk)
+        write = encoded / writing_rate(setup)
         # gathered in pieces while they are written
-        return Phase({"gather and writing": max(gather, write), "reading": _reading(encoded, setup)})
+        return Phase({"gather and writing": max(gather, write), "reading": encoded / reading_rate(setup)})
     if setup.path == "ipc":
         return Phase({"gather": gather, "loading": _loading(encoded, setup)})
     if setup.path == "distributed":
-        apart = Group(setup.engine.gpus + 1, 1 if _is_apart(setup) else everyone.local)
-        sent = broadcast(encoded / setup.sources, apart, setup.device)
+        sent = broadcast(encoded / setup.sources, receivers(setup), setup.device)
         # tensors are whole before they are sent, piece by piece: the slower of the two
         return Phase({"gather and broadcast": max(gather, sent), "loading": _loading(encoded, setup)})
+    if setup.path == "delta":
+        sent = broadcast(wire_bytes(encoded, setup) / setup.sources, receivers(setup), setup.device)
+        compared = moved(3 * encoded / setup.ranks, setup.device)
+        packed, unpacked = (difference_bytes(encoded, setup) / n / COMPRESSOR for n in (setup.ranks, setup.engine.tp))
+        loading = unpacked + _loading(encoded, setup)
+        return Phase({"difference": compared + packed, "broadcast": sent, "loading": loading})
     return Phase({"slices": _slices(encoded, setup), "loading": _loading(encoded / setup.engine.tp, setup)})
 
 
-def _is_apart(setup: PublishSetup) -> bool:
-    """Whether trainer and servers do not fit into one NVLink domain together."""
-    return setup.ranks + setup.engine.gpus > setup.device.domain
+def receivers(setup: PublishSetup) -> Group:
+    """One source and all ranks of all servers, in one NVLink domain where trainer and servers fit into it together."""
+    apart = setup.ranks + setup.engine.gpus > setup.device.domain
+    return Group(setup.engine.gpus + 1, 1 if apart else group_of(setup.ranks, 1, setup.device).local)
+
+
+def difference_bytes(encoded: float, setup: PublishSetup) -> float:
+    """Bytes of a difference before its compression: the changed bytes and as many for their places."""
+    return 2 * setup.changed * encoded
+
+
+def wire_bytes(encoded: float, setup: PublishSetup) -> float:
+    """Bytes of a compressed difference; what is larger than the weights is sent as these."""
+    return encoded * min(1.0, DELTA_WIRE * setup.changed)
+
+
+def writing_rate(setup: PublishSetup) -> float:
+    """Bytes/s at which all trainer ranks write their parts of one directory together."""
+    nodes = -(-setup.ranks // setup.device.node_gpus)
+    return min(setup.ranks * ONE_WRITER, setup.disk or nodes * setup.device.disk)
+
+
+def reading_rate(setup: PublishSetup) -> float:
+    """Bytes/s of each server while all read the directory once; a shared file system divides its rate among them."""
+    return setup.device.disk if setup.disk is None else setup.disk / setup.engine.servers
 
 
 def _by_requests(encoded: float, setup: PublishSetup) -> dict[str, float]:
     """4/3 bytes of base64 a byte, for each of a server's ranks; the requests to all servers leave by one node."""
     body = encoded * 4 / 3 * setup.engine.tp
     return {"encoding": body / ONE_ENCODER, "requests": body * setup.engine.servers / link(setup.device, near=False)}
-
-
-def _reading(encoded: float, setup: PublishSetup) -> float:
-    """Every server reads the directory once; a shared file system divides its rate among them."""
-    if setup.disk is not None:
-        return encoded * setup.engine.servers / setup.disk
-    return encoded / setup.device.disk
 
 
 def _loading(encoded: float, setup: PublishSetup) -> float:

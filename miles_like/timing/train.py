@@ -94,15 +94,8 @@ def stages_of(shape: ModelShape, p: ParallelConfig, mtp: int = 0) -> tuple[Stage
     """The stages as megatron-core divides them: first and last as given, the others equally; with virtual stages,
     chunk c of stage s holds the (c p + s)-th share of the layers. `mtp` layers more on the last one are of the last
     layer's kind; they need the embedding there too."""
-    counts = list(_layer_counts(shape.layers, p))
-    per_stage: list[list[int]] = [[] for _ in range(p.pp)]
-    first = 0
-    for _ in range(p.vpp):
-        for stage, count in enumerate(counts):
-            per_stage[stage] += range(first, first + count // p.vpp)
-            first += count // p.vpp
     out = []
-    for s, layers in enumerate(per_stage):
+    for s, layers in enumerate(stage_layers(shape.layers, p)):
         drafts = mtp if s == p.pp - 1 else 0
         layers += [shape.layers - 1] * drafts
         moe = sum(1 for i in layers if i in shape.moe_layers)
@@ -113,6 +106,18 @@ def stages_of(shape: ModelShape, p: ParallelConfig, mtp: int = 0) -> tuple[Stage
         others += (ends * shape.vocab + 2 * drafts * shape.hidden) * shape.hidden / p.tp
         out.append(Stage(len(layers) - moe, moe, others, moe * shape.experts * shape.expert / (p.ep * p.etp)))
     return tuple(out)
+
+
+def stage_layers(layers: int, p: ParallelConfig) -> list[list[int]]:
+    """Numbers of the layers of each stage, without draft layers."""
+    counts = list(_layer_counts(layers, p))
+    per_stage: list[list[int]] = [[] for _ in range(p.pp)]
+    first = 0
+    for _ in range(p.vpp):
+        for stage, count in enumerate(counts):
+            per_stage[stage] += range(first, first + count // p.vpp)
+            first += count // p.vpp
+    return per_stage
 
 
 def _layer_counts(layers: int, p: ParallelConfig) -> Iterator[int]:

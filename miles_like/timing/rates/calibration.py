@@ -88,6 +88,33 @@ ENGINE_REQUEST = 25e-6
 # (docs/advance/ fully_async.md, verl/checkpoint_engine/README.md): 0.24, 0.65 and 0.37 ms.
 TENSOR = 0.42e-3
 
+# Of these seconds, those of the trainer's side and those of a server's, each (assumption: halves), where the two sides
+# work on different tensors at once; and a server's seconds for a tensor of which it keeps nothing (assumption).
+TENSOR_SIDE = TENSOR / 2
+TENSOR_PASSED = 20e-6
+
+# Seconds of a publication that do not depend on its size: requests to all ranks, and waiting for the last of them. What
+# remains of NeMo-RL's refit of Qwen3-4B (0.21 to 0.34 s on H100, docs/design-docs/nccl-reshard-refit.md) beyond its
+# simulated transfer (`published.weight_sync`).
+CONTROL = 0.13
+
+# Bytes/s of BF16 at which one device encodes, by format: measured on an H200 with one expert of DeepSeek-V3
+# (docs/gpu.md).
+ENCODER: Mapping[str, float] = {
+    "fp8": 135e9,
+    "fp8-ue8m0": 135e9,
+    "int4": 78e9,
+    "mxfp8": 70e9,
+    "mxfp4": 45e9,
+    "nvfp4": 33e9,
+}
+
+# Compressed bytes of a difference over the bytes that have changed: 5.9 GB for 3 % of 247 GB in NeMo-RL
+# (tools/refit_bandwidth_calculator.py). Bytes/s of places and values that one rank's host compresses or expands
+# (assumption: zstd at a fast level).
+DELTA_WIRE = 0.8
+COMPRESSOR = 1e9
+
 # Bytes/s of a node's host memory that the optimizers on it share (2 sockets of 8 channels of DDR5-4800 are 614 GB/s;
 # the two Grace of a GB200 tray measure 763 in Azure's CPU STREAM).
 HOST_MEMORY = 400e9
