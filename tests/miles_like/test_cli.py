@@ -17,7 +17,7 @@ from miles_like.command_errors import LOG_BYTES, one_sentence, sentence
 from miles_like.commands.convert import parse_bytes
 from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from miles_like.stopping import Stopped
-from tests.support import tiny_models
+from tests.support import sglang_metadata, tiny_models
 from tests.support.cli_runner import CliRunner
 from tests.support.refusals import Facts, check_refusal, refuses
 from tests.support.spawn import free_port
@@ -79,7 +79,7 @@ def test_only_a_model_with_experts_is_asked_for_routes(
     flag: bool,
 ) -> None:
     """Stock SGLang sizes its buffers by `num_experts_per_tok` when the flag is given, and dies where there is none."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "support" / "fake_sglang")  # a dry run looks for one
+    sglang_metadata.install(monkeypatch, tmp_path / "installed")
     (tmp_path / "model.json").write_text(json.dumps(model))
     config = Path(__file__).parents[2] / "configs" / "tiny.toml"
     changes = [f"model.make.config={tmp_path}/model.json", "rollout.engine=sglang", "parallel.ep=1"]

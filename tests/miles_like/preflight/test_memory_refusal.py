@@ -12,6 +12,7 @@ from click.testing import Result
 
 from miles_like.cli import app
 from miles_like.config.load import load_config
+from tests.support import sglang_metadata
 from tests.support.cli_runner import CliRunner
 from tests.support.plans import CONFIGS, shipped
 from tests.support.refusals import check_refusal
@@ -26,9 +27,9 @@ def dry(tmp_path: Path, config: Path, *options: str) -> Result:
 
 
 @pytest.fixture(autouse=True)
-def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A dry run looks for SGLang."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "support" / "fake_sglang")
+    sglang_metadata.install(monkeypatch, tmp_path / "installed")
 
 
 def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
