@@ -12,7 +12,7 @@ JOBS ?= 3
 # 1: tests over nodes of Linux namespaces (tests/cluster) fail, and are not skipped, without the right to make them
 export MILES_LIKE_NEED_NAMESPACES ?= 0
 
-.PHONY: demo lint resolve check test test-fast test-slow test-long test-all snapshot test-sglang fuzz plan-all benchmarks clean
+.PHONY: demo lint resolve check test test-fast test-slow test-long test-all snapshot test-sglang sglang-all fuzz plan-all benchmarks clean
 
 # Python keeps what it compiles: tests start hundreds of processes. Threads that wait for each other sleep: they would
 # spin on cores that other processes of the tests could use.
@@ -67,7 +67,11 @@ test-all: test test-long fuzz
 
 # stock SGLang on CPU, in a separate environment, because its pins differ from ours
 test-sglang: $(STAMP) $(SGLANG)/.installed
-	$(PYTEST) --numprocesses 2 tests/sglang_cpu
+	$(PYTEST) --numprocesses 2 -m "not sglang_all" tests/sglang_cpu
+
+# further runs on it: every pair of settings of the loop, every family that it loads, what ends a server
+sglang-all: $(STAMP) $(SGLANG)/.installed
+	$(PYTEST) --numprocesses 2 -m sglang_all tests/sglang_cpu
 
 # the long tier of tests/fuzz: make fuzz SEED=7; the last result of each target is in tests/fuzz/RESULTS.md
 SEED ?= 0

@@ -14,6 +14,7 @@ import pytest
 from tests.support.refusals import ACCEPT, ONLY, RefusalSnapshot
 
 pytest_plugins = ("tests.support.tiers",)
+pytest.register_assert_rewrite("tests.support.engine_contract")  # tests that several files have
 
 # The same examples in every run, so that a commit is green or red for all; `make test-all` draws others each time.
 hypothesis.settings.register_profile("same", derandomize=True)

@@ -38,7 +38,14 @@ from rollout.wire.control import (
     ResumeMemory,
     UpdateVersion,
 )
-from rollout.wire.generate import GenerateRequest, check_ids, check_tokens, replies_from_json, reply_bytes
+from rollout.wire.generate import (
+    GenerateRequest,
+    check_ids,
+    check_prompts,
+    check_tokens,
+    replies_from_json,
+    reply_bytes,
+)
 from rollout.wire.replies import Json, error_message
 from rollout.wire.scores import PromptScores, prompt_scores
 from routing_replay.trace import RoutingTrace
@@ -123,7 +130,8 @@ class SGLangClient:
     keep the request's ids for them.
     decode: token ids -> text, for servers that run without a tokenizer; replaces the text that the server returns.
     key: the server's key; None if the server requires none.
-    vocabulary: the model's vocabulary size, which every sampled id must be below; None: not checked.
+    vocabulary: the model's vocabulary size, which every id of a prompt and of an answer must be below; None: not
+    checked.
     occupation: the state of the server's memory, which all clients of one server in this process share; None: no other
     client of it releases memory.
     """
@@ -265,6 +273,11 @@ class SGLangClient:
             raise RolloutError(f"server {self.url} sent scores that cannot be used: {e}") from e
 
     async def _generated(self, request: GenerateRequest) -> Any:
+        if self._vocabulary is not None:
+            try:
+                check_prompts(request, self._vocabulary)
+            except ValueError as e:
+                raise RolloutError(f"nothing was sent to server {self.url}: {e}") from None
         limit = reply_bytes(request, self._reader.routes_per_token)
         with self.occupation.generating():
             return await self._call("POST", endpoints.GENERATE, request.to_json(), limit=limit)

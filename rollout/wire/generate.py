@@ -309,6 +309,17 @@ def replies_from_json(body: object, *, want: int, want_logprobs: bool) -> list[G
     return [GenerateReply.from_json(r, want_logprobs=want_logprobs) for r in rows]
 
 
+def check_prompts(request: GenerateRequest, vocabulary: int) -> None:
+    """Raises ValueError for a prompt with a token outside the vocabulary, by which a stock server ends."""
+    for i, ids in enumerate(request.input_ids):
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= vocabulary:
+            raise ValueError(
+                f"prompt {i} of {len(request.input_ids)} has token {low if low < 0 else high}, the model's are 0 to "
+                f"{vocabulary - 1}: give the tokenizer or environment of this model"
+            )
+
+
 def check_tokens(replies: Sequence[GenerateReply], request: GenerateRequest, vocabulary: int | None) -> None:
     """Raises ValueError for a reply with more tokens than requested, or with a token outside the vocabulary, which a
     tensor-parallel embedding would silently map to zeros."""

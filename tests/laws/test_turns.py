@@ -3,7 +3,7 @@
 Why it must hold: taking turns is about memory alone. Every release of a server drops its weights, its cache and its
 samples in flight, and every sleep moves the trainer's state: what comes back must be what was there. The runs are small
 and on plain processes (tests/support/local_run.py), which list the calls to all ranks in the order of the driver. Not
-covered: GPUs, stock SGLang (tests/sglang_cpu/test_turns_of_a_stock_server.py).
+covered: GPUs, stock SGLang (tests/sglang_cpu/test_stock_contract.py).
 """
 
 from __future__ import annotations

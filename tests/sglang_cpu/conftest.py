@@ -17,7 +17,7 @@ from tests.support.command import Commands
 from tests.support.own_ray import own_ray
 
 LIMIT_S = 1500.0
-LONGEST = ("test_stock_sglang.py", "test_checks_of_a_run.py", "test_turns_of_a_stock_server.py")
+LONGEST = ("test_stock_sglang.py", "test_checks_of_a_run.py", "test_stock_contract.py")
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

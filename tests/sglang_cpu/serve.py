@@ -12,6 +12,7 @@ moe_layer_freq in config.json, as the published ones have.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -25,15 +26,30 @@ ENVIRONMENT = {
 FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-tokenizer-init"),
-    *("--skip-server-warmup", "--sleep-on-idle", "--enable-return-routed-experts", "--weight-version", "0"),
+    *("--skip-server-warmup", "--sleep-on-idle", "--weight-version", "0"),
     *("--max-total-tokens", "8192", "--context-length", "1024", "--chunked-prefill-size", "512"),
     *("--max-running-requests", "16"),
 )
+ROUTES = "--enable-return-routed-experts"  # ends the server of a model without experts
 FORKED = {"SERVER_FORKS": "1"}  # to `adaptations`
 SPAWNED = "--spawned"
 FOR_CUDA = ("--enable-memory-saver",)  # ends a server without the package torch-memory-saver, which CPUs have not
 
+
+def routes(words: list[str]) -> list[str]:
+    """The flag of routes, if the model has experts."""
+    config = json.loads((Path(words[words.index("--model-path") + 1]) / "config.json").read_text())
+    return [ROUTES] if "num_experts_per_tok" in config and ROUTES not in words else []
+
+
 if __name__ == "__main__":
     given = [word for word in sys.argv[1:] if word not in (*FOR_CUDA, SPAWNED)]
-    command = [sys.executable, "-m", "sglang.launch_server", *FLAGS, *given]  # of two equal flags the last holds
+    command = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        *FLAGS,
+        *routes(given),
+        *given,
+    ]  # of two equal flags the last holds
     os.execve(sys.executable, command, os.environ | ENVIRONMENT | ({} if SPAWNED in sys.argv else FORKED))

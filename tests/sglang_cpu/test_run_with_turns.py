@@ -1,7 +1,7 @@
 """Law: a whole run that takes turns gives a stock server the calls of the documented order and no other, in every step,
 and tries none of those by which the server ends.
 
-Why it must hold: test_turns_of_a_stock_server.py sends the order by hand; here the loop brings it about, with trainer
+Why it must hold: test_stock_contract.py sends the order by hand; here the loop brings it about, with trainer
 ranks whose calls lie between those to the server. Order is asserted twice: in the driver's list of both sides' calls,
 and in the access log of the server, which also has the requests of the trainer ranks. SGLang 0.5.23 on CPU, where the
 release frees nothing. Not covered: GPUs, several servers.

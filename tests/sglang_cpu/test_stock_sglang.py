@@ -11,17 +11,14 @@ deterministic inference, which SGLang has for GPU attention only.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
-import itertools
 import json
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -29,13 +26,10 @@ import torch
 from megatron_bridge.families.registry import family_of
 from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.types import NamedTensor
-from rollout.config import EmbeddedFlags, PublishConfig, RolloutConfig
+from rollout.config import PublishConfig
 from rollout.publish.publication import PublishTarget
 from rollout.publish.publisher import ServerSet, TensorPublisher
-from rollout.sglang.client import SGLangClient
 from rollout.sglang.phases import STOCK, FollowedLog
-from rollout.sglang.servers import ServerLaunch
-from rollout.sglang.startup import launch_server
 from tests.sglang_cpu.conftest import Run
 from tests.sglang_cpu.gateway import Change, gateway
 from tests.sglang_cpu.served import CONFIGS, ROOT, SETTINGS, START_S, every_layer_routed, given, serve
@@ -100,75 +94,6 @@ def test_its_log_tells_the_phases_of_its_start(job: Job, tmp_path: Path) -> None
         if (words := followed.phase().words) != seen[-1]:
             seen.append(words)
     assert seen == ["starting", "connecting its ranks", "loading weights", "allocating its cache", "warming up"]
-
-
-def test_candidates_of_a_scored_text_come_in_the_form_that_is_read(job: Job) -> None:
-    """What a teacher is asked for: from some token on, and its likeliest tokens at each place beside the text's own."""
-    text = torch.arange(5, 25)
-
-    async def ask() -> tuple[Any, Any]:
-        client = SGLangClient(job.url, routing=None, request_timeout_s=600)
-        found = (await client.score([text]))[0][0], (await client.score_after([text], 7, top=4))[0]
-        await client.close()
-        return found
-
-    whole, after = asyncio.run(ask())
-    np.testing.assert_allclose(after.logprobs, whole[7:], atol=1e-2)
-    assert after.top.ids.shape == after.top.logprobs.shape == (12, 4)
-    assert (np.diff(after.top.logprobs) <= 0).all() and (after.top.logprobs[:, 0] >= after.logprobs - 1e-2).all()
-    found = after.top.ids == text[8:, None].numpy()
-    np.testing.assert_allclose(after.top.logprobs[found], after.logprobs[found.any(1)], atol=1e-2)
-
-
-def test_requests_mean_the_same_to_both_engines(job: Job) -> None:
-    """ignore_eos with stop_token_ids, logprob_start_len to the prompt's length and beyond, max_new_tokens = 0."""
-    config = RolloutConfig(embedded=EmbeddedFlags(threads=1))
-    launch = ServerLaunch(model_path=job.served, config=config, log_dir=job.home)
-    with launch_server(launch) as embedded:
-        ours = [of_a_request(embedded.url, *case) for case in CASES]
-    theirs = [of_a_request(job.url, *case) for case in CASES]
-    for case, mine, other in zip(CASES, ours, theirs, strict=True):
-        assert mine == other, case
-    assert {status for status, *_ in ours} == {200, 400} and any(o[1:] and o[1] == "stop" for o in ours)
-
-
-PROMPT = [5, 6, 7, 8, 9, 10, 11]
-CASES = list(
-    itertools.product((False, True), (False, True), (0, 4), (-1, 0, len(PROMPT) - 1, len(PROMPT), len(PROMPT) + 1))
-)
-
-
-def of_a_request(url: str, ignore_eos: bool, stops: bool, tokens: int, start: int) -> list[Any]:
-    """HTTP status and the form of the answer, greedy: what ended it, whether it is as long as it should be, entries."""
-    with httpx.Client(base_url=url, timeout=600, trust_env=False) as http:
-
-        def ask(**sampling: Any) -> httpx.Response:
-            params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": ignore_eos} | sampling
-            asked = {"input_ids": PROMPT, "sampling_params": params}
-            return http.post("/generate", json=asked | {"return_logprob": True, "logprob_start_len": start})
-
-        free = http.post(
-            "/generate",
-            json={
-                "input_ids": PROMPT,
-                "sampling_params": {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True},
-            },
-        ).json()["output_ids"]
-        reply = ask(**({"stop_token_ids": [free[1]]} if stops else {}))
-        if reply.status_code != 200:
-            return [reply.status_code]
-        meta = reply.json()["meta_info"]
-        ends = free.index(free[1]) + 1 if stops and not ignore_eos else 4
-        finish = meta["finish_reason"]
-        return [
-            200,
-            finish["type"],
-            finish.get("length"),
-            "matched" in finish and finish["matched"] == free[1],
-            len(reply.json()["output_ids"]) - min(tokens, ends),
-            [(value is None, token) for value, token, _ in meta["input_token_logprobs"]],
-            len(meta["output_token_logprobs"]) - min(tokens, ends),
-        ]
 
 
 def test_a_stale_tensor_is_named_and_replaced(job: Job) -> None:

@@ -5,6 +5,7 @@ Letters: B running samples, P prompt tokens, S tokens of a sample, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -156,6 +157,12 @@ class Engine:
     def idle(self) -> bool:
         """Whether no request holds cache pages; requests may wait."""
         return not self.running and not any(e.pages for e in self._admission.queue)
+
+    def has_request(self, rid: str) -> bool:
+        """Whether samples of a prompt with this rid run or wait."""
+        running = (self._admission.jobs[row].group for row in self._active.tolist())
+        waiting = (entry.group for entry in self._admission.queue)
+        return any(group.spec.rid == rid for group in itertools.chain(running, waiting))
 
     def abort(self, rid: str = "", *, everything: bool = False) -> None:
         """Ends samples with the tokens they have. Matches rids by prefix, like SGLang's scheduler; an unknown rid has

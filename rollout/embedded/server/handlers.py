@@ -226,7 +226,13 @@ class Handlers:
 
     async def abort(self, request: Request) -> Response:
         a = AbortRequest.from_json(await _body(request))
-        await self._call(lambda: self.service.engine.abort(a.rid or "", everything=a.abort_all))
+        engine, rid = self.service.engine, a.rid or ""
+
+        def run() -> None:
+            if a.abort_all or engine.has_request(rid):  # as SGLang's front end, which passes on no other rid
+                engine.abort(rid, everything=a.abort_all)
+
+        await self._call(run)
         return Response()
 
     async def pause(self, request: Request) -> Response:

@@ -226,6 +226,15 @@ def test_refused_changes_and_foreign_versions_are_errors() -> None:
             ask(server.url, lambda c: c._change(endpoints.BEGIN_UPDATE, {}))
 
 
+@pytest.mark.parametrize("token", [-1, 128])
+def test_a_prompt_with_a_token_that_the_model_lacks_is_not_sent(token: int) -> None:
+    """A stock server ends by it."""
+    with FakeServer() as server:
+        with refuses(RolloutError, server.url, 1, 2, token, 0, 127):
+            generate(server.url, [make_prompt("a"), make_prompt("b", tokens=[5, token])], n=1, vocabulary=128)
+        assert not server.calls
+
+
 def test_an_idle_connection_is_given_up_before_a_server_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server's limit for idle connections, at the worst moment: the next request is on its way when it closes."""
     closed: list[bytes] = []

@@ -1,8 +1,8 @@
-"""The server process speaks SGLang's HTTP surface.
+"""What the server process has beside the contract of rollout engines (test_embedded_contract.py): text, exact
+repetition, its own encoding and hashes of weights, sentences.
 
-Why it must hold: one client speaks to this server and to a stock one; a reply of another shape or a silent default
-would be trained on. Expected bodies are those recorded from SGLang 0.5.23. Not covered: streaming and the endpoints
-that are refused, and load over hours.
+Why it must hold: one client speaks to this server and to a stock one; a silent default would be trained on. Not
+covered: streaming and the endpoints that are refused, and load over hours.
 """
 
 from __future__ import annotations
@@ -114,79 +114,32 @@ def running(http: httpx.Client) -> int:
     return int(http.get("/server_info").json()["internal_states"][0]["running"])
 
 
-def test_generate_single(http: httpx.Client) -> None:
-    params = {"max_new_tokens": 6, "sampling_seed": 1, "ignore_eos": True, "temperature": 1.0}
-    one = generate(http, A, params, rid="me", return_logprob=True, logprob_start_len=2, return_routed_experts=True)
-    meta = one["meta_info"]
-    assert one["text"].split() == [f"w{i}" for i in one["output_ids"]]
-    assert meta["id"] == "me"
-    assert meta["finish_reason"] == {"type": "length", "length": 6}
-    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["num_retractions"]) == (5, 6, 0)
-    assert meta["weight_versions"] == [{"version": meta["weight_version"], "start": 0, "end": 6}]
-    assert [t for _, t, _ in meta["output_token_logprobs"]] == one["output_ids"]
-    assert all(lp < 0 and text is None for lp, _, text in meta["output_token_logprobs"])
-    assert [t for _, t, _ in meta["input_token_logprobs"]] == A[2:]
-    assert meta["input_token_logprobs"][0][0] is None and meta["input_token_logprobs"][1][0] < 0
-    rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4").reshape(-1, 3, 4)
-    assert len(rows) == 5 + 6 - 1
-    tail = generate(http, A, params, return_routed_experts=True, routed_experts_start_len=4)["meta_info"]
-    np.testing.assert_array_equal(
-        np.frombuffer(base64.b64decode(tail["routed_experts"]), "<i4").reshape(-1, 3, 4), rows[4:]
-    )
-    assert "output_token_logprobs" not in tail
-
-
-def test_generate_batch_is_item_major(http: httpx.Client) -> None:
-    params = [{"max_new_tokens": 4, "n": 3, "sampling_seed": s, "ignore_eos": True} for s in (1, 2)]
-    many = generate(http, [A, [7, 8]], params, return_logprob=True)
-    assert [m["meta_info"]["prompt_tokens"] for m in many] == [5, 5, 5, 2, 2, 2]
-    assert len({m["meta_info"]["id"] for m in many}) == 6
-    assert many[0]["meta_info"]["input_token_logprobs"] == []
-    assert generate(http, [[7, 8]], [params[1]])[2]["output_ids"] == many[5]["output_ids"]
-    assert isinstance(generate(http, [A], {"max_new_tokens": 1}), list)
-
-
-def test_text_stops_and_scoring(http: httpx.Client) -> None:
+def test_text_goes_in_and_comes_out(http: httpx.Client) -> None:
+    """Without the token that ends it."""
     params = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
     free = generate(http, A, params)
+    assert free["text"].split() == [f"w{i}" for i in free["output_ids"]]
     by_text = http.post("/generate", json={"text": "w5 w9 w33 w2 w71", "sampling_params": params}).json()
     assert by_text["output_ids"] == free["output_ids"]
-    second = free["output_ids"][1]
-    assert generate(http, A, params | {"stop_token_ids": [second]})["output_ids"] == free["output_ids"]
-    stopped = generate(http, A, params | {"stop_token_ids": [second], "ignore_eos": False})
-    assert stopped["output_ids"][-1] == second
-    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": second}
+    stopped = generate(http, A, params | {"stop_token_ids": [free["output_ids"][1]], "ignore_eos": False})
     assert len(stopped["text"].split()) == len(stopped["output_ids"]) - 1
-    scored = generate(http, A, {"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0)
-    assert scored["output_ids"] == [] and len(scored["meta_info"]["input_token_logprobs"]) == 5
-    for start, entries in ((4, [[None, A[4], None]]), (5, [])):  # the prompt's last token, and its length
-        for tokens in (0, 3):
-            after = generate(http, A, params | {"max_new_tokens": tokens}, return_logprob=True, logprob_start_len=start)
-            assert after["meta_info"]["input_token_logprobs"] == entries and len(after["output_ids"]) == tokens
-    nowhere = generate(http, A, {"max_new_tokens": 0}, return_logprob=True, logprob_start_len=5, top_logprobs_num=2)
-    assert nowhere["meta_info"]["input_top_logprobs"] == []
-    likeliest = generate(http, A, {"max_new_tokens": 0}, return_logprob=True, logprob_start_len=2, top_logprobs_num=96)
-    first, *places = likeliest["meta_info"]["input_top_logprobs"]
-    assert first is None and [len(place) for place in places] == [96, 96]
-    for place, (own, token, _) in zip(places, likeliest["meta_info"]["input_token_logprobs"][1:], strict=True):
-        assert place == sorted(place, key=lambda entry: -entry[0])
-        assert {t: p for p, t, _ in place}[token] == pytest.approx(own, abs=1e-5)
 
 
-def test_a_client_scores_what_follows_a_prompt(http: httpx.Client) -> None:
-    """As `score` from the first token on, with the likeliest tokens of each place beside."""
+def test_rows_of_routes_from_a_start(http: httpx.Client) -> None:
+    params = {"max_new_tokens": 6, "sampling_seed": 1, "ignore_eos": True, "temperature": 1.0}
+    whole, tail = (
+        np.frombuffer(base64.b64decode(reply["meta_info"]["routed_experts"]), "<i4").reshape(-1, 3, 4)
+        for start in (0, 4)
+        for reply in [generate(http, A, params, return_routed_experts=True, routed_experts_start_len=start)]
+    )
+    assert len(whole) == 5 + 6 - 1
+    np.testing.assert_array_equal(tail, whole[4:])
 
-    async def both() -> tuple[Any, Any]:
-        client = SGLangClient(str(http.base_url), routing=None)
-        texts = [torch.tensor([*A, 3, 4]), torch.tensor([*A, 8])]
-        found = await client.score(texts), await client.score_after(texts, 3, top=2)
-        await client.close()
-        return found
 
-    whole, after = asyncio.run(both())
-    for (logprobs, _), scores, n in zip(whole, after, (3, 2), strict=True):
-        np.testing.assert_allclose(scores.logprobs, logprobs[3:], atol=1e-5)
-        assert scores.top.ids.shape == scores.top.logprobs.shape == (n, 2)
+def test_a_sample_of_several_is_the_one_that_its_seed_gives(http: httpx.Client) -> None:
+    params = [{"max_new_tokens": 4, "n": 3, "sampling_seed": s, "ignore_eos": True} for s in (1, 2)]
+    many = generate(http, [A, [7, 8]], params)
+    assert generate(http, [[7, 8]], [params[1]])[2]["output_ids"] == many[5]["output_ids"]
 
 
 @pytest.mark.parametrize(
@@ -228,12 +181,10 @@ def test_cached_tokens_until_the_cache_is_flushed(http: httpx.Client) -> None:
     assert after_flush["meta_info"]["routed_experts"] == two["meta_info"]["routed_experts"]
 
 
-def test_health_and_info(http: httpx.Client, path: Path) -> None:
+def test_health_and_info(http: httpx.Client) -> None:
     for route in ("/health", "/health_generate"):
         reply = http.get(route)
         assert (reply.status_code, reply.content) == (200, b"")
-    info = http.get("/model_info").json()
-    assert info["model_path"] == str(path) and info["is_generation"] is True
     server = http.get("/server_info").json()
     assert server["max_total_num_tokens"] == 65536 and server["context_length"] == 256
 
@@ -257,13 +208,11 @@ def test_a_client_waits_for_a_server_to_be_idle_before_it_flushes(
     assert len(under_way.result()["output_ids"]) == 240
 
 
-def test_pause_modes_flush_and_continue(http: httpx.Client) -> None:
+def test_a_pause_changes_no_token(http: httpx.Client) -> None:
     want = generate(http, A, LONG)["output_ids"]
-    for mode, flushed, retractions in (("retract", 200, 1), ("in_place", 400, 0)):
+    for mode, retractions in (("retract", 1), ("in_place", 0)):
         under_way = Background(http)
-        assert http.get("/flush_cache").status_code == 400
         assert http.post("/pause_generation", json={"mode": mode}).json()["status"] == "ok"
-        assert http.post("/flush_cache").status_code == flushed
         assert http.get("/health").status_code == 200
         assert http.post("/continue_generation", json={}).json()["status"] == "ok"
         reply = under_way.result()
@@ -275,17 +224,6 @@ def test_pause_modes_flush_and_continue(http: httpx.Client) -> None:
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
     assert reply["output_ids"] == want[: len(reply["output_ids"])]
     http.post("/continue_generation", json={})
-    assert http.post("/pause_generation", json={"mode": "hard"}).status_code == 400
-
-
-def test_abort_by_rid_and_all(http: httpx.Client) -> None:
-    first, second = Background(http, rid="first"), Background(http, rid="second")
-    reply = http.post("/abort_request", json={"rid": "first"})
-    assert (reply.status_code, reply.content) == (200, b"")
-    assert first.result()["meta_info"]["finish_reason"]["type"] == "abort"
-    assert second.is_alive()
-    http.post("/abort_request", json={"rid": "", "abort_all": True})
-    assert second.result()["meta_info"]["finish_reason"]["status_code"] is None
 
 
 def test_a_client_that_leaves_stops_its_request(http: httpx.Client) -> None:
@@ -305,44 +243,25 @@ def update(http: httpx.Client, route: str, **body: Any) -> tuple[int, bool, str]
     return reply.status_code, obj["success"], obj["message"]
 
 
-def test_weight_update_session(http: httpx.Client, path: Path) -> None:
+def test_weights_are_safetensors_and_hashes_are_of_what_was_sent(http: httpx.Client, path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     other = {n: t + 0.05 * torch.randn_like(t) for n, t in tensors.items()}
+    payload = encode_safetensors([NamedTensor(n, t) for n, t in other.items()])
     before = generate(http, A, LONG)["output_ids"]
-
-    def payload(items: dict[str, torch.Tensor]) -> dict[str, Any]:
-        named = [NamedTensor(n, t) for n, t in items.items()]
-        return {"serialized_named_tensors": [encode_safetensors(named)], "load_format": "safetensors"}
-
-    assert update(http, "/update_weights_from_tensor", **payload(other))[:2] == (400, False)
-    assert update(http, "/end_weight_update")[:2] == (400, False)
     assert update(http, "/begin_weight_update", selector="all")[:2] == (200, True)
-    assert update(http, "/begin_weight_update")[:2] == (400, False)
     pickled = update(http, "/update_weights_from_tensor", serialized_named_tensors=["gASVAA=="], load_format=None)
     assert pickled[:2] == (400, False) and "safetensors" in pickled[2]
-    under_way = Background(http)
-    http.post("/pause_generation", json={"mode": "in_place"})
-    assert update(http, "/update_weights_from_tensor", **payload(other))[:2] == (400, False), "flush_cache is true"
-    parts = payload(other) | {"flush_cache": False, "weight_version": "12"}
+    parts = {"serialized_named_tensors": [payload], "load_format": "safetensors", "weight_version": "12"}
     assert update(http, "/update_weights_from_tensor", **parts)[:2] == (200, True)
     assert update(http, "/end_weight_update")[:2] == (200, True)
-    http.post("/continue_generation", json={})
-    meta = under_way.result()["meta_info"]
-    spans = meta["weight_versions"]
-    assert [s["version"] for s in spans] == ["0", "12"] and spans[0]["end"] == spans[1]["start"] > 0
-    assert meta["weight_version"] == "12" == http.get("/model_info").json()["weight_version"]
     assert http.get("/server_info").json()["weight_version"] == "12"
     assert generate(http, A, LONG)["output_ids"] != before
     sums = http.get("/weights_checker").json()
     assert sums["ranks"][0]["checksums"] == {n: tensor_checksum(n, t) for n, t in other.items()}
     assert sums["per_engine_checksum"] == engine_checksum(sums["ranks"][0]["checksums"])
     assert update(http, "/weights_checker", action="snapshot")[:2] == (400, False)
-    status, ok, message = update(http, "/update_weights_from_disk", model_path=str(path / "nowhere"))
-    assert (status, ok) == (400, False) and "nowhere" in message
-    assert update(http, "/update_weights_from_disk", model_path=str(path), weight_version="13")[:2] == (200, True)
+    assert update(http, "/update_weights_from_disk", model_path=str(path), weight_version="0")[:2] == (200, True)
     assert generate(http, A, LONG)["output_ids"] == before
-    reply = http.post("/update_weight_version", json={"new_version": "0"}).json()
-    assert (reply["success"], reply["new_version"]) == (True, "0")
 
 
 def test_an_unpaused_update_waits_for_running_requests(http: httpx.Client, path: Path) -> None:
