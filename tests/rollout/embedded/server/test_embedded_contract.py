@@ -20,9 +20,13 @@ from tests.support.engine_contract.served_engine import SHAPES, STEP_S, ServedEn
 from tests.support.engine_contract.weights import WeightsContract
 
 pytestmark = pytest.mark.slow
+LATENT, GROUPED = SHAPES
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(
+    scope="module",
+    params=[LATENT, pytest.param(GROUPED, marks=pytest.mark.long(beside="tests/rollout/embedded/server/test_app.py"))],
+)
 def served_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
     home = tmp_path_factory.mktemp(request.param)
     first, other = write_models(SHAPES[request.param], home)
