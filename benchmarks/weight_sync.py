@@ -1,10 +1,13 @@
-"""Publication on disk beside a plain write: what one rank and two ranks encode and write, by format.
+"""Publication beside what it cannot do without: on disk beside a plain write, by handles of shared memory beside a copy
+in memory, in a process group beside gloo's own broadcast.
 
 The weights are those of a layer with experts of Qwen3-30B-A3B's shapes. A plain loop writes as many bytes in pieces of
 64 MiB and syncs the file; then one rank, and two ranks at once, encode and write the weights as
 `rollout/publish/disk_publisher.py` does, and the parts are joined; by turns. Each figure is the median over the rounds
 of a ratio within one round; the first round does not count. Ranks are processes of one thread that have the weights in
-memory: the gather, the requests and the servers' loading are not in the figures.
+memory: the gather, the requests and the servers' loading are not in the figures of the disk. By handles and in a group
+one rank publishes the weights in BF16 to a process that receives them as the embedded server does and loads nothing:
+requests, packing and receiving are in these figures (`weight_receiver.py`).
 
     python benchmarks/weight_sync.py [--quick] [--directory DIR]
 """
@@ -22,6 +25,7 @@ from pathlib import Path
 
 import torch
 from figures import add_write, finish
+from weight_receiver import broadcast, copied, published, receiver
 
 from miles_like.hf.checkpoint import write_hf
 from miles_like.hf.merged import join_parts
@@ -30,7 +34,12 @@ from quant.spec import QuantFormat, QuantSpec
 from quant.stream import quantize_stream
 from rollout.publish.shares import Shares
 
-GOALS = {"bf16_of_raw_write_min": 0.5, "fp8_two_ranks_of_one_min": 1.7}
+GOALS = {
+    "bf16_of_raw_write_min": 0.5,
+    "fp8_two_ranks_of_one_min": 1.7,
+    "tensor_of_memcpy_min": 0.5,
+    "distributed_of_gloo_min": 0.6,
+}
 HIDDEN, EXPERT = 2048, 768
 PIECE = 64 << 20
 
@@ -92,7 +101,22 @@ def round_of(where: Path, stream: list[NamedTensor]) -> dict[str, float]:
         out[f"{name}_one_rank_gb_s"] = rates[0] / 1e9
         out[f"{name}_of_raw_write"] = rates[0] / raw
         out[f"{name}_two_ranks_of_one"] = rates[1] / rates[0]
-    return out
+    return out | requested(stream, nbytes)
+
+
+def requested(stream: list[NamedTensor], nbytes: int) -> dict[str, float]:
+    """The figures of publications by handles and in a group."""
+    copy, gloo = copied(nbytes), broadcast(nbytes)
+    with receiver() as url:
+        tensor, distributed = published(url, stream, "tensor"), published(url, stream, "distributed")
+    return {
+        "memcpy_gb_s": copy / 1e9,
+        "tensor_gb_s": tensor / 1e9,
+        "tensor_of_memcpy": tensor / copy,
+        "gloo_gb_s": gloo / 1e9,
+        "distributed_gb_s": distributed / 1e9,
+        "distributed_of_gloo": distributed / gloo,
+    }
 
 
 def main() -> None:

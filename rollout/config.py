@@ -171,11 +171,13 @@ class RolloutConfig(Section):
 
 
 class PublishConfig(Section):
-    # how weights reach the servers: in requests, or as a checkpoint on a shared disk
-    path: Literal["tensor", "disk"] = "tensor"
+    # how weights reach the servers. tensor: servers on the host of trainer rank 0 open its shared memory or that of
+    # its GPU, others get them within requests; distributed: by broadcasts to all ranks of all servers, over NCCL
+    # between GPUs and gloo otherwise; disk: as a checkpoint on a shared disk
+    path: Literal["tensor", "distributed", "disk"] = "tensor"
     # running samples are aborted and continued by another request, prefilled again after the pause, or frozen
     pause_mode: Literal["abort", "retract", "in_place"] = "retract"
-    bucket_bytes: int = Field(256 << 20, ge=1)  # tensors sent in one request
+    bucket_bytes: int = Field(256 << 20, ge=1)  # tensors sent at once; the sender holds three such buckets
     verify: bool = True  # compare the servers' checksums after every publication
     # of the text that every server scores after every publication, held to the trainer's log-probs of it; 0: not asked
     answer_tokens: int = Field(256, ge=0)

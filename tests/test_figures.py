@@ -30,7 +30,14 @@ FROM_ELSEWHERE = {  # their blocks are on other pages
     "tail_studies.py",
     "weight_sync_simulated.py",
 }
-PARTS = {"figures.py", "algorithms_report.py", "long_tail.py", "transformers_step.py", "trl_side.py"}  # of scripts
+PARTS = {
+    "figures.py",
+    "algorithms_report.py",
+    "long_tail.py",
+    "transformers_step.py",
+    "trl_side.py",
+    "weight_receiver.py",
+}  # of scripts
 
 
 @pytest.fixture(scope="module")

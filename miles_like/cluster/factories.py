@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from quant.stream import quantize_stream
 from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
 from rollout.publish.publication import PublishTarget, Sent, publish_stream
 from rollout.publish.publisher import TensorPublisher
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +50,23 @@ class MegatronFactory:
 
 @dataclass(frozen=True, slots=True)
 class PublisherRecipe:
-    """Makes a rank's publisher to running servers: a DiskPublisher or a TensorPublisher, by `PublishConfig.path`."""
+    """Makes a rank's publisher to running servers: a DiskPublisher, or a TensorPublisher for the other paths of
+    `PublishConfig`."""
 
     target: PublishTarget
     shared: SharedDirectory  # for path "disk"
 
     def __call__(self, rank: int, ranks: int) -> WeightPublisher:
-        if self.target.config.path == "disk":
+        path = self.target.config.path
+        if path == "disk":
             return DiskPublisher(self.target, self.shared, rank=rank, ranks=ranks)
+        if path == "tensor" and self.target.handles is None and rank == 0:
+            _log.warning(
+                "publish.path = 'tensor' sends the weights within requests, %d times for each server, because not "
+                "every server is known to share this host (%s): 'distributed' and 'disk' send them once",
+                self.target.tp_size,
+                ", ".join(self.target.urls),
+            )
         return TensorPublisher(self.target, send=rank == 0)
 
 

@@ -20,7 +20,8 @@ from miles_like.types import NamedTensor, PublishReport
 from quant.hf_config import quantized_config, spec_from_hf
 from quant.stream import quantize_stream
 from rollout.publish.publication import PublishTarget, RankChecksums, Sent, publish_stream
-from rollout.publish.publisher import compare_checksums, flush_cache, servers_of
+from rollout.publish.publisher import compare_checksums, flush_cache
+from rollout.publish.servers import servers_of
 from rollout.publish.shares import Shares
 from rollout.sglang.client import RolloutError
 from rollout.wire import endpoints

@@ -26,6 +26,9 @@ class PublishTarget:
     config: PublishConfig
     fused: Fused = ()  # tensors that one request must hold together, of the model's family (`buckets`)
     tp_size: int = 1  # tensor-parallel ranks of a stock server
+    # of which memory the servers open handles: those on the host of trainer rank 0; None: tensors within requests
+    handles: Literal["memory", "cuda"] | None = None
+    backend: Literal["gloo", "nccl"] = "gloo"  # of the group with the servers' ranks; nccl: all have GPUs
     timeout_s: float = 600.0  # of a request
     key: ServerKey | None = None  # of the servers
 

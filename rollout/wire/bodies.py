@@ -21,6 +21,7 @@ MAX_N = 4096  # samples per prompt in one request
 MAX_STOP_IDS = 64
 MAX_PATH = 4096  # characters
 MAX_VERSION = 256  # characters
+MAX_TENSORS = 1 << 20  # in one request
 MIB = 1 << 20
 _PROMPT_BYTES = 1024  # per prompt in a request for sampling_params and rid
 _TOKEN_BYTES = 8  # per token id in JSON
@@ -31,6 +32,9 @@ TokenId = TypeAliasType("TokenId", Annotated[int, Field(ge=0, le=_INT32)])
 Count = Annotated[int, Field(ge=0, le=_INT32)]
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID)]
 Version = Annotated[str, Field(max_length=MAX_VERSION)]
+Name = Annotated[str, Field(min_length=1, max_length=1024)]  # of a tensor
+DtypeName = Annotated[str, Field(min_length=1, max_length=32)]  # torch's
+Shape = Annotated[list[Count], Field(max_length=8)]  # of a tensor
 NotServed = Annotated[list[Any], Field(max_length=0)] | None  # an option that must stay off
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import binascii
 import io
-import pickle
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -21,19 +20,35 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from miles_like.types import NamedTensor
-from rollout.wire.bodies import MAX_PATH, MAX_RID, MAX_VERSION, Body, MemoryTag, Version, read
+from rollout.wire.bodies import (
+    MAX_PATH,
+    MAX_RID,
+    MAX_TENSORS,
+    MAX_VERSION,
+    Body,
+    DtypeName,
+    MemoryTag,
+    Name,
+    Shape,
+    Version,
+    read,
+)
 from rollout.wire.endpoints import (
     ABORT,
     BEGIN_UPDATE,
     CHECKSUM,
+    DESTROY_GROUP,
     END_UPDATE,
+    INIT_GROUP,
     PAUSE,
     RELEASE_MEMORY,
     RESUME_MEMORY,
     UPDATE_FROM_DISK,
+    UPDATE_FROM_DISTRIBUTED,
     UPDATE_FROM_TENSOR,
     UPDATE_VERSION,
 )
+from rollout.wire.pickles import START, STOP, Global, called, pushed
 from rollout.wire.replies import Json, Reply, Text
 
 SAFETENSORS = "safetensors"
@@ -47,6 +62,8 @@ class PauseMode(StrEnum):
     IN_PLACE = "in_place"  # they are frozen with their keys and values; the cache cannot be flushed meanwhile
 
 
+MAX_GROUP = 1 << 16  # ranks
+GroupName = Annotated[str, Field(min_length=1, max_length=128)]
 Flag = Annotated[bool, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "null"}]})]
 
 
@@ -113,13 +130,48 @@ class EndUpdate(ControlRequest):
 
 
 class UpdateFromTensor(ControlRequest):
-    """Part of the new weights, inline; valid only between BeginUpdate and EndUpdate."""
+    """Part of the new weights, inline or by a handle; valid only between BeginUpdate and EndUpdate."""
 
     ENDPOINT = UPDATE_FROM_TENSOR
-    # base64, one per tensor-parallel rank; SAFETENSORS: exactly one
+    # base64, one per tensor-parallel rank; the embedded engine: exactly one, for SEGMENT (`flat`) JSON
     serialized_named_tensors: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=1024)]
     load_format: Annotated[str, Field(max_length=MAX_VERSION)] | None = None
     flush_cache: Flag = True  # rejected by a server paused IN_PLACE
+    abort_all_requests: Flag = False
+    weight_version: Version | None = None
+
+
+class InitGroup(ControlRequest):
+    """The ranks of a server join a process group, at ranks from `rank_offset` on. It answers when all members have
+    joined. The group's store listens at the address, at which rank 0 sends."""
+
+    ENDPOINT = INIT_GROUP
+    master_address: Annotated[str, Field(min_length=1, max_length=255)]
+    master_port: Annotated[int, Field(ge=1, le=65535)]
+    rank_offset: Annotated[int, Field(ge=1, le=MAX_GROUP)]
+    world_size: Annotated[int, Field(ge=2, le=MAX_GROUP)]
+    group_name: GroupName = "weight_update_group"
+    backend: Literal["nccl", "gloo"] = "nccl"
+
+
+class DestroyGroup(ControlRequest):
+    """The ranks of a server leave a group. Without such a group the outcome is no success."""
+
+    ENDPOINT = DESTROY_GROUP
+    group_name: GroupName = "weight_update_group"
+
+
+class UpdateFromDistributed(ControlRequest):
+    """Part of the new weights, which rank 0 of the group broadcasts meanwhile; valid only between BeginUpdate and
+    EndUpdate. load_format FLATTENED (`flat`): in one broadcast of bytes."""
+
+    ENDPOINT = UPDATE_FROM_DISTRIBUTED
+    names: Annotated[list[Name], Field(fail_fast=True, min_length=1, max_length=MAX_TENSORS)]
+    dtypes: Annotated[list[DtypeName], Field(fail_fast=True, min_length=1, max_length=MAX_TENSORS)]
+    shapes: Annotated[list[Shape], Field(fail_fast=True, min_length=1, max_length=MAX_TENSORS)]
+    group_name: GroupName = "weight_update_group"
+    load_format: Annotated[str, Field(max_length=MAX_VERSION)] | None = None
+    flush_cache: Flag = True
     abort_all_requests: Flag = False
     weight_version: Version | None = None
 
@@ -175,7 +227,7 @@ class ResumeMemory(MemoryRequest):
 
 
 class Outcome(Reply):
-    """Reply to BeginUpdate, UpdateFromTensor, UpdateFromDisk and EndUpdate, with HTTP 200 or 400."""
+    """Reply to requests that change weights or their group, with HTTP 200 or 400."""
 
     success: bool
     message: Text = ""
@@ -260,21 +312,17 @@ def encode_sglang_pickle(tensors: Iterable[NamedTensor], tp_size: int) -> tuple[
     loader shards them. The pickle is written opcode by opcode with the globals on SGLang's allow-list: the output of
     pickle.dumps for an FP8 tensor cannot be read back (an AttributeError that ends the server).
     """
-    out = [b"\x80\x04]("]  # protocol 4, empty list, mark
+    out = [START, b"]("]  # empty list, mark
     for name, tensor in tensors:
         t = tensor.detach().cpu().contiguous()
-        out.append(_opcodes(name) + b"ctorch._utils\n_rebuild_tensor_v3\n(")
-        out.append(b"ctorch.storage\n_load_from_bytes\n" + _opcodes(_stored_bytes(t)) + b"\x85R")
-        out.append(_opcodes(0) + _opcodes(tuple(t.shape)) + _opcodes(t.stride()) + _opcodes(False))
-        out.append(b"ccollections\nOrderedDict\n)R" + f"c{str(t.dtype).replace('.', chr(10))}\n".encode())
-        out.append(b"tR\x86")  # call with all since the mark; pair the result with the name
-    out.append(b"e.")  # append all since the first mark; stop
+        storage = called(Global("torch.storage", "_load_from_bytes"), _stored_bytes(t))
+        hooks = called(Global("collections", "OrderedDict"))
+        whole = called(
+            Global("torch._utils", "_rebuild_tensor_v3"), storage, 0, tuple(t.shape), t.stride(), False, hooks, t.dtype
+        )
+        out += [pushed(name), whole, b"\x86"]  # a pair
+    out += [b"e", STOP]  # append all since the mark
     return (pybase64.b64encode_as_string(b"".join(out)),) * tp_size
-
-
-def _opcodes(value: object) -> bytes:
-    """The opcodes that push a plain value: its pickle without header and stop."""
-    return pickle.dumps(value, protocol=3)[2:-1]
 
 
 def _stored_bytes(t: Tensor) -> bytes:

@@ -20,7 +20,7 @@ from miles_like.config.load import load_config
 from miles_like.hf.checkpoint import HFCheckpoint, write_hf
 from miles_like.run import assemble
 from miles_like.types import NamedTensor
-from rollout.publish.publisher import ServerSet
+from rollout.publish.servers import ServerSet
 from rollout.sglang.ports import free_port
 from rollout.sglang.servers import start
 from rollout.wire.checksum import tensor_checksum

@@ -28,7 +28,8 @@ from rollout.embedded.families.registry import FAMILIES
 from rollout.embedded.server.service import Service
 from rollout.publish.buckets import cut, gathered
 from rollout.publish.publication import PublishTarget
-from rollout.publish.publisher import ServerSet, TensorPublisher
+from rollout.publish.publisher import TensorPublisher
+from rollout.publish.servers import ServerSet
 from tests.support.chosen import later
 from tests.support.embedded_fixtures import run, served, service, spec
 from tests.support.tiny_models import (

@@ -18,7 +18,7 @@ import pytest
 from miles_like.config.sections.reward import RemoteConfig
 from miles_like.rewards.judges.http import Endpoint
 from miles_like.types import Unscored
-from rollout.publish.publisher import ServerSet
+from rollout.publish.servers import ServerSet
 from rollout.server_url import _context, server_url, tls
 from rollout.sglang.client import RolloutError, SGLangClient
 from rollout.wire import endpoints

@@ -21,7 +21,8 @@ from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.types import NamedTensor
 from rollout.config import PublishConfig
 from rollout.publish.publication import PublishTarget
-from rollout.publish.publisher import ServerSet, TensorPublisher
+from rollout.publish.publisher import TensorPublisher
+from rollout.publish.servers import ServerSet
 from rollout.server_key import ServerKey, sglang_key_file
 from rollout.sglang.client import RolloutError, SGLangClient
 from rollout.wire import endpoints

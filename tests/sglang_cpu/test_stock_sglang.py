@@ -28,7 +28,8 @@ from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.types import NamedTensor
 from rollout.config import PublishConfig
 from rollout.publish.publication import PublishTarget
-from rollout.publish.publisher import ServerSet, TensorPublisher
+from rollout.publish.publisher import TensorPublisher
+from rollout.publish.servers import ServerSet
 from rollout.sglang.phases import STOCK, FollowedLog
 from tests.sglang_cpu.conftest import Run
 from tests.sglang_cpu.gateway import Change, gateway

@@ -29,10 +29,12 @@ import torch
 from safetensors.torch import load_file
 
 from miles_like.types import Finish, Prompt, Sample, SampleGroup, SamplingParams, VersionSpan
+from rollout.embedded.updates.segments import read_segment
 from rollout.sglang.samples import RoutingShape, empty_sample
 from rollout.wire.checksum import engine_checksum, tensor_checksum
 from rollout.wire.control import decode_safetensors
 from rollout.wire.generate import GenerateReply, GenerateRequest, WireSpan, reply_id
+from tests.support.stock_pickles import opened
 
 ROUTING = RoutingShape(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=16)
 
@@ -159,6 +161,7 @@ class FakeServer:
         self.abort = False
         self.ignores_start = False  # routes of all rows come back, whichever were asked for
         self.corrupt = False  # store other bytes than were sent
+        self.rank = 0  # whose entry of a request with several it loads
         self.paused = ""
         self.in_session = False
         self.calls: list[tuple[str, Any]] = []
@@ -331,6 +334,11 @@ class FakeServer:
         payload = body["serialized_named_tensors"][0]
         if body["load_format"] == "safetensors":
             tensors: Any = decode_safetensors(payload)
+        elif body["load_format"] == "segment":
+            tensors = read_segment(payload, 1 << 40)
+        elif body["load_format"] == "flattened_bucket":
+            every = [opened(one) for one in body["serialized_named_tensors"]]  # each rank opens its own entry
+            tensors = every[self.rank]
         else:
             tensors = pickle.loads(base64.b64decode(payload))
         self.weights |= {n: torch.zeros_like(t) if self.corrupt else t for n, t in tensors}

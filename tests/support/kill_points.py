@@ -168,19 +168,19 @@ def _watch_optimizer(trainer: Any, rank: int) -> None:
 
 def _watch_buckets(version: int) -> None:
     """After `where` requests with weights were answered; there are more."""
-    from rollout.publish import publisher
+    from rollout.publish import servers
     from rollout.wire import endpoints
 
-    change, sent = publisher.ServerSet.change, 0
+    change, sent = servers.ServerSet.change, 0
 
-    def watched(self: Any, endpoint: str, body: Any) -> None:
+    def watched(self: Any, endpoint: str, body: Any, *settled: Any) -> None:
         nonlocal sent
         if endpoint == endpoints.UPDATE_FROM_TENSOR and sent == (_kill.where if _kill else None):
             _strike(version=version, buckets_sent=sent, last=body["weight_version"] is not None)
-        change(self, endpoint, body)
+        change(self, endpoint, body, *settled)
         sent += endpoint == endpoints.UPDATE_FROM_TENSOR
 
-    publisher.ServerSet.change = watched  # type: ignore[method-assign]
+    servers.ServerSet.change = watched  # type: ignore[method-assign, assignment]
 
 
 # ---- the driver

@@ -38,6 +38,7 @@ STARTERS = (
     "rollout.sglang.startup.Startup",
     "tests.e2e.conftest",
     "tests.fuzz.served",
+    "tests.support.embedded_processes",
     "tests.support.forked",
     "tests.support.local_run",
     "tests.support.mid_run",

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from miles_like.cluster.environment import driver_secrets, plain_values
 from miles_like.cluster.factories import PublisherRecipe
-from miles_like.cluster.placement import Slot
+from miles_like.cluster.placement import Slot, plan_placement
 from miles_like.config.run import RunConfig
 from miles_like.run.setup.model_plan import ModelPlan
 from miles_like.turns.order import Turns
@@ -21,6 +22,7 @@ from rollout.publish.disk_publisher import SharedDirectory
 from rollout.publish.publication import PublishTarget
 from rollout.seeds import seed_of
 from rollout.server_key import ServerKey
+from rollout.server_url import on_loopback
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.occupation import Occupation
 from rollout.sglang.servers import ServerLaunch
@@ -135,6 +137,8 @@ class RolloutSide:
         """The factory of the publishers to the servers at `urls`. ours, key: as in `client`."""
         plan, c = self.plan, self.plan.config
         hf, shared = plan.hf.config, (plan.run_dir / "published").resolve()
+        handles = _handles(c, urls) if ours else None
+        stock_gpus = c.rollout.engine == "sglang" and c.cluster.gpus_per_node > 0
         target = PublishTarget(
             urls=tuple(urls),
             kind=c.rollout.engine,
@@ -142,6 +146,8 @@ class RolloutSide:
             config=c.publish,
             fused=plan.model.family.bind(hf, mtp=True).fused(),
             tp_size=c.rollout.sglang.tp_size,
+            handles=handles,
+            backend="nccl" if stock_gpus else "gloo",
             timeout_s=c.rollout.request_timeout_s,
             key=self.key if ours else key,
         )
@@ -159,6 +165,21 @@ class RolloutSide:
             stop_token_ids=(_end_of(self.plan),),
             sampling_seed=seed_of(c.seed, f"step {round_index}"),
         )
+
+
+def _handles(c: RunConfig, urls: Sequence[str]) -> Literal["memory", "cuda"] | None:
+    """Of which memory the servers of the run open handles, by their places.
+
+    Memory of the sender's GPU only where each server sees that GPU; shared memory where all are on its node. The
+    embedded engine takes handles on loopback only.
+    """
+    plan = plan_placement(c.cluster, c.parallel, c.rollout)
+    sender, slots = plan.of("trainer")[0], plan.of("rollout")
+    if any(slot.node != sender.node for slot in slots):
+        return None
+    if c.rollout.engine == "embedded":
+        return "memory" if all(map(on_loopback, urls)) else None
+    return "cuda" if sender.gpus and all(set(sender.gpus) <= set(slot.gpus) for slot in slots) else "memory"
 
 
 def _end_of(plan: ModelPlan) -> int:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,11 +23,14 @@ from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from miles_like.types import NamedTensor
 from rollout.embedded.engine.requests import Completed, PromptSpec, specs_of
 from rollout.embedded.server.limits import Refused, RequestLimits, error_body
 from rollout.embedded.server.openapi import document
 from rollout.embedded.server.text import Text
 from rollout.embedded.server.worker import EngineStopped, EngineWorker, Generation
+from rollout.embedded.updates.groups import UpdateGroups, is_loopback
+from rollout.embedded.updates.segments import read_segment
 from rollout.wire import endpoints
 from rollout.wire.bodies import EmptyBody, read
 from rollout.wire.checksum import engine_checksum
@@ -35,7 +40,9 @@ from rollout.wire.control import (
     BeginUpdate,
     ChecksumReply,
     ChecksumRequest,
+    DestroyGroup,
     EndUpdate,
+    InitGroup,
     ModelInfo,
     Outcome,
     PauseRequest,
@@ -43,10 +50,12 @@ from rollout.wire.control import (
     ReleaseMemory,
     ResumeMemory,
     UpdateFromDisk,
+    UpdateFromDistributed,
     UpdateFromTensor,
     UpdateVersion,
     decode_safetensors,
 )
+from rollout.wire.flat import SEGMENT
 from rollout.wire.generate import GenerateRequest
 from rollout.wire.replies import Json
 from rollout.wire.scores import prompt_entries
@@ -84,6 +93,25 @@ async def _body(request: Request) -> Json:
 async def _beside(size: int, run: Callable[[A], T], argument: A) -> T:
     """Runs large work in a thread, so that it does not block the event loop."""
     return await asyncio.to_thread(run, argument) if size > _INLINE else run(argument)
+
+
+async def _aside(run: Callable[[], T]) -> T:
+    """Runs what waits for other processes in a separate thread, which does not keep this process from ending."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(run())
+        except Exception as e:
+            future.set_exception(e)
+
+    threading.Thread(target=call, name="group", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def _client(request: Request) -> str:
+    """The address of the client; "" where it is not known."""
+    return "" if request.client is None else request.client.host
 
 
 def answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -132,6 +160,7 @@ class Handlers:
         self.text = Text.of(Path(args.model_path))
         self.args = args
         self.started = time.time()
+        self.groups = UpdateGroups()
         self.document = document(self.service.arch.vocab)
 
     async def _call(self, run: Callable[[], T], *, drain: bool = False) -> T:
@@ -327,15 +356,53 @@ class Handlers:
 
     async def update_from_tensor(self, request: Request) -> Response:
         u = UpdateFromTensor.from_json(await _body(request))
-        if u.load_format != SAFETENSORS or len(u.serialized_named_tensors) != 1:
-            message = f'this server reads one safetensors file in base64: send load_format "{SAFETENSORS}" (no pickle)'
+        if u.load_format not in (SAFETENSORS, SEGMENT) or len(u.serialized_named_tensors) != 1:
+            message = (
+                f'this server reads one safetensors file in base64, load_format "{SAFETENSORS}", or one segment of '
+                f'shared memory, load_format "{SEGMENT}" (no pickle)'
+            )
             return _json(Outcome(success=False, message=message).to_json(), 400)
-        tensors = await asyncio.to_thread(decode_safetensors, u.serialized_named_tensors[0])
+        (payload,) = u.serialized_named_tensors
+        if u.load_format == SEGMENT:
+            if not is_loopback(client := _client(request)):
+                message = f"a segment of shared memory is read for clients on this host only, at loopback, not {client}"
+                return _json(Outcome(success=False, message=message).to_json(), 400)
+            tensors = await asyncio.to_thread(read_segment, payload, self.limits.weights_bytes)
+        else:
+            tensors = await asyncio.to_thread(decode_safetensors, payload)
+        return await self._stage(tensors, u)
+
+    async def _stage(self, tensors: list[NamedTensor], u: UpdateFromTensor | UpdateFromDistributed) -> Response:
         if u.abort_all_requests:
             await self._call(lambda: self.service.engine.abort(everything=True))
         return await self._outcome(
             lambda: self.service.update(tensors, flush_cache=u.flush_cache, version=u.weight_version)
         )
+
+    async def init_group(self, request: Request) -> Response:
+        u = InitGroup.from_json(await _body(request))
+        client = _client(request)
+        return await self._grouped(lambda: self.groups.join(u, client))
+
+    async def destroy_group(self, request: Request) -> Response:
+        u = DestroyGroup.from_json(await _body(request))
+        return await self._grouped(lambda: self.groups.leave(u))
+
+    async def _grouped(self, run: Callable[[], None]) -> Response:
+        try:
+            await _aside(run)
+        except ValueError as e:
+            return _json(Outcome(success=False, message=str(e)).to_json(), 400)
+        return _json(Outcome(success=True, message="Succeeded.").to_json())
+
+    async def update_from_distributed(self, request: Request) -> Response:
+        u = UpdateFromDistributed.from_json(await _body(request))
+        try:
+            await self._call(lambda: self.service.require_update(u.weight_version))
+            tensors = await _aside(lambda: self.groups.receive(u, self.limits.weights_bytes))
+        except ValueError as e:
+            return _json(Outcome(success=False, message=str(e)).to_json(), 400)
+        return await self._stage(tensors, u)
 
     async def end_update(self, request: Request) -> Response:
         u = EndUpdate.from_json(await _body(request))

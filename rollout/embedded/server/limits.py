@@ -20,8 +20,9 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rollout.wire.bodies import MIB
-from rollout.wire.endpoints import UPDATE_FROM_TENSOR
+from rollout.wire.endpoints import UPDATE_FROM_DISTRIBUTED, UPDATE_FROM_TENSOR
 
+WEIGHTS = (UPDATE_FROM_TENSOR, UPDATE_FROM_DISTRIBUTED)  # the requests with the longest bodies
 _SPARE_FILES = 128  # descriptors kept for files, pipes and the listener
 _SWEEP_S = 1.0
 _SLOWEST = MIB  # bytes/s: a body that arrives faster gets more time
@@ -46,7 +47,7 @@ class Refused(ValueError):
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
     request_bytes: int  # of a body, except for weights
-    weights_bytes: int  # of a body of /update_weights_from_tensor
+    weights_bytes: int  # of a body of WEIGHTS, and of a segment or a broadcast of tensors
     samples: int = 16384  # of one /generate
     entries: int = 1 << 23  # log-probabilities of prompts in one reply: about 1 GiB during serialization
     header_bytes: int = 64 << 10
@@ -58,7 +59,7 @@ class RequestLimits:
         return max(self.request_bytes, self.weights_bytes)
 
     def body(self, path: str) -> int:
-        return self.weights_bytes if path == UPDATE_FROM_TENSOR else self.request_bytes
+        return self.weights_bytes if path in WEIGHTS else self.request_bytes
 
 
 def weights_bytes(*, bucket_bytes: int, largest: int, total: int) -> int:
@@ -132,7 +133,7 @@ def _content_length(scope: Scope) -> int:
 
 
 def _too_large(path: str, got: int, bound: int) -> str:
-    flag = "--bucket-bytes" if path == UPDATE_FROM_TENSOR else "--max-request-bytes"
+    flag = "--bucket-bytes" if path in WEIGHTS else "--max-request-bytes"
     return (
         f"the body has {got:,} bytes or more, this server reads {bound:,}: send less at once, or start it with {flag}"
     )

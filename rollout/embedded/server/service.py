@@ -64,6 +64,10 @@ class Service:
             raise ValueError(f"a weight update{other} has begun already: end it first, or begin one of a newer version")
         self._session = UpdateSession(self.store, begun_as=version)
 
+    def require_update(self, version: str | None) -> None:
+        """Raises ValueError outside of an update and in one of another version."""
+        self._update_session(version)
+
     def update(self, tensors: Iterable[NamedTensor], *, flush_cache: bool, version: str | None) -> None:
         """Stages tensors. Raises ValueError outside of an update, in one of another version, and naming a tensor that
         does not fit the model."""

@@ -22,7 +22,8 @@ from rollout.config import PublishConfig
 from rollout.embedded.server import app as server
 from rollout.embedded.server.access import Access, check_address
 from rollout.publish.publication import PublishTarget
-from rollout.publish.publisher import ServerSet, TensorPublisher
+from rollout.publish.publisher import TensorPublisher
+from rollout.publish.servers import ServerSet
 from rollout.server_key import VARIABLE, ServerKey, given_key, read_key, sglang_key_file
 from rollout.sglang import servers
 from rollout.sglang.client import RolloutError, SGLangClient

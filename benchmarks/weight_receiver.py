@@ -1,0 +1,132 @@
+"""A process that receives weights as a server does and keeps none: by handles of shared memory and in a process group.
+
+What a publication costs beside the copies and broadcasts that it cannot do without: rates of both, by the same memory
+and the same two processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from miles_like.types import NamedTensor
+from rollout.config import PublishConfig
+from rollout.embedded.updates.groups import UpdateGroups
+from rollout.embedded.updates.segments import read_segment
+from rollout.publish.publication import PublishTarget
+from rollout.publish.publisher import TensorPublisher
+from rollout.sglang.ports import free_port
+from rollout.wire import endpoints
+from rollout.wire.control import DestroyGroup, InitGroup, UpdateFromDistributed
+from rollout.wire.groups import join_group, leave_group
+
+BUCKET = 64 << 20
+MOST = 1 << 40
+LIMIT_S = 600.0
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    groups = UpdateGroups()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        match self.path:
+            case endpoints.UPDATE_FROM_TENSOR:
+                read_segment(body["serialized_named_tensors"][0], MOST)
+            case endpoints.INIT_GROUP:
+                self.groups.join(InitGroup.from_json(body), self.client_address[0])
+            case endpoints.UPDATE_FROM_DISTRIBUTED:
+                self.groups.receive(UpdateFromDistributed.from_json(body), MOST)
+            case endpoints.DESTROY_GROUP:
+                self.groups.leave(DestroyGroup.from_json(body))
+        answer = b'{"success": true, "message": ""}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def _serve(port: int, line: Connection) -> None:
+    torch.set_num_threads(1)
+    with ThreadingHTTPServer(("127.0.0.1", port), _Handler) as http:
+        line.send("ready")
+        http.serve_forever()
+
+
+@contextlib.contextmanager
+def receiver() -> Iterator[str]:
+    """The URL of a receiving process."""
+    port, context = free_port(), multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(port, theirs), daemon=True)
+    process.start()
+    ours.recv()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.join()
+
+
+def published(url: str, stream: list[NamedTensor], path: Literal["tensor", "distributed"]) -> float:
+    """Bytes/s of a publication, the second of two: the first one makes the group."""
+    handles: dict[str, Any] = {"handles": "memory"} if path == "tensor" else {}
+    config = PublishConfig(path=path, bucket_bytes=BUCKET, verify=False)
+    target = PublishTarget(urls=(url,), kind="embedded", spec=None, config=config, timeout_s=LIMIT_S, **handles)
+    publisher = TensorPublisher(target, send=True)
+    publisher.publish(stream, version=1)
+    report = publisher.publish(stream, version=2)
+    return report.bytes / report.seconds
+
+
+def copied(nbytes: int) -> float:
+    """Bytes/s of copies between two buffers in memory."""
+    source, to = torch.ones(BUCKET, dtype=torch.uint8), torch.zeros(BUCKET, dtype=torch.uint8)
+    count = max(1, nbytes // BUCKET)
+    began = time.perf_counter()
+    for _ in range(count):
+        to.copy_(source)
+    return count * BUCKET / (time.perf_counter() - began)
+
+
+def broadcast(nbytes: int) -> float:
+    """Bytes/s of gloo's broadcasts between two processes."""
+    port, context = free_port(), multiprocessing.get_context("fork")
+    count = max(1, nbytes // BUCKET)
+    other = context.Process(target=_broadcasts, args=(1, port, count), daemon=True)
+    other.start()
+    rate = count * BUCKET / _broadcasts(0, port, count)
+    other.join()
+    return rate
+
+
+def _broadcasts(rank: int, port: int, count: int) -> float:
+    """Seconds of `count` broadcasts by rank 0, until rank 1 has all of them."""
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=LIMIT_S)
+    store = TCPStore("127.0.0.1", port, None, rank == 0, limit, False)
+    group = join_group(store, name="benchmark", rank=rank, size=2, backend="gloo", timeout_s=LIMIT_S)
+    buffer = torch.ones(BUCKET, dtype=torch.uint8)
+    group.broadcast(buffer, 0).wait()
+    group.barrier().wait()
+    began = time.perf_counter()
+    for _ in range(count):
+        group.broadcast(buffer, 0).wait()
+    group.barrier().wait()
+    seconds = time.perf_counter() - began
+    leave_group(group)
+    return seconds

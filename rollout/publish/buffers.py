@@ -1,0 +1,147 @@
+"""Flat buffers of a publication: a bounded number, each used again once servers have loaded its bucket."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from miles_like.types import NamedTensor
+from rollout.wire.flat import HEADER, Layout, aligned_layout, fill, flat_bytes
+
+BUCKETS = 3  # packed at the same time: one that servers load, the next, and one that is being packed
+DIRECTORY = Path("/dev/shm")
+# In the header torch counts the users of a segment (aten/src/ATen/MapAllocator.cpp). A reader adds itself, subtracts
+# the one that a torch writer would have added for it, and subtracts itself: at zero it would remove the segment.
+_USERS = struct.pack("<i", 1 << 30)
+
+
+class Buffer:
+    """Memory of this process on one device."""
+
+    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
+        self.memory = torch.empty(capacity, dtype=torch.uint8, device=device)
+        self.layout: Layout = ()  # of the bucket that it holds
+
+    @property
+    def capacity(self) -> int:
+        return self.memory.nbytes
+
+    @property
+    def tensor(self) -> Tensor:
+        """The bucket, flat."""
+        return self.memory[: flat_bytes(self.layout)]
+
+    def close(self) -> None:
+        """Free the memory."""
+        del self.memory
+
+
+class Segment:
+    """A segment of POSIX shared memory, which servers on this host open by its name.
+
+    A process that ends leaves none, also when it is killed: Python's resource tracker, a process beside it, removes
+    those that it has not removed.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """capacity: bytes of the largest bucket that it takes. Raises OSError where there is no room for it."""
+        self.capacity = capacity
+        name, size = f"miles-like-{secrets.token_hex(16)}", HEADER + capacity
+        self._shared = SharedMemory(name, create=True, size=size)  # its file has mode 0600
+        try:
+            _reserve(DIRECTORY / name, size)
+        except OSError as e:
+            self._remove()
+            raise OSError(
+                e.errno,
+                f"{DIRECTORY} has no room for a segment of {size:,} bytes ({e.strerror}): enlarge it (--shm-size or "
+                "--ipc host of a container), lower publish.bucket_bytes, or set publish.path = 'disk'",
+            ) from e
+        assert self._shared.buf is not None, "it was closed"
+        self._shared.buf[: len(_USERS)] = _USERS
+        self.memory = torch.frombuffer(self._shared.buf, dtype=torch.uint8, offset=HEADER)
+        self.name = f"/{name}"
+        self.layout: Layout = ()  # of the bucket that it holds
+
+    def close(self) -> None:
+        """Remove it. Readers that have it open keep its memory."""
+        del self.memory  # a mapping to which a tensor refers cannot be closed
+        self._remove()
+
+    def _remove(self) -> None:
+        self._shared.close()
+        self._shared.unlink()
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Allocates the pages of a segment: writing to one that its file system cannot hold would end the process."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    finally:
+        os.close(fd)
+
+
+class Holder(Protocol):
+    memory: Tensor
+    layout: Layout
+
+    @property
+    def capacity(self) -> int: ...
+    def close(self) -> None: ...
+
+
+H = TypeVar("H", bound=Holder)
+
+
+def put(buffer: H, layout: Layout, tensors: Iterable[NamedTensor]) -> H:
+    """Copy a bucket into a buffer; returns the buffer."""
+    fill(buffer.memory, layout, tensors)
+    buffer.layout = layout
+    return buffer
+
+
+class Pool(Generic[H]):
+    """At most BUCKETS buffers. One thread takes them, one gives them back."""
+
+    def __init__(self, make: Callable[[int], H]) -> None:
+        """make: a buffer of so many bytes."""
+        self._make = make
+        self._free: deque[H] = deque()
+        self._all: list[H] = []
+
+    def holding(self, tensors: Iterable[NamedTensor]) -> H:
+        """A free buffer with these tensors. One that is too small is replaced. Raises what `make` raises."""
+        tensors = list(tensors)
+        layout = aligned_layout(tensors)
+        return put(self._taken(flat_bytes(layout)), layout, tensors)
+
+    def give_back(self, buffer: H) -> None:
+        self._free.append(buffer)
+
+    def close(self) -> None:
+        """Close all buffers."""
+        self._free.clear()
+        while self._all:
+            self._all.pop().close()
+
+    def _taken(self, nbytes: int) -> H:
+        if self._free:
+            buffer = self._free.popleft()
+            if buffer.capacity >= nbytes:
+                return buffer
+            self._all.remove(buffer)
+            buffer.close()
+        assert len(self._all) < BUCKETS, "a bucket is packed while every buffer holds one that is not loaded"
+        buffer = self._make(nbytes)
+        self._all.append(buffer)
+        return buffer

@@ -1,0 +1,261 @@
+"""Buckets through a process group of the sending rank and all ranks of all servers, as stock SGLang 0.5.23 has it.
+
+The sender is rank 0, the ranks of server i follow those of server i - 1. A request to every server announces a bucket,
+which all receive in one broadcast. Of the trainer's ranks only the sender is a member, and it is in no collective of
+the trainer while it waits for servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from urllib.parse import urlsplit
+
+from torch import Tensor
+from torch.distributed import ProcessGroup, TCPStore, Work  # type: ignore[attr-defined]
+
+from miles_like.types import NamedTensor
+from rollout.publish.buffers import BUCKETS, Buffer, Pool
+from rollout.publish.publication import PublishTarget
+from rollout.publish.servers import ServerSet
+from rollout.publish.transports import Send
+from rollout.server_key import ServerKey
+from rollout.server_url import on_loopback
+from rollout.sglang.client import RolloutError
+from rollout.sglang.ports import free_port
+from rollout.wire import endpoints
+from rollout.wire.control import AbortRequest, DestroyGroup, InitGroup, UpdateFromDistributed
+from rollout.wire.flat import FLATTENED
+from rollout.wire.groups import join_group, leave_group
+
+_LEAVE_S = 10.0  # limit on the time that a server takes to leave a group
+_CONNECT_S = 5.0  # after which every server that was asked to join has connected to the store
+_PORTS = 16  # tries to bind one
+# refusals of a server whose cause is another member of the group
+_CONSEQUENCES = ("Failed to receive weights", "Failed to initialize custom process group")
+
+
+class _Membership:
+    """This rank's part of one group."""
+
+    def __init__(self, name: str, store: TCPStore, members: ProcessGroup) -> None:
+        """store: it serves the group as long as the group exists."""
+        self.name = name
+        self._store, self._members = store, members
+        self._work: Work | None = None  # the last broadcast
+        self._leaving = threading.Lock()  # taken once
+
+    def broadcast(self, bucket: Tensor) -> Work:
+        self._work = self._members.broadcast(bucket, 0)
+        return self._work
+
+    def leave(self) -> None:
+        """Close the connections to the servers, whose broadcasts then fail. In a thread, since it takes until the last
+        broadcast has ended or reached its time limit."""
+        if self._leaving.acquire(blocking=False):
+            threading.Thread(target=self._leave, name="leave-group", daemon=True).start()
+
+    def _leave(self) -> None:
+        if self._work is not None:
+            with contextlib.suppress(RuntimeError):
+                self._work.wait()
+        leave_group(self._members)
+        del self._members, self._store
+
+
+class _Answers:
+    """The servers' answers to a request of a group, as they come.
+
+    At the first failure this rank leaves the group, and from then on every server that answers is asked to: the others
+    may wait for a broadcast that it was to pass on.
+    """
+
+    def __init__(self, name: str, key: ServerKey | None, give_up: Callable[[], None]) -> None:
+        self._name, self._key, self._give_up = name, key, give_up
+        self._lock = threading.Lock()
+        self._answered: list[str] = []
+        self._errors: list[RolloutError] = []
+
+    def __call__(self, url: str, error: RolloutError | None) -> None:
+        with self._lock:
+            self._answered.append(url)
+            self._errors += [] if error is None else [error]
+            failed = len(self._errors)
+            leaving = list(self._answered) if failed == 1 and error is not None else [url] if failed else []
+        if failed == 1 and error is not None:
+            self._give_up()
+        tell_to_leave(leaving, self._name, self._key)
+
+    def result_of(self, asked: Future[None]) -> None:
+        """Wait for all answers. Raises RolloutError with the failures, without those that follow from others."""
+        try:
+            asked.result()
+        except RolloutError:
+            texts = [str(e) for e in self._errors]
+            causes = [text for text in texts if not any(words in text for words in _CONSEQUENCES)]
+            raise RolloutError("; ".join(causes or texts)) from None
+
+
+def tell_to_leave(urls: Sequence[str], name: str, key: ServerKey | None) -> None:
+    """Ask servers to leave the group, whether or not they are members. Returns after 10 s at most."""
+    if urls:
+        servers = ServerSet(urls, _LEAVE_S, key)
+        with contextlib.suppress(RolloutError):
+            servers.change(endpoints.DESTROY_GROUP, DestroyGroup(group_name=name).to_json())
+        servers.close()
+
+
+class GroupTransport:
+    """A `Transport`. The group is made for the first publication and kept; after a failure the next one makes another.
+    A server that was started again under its URL is not in the group: its first bucket fails."""
+
+    limit = BUCKETS
+
+    def __init__(self, target: PublishTarget) -> None:
+        self._target = target
+        self._pool = Pool(partial(Buffer, device="cuda" if target.backend == "nccl" else "cpu"))
+        self._requests = ThreadPoolExecutor(1, thread_name_prefix="announce")
+        self._membership: _Membership | None = None
+        self._dissolve: Callable[[], object] = _nothing  # once for each membership
+
+    @contextmanager
+    def ready(self, servers: ServerSet) -> Iterator[None]:
+        if self._membership is None:
+            self._membership = self._joined(servers)
+            leave = partial(_dissolve, self._membership, servers.urls, self._target.key)
+            self._dissolve = finalizer = weakref.finalize(self, leave)  # where this publisher is used no more
+            finalizer.atexit = False
+        try:
+            yield
+        except BaseException:
+            self._membership = None
+            self._dissolve()
+            raise
+        finally:
+            self._pool.close()
+
+    def pack(self, part: Sequence[NamedTensor]) -> Send:
+        return partial(self._send, self._pool.holding(part))
+
+    def _send(self, buffer: Buffer, servers: ServerSet, version: str | None) -> None:
+        membership = self._membership
+        assert membership is not None, "a bucket is sent outside of `ready`"
+        body = UpdateFromDistributed(
+            names=[t.name for t in buffer.layout],
+            dtypes=[t.dtype_name for t in buffer.layout],
+            shapes=[list(t.shape) for t in buffer.layout],
+            group_name=membership.name,
+            load_format=FLATTENED,
+            flush_cache=False,
+            weight_version=version,
+        )
+        answers = _Answers(membership.name, self._target.key, membership.leave)
+        asked = self._requests.submit(servers.change, endpoints.UPDATE_FROM_DISTRIBUTED, body.to_json(), answers)
+        try:
+            work = membership.broadcast(buffer.tensor)
+            answers.result_of(asked)
+            work.wait()  # it has ended: every server has its result
+        except RolloutError:
+            raise
+        except RuntimeError as e:  # of the group
+            membership.leave()
+            answers.result_of(asked)
+            raise RolloutError(f"the process group of the weights failed: {_first_line(e)}") from e
+        self._pool.give_back(buffer)
+
+    def _joined(self, servers: ServerSet) -> _Membership:
+        target, name = self._target, f"miles-like-{secrets.token_hex(8)}"
+        size = 1 + target.tp_size * len(servers.urls)
+        limit = timedelta(seconds=target.timeout_s)
+        listener = _listener(_address_towards(servers.urls))
+        host, port = listener.getsockname()[:2]
+        store = [TCPStore(host, port, None, True, limit, False, master_listen_fd=listener.detach())]
+        client = TCPStore(host, port, None, False, limit, False)
+        bodies = [
+            InitGroup(
+                master_address=host,
+                master_port=port,
+                rank_offset=1 + i * target.tp_size,
+                world_size=size,
+                group_name=name,
+                backend=target.backend,
+            ).to_json()
+            for i in range(len(servers.urls))
+        ]
+        # every server is there: one that joins would wait long for another that is not
+        servers.ask(endpoints.ABORT, AbortRequest(rid=name).to_json())
+        answers = _Answers(name, target.key, partial(_later, store.clear))
+        asked = self._requests.submit(servers.change_each, endpoints.INIT_GROUP, bodies, answers)
+        try:
+            members = join_group(
+                client, name=name, rank=0, size=size, backend=target.backend, timeout_s=target.timeout_s
+            )
+        except RuntimeError as e:
+            answers.result_of(asked)
+            raise RolloutError(
+                f"the process group of the weights was not made within {target.timeout_s:g} s "
+                f"(rollout.request_timeout_s): {_first_line(e)}"
+            ) from e
+        membership = _Membership(name, store[0], members)
+        try:
+            answers.result_of(asked)
+        except RolloutError:
+            membership.leave()
+            raise
+        return membership
+
+
+def _nothing() -> None: ...
+
+
+def _later(act: Callable[[], None]) -> None:
+    """Of the store of a join that has failed: without it the others stop to wait at it. A server that has not
+    connected to it yet would try to for half an hour, so it is there for some seconds more."""
+    timer = threading.Timer(_CONNECT_S, act)
+    timer.daemon = True
+    timer.start()
+
+
+def _dissolve(membership: _Membership, urls: Sequence[str], key: ServerKey | None) -> None:
+    membership.leave()
+    tell_to_leave(urls, membership.name, key)
+
+
+def _address_towards(urls: Sequence[str]) -> str:
+    """The address of this host that the servers can reach: loopback if all are there, else that of the interface from
+    which packets to the first other one leave."""
+    away = next((url for url in urls if not on_loopback(url)), None)
+    if away is None:
+        return "127.0.0.1"
+    parts = urlsplit(away)
+    family, kind, _, _, address = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as s:
+        s.connect(address)  # sends nothing
+        return str(s.getsockname()[0])
+
+
+def _listener(host: str) -> socket.socket:
+    """A socket that listens at a port outside of those that the kernel gives to outgoing connections. Raises
+    RolloutError."""
+    for _ in range(_PORTS):
+        try:
+            return socket.create_server((host, free_port(host)), family=_family(host))
+        except OSError as e:
+            error = e
+    raise RolloutError(f"no port of {host} can be bound for the process group of the weights: {error}")
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _first_line(e: Exception) -> str:
+    return str(e).partition("\n")[0]
