@@ -1,8 +1,9 @@
-"""Law: a run whose ranks each write a part of the published weights to a disk is the run that sends them in requests.
+"""Law: a run is the same run whether its server opens the published weights by handles, receives them in a process
+group, or loads them from a disk on which each rank has written a part.
 
-Two expert-parallel ranks gather the weights together, each writes its part, and the server loads what rank 0 has
-joined. Whole runs on plain processes, byte for byte. Not covered: several nodes and their disks; stock SGLang;
-quantized weights and what a single publication holds (tests/rollout/publish/test_shares.py).
+Two expert-parallel ranks gather the weights together; on the disk each writes its part, and the server loads what rank
+0 has joined. Whole runs on plain processes, byte for byte. Not covered: several nodes and their disks; stock SGLang;
+quantized weights and what a single publication holds (tests/rollout/publish).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ SETTINGS = ("parallel.dp=2", "parallel.ep=2", "train.steps=2", "eval.every=0", "
 def test_two_ranks_write_what_one_sends(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     with Runs(tmp_path / "home") as runs:
-        for name, more in (("sent", ()), ("written", ("publish.path=disk",))):
-            assert runs.run(tmp_path / name, (*SETTINGS, *more)) == 0, tail(tmp_path / name / "driver.log")
+        for path, name in (("tensor", "sent"), ("distributed", "broadcast"), ("disk", "written")):
+            settings = (*SETTINGS, f"publish.path={path}")
+            assert runs.run(tmp_path / name, settings) == 0, tail(tmp_path / name / "driver.log")
+    assert untimed(tmp_path / "broadcast" / "metrics.jsonl") == untimed(tmp_path / "sent" / "metrics.jsonl")
     assert untimed(tmp_path / "written" / "metrics.jsonl") == untimed(tmp_path / "sent" / "metrics.jsonl")
     assert [p.name for p in (tmp_path / "written" / "published").iterdir()] == ["version_2"]
     (index,) = (tmp_path / "written" / "published" / "version_2").glob("*.index.json")

@@ -43,6 +43,10 @@ def routes(words: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    ranks = int(sys.argv[sys.argv.index("--tp-size") + 1]) if "--tp-size" in sys.argv else 1
+    if ranks > 1:  # without it every rank wants a NUMA node of the machine
+        cores = sorted(os.sched_getaffinity(0))
+        ENVIRONMENT["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(ranks))
     given = [word for word in sys.argv[1:] if word not in (*FOR_CUDA, SPAWNED)]
     command = [
         sys.executable,

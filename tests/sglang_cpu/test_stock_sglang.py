@@ -34,6 +34,7 @@ from rollout.sglang.phases import STOCK, FollowedLog
 from tests.sglang_cpu.conftest import Run
 from tests.sglang_cpu.gateway import Change, gateway
 from tests.sglang_cpu.served import CONFIGS, ROOT, SETTINGS, START_S, every_layer_routed, given, serve
+from tests.sglang_cpu.weight_paths import Stock, check_paths
 
 
 class Job(NamedTuple):
@@ -149,6 +150,11 @@ def test_requests_of_one_module_serve_all_that_was_published(job: Job) -> None:
         digest = hashlib.sha256(both.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
         assert parted[q_a.replace("q_a_proj", "fused_qkv_a_proj_with_mqa")] == digest
     assert published(1.0, 1) == before
+
+
+def test_each_path_serves_what_a_publication_on_disk_does(job: Job, tmp_path: Path) -> None:
+    """As test_weight_paths.py with two ranks."""
+    check_paths(Stock(job.url, 1, job.served), tmp_path)
 
 
 def sampled_at_another_temperature(request: Any) -> None:

@@ -1,0 +1,75 @@
+"""The law of tests/sglang_cpu/test_weight_paths.py on one server, with one rank or several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_bridge.families.registry import family_of
+from miles_like.hf.checkpoint import HFCheckpoint
+from miles_like.types import NamedTensor
+from rollout.config import PublishConfig
+from rollout.publish.buffers import DIRECTORY
+from rollout.publish.disk_publisher import DiskPublisher, SharedDirectory
+from rollout.publish.publication import PublishTarget
+from rollout.publish.publisher import TensorPublisher
+from rollout.publish.servers import ServerSet
+
+SIZES = (1, 200_000, 1 << 30)  # bytes of a bucket: one module each, some, all
+
+
+class Stock:
+    """A stock server of the checkpoint `model`, and other weights of it."""
+
+    def __init__(self, url: str, tp_size: int, model: Path) -> None:
+        self.url, self.tp_size, self.checkpoint = url, tp_size, HFCheckpoint(model)
+        config = self.checkpoint.config
+        self.fused = family_of(config).bind(config).fused()
+
+    def weights(self, factor: float) -> list[NamedTensor]:
+        read = self.checkpoint.read
+        return [NamedTensor(n, (read(n).float() * factor).to(read(n).dtype)) for n in self.checkpoint.names()]
+
+    def target(self, **config: object) -> PublishTarget:
+        publish = PublishConfig.model_validate(config)
+        return PublishTarget(
+            urls=(self.url,),
+            kind="sglang",
+            spec=None,
+            config=publish,
+            fused=self.fused,
+            tp_size=self.tp_size,
+            handles="memory" if publish.path == "tensor" else None,
+            timeout_s=300.0,
+        )
+
+    def checksums(self) -> tuple[Mapping[str, str], ...]:
+        servers = ServerSet([self.url], 60)
+        try:
+            return servers.checksums()[0].per_rank
+        finally:
+            servers.close()
+
+
+def check_paths(stock: Stock, home: Path) -> None:
+    """The server has its first weights at the end."""
+    first = stock.checksums()
+    assert len(first) == stock.tp_size
+    shared = SharedDirectory(path=home / "published", hf_config=stock.checkpoint.config, copy_from=None)
+    DiskPublisher(stock.target(path="disk"), shared).publish(stock.weights(1.5), version=1)
+    wanted = stock.checksums()
+    version, segments = 1, set(DIRECTORY.glob("miles-like-*"))
+    for path in ("tensor", "distributed"):
+        publisher = TensorPublisher(stock.target(path=path), send=True)
+        for size in SIZES:
+            version += 1
+            publisher.publish(stock.weights(1.0), version=version)
+            assert stock.checksums() == first
+            publisher._target = stock.target(path=path, bucket_bytes=size)
+            report = publisher.publish(stock.weights(1.5), version=version)
+            assert stock.checksums() == wanted, (path, size)
+            assert report.bytes == stock.checkpoint.nbytes
+        publisher.publish(stock.weights(1.0), version=version)
+    assert not set(DIRECTORY.glob("miles-like-*")) - segments
+    for before, after in zip(first, wanted, strict=True):
+        assert sum(before[n] != after[n] for n in before) > 0.9 * len(before)  # a few are constants, as k_scale
