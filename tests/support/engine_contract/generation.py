@@ -84,7 +84,7 @@ class GenerationContract:
             (False, True), (False, True), (0, 4), (-1, 0, p - 1, p, p + 1)
         ):
             case = f"{ignore=} {stops=} {tokens=} {start=}"
-            sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": ignore}
+            sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": ignore}
             sampling |= {"stop_token_ids": [free[1]]} if stops else {}
             reply = engine.post(
                 "/generate",

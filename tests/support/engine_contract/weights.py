@@ -12,7 +12,7 @@ from torch import Tensor
 
 from miles_like.hf.checkpoint import HFCheckpoint
 from miles_like.types import NamedTensor
-from rollout.publish.publisher import ServerSet
+from rollout.publish.servers import ServerSet
 from rollout.sglang.client import SGLangClient
 from rollout.wire import endpoints
 from rollout.wire.control import PauseMode, encode_safetensors, encode_sglang_pickle
