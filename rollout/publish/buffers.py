@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import mmap
 import os
 import secrets
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable
-from multiprocessing.shared_memory import SharedMemory
+from multiprocessing.resource_tracker import ResourceTracker
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -48,17 +50,32 @@ class Buffer:
 class Segment:
     """A segment of POSIX shared memory, which servers on this host open by its name.
 
-    A process that ends leaves none, also when it is killed: Python's resource tracker, a process beside it, removes
-    those that it has not removed.
+    A process that ends leaves none, also when it is killed: a resource tracker of Python's, a process beside it that
+    is not shared with others, removes those that it has not removed.
     """
 
     def __init__(self, capacity: int) -> None:
         """capacity: bytes of the largest bucket that it takes. Raises OSError where there is no room for it."""
         self.capacity = capacity
-        name, size = f"miles-like-{secrets.token_hex(16)}", HEADER + capacity
-        self._shared = SharedMemory(name, create=True, size=size)  # its file has mode 0600
+        self.name = f"/miles-like-{secrets.token_hex(16)}"
+        self.layout: Layout = ()  # of the bucket that it holds
+        self._mapped = self._create(HEADER + capacity)
+        self._mapped[: len(_USERS)] = _USERS
+        self.memory = torch.frombuffer(self._mapped, dtype=torch.uint8, offset=HEADER)
+
+    def close(self) -> None:
+        """Remove it. Readers that have it open keep its memory."""
+        del self.memory  # a mapping to which a tensor refers cannot be closed
+        self._mapped.close()
+        self._remove()
+
+    def _create(self, size: int) -> mmap.mmap:
+        _tracker(os.getpid()).register(self.name, "shared_memory")  # before it is there
+        fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            _reserve(DIRECTORY / name, size)
+            # its pages: writing to one that the file system cannot hold would end the process
+            os.posix_fallocate(fd, 0, size)
+            return mmap.mmap(fd, size)
         except OSError as e:
             self._remove()
             raise OSError(
@@ -66,29 +83,23 @@ class Segment:
                 f"{DIRECTORY} has no room for a segment of {size:,} bytes ({e.strerror}): enlarge it (--shm-size or "
                 "--ipc host of a container), lower publish.bucket_bytes, or set publish.path = 'disk'",
             ) from e
-        assert self._shared.buf is not None, "it was closed"
-        self._shared.buf[: len(_USERS)] = _USERS
-        self.memory = torch.frombuffer(self._shared.buf, dtype=torch.uint8, offset=HEADER)
-        self.name = f"/{name}"
-        self.layout: Layout = ()  # of the bucket that it holds
-
-    def close(self) -> None:
-        """Remove it. Readers that have it open keep its memory."""
-        del self.memory  # a mapping to which a tensor refers cannot be closed
-        self._remove()
+        finally:
+            os.close(fd)
 
     def _remove(self) -> None:
-        self._shared.close()
-        self._shared.unlink()
+        self._path.unlink(missing_ok=True)  # a reader's torch may have removed it as that reader ended
+        _tracker(os.getpid()).unregister(self.name, "shared_memory")
+
+    @property
+    def _path(self) -> Path:
+        return DIRECTORY / self.name[1:]
 
 
-def _reserve(path: Path, size: int) -> None:
-    """Allocates the pages of a segment: writing to one that its file system cannot hold would end the process."""
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, size)
-    finally:
-        os.close(fd)
+@functools.cache
+def _tracker(pid: int) -> ResourceTracker:
+    """Of the process `pid`, this one. That of multiprocessing is shared by processes which one has started, and removes
+    what they leave when the last of them has ended."""
+    return ResourceTracker()
 
 
 class Holder(Protocol):
