@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.server_key import ServerKey
-from rollout.sglang.ports import free_port
+from rollout.sglang.ports import BLOCK, free_blocks, free_port
 from rollout.sglang.servers import ServerHandle, start
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,11 @@ PROGRAMS = ROOT / "tests" / "sglang_cpu" / "programs"
 CONFIGS = {"deepseek": "tiny_bf16.toml", "qwen": "tiny_qwen.toml"}
 MODELS = {"deepseek": "model.json", "qwen": "qwen_moe.json"}
 START_S = 600.0
+_FIRST = free_blocks(3)
+# of the servers of a run: another worker's runs, which join another Ray on this machine, have others
+PORTS = (f"rollout.port={_FIRST}", f"rollout.sglang.dist_init_port={_FIRST + BLOCK}")
 SETTINGS = (
+    *PORTS,
     *("model.make.max_steps=0", "model.make.format=bf16", "precision.format=bf16", "precision.qat=false"),
     *("parallel.dp=1", "parallel.ep=1", "rollout.engine=sglang", "rollout.max_new_tokens=24"),
     "rollout.request_timeout_s=600",

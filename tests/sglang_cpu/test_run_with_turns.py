@@ -18,7 +18,7 @@ import pytest
 
 from rollout.wire import endpoints
 from tests.sglang_cpu.conftest import Run
-from tests.sglang_cpu.served import CONFIGS, INTERPRETER, PROGRAMS, ROOT, given
+from tests.sglang_cpu.served import CONFIGS, INTERPRETER, PORTS, PROGRAMS, ROOT, given
 from tests.support.tiny_models import random_tensors, tiny_qwen, write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ def test_the_calls_of_a_run_with_turns(miles_like: Run, tmp_path: Path) -> None:
     hf = write_checkpoint(tmp_path / "hf", tiny_qwen(), random_tensors(tiny_qwen()))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy2(ROOT / "configs" / "tiny" / name, hf / name)
-    settings = given((*RUN, f"model.path={hf}", f"rollout.sglang.python={INTERPRETER}"))
+    settings = given((*RUN, *PORTS, f"model.path={hf}", f"rollout.sglang.python={INTERPRETER}"))
     calls, run_dir = tmp_path / "calls.txt", tmp_path / "run"
     words = ["train", ROOT / "configs" / CONFIGS["qwen"], "--run-dir", run_dir, *settings]
     done = miles_like(calls, *words, script=PROGRAMS / "recorded_turns.py")

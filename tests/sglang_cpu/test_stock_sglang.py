@@ -36,6 +36,8 @@ from tests.sglang_cpu.gateway import Change, gateway
 from tests.sglang_cpu.served import CONFIGS, ROOT, SETTINGS, START_S, every_layer_routed, given, serve
 from tests.sglang_cpu.weight_paths import Stock, check_paths
 
+LATENT, GROUPED = CONFIGS
+
 
 class Job(NamedTuple):
     miles_like: Run
@@ -185,6 +187,7 @@ def routes_of_the_row_before(replies: Any) -> None:
         pytest.param(None, routes_of_the_row_before, "routing", "routes shifted", id="routes"),
     ],
 )
+@pytest.mark.parametrize("job", [LATENT, pytest.param(GROUPED, marks=pytest.mark.sglang_all)], indirect=True)
 def test_a_fault_in_between_is_named(
     job: Job, request_: Change | None, reply: Change | None, step: str, cause: str
 ) -> None:
