@@ -16,7 +16,7 @@ from miles_like.device_table import device
 from miles_like.timing.engine import EngineSetup
 from miles_like.timing.publish import Path as Route
 from miles_like.timing.publish import PublishSetup, publish_time, served_bytes, tensors
-from miles_like.timing.rates.calibration import MEMORY, NETWORK, ONE_ENCODER, ONE_WRITER
+from miles_like.timing.rates.calibration import COMPRESSOR, DELTA_WIRE, MEMORY, NETWORK, ONE_ENCODER, ONE_WRITER
 from miles_like.timing.shape import model_shape
 
 ROOT = Path(__file__).parents[3]
@@ -79,6 +79,18 @@ def test_a_broadcast_is_bounded_by_its_sources_links() -> None:
     assert more < once
     # then the host's time for each tensor remains
     assert more == publish_time(V3, setup("ipc", bf16)).terms["gather"]
+
+
+def test_a_difference_costs_by_what_has_changed() -> None:
+    """Nothing on the wire where nothing changes, and never more than the weights themselves."""
+    full = publish_time(V3, setup("distributed", sources=8)).terms["gather and broadcast"]
+    sent = [publish_time(V3, setup("delta", changed=x)).terms["broadcast"] for x in (0.0, 0.03, 1.0)]
+    nbytes = served_bytes(V3, FP8) / (NETWORK * H100.inter)
+    assert sent[0] < 1e-3 and sent[1] == pytest.approx(0.03 * DELTA_WIRE * nbytes, rel=0.001)
+    assert sent[2] == pytest.approx(DELTA_WIRE * nbytes, rel=0.001) and sent[1] < full
+    compressed = 2 * 0.03 * served_bytes(V3, FP8) / COMPRESSOR
+    found = publish_time(V3, setup("delta", changed=0.03)).terms
+    assert found["difference"] > compressed / 128 and found["loading"] > compressed / 32
 
 
 def test_slices_are_received_by_all_ranks_at_once() -> None:
