@@ -3,8 +3,9 @@ in memory, in a process group beside gloo's own broadcast.
 
 The weights are those of a layer with experts of Qwen3-30B-A3B's shapes. A plain loop writes as many bytes in pieces of
 64 MiB and syncs the file; then one rank, and two ranks at once, encode and write the weights as
-`rollout/publish/disk_publisher.py` does, and the parts are joined; by turns. Each figure is the median over the rounds
-of a ratio within one round; the first round does not count. Ranks are processes of one thread that have the weights in
+`rollout/publish/disk_publisher.py` does, and the parts are joined; by turns. Then one rank, and two ranks at once,
+encode their shares and drop the result. Each figure is the median over the rounds of a ratio within one round; the
+first round does not count. Ranks are processes of one thread that have the weights in
 memory: the gather, the requests and the servers' loading are not in the figures of the disk. By handles and in a group
 one rank publishes the weights in BF16 to a process that receives them as the embedded server does and loads nothing:
 requests, packing and receiving are in these figures (`weight_receiver.py`).
@@ -21,7 +22,10 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import torch
 from figures import add_write, finish
@@ -31,17 +35,20 @@ from miles_like.hf.checkpoint import write_hf
 from miles_like.hf.merged import join_parts
 from miles_like.types import NamedTensor
 from quant.spec import QuantFormat, QuantSpec
-from quant.stream import quantize_stream
+from quant.stream import Named, quantize_stream
 from rollout.publish.shares import Shares
 
 GOALS = {
     "bf16_of_raw_write_min": 0.5,
     "fp8_two_ranks_of_one_min": 1.7,
+    "fp8_encode_two_ranks_of_one_min": 1.8,
+    "int4_encode_two_ranks_of_one_min": 1.8,
     "tensor_of_memcpy_min": 0.5,
     "distributed_of_gloo_min": 0.6,
 }
 HIDDEN, EXPERT = 2048, 768
 PIECE = 64 << 20
+Work = Callable[[Path, list[NamedTensor], int, int, QuantSpec | None], None]
 
 
 def weights(experts: int) -> list[NamedTensor]:
@@ -65,18 +72,32 @@ def raw_write(path: Path, nbytes: int) -> float:
     return time.perf_counter() - began
 
 
-def rank(part: Path, stream: list[NamedTensor], number: int, count: int, spec: QuantSpec | None, begin: object) -> None:
+def encoded(stream: list[NamedTensor], number: int, count: int, spec: QuantSpec | None) -> Iterator[Named]:
+    """The share of rank `number`."""
+    return quantize_stream(Shares(count, spec).of(number, stream), spec)
+
+
+def write(where: Path, stream: list[NamedTensor], number: int, count: int, spec: QuantSpec | None) -> None:
+    write_hf(where / f"part{number}", encoded(stream, number, count, spec), {"model_type": "qwen3_moe"})
+
+
+def drop(where: Path, stream: list[NamedTensor], number: int, count: int, spec: QuantSpec | None) -> None:
+    for _ in encoded(stream, number, count, spec):
+        pass
+
+
+def rank(work: Work, begin: Barrier, *given: Any) -> None:
     torch.set_num_threads(1)
-    begin.wait()  # type: ignore[attr-defined]
-    write_hf(part, quantize_stream(Shares(count, spec).of(number, stream), spec), {"model_type": "qwen3_moe"})
+    begin.wait()
+    work(*given)
 
 
-def publish(where: Path, stream: list[NamedTensor], count: int, spec: QuantSpec | None) -> float:
-    """Seconds from the first rank's first tensor to the joined directory."""
-    parts = [where / f"part{i}" for i in range(count)]
+def at_once(work: Work, where: Path, stream: list[NamedTensor], count: int, spec: QuantSpec | None) -> float:
+    """Seconds from the start of `count` ranks' work until all have ended."""
     context = multiprocessing.get_context("fork")
     begin = context.Barrier(count + 1)
-    ranks = [context.Process(target=rank, args=(p, stream, i, count, spec, begin)) for i, p in enumerate(parts)]
+    given = [(work, begin, where, stream, i, count, spec) for i in range(count)]
+    ranks = [context.Process(target=rank, args=one) for one in given]
     for process in ranks:
         process.start()
     begin.wait()
@@ -84,8 +105,14 @@ def publish(where: Path, stream: list[NamedTensor], count: int, spec: QuantSpec 
     for process in ranks:
         process.join()
         assert process.exitcode == 0
-    join_parts(parts, where / "version")
     return time.perf_counter() - began
+
+
+def publish(where: Path, stream: list[NamedTensor], count: int, spec: QuantSpec | None) -> float:
+    """Seconds from the first rank's first tensor to the joined directory."""
+    seconds, began = at_once(write, where, stream, count, spec), time.perf_counter()
+    join_parts([where / f"part{i}" for i in range(count)], where / "version")
+    return seconds + time.perf_counter() - began
 
 
 def round_of(where: Path, stream: list[NamedTensor]) -> dict[str, float]:
@@ -101,6 +128,10 @@ def round_of(where: Path, stream: list[NamedTensor]) -> dict[str, float]:
         out[f"{name}_one_rank_gb_s"] = rates[0] / 1e9
         out[f"{name}_of_raw_write"] = rates[0] / raw
         out[f"{name}_two_ranks_of_one"] = rates[1] / rates[0]
+    for name, format in (("fp8", QuantFormat.FP8), ("int4", QuantFormat.INT4)):
+        one, two = (at_once(drop, where, stream, count, QuantSpec(format=format)) for count in (1, 2))
+        out[f"{name}_encode_one_rank_gb_s"] = nbytes / one / 1e9
+        out[f"{name}_encode_two_ranks_of_one"] = one / two
     return out | requested(stream, nbytes)
 
 
