@@ -1,11 +1,12 @@
 """Seconds of a publication by path. The bytes of the model are those of the served format; gathers are of BF16.
 
 Paths of rollout/publish:
-    tensor   one rank gathers, encodes base64 in JSON, once for each of a server's ranks, and sends it to every server
-    disk     all ranks gather, each quantizes and writes its part of one directory, which every server reads
+    tensor        one rank gathers, encodes base64 in JSON, once for each of a server's ranks, and sends it to every
+                  server, as it does to servers on other hosts than its own
+    disk          all ranks gather, each quantizes and writes its part of one directory, which every server reads
+    distributed   `sources` ranks (in rollout/publish one) broadcast whole tensors to all ranks of all servers
 Paths whose formulas are stated here ahead of their code:
     ipc           each rank gathers whole tensors and hands them to the server rank on its device by a CUDA IPC handle
-    distributed   `sources` ranks broadcast whole tensors to all ranks of all servers
     delta         as distributed, of what has changed: each rank compares its share with the last version and compresses
                   the difference on its host; each rank of a server expands a share
     reshard       every rank sends the slices that a server rank holds to that rank alone

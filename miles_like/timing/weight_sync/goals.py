@@ -101,7 +101,7 @@ def results(case: Case, hf: HFConfig) -> Iterator[Result]:
     for label, change, more in _PATHS:
         if change["path"] == "ipc" and case.ranks != case.gpus:
             continue  # on shared GPUs there is a server's rank for each of the trainer's
-        if case.spec is None and "encoded_first" in more:
+        if case.spec is None and change["path"] == "ipc" and "encoded_first" in more:
             continue  # nothing is encoded
         for kind in (shipped, *others) if label == _RESHARD else (shipped,):
             publish = PublishSetup(device=H100, ranks=case.ranks, engine=kinds[kind], **change)
@@ -136,6 +136,7 @@ _PATHS: tuple[tuple[str, _Options, _Options], ...] = (
     ("tensor, encoded and then gathered", {"path": "ipc"}, {}),
     ("tensor, encoded and then gathered, once a node", {"path": "ipc"}, {"once_a_node": True}),
     ("disk, 10 GB/s for all", {"path": "disk", "disk": SHARED_DISK}, {}),
+    ("distributed, rank 0 encodes", {"path": "distributed"}, {"one_sender": True, "encoded_first": False}),
     ("distributed, one source a stage", {"path": "distributed"}, {}),
     ("distributed, eight sources a stage", {"path": "distributed", "sources": 8}, {}),
     ("delta, 3 % changed, eight sources", {"path": "delta", "sources": 8, "changed": CHANGED}, {}),

@@ -50,6 +50,9 @@ class SyncSetup:
     bucket_bytes: float = 256 * MIB
     """Of BF16."""
     buffers: int = 2
+    one_sender: bool = False
+    """One rank of the trainer, which has all tensors whole, encodes and broadcasts them, as rollout/publish does
+    ("distributed"); otherwise the sources of each pipeline stage do."""
     load_in_turn: bool = False
     """Servers load a bucket before the next one is sent ("distributed")."""
     once_a_node: bool = False
@@ -73,7 +76,8 @@ def synchronize(slots: Sequence[Slot], setup: SyncSetup) -> Timeline:
     if path not in _PHASES:
         raise ValueError(f"path {path!r} is not simulated: choose one of {', '.join(_PHASES)}")
     found = list(buckets(slots, setup.bucket_bytes))
-    stages = [[b for b in found if b.key.stage == s] for s in range(p.pp)] if path in _STAGES_APART else [found]
+    apart = path in _STAGES_APART and not setup.one_sender
+    stages = [[b for b in found if b.key.stage == s] for s in range(p.pp)] if apart else [found]
     return with_control(
         one_after_the_other(
             simulate([chain([works(setup, b) for b in own], setup.buffers) for own in stages])
@@ -193,12 +197,9 @@ def _distributed(setup: SyncSetup, bucket: Bucket) -> list[Work]:
     later = 0.0 if setup.encoded_first else _encode(setup, bucket.full / sources)
     sent = broadcast(bucket.encoded / sources, receivers(p), p.device)
     loads = [(n, SERVER_NETWORK, s) for n, _, s in _load(setup, bucket)] if setup.load_in_turn else _load(setup, bucket)
-    return [
-        *_gathered(setup, bucket, apart=True),
-        ("encode", _of_stage(CODEC, bucket), later),
-        ("broadcast", SERVER_NETWORK, sent),
-        *loads,
-    ]
+    whole = _whole(setup, bucket) if setup.one_sender else _gathered(setup, bucket, apart=True)
+    encoder = CODEC if setup.one_sender else _of_stage(CODEC, bucket)
+    return [*whole, ("encode", encoder, later), ("broadcast", SERVER_NETWORK, sent), *loads]
 
 
 def _delta(setup: SyncSetup, bucket: Bucket) -> list[Work]:

@@ -176,6 +176,13 @@ def test_a_difference_costs_by_what_has_changed() -> None:
     assert part == pytest.approx(0.03 * 0.8 * full, rel=0.1)
 
 
+def test_one_sender_encodes_everything_and_needs_whole_tensors() -> None:
+    one, each = (run("distributed", one_sender=o, encoded_first=False, bucket_bytes=WHOLE) for o in (True, False))
+    assert one.busy["trainer's encoder"] == pytest.approx(2 * each.busy["trainer's encoder"], rel=0.1)  # two stages
+    assert one.busy["trainer's network"] >= 2 * SHAPE.parameters / (NETWORK * H100.inter)
+    assert one.busy["servers' network"] == each.busy["servers' network"] and one.seconds > each.seconds
+
+
 def test_loading_in_turn_adds_up() -> None:
     in_turn, beside = run("distributed", load_in_turn=True), run("distributed")
     loads = beside.busy["servers' host"] + beside.busy["servers' memory"]
